@@ -420,10 +420,12 @@ def _connect(options: RollersConfig, accelerator: Accelerator) -> bool:
         return False
     address = options.address
     if not address:
-        os.environ.setdefault("RAY_AUTH_MODE", "token")  # else only the process that starts Ray has its token
-        address = in_first_process(accelerator, lambda: start_ray(options.workers * options.num_cpus))
+        cores = options.workers * options.num_cpus
+        address, mode = in_first_process(accelerator, lambda: (start_ray(cores), os.environ.get("RAY_AUTH_MODE")))
         if accelerator.is_main_process:
             return True
+        if mode is not None:  # set by Ray where it starts, and read here when it is imported
+            os.environ["RAY_AUTH_MODE"] = mode
     with _connecting(f"cluster at rollers.address={address}") as ray:
         ray.init(address=address, **QUIET)
     return True

@@ -1,4 +1,4 @@
-"""Rows that Ray's object store does not hold end the run by name; what is finished stays, and the run goes on with room."""
+"""Rows that the object store of Ray does not hold end the run by name; what is finished stays, and the run goes on."""
 
 from __future__ import annotations
 

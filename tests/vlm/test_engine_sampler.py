@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
+import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -29,6 +33,7 @@ from mmrl.vlm.inference.sampler import EngineSampler, EngineSamplerConfig, VllmC
 from mmrl.vlm.model.config import ModelConfig
 from mmrl.workers import interpreters
 from mmrl.workers.listen import TOKEN, listen
+from tests.programs import ROOT
 from tests.vlm.builders import build_for_vllm, needs_vllm, ragged_tasks, through_vllm
 from tests.vlm.runs import run_config, write_questions
 
@@ -81,6 +86,11 @@ class PolicyService:
             "read": torch.cat([prompt.input_ids for prompt in prompts]).numpy(),
             "read_lengths": np.array([len(prompt) for prompt in prompts]),
         }
+
+
+def make():
+    """The service that knows the questions of a run."""
+    return PolicyService(load_tasks(DataConfig(path=os.environ["QUESTIONS"])).tasks)
 
 
 @pytest.fixture
@@ -154,9 +164,10 @@ def test_a_server_wants_its_token():
         EngineSampler(engine(address))
 
 
-def train_two_steps(folder, model, sampler):
+def train_two_steps(folder, model, sampler, rollers=None):
     """Two steps of IcePop with an engine; returns their metrics."""
     config = run_config(VlmConfig, folder, model, tasks_per_step=2, samples_per_task=3)
+    config.rollers = rollers or config.rollers
     config.eval_data, config.objective, config.sampler = {}, ObjectiveConfig(preset="icepop"), sampler
     config.rewards = [RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)]
     run_dir = train(RECIPES["vlm"], config)
@@ -173,6 +184,28 @@ def test_a_run_samples_there_and_corrects_the_difference(tiny_folders, tmp_path)
         assert 0 < metrics["policy/mismatch_max"] < 1e-4
         assert metrics["policy/mismatch_weight"] == pytest.approx(1.0, abs=1e-4)
         assert metrics["time/sync"] > 0
+
+
+@pytest.mark.slow
+def test_each_rollout_worker_has_an_engine_of_its_own(tiny_folders, tmp_path, monkeypatch):
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")
+    python = tmp_path / "python"
+    settings = f"PYTHONPATH={ROOT} QUESTIONS={write_questions(tmp_path / 'questions')}"
+    service = f"{Path(__file__).resolve()}:make"
+    python.write_text(
+        f'#!/bin/sh\necho $$ >> {tmp_path}/engines\nexec env {settings} {sys.executable} $1 {service} "$3"\n'
+    )
+    python.chmod(0o755)
+    sampler = engine(vllm=VllmConfig(python=str(python), tolerance=1e-4))
+    found = train_two_steps(tmp_path, tiny_folders["qwen2_5_vl"], sampler, RollersConfig("ray", 2))
+    assert all(0 < metrics["policy/mismatch_max"] < 1e-4 for metrics in found)
+    engines = list(map(int, (tmp_path / "engines").read_text().split()))
+    assert len(engines) == 2, "the training process has none"
+    ends = time.monotonic() + 60
+    while any(map(psutil.pid_exists, engines)):  # each ends by itself when its worker has gone
+        assert time.monotonic() < ends
+        time.sleep(0.2)
 
 
 @pytest.mark.parametrize(
