@@ -387,6 +387,10 @@ def explain(args: argparse.Namespace) -> int:
     return 0
 
 
+def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", help="an objective, or its first letters")
+
+
 def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", nargs="?", choices=list(LISTED), help="default: all three")
     parser.add_argument("--markdown", action="store_true", help="print the tables of the documentation")
@@ -479,11 +483,7 @@ COMMANDS: dict[str, Command] = {
     "export": Command(export, _add_export_arguments, "use results"),
     "serve": Command(serve, _add_serve_arguments, "use results", takes_overrides=True),
     "list": Command(list_entries, _add_list_arguments, "look something up"),
-    "explain": Command(
-        explain,
-        lambda parser: parser.add_argument("name", help="an objective, or its first letters"),
-        "look something up",
-    ),
+    "explain": Command(explain, _add_explain_arguments, "look something up"),
     "options": Command(options, _add_options_arguments, "look something up"),
     "schema": Command(schema, _add_schema_arguments, "look something up"),
     "sim": Command(sim, _add_sim_arguments, "simulators and screens"),

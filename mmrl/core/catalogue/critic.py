@@ -18,6 +18,7 @@ ROWS = (
         value=ValueLoss(coef=0.1, clip=0.2),
         citation="Schulman et al., PPO, arXiv 1707.06347, eq. 7 and 9; GAE, arXiv 1506.02438",
         verified="verl 0.9.1",
+        differs="dual clip and KL in the reward are verl's; the paper has neither",
     ),
     Objective(
         "vl_dac",

@@ -25,6 +25,7 @@ ROWS = (
         kl=K3(0.04, clamp=False),
         citation="Shao et al., DeepSeekMath, arXiv 2402.03300, eq. 3-4",
         verified="verl 0.9.1, trl 1.16.0",
+        differs="a group with one scored row gets advantage 0, in verl its raw reward",
     ),
     Objective(
         "dr_grpo",
@@ -34,6 +35,7 @@ ROWS = (
         FixedLength(3000),
         citation="Liu et al., Understanding R1-Zero-Like Training, arXiv 2503.20783, section 3.2",
         verified="verl 0.9.1, trl 1.16.0",
+        differs="recipes set the constant length to the sampler's limit; 3000 is that of its code",
     ),
     Objective(
         "dapo",
@@ -43,6 +45,7 @@ ROWS = (
         filter=ResampleGroups(),
         citation="Yu et al., DAPO, arXiv 2503.14476, eq. 8-12 (clip 0.2/0.28, dynamic sampling, token mean)",
         verified="verl 0.9.1, trl 1.16.0",
+        differs="the overlong penalty is the reward `overlong`, to be added to a run's rewards",
     ),
     Objective(
         "rloo",
@@ -53,6 +56,7 @@ ROWS = (
         kl=K1(0.05, in_reward=True),
         citation="Ahmadian et al., Back to Basics, arXiv 2402.14740, section 3.2; clip and KL 0.05 as in TRL",
         verified="verl 0.9.1, trl 1.16.0",
+        differs="the clip of TRL and verl; the paper has none",
     ),
     Objective(
         "reinforce_pp_baseline",
@@ -62,6 +66,7 @@ ROWS = (
         kl=K2(0.001),
         citation="Hu et al., REINFORCE++ (baseline variant), arXiv 2501.03262; k2 loss 0.001 as in OpenRLHF",
         verified="verl 0.9.1",
+        differs="a group with one scored row gets advantage 0, in verl its raw reward",
     ),
     Objective(
         "gspo",
@@ -71,6 +76,7 @@ ROWS = (
         ratio=SequenceRatio(),
         citation="Zheng et al., GSPO, arXiv 2507.18071, eq. 5 and 13 (clip 3e-4/4e-4)",
         verified="verl 0.9.1, trl 1.16.0",
+        differs="in the token form, eq. 13, whose gradient is that of eq. 5 where a row has one advantage",
     ),
     Objective(
         "cispo",
@@ -80,6 +86,7 @@ ROWS = (
         TokenMean(),
         citation="MiniMax-M1, arXiv 2506.13585, eq. 4-5 (no lower bound); upper bound 5 of arXiv 2510.13786",
         verified="verl 0.9.1, trl 1.16.0",
+        differs="the paper tunes its upper bound without printing it",
     ),
     Objective(
         "icepop",
@@ -89,6 +96,7 @@ ROWS = (
         correction=Masked(),
         citation="Ling Team, Ring-1T, arXiv 2510.18855 (GRPO with mismatch bounds 0.5 to 5); its KL is left out",
         verified="verl 0.9.1, trl 1.16.0",
+        differs="without its KL",
     ),
     Objective(
         "papo",
@@ -98,6 +106,7 @@ ROWS = (
         kl=K3(0.01),
         citation="base objective of PAPO_G's public scripts, arXiv 2507.06448 (clip 0.2/0.3, dual clip 3, k3 0.01)",
         verified="MikeWangWZHL/PAPO at fb63bf4533b7",
+        differs="the base alone; the loss on masked images is a term of recipe papo",
     ),
     Objective(
         "apo",
@@ -107,6 +116,7 @@ ROWS = (
         kl=K3(1e-3, clamp=False, aggregation=SequenceMean()),
         citation="base objective of View-R1's examples/scripts/train_grpo.sh, arXiv 2506.21655",
         verified="Indolent-Kawhi/View-R1 at 093f2d82eee3",
+        differs="the base alone; weights of KL and advantages are those of recipe apo",
     ),
     Objective(
         "srpo",
@@ -115,6 +125,7 @@ ROWS = (
         SequenceMean(),
         citation="SRPO, arXiv 2511.15605 (clip 0.2/0.28, dual clip 3, mean of episode means)",
         verified="sii-research/siiRL at af00a7718173",
+        differs="the base alone; the rewards of failures are those of recipe srpo",
     ),
     Objective(
         "aepo",
@@ -124,6 +135,7 @@ ROWS = (
         SequenceMean(),
         citation="InfiGUI-G1, arXiv 2508.05731; its public scripts (RLOO, clip 0.2/0.4, dual clip 3, no KL)",
         verified="InfiXAI/InfiGUI-G1 at 22208e4d4826",
+        differs="the base alone; the reward for several answers is that of recipe aepo",
     ),
     Objective(
         "arpo",
@@ -132,6 +144,7 @@ ROWS = (
         SequenceMean(),
         citation="Lu et al., ARPO, arXiv 2505.16282; its public scripts (clip 0.2/0.3, dual clip 3, no KL)",
         verified="dvlab-research/ARPO at 7489ae309e90",
+        differs="the base alone; the replayed successes are those of recipe arpo",
     ),
     Objective(
         "reg_grpo",
@@ -142,6 +155,7 @@ ROWS = (
         kl=K3(0.1, clamp=False),
         citation="DeepVideo-R1, arXiv 2506.07464 (Reg-GRPO, KL 0.1; deviations as in TRL, which it builds on)",
         verified="hand computation",
+        differs="the base alone; easier and harder questions are those of recipe reg_grpo",
     ),
     Objective(
         "tspo",

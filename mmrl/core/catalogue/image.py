@@ -43,6 +43,7 @@ ROWS = (
         scaling=AdvantageScaling(clip=5.0),
         citation="Black et al., DDPO, arXiv 2305.13301 (clip 1e-4; the diffusion recipe keeps a history a prompt)",
         verified="kvablack/ddpo-pytorch at 1958463f0201, diffusers 0.42.1",
+        differs="the history of a prompt's rewards is that of recipe ddpo",
     ),
     Objective(
         "dance_grpo",

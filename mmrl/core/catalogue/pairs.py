@@ -35,6 +35,7 @@ ROWS = (
         MeanScore(),
         citation="Azar et al., IPO, arXiv 2310.12036, eq. 17; mean over an answer's tokens as in TRL",
         verified="trl 1.16.0",
+        differs="the mean over an answer's tokens, as in TRL; the paper sums",
     ),
     PreferenceObjective(
         "slic",
@@ -42,6 +43,7 @@ ROWS = (
         SumScore(),
         citation="Zhao et al., SLiC-HF, arXiv 2305.10425; margins against a reference as in TRL's hinge",
         verified="trl 1.16.0",
+        differs="with a reference, as in TRL; the paper has none",
     ),
     PreferenceObjective(
         "rpo",

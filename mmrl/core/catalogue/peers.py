@@ -51,6 +51,7 @@ ROWS = (
         ratio=SequenceRatio(),
         citation="LUSPO, arXiv 2602.05261 (GSPO times the length of the row, clip as in GSPO)",
         verified="trl 1.16.0",
+        differs="in the token form of GSPO, which has the same gradient",
     ),
     Objective(
         "vespo",
@@ -124,6 +125,7 @@ ROWS = (
         TokenMean(),
         citation="pass@k policy optimisation, arXiv 2503.19595, as in verl: the best row's lead over the second",
         verified="verl 0.9.1",
+        differs="divided by the standard deviation, as in verl",
     ),
     Objective(
         "gpg",
