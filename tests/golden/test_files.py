@@ -46,11 +46,12 @@ def test_a_file_names_program_version_and_command(paper):
 
 def test_the_comparison_with_other_trainers_is_that_of_these_packages_and_rows():
     record, pinned = read_record(), RECORD.with_name("requirements.txt").read_text(encoding="utf-8")
-    assert record["rows"].keys() <= CATALOGUE.keys()
+    rows = CATALOGUE | PREFERENCES
+    assert record["rows"].keys() <= rows.keys()
     for program in (program for program in record["programs"] if "openrlhf" not in program):
         assert program.replace(" ", "==") in pinned
     for name, peers in record["rows"].items():
         for package, found in peers.items():
             assert found["apart"] < 1e-6 or found.get("differs"), (name, package)
-            verified = CATALOGUE[name].verified
+            verified = rows[name].verified
             assert package in verified or package not in ("verl", "trl") or found.get("differs"), (name, package)

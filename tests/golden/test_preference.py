@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mmrl.core import PolicyOutputs, PreferenceObjective, Rollouts, get_preference
 from mmrl.core.blocks.preference import CHOSEN, SCORE
+from mmrl.core.loss import LossOutput
 from tests.golden.numbers import assert_agrees, inputs_of, load
 
 CASES = [
@@ -32,13 +34,17 @@ def configured(paper: str, options: dict) -> PreferenceObjective:
     return objective.override(changes) if options else objective
 
 
+def compute(paper: str, options: dict, b: SimpleNamespace) -> tuple[LossOutput, torch.Tensor]:
+    """Loss of a row with other options on the inputs of a file, and its gradient."""
+    logp = b.logp.requires_grad_()
+    objective, rollouts = configured(paper, options), rollouts_of(b, 4)
+    output = objective.step_loss(PolicyOutputs(logp), rollouts, objective.denominators(rollouts))
+    return output, torch.autograd.grad(output.loss, logp)[0]
+
+
 @pytest.mark.parametrize(("paper", "peer"), CASES, ids=[f"{paper}-{peer['options']}" for paper, peer in CASES])
 def test_losses_are_those_of_the_public_code(paper, peer):
-    b = inputs_of(paper)
-    logp = b.logp.requires_grad_()
-    objective, rollouts = configured(paper, peer["options"]), rollouts_of(b, 4)
-    output = objective.step_loss(PolicyOutputs(logp), rollouts, objective.denominators(rollouts))
-    (gradient,) = torch.autograd.grad(output.loss, logp)
+    output, gradient = compute(paper, peer["options"], inputs_of(paper))
     factor = 2.0 if peer["options"].get("kind") == "sppo_hard" else 1.0  # TRL leaves out the paper's 1/2
     assert_agrees(factor * output.loss, peer, "loss")
     assert_agrees(factor * gradient, peer, "gradient")

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from mmrl.core import CATALOGUE
+from mmrl.core import CATALOGUE, PREFERENCES
 from mmrl.files import write_atomically
 from tests.golden.make.peers import tensors
+from tests.golden.test_preference import compute as compute_pairs
 from tests.golden.test_tokens import compute
 from tests.peers.adaptor import CONVENTIONS, answers
 from tests.peers.record import RECORD, table
@@ -25,7 +26,7 @@ ORDER = ("verl", "trl", "skyrl", "openrlhf")
 
 def main() -> int:
     """Compare, print, record."""
-    rows: dict[str, dict[str, Any]] = {name: {} for name in CATALOGUE}
+    rows: dict[str, dict[str, Any]] = {name: {} for name in (*CATALOGUE, *PREFERENCES)}
     programs, bad = set(), []
     for name, inputs, peer in answers():
         package = peer["program"].split()[0]
@@ -49,7 +50,11 @@ def main() -> int:
 
 def difference(name: str, inputs: dict[str, Any], peer: dict[str, Any]) -> float:
     """Largest difference of advantages, loss and gradient, each as a share of the peer's largest number."""
-    ours = compute(name, peer.get("changes", {}), vars(tensors(inputs)))
+    if name in PREFERENCES:
+        output, slope = compute_pairs(name, peer["options"], tensors(inputs))
+        ours = {"loss": output.loss, "gradient": slope}
+    else:
+        ours = compute(name, peer.get("changes", {}), vars(tensors(inputs)))
     size = float(ours["gradient"].abs().sum())  # a loss is a sum of terms that cancel
     shares = []
     for key in ("advantage", "loss", "gradient"):

@@ -15,7 +15,8 @@ from unittest.mock import patch
 
 from torch import Tensor, nn
 
-from mmrl.core import CATALOGUE
+from mmrl.core import CATALOGUE, PREFERENCES
+from tests.golden.make import pairs
 from tests.golden.make.peers import Wheel, gradient
 from tests.golden.make.tokens import SkyRl, Trl, Verl, batch
 from tests.golden.numbers import PAPERS, load
@@ -28,7 +29,8 @@ PLAIN = {"kl": {"kind": "none"}}
 
 def recomputed() -> Iterator[tuple[str, Answer, Answer]]:
     """Yield row, inputs and answer of all golden files that installed packages make."""
-    for name in (name for name in METHODS if name in PAPERS and len(load(name).command.split()) == 3):
+    names = [name for name in (*METHODS, *PREFERENCES) if name in PAPERS and len(load(name).command.split()) == 3]
+    for name in names:
         module = importlib.import_module(f"tests.golden.make.{name}")
         found: list[tuple[Answer, list[Answer]]] = []
         write = patch.object(module, "write", lambda _, __, inputs, peers, found=found: found.append((inputs, peers)))
@@ -136,6 +138,8 @@ CONVENTIONS = {
 
 def answers() -> Iterator[tuple[str, Answer, Answer]]:
     """Yield row, inputs and answer of every package for every row that it has."""
-    for name, inputs, peer in (*recomputed(), *further()):
-        assert name in CATALOGUE, name
+    given = pairs.pairs()
+    dpo = pairs.trl(given, ["sigmoid"], [1.0], beta=0.1, smoothing=0.0) | {"options": {"beta": 0.1}}
+    for name, inputs, peer in (*recomputed(), *further(), ("dpo", given, dpo)):
+        assert name in CATALOGUE or name in PREFERENCES, name
         yield name, inputs, peer
