@@ -1,10 +1,14 @@
 """Properties of the estimators of single papers, beyond their golden numbers."""
 
+import statistics
+from itertools import combinations
+
 import pytest
 import torch
 
 from mmrl.core import Rollouts, get
 from mmrl.core.blocks.advantage import GroupMean
+from mmrl.core.blocks.downsampling import max_variance_rows
 from mmrl.core.blocks.shaping import BetaNormalised, RegroupedByLength, VirtualBest
 
 NAN = float("nan")
@@ -66,3 +70,23 @@ def test_canon_compares_with_the_other_half():
     expected = [1.0 - 0.25, 0.5 - 1.0, 0.0 - 1.0, 0.0] + [0.0] * 5
     assert rows(RegroupedByLength()(batch)) == pytest.approx(expected)
     assert rows(RegroupedByLength()(batch))[4:] == [0.0] * 5
+
+
+@pytest.mark.parametrize("number", range(2, 7))
+def test_the_rows_of_largest_variance_are_found_without_trying_all(number):
+    values = torch.rand(6, generator=torch.Generator().manual_seed(number)).tolist()
+    largest = max(combinations(range(6), number), key=lambda rows: statistics.pvariance([values[row] for row in rows]))
+    assert sorted(max_variance_rows(values, number)) == sorted(largest)
+
+
+def test_down_sampling_relaxes_to_all_decisions():
+    objective = get("d3s").override({"weight": {"relax_steps": 2}})
+    batch = rollouts([0.0, 1.0, 0.3, 0.2, 0.9, 0.1, 0.6, 0.7, 0.5], GROUPS)
+    batch = batch.replace(entropy=torch.rand(9, 5, generator=torch.Generator().manual_seed(0)).double())
+    state, mask = objective.state(), batch.loss_mask
+    found = [objective.compute_advantages(batch, state).extras["weight"] for _ in range(4)]
+    kept = [int(((weight > 0) & (mask > 0)).sum()) for weight in found]
+    assert kept[0] < kept[1] < kept[2] == kept[3] == int(mask.sum())
+    for weight in found:
+        assert float((weight * mask).sum()) == pytest.approx(float(mask.sum())), "a mean over what is kept"
+    torch.testing.assert_close(found[3] * mask, mask)

@@ -8,6 +8,7 @@ from mmrl.core.blocks import (
     adaptive_clip,
     baselines,
     discriminative,
+    downsampling,
     entropy,
     foreign,
     shaping,
@@ -28,7 +29,19 @@ from mmrl.core.loss import Aggregation
 
 __all__ = ["BLOCKS"]
 
-FAMILIES = (adaptive_clip, baselines, discriminative, entropy, foreign, shaping, smooth_clip, tracked, turns, weight)
+FAMILIES = (
+    adaptive_clip,
+    baselines,
+    discriminative,
+    downsampling,
+    entropy,
+    foreign,
+    shaping,
+    smooth_clip,
+    tracked,
+    turns,
+    weight,
+)
 """Files with further kinds, which `kinds` finds once they are imported."""
 
 BLOCKS: dict[str, dict[str, type[Block]]] = {

@@ -1,8 +1,9 @@
 """Objectives of papers whose core is an estimator, or a reward."""
 
-from mmrl.core.blocks.advantage import GroupMean
+from mmrl.core.blocks.advantage import GroupMean, GroupMeanStd
 from mmrl.core.blocks.clip import PpoClip, SequenceProductRatio
 from mmrl.core.blocks.discriminative import Discriminative, JointPairs
+from mmrl.core.blocks.downsampling import DownSampled
 from mmrl.core.blocks.filter import DropGroups
 from mmrl.core.blocks.shaping import (
     BetaNormalised,
@@ -90,6 +91,17 @@ ROWS = (
         TokenMean(),
         citation="ASPO in Understanding Tool-Integrated Reasoning, arXiv 2508.19201 (delta -2, k 0.7)",
         verified="hand computation",
+    ),
+    Objective(
+        "d3s",
+        GroupMeanStd(),
+        PpoClip(high=0.28),
+        TokenMean(),
+        weight=DownSampled(),
+        citation="D3S, arXiv 2509.22115, on DAPO's loss",
+        verified="hand computation",
+        differs="the rows of largest variance are those of each group, and all rows pass the policy; the shares are "
+        "examples, as no code states them, and grow with weight.relax_steps",
     ),
     Objective(
         "p3o_separate",
