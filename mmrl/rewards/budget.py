@@ -17,6 +17,15 @@ CHECKS: dict[str, Callable[..., list[float]]] = {
 }
 
 
+def right_answers(
+    owner: str, check: str, prompts: Sequence[Chat], completions: Sequence[Chat], **options: Any
+) -> list[float]:
+    """1 for right answers by the reward that `check` names, as a part of the reward `owner`."""
+    if check not in CHECKS:
+        raise ValueError(f"{owner}: check is {check!r}; expected one of {', '.join(CHECKS)}")
+    return CHECKS[check](prompts, completions, **options)
+
+
 def budget_reward(
     prompts: Sequence[Chat],
     completions: Sequence[Chat],
@@ -37,9 +46,7 @@ def budget_reward(
 
     Source: HBPO, arXiv 2507.15844; ZJU-REAL/HBPO rllm/rewards/math_reward.py.
     """
-    if check not in CHECKS:
-        raise ValueError(f"budget: check is {check!r}; expected one of {', '.join(CHECKS)}")
-    right = CHECKS[check](prompts, completions, answer=answer, **options)
+    right = right_answers("budget", check, prompts, completions, answer=answer, **options)
     given = [None] * len(right) if budget is None else budget
     rows = zip(right, completion_lengths, given, strict=True)
     return [_value(int(n), b, half_period, longest) if one == 1 else 0.0 for one, n, b in rows]

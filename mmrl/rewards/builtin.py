@@ -56,6 +56,17 @@ REWARDS: dict[str, RewardEntry] = {
         "for a right answer, more the fewer tokens it has and the nearer they are to the column `budget`; else 0",
         "HBPO, arXiv 2507.15844",
     ),
+    "winrate": RewardEntry(
+        "mmrl.rewards.winrate:winrate_reward",
+        "mean probability that `judge`, a function of yours, prefers the response to the others to its question",
+        "Swamy et al., SPO, arXiv 2401.04056",
+    ),
+    "flawless": RewardEntry(
+        "mmrl.vlm.critic.flaws:flawless_reward",
+        "1 for a right answer, 0 where a judge at `url` finds a wrong step in it, -1 for a wrong answer",
+        "FAPO, arXiv 2510.22543",
+        isolate=True,
+    ),
     "point": RewardEntry(
         "mmrl.gui.grounding.rewards:point_reward",
         "format plus accuracy of points on a screen: adaptive exploration, any or first; -1 for a wrong format",

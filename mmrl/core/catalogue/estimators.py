@@ -3,8 +3,9 @@
 from mmrl.core.blocks.advantage import GroupMean, GroupMeanStd
 from mmrl.core.blocks.clip import PpoClip, SequenceProductRatio
 from mmrl.core.blocks.discriminative import Discriminative, JointPairs
+from mmrl.core.blocks.divergence import K3
 from mmrl.core.blocks.downsampling import DownSampled
-from mmrl.core.blocks.filter import DropGroups
+from mmrl.core.blocks.filter import DropGroups, ResampleGroups
 from mmrl.core.blocks.shaping import (
     BetaNormalised,
     BudgetTarget,
@@ -102,6 +103,35 @@ ROWS = (
         verified="hand computation",
         differs="the rows of largest variance are those of each group, and all rows pass the policy; the shares are "
         "examples, as no code states them, and grow with weight.relax_steps",
+    ),
+    Objective(
+        "selfplay_winrate",
+        GroupMean(),
+        PpoClip(),
+        TokenMean(),
+        citation="Swamy et al., SPO, arXiv 2401.04056, with the reward winrate",
+        verified="hand computation",
+        differs="the paper leaves the policy gradient open; this is PPO's clip on rewards minus their group's mean",
+    ),
+    Objective(
+        "fapo",
+        GroupMeanStd(),
+        PpoClip(high=0.28, dual=10.0),
+        TokenMean(),
+        filter=ResampleGroups(),
+        citation="FAPO, arXiv 2510.22543, with the reward flawless (DAPO with dual clip 10)",
+        verified="hand computation",
+        differs="DAPO's penalty of long responses is a reward of its own, overlong",
+    ),
+    Objective(
+        "demo_regularised",
+        GroupMean(),
+        PpoClip(),
+        TokenMean(),
+        kl=K3(0.05),
+        citation="Tiapkin et al., Demonstration-Regularized RL, arXiv 2310.17303, starting from a cloned policy",
+        verified="hand computation",
+        differs="the paper leaves the policy gradient open and its 1 / eta, here 0.05, to the task",
     ),
     Objective(
         "p3o_separate",

@@ -1,0 +1,76 @@
+r"""FAPO's reward: a right answer that a judge finds a wrong step in earns nothing.
+
+    rewards:
+      - name: flawless
+        options: {url: "http://localhost:8000/v1", model: FAPO-GenRM-4B, check: number}
+
+The judge is a model behind an OpenAI-compatible endpoint, which is asked about right answers only. It names the first
+wrong step in a box, or -1. What cannot be read counts as a failed reward; the released code takes it for flawless. The
+wording of the question is this project's own.
+
+Source: FAPO, arXiv 2510.22543; yyDing1/FAPO fapo/fapo_reasoning/reward_fn.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mmrl.errors import UserError
+from mmrl.hub.chat_endpoint import ask_chat, check_url
+from mmrl.rewards.answers import Chat, boxes, chat_text, completion_text
+from mmrl.rewards.budget import right_answers
+
+FIELDS = ("problem", "answer", "solution")
+QUESTION = (
+    "A problem, its right answer and a solution in steps follow.\n\nProblem:\n{problem}\n\nRight answer:\n{answer}\n\n"
+    "Solution:\n{solution}\n\nCheck the solution step by step. Put the index of the first wrong step, counted from 0, "
+    "into \\boxed{}; if all steps are right, put -1 into it."
+)
+
+
+def flawless_reward(
+    prompts: Sequence[Chat],
+    completions: Sequence[Chat],
+    *,
+    answer: Sequence[Any],
+    url: str,
+    model: str,
+    check: str = "exact",
+    penalty: float = 1.0,
+    question: str = QUESTION,
+    max_tokens: int = 16384,
+    request_timeout_s: float = 600.0,
+    **options: Any,
+) -> list[float]:
+    """Give 1 to right answers, 1 - penalty to right ones with a wrong step, and -1 to wrong ones.
+
+    Options: `url`, the judge's address up to /v1; `model`, its name there; `check`, the reward that says whether an
+    answer is right, which gets the further options; `question`, in which {problem}, {answer} and {solution} stand for
+    these; `max_tokens` and `request_timeout_s` of a verdict, beside the `timeout_s` of the reward.
+    """
+    check_url(url, "flawless")
+    if missing := [name for name in FIELDS if f"{{{name}}}" not in question]:
+        raise UserError(f"flawless: the question must contain {{{missing[0]}}}")
+    right = right_answers("flawless", check, prompts, completions, answer=answer, **options)
+    rewards = []
+    for prompt, completion, gold, one in zip(prompts, completions, answer, right, strict=True):
+        if one != 1:
+            rewards.append(-1.0)
+            continue
+        texts = (prompt if isinstance(prompt, str) else chat_text(prompt), str(gold), completion_text(completion))
+        asked = question
+        for name, text in zip(FIELDS, texts, strict=True):
+            asked = asked.replace(f"{{{name}}}", text)
+        verdict = ask_chat(url, model, asked, max_tokens=max_tokens, timeout_s=request_timeout_s)
+        rewards.append(1.0 - penalty if first_wrong_step(verdict) >= 0 else 1.0)
+    return rewards
+
+
+def first_wrong_step(verdict: str) -> int:
+    r"""Index of the first wrong step in the last \boxed{} of a verdict, -1 for none; raises RuntimeError."""
+    found = boxes(verdict)
+    try:
+        return int(found[-1].strip())
+    except (IndexError, ValueError):
+        raise RuntimeError(f"the verdict has no \\boxed{{index of a step}}: {verdict[-200:]!r}") from None
