@@ -18,6 +18,12 @@ RECIPES = (
         "ARPO for GUI agents, github.com/dvlab-research/ARPO",
     ),
     RecipeEntry(
+        "agentic_branching",
+        "mmrl.agents.methods.branching:BranchingRecipe:BranchingConfig",
+        "episodes that branch from others where the agent becomes uncertain after an observation",
+        "Dong et al., ARPO, arXiv 2507.19849; allocation: entropy, AEPO, arXiv 2510.14545",
+    ),
+    RecipeEntry(
         "agent_clone",
         "mmrl.agents.methods.clone:AgentCloneRecipe:AgentCloneConfig",
         "supervised warm start of an agent on the environment's own expert",
@@ -57,6 +63,7 @@ METRICS = {
     "episode/refused/<greedy|sampled>": "Mean actions of an episode that the environment could not execute.",
     "episode/no_result/<greedy|sampled>": "Evaluation episodes that failed with their environment or grew too long.",
     "env/episodes_overflown": "Training episodes so far whose conversation did not fit into the model any more.",
+    "episode/branched": "Share of the step's episodes that branched from another one.",
     "replay/groups_without_success": "Groups of the step in which all trajectories earned little.",
     "replay/injected": "Groups of the step that were given a stored trajectory.",
     "replay/age": "Mean steps since the replayed trajectories of the step were sampled.",

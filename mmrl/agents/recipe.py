@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from mmrl.agents.rewards import OWN_TERMS, EpisodeRewards, check_names
 from mmrl.agents.rollout.anchors import tabulate_anchors
 from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, Episode, EpisodeConfig, Writer, pack_groups
 from mmrl.agents.rollout.gains import add_gains, check_answers, tabulate_gains
-from mmrl.agents.rollout.runner import EpisodeRunner
+from mmrl.agents.rollout.runner import EpisodeRunner, Fork
 from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.blocks.credit import CriticAdvantage
 from mmrl.core.blocks.turns import ANCHOR, GAIN, InformationGain
@@ -110,6 +110,9 @@ class AgentParts:
 class AgentConfig(AgentParts, RunConfig):
     """A run of an agent in an environment."""
 
+    scored_outputs: ClassVar[tuple[str, ...]] = SCORES
+    """Scores of the recipe in addition to log-probabilities."""
+
     data: TaskSetConfig = field(default_factory=TaskSetConfig)
     """Tasks of training."""
     sampler: EngineSamplerConfig = field(default_factory=EngineSamplerConfig)
@@ -131,7 +134,7 @@ class AgentConfig(AgentParts, RunConfig):
         check_names(self.rewards)
         objective = make_objective(self.objective)
         terms = (*OWN_TERMS, *(reward.name for reward in self.rewards))
-        check_objective(objective, SCORES, self.trainer.samples_per_task, terms, self.trainer.old_logp)
+        check_objective(objective, self.scored_outputs, self.trainer.samples_per_task, terms, self.trainer.old_logp)
         check_critic(self.model, objective.needs_values)
 
 
@@ -208,6 +211,7 @@ class AgentDomain:
         temperature: float | None = None,
         bootstrap_observation: bool = False,
         engine: EngineSampler | None = None,
+        forks: Sequence[Fork | None] = (),
     ) -> list[Episode]:
         """Run an episode of each task; see `EpisodeRunner.run`."""
         config = self.config
@@ -224,7 +228,7 @@ class AgentDomain:
             transcripts=bool(self.rewards.names),
             engine=engine,
         )
-        return runner.run(tasks, seeds, greedy=greedy, video=video)
+        return runner.run(tasks, seeds, greedy=greedy, video=video, forks=forks)
 
     def measures(self, policy: VlmPolicy, split: str, step: Step) -> list[AgentMeasure]:
         """Success on held-out tasks, overall and of each name of a task."""
@@ -349,19 +353,15 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step
     ) -> list[list[Episode]]:
         """Run G episodes of each task and score them with the reward functions."""
-        size = self.config.trainer.samples_per_task
-        repeated, seeds = [task for task in tasks for _ in range(size)], streams.seeds(len(tasks), size).tolist()
         if self._engine is not None:
             self._engine.load(policy, step.number)
-        episodes = self.run_episodes(
-            policy, repeated, seeds, bootstrap_observation=self._bootstraps, engine=self._engine
-        )
+        groups = self.draw_groups(policy, tasks, streams)
+        episodes = [episode for group in groups for episode in group]
         if isinstance(self.objective.advantage, InformationGain):
             with stopwatch("score"):
                 rows = self.config.sampler.batch_rows
                 add_gains(episodes, self.objective.advantage, policy, lambda x: self._logp(policy, x), rows)
         self._note(episodes)
-        groups = [episodes[start : start + size] for start in range(0, len(episodes), size)]
         kept = [own for own in groups if any(episode.has_result for episode in own)]
         if not kept:
             reasons = sorted({episode.reason for episode in episodes if episode.reason})
@@ -371,6 +371,21 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
             self.errors.count(result)
             self._failures += filter(None, [failure_of(result)])
         return kept
+
+    def draw_groups(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams) -> list[list[Episode]]:
+        """Run G episodes of each task, from its start."""
+        size = self.config.trainer.samples_per_task
+        repeated, seeds = [task for task in tasks for _ in range(size)], streams.seeds(len(tasks), size).tolist()
+        episodes = self.draw(policy, repeated, seeds)
+        return [episodes[start : start + size] for start in range(0, len(episodes), size)]
+
+    def draw(
+        self, policy: VlmPolicy, tasks: Sequence[AgentTask], seeds: Sequence[int], forks: Sequence[Fork | None] = ()
+    ) -> list[Episode]:
+        """Run an episode of each task as training needs it."""
+        return self.run_episodes(
+            policy, tasks, seeds, bootstrap_observation=self._bootstraps, engine=self._engine, forks=forks
+        )
 
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
         """Rewards of environment, format and functions; NaN without a result, or where a group has a single result."""

@@ -173,6 +173,7 @@ SCORES = {
     "values": "a critic that this recipe's policies lack",
     "turns": "the turns of several rounds, which this recipe does not have",
     "information_gain": "the probability of a true answer after each turn, which this recipe does not score",
+    "branches": "episodes that branch from others, which `recipe: agentic_branching` has",
     "anchors": "the observation before each turn, which this recipe does not record",
     "entropy": "the entropy of the whole action distribution, which this recipe's policies do not score",
     "entropy_old": "the entropy of the action distribution before the update, which this recipe does not score",

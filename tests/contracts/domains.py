@@ -168,6 +168,8 @@ def _agents(name: str, folder: Path) -> Any:
         tracking=TrackingConfig(quiet=True, tensorboard=False),
         **parts,
     )
+    if hasattr(config, "branching"):
+        config.branching.initial = 1  # of the three
     if hasattr(config, "digirl"):
         config.digirl.threshold = "-2"  # below every advantage, so that each step has something to learn from
         config.digirl.batch_episodes = 2

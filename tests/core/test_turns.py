@@ -7,7 +7,7 @@ import torch
 
 from mmrl.core import Rollouts
 from mmrl.core.blocks.advantage import GroupMean, GroupMeanStd
-from mmrl.core.blocks.turns import GroupInGroup
+from mmrl.core.blocks.turns import GroupBranches, GroupInGroup
 
 MASK = torch.tensor([[1.0, 1, 0, 1, 1], [1, 0, 1, 1, 0], [1, 1, 1, 0, 0], [1, 1, 0, 0, 0]], dtype=torch.float64)
 TURN = torch.tensor([[0, 0, 1, 1, 2], [0, 1, 1, 2, -1], [0, 0, 1, -1, -1], [0, 1, -1, -1, -1]])
@@ -66,3 +66,25 @@ def test_missing_states_are_named():
     rollouts = rollouts_of(ANCHOR, RECEIVED)
     with pytest.raises(ValueError, match=r'extras\["anchor"\] is missing'):
         GroupInGroup()(rollouts.replace(extras={}))
+
+
+def test_shared_decisions_get_the_mean_over_the_rows_that_share_them():
+    """A row, a branch of it after 2 decisions, a branch of that one after 3, and a row of its own."""
+    mask = torch.tensor([[1.0, 0, 1, 1, 1], [1, 0, 1, 1, 0], [1, 0, 1, 1, 1], [1, 1, 0, 0, 0]], dtype=torch.float64)
+    rollouts = Rollouts(
+        group=torch.zeros(4, dtype=torch.int64),
+        mask=mask,
+        logp_old=torch.zeros_like(mask),
+        reward=torch.tensor([1.0, 0.0, 0.5, 0.25], dtype=torch.float64),
+        extras={"parent": torch.tensor([0, 1, 1, 0]), "shared": torch.tensor([0, 2, 3, 0])},
+    )
+    alone = GroupMeanStd()(rollouts)[:, 0]
+    found = GroupBranches()(rollouts)
+    first, second = alone[:3].mean(), alone[1:3].mean()
+    expected = [
+        [first, 0, alone[0], alone[0], alone[0]],
+        [first, 0, second, alone[1], 0],
+        [first, 0, second, alone[2], alone[2]],
+        [alone[3], alone[3], 0, 0, 0],
+    ]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))

@@ -29,6 +29,7 @@ BUDGET = {
     "preference": 78,
     "agent": 116,
     "arpo": 126,
+    "agentic_branching": 152,
     "agent_clone": 55,
     "vl_dac": 122,
     "vl_dac_repo": 500,

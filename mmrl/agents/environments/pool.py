@@ -122,7 +122,7 @@ class EnvPool:
 
     def __init__(self, config: EnvironmentConfig, folder: Path | None = None) -> None:
         check_config(config, "environment")
-        self._config = config
+        self._config, self.factory = config, config.factory
         goal = f"episode of {config.factory} that came to its end"
         self._pool = WorkerPool(config.worker_spec(), config.workers, max_restarts=config.max_restarts, goal=goal)
         self.failures = FailureLog(config.factory, folder)

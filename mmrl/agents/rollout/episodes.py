@@ -357,6 +357,10 @@ class Episode:
     """The observation before each turn, as `mmrl.agents.rollout.anchors` numbers it."""
     gains: list[float] = field(default_factory=list)
     """Gain of information of each turn but the last, where the objective needs it; see `mmrl.agents.rollout.gains`."""
+    parent: int = -1
+    """Place in its group of the episode that it branched from; -1 for none."""
+    shared_turns: int = 0
+    """First turns that it has in common with that one."""
     answers: list[str] = field(default_factory=list)
     """The agent's text of each turn."""
     unreadable: int = 0

@@ -10,6 +10,7 @@ import contextlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,12 +23,38 @@ from mmrl.agents.environments.videos import Video
 from mmrl.agents.rollout.anchors import number_observation
 from mmrl.agents.rollout.episodes import Conversation, Episode, EpisodeConfig, Writer
 from mmrl.agents.rollout.turns import TurnSampler
+from mmrl.errors import UserError
 from mmrl.runs.run_log import stopwatch
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.data.task import TaskError
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.sampler import SamplerConfig, Samples
 from mmrl.vlm.inference.sampler import EngineSampler
+
+
+@dataclass(frozen=True)
+class Fork:
+    """The first turns of an episode, which another one repeats before it goes its own way."""
+
+    source: Episode
+    turns: int
+    """How many turns, fewer than the source has."""
+
+    def answer(self, turn: int) -> _Answer:
+        """What the source answered in a turn."""
+        steps = self.source.trajectory
+        own = [index for index, number in enumerate(steps.turn) if number == turn and steps.sampled[index]]
+        ids, logp = ([column[index] for index in own] for column in (steps.ids, steps.logp))
+        return _Answer(ids, logp, self.source.answers[turn], "")  # type: ignore[arg-type]
+
+
+class _Answer(NamedTuple):
+    """The tokens of a turn, their log-probabilities in nats, the text, and why it ended."""
+
+    ids: list[int]
+    logp: list[float]
+    text: str
+    finish: str
 
 
 @dataclass
@@ -37,8 +64,25 @@ class _Slot:
     episode: Episode
     conversation: Conversation
     generator: torch.Generator
+    fork: Fork | None = None
+    """What it repeats."""
     success: bool | None = None
     """Success as reported by the environment."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether its next answer is given."""
+        return self.fork is not None and self.episode.trajectory.turns < self.fork.turns
+
+    @property
+    def differs(self) -> bool:
+        """Whether what it repeats turned out otherwise."""
+        turns = self.episode.trajectory.turns
+        if self.fork is None or turns > self.fork.turns or self.episode.ending == "failed":
+            return False
+        source, own = self.fork.source, self.episode
+        same = own.anchors == source.anchors[: turns + 1] and own.rewards == source.rewards[:turns]
+        return bool(own.ending) or not same
 
 
 class EpisodeRunner:
@@ -74,7 +118,13 @@ class EpisodeRunner:
         self._bootstrap_observation, self._transcripts, self._engine = bootstrap_observation, transcripts, engine
 
     def run(
-        self, tasks: Sequence[AgentTask], seeds: Sequence[int], *, greedy: bool = False, video: Sequence[bool] = ()
+        self,
+        tasks: Sequence[AgentTask],
+        seeds: Sequence[int],
+        *,
+        greedy: bool = False,
+        video: Sequence[bool] = (),
+        forks: Sequence[Fork | None] = (),
     ) -> list[Episode]:
         """Run an episode of each task.
 
@@ -83,9 +133,13 @@ class EpisodeRunner:
             seeds: N seeds of the sampled tokens.
             greedy: whether answers are greedy.
             video: whether each episode is recorded; empty for none.
+            forks: what each episode repeats, actions included; empty for nothing.
 
         Returns:
             N finished episodes.
+
+        Raises:
+            UserError: the environment does not repeat what an episode repeats.
         """
         episodes = [Episode(task) for task in tasks]
         for episode, recorded in zip(episodes, video, strict=False):
@@ -101,10 +155,16 @@ class EpisodeRunner:
                 started = {row: self._start(episodes[index[row]], result, first) for row, result in results.items()}
                 self._pool.stop([row for row, conversation in started.items() if conversation is None])
                 new = {
-                    row: _Slot(episodes[index[row]], conversation, torch.Generator().manual_seed(seeds[index[row]]))
+                    row: _Slot(
+                        episodes[index[row]],
+                        conversation,
+                        torch.Generator().manual_seed(seeds[index[row]]),
+                        forks[index[row]] if forks else None,
+                    )
                     for row, conversation in started.items()
                     if conversation is not None
                 }
+                self._check_repeats(new)
                 if new:
                     self._read_first(new, turns)
                     running |= new
@@ -145,11 +205,8 @@ class EpisodeRunner:
 
     def _take_turn(self, running: dict[int, _Slot], turns: TurnSampler, greedy: bool) -> None:
         """One answer and its actions in every running episode."""
-        rows, width = _rows(running), self._sampler.max_new_tokens
-        uniforms = [torch.rand(width, generator=running[row].generator) for row in sorted(running) if not greedy]
-        with stopwatch("decode"):
-            drawn = turns.sample(rows, torch.stack(uniforms) if uniforms else None)
-        parsed = {row: self._note(running[row], drawn, index) for index, row in enumerate(rows.tolist())}
+        rows, answers = _rows(running), self._answers(running, turns, greedy)
+        parsed = {row: self._note(running[row], answers[row]) for row in rows.tolist()}
         with stopwatch("environment"):
             results = self._act(running, parsed)
         over = [row for row in rows.tolist() if self._is_over(running[row], parsed[row], results.get(row))]
@@ -157,6 +214,7 @@ class EpisodeRunner:
             self._add_bootstrap_observations({row: running[row] for row in over}, parsed, results, turns)
         active = {row: slot for row, slot in running.items() if row not in over}
         over += self._observe(active, parsed, results, turns)
+        self._check_repeats(running)
         self._pool.stop(over)
         turns.drop(torch.tensor(sorted(over), dtype=torch.int64))
         for row in over:
@@ -173,16 +231,42 @@ class EpisodeRunner:
                     last = results[row].observation if row in results else None
                     episode.transcript = self._writer.transcript(slot.conversation, episode.answers, last)
 
-    def _note(self, slot: _Slot, drawn: Samples, index: int) -> ParsedAnswer:
+    def _answers(self, running: dict[int, _Slot], turns: TurnSampler, greedy: bool) -> dict[int, _Answer]:
+        """The answer of each row: repeated where it is given, and sampled."""
+        answers = {
+            row: slot.fork.answer(slot.episode.trajectory.turns)
+            for row, slot in running.items()
+            if slot.fork and slot.repeats
+        }
+        for row, answer in answers.items():
+            turns.give(row, answer.ids)
+        asked = {row: slot for row, slot in running.items() if row not in answers}
+        if asked:
+            width = self._sampler.max_new_tokens
+            uniforms = [torch.rand(width, generator=asked[row].generator) for row in sorted(asked) if not greedy]
+            with stopwatch("decode"):
+                drawn = turns.sample(_rows(asked), torch.stack(uniforms) if uniforms else None)
+            answers |= {row: _answer(drawn, index) for index, row in enumerate(sorted(asked))}
+        return answers
+
+    def _check_repeats(self, slots: dict[int, _Slot]) -> None:
+        for slot in slots.values():
+            if slot.differs:
+                raise UserError(
+                    f"{self._pool.factory} does not repeat an episode: with the task, seed and actions of another one, "
+                    f"{slot.episode.task.id} went otherwise by turn {slot.episode.trajectory.turns}. Episodes can only "
+                    "branch where observations and rewards depend on these alone"
+                )
+
+    def _note(self, slot: _Slot, answer: _Answer) -> ParsedAnswer:
         """Keep an answer and read its actions."""
-        length = int(drawn.mask[index].sum())
-        ids, episode = drawn.response_ids[index, :length].tolist(), slot.episode
-        episode.trajectory.add_turn(ids, drawn.logp[index, :length].tolist())
-        episode.answers.append(drawn.texts[index])
+        episode = slot.episode
+        episode.trajectory.add_turn(answer.ids, answer.logp)
+        episode.answers.append(answer.text)
         episode.rewards.append(0.0)
-        episode.finish = drawn.finish[index]
-        self._writer.answer(slot.conversation, ids)
-        parsed = self._actions.parse(drawn.texts[index])
+        episode.finish = answer.finish
+        self._writer.answer(slot.conversation, answer.ids)
+        parsed = self._actions.parse(answer.text)
         episode.unreadable += parsed.error is not None
         return parsed
 
@@ -290,6 +374,12 @@ class EpisodeRunner:
 
 def _rows(slots: dict[int, _Slot] | dict[int, Prompt]) -> Tensor:
     return torch.tensor(sorted(slots), dtype=torch.int64)
+
+
+def _answer(drawn: Samples, index: int) -> _Answer:
+    length = int(drawn.mask[index].sum())
+    ids, logp = (column[index, :length].tolist() for column in (drawn.response_ids, drawn.logp))
+    return _Answer(ids, logp, drawn.texts[index], drawn.finish[index])
 
 
 def _with_earlier(earlier: TurnResult | None, result: TurnResult) -> TurnResult:

@@ -220,6 +220,10 @@ class TurnSampler:
             self._unread[row] = drawn.response_ids[index, 0 if self._histories is None else length - 1 : length]
         return drawn
 
+    def give(self, row: int, ids: Sequence[int]) -> None:
+        """Take an answer as that of a row's next turn, in the place of a sampled one."""
+        self._unread[row] = torch.tensor(ids, dtype=torch.int64)
+
     def room(self, rows: Tensor) -> list[int]:
         """Positions of the model left in each of some rows (b,), unread tokens counted as used."""
         if self._histories is not None:

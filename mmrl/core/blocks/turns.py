@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmrl.core.blocks.advantage import Advantage, group_center, group_std, group_sum
+from mmrl.core.blocks.advantage import Advantage, GroupEstimator, group_center, group_mean_std, group_std, group_sum
 from mmrl.core.blocks.clip import BoundedClip, Loss, PpoClip
 from mmrl.core.blocks.weight import Weight
 from mmrl.core.loss import masked_sum, required
@@ -171,6 +171,52 @@ class PerPosition(InformationGain):
         return "A_it = G_it - mean_g of G at position t, G_it = sum of rewards and gains of information from token t on"
 
 
+PARENT, SHARED = "parent", "shared"
+"""Keys of `Rollouts.extras` (B,) int64: how many rows before a row the one is that it branched from, 0 for none, and
+how many of its first decisions it has in common with that one."""
+
+
+@dataclass(frozen=True)
+class GroupBranches(GroupEstimator):
+    """`group_mean_std`, averaged on a decision that several rows share over these rows.
+
+    Source: ARPO, arXiv 2507.19849, section 3.2 (hard advantage estimation); its code has none of it.
+    """
+
+    kind = "group_branches"
+    needs = frozenset({"samples", "branches"})
+
+    @property
+    def level(self) -> str:
+        return "decision"
+
+    def of_rows(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+        return group_mean_std(reward, group, valid=valid)
+
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        parent, shared = (
+            required(rollouts.extras.get(key), f'rollouts.extras["{key}"]', "") for key in (PARENT, SHARED)
+        )
+        advantage, trained = super().__call__(rollouts), rollouts.loss_mask > 0
+        rows, width = advantage.shape
+        place = torch.arange(width, device=advantage.device)
+        first = torch.arange(rows, device=advantage.device)[:, None].expand(rows, width)
+        for _ in range(rows):  # up the tree, to the row that each decision was sampled in
+            above = torch.where(place < shared[first], first - parent[first], first)
+            if torch.equal(above, first):
+                break
+            first = above
+        node = (first * width + place).flatten()
+        total, count = (
+            advantage.new_zeros(rows * width).index_add(0, node, x.to(advantage.dtype).flatten())
+            for x in (advantage, trained)
+        )
+        return torch.where(trained, (total / count.clamp(min=1))[node].view(rows, width), 0.0)
+
+    def rule(self) -> str:
+        return "mean over the rows that share decision t of (R_i - mean_g R) / (std_g R + 1e-06)"
+
+
 @dataclass(frozen=True)
 class GradientPreserving(BoundedClip):
     """PPO's clipped surrogate whose upper bound keeps the gradient of log p, at the size that it has at the bound.
@@ -179,8 +225,8 @@ class GradientPreserving(BoundedClip):
     """
 
     kind = "gradient_preserving"
-    dual: float | None = rare(bounded(3.0, above=1))
-    """Bound c > 1 on the loss -A c where the advantage is negative; none switches it off."""
+    dual: float | None = rare(bounded(None, above=1))
+    """Bound c > 1 (3 is usual) on the loss -A c where the advantage is negative; none switches it off."""
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
         loss, indicators = PpoClip(self.low, self.high, self.dual)(log_ratio, logp, advantage)
@@ -207,7 +253,7 @@ class EntropyBalanced(Weight):
 
     kind = "entropy_balanced"
     needs = frozenset({"entropy_old"})
-    scale: float = bounded(0.2, at_least=0)
+    scale: float = rare(bounded(0.2, at_least=0))
     """Added to the weight for each standard deviation above the mean; no weight falls below 0."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:

@@ -40,7 +40,7 @@ ROWS: tuple[Objective, ...] = (
     Objective(
         "agentic_entropy_balanced",
         GroupMeanStd(),
-        GradientPreserving(),
+        GradientPreserving(dual=3.0),
         TokenMean(),
         weight=EntropyBalanced(),
         citation="Dong et al., Agentic Entropy-Balanced PO (AEPO), arXiv 2510.14545; its public scripts (no KL)",
