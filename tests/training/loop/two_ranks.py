@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from mmrl.training.processes import Streams, leave, make_accelerator, shard
+from mmrl.core.rollouts import PLACE, TASK
+from mmrl.training.processes import Streams, leave, make_accelerator, merge_lists, shard
 from mmrl.training.recipe import Step
 from mmrl.training.settings import TrainerConfig
 from mmrl.training.trainer import Trainer
@@ -38,13 +39,15 @@ def main(preset: str, micro_batch: int, output: Path) -> None:
     rollouts.reward[5] = float("nan")
     if recipe.objective.kl is None:
         rollouts.reward[rollouts.group % 2 == 1] = 1.0  # the second process has nothing to learn from
+    rollouts.extras |= {TASK: rollouts.group, PLACE: rollouts.group}
     trainer = Trainer(recipe, config, output, accelerator, None)
     mine = rollouts.select_groups(torch.tensor(shard(range(6), accelerator)))
     mine = update_constants(recipe, trainer.policy, trainer.reference, mine, Step())
     mine = recipe.advantages(mine, accelerator, Step())
     metrics = trainer.updater.update(mine, Step(0))
+    states = merge_lists([recipe.objective_state.state_dict()], accelerator)
     if accelerator.is_main_process:
-        torch.save({"weights": recipe.policy.state_dict(), "metrics": metrics}, output)
+        torch.save({"weights": recipe.policy.state_dict(), "metrics": metrics, "states": states}, output)
     accelerator.wait_for_everyone()  # a process that leaves early takes the others' connections with it
     leave()
 
