@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,16 @@ from mmrl.files import write_atomically
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "diffusers", "mujoco", "gymnasium", "numpy")
 
 
-def print_each(compare: Callable[..., Any], cases: Iterable[str], **counts: int) -> None:
-    """Compare cases, with counts that are options of the command, print each as JSON and write all to --out."""
+def print_each(compare: Callable[..., Any], cases: Collection[str], **counts: int) -> None:
+    """Compare all cases or --case, with counts that are options too; print each as JSON and write them to --out."""
     parser = argparse.ArgumentParser(description=compare.__doc__)
     for name, default in counts.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--case", choices=cases, help="one alone")
     parser.add_argument("--out", type=Path)
     given = vars(parser.parse_args())
-    out, results = given.pop("out"), {}
-    for case in cases:
+    out, only, results = given.pop("out"), given.pop("case"), {}
+    for case in [only] if only else cases:
         results[case] = compare(case, **given)
         sys.stdout.write(f"{json.dumps({case: results[case]}, indent=1)}\n")
         sys.stdout.flush()

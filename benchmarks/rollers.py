@@ -1,6 +1,6 @@
 """Seconds of a step with rollout workers and overlap, where rewards wait and environments sleep.
 
-    python -m benchmarks.rollers [--steps 8] [--out FILE]
+    python -m benchmarks.rollers [--steps 4] [--case 'environments that sleep'] [--out FILE]
 
 Two tiny runs on this machine, each in one process, with two workers, and with two workers beside the update: answers
 to questions whose reward waits as a judge on another machine does, and agents in grids whose every move sleeps as a
@@ -76,10 +76,10 @@ def overrides(case: str, folder: Path) -> tuple[Path, list[str]]:
         "model.build=mmrl.agents.toy.build:build_model",
         f"model.build_options={{family: qwen3_vl, patch_size: 14, {built}, min_pixels: 3136, max_pixels: 50176}}",
         "environment.factory=benchmarks.rollers:SlowGrid",
-        "environment.workers=16",
+        "environment.workers=2",
         "episode.max_turns=6",
         "warmup_updates=0",
-        "trainer.samples_per_task=4",
+        "trainer.samples_per_task=2",
     ]
 
 
@@ -111,4 +111,4 @@ def compare(case: str, steps: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print_each(compare, ("rewards that wait", "environments that sleep"), steps=8)
+    print_each(compare, ("rewards that wait", "environments that sleep"), steps=4)
