@@ -45,7 +45,8 @@ class ObjectiveConfig:
     """Divergence from the reference or the old policy: k1, k2, k3, full (exact) or none, with coef, to, in_reward and
     aggregation."""
     entropy: dict[str, Any] = rare(by_kind(lambda: BLOCKS["entropy"], named=True, default_from=PRESET))
-    """Entropy bonus: sampled, full, smoothed (a band around its history) or none, with coef."""
+    """Entropy bonus: sampled, full, smoothed (a band around its history), target (a weight that moves) or
+    none, with coef."""
     aggregation: dict[str, Any] = by_kind(lambda: BLOCKS["aggregation"], named=True, default_from=PRESET)
     """token_mean, sequence_mean, sequence_sum or fixed_length (length)."""
     filter: dict[str, Any] = by_kind(lambda: BLOCKS["filter"], named=True, default_from=PRESET)

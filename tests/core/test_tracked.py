@@ -10,7 +10,7 @@ import torch
 
 from mmrl.core import PolicyOutputs, Rollouts, get
 from mmrl.core.blocks.advantage import GroupMeanStd, group_mean_std
-from mmrl.core.blocks.entropy import SmoothedEntropy
+from mmrl.core.blocks.entropy import SmoothedEntropy, TargetEntropy
 from mmrl.core.blocks.order import CategoryBandit, Uncertain, fields_of
 from mmrl.core.blocks.tracked import BundledRisk, SmoothStandardised, TrackedValue
 from mmrl.core.rollouts import PLACE
@@ -258,3 +258,19 @@ def test_the_history_is_the_mean_over_the_steps_in_which_a_turn_occurred():
     assert resumed.steps == 3
     with pytest.raises(ValueError, match=r"entropy\.low 3 must lie below entropy\.high 2"):
         get("entropy_smoothing").override({"entropy": {"low": 3.0}}).validate()
+
+
+def test_the_weight_of_a_target_entropy_climbs_below_it_and_falls_above():
+    block = TargetEntropy(coef=0.02, target=1.0, step=0.01)
+    objective = get("grpo").replace(entropy=block, kl=None)
+    state, shares = objective.state(), []
+    for entropy in (0.5, 0.5, 0.5, 0.5, 2.0, 1.0):
+        given = rows([0.0, 1.0], [0, 0]).replace(entropy=torch.full((2, 2), entropy, dtype=torch.float64))
+        found = objective.compute_advantages(given, state)
+        scored = torch.ones(2, 2, dtype=torch.float64, requires_grad=True)
+        output = objective.loss(PolicyOutputs(given.logp_old, entropy=scored), found, objective.denominators(found))
+        shares.append(-float(output.metrics["loss/entropy"].value))
+    assert shares == pytest.approx([0.0, 0.01, 0.02, 0.02, 0.0, 0.01])  # at 2.0 it counts nothing and falls
+    assert state.blocks["entropy"].value == pytest.approx(0.0)
+    with pytest.raises(ValueError, match=r"entropy\.start 2 must be at most entropy\.coef 1"):
+        get("grpo").override({"entropy": {"kind": "target", "start": 2.0}}).validate()
