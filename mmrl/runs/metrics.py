@@ -69,6 +69,8 @@ METRICS: dict[str, str] = {
     "policy/ratio_max": "Largest importance ratio of the step in the groups of the update.",
     "policy/clip_fraction_low": "Share of decisions whose gradient the lower clip bound removed.",
     "policy/clip_fraction_high": "Share of decisions whose gradient the upper clip bound removed.",
+    "policy/bound_low": "Mean lower bound of the ratio, where the clip rule adapts it.",
+    "policy/bound_high": "Mean upper bound of the ratio, where the clip rule adapts it.",
     "policy/clipped_at_start": "Share of decisions clipped in an update's first optimiser step, by rounding alone.",
     "policy/gate": "Mean factor that SAPO's soft gate leaves of the gradient of a decision.",
     "policy/row_weight": "Mean weight that VESPO gives to the row of a decision.",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.blocks.credit import CriticAdvantage
-from mmrl.core.loss import Denominators, Metric, count, merge_metrics, metric_values, plain_metrics
+from mmrl.core.loss import Denominators, Metric, PolicyOutputs, count, merge_metrics, metric_values, plain_metrics
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.transfer import to_host
 from mmrl.errors import RunError
@@ -33,7 +33,16 @@ from mmrl.training.processes import (
     merge_lists,
     sum_gradients,
 )
-from mmrl.training.recipe import KEEPS_OLD, Passes, Recipe, Reference, Step, scores_before_update, shared_prefix
+from mmrl.training.recipe import (
+    KEEPS_OLD,
+    Passes,
+    Recipe,
+    Reference,
+    Step,
+    old_in_update,
+    scores_before_update,
+    shared_prefix,
+)
 from mmrl.training.sharding import clip, gather_state, is_part, local, scatter_state, shards_of
 
 LOGGER = logging.getLogger("mmrl")
@@ -191,11 +200,13 @@ class Updater:
         self.optimiser_step = 0
         self.skipped = 0
         self.waited = 0
+        self._moves = False
 
     def update(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
         """Take all optimiser steps of one rollout step."""
         self.policy.train()
         taken: list[dict[str, float]] = []
+        self._moves = False
         for epoch in range(self.config.epochs):
             for minibatch in self._minibatches(rollouts, step, epoch):
                 metrics = self._optimiser_step(minibatch, step)
@@ -282,6 +293,7 @@ class Updater:
             self.optimizer.zero_grad()
             self.reference.update()
         self.optimiser_step += 1
+        self._moves = True
         return norm
 
     def _waits(self, minibatch: Rollouts | None) -> bool:
@@ -307,14 +319,30 @@ class Updater:
             live = torch.arange(minibatch.num_groups) == trained.cpu().argmax()
         return minibatch.select_groups(live)
 
+    def _settled(self, live: Rollouts | None) -> Rollouts | None:
+        """Rows with what the clip rule must know of the whole optimiser step; every process calls it.
+
+        Before the policy has moved, the ratios that such a rule reads are 1, and a pass is saved.
+        """
+        recipe, parts = self.recipe, []
+        if recipe.objective is None or not recipe.objective.surveys:
+            return live
+        if self._moves or recipe.keeps_sampled_logp:
+            if live is not None:
+                with stopwatch("forward"):
+                    logp = recipe.scores_in_chunks(self.policy, live, frozenset({"logp"})).logp
+                parts = [recipe.objective.survey(PolicyOutputs(logp), old_in_update(recipe, live, logp)).cpu()]
+            parts = merge_lists(parts, self.accelerator)
+        return None if live is None else recipe.objective.settled(parts, live)
+
     def _accumulate(
         self, minibatch: Rollouts | None, denominators: Denominators, step: Step
     ) -> tuple[Tensor, dict[str, Metric]]:
         """Add up the gradients of all micro-batches of all processes; returns this process's loss and metrics."""
         losses = [torch.zeros((), device=self.accelerator.device)]
         parts: list[dict[str, Metric]] = []
-        if minibatch is not None:
-            live = self._live(minibatch)
+        live = self._settled(None if minibatch is None else self._live(minibatch))
+        if minibatch is not None and live is not None:
             parts = [
                 {"update/zero_advantage_groups": Metric(minibatch.num_groups - live.num_groups, minibatch.num_groups)}
             ]

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from mmrl.core import CATALOGUE, Denominators, Objective, PolicyOutputs, get, merge_metrics
+from mmrl.core.blocks.adaptive_clip import ENTROPY_LEVEL, HapoClip
 from mmrl.core.blocks.advantage import AdvantageScaling, GroupMean, GroupMeanGlobalStd
 from mmrl.core.blocks.clip import (
     Bgpo,
@@ -69,6 +70,8 @@ def scored(objective, rollouts, move=0.3):
         "kl_ref": noise(base, 4).abs(),
         "kl_old": 1e-5 * noise(base, 5).exp(),
     }
+    if objective.surveys:
+        rollouts = objective.settled([objective.survey(scores_of(tensors), rollouts)], rollouts)
     return rollouts, {name: tensor.requires_grad_() for name, tensor in tensors.items()}
 
 
@@ -193,6 +196,8 @@ def test_the_first_step_is_the_plain_policy_gradient(name):
         expected = 2 / objective.clip.eps * expected
     if isinstance(objective.ratio, SequenceProductRatio):
         expected = expected * rollouts.loss_mask.sum(1, keepdim=True)
+    if isinstance(objective.clip, HapoClip):  # inside the bounds, advantages of low entropy shrink
+        expected = expected * (1 + rollouts.extras[ENTROPY_LEVEL].clamp(max=0))
     torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-15)
     values = metric_values(output.metrics)
     assert values["policy/ratio_mean"] == values["policy/ratio_max"] == 1.0

@@ -1,1 +1,291 @@
 """Clip rules whose bounds depend on the batch, the entropy or the probability of a decision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mmrl.core.blocks.advantage import Advantage, group_extremes, group_mean_std, group_sum
+from mmrl.core.blocks.clip import Clip, Loss
+from mmrl.core.loss import PolicyOutputs, required
+from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded, choice, rare
+
+BOUNDS = ("clip_low", "clip_high")
+"""Keys of `Rollouts.extras` (B,): bounds of the ratio that hold for an optimiser step."""
+ENTROPY_LEVEL = "entropy_level"
+"""Key of `Rollouts.extras` (B, T): entropy of each decision on the scale of `HapoClip`."""
+
+
+def bounded_loss(log_ratio: Tensor, advantage: Tensor, low: Tensor, high: Tensor, dual: float | None) -> Loss:
+    """Clipped surrogate (B, T) of the ratio within bounds that broadcast, with indicators; see `clipped_loss`."""
+    ratio, advantage = log_ratio.exp(), advantage.detach()
+    inside = torch.minimum(torch.maximum(ratio, low), high)
+    loss = torch.maximum(-advantage * ratio, -advantage * inside)
+    if dual is not None:
+        loss = torch.where(advantage < 0, torch.minimum(loss, -advantage * dual), loss)
+    below, above = (ratio < low) & (advantage < 0), (ratio > high) & (advantage > 0)
+    shown = {"clip_fraction_low": below, "clip_fraction_high": above, "bound_low": low, "bound_high": high}
+    return loss, {f"policy/{name}": x.detach().to(ratio.dtype).expand_as(ratio) for name, x in shown.items()}
+
+
+@dataclass(frozen=True)
+class StepClip(Clip):
+    """A rule that must know more decisions than those of a micro-batch."""
+
+    surveys: ClassVar[bool] = False
+    """Whether it must know all decisions of an optimiser step as the policy now scores them, once it has moved."""
+
+    def constants(self, rollouts: Rollouts) -> dict[str, Tensor]:
+        """Entries of `extras` for the loss, computed once a step from all rows with their advantages."""
+        return {}
+
+    def survey(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
+        """Numbers about a part of an optimiser step, from log-ratios and advantages (B, T), 0 where untrained."""
+        raise NotImplementedError
+
+    def settle(self, parts: Sequence[Tensor], rollouts: Rollouts) -> Rollouts:
+        """Rows of an optimiser step with what the loss must know of all of it, given the `survey` of its parts.
+
+        There are no parts before the policy has moved: then all ratios are 1.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Bapo(StepClip):
+    """Clipped surrogate whose bounds widen until positive advantages weigh as much as negative ones.
+
+    With P = sum of A min(r, high) over the decisions of an optimiser step with A >= 0 and N = sum of -A max(r, low)
+    over the others, the bounds rise step by step while P / N is below the target. They are bounds of the ratio itself.
+
+    Raising `low` never raises P / N, because N grows with it. So with `order` low_first, as released, the lower bound
+    is at its maximum before the upper one moves.
+
+    Gradient: none through the bounds.
+
+    Source: BAPO, arXiv 2510.18927; WooooDyy/BAPO recipe/bapo/policy_loss.py, which searches in each micro-batch.
+    """
+
+    kind = "bapo"
+    surveys = True
+    low: float = bounded(0.6, at_least=0, at_most=1)
+    """Lower bound at first."""
+    low_max: float = bounded(0.9, at_least=0, at_most=1)
+    """Largest lower bound."""
+    low_step: float = rare(bounded(0.05, above=0))
+    """Distance between the lower bounds that are tried."""
+    high: float = bounded(1.2, at_least=1)
+    """Upper bound at first."""
+    high_max: float = bounded(3.0, at_least=1)
+    """Largest upper bound."""
+    high_step: float = rare(bounded(0.05, above=0))
+    """Distance between the upper bounds that are tried."""
+    target: float = bounded(1.0, at_least=0)
+    """Wanted P / N; 1 is the share P / (P + N) = 0.5 of the paper."""
+    order: str = rare(choice("high_first", ("high_first", "low_first")))
+    """Bound that rises first: "high_first" (paper) or "low_first" (the released code)."""
+    dual: float | None = rare(bounded(3.0, above=1))
+    """Bound c on the loss -A c where the advantage is negative; none switches it off."""
+
+    def problems(self, where: str) -> Iterator[str]:
+        yield from super().problems(where)
+        for name in ("low", "high"):
+            first, last = getattr(self, name), getattr(self, f"{name}_max")
+            if last < first:
+                yield f"{where}.{name}_max {last:g} must not lie below {where}.{name} {first:g}"
+
+    def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
+        """See `Clip`; the bounds are those of the optimiser step, or of these rows where nobody has settled them."""
+        if not rollouts.extras.keys() >= set(BOUNDS):
+            rollouts = self.settle([self.survey(log_ratio, advantage)], rollouts)
+        low, high = (rollouts.extras[key].to(log_ratio.dtype)[:, None] for key in BOUNDS)
+        return bounded_loss(log_ratio, advantage, low, high, self.dual)
+
+    def survey(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
+        """P at each upper bound and N at each lower bound, one after the other."""
+        ratio, advantage = log_ratio.detach().double().exp(), advantage.detach().double()
+        gains = [(advantage.clamp(min=0) * ratio.clamp(max=bound)).sum() for bound in self._bounds("high")]
+        losses = [(-advantage.clamp(max=0) * ratio.clamp(min=bound)).sum() for bound in self._bounds("low")]
+        return torch.stack(gains + losses)
+
+    def settle(self, parts: Sequence[Tensor], rollouts: Rollouts) -> Rollouts:
+        highs, lows = self._bounds("high"), self._bounds("low")
+        total = torch.stack([part.cpu() for part in parts]).sum(0).tolist() if parts else []
+        gains, losses = total[: len(highs)], total[len(highs) :]
+
+        def short(high: int, low: int) -> bool:
+            return bool(parts) and losses[low] > 0 and gains[high] / (losses[low] + 1e-8) < self.target
+
+        place = {"high": 0, "low": 0}
+        for moving in ("high", "low") if self.order == "high_first" else ("low", "high"):
+            last = len(highs if moving == "high" else lows) - 1
+            while short(**place) and place[moving] < last:
+                place[moving] += 1
+        found = (lows[place["low"]], highs[place["high"]])
+        bounds = {key: torch.full_like(rollouts.reward, value) for key, value in zip(BOUNDS, found, strict=True)}
+        return rollouts.replace(extras=rollouts.extras | bounds)
+
+    def formula(self) -> str:
+        capped = "" if self.dual is None else f", where A_it < 0 at most -{self.dual:g} A_it"
+        return (
+            f"[max(-A_it r_it, -A_it clip(r_it, low, high)){capped}], low in [{self.low:g}, {self.low_max:g}] and "
+            f"high in [{self.high:g}, {self.high_max:g}] the first ({self.order}) with sum A+ min(r, high) >= "
+            f"{self.target:g} sum A- max(r, low) over the optimiser step"
+        )
+
+    def _bounds(self, name: str) -> list[float]:
+        """Values of a bound that are tried, in order."""
+        found, last, step = [getattr(self, name)], getattr(self, f"{name}_max"), getattr(self, f"{name}_step")
+        while found[-1] < last:
+            found.append(min(found[-1] + step, last))
+        return found
+
+
+@dataclass(frozen=True)
+class DcpoClip(Clip):
+    """Clipped surrogate whose bounds are wider for decisions that were unlikely.
+
+    With q the old probability, |r - 1| r q is bounded, not |r - 1|: r may lie between (1 + sqrt(max(1 - 4 low / q, 0)))
+    / 2 and (1 + sqrt(1 + 4 high / q)) / 2, at most `cap`.
+
+    Source: DCPO, arXiv 2509.02333, section 3.1; lime-RL/DCPO verl/trainer/ppo/core_algos.py get_clip_low_high.
+    """
+
+    kind = "dcpo_clip"
+    low: float = bounded(0.16, at_least=0)
+    """Bound on (1 - r) r q."""
+    high: float = bounded(0.2, at_least=0)
+    """Bound on (r - 1) r q."""
+    cap: float = rare(bounded(10.0, at_least=1))
+    """Largest upper bound of the ratio."""
+    dual: float | None = rare(bounded(10.0, above=1))
+    """Bound c on the loss -A c where the advantage is negative; none switches it off."""
+
+    def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
+        """See `Clip`; the old probabilities are those of `rollouts`."""
+        old = torch.where(rollouts.loss_mask > 0, rollouts.logp_old.detach(), 0.0)
+        inverse = (-old).exp()  # infinite where a probability is 0 in floating point
+        low = (1.0 + (1.0 - 4.0 * self.low * inverse).clamp(min=0).sqrt()) / 2.0
+        high = ((1.0 + (1.0 + 4.0 * self.high * inverse).sqrt()) / 2.0).clamp(max=self.cap)
+        return bounded_loss(log_ratio, advantage, low, high, self.dual)
+
+    def formula(self) -> str:
+        capped = "" if self.dual is None else f", where A_it < 0 at most -{self.dual:g} A_it"
+        return (
+            f"[max(-A_it r_it, -A_it clip(r_it, (1 + sqrt(max(1 - {4 * self.low:g} / q_it, 0))) / 2, min((1 + sqrt(1 + "
+            f"{4 * self.high:g} / q_it)) / 2, {self.cap:g}))){capped}], q_it = exp(logp_old_it)"
+        )
+
+
+@dataclass(frozen=True)
+class TokenGroupMeanStd(Advantage):
+    """Reward minus group mean, over group standard deviation, both over the decisions of the group.
+
+    Each decision counts with its row's reward, so long rows weigh more. In a group with an advantage beyond `limit`,
+    the mean and the deviation of its rows take their place.
+
+    Source: HAPO, arXiv 2509.16591; starriver030515/HAPO verl/trainer/ppo/core_algos.py compute_hapo_outcome_advantage.
+    """
+
+    kind = "token_group_mean_std"
+    needs = frozenset({"samples"})
+    eps: float = rare(bounded(1e-6, above=0))
+    """Added to the standard deviation."""
+    limit: float = rare(bounded(5.0, above=0))
+    """Size of an advantage from which on its group counts rows."""
+
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        reward, group, valid = rollouts.reward, rollouts.group, rollouts.scored
+        mask, size = rollouts.loss_mask, len(rollouts.group)
+        reward, length = torch.where(valid, reward, 0.0), mask.sum(1)
+
+        def mean(x: Tensor) -> Tensor:
+            number = group_sum(length, group, size).clamp(min=1)
+            return (group_sum(x * length, group, size) / number)[group]
+
+        low, high = group_extremes(reward, group, length > 0, size)
+        centred = torch.where((high > low)[group], reward - mean(reward), 0.0)
+        found = centred / (mean(centred.square()).sqrt() + self.eps)
+        beyond = group_sum(((found.abs() >= self.limit) & (length > 0)).to(reward.dtype), group, size)[group] > 0
+        rows = torch.where(beyond, group_mean_std(reward, group, eps=self.eps, valid=valid), found)
+        return torch.where(mask > 0, rows.detach()[:, None], 0.0)
+
+    def formula(self) -> str:
+        return (
+            f"A_it = (R_i - mean_g R) / (std_g R + {self.eps:g}), over the decisions of the group, std with ddof 0; "
+            f"over its rows with ddof 1 where |A| would reach {self.limit:g}"
+        )
+
+
+@dataclass(frozen=True)
+class HapoClip(StepClip):
+    """Clipped surrogate that treats decisions of high and low entropy differently.
+
+    h is the logarithm of a decision's entropy before the update, less the quantile `pivot` of the step, over its root
+    mean square; positive values are then divided by the largest, negative ones by the size of the smallest. Where h > 0
+    the upper bound is wider, and advantages grow outside the inner half of the bounds; elsewhere the lower bound is
+    wider, and advantages shrink inside it.
+
+    Gradient: none through h, bounds and advantages.
+
+    Source: HAPO, arXiv 2509.16591; starriver030515/HAPO verl/trainer/ppo/core_algos.py compute_policy_loss, which takes
+        the entropies of the updated policy and the statistics of each micro-batch.
+    """
+
+    kind = "hapo"
+    needs = frozenset({"entropy_old"})
+    low: float = bounded(0.2, at_least=0, at_most=0.5)
+    """The ratio is bounded below by 1 - low, and by 1 - low (1 - alpha h) where h <= 0."""
+    high: float = bounded(0.2, at_least=0)
+    """The ratio is bounded above by 1 + high, and by 1 + high (1 + alpha h) where h > 0."""
+    alpha: float = bounded(1.0, at_least=0, at_most=1)
+    """Effect of h on the bounds."""
+    beta: float = bounded(1.0, at_least=0, at_most=1)
+    """Effect of h on the advantages, which are multiplied by 1 + beta h."""
+    pivot: float = rare(bounded(0.8, at_least=0, at_most=1))
+    """Quantile of the entropies at which h is 0."""
+    sign: str = rare(choice("signed", ("signed", "repo")))
+    """With "signed" h lies in [-1, 1]; with "repo" negative values are divided by the smallest itself, as released, so
+    that h lies in [0, 1]."""
+    dual: float | None = rare(bounded(10.0, above=1))
+    """Bound c on the loss -A c where the advantage is negative; none switches it off."""
+
+    def constants(self, rollouts: Rollouts) -> dict[str, Tensor]:
+        entropy = required(rollouts.entropy, "rollouts.entropy", "clip 'hapo' reads it")
+        return {ENTROPY_LEVEL: self.level_of(entropy, rollouts.loss_mask)}
+
+    def level_of(self, entropy: Tensor, mask: Tensor) -> Tensor:
+        """H (B, T) of entropies (B, T) in nats, 0 where the mask is 0."""
+        trained, eps = mask > 0, 1e-8
+        logs = torch.where(trained, entropy.clamp(min=eps).log(), 0.0)
+        ordered = torch.where(trained, logs, float("inf")).flatten().sort().values
+        place = (self.pivot * (mask.sum() - 1)).clamp(min=0).round().long()
+        h = torch.where(trained, logs - ordered[place].nan_to_num(posinf=0.0), 0.0)
+        h = h / (h.square().sum() / mask.sum().clamp(min=1)).clamp(min=eps).sqrt()
+        largest, smallest = h.max().clamp(min=eps), h.min().clamp(max=-eps)
+        return torch.where(h > 0, h / largest, h / (smallest if self.sign == "repo" else -smallest))
+
+    def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
+        """See `Clip`; h comes from `constants`."""
+        found = rollouts.extras.get(ENTROPY_LEVEL)
+        h = required(found, f"rollouts.extras['{ENTROPY_LEVEL}']", "compute_advantages(rollouts) sets it")
+        low = self.low * (1.0 - self.alpha * h.clamp(max=0))
+        high = self.high * (1.0 + self.alpha * h.clamp(min=0))
+        ratio = log_ratio.detach().exp()
+        inner = (ratio > 1.0 - low / 2.0) & (ratio < 1.0 + high / 2.0)
+        advantage = torch.where(inner == (h > 0), advantage, advantage * (1.0 + self.beta * h))
+        return bounded_loss(log_ratio, advantage, 1.0 - low, 1.0 + high, self.dual)
+
+    def formula(self) -> str:
+        capped = "" if self.dual is None else f", where A_it < 0 at most -{self.dual:g} A_it"
+        return (
+            f"[max(-A'_it r_it, -A'_it clip(r_it, 1 - l, 1 + u)){capped}], l = {self.low:g} (1 - {self.alpha:g} "
+            f"min(h, 0)), u = {self.high:g} (1 + {self.alpha:g} max(h, 0)), A' = A (1 + {self.beta:g} h) where h > 0 "
+            f"and r is outside (1 - l/2, 1 + u/2) or h <= 0 and r inside, A elsewhere; h = log entropy less its "
+            f"{self.pivot:g} quantile, scaled ({self.sign})"
+        )

@@ -1,12 +1,33 @@
 """Objectives whose clip bounds, weights or coefficients adapt to the batch or the step."""
 
-from mmrl.core.blocks.advantage import GroupMean
+from mmrl.core.blocks.adaptive_clip import Bapo, HapoClip, TokenGroupMeanStd
+from mmrl.core.blocks.advantage import GroupMean, GroupMeanStd
 from mmrl.core.blocks.clip import Unclipped
 from mmrl.core.blocks.divergence import K3
+from mmrl.core.blocks.filter import ResampleGroups
 from mmrl.core.loss import TokenMean
 from mmrl.core.objectives.objective import Objective
 
 ROWS = (
+    Objective(
+        "bapo",
+        GroupMeanStd(),
+        Bapo(),
+        TokenMean(),
+        citation="BAPO, arXiv 2510.18927; ranges of its README (low 0.6 to 0.9, high 1.2 to 3, share 0.5)",
+        verified="WooooDyy/BAPO at 7287044444d5, recipe/bapo/policy_loss.py",
+        differs="bounds of the whole optimiser step on all processes, the upper one first; the code: of a micro-batch",
+    ),
+    Objective(
+        "hapo",
+        TokenGroupMeanStd(),
+        HapoClip(),
+        TokenMean(),
+        filter=ResampleGroups(),
+        citation="HAPO, arXiv 2509.16591; its public scripts (clip 0.2, dual clip 10, pivot 0.8, dynamic sampling)",
+        verified="starriver030515/HAPO at 7671dde3e268, verl/trainer/ppo/core_algos.py",
+        differs="entropies before the update and of the whole step, signed; the temperature does not adapt",
+    ),
     Objective(
         "mirror_descent",
         GroupMean(),

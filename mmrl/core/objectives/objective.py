@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmrl.core.block import Block
 from mmrl.core.blocks import BLOCKS
+from mmrl.core.blocks.adaptive_clip import StepClip
 from mmrl.core.blocks.advantage import Advantage, AdvantageScaling, GroupMeanStd
 from mmrl.core.blocks.clip import LOG_RATIO_LIMIT, Clip, PpoClip, Ratio, TokenRatio
 from mmrl.core.blocks.credit import CriticLoss, ValueLoss
@@ -250,11 +251,26 @@ class Objective:
         return rollouts
 
     def weighed(self, rollouts: Rollouts) -> Rollouts:
-        """Rollouts with the weights of their decisions, given advantages; unchanged without a `weight` block."""
-        if self.weight is None:
-            return rollouts
-        weight = self.weight(rollouts).detach().to(rollouts.logp_old.dtype)
-        return rollouts.replace(extras=rollouts.extras | {WEIGHT: weight})
+        """Rollouts with the constants of the loss that follow from their advantages, such as a `weight` block's."""
+        found = {} if self.weight is None else {WEIGHT: self.weight(rollouts).detach().to(rollouts.logp_old.dtype)}
+        found |= self.clip.constants(rollouts) if isinstance(self.clip, StepClip) else {}
+        return rollouts.replace(extras=rollouts.extras | found) if found else rollouts
+
+    @property
+    def surveys(self) -> bool:
+        """Whether the loss must know all decisions of an optimiser step; see `survey`."""
+        return isinstance(self.clip, StepClip) and self.clip.surveys
+
+    def survey(self, outputs: PolicyOutputs, rollouts: Rollouts) -> Tensor:
+        """Numbers about a part of an optimiser step, without gradient; `settled` takes those of all parts."""
+        assert isinstance(self.clip, StepClip)
+        log_ratio, advantage = self._log_ratio(outputs.masked(rollouts.loss_mask), rollouts)
+        return self.clip.survey(log_ratio.detach(), advantage)
+
+    def settled(self, parts: Sequence[Tensor], rollouts: Rollouts) -> Rollouts:
+        """Rows of an optimiser step with what their loss must know of all of it; without this, each batch by itself."""
+        assert isinstance(self.clip, StepClip)
+        return self.clip.settle(parts, rollouts)
 
     def denominators(self, rollouts: Rollouts) -> Denominators:
         """Count what the loss of an optimiser step is divided by.
@@ -337,9 +353,7 @@ class Objective:
         self, outputs: PolicyOutputs, rollouts: Rollouts, denominators: Denominators
     ) -> tuple[Tensor, dict[str, Metric]]:
         mask, logp_old = rollouts.loss_mask, rollouts.logp_old.detach()
-        advantage = required(rollouts.advantage, "rollouts.advantage", "compute_advantages(rollouts) sets it")
-        log_ratio = self.ratio(outputs.logp, logp_old, mask)
-        trained = torch.where(mask > 0, advantage, 0.0)
+        log_ratio, trained = self._log_ratio(outputs, rollouts)
         loss, indicators = self.clip.of_rollouts(log_ratio, outputs, trained, rollouts)
         rho = log_ratio.detach().clamp(max=LOG_RATIO_LIMIT).exp()
         metrics = {
@@ -352,6 +366,12 @@ class Objective:
         if weight is not None:
             loss = torch.where(weight > 0, weight * loss, 0.0)
         return _average(self.aggregation, loss, mask, denominators, rollouts), metrics | more
+
+    def _log_ratio(self, outputs: PolicyOutputs, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
+        """Log-ratios (B, T) and advantages (B, T), 0 where nothing is trained."""
+        advantage = required(rollouts.advantage, "rollouts.advantage", "compute_advantages(rollouts) sets it")
+        log_ratio = self.ratio(outputs.logp, rollouts.logp_old.detach(), rollouts.loss_mask)
+        return log_ratio, torch.where(rollouts.loss_mask > 0, advantage, 0.0)
 
     def _weights(self, outputs: PolicyOutputs, rollouts: Rollouts) -> tuple[Tensor | None, dict[str, Metric]]:
         """Weight (B, T) of each decision, None where all are 1."""

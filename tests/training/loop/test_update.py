@@ -90,9 +90,40 @@ def steps(trainer, solved_by_step):
         trainer.tasks.position = 0
         rollouts = prepared(trainer, solved)
         rows.clear()
-        metrics.append((trainer.updater.update(rollouts, step), sum(rows)))
+        metrics.append((trainer.updater.update(rollouts, Step(step, 4)), sum(rows)))
         trainer.step += 1
     return metrics
+
+
+class SurveyedRecipe(PlainRecipe):
+    """BAPO on lopsided advantages; counts the passes over whole minibatches."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.objective = get("bapo").override({"clip": {"target": 1.4, "high_max": 1.5}})
+        self.rows = []
+
+    def scores(self, policy, rollouts, outputs):
+        self.rows.append(rollouts.num_rows)
+        return super().scores(policy, rollouts, outputs)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_bounds_of_a_step_do_not_depend_on_micro_batches(make_trainer, minibatches):
+    # adam_eps, so that the rounding of a gradient near 0 is no whole step
+    options = {"epochs": 4, "minibatches_per_step": minibatches, "learning_rate": 2.0, "adam_eps": 1.0}
+    trainers = [make_trainer(recipe=SurveyedRecipe, micro_batch=size, **options) for size in (0, 3)]
+    found = []
+    for trainer in trainers:
+        rollouts = prepared(trainer)
+        trainer.recipe.rows.clear()
+        found.append(trainer.updater.update(rollouts, Step(0)))
+    as_close(*trainers)
+    # the first of the 4 * minibatches optimiser steps needs no bounds
+    assert len(trainers[0].recipe.rows) == 8 * minibatches - 1
+    for name in ("policy/bound_low", "policy/bound_high", "policy/clip_fraction_high"):
+        assert found[0][name] == pytest.approx(found[1][name], abs=1e-6)
+    assert found[0]["policy/bound_high"] > 1.2
 
 
 @pytest.mark.parametrize("micro_batch", [0, 4])

@@ -28,6 +28,7 @@ def main(preset: str, micro_batch: int, output: Path) -> None:
             learning_rate=0.1,
             adam_eps=1.0,  # so that the rounding of a gradient near 0 is no whole step
             micro_batch=micro_batch,
+            epochs=4 if preset == "bapo" else 1,  # its bounds matter once the policy has moved
             skip_zero_advantage_groups=accelerator.num_processes > 1,
         ),
     )
