@@ -185,6 +185,7 @@ SCORES = {
     "kl_old": "the exact divergence from the policy before the update, which this recipe does not score",
     "kl_ref": "every logit, or the exact distribution, of both policies, which this recipe's policies do not score",
     "code_starts": "the place in a response where its code begins, which this recipe does not look for",
+    "greedy": "the reward of a greedy answer to each task, which this recipe does not sample",
     "answers": "the final answers of the responses, which this recipe does not read",
     "tokens": "the tokens that are the decisions, which this recipe's policies do not have",
     "durations": "the time that each action took, which this recipe does not measure",

@@ -73,6 +73,7 @@ SCORES = (
     "answers",
     "code_starts",
     "budgets",
+    "greedy",
 )
 """Outputs of a vision-language policy besides log-probabilities, and data of its responses."""
 

@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from mmrl.core.blocks.baselines import GREEDY_REWARD
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import ANSWER, TOKENS, Rollouts
 from mmrl.core.state import AdaptiveKL
@@ -32,7 +33,7 @@ from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.domain import Questions, VlmDomain
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.prefix import KeepPrefill
-from mmrl.vlm.engine.sampler import PolicySampler, Samples
+from mmrl.vlm.engine.sampler import PolicySampler, Samples, sample
 from mmrl.vlm.inference.sampler import check_engine, open_engine
 
 View = Callable[[VlmPayload, VlmPolicy, Streams], VlmPayload]
@@ -74,10 +75,11 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         with stopwatch("encode"):
             usable, prompts = self.encode(policy, tasks)
         size, streams = self.config.trainer.samples_per_task, streams.among(tasks, usable)
+        greedy = self._greedy_answers(policy, prompts)
         self.sampler.load(policy, step.number)
         samples = self.sampler.sample(prompts, size, streams)
         truncates = self.config.sampler.top_p < 1.0 or self.config.sampler.top_k > 0
-        payload = VlmPayload(prompts, usable, samples.response_ids, samples.texts, samples.finish)
+        payload = VlmPayload(prompts, usable, samples.response_ids, samples.texts, samples.finish, greedy=greedy)
         if self.view is not None:
             with stopwatch("encode"):
                 payload = self.view(payload, policy, streams)
@@ -91,6 +93,14 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         )
         return streams.noted(rollouts)
 
+    def _greedy_answers(self, policy: VlmPolicy, prompts: Sequence[Prompt]) -> list[tuple[str, list[int]]]:
+        """Text and tokens of the greedy answer to each prompt, by the policy itself, where the objective needs it."""
+        if "greedy" not in self.objective.needs:
+            return []
+        with stopwatch("sample"):
+            found = sample(policy, prompts, 1, self.config.sampler, None)
+        return list(zip(found.texts, token_lists(found.response_ids, found.mask), strict=True))
+
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
         """Weighted sum of the reward functions; a row with a failed term keeps NaN and is left out of the loss."""
         payload = VlmPayload.of(rollouts)
@@ -100,6 +110,12 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         result = self.score_texts(tasks, prompts, payload.texts, tokens, step)
         self.errors.count(result)
         extras = rollouts.extras | self._block_inputs(rollouts, tasks, prompts, tokens)
+        if payload.greedy:
+            asked, (texts, ids) = [prompt.text for prompt in payload.prompts], zip(*payload.greedy, strict=True)
+            greedy = self.score_texts(payload.tasks, asked, texts, ids, step)
+            self.errors.count(greedy)
+            reward = torch.tensor(greedy.total, dtype=torch.float32)[rollouts.group.cpu()]
+            extras[GREEDY_REWARD] = to_device(reward, rollouts.mask.device)
         return with_rewards(rollouts.replace(extras=extras), result)
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:

@@ -5,12 +5,15 @@ import dataclasses
 import pytest
 import torch
 
+from mmrl.core import get
 from mmrl.core.blocks.weight import Weight
 from mmrl.rewards.answers import number_answers
 from mmrl.training import objectives
-from mmrl.training.processes import make_accelerator
+from mmrl.training.processes import Streams, make_accelerator
+from mmrl.training.recipe import Step
 from mmrl.training.trainer import Trainer
-from mmrl.vlm.data.prompt import VlmPayload
+from mmrl.vlm.data.prompt import VlmPayload, token_lists
+from mmrl.vlm.engine.sampler import sample
 from mmrl.vlm.recipe import VlmRecipe
 from tests.contracts.domains import DOMAINS
 
@@ -46,6 +49,27 @@ def test_tokens_and_answers_are_read_where_a_block_needs_them(trainer):
     numbers = set(zip(rollouts.group.tolist(), rollouts.extras["answer"].tolist(), strict=True))
     assert len(numbers) == len(pairs), "untrained answers have no marks: whole responses are compared"
     recipe.objective.compute_advantages(rollouts)
+
+
+def test_remax_compares_with_a_greedy_answer_and_samples_the_same_others(trainer):
+    recipe, step, streams = trainer.recipe, Step(1, 2), Streams(5, [0, 1])
+    tasks = VlmPayload.of(trainer.collect()[0]).tasks
+    plain = recipe.rollout(trainer.policy, tasks, streams, step)
+    recipe.objective = get("remax")
+    rollouts = recipe.score(recipe.rollout(trainer.policy, tasks, streams, step), step)
+    payload = VlmPayload.of(rollouts)
+    assert torch.equal(payload.response_ids, VlmPayload.of(plain).response_ids), "the greedy answer takes no draw"
+    found = sample(trainer.policy, payload.prompts, 1, recipe.config.sampler, None)
+    assert [text for text, _ in payload.greedy] == found.texts
+    tokens = token_lists(found.response_ids, found.mask)
+    asked = [prompt.text for prompt in payload.prompts]
+    reward = torch.tensor(recipe.score_texts(payload.tasks, asked, found.texts, tokens, step).total)
+    assert torch.equal(rollouts.extras["greedy_reward"], reward[rollouts.group])
+    advantage = recipe.objective.compute_advantages(rollouts).advantage
+    expected = (rollouts.reward - reward[rollouts.group])[:, None].expand_as(advantage)
+    assert torch.equal(advantage[rollouts.mask > 0], expected[rollouts.mask > 0])
+    last = rollouts.select_groups(torch.tensor([1]))
+    assert VlmPayload.of(last).greedy == payload.greedy[1:2]
 
 
 def test_equal_answers_of_a_group_share_a_number():

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmrl.core.blocks.advantage import GroupEstimator, group_center, group_count, group_extremes, group_std, group_sum
+from mmrl.core.blocks.advantage import (
+    Advantage,
+    GroupEstimator,
+    group_center,
+    group_count,
+    group_extremes,
+    group_std,
+    group_sum,
+)
+from mmrl.core.loss import required
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
 
@@ -98,3 +107,32 @@ class GroupMeanLive(GroupEstimator):
 
     def rule(self) -> str:
         return "(R_i - mean_g R) * rows / rows of groups with different rewards"
+
+
+GREEDY_REWARD = "greedy_reward"
+"""Key of `Rollouts.extras`: (B,) reward of the greedy answer to each row's task."""
+
+
+@dataclass(frozen=True)
+class GreedyBaseline(Advantage):
+    """Reward minus that of the greedy answer to the same task, which is sampled besides and not trained.
+
+    It works with one sample a task. Rows whose greedy answer could not be scored get 0.
+
+    Source: ReMax, arXiv 2310.10505, section 4; volcengine/verl compute_remax_outcome_advantage.
+    """
+
+    kind = "greedy_baseline"
+    needs = frozenset({"greedy"})
+
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        greedy = required(
+            rollouts.extras.get(GREEDY_REWARD),
+            f"rollouts.extras['{GREEDY_REWARD}']",
+            "the recipe samples no greedy answer",
+        )
+        rows = torch.where(rollouts.scored & greedy.isfinite(), rollouts.reward - greedy, 0.0)
+        return torch.where(rollouts.loss_mask > 0, rows.detach()[:, None], 0.0)
+
+    def formula(self) -> str:
+        return "A_it = R_i - R of the greedy answer to the task"

@@ -1,7 +1,7 @@
 """Objectives that TRL, verl, SkyRL and prime-rl offer besides the common ones."""
 
 from mmrl.core.blocks.advantage import GroupMean, GroupMeanStd
-from mmrl.core.blocks.baselines import BestOfGroup, GroupMeanLive, LengthWeightedMean, MeanNormalised
+from mmrl.core.blocks.baselines import BestOfGroup, GreedyBaseline, GroupMeanLive, LengthWeightedMean, MeanNormalised
 from mmrl.core.blocks.clip import GspoClip, PolicyGradient, PpoClip, SequenceProductRatio, SequenceRatio
 from mmrl.core.blocks.mismatch import OffPolicyGate
 from mmrl.core.blocks.smooth_clip import ClipCov, DppoKl, DppoTv, Dro, Gmpo, KlCov, Sapo, Vespo
@@ -135,5 +135,14 @@ ROWS = (
         citation="Chu et al., GPG, arXiv 2504.02546 (policy gradient, scaled up for groups of equal rewards)",
         verified="AMAP-ML/GPG at e096da8ce527",
         differs="verl scales by the rows with a reward other than 0 in the place of the groups with different rewards",
+    ),
+    Objective(
+        "remax",
+        GreedyBaseline(),
+        PolicyGradient(),
+        SequenceSum(),
+        citation="Li et al., ReMax, arXiv 2310.10505 (baseline of the greedy answer, no clip)",
+        verified="verl 0.9.1",
+        differs="without the KL penalty of the reward, which kl: {kind: k1, in_reward: true, coef: ...} adds",
     ),
 )

@@ -106,6 +106,8 @@ class VlmPayload(Payload):
     """Reason why each row ended: "eos", "stop" or "length"."""
     views: dict[str, list[Prompt | None]] = per_group(blank=None, default_factory=dict)
     """Other forms of each group's prompt, such as "masked"; None where a group has no such form."""
+    greedy: list[tuple[str, list[int]]] = per_group(blank=("", []), default_factory=list)
+    """Text and tokens of the greedy answer to each group's prompt, where the objective compares with it."""
     inserts: list[tuple[Insert, ...]] = per_row(blank=(), default_factory=list)
     """Parts of each response that were not sampled, in order; their tokens are in `response_ids` and have mask 0."""
     contexts: list[tuple[Context, ...]] = per_row(blank=(), default_factory=list)
