@@ -63,6 +63,8 @@ _NAMES = {
         "PreferenceRunConfig",
     ),
     "mmrl.vlm.methods.distillation": ("DistilConfig", "DistilRecipe", "DistilSettings"),
+    "mmrl.vlm.methods.arbitrary_entropy": ("ArbitraryEntropyConfig", "ArbitraryEntropyRecipe"),
+    "mmrl.vlm.methods.dataset_reset": ("DatasetResetConfig", "DatasetResetRecipe"),
     "mmrl.vlm.methods.multi_teacher": ("MultiTeacherConfig", "MultiTeacherRecipe"),
     "mmrl.vlm.methods.scaffolded": ("ScaffoldedConfig", "ScaffoldedRecipe", "hint_levels"),
     "mmrl.vlm.methods.teacher": ("Teacher", "TeacherConfig"),

@@ -115,6 +115,8 @@ def _vlm(name: str, folder: Path) -> Any:
     config.recipe, config.eval_data = name, {}
     if hasattr(config, "teacher"):
         config.teacher.prompt = "{question} {answer}"
+    if hasattr(config, "steering"):
+        config.steering.share = 0.5
     if hasattr(config, "scaffold"):
         config.scaffold.warmup_steps = 0
     if name in ("scaffolded", "multi_teacher"):

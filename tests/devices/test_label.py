@@ -24,6 +24,8 @@ BUDGET = {
     "distil": 78,
     "scaffolded": 110,
     "multi_teacher": 110,
+    "dataset_reset": 110,
+    "arbitrary_entropy": 110,
     "tspo": 87,
     "sft": 25,
     "preference": 78,

@@ -1,7 +1,9 @@
 """Objectives of recipes whose rows come from elsewhere than the question: hints, teachers, references."""
 
-from mmrl.core.blocks.advantage import GroupMean, GroupMeanStd
+from mmrl.core.blocks.advantage import AdvantageScaling, GroupMean, GroupMeanStd
 from mmrl.core.blocks.clip import PpoClip
+from mmrl.core.blocks.credit import Gae, ValueLoss
+from mmrl.core.blocks.divergence import K1
 from mmrl.core.blocks.foreign import OffPolicyShaping
 from mmrl.core.loss import FixedLength, TokenMean
 from mmrl.core.objectives.objective import Objective
@@ -25,5 +27,27 @@ ROWS = (
         verified="SII-Enigma/AMPO at b88d365654e0",
         differs="the code divides by the width of a micro-batch, not by its rows, and has an entropy bonus of 0.001; "
         "8192 becomes the longest answer of the sampler",
+    ),
+    Objective(
+        "dataset_reset",
+        Gae(gamma=1.0, lam=0.95),
+        PpoClip(),
+        TokenMean(),
+        scaling=AdvantageScaling(whiten="decisions"),
+        kl=K1(0.05, in_reward=True),
+        value=ValueLoss(coef=0.1, clip=0.2),
+        citation="Chang et al., DR-PO, arXiv 2404.08495; PPO of its src/tldr/drpo.py",
+        verified="Cornell-RL/drpo at bd825df853ce",
+        differs="starts belong to recipe dataset_reset; the code also divides rewards by their deviation, and whitens "
+        "with n in the variance where n - 1 is used here",
+    ),
+    Objective(
+        "arbitrary_entropy",
+        GroupMeanStd(),
+        PpoClip(dual=3.0),
+        TokenMean(),
+        citation="AEPO (arbitrary entropy), arXiv 2510.08141; GRPO of its qwen-math-7b-AEPO.sh (clip 0.2, no KL)",
+        verified="597358816/AEPO at b353a05441e9",
+        differs="the loss alone: samples of another temperature belong to recipe arbitrary_entropy",
     ),
 )

@@ -1,0 +1,177 @@
+"""AEPO, arbitrary entropy: positive samples of another temperature steer the policy's entropy (arXiv 2510.08141).
+
+The first `share` of a step's questions are answered once more, at temperature `hot` where the entropy of the last
+update was at most `entropy`, else at `cold`. Of these samples, those whose advantage in their own group exceeds
+`threshold` are learned with the advantage `weight`, the others leave the update: a REINFORCE term on right answers of a
+policy that is flatter, or sharper, than the own one. At most `rows` of them count in a step, half as many where the
+entropy is above the wanted one.
+
+Difference from 597358816/AEPO verl/trainer/ray_trainer.py: there, these rows overwrite the first rows of the batch, by
+number, whatever these are (`replace_first: true`); here they are added to the batch by default, and count in its mean.
+They are scored at the temperature of sampling, as all rows. The entropy is -mean logp of the sampled tokens. The limit
+holds in each process. Other samples' metrics, such as the mean reward, hold those of the other temperature as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from accelerate import Accelerator
+
+from mmrl.core.blocks.foreign import SOURCE
+from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded, rare
+from mmrl.training.objectives import ObjectiveConfig, make_objective
+from mmrl.training.processes import Streams
+from mmrl.training.recipe import Step
+from mmrl.vlm.config import VlmConfig
+from mmrl.vlm.data.prompt import VlmPayload
+from mmrl.vlm.data.task import VlmTask
+from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.engine.sampler import sample
+from mmrl.vlm.recipe import VlmRecipe
+
+TEMPERED = 4
+"""Source of rows that were sampled at another temperature."""
+
+
+@dataclass
+class EntropySettings:
+    """Samples of another temperature that steer the entropy."""
+
+    entropy: float = bounded(0.5, at_least=0)
+    """Wanted entropy in nats a token, -mean logp."""
+    hot: float = bounded(1.2, above=0)
+    """Temperature of the further samples where the entropy is at most the wanted one."""
+    cold: float = bounded(0.8, above=0)
+    """Temperature of the further samples where it is above."""
+    share: float = bounded(0.25, above=0, at_most=0.5)
+    """Share of a step's questions, the first ones, that are sampled once more."""
+    threshold: float = rare(bounded(0.05, at_least=0))
+    """Advantage in its own group above which a further sample is learned."""
+    weight: float = bounded(1.0, above=0)
+    """Advantage of the further samples that are learned."""
+    rows: int = bounded(60, at_least=1)
+    """Most further samples that are learned in a step; half as many where the entropy is above the wanted one."""
+    replace_first: bool = rare(False)
+    """Leave as many of the step's first samples out, as the public code does."""
+
+
+@dataclass
+class ArbitraryEntropyConfig(VlmConfig):
+    """An AEPO run with a wanted entropy."""
+
+    steering: EntropySettings = field(default_factory=EntropySettings)
+    """Samples of another temperature."""
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="arbitrary_entropy"))
+    """Objective that is optimised."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        if make_objective(self.objective).filter.resamples:
+            raise ValueError(
+                "objective.filter resamples groups, and would count those of the other temperature; use drop or none"
+            )
+        if self.trainer.old_logp == "sampler":
+            raise ValueError(
+                "trainer.old_logp is 'sampler', but some rows are sampled at another temperature than the one they are "
+                "scored at; use recompute"
+            )
+
+
+class LastEntropy:
+    """The entropy of the last update; 0 before the first."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        """The entropy."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restore `state_dict`."""
+        self.value = float(state["value"])
+
+
+class ArbitraryEntropyRecipe(VlmRecipe):
+    """GRPO, or another objective, with positive samples of a higher or lower temperature."""
+
+    config: ArbitraryEntropyConfig
+
+    def __init__(self, config: ArbitraryEntropyConfig) -> None:
+        super().__init__(config)
+        self.last = self.parts["entropy"] = LastEntropy()
+
+    @property
+    def above(self) -> bool:
+        """Whether the entropy is above the wanted one."""
+        return self.last.value > self.config.steering.entropy
+
+    def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
+        """Sample as usual, and some questions once more at another temperature, as groups of their own."""
+        rollouts = super().rollout(policy, tasks, streams, step)
+        rollouts = rollouts.replace(extras={**rollouts.extras, SOURCE: torch.zeros_like(rollouts.group)})
+        payload, settings, own = VlmPayload.of(rollouts), self.config.steering, self.config.sampler
+        limit = settings.share * self.config.trainer.tasks_per_step
+        places = streams.among(tasks, payload.tasks).places
+        chosen = [group for group, place in enumerate(places) if place + 1 <= limit]
+        if not chosen:
+            return rollouts
+        size, streams = self.config.trainer.samples_per_task, streams.among(tasks, payload.tasks).select(chosen)
+        draws = streams.uniform(len(chosen), size, own.max_new_tokens, purpose="tempered")
+        other = dataclasses.replace(own.config, temperature=settings.cold if self.above else settings.hot)
+        prompts, asked = [payload.prompts[group] for group in chosen], [payload.tasks[group] for group in chosen]
+        drawn = sample(policy, prompts, size, other, draws)
+        group = torch.arange(len(chosen), device=drawn.mask.device).repeat_interleave(size)
+        extras = {SOURCE: torch.full_like(group, TEMPERED)}
+        extras |= {"nucleus_mass": drawn.nucleus_mass} if "nucleus_mass" in rollouts.extras else {}
+        missing = torch.full((len(group),), float("nan"), device=group.device)
+        given = VlmPayload(prompts, asked, drawn.response_ids, drawn.texts, drawn.finish)
+        further = Rollouts(group, drawn.mask, drawn.logp, missing, given, extras=extras)
+        return Rollouts.concat([rollouts, streams.noted(further)])
+
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
+        """Advantages as usual; further samples that did well get a constant one, the others leave the update."""
+        rollouts, settings = super().advantages(rollouts, accelerator, step), self.config.steering
+        assert rollouts.advantage is not None
+        further = rollouts.extras[SOURCE] == TEMPERED
+        good = further & ((rollouts.advantage > settings.threshold) & (rollouts.loss_mask > 0)).any(1)
+        taken = good & (good.cumsum(0) <= settings.rows // (2 if self.above else 1))
+        keep = ~further | taken
+        if settings.replace_first:
+            keep &= further | (torch.arange(len(further), device=further.device) >= taken.sum())
+        advantage = torch.where(taken[:, None], settings.weight, rollouts.advantage)
+        mask = rollouts.mask * keep[:, None].to(rollouts.mask.dtype)
+        self.noted |= {
+            "steering/entropy": self.last.value,
+            "steering/temperature": settings.cold if self.above else settings.hot,
+            "steering/rows": float(taken.sum()),
+        }
+        return rollouts.replace(advantage=advantage * (mask > 0), mask=mask)
+
+    def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
+        """Note the entropy of the update."""
+        super().on_step_end(step, metrics)
+        self.last.value = metrics.get("policy/entropy", self.last.value)
+
+    def rollout_state(self, tasks: Sequence[VlmTask]) -> dict[str, float]:
+        """The entropy."""
+        return self.last.state_dict()
+
+    def load_rollout_state(self, state: Mapping[str, float]) -> None:
+        """Restore `rollout_state`."""
+        self.last.load_state_dict(state)
+
+    def describe(self) -> str:
+        """The objective's formula and the further samples."""
+        settings = self.config.steering
+        return (
+            f"{super().describe()}\nand A_it = {settings.weight:g} on up to {settings.rows} positive samples of "
+            f"temperature {settings.hot:g} while the entropy is at most {settings.entropy:g}, half as many of "
+            f"{settings.cold:g} above"
+        )

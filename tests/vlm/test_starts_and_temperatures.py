@@ -1,0 +1,134 @@
+"""Rollouts from inside reference answers (DR-PO) and samples of another temperature (AEPO)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmrl.errors import UserError
+from mmrl.fields import check_config
+from mmrl.rewards import RewardConfig
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.processes import Streams, make_accelerator
+from mmrl.training.recipe import Step
+from mmrl.vlm.data.prompt import VlmPayload
+from mmrl.vlm.methods.arbitrary_entropy import TEMPERED, ArbitraryEntropyConfig, ArbitraryEntropyRecipe, EntropySettings
+from mmrl.vlm.methods.augmentation import AugmentedTask
+from mmrl.vlm.methods.dataset_reset import DatasetResetConfig, DatasetResetRecipe, ResetSettings
+from tests.contracts.domains import run
+from tests.vlm.runs import run_config, without_images
+
+LETTERS = RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)
+
+
+@pytest.fixture
+def opened(tmp_path, tiny_folders):
+    made = []
+
+    def make(recipe, config_class, **parts):
+        config = run_config(config_class, tmp_path, tiny_folders["qwen2_5_vl"], tasks_per_step=4)
+        config.eval_data, config.rewards = {}, [LETTERS]
+        for name, part in parts.items():
+            setattr(config, name, part)
+        check_config(config, "")
+        made.append(recipe(config))
+        return made[-1]
+
+    yield make
+    for recipe in made:
+        recipe.close()
+
+
+def reset(opened, **settings):
+    objective = ObjectiveConfig(preset="scaffolded")
+    return opened(DatasetResetRecipe, DatasetResetConfig, reset=ResetSettings(**settings), objective=objective)
+
+
+def entropy(opened, **settings):
+    part = EntropySettings(**{"share": 0.5} | settings)
+    return opened(ArbitraryEntropyRecipe, ArbitraryEntropyConfig, steering=part)
+
+
+def test_answers_begin_with_a_part_of_the_reference_that_is_not_trained(opened, monkeypatch):
+    recipe = reset(opened)
+    rows = recipe.rollout(recipe.policy, recipe.train_tasks[:4], Streams(0), Step())
+    payload, seen = VlmPayload.of(rows), {}
+    score = recipe.rewards.score
+    monkeypatch.setattr(recipe.rewards, "score", lambda *given: seen.update(replies=given[1]) or score(*given))
+    recipe.score(rows, Step())
+    started = [isinstance(task, AugmentedTask) for task in payload.tasks]
+    assert sum(started) >= 3, "of four, one may draw no token"
+    for group, (task, prompt) in enumerate(zip(payload.tasks, payload.prompts, strict=True)):
+        start = task.answer_start
+        assert task.columns["completion"].startswith(start)
+        assert len(start) < len(task.columns["completion"])
+        assert prompt.text.endswith(start)
+        for row in torch.nonzero(rows.group == group).flatten().tolist():
+            assert seen["replies"][row].startswith(start), "rewards see the whole answer"
+            assert int(rows.mask[row].sum()) <= 6, "the loss sees what was sampled"
+    assert recipe.step_metrics(rows)["reset/share"] == sum(started) / 4
+
+
+def test_starts_are_spread_over_the_reference_and_left_out_by_probability(opened):
+    recipe = reset(opened, probability=0.5)
+    task = recipe.train_tasks[0]
+    tokens = len(recipe.policy.processor.tokenizer.encode(task.columns["completion"], add_special_tokens=False))
+    found = [recipe.started(recipe.policy, task, 0.4, place / tokens) for place in range(tokens)]
+    assert found[0] is task
+    assert [round(each.hint_fraction * tokens) for each in found[1:]] == list(range(1, tokens))
+    assert recipe.started(recipe.policy, task, 0.5, 0.9) is task
+    with pytest.raises(UserError, match="has no text in column 'worked'"):
+        reset(opened, reference_key="worked")
+
+
+@pytest.mark.parametrize(("measured", "temperature"), [(0.2, 1.2), (0.5, 1.2), (0.7, 0.8)])
+def test_the_entropy_chooses_the_temperature_of_further_samples(opened, measured, temperature):
+    recipe = entropy(opened)
+    recipe.on_step_end(Step(), {"policy/entropy": measured})
+    rows = recipe.rollout(recipe.policy, recipe.train_tasks[:4], Streams(0), Step())
+    further = rows.extras["source"] == TEMPERED
+    assert rows.num_groups == 6
+    assert further.tolist() == [False] * 16 + [True] * 8
+    payload = VlmPayload.of(rows)
+    assert payload.tasks[4:] == payload.tasks[:2]
+    alone = rows.select(further)
+    with torch.no_grad():
+        at, plain = (recipe.policy(alone, temperature=t).logp for t in (temperature, 1.0))
+    torch.testing.assert_close(at, alone.logp_old * alone.mask, atol=1e-4, rtol=1e-3)
+    assert float((at - plain).abs().max()) > 1e-2
+    assert recipe.rollout_state([]) == {"value": measured}
+
+
+@pytest.mark.parametrize("replace_first", [False, True])
+def test_good_further_samples_are_learned_and_the_others_left_out(opened, replace_first):
+    recipe = entropy(opened, rows=3, weight=0.5, replace_first=replace_first)
+    rows = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:4], Streams(0), Step()), Step())
+    reward = torch.tensor([0.0, 1.0] * 8 + [1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0])
+    found = recipe.advantages(rows.replace(reward=reward), make_accelerator(), Step())
+    count = found.mask.sum(1) > 0
+    assert count[16:].tolist() == [True, True, False, False, True, False, False, False], "three at most"
+    assert found.advantage[16:, 0].tolist() == [0.5, 0.5, 0.0, 0.0, 0.5, 0.0, 0.0, 0.0]
+    assert count[:16].tolist() == [not (replace_first and row < 3) for row in range(16)]
+    assert float(found.advantage[4, 0]) < 0 < float(found.advantage[5, 0]), "own samples as usual"
+    recipe.last.value = 9.0
+    cold = recipe.advantages(rows.replace(reward=reward), make_accelerator(), Step())
+    assert int((cold.mask[16:].sum(1) > 0).sum()) == 1, "half as many where the entropy is above the wanted one"
+
+
+def test_what_would_count_or_score_the_further_samples_wrongly_is_refused(opened):
+    with pytest.raises(ValueError, match="would count those of the other temperature"):
+        opened(ArbitraryEntropyRecipe, ArbitraryEntropyConfig, objective=ObjectiveConfig(preset="dapo"))
+
+
+@pytest.mark.slow
+def test_positive_samples_of_a_hotter_policy_leave_it_with_more_entropy(tmp_path, language_model):
+    found = {}
+    for name, wanted in (("hot", 9.0), ("cold", 0.0)):
+        config = run_config(ArbitraryEntropyConfig, tmp_path / name, language_model, tasks_per_step=6)
+        without_images(tmp_path / name / "data" / "questions.jsonl")
+        config.recipe, config.eval_data, config.rewards = "arbitrary_entropy", {}, [LETTERS]
+        config.trainer.samples_per_task, config.trainer.learning_rate = 16, 4e-3
+        config.steering = EntropySettings(entropy=wanted, hot=2.0, cold=0.5, share=0.5, weight=3.0)
+        check_config(config, "")
+        found[name] = run(config, tmp_path / name / "run", steps=20)[0].recipe.last.value
+    assert found["hot"] > found["cold"] + 0.02, found
