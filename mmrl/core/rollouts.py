@@ -285,6 +285,29 @@ class Rollouts:
         order[_as_indices(rows, self.num_rows, "rows")] = self.num_rows + torch.arange(others.num_rows)
         return joined._take(order, torch.arange(self.num_groups), self.host.group)
 
+    def joined_by(self, others: Rollouts, groups: Tensor) -> Rollouts:
+        """Add other rows to groups; their own groups and prompts are dropped.
+
+        Args:
+            others: k rows with the same optional fields, terms and extras.
+            groups: (k,) int64, the group that each of them joins.
+
+        Returns:
+            All rows, group by group.
+        """
+        joined, group = Rollouts.concat([self, others]), torch.cat([self.host.group, groups.cpu()])
+        order = torch.argsort(group, stable=True)
+        return joined._take(order, torch.arange(self.num_groups), group[order])
+
+    def regrouped(self, group: Tensor, prompts: Tensor) -> Rollouts:
+        """The same rows in other groups.
+
+        Args:
+            group: (B,) int64, the new group of each row.
+            prompts: (n,) int64, for each new group the present one whose prompt it has.
+        """
+        return self._take(torch.arange(self.num_rows), prompts, group)
+
     def minibatches(self, count: int, generator: torch.Generator | None = None) -> list[Rollouts]:
         """Cut into optimiser steps of whole groups, as even as possible.
 

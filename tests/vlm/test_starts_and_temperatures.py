@@ -87,10 +87,8 @@ def test_the_entropy_chooses_the_temperature_of_further_samples(opened, measured
     recipe.on_step_end(Step(), {"policy/entropy": measured})
     rows = recipe.rollout(recipe.policy, recipe.train_tasks[:4], Streams(0), Step())
     further = rows.extras["source"] == TEMPERED
-    assert rows.num_groups == 6
-    assert further.tolist() == [False] * 16 + [True] * 8
-    payload = VlmPayload.of(rows)
-    assert payload.tasks[4:] == payload.tasks[:2]
+    assert rows.num_groups == 4
+    assert further.tolist() == ([False] * 4 + [True] * 4) * 2 + [False] * 8
     alone = rows.select(further)
     with torch.no_grad():
         at, plain = (recipe.policy(alone, temperature=t).logp for t in (temperature, 1.0))
@@ -103,21 +101,27 @@ def test_the_entropy_chooses_the_temperature_of_further_samples(opened, measured
 def test_good_further_samples_are_learned_and_the_others_left_out(opened, replace_first):
     recipe = entropy(opened, rows=3, weight=0.5, replace_first=replace_first)
     rows = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:4], Streams(0), Step()), Step())
-    reward = torch.tensor([0.0, 1.0] * 8 + [1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0])
+    own, further = [0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0]
+    reward = torch.tensor([*own, *further, *own, *further, *own, *own])
     found = recipe.advantages(rows.replace(reward=reward), make_accelerator(), Step())
-    count = found.mask.sum(1) > 0
-    assert count[16:].tolist() == [True, True, False, False, True, False, False, False], "three at most"
-    assert found.advantage[16:, 0].tolist() == [0.5, 0.5, 0.0, 0.0, 0.5, 0.0, 0.0, 0.0]
-    assert count[:16].tolist() == [not (replace_first and row < 3) for row in range(16)]
-    assert float(found.advantage[4, 0]) < 0 < float(found.advantage[5, 0]), "own samples as usual"
+    count = (found.mask.sum(1) > 0).tolist()
+    assert count[4:8] + count[12:16] == [True, True, False, False, True, False, False, False], "three at most"
+    assert found.advantage[4:8, 0].tolist() == [0.5, 0.5, 0.0, 0.0]
+    assert count[:4] == [not (replace_first and row < 3) for row in range(4)]
+    assert all(count[8:12] + count[16:])
+    plain = torch.tensor([0.0, 1.0, 0.0, 1.0]) - 0.5
+    torch.testing.assert_close(found.advantage[16:20, 0], plain / plain.std(), atol=1e-5, rtol=1e-4)
     recipe.last.value = 9.0
     cold = recipe.advantages(rows.replace(reward=reward), make_accelerator(), Step())
-    assert int((cold.mask[16:].sum(1) > 0).sum()) == 1, "half as many where the entropy is above the wanted one"
+    left = (cold.mask.sum(1) > 0).tolist()
+    assert sum(left[4:8] + left[12:16]) == 1, "half as many where the entropy is above the wanted one"
 
 
-def test_what_would_count_or_score_the_further_samples_wrongly_is_refused(opened):
-    with pytest.raises(ValueError, match="would count those of the other temperature"):
-        opened(ArbitraryEntropyRecipe, ArbitraryEntropyConfig, objective=ObjectiveConfig(preset="dapo"))
+def test_old_log_probabilities_of_the_sampler_are_refused(opened):
+    recipe = entropy(opened)
+    recipe.config.trainer.old_logp = "sampler"
+    with pytest.raises(ValueError, match="sampled at another temperature"):
+        recipe.config.validate()
 
 
 @pytest.mark.slow

@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from mmrl.core.blocks.foreign import SOURCE
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
-from mmrl.training.objectives import ObjectiveConfig, make_objective
+from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.vlm.config import VlmConfig
@@ -48,7 +49,7 @@ class EntropySettings:
     """Temperature of the further samples where the entropy is at most the wanted one."""
     cold: float = bounded(0.8, above=0)
     """Temperature of the further samples where it is above."""
-    share: float = bounded(0.25, above=0, at_most=0.5)
+    share: float = bounded(0.25, above=0, at_most=1)
     """Share of a step's questions, the first ones, that are sampled once more."""
     threshold: float = rare(bounded(0.05, at_least=0))
     """Advantage in its own group above which a further sample is learned."""
@@ -72,10 +73,6 @@ class ArbitraryEntropyConfig(VlmConfig):
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
-        if make_objective(self.objective).filter.resamples:
-            raise ValueError(
-                "objective.filter resamples groups, and would count those of the other temperature; use drop or none"
-            )
         if self.trainer.old_logp == "sampler":
             raise ValueError(
                 "trainer.old_logp is 'sampler', but some rows are sampled at another temperature than the one they are "
@@ -113,7 +110,7 @@ class ArbitraryEntropyRecipe(VlmRecipe):
         return self.last.value > self.config.steering.entropy
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
-        """Sample as usual, and some questions once more at another temperature, as groups of their own."""
+        """Sample as usual, and some questions once more at another temperature."""
         rollouts = super().rollout(policy, tasks, streams, step)
         rollouts = rollouts.replace(extras={**rollouts.extras, SOURCE: torch.zeros_like(rollouts.group)})
         payload, settings, own = VlmPayload.of(rollouts), self.config.steering, self.config.sampler
@@ -133,18 +130,21 @@ class ArbitraryEntropyRecipe(VlmRecipe):
         missing = torch.full((len(group),), float("nan"), device=group.device)
         given = VlmPayload(prompts, asked, drawn.response_ids, drawn.texts, drawn.finish)
         further = Rollouts(group, drawn.mask, drawn.logp, missing, given, extras=extras)
-        return Rollouts.concat([rollouts, streams.noted(further)])
+        return rollouts.joined_by(streams.noted(further), torch.tensor(chosen).repeat_interleave(size))
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Advantages as usual; further samples that did well get a constant one, the others leave the update."""
-        rollouts, settings = super().advantages(rollouts, accelerator, step), self.config.steering
+        settings, together = self.config.steering, rollouts.host.group
+        alone, prompts = self._apart(rollouts)
+        rollouts = super().advantages(rollouts.regrouped(alone, prompts), accelerator, step)
+        rollouts = rollouts.regrouped(together, torch.arange(int(together.max()) + 1))
         assert rollouts.advantage is not None
         further = rollouts.extras[SOURCE] == TEMPERED
         good = further & ((rollouts.advantage > settings.threshold) & (rollouts.loss_mask > 0)).any(1)
         taken = good & (good.cumsum(0) <= settings.rows // (2 if self.above else 1))
         keep = ~further | taken
         if settings.replace_first:
-            keep &= further | (torch.arange(len(further), device=further.device) >= taken.sum())
+            keep &= further | ((~further).cumsum(0) > taken.sum())
         advantage = torch.where(taken[:, None], settings.weight, rollouts.advantage)
         mask = rollouts.mask * keep[:, None].to(rollouts.mask.dtype)
         self.noted |= {
@@ -153,6 +153,15 @@ class ArbitraryEntropyRecipe(VlmRecipe):
             "steering/rows": float(taken.sum()),
         }
         return rollouts.replace(advantage=advantage * (mask > 0), mask=mask)
+
+    def _apart(self, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
+        """Groups (B,) in which further samples are apart from the others, and the group whose prompt each has."""
+        group = rollouts.host.group
+        further = rollouts.extras[SOURCE].cpu() == TEMPERED
+        sampled = torch.unique(group[further])
+        own = torch.searchsorted(sampled, group)
+        number = rollouts.num_groups
+        return torch.where(further, number + own, group), torch.cat([torch.arange(number), sampled])
 
     def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
         """Note the entropy of the update."""
