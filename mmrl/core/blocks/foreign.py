@@ -10,7 +10,7 @@ from torch import Tensor
 from mmrl.core.blocks.clip import BoundedClip, Loss, clip_indicators, clipped_loss
 from mmrl.core.loss import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded
+from mmrl.fields import bounded, rare
 
 SOURCE = "source"
 """Extra (B,) int64 of rollouts: 0 for samples of the policy, 1 for those behind a hint, 2 for answers of a teacher
@@ -29,9 +29,9 @@ class OffPolicyShaping(BoundedClip):
     """
 
     kind = "off_policy_shaping"
-    dual: float | None = bounded(None, above=1)
+    dual: float | None = rare(bounded(None, above=1))
     """Bound c > 1 on the loss -A c of samples with a negative advantage; none switches it off."""
-    shape: float = bounded(0.1, above=0)
+    shape: float = rare(bounded(0.1, above=0))
     """Probability at which the factor of a teacher's token is 1/2."""
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:

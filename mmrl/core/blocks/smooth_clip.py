@@ -28,9 +28,9 @@ class Sapo(Clip):
     """
 
     kind = "sapo"
-    tau_pos: float = bounded(1.0, above=0)
+    tau_pos: float = rare(bounded(1.0, above=0))
     """Temperature where the advantage is positive; larger ones fade sooner."""
-    tau_neg: float = bounded(1.05, above=0)
+    tau_neg: float = rare(bounded(1.05, above=0))
     """Temperature of all other decisions."""
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
@@ -55,9 +55,9 @@ class BinaryGate(Clip):
     """
 
     needs = frozenset({"probabilities"})
-    low: float = bounded(0.2, above=0)
+    low: float = rare(bounded(0.2, above=0))
     """Largest divergence where the advantage is not positive and the probability falls."""
-    high: float = bounded(0.2, above=0)
+    high: float = rare(bounded(0.2, above=0))
     """Largest divergence where the advantage is positive and the probability rises."""
     limit: float | None = rare(bounded(20.0, at_least=1))
     """Largest weight, so that one decision cannot rule an update; none for no limit."""
@@ -115,8 +115,8 @@ class DppoKl(BinaryGate):
     """
 
     kind = "dppo_kl"
-    low: float = bounded(0.05, above=0)
-    high: float = bounded(0.05, above=0)
+    low: float = rare(bounded(0.05, above=0))
+    high: float = rare(bounded(0.05, above=0))
 
     def distance(self, now: Tensor, old: Tensor) -> Tensor:
         p, q = old.exp(), now.exp()
@@ -135,9 +135,9 @@ class Gmpo(BoundedClip):
     """
 
     kind = "gmpo"
-    low: float = bounded(0.4, at_least=0)
+    low: float = rare(bounded(0.4, at_least=0))
     """The log-ratio is bounded below by -low where the advantage is negative."""
-    high: float = bounded(0.4, at_least=0)
+    high: float = rare(bounded(0.4, at_least=0))
     """The log-ratio is bounded above by high where the advantage is positive."""
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
@@ -216,7 +216,7 @@ class Dro(Clip):
 
     kind = "dro"
     exponentiates = False
-    beta: float = bounded(0.05, above=0)
+    beta: float = rare(bounded(0.05, above=0))
     """Weight of the squared log-ratio."""
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
@@ -256,7 +256,7 @@ class ClipCov(BoundedClip):
     """
 
     kind = "clip_cov"
-    share: float = bounded(2e-4, above=0, at_most=1)
+    share: float = rare(bounded(2e-4, above=0, at_most=1))
     """Share of the decisions that are left out, at least one."""
     cov_low: float = rare(bounded(1.0))
     """Lower end of the band."""
@@ -312,9 +312,9 @@ class KlCov(Clip):
     """
 
     kind = "kl_cov"
-    share: float = bounded(2e-4, above=0, at_most=1)
+    share: float = rare(bounded(2e-4, above=0, at_most=1))
     """Share of the decisions with the penalty, at least one."""
-    coef: float = bounded(1.0, at_least=0)
+    coef: float = rare(bounded(1.0, at_least=0))
     """Weight of the penalty."""
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
