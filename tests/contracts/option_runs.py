@@ -276,11 +276,14 @@ EXTRA: dict[str, dict[str, Any]] = {
 """Options of a block that it cannot do without."""
 MOVING = {"trainer.epochs": 4, "trainer.learning_rate": 0.1}
 CRITIC = {"objective.preset": "ppo", **MOVING}
+WHOLE_ROWS = {"objective.ratio": {"kind": "sequence_product"}, **MOVING}
 NEEDED: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("gae", "squared_error"), CRITIC),
     "gspo": {"objective.ratio": {"kind": "sequence"}, **MOVING},
     "uncertain": {"objective.advantage": {"kind": "tracked_value"}},
-    "group_regression": {"objective.ratio": {"kind": "sequence_product"}, **MOVING},
+    "group_regression": WHOLE_ROWS,
+    "joint_pairs": WHOLE_ROWS,
+    "vespo": WHOLE_ROWS,
 }
 """Further changes without which a block is refused, or clips nothing."""
 

@@ -17,7 +17,7 @@ def bounds_of(clip, ratio, advantage):
     return [float(found.extras[key][0]) for key in BOUNDS]
 
 
-SMALL = {"low": 0.5, "low_max": 0.7, "low_step": 0.1, "high": 1.0, "high_max": 3.0, "high_step": 0.5}
+SMALL = {"lower": 0.5, "lower_max": 0.7, "lower_step": 0.1, "upper": 1.0, "upper_max": 3.0, "upper_step": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -45,8 +45,8 @@ def test_a_batch_by_itself_is_its_own_step():
 
 
 def test_bounds_must_rise():
-    with pytest.raises(ValueError, match=r"clip\.high_max 1\.1 must not lie below clip\.high 1\.2"):
-        get("bapo").override({"clip": {"high_max": 1.1}}).validate()
+    with pytest.raises(ValueError, match=r"clip\.upper_max 1\.1 must not lie below clip\.upper 1\.2"):
+        get("bapo").override({"clip": {"upper_max": 1.1}}).validate()
 
 
 @pytest.mark.parametrize(("sign", "expected"), [("signed", [-1.0, -0.5, 0.0, 1.0]), ("repo", [1.0, 0.5, 0.0, 1.0])])

@@ -33,6 +33,14 @@ def bounded_loss(log_ratio: Tensor, advantage: Tensor, low: Tensor, high: Tensor
     return loss, {f"policy/{name}": x.detach().to(ratio.dtype).expand_as(ratio) for name, x in shown.items()}
 
 
+def tried(first: float, last: float, step: float) -> list[float]:
+    """Values of a bound from the first to the last one, in the order in which they are tried."""
+    found = [first]
+    while found[-1] < last:
+        found.append(min(found[-1] + step, last))
+    return found
+
+
 @dataclass(frozen=True)
 class StepClip(Clip):
     """A rule that must know more decisions than those of a micro-batch."""
@@ -63,8 +71,8 @@ class Bapo(StepClip):
     With P = sum of A min(r, high) over the decisions of an optimiser step with A >= 0 and N = sum of -A max(r, low)
     over the others, the bounds rise step by step while P / N is below the target. They are bounds of the ratio itself.
 
-    Raising `low` never raises P / N, because N grows with it. So with `order` low_first, as released, the lower bound
-    is at its maximum before the upper one moves.
+    Raising the lower bound never raises P / N, because N grows with it. So with `order` low_first, as released, it is
+    at its maximum before the upper one moves.
 
     Gradient: none through the bounds.
 
@@ -73,17 +81,17 @@ class Bapo(StepClip):
 
     kind = "bapo"
     surveys = True
-    low: float = bounded(0.6, at_least=0, at_most=1)
+    lower: float = bounded(0.6, at_least=0, at_most=1)
     """Lower bound at first."""
-    low_max: float = bounded(0.9, at_least=0, at_most=1)
+    lower_max: float = bounded(0.9, at_least=0, at_most=1)
     """Largest lower bound."""
-    low_step: float = rare(bounded(0.05, above=0))
+    lower_step: float = rare(bounded(0.05, above=0))
     """Distance between the lower bounds that are tried."""
-    high: float = bounded(1.2, at_least=1)
+    upper: float = bounded(1.2, at_least=1)
     """Upper bound at first."""
-    high_max: float = bounded(3.0, at_least=1)
+    upper_max: float = bounded(3.0, at_least=1)
     """Largest upper bound."""
-    high_step: float = rare(bounded(0.05, above=0))
+    upper_step: float = rare(bounded(0.05, above=0))
     """Distance between the upper bounds that are tried."""
     target: float = bounded(1.0, at_least=0)
     """Wanted P / N; 1 is the share P / (P + N) = 0.5 of the paper."""
@@ -94,8 +102,7 @@ class Bapo(StepClip):
 
     def problems(self, where: str) -> Iterator[str]:
         yield from super().problems(where)
-        for name in ("low", "high"):
-            first, last = getattr(self, name), getattr(self, f"{name}_max")
+        for name, first, last in (("lower", self.lower, self.lower_max), ("upper", self.upper, self.upper_max)):
             if last < first:
                 yield f"{where}.{name}_max {last:g} must not lie below {where}.{name} {first:g}"
 
@@ -109,12 +116,12 @@ class Bapo(StepClip):
     def survey(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
         """P at each upper bound and N at each lower bound, one after the other."""
         ratio, advantage = log_ratio.detach().double().exp(), advantage.detach().double()
-        gains = [(advantage.clamp(min=0) * ratio.clamp(max=bound)).sum() for bound in self._bounds("high")]
-        losses = [(-advantage.clamp(max=0) * ratio.clamp(min=bound)).sum() for bound in self._bounds("low")]
+        gains = [(advantage.clamp(min=0) * ratio.clamp(max=bound)).sum() for bound in self._highs]
+        losses = [(-advantage.clamp(max=0) * ratio.clamp(min=bound)).sum() for bound in self._lows]
         return torch.stack(gains + losses)
 
     def settle(self, parts: Sequence[Tensor], rollouts: Rollouts) -> Rollouts:
-        highs, lows = self._bounds("high"), self._bounds("low")
+        highs, lows = self._highs, self._lows
         total = torch.stack([part.cpu() for part in parts]).sum(0).tolist() if parts else []
         gains, losses = total[: len(highs)], total[len(highs) :]
 
@@ -133,17 +140,18 @@ class Bapo(StepClip):
     def formula(self) -> str:
         capped = "" if self.dual is None else f", where A_it < 0 at most -{self.dual:g} A_it"
         return (
-            f"[max(-A_it r_it, -A_it clip(r_it, low, high)){capped}], low in [{self.low:g}, {self.low_max:g}] and "
-            f"high in [{self.high:g}, {self.high_max:g}] the first ({self.order}) with sum A+ min(r, high) >= "
+            f"[max(-A_it r_it, -A_it clip(r_it, low, high)){capped}], low in [{self.lower:g}, {self.lower_max:g}] and "
+            f"high in [{self.upper:g}, {self.upper_max:g}] the first ({self.order}) with sum A+ min(r, high) >= "
             f"{self.target:g} sum A- max(r, low) over the optimiser step"
         )
 
-    def _bounds(self, name: str) -> list[float]:
-        """Values of a bound that are tried, in order."""
-        found, last, step = [getattr(self, name)], getattr(self, f"{name}_max"), getattr(self, f"{name}_step")
-        while found[-1] < last:
-            found.append(min(found[-1] + step, last))
-        return found
+    @property
+    def _lows(self) -> list[float]:
+        return tried(self.lower, self.lower_max, self.lower_step)
+
+    @property
+    def _highs(self) -> list[float]:
+        return tried(self.upper, self.upper_max, self.upper_step)
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,8 @@ def run(clone: Clone, inputs: dict, advantage: torch.Tensor, options: dict) -> d
     )
     loss = loss_of(b.logp_old, logp, advantage, b.mask, config=config)[0]
     (found,) = settings._bapo_metrics_buffer
-    changes = dict(zip(("low", "low_max", "low_step"), lower, strict=True))
-    changes |= dict(zip(("high", "high_max", "high_step"), upper, strict=True))
+    changes = dict(zip(("lower", "lower_max", "lower_step"), lower, strict=True))
+    changes |= dict(zip(("upper", "upper_max", "upper_step"), upper, strict=True))
     changes |= {"target": options["target"], "order": "low_first"}
     return {
         "program": clone.name,

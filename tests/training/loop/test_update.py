@@ -100,7 +100,7 @@ class SurveyedRecipe(PlainRecipe):
 
     def __init__(self, config):
         super().__init__(config)
-        self.objective = get("bapo").override({"clip": {"target": 1.4, "high_max": 1.5}})
+        self.objective = get("bapo").override({"clip": {"target": 1.4, "upper_max": 1.5}})
         self.rows = []
 
     def scores(self, policy, rollouts, outputs):
