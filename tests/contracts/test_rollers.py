@@ -16,6 +16,7 @@ import torch
 
 from mmrl.recipes import RECIPES
 from mmrl.runs.run_log import RunLog
+from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.ray_rollers import RayCrew
 from mmrl.training.rollers import Dealer, TrialUnit
 from mmrl.training.run import evaluate
@@ -187,10 +188,14 @@ def test_an_evaluation_in_workers_of_which_one_is_killed_measures_what_one_proce
     assert there[1:] == here[1:]
 
 
-@pytest.mark.parametrize("name", ["robot_grpo", "flow_grpo"])
-def test_a_step_that_is_sampled_beside_an_update_has_the_weights_before_it(name, tmp_path, ray, monkeypatch):
+@pytest.mark.parametrize(("name", "preset"), [("robot_grpo", ""), ("flow_grpo", ""), ("robot_grpo", "single_stream")])
+def test_a_step_that_is_sampled_beside_an_update_has_the_weights_before_it(name, preset, tmp_path, ray, monkeypatch):
+    """And the tasks that an objective chose before it."""
+
     def one_update_late(folder: Path, options: RollersConfig) -> Watched:
         config = make(name, tmp_path)
+        if preset:
+            config.objective = ObjectiveConfig(preset=preset)
         config.checkpoint.every = 0
         return Watched(config, folder, options)
 

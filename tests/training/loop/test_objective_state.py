@@ -17,6 +17,7 @@ from mmrl.training.recipe import Step
 from mmrl.training.rollers import Unit, placed
 from mmrl.training.trainer import TaskStream
 from tests.training.conftest import weights
+from tests.training.test_rollers import Ahead
 from tests.training.toy import ToyRecipe
 
 
@@ -148,6 +149,23 @@ def test_tasks_asked_for_ahead_stay_the_next_ones_after_a_resume():
     resumed.load_state_dict(ahead.state_dict())
     assert resumed.next(2) == ["a", "b"]
     assert (resumed.drawn, resumed.next(2), resumed.drawn) == ([0, 1], ["d", "e"], [3, 4])
+
+
+def test_tasks_of_a_step_that_is_sampled_ahead_are_chosen_before_the_update(make_trainer):
+    trainer = make_trainer(recipe=RememberingRecipe)
+    trainer.rollers = Ahead(trainer.recipe, trainer.accelerator)
+    chosen, choose = [], trainer.tasks.choose
+
+    def noted(count, generator):
+        chosen.append(sorted(trainer.recipe.objective_state.state_dict()["advantage"]))
+        return choose(count, generator)
+
+    trainer.tasks.choose = noted
+    for _ in range(3):
+        trainer.train_step()  # the rollers compare what was begun with what is asked for
+    assert chosen[:2] == [[], []]
+    assert len(chosen[2]) == 3
+    assert len(trainer.recipe.seen_tasks) == len(chosen) == 4
 
 
 def test_without_a_state_every_call_is_a_first_step():
