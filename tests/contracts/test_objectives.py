@@ -46,6 +46,8 @@ def configured(domain: Domain, row: str, folder):
     config.objective = ObjectiveConfig(preset=row)
     if row == "sec":  # tasks of these rooms have no field "category"
         config.objective.order = {"field": "task" if domain is DOMAINS["robotics"] else "id"}
+    if row == "gtpo":  # whose limit is below the entropy of an untrained model
+        config.objective.advantage = {"limit": 100.0}
     if "values" in CATALOGUE[row].needs and hasattr(config.model, "value_head"):
         config.model.value_head = True
     return config

@@ -7,7 +7,7 @@ import torch
 
 from mmrl.core import Objective, PolicyOutputs, Rollouts, decoupled_advantages, get
 from mmrl.core.blocks.clip import PolicyGradient
-from mmrl.core.blocks.weight import WEIGHT, Duration, TopEntropy, quantile
+from mmrl.core.blocks.weight import WEIGHT, ConflictTokens, Duration, EntropyFiltered, TopEntropy, quantile
 from mmrl.core.loss import metric_values
 from mmrl.training import processes
 from mmrl.training.processes import global_advantages
@@ -110,3 +110,34 @@ def test_the_formula_has_the_weight():
     text = get("dapo").replace(weight=TopEntropy(0.2)).describe()
     assert "u_it = 1 where the entropy is among the highest 20 % of the step" in text
     assert "mean u_it max(-A_it r_it" in text
+
+
+@pytest.mark.parametrize(
+    ("count", "good", "bad"),
+    [("both", [2 / 3, 2 / 3, 1 / 3, 2 / 3], [0.0, 0.0, 0.0]), ("longest", [1.0, 1.0, 0.5, 1.0], [0.0, 0.0, 0.0])],
+)
+def test_shared_beginnings_and_ends_by_hand(count, good, bad):
+    """The rows read a b x c and a b c, with a gap in the first: two tokens from the start and one from the end."""
+    mask = torch.tensor([[1.0, 0.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 0.0, 0.0]], dtype=torch.float64)
+    tokens = torch.tensor([[7, 9, 8, 5, 3], [7, 8, 3, 0, 0]])
+    reward = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    rollouts = Rollouts(torch.tensor([0, 0]), mask, -mask, reward, extras={"tokens": tokens})
+    found = values(ConflictTokens(count=count)(rollouts), mask)
+    assert found[0] == pytest.approx(good)
+    # all three tokens of the bad response lie in one of the runs
+    assert found[1] == pytest.approx(bad)
+    flat = ConflictTokens(count=count)(rollouts.replace(reward=reward * 0))
+    assert torch.equal(flat, torch.ones_like(mask)), "responses at the mean of their group are in no conflict"
+
+
+def test_other_groups_are_in_no_conflict():
+    mask = torch.ones(2, 2, dtype=torch.float64)
+    rollouts = Rollouts(torch.tensor([0, 1]), mask, -mask, mask[:, 0], extras={"tokens": torch.ones(2, 2).long()})
+    assert torch.equal(ConflictTokens()(rollouts), mask)
+
+
+def test_responses_of_high_entropy_are_left_out():
+    rollouts = small(
+        entropy=torch.tensor([[0.3, 0.6, 0.6], [0.9, 0.7, 9.0]]).double(), reward=torch.tensor([1.0, 0.0]).double()
+    )
+    assert values(EntropyFiltered()(rollouts), rollouts.mask) == [pytest.approx([0.45] * 3), [0.0, 0.0]]

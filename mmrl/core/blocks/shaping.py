@@ -151,8 +151,8 @@ class Regrouped(Advantage):
         """See `Advantage`."""
         reward, group, valid = rollouts.reward, rollouts.group, rollouts.scored
         upper = upper_half(self.halved_by(rollouts), group, valid)
-        means = [group_means(reward, group, half) for half in (upper, valid & ~upper)]
-        own, other = torch.where(upper, *means), torch.where(upper, *reversed(means))
+        high, low = (group_means(reward, group, half) for half in (upper, valid & ~upper))
+        own, other = torch.where(upper, high, low), torch.where(upper, low, high)
         scaled = upper if self.scaled == "upper" else ~upper
         factor = 1.0 + (self.alpha - 1.0) * scaled.to(reward.dtype)
         bonus = self.beta * (2.0 * upper.to(reward.dtype) - 1.0)

@@ -2,10 +2,11 @@
 
 from mmrl.core.blocks.adaptive_clip import Bapo, HapoClip, TokenGroupMeanStd
 from mmrl.core.blocks.advantage import GroupMean, GroupMeanStd
-from mmrl.core.blocks.clip import Unclipped
+from mmrl.core.blocks.clip import PolicyGradient, Unclipped
 from mmrl.core.blocks.divergence import K3
 from mmrl.core.blocks.filter import ResampleGroups
-from mmrl.core.loss import TokenMean
+from mmrl.core.blocks.weight import ConflictTokens, EntropyFiltered
+from mmrl.core.loss import SequenceMean, TokenMean
 from mmrl.core.objectives.objective import Objective
 
 ROWS = (
@@ -37,5 +38,15 @@ ROWS = (
         citation="Tomar et al., Mirror Descent Policy Optimization, arXiv 2005.09814, eq. 9 (t_k = 1 - k/K)",
         verified="manantomar/Mirror-Descent-Policy-Optimization at c9bd3ba080e3, mdpo_on/mdpo.py",
         differs="KL estimated on the decisions taken, r k3, without every logit; t_k at least 0.05; no critic",
+    ),
+    Objective(
+        "gtpo",
+        EntropyFiltered(),
+        PolicyGradient(),
+        SequenceMean(),
+        weight=ConflictTokens(),
+        citation="GTPO, arXiv 2508.03772 (conflict tokens, entropy limit 0.7 and coefficient 0.1 of its code, no KL)",
+        verified="winstonsmith1897/GTPO at 5d33811e8ea1, gtpo/gtpo_training.py",
+        differs="rows are averaged, not summed; conflicts of both ends are counted; entropies before the update",
     ),
 )
