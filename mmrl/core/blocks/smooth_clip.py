@@ -61,6 +61,9 @@ class BinaryGate(Clip):
     """Largest divergence where the advantage is positive and the probability rises."""
     limit: float | None = rare(bounded(20.0, at_least=1))
     """Largest weight, so that one decision cannot rule an update; none for no limit."""
+    squared: float = rare(bounded(0.0, at_least=0))
+    """Weight of (log r)^2, also where the gate is shut, which pulls back to the old policy (prime-rl: 1e-3, after
+    Kimi K2.5, arXiv 2602.02276)."""
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
         advantage, now, moved = advantage.detach(), logp.detach(), log_ratio.detach()
@@ -69,7 +72,8 @@ class BinaryGate(Clip):
         ratio = moved.exp() if self.limit is None else moved.exp().clamp(max=self.limit)
         weight = torch.where(far, 0.0, ratio)
         indicators = {"policy/clip_fraction_low": far & (moved < 0), "policy/clip_fraction_high": far & (moved > 0)}
-        return -weight * advantage * logp, {name: mask.to(logp.dtype) for name, mask in indicators.items()}
+        loss = self.squared * log_ratio.square() - weight * advantage * logp
+        return loss, {name: mask.to(logp.dtype) for name, mask in indicators.items()}
 
     def distance(self, now: Tensor, old: Tensor) -> Tensor:
         """Divergence (B, T) between the decision's log-probabilities now and before."""
@@ -81,9 +85,10 @@ class BinaryGate(Clip):
 
     def formula(self) -> str:
         ratio = "r_it" if self.limit is None else f"min(r_it, {self.limit:g})"
+        pull = f" + {self.squared:g} (log r_it)^2" if self.squared else ""
         return (
-            f"-stopgrad({ratio} keep_it) A_it logp_it, keep_it = 0 where D_it > {self.high:g} and r_it > 1, A_it > 0, "
-            f"or D_it > {self.low:g} and r_it < 1, A_it <= 0; D_it = {self.rule()}"
+            f"-stopgrad({ratio} keep_it) A_it logp_it{pull}, keep_it = 0 where D_it > {self.high:g} and r_it > 1, "
+            f"A_it > 0, or D_it > {self.low:g} and r_it < 1, A_it <= 0; D_it = {self.rule()}"
         )
 
     def conflicts(self, ratio: Ratio) -> Iterator[str]:

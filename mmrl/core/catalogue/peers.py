@@ -36,6 +36,15 @@ ROWS = (
         differs="the ratio is to the old policy, as in verl; the paper and SkyRL take the sampler's log-probabilities",
     ),
     Objective(
+        "prime_rl",
+        GroupMean(),
+        DppoTv(limit=None, squared=1e-3),
+        TokenMean(),
+        citation="default loss of prime-rl: DPPO, arXiv 2602.04879, with the penalty of Kimi K2.5, arXiv 2602.02276",
+        verified="PrimeIntellect-ai/prime-rl at 559b44772e47",
+        differs="the ratio is to the old policy, in prime-rl to the sampler; its loss is -A r, with the same gradient",
+    ),
+    Objective(
         "gmpo",
         GroupMeanStd(),
         Gmpo(),
