@@ -116,7 +116,7 @@ def _vlm(name: str, folder: Path) -> Any:
     if hasattr(config, "teacher"):
         config.teacher.prompt = "{question} {answer}"
     if hasattr(config, "steering"):
-        config.steering.share = 0.5
+        config.steering.share = 1.0  # groups of one size
     if hasattr(config, "scaffold"):
         config.scaffold.warmup_steps = 0
     if name in ("scaffolded", "multi_teacher"):
