@@ -66,6 +66,10 @@ def block_inputs(g, group, turn, noise):
         "budget": torch.randint(4, 9, (rows,), generator=g),
         "turn_reward": noise(),
         "information_gain": noise(),
+        "greedy_reward": noise()[:, 0],
+        "code_start": torch.randint(-1, 3, (rows,), generator=g),
+        "parent": torch.zeros_like(group),
+        "shared": torch.zeros_like(group),
     }
 
 

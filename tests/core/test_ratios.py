@@ -9,7 +9,8 @@ from mmrl.core.blocks.clip import Clip
 from tests.core.builders import random_rollouts
 
 OF_DECISIONS = [name for name, kind in BLOCKS["clip"].items() if kind.__call__ is not Clip.__call__ and not kind.needs]
-"""Rules that read nothing but ratios, log-probabilities and advantages."""
+OF_DECISIONS.remove("vespo")  # the weight of a row has no gradient
+"""Rules that read nothing but ratios, log-probabilities and advantages, and that differences can check."""
 
 
 def log_ratio(logp, logp_old, mask, level):
