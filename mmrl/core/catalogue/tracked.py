@@ -1,16 +1,27 @@
 """Objectives that remember earlier steps: statistics of each task, quantiles, histories."""
 
+from mmrl.core.blocks.adaptive_clip import DcpoClip
 from mmrl.core.blocks.advantage import AdvantageScaling
 from mmrl.core.blocks.clip import PpoClip
 from mmrl.core.blocks.divergence import K3
 from mmrl.core.blocks.entropy import SmoothedEntropy
 from mmrl.core.blocks.order import CategoryBandit, Uncertain
-from mmrl.core.blocks.tracked import BundledRisk, TrackedValue
+from mmrl.core.blocks.tracked import BundledRisk, SmoothStandardised, TrackedValue
 from mmrl.core.catalogue.group import ROWS as GROUP
-from mmrl.core.loss import TokenMean
+from mmrl.core.loss import SequenceMean, TokenMean
 from mmrl.core.objectives.objective import Objective
 
 ROWS: tuple[Objective, ...] = (
+    Objective(
+        "dcpo",
+        SmoothStandardised(),
+        DcpoClip(),
+        SequenceMean(),
+        citation="DCPO, arXiv 2509.02333; bounds 0.16/0.2 of its README",
+        verified="lime-RL/DCPO at 01787b0f6158",
+        differs="averages rows, where the paper adds them up: the direction is the same; the code's mean runs over all "
+        "tokens (aggregation: token_mean)",
+    ),
     Objective(
         "single_stream",
         TrackedValue(),

@@ -7,7 +7,7 @@ import torch
 
 from tests.programs import run_processes
 
-REMEMBERING = ("single_stream", "riskpo", "entropy_smoothing")
+REMEMBERING = ("dcpo", "single_stream", "riskpo", "entropy_smoothing")
 SLOW = (("grpo", 0), ("reinforce_pp", 3), ("dapo", 0), ("bapo", 5), *((preset, 0) for preset in REMEMBERING))
 
 
