@@ -47,6 +47,8 @@ def test_config_builds_and_takes_two_steps(path, tmp_path, tiny_folders):
     _, whole = load_run(path)
     overrides = [*SMALL, f"output_dir={tmp_path / 'run'}", f"model.path={tiny_folders['qwen2_5_vl']}"]
     overrides += [group_size(whole, 2)]
+    if hasattr(whole, "branching"):
+        overrides += ["branching.initial=1"]
     if hasattr(whole, "digirl"):
         overrides += [f"digirl.path={tmp_path / 'experts'}", *RECORDED]
     entry, config = load_run(path, fitting(whole, overrides))

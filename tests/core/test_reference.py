@@ -48,7 +48,7 @@ def test_every_estimator_has_a_case():
     """Here, or in the golden file of a row that has it, or is given it by a peer's changes, or in a test of its own."""
     changes = [(row, peer.get("changes", {})) for row in CATALOGUE if row in PAPERS for peer in load(row).peers]
     checked = {get(row).override(changed).advantage.kind for row, changed in changes}
-    checked |= {"group_branches"}  # tests/agents/test_branching.py
+    checked |= {"group_branches"}  # tests/core/test_turns.py
     missing = set(BLOCKS["advantage"]) - checked - {case.split()[0] for case in DATA["advantages"]}
     assert missing <= {"smooth_std"}, "its row follows"
 
