@@ -3,8 +3,9 @@
     python -m benchmarks.rollers [--steps 4] [--case 'environments that sleep'] [--out FILE]
 
 Two tiny runs on this machine, each in one process, with two workers, and with two workers beside the update: answers
-to questions whose reward waits as a judge on another machine does, and agents in grids whose every move sleeps as a
-slow environment does. The ways take turns in one process; the model and the first two steps do not count.
+to questions whose reward waits as a judge on another machine does, and agents whose every turn sleeps as a slow
+environment does, in four environments of each process or worker. The ways take turns in one process; the model and the
+first two steps do not count.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.report import print_each
-from mmrl.agents.toy.grid import GridWorld
 from mmrl.config import load_run
 from mmrl.training.processes import make_accelerator, seed_everything
 from mmrl.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
 WARMING = 2
-WAIT_S, SLEEP_S = 0.02, 0.05
+WAIT_S, SLEEP_S = 0.02, 0.1
 WAYS = {
     "one process": [],
     "two workers": ["rollers.engine=ray", "rollers.workers=2", "rollers.unit=4"],
@@ -40,12 +42,26 @@ def waits(completions: list[str], **columns: Any) -> list[float]:
     return [sum(map(str.isdigit, text)) / max(len(text), 1) for text in completions]
 
 
-class SlowGrid(GridWorld):
-    """Sleeps at every move."""
+class SlowRoom:
+    """Sleeps for every answer, each of which is an action that earns its share of digits; the fourth is the last."""
 
-    def step(self, action: Any) -> Any:
+    def reset(self, task: str, seed: int) -> dict[str, Any]:
+        """Begin an episode."""
+        self._turns = 0
+        return self._look()
+
+    def step(self, action: Any) -> tuple[dict[str, Any], float, bool]:
+        """Observation, reward, and whether the episode is over."""
         time.sleep(SLEEP_S)
-        return super().step(action)
+        self._turns += 1
+        text = action.arguments.get("text", "")
+        return self._look(), sum(map(str.isdigit, text)) / max(len(text), 1), self._turns == 4
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _look(self) -> dict[str, Any]:
+        return {"image": np.full((56, 56, 3), 60 * self._turns, np.uint8), "text": f"turn {self._turns}"}
 
 
 def overrides(case: str, folder: Path) -> tuple[Path, list[str]]:
@@ -70,15 +86,18 @@ def overrides(case: str, folder: Path) -> tuple[Path, list[str]]:
             "rewards=[{name: waits, function: 'benchmarks.rollers:waits', isolate: false}]",
             "accuracy_reward=waits",
         ]
-    return ROOT / "configs/agents/grid_ppo.yaml", [
+    path = folder / "agents.yaml"
+    path.write_text("recipe: agent\n", encoding="utf-8")
+    return path, [
         *common,
         f"model.path={folder}/model",
         "model.build=mmrl.agents.toy.build:build_model",
         f"model.build_options={{family: qwen3_vl, patch_size: 14, {built}, min_pixels: 3136, max_pixels: 50176}}",
-        "environment.factory=benchmarks.rollers:SlowGrid",
-        "environment.workers=2",
-        "episode.max_turns=6",
-        "warmup_updates=0",
+        "environment.factory=benchmarks.rollers:SlowRoom",
+        "environment.workers=4",
+        "actions.format=text",
+        "data.seeds=400",
+        "sampler.max_new_tokens=5",
         "trainer.samples_per_task=2",
     ]
 

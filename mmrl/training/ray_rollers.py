@@ -55,8 +55,13 @@ POLL_S = 1.0
 CLOSE_S = 5.0
 """Seconds that workers have to end their environments."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-"""Variables of Ray where the user has set none: no reports to its makers, and GPUs are hidden by the worker itself."""
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",
+}
+"""Variables of Ray where the user has set none: no reports to its makers, GPUs are hidden by the worker itself, and
+workers have the priority of the run (15 less by default, so that anything else on their machine goes first)."""
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
@@ -195,7 +200,9 @@ class RayCrew:
                 raise reason
         self._ray.kill(self._actors.pop(worker))
         text = " ".join(str(reason).split())
-        return Lost(f"{type(reason).__name__}: {text[:300]}")
+        if len(text) > 400:  # the end of a traceback says most
+            text = f"{text[:200]} ... {text[-200:]}"
+        return Lost(f"{type(reason).__name__}: {text}")
 
     def _room(self) -> str:
         free = {name: count for name, count in self._ray.available_resources().items() if name in ("CPU", "GPU")}

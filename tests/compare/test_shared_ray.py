@@ -81,6 +81,8 @@ def test_a_stopped_comparison_leaves_no_ray_behind(number, tmp_path):
     children = psutil.Process(program.pid).children(recursive=True)
     names = {child.name() for child in children}
     assert {"raylet", "gcs_server"} <= names
+    workers = [child for child in children if "RayWorker" in child.name()]
+    assert [worker.nice() for worker in workers] == [psutil.Process().nice()] * 2
     os.kill(program.pid, number)
     assert program.wait()[0] == 128 + number
     _, left = psutil.wait_procs(children, timeout=15)
