@@ -1,0 +1,14 @@
+"""The benchmark of the catalogue gives every row what it needs."""
+
+from benchmarks import rows
+from mmrl.core import CATALOGUE
+
+
+def test_every_row_is_measured(monkeypatch):
+    monkeypatch.setattr(rows, "TIMES", 1)
+    monkeypatch.setattr(rows, "model_seconds", lambda: 1e-3)
+    found = {row: rows.compare(row, 16, 32) for row in CATALOGUE}
+    decisions = float(rows.batch(16, 32)[0].mask.sum())
+    for cost in found.values():
+        assert cost["model_s"] == 1e-3 * decisions
+        assert 0 < cost["share"] == (cost["advantages_s"] + cost["update_s"]) / cost["model_s"]
