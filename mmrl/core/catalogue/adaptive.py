@@ -2,10 +2,10 @@
 
 from mmrl.core.blocks.adaptive_clip import Bapo, HapoClip, TokenGroupMeanStd
 from mmrl.core.blocks.advantage import GroupMean, GroupMeanStd
-from mmrl.core.blocks.clip import PolicyGradient, Unclipped
+from mmrl.core.blocks.clip import PolicyGradient, PpoClip, Unclipped
 from mmrl.core.blocks.divergence import K3
 from mmrl.core.blocks.filter import ResampleGroups
-from mmrl.core.blocks.weight import ConflictTokens, EntropyFiltered
+from mmrl.core.blocks.weight import ConflictTokens, EntropyFiltered, TopEntropy
 from mmrl.core.loss import SequenceMean, TokenMean
 from mmrl.core.objectives.objective import Objective
 
@@ -48,5 +48,16 @@ ROWS = (
         citation="GTPO, arXiv 2508.03772 (conflict tokens, entropy limit 0.7 and coefficient 0.1 of its code, no KL)",
         verified="winstonsmith1897/GTPO at 5d33811e8ea1, gtpo/gtpo_training.py",
         differs="rows are averaged, not summed; conflicts of both ends are counted; entropies before the update",
+    ),
+    Objective(
+        "high_entropy_tokens",
+        GroupMeanStd(),
+        PpoClip(high=0.28),
+        TokenMean(),
+        filter=ResampleGroups(),
+        weight=TopEntropy(0.2),
+        citation="Wang et al., Beyond the 80/20 Rule, arXiv 2506.01939 (DAPO on the 20 % of highest entropy)",
+        verified="trl 1.16.0",
+        differs="entropies before the update, and a threshold of the whole step",
     ),
 )

@@ -144,20 +144,21 @@ class Trl:
         corrected: bool = False,
         mismatch: Tensor | None = None,
         threshold: float | None = None,
+        top_entropy: float = 1.0,
         kind: Any = None,
         **args: float,
     ) -> dict[str, Any]:
         """`_compute_loss` of GRPOTrainer or of a trainer derived from it, for one advantage a row.
 
-        `mismatch` are weights between sampler and trainer, `threshold` is that of the off-policy mask, and `args` are
-        further options of the trainer.
+        `mismatch` are weights between sampler and trainer, `threshold` is that of the off-policy mask, `top_entropy` is
+        the share of decisions with the highest "entropy_old" that are trained, and `args` are further options.
         """
         from trl import GRPOTrainer
 
         kind = kind or GRPOTrainer
         trainer = self._trainer(kind, low, high)
         trainer.beta, trainer.loss_type, trainer.importance_sampling_level = beta, loss_type, level
-        trainer.max_completion_length, trainer.top_entropy_quantile = length, 1.0
+        trainer.max_completion_length, trainer.top_entropy_quantile = length, top_entropy
         trainer.off_policy_mask_threshold, trainer._entropy_bonus_enabled = threshold, False
         trainer.args = SimpleNamespace(delta=None, use_bias_correction_kl=corrected, **args)
         trainer.vllm_importance_sampling_correction = trainer.use_vllm = mismatch is not None
@@ -181,10 +182,14 @@ class Trl:
         trainer.epsilon_low, trainer.epsilon_high, trainer.aux_loss_enabled = low, high, False
         trainer.model = SimpleNamespace(training=False)
         trainer.accelerator = SimpleNamespace(
-            num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True
+            num_processes=1,
+            gather=lambda x: x,
+            reduce=lambda x, reduction: x,
+            pad_across_processes=lambda x, **_: x,
+            sync_gradients=True,
         )
         trainer._metrics = {"eval": defaultdict(list)}
-        entropies = torch.zeros_like(self.b.logp)
+        entropies = getattr(self.b, "entropy_old", torch.zeros_like(self.b.logp))
         trainer._get_per_token_logps_and_entropies = lambda *_, **__: (self.b.logp, entropies, None)
         return trainer
 
