@@ -17,6 +17,7 @@ from diffusion.sampling.sampler import TRAINED_STEPS, SamplerConfig
 from diffusion.sampling.schedule import RANDOM_SOLVERS
 from diffusion.sampling.steps import BOUNDED
 from diffusion.sampling.trajectories import StepConfig, check_trajectories
+from mmrl.core.blocks.order import Epochs
 from mmrl.errors import UserError
 from mmrl.fields import choice, rare
 from mmrl.rewards import RewardConfig
@@ -205,6 +206,8 @@ class DiffusionConfig(DiffusionParts, RunConfig):
         """Refuse an objective that the policy or the rewards cannot serve; raises ValueError."""
         refuse_blocks(self.objective, self.replaced_blocks)
         objective = make_objective(self.objective)
+        if "order" in self.replaced_blocks and objective.order != Epochs():
+            raise ValueError(f"objective.order is '{objective.order.kind}', but this method learns nothing about tasks")
         samples = self.trainer.samples_per_task if self.compares_samples else None
         check_objective(objective, self.scored, samples, [reward.name for reward in self.rewards])
 

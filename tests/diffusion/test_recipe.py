@@ -356,6 +356,7 @@ def test_bad_options_are_one_clear_line_and_exit_code_2(overrides, message, tmp_
         ("flow_grpo_fast", "sampler.fraction", 0.5),
         ("ddpo", "objective.advantage", {"kind": "group_mean"}),
         ("ddpo", "objective.scaling", {"whiten": "rows"}),
+        ("ddpo", "objective.order", {"kind": "category_bandit", "field": "id"}),
         ("awm", "sampler.window", 2),
         ("diffusion_nft", "sampler.kernel", "cps"),
         ("diffusion_nft", "objective.clip", {"high": 0.9}),
@@ -371,6 +372,14 @@ def test_options_without_an_effect_are_refused(recipe, key, value, tmp_path):
     part, name = key.split(".")
     setattr(getattr(config, part), name, value)
     with pytest.raises(ValueError, match=rf"{key}.*; leave it out"):
+        config.validate()
+
+
+@pytest.mark.parametrize("recipe", ["ddpo", "orw_cfm_w2", "ac_flow"])
+def test_an_order_that_would_learn_nothing_is_refused(recipe, tmp_path):
+    config = run_config(recipe, tmp_path)
+    config.objective.preset = "sec"
+    with pytest.raises(ValueError, match=r"objective\.order is 'category_bandit', but this method learns nothing"):
         config.validate()
 
 
