@@ -81,19 +81,19 @@ class Bapo(StepClip):
 
     kind = "bapo"
     surveys = True
-    lower: float = bounded(0.6, at_least=0, at_most=1)
+    lower: float = rare(bounded(0.6, at_least=0, at_most=1))
     """Lower bound at first."""
-    lower_max: float = bounded(0.9, at_least=0, at_most=1)
+    lower_max: float = rare(bounded(0.9, at_least=0, at_most=1))
     """Largest lower bound."""
     lower_step: float = rare(bounded(0.05, above=0))
     """Distance between the lower bounds that are tried."""
-    upper: float = bounded(1.2, at_least=1)
+    upper: float = rare(bounded(1.2, at_least=1))
     """Upper bound at first."""
-    upper_max: float = bounded(3.0, at_least=1)
+    upper_max: float = rare(bounded(3.0, at_least=1))
     """Largest upper bound."""
     upper_step: float = rare(bounded(0.05, above=0))
     """Distance between the upper bounds that are tried."""
-    target: float = bounded(1.0, at_least=0)
+    target: float = rare(bounded(1.0, at_least=0))
     """Wanted P / N; 1 is the share P / (P + N) = 0.5 of the paper."""
     order: str = rare(choice("high_first", ("high_first", "low_first")))
     """Bound that rises first: "high_first" (paper) or "low_first" (the released code)."""
@@ -165,9 +165,9 @@ class DcpoClip(Clip):
     """
 
     kind = "dcpo_clip"
-    low: float = bounded(0.16, at_least=0)
+    low: float = rare(bounded(0.16, at_least=0))
     """Bound on (1 - r) r q."""
-    high: float = bounded(0.2, at_least=0)
+    high: float = rare(bounded(0.2, at_least=0))
     """Bound on (r - 1) r q."""
     cap: float = rare(bounded(10.0, at_least=1))
     """Largest upper bound of the ratio."""
@@ -247,13 +247,13 @@ class HapoClip(StepClip):
 
     kind = "hapo"
     needs = frozenset({"entropy_old"})
-    low: float = bounded(0.2, at_least=0, at_most=0.5)
+    low: float = rare(bounded(0.2, at_least=0, at_most=0.5))
     """The ratio is bounded below by 1 - low, and by 1 - low (1 - alpha h) where h <= 0."""
-    high: float = bounded(0.2, at_least=0)
+    high: float = rare(bounded(0.2, at_least=0))
     """The ratio is bounded above by 1 + high, and by 1 + high (1 + alpha h) where h > 0."""
-    alpha: float = bounded(1.0, at_least=0, at_most=1)
+    alpha: float = rare(bounded(1.0, at_least=0, at_most=1))
     """Effect of h on the bounds."""
-    beta: float = bounded(1.0, at_least=0, at_most=1)
+    beta: float = rare(bounded(1.0, at_least=0, at_most=1))
     """Effect of h on the advantages, which are multiplied by 1 + beta h."""
     pivot: float = rare(bounded(0.8, at_least=0, at_most=1))
     """Quantile of the entropies at which h is 0."""

@@ -158,9 +158,9 @@ class EntropyFiltered(Advantage):
 
     kind = "entropy_filtered"
     needs = frozenset({"samples", "entropy_old"})
-    limit: float = bounded(0.7, above=0)
+    limit: float = rare(bounded(0.7, above=0))
     """Mean entropy in nats above which a response is left out."""
-    coef: float = bounded(0.1, at_least=0)
+    coef: float = rare(bounded(0.1, at_least=0))
     """Factor of the entropy."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
