@@ -166,9 +166,9 @@ class TargetEntropy(FullEntropy):
 
     kind = "target"
     needs = frozenset({"entropy", "entropy_old"})
-    coef: float = bounded(1.0, above=0)
+    coef: float = rare(bounded(1.0, above=0))
     """Largest weight."""
-    target: float = bounded(0.2, above=0)
+    target: float = rare(bounded(0.2, above=0))
     """Wanted mean entropy in nats."""
     step: float = rare(bounded(0.005, above=0))
     """How far the weight moves after a step of the run."""
