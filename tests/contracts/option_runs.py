@@ -130,6 +130,14 @@ def _revision(config: Any, folder: Path) -> Any:
     return config
 
 
+def _rarely_right(config: Any, folder: Path) -> Any:
+    from mmrl.rewards import RewardConfig
+
+    config.rewards = [RewardConfig(name="tests/vlm/user_reward.py:rarely", isolate=False)]
+    config.trainer.steps, config.trainer.tasks_per_step = 4, 4
+    return config
+
+
 def _frozen_teacher(config: Any, folder: Path) -> Any:
     config.teacher.path = str(_long_vlm())
     return config
@@ -310,6 +318,7 @@ VARIANTS = [
     Variant(("papo.",), {"papo.entropy_policy": 0.1}),
     Variant(("distil.",), {"distil.divergence": 1.0, "distil.on_policy": 0.5}, ("distil",)),
     Variant(("teacher.",), _frozen_teacher, ("distil",)),
+    Variant(("scaffold.",), _rarely_right, ("scaffolded",)),
     Variant(("augmentation.",), PROBED),
     Variant(("augmentation.",), PROBED | {"augmentation.hint_place": "answer"}),
     Variant(("objective.", "chosen_", "rejected_"), {"objective.preset": "sppo"}, ("preference",)),

@@ -25,3 +25,8 @@ def letters(prompts, completions, **columns):
 
 def brightness(prompts, completions, images, **columns):
     return [sum(image.convert("L").getpixel((0, 0)) for image in own) for own in images]
+
+
+def rarely(completions, **_):
+    """1 for a fifth of all texts, whatever they say, so that some groups have a right answer and others none."""
+    return [float(sum(text.encode()) % 5 == 0) for text in completions]
