@@ -29,7 +29,10 @@ from tests.programs import fork_context
 STEPS, LIMIT_S = 3, 240
 QUICK = ("sft", "robot_ppo", "flow3d")
 """The others take as long and are run with the slow tests."""
-CONTROLS = {"robot_ppo-shuffled": ("robot_ppo", {"reward.potential": 0.0, "shuffle_success": True})}
+CONTROLS = {
+    "robot_ppo-shuffled": ("robot_ppo", {"reward.potential": 0.0, "shuffle_success": True}),
+    "robot_grpo-remembering": ("robot_grpo", {"objective.preset": "single_stream"}),
+}
 """Further runs: a recipe and its options."""
 RELATIVE = 1e-3
 """Of the largest number of its kind: float32 (6e-8) through some hundred operations, three steps and the quotients of
