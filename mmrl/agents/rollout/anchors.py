@@ -20,9 +20,11 @@ def number_observation(observation: Observation, info: Mapping[str, Any]) -> int
     parts = [info[ANCHOR]] if ANCHOR in info else [observation.text, *observation.images]
     digest = blake2b(digest_size=8)
     for part in parts:
-        array = isinstance(part, np.ndarray)
-        digest.update(repr((part.shape, part.dtype.str) if array else part).encode())
-        digest.update(part.tobytes() if array else b"")
+        if isinstance(part, np.ndarray):
+            digest.update(repr((part.shape, part.dtype.str)).encode())
+            digest.update(part.tobytes())
+        else:
+            digest.update(repr(part).encode())
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 

@@ -91,9 +91,9 @@ def _score_answers(
     mask = ((place >= len(front)) & (place < ends[:, None])).float()
     names = [""] * len(asked)
     payload = VlmPayload([prompt for prompt, _ in asked], [VlmTask("answer", [])] * len(asked), ids, names, names)
-    columns = (torch.arange(len(asked)), mask, torch.zeros_like(mask), torch.zeros(len(asked)))
+    answers = Rollouts(torch.arange(len(asked)), mask, torch.zeros_like(mask), torch.zeros(len(asked)), payload)
     with torch.no_grad():
-        logp = score(Rollouts(*(to_device(column, policy.device) for column in columns), payload)).cpu().double()
+        logp = score(answers.to(policy.device)).cpu().double()
     mean = logp.sum(1) / mask.sum(1)  # 0 / 0 where the answer does not fit
     return (mean if advantage.log else mean.exp()).tolist()
 

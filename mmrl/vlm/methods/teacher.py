@@ -20,7 +20,7 @@ from mmrl.errors import UserError
 from mmrl.fields import rare
 from mmrl.runs.export import model_folder
 from mmrl.training.processes import Streams
-from mmrl.vlm.data.prompt import VlmPayload
+from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.data.task import TaskError, VlmTask
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
 from mmrl.vlm.methods.augmentation import augment_task, rewrite_question
@@ -78,7 +78,7 @@ class TeacherPrompts:
 
     def __call__(self, payload: VlmPayload, policy: VlmPolicy, streams: Streams) -> VlmPayload:
         """Add the teacher's prompts of all questions."""
-        prompts = []
+        prompts: list[Prompt | None] = []
         for task in payload.tasks:
             values = {name: str(value) for name, value in task.columns.items()}
             asked = augment_task(task, messages=rewrite_question(task, self.template, **values))
