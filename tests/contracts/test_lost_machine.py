@@ -24,6 +24,7 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 - Ray's spelling
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     with own_signals():
         found = Cluster(initialize_head=True, head_node_args=NODE)
         found.add_node(**NODE)

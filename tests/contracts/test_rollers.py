@@ -108,6 +108,7 @@ class connected:  # noqa: N801
     def __enter__(self) -> Any:
         ray = pytest.importorskip("ray")
         os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 - Ray's spelling
+        os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
         with own_signals():
             options = {"num_cpus": WORKERS, "object_store_memory": 300 << 20}
             ray.init(address="local", include_dashboard=False, log_to_driver=False, **options)
