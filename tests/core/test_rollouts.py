@@ -53,6 +53,31 @@ def test_concat_pads_decisions_and_marks_padding_as_no_turn():
     assert joined.payload.prompts == narrow.payload.prompts + wide.payload.prompts
 
 
+def test_exchanged_rows_take_places_and_groups_and_widen_the_others():
+    rollouts, others = random_rollouts(width=3), random_rollouts(seed=1, width=5).select(torch.tensor([0, 5]))
+    found = rollouts.exchanged(torch.tensor([7, 1]), others)
+    assert found.group.tolist() == rollouts.group.tolist()
+    assert found.payload.prompts == rollouts.payload.prompts
+    assert found.payload.ids.tolist() == [0, 5, 2, 3, 4, 5, 6, 0, 8, 9, 10, 11]
+    assert torch.equal(found.reward[[7, 1]], others.reward)
+    assert torch.equal(found.logp_old[[7, 1]], others.logp_old)
+    assert torch.equal(found.mask[:, :3][[0, 2]], rollouts.mask[[0, 2]])
+    assert torch.equal(found.host.mask, found.mask)
+
+
+def test_rows_join_groups_and_leave_them_again():
+    rollouts, others = random_rollouts(), random_rollouts(seed=1).select(torch.tensor([0, 1, 2]))
+    found = rollouts.joined_by(others, torch.tensor([3, 1, 1]))
+    assert found.group.tolist() == [0] * 3 + [1] * 5 + [2] * 3 + [3] * 4
+    assert found.payload.ids.tolist() == [0, 1, 2, 3, 4, 5, 1, 2, 6, 7, 8, 9, 10, 11, 0]
+    assert found.payload.prompts == rollouts.payload.prompts
+    apart = torch.tensor([0] * 3 + [1] * 3 + [4] * 2 + [2] * 3 + [3] * 4)
+    moved = found.regrouped(apart, torch.tensor([0, 1, 2, 3, 1]))
+    assert moved.payload.prompts == [*rollouts.payload.prompts, "prompt 1"]
+    assert moved.group.tolist() == apart.tolist()
+    same(moved.regrouped(found.group, torch.arange(4)), found)
+
+
 def test_minibatches_are_whole_groups_as_even_as_possible():
     rollouts = random_rollouts(groups=7)
     parts = rollouts.minibatches(3, torch.Generator().manual_seed(1))
