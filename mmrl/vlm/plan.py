@@ -58,6 +58,8 @@ def footprint(config: Any, prompt_tokens: int | None = None, *, passes: bool = T
         network = outlined(model)
         wrapped = prepare(network, model, None)
     parts = state_parts(wrapped, trainer, copies=_copies(config))
+    if teacher := getattr(getattr(config, "teacher", None), "path", ""):
+        parts.append(Part(f"weights of the teacher {teacher}", _weights(config.teacher)))
     if not passes:
         copied = _copied(network, trainer) if sampler is not None and _draws_here(config) else 0
         return Plan((*parts, Part(COPIED, copied, "sampling")), ())
@@ -184,6 +186,12 @@ def _draws_here(config: Any) -> bool:
     """Whether this process draws tokens with the lean decoder, which copies weights."""
     local = config.rollers.engine == "local" and getattr(config.sampler, "engine", "own") == "own"
     return bool(local and config.sampler.lean)
+
+
+def _weights(model: Any) -> int:
+    """Bytes of a model's weights."""
+    with torch.device("meta"):
+        return sum(weight.numel() * weight.element_size() for weight in outlined(model).parameters())
 
 
 def _copied(network: Any, trainer: Any) -> int:

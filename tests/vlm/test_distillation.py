@@ -14,6 +14,7 @@ from mmrl.training.update import count_denominators, update_constants
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.methods.distillation import DistilConfig, DistilRecipe, DistilSettings
 from mmrl.vlm.methods.teacher import TEACHER, TeacherConfig
+from mmrl.vlm.plan import footprint
 from mmrl.vlm.toy.countdown import build_model
 from mmrl.vlm.toy.tiny import build_tiny_vlm
 from tests.contracts.domains import run
@@ -146,6 +147,14 @@ def test_what_cannot_teach_is_refused(make_recipe, tmp_path, tiny_folders):
         make_recipe(TeacherConfig(prompt=KNOWS), on_policy=0.5, divergence=1.0, target_key="worked")
     with pytest.raises(ValueError, match="teaches nothing"):
         make_recipe(TeacherConfig(prompt=KNOWS), reward=0.0)
+
+
+def test_the_plan_of_memory_holds_the_teacher(tmp_path, tiny_folders):
+    teacher = TeacherConfig(path="Qwen/Qwen2.5-VL-7B-Instruct", dtype="bfloat16")
+    config = make_config(tmp_path, tiny_folders["qwen2_5_vl"], teacher)
+    (part,) = [part for part in footprint(config, passes=False).parts if "teacher" in part.name]
+    assert part.during == "always"
+    assert part.bytes == pytest.approx(2 * 8.29e9, rel=0.01)
 
 
 def distance(recipe):
