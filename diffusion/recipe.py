@@ -328,7 +328,7 @@ class DiffusionRecipe(KeepsEvalAverage, DiffusionDomain, Recipe[DiffusionPolicy,
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
         """Weighted sum of the rewards; NaN, and no gradient, for a row with a failed term or without an image."""
         payload = DiffusionPayload.of(rollouts)
-        tasks = [payload.tasks[group] for group in rollouts.group.tolist()]
+        tasks = [payload.tasks[group] for group in rollouts.host.group.tolist()]
         result = self.score_images(tasks, payload.images, payload.finite)
         self.errors.count(result)
         return with_rewards(rollouts, result)

@@ -287,7 +287,7 @@ class StateCritic(CriticTrainer):
 
     def value(self, rollouts: Rollouts) -> Tensor:
         """V (B, T) float32 of the states, without gradient; 0 where the mask is 0."""
-        self.critic.to(self.policy.device)  # made before the policy moved to its device
+        self.critic.to(self.policy.device, non_blocking=True)  # made before the policy moved to its device
         inputs, decisions = self._inputs(rollouts)
         return decisions.scatter(self.values(*inputs))
 

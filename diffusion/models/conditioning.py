@@ -18,7 +18,7 @@ from torch import Tensor
 from diffusion.data.references import ReferenceImage
 from diffusion.families.base import MASK, REFERENCE, Cut, Family, Text, padded
 from diffusion.models.pipelines import quiet_diffusers
-from mmrl.core.transfer import to_device
+from mmrl.core.transfer import to_device, to_host
 from mmrl.errors import UserError
 from mmrl.files import expanded
 
@@ -343,7 +343,7 @@ class PromptEmbeddings:
             )
         self.encoded += 1
         embedding = self.encoders.encode(prompt, self._pixels(image), negative=key.negative)
-        return {name: value.cpu() for name, value in embedding.items()}
+        return dict(zip(embedding, to_host(list(embedding.values())), strict=True))
 
     def _pixels(self, image: ReferenceImage | None) -> Tensor | None:
         """An image (3, h, w) in -1..1 of the size of the run, as the autoencoder takes it."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from diffusion.families.base import Family
 from diffusion.families.table import find_family
+from mmrl.core.transfer import to_host
 from mmrl.errors import UserError
 from mmrl.files import expanded, read_json_object
 from mmrl.hub.building import check_finite, first_line, may_be_hub_id
@@ -145,7 +146,7 @@ def decode_latents(family: Family, latents: Tensor, batch: int = 8, frames: int 
     expected = f"(B, {family.channels}, {'T, ' if family.video else ''}H, W)"
     if latents.ndim != 4 + family.video or latents.shape[1] != family.channels:
         raise ValueError(f"latents have the shape {tuple(latents.shape)}; must be {expected}.")
-    pixels, finite = [], []
+    parts = []
     with torch.no_grad():
         for part in latents.split(1 if family.video else batch):
             images = family.decode(part)
@@ -153,9 +154,9 @@ def decode_latents(family: Family, latents: Tensor, batch: int = 8, frames: int 
             shown = images.clamp(0, 1).where(whole.reshape(-1, *[1] * (images.ndim - 1)), images.new_zeros(()))
             if family.video and 0 < frames < shown.shape[1]:
                 shown = shown[:, torch.linspace(0, shown.shape[1] - 1, frames).round().long()]
-            pixels.append((shown * 255).round().to(torch.uint8).cpu())
-            finite.append(whole.cpu())
-    return DecodedImages(torch.cat(pixels).numpy(), torch.cat(finite).numpy())
+            parts.append(to_host([(shown * 255).round().to(torch.uint8), whole]))
+    pixels, finite = (torch.cat(own).numpy() for own in zip(*parts, strict=True))
+    return DecodedImages(pixels, finite)
 
 
 def encode_images(

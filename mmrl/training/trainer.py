@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mmrl.core.blocks.filter import DynamicSamplingBuffer, GroupFilter, KeepAll
 from mmrl.core.rollouts import PLACE, TASK, Rollouts
+from mmrl.core.transfer import to_device
 from mmrl.errors import RunError, RunStopped, UserError
 from mmrl.runs.run_log import RunLog, batch_metrics, restart_peak_memory, stopwatch
 from mmrl.runs.tracking import Tracker
@@ -268,7 +269,7 @@ class Trainer:
     def _placed(self, batch: Rollouts, attempt: int) -> Rollouts:
         """Rollouts that hold the place of each row's task among all that the step has drawn, and its index."""
         place = batch.extras[PLACE]
-        task = torch.tensor(self.tasks.drawn, device=place.device)[place]
+        task = to_device(torch.tensor(self.tasks.drawn), place.device)[place]
         place = place + attempt * self.config.trainer.tasks_per_step
         return batch.replace(extras=batch.extras | {PLACE: place, TASK: task})
 

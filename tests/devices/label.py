@@ -250,6 +250,7 @@ def _converted(func: Any, own: Any, rest: Any, kwargs: dict[str, Any]) -> Any:
     """`Tensor.to` and `Tensor.type` with all their forms."""
     blocking = not kwargs.pop("non_blocking", False)
     device, dtype = kwargs.pop("device", None), kwargs.pop("dtype", None)
+    blocking = blocking and not next((value for value in rest if isinstance(value, bool)), False)
     for value in (*rest, kwargs.pop("other", None)):
         if isinstance(value, Tensor):
             device, dtype = (GPU if isinstance(value, Labelled) else CPU), value.dtype

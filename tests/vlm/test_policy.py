@@ -322,7 +322,7 @@ def test_values_are_those_of_the_state_before_each_token(folder):
 
 
 def test_wrong_requests(policy, rollouts):
-    with pytest.raises(ValueError, match="entropy, logp, routes, values"):
+    with pytest.raises(ValueError, match="entropy, logp, routes, states, values"):
         policy(rollouts, outputs=frozenset({"logits"}))
     with pytest.raises(ValueError, match="value_head=True"):
         policy(rollouts, outputs=frozenset({"values"}))

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from mmrl.agents.rollout.episodes import Episode, pack_episodes
 from mmrl.core.returns import turn_starts
+from mmrl.core.transfer import to_device, to_host
 from mmrl.fields import bounded, rare
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.engine.policy import VlmPolicy
@@ -213,20 +214,21 @@ def _states(policy: VlmPolicy, numbers: Sequence[int], episodes: Sequence[Episod
     """Number, state of the text (S,) and states before the steps (H, S) of each episode."""
     rollouts = pack_episodes(episodes, range(len(episodes)), policy)
     starts = turn_starts(rollouts.replace(reward=torch.zeros_like(rollouts.reward)))
-    states = policy.states(rollouts.replace(mask=starts.to(rollouts.mask.dtype))).float().cpu()
+    before = policy.states(rollouts.replace(mask=starts.to(rollouts.mask.dtype))).float()
     texts = _text_states(policy, [episode.prompt for episode in episodes if episode.prompt is not None])
+    states, texts = to_host([before, texts])
     counts = [episode.trajectory.turns for episode in episodes]
     return list(zip(numbers, texts, states.split(counts), strict=True))
 
 
-def _text_states(policy: VlmPolicy, prompts: Sequence[Prompt]) -> list[Tensor]:
-    """State (S,) after each prompt; equal prompts, of tasks that differ in their images only, are read once."""
+def _text_states(policy: VlmPolicy, prompts: Sequence[Prompt]) -> Tensor:
+    """States (N, S) after prompts; equal prompts, of tasks that differ in their images only, are read once."""
     texts = [text_prompt(prompt.input_ids[prompt.mm_token_type_ids == TEXT]) for prompt in prompts]
     keys = [tuple(text.input_ids.tolist()) for text in texts]
     distinct = dict(zip(keys, texts, strict=True))
-    states = policy.last_states(list(distinct.values())).float().cpu()
-    found = dict(zip(distinct, states, strict=True))
-    return [found[key] for key in keys]
+    place = {key: number for number, key in enumerate(distinct)}
+    states = policy.last_states(list(distinct.values())).float()
+    return states[to_device(torch.tensor([place[key] for key in keys]), states.device)]
 
 
 def discounted_returns(rewards: Sequence[float], gamma: float) -> Tensor:

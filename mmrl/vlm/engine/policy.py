@@ -346,7 +346,7 @@ class VlmPolicy(nn.Module):
         """States before the scored tokens, every row with a separate prompt."""
         prompts, group, lengths = reading.prompts, reading.group, reading.lengths
         if reading.inserts:  # rows with images are prompts of their own
-            before = torch.tensor([len(prompt) for prompt in prompts], device=group.device)[group]
+            before = to_device(torch.tensor([len(prompt) for prompt in prompts]), group.device)[group]
             prompts, group = joined_rows(reading), torch.arange(len(lengths), device=group.device)
             lengths = torch.zeros_like(lengths)
         table = tabulate(prompts, self.pad_id, group.device)

@@ -90,7 +90,8 @@ def pack_rows(table: PromptTable, group: Tensor, responses: Tensor, lengths: Ten
     positions = torch.where(in_prompt, prompt_positions, table.next_position[group][:, None] + offset)
     feature = table.feature[group].gather(1, inner).masked_fill(~in_prompt, -1)
     visual = feature >= 0
-    return PackedRows(ids=ids, positions=positions, visual=visual, features=feature[visual])
+    places = torch.nonzero(visual.flatten()).flatten()
+    return PackedRows(ids, positions, visual, feature.flatten()[places], places)
 
 
 def pack_prompts(prompts: Sequence[Prompt], device: torch.device) -> PackedRows:
@@ -217,7 +218,7 @@ def pack_reading(reading: Reading, first_position: Tensor) -> PackedRows:
 
 def joined_rows(reading: Reading) -> list[Prompt]:
     """Each row behind its prompt as one prompt, as far as it is read."""
-    tokens, groups, lengths = reading.tokens.cpu(), reading.group.tolist(), reading.lengths.tolist()
+    tokens, groups, lengths = reading.tokens.cpu(), reading.host_group.tolist(), reading.host_lengths.tolist()
     inserts = reading.inserts or [()] * len(groups)
     return [
         join_prompts([reading.prompts[group], *split_row(row[:length], own)])
