@@ -26,7 +26,7 @@ ROWS: tuple[Objective, ...] = (
         kl=K3(0.001),
         citation="Wang et al., IGPO, arXiv 2510.14967; its public code (gamma 1, k3 0.001)",
         verified="debajoycs98/IGPO at 866019637ff3, GuoqingWang1/IGPO at bff163b72718",
-        differs="a gain of exactly 0 counts as a turn; the last turn's reward is the environment's, not F1",
+        differs="token mean, no entropy bonus (later code: sums per row, 0.001); a gain of 0 counts as a turn; no F1",
     ),
     Objective(
         "agentic_branching",
