@@ -92,10 +92,9 @@ def batch(rows: int, decisions: int) -> tuple[Rollouts, PolicyOutputs]:
     }
     optional = {"logp_ref": old + 0.1 * noise(), "values": noise(), "entropy": noise().abs(), "turn": turn}
     reward = whole(2, rows).float()
-    rollouts = Rollouts(group, mask, old, reward, extras=extras, logp_rollout=old + 0.01 * noise(), **optional)
-    moved = {"entropy": noise().abs(), "values": noise(), "kl_ref": noise().abs(), "kl_old": 0.01 * noise().abs()}
-    logp = (old + 0.05 * noise()).requires_grad_()
-    return rollouts, PolicyOutputs(logp, **moved)
+    rollouts = Rollouts(group, mask, old, reward, extras=extras).replace(logp_rollout=old + 0.01 * noise(), **optional)
+    logp, distance = (old + 0.05 * noise()).requires_grad_(), noise().abs()
+    return rollouts, PolicyOutputs(logp, distance, values=noise(), kl_ref=distance, kl_old=0.01 * distance)
 
 
 def compare(row: str, rows: int, decisions: int) -> dict[str, float]:
