@@ -175,6 +175,10 @@ GROUNDING = {
 }
 OWN: dict[str, dict[str, str]] = {
     "aepo": {**ONE_KIND, **GROUNDING, "model.min_pixels": "the screens of the walk have more"},
+    "dataset_reset": {
+        "objective.advantage.truncation": "no answer is cut by a time limit",
+        "objective.value.clip": "its run has one update a step, before which the critic does not move",
+    },
     "apo": {"apo.stcr_base": "needs right and wrong answers of different lengths"},
     "vlm": {
         "evaluation.temperature": "no answer of the tiny model is right at any temperature",

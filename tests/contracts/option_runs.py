@@ -138,6 +138,16 @@ def _rarely_right(config: Any, folder: Path) -> Any:
     return config
 
 
+def _several_teachers(config: Any, folder: Path) -> Any:
+    from tests.vlm.runs import add_columns
+
+    texts = ("7", "3 4 <answer>7</answer>", "<think>3 4</think><answer>3</answer>")
+    given = [{"model": f"teacher {number}", "text": text} for number, text in enumerate(texts)]
+    add_columns(Path(config.data.path), teacher_responses=given)
+    config.sampler.max_new_tokens = 32
+    return config
+
+
 def _frozen_teacher(config: Any, folder: Path) -> Any:
     config.teacher.path = str(_long_vlm())
     return config
@@ -318,7 +328,9 @@ VARIANTS = [
     Variant(("papo.",), {"papo.entropy_policy": 0.1}),
     Variant(("distil.",), {"distil.divergence": 1.0, "distil.on_policy": 0.5}, ("distil",)),
     Variant(("teacher.",), _frozen_teacher, ("distil",)),
+    Variant(("steering.",), {"steering.entropy": 4.0, "steering.rows": 2, "trainer.steps": 3}, ("arbitrary_entropy",)),
     Variant(("scaffold.",), _rarely_right, ("scaffolded",)),
+    Variant(("teachers.",), _several_teachers, ("multi_teacher",)),
     Variant(("augmentation.",), PROBED),
     Variant(("augmentation.",), PROBED | {"augmentation.hint_place": "answer"}),
     Variant(("objective.", "chosen_", "rejected_"), {"objective.preset": "sppo"}, ("preference",)),
