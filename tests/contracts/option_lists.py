@@ -263,6 +263,7 @@ OWN: dict[str, dict[str, str]] = {
         "objective.score.kind": "there is one kind",
         "objective.likelihood.kind": "its weight is 0 by default",
     },
+    "agentic_branching": {"branching.tokens": "the answers of a tiny run are shorter"},
     "arpo": dict.fromkeys(("replay.size", "replay.memory_mb"), "the episodes of a tiny run are fewer"),
     "vl_dac": {"objective.advantage.truncation": "no episode is cut"},
     "digirl": {

@@ -348,6 +348,7 @@ VARIANTS = [
     Variant(("digirl.",), {"digirl.advantage": "code", "digirl.threshold": "auto"}),
     Variant(("digirl.",), {"digirl.quantile": 0.5, "digirl.threshold": "auto"}),
     Variant(("objective.",), {"warmup_updates": 0}, ("vl_dac", "vl_dac_repo")),
+    Variant(("branching.",), {"branching.weight": 100.0}),  # the entropies of the tiny model hardly differ
     # images
     Variant(("data.", "eval_data.<name>."), _prompt_table, IMAGES),
     Variant(("image_key", "max_image_pixels"), _edits, EDITORS),
