@@ -13,7 +13,7 @@ def bounds_of(clip, ratio, advantage):
     """Bounds that are found for decisions with these ratios and advantages."""
     values = [torch.tensor([row], dtype=torch.float64) for row in (ratio, advantage)]
     rollouts = random_rollouts(groups=1, samples=2)
-    found = clip.settle([clip.survey(values[0].log(), values[1])], rollouts)
+    found = clip.settle([clip.survey(values[0].log(), values[1], torch.ones_like(values[0]))], rollouts)
     return [float(found.extras[key][0]) for key in BOUNDS]
 
 

@@ -53,7 +53,7 @@ EXTRA = {
     "score function": Objective("score function", clip=PolicyGradient(), advantage=GroupMean()),
 }
 OBJECTIVES = CATALOGUE | EXTRA
-OF_A_PASS = {"clip_cov", "kl_cov", "disco", "decoupled_reward"}
+OF_A_PASS = {"clip_cov", "kl_cov"}
 """Rows with a rule on the decisions that pass the policy together, as in their code: micro-batches change it."""
 SHARED_OUT = [name for name in OBJECTIVES if name not in OF_A_PASS]
 OWN_FIRST_STEP = {"vespo", "clip_cov", "p3o_joint", "disco", "decoupled_reward"}

@@ -52,8 +52,8 @@ class StepClip(Clip):
         """Entries of `extras` for the loss, computed once a step from all rows with their advantages."""
         return {}
 
-    def survey(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
-        """Numbers about a part of an optimiser step, from log-ratios and advantages (B, T), 0 where untrained."""
+    def survey(self, log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+        """Numbers about a part of an optimiser step, from log-ratios, advantages and the mask (B, T)."""
         raise NotImplementedError
 
     def settle(self, parts: Sequence[Tensor], rollouts: Rollouts) -> Rollouts:
@@ -109,11 +109,11 @@ class Bapo(StepClip):
     def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
         """See `Clip`; the bounds are those of the optimiser step, or of these rows where nobody has settled them."""
         if not rollouts.extras.keys() >= set(BOUNDS):
-            rollouts = self.settle([self.survey(log_ratio, advantage)], rollouts)
+            rollouts = self.settle([self.survey(log_ratio, advantage, rollouts.loss_mask)], rollouts)
         low, high = (rollouts.extras[key].to(log_ratio.dtype)[:, None] for key in BOUNDS)
         return bounded_loss(log_ratio, advantage, low, high, self.dual)
 
-    def survey(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
+    def survey(self, log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
         """P at each upper bound and N at each lower bound, one after the other."""
         ratio, advantage = log_ratio.detach().double().exp(), advantage.detach().double()
         gains = [(advantage.clamp(min=0) * ratio.clamp(max=bound)).sum() for bound in self._highs]

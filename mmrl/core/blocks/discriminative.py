@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from mmrl.core.blocks.adaptive_clip import StepClip
 from mmrl.core.blocks.advantage import group_count, group_extremes, group_sum
-from mmrl.core.blocks.clip import LOG_RATIO_LIMIT, BoundedClip, Clip, Loss, Ratio
+from mmrl.core.blocks.clip import LOG_RATIO_LIMIT, BoundedClip, Loss, Ratio
 from mmrl.core.loss import PolicyOutputs, masked_mean, masked_sum
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
 
+MOVED, ROWS_PER_DECISION = "divergence_old", "rows_per_decision"
+"""Keys of `Rollouts.extras` (B,): divergence from the old policy and rows per decision, of an optimiser step."""
+
 
 @dataclass(frozen=True)
-class Discriminative(Clip):
+class Discriminative(StepClip):
     """Raises the scores of good rows above those of bad rows of the same group, near the policy before the update.
 
     The score s of a row is the mean of its log-probabilities or ratios; rows with a positive advantage are good, with a
     negative one bad. The loss of a group is tau log mean_bad exp(s / tau) - mean_good s, so that the bad rows of the
     highest score count most, and 0 without either. Nothing is clipped: where the mean divergence d from the old policy
-    exceeds a limit, penalty (d - limit) d is added, the factor without a gradient. Both are of the rows that pass the
-    policy together.
+    exceeds a limit, penalty (d - limit) d is added, the factor without a gradient. d is a mean over an optimiser step,
+    in the public code over a micro-batch.
 
     Source: DisCO, arXiv 2505.12366, and DRPO, arXiv 2510.04474 (`length_scale`); Optimization-AI/DisCO and
         Optimization-AI/DRPO verl/verl/trainer/ppo/core_algos.py.
@@ -31,6 +35,7 @@ class Discriminative(Clip):
 
     kind = "discriminative"
     compares_rows = True
+    surveys = True
     score: str = rare(choice("logp", ("logp", "ratio")))
     """What a row's score is the mean of: log-probabilities or importance ratios."""
     temperature: float = rare(bounded(10.0, above=0))
@@ -52,13 +57,25 @@ class Discriminative(Clip):
         loss = _log_mean_exp(scores / self.temperature, group, bad) * self.temperature
         loss = loss - group_sum(kept * scores, group, len(group))[group]
         loss = torch.where((group_count(group, good) > 0) & (group_count(group, bad) > 0), loss, 0.0)[:, None]
-        moved = torch.where(mask > 0, -log_ratio, 0.0)
-        divergence = (moved.sum() / mask.sum().clamp(min=1)).detach()
-        # rows weigh by their length, because the divergence is a mean over all decisions
-        share = (mask.sum(1) * len(mask) / mask.sum().clamp(min=1)).to(moved.dtype)[:, None]
+        if not rollouts.extras.keys() >= {MOVED, ROWS_PER_DECISION}:
+            rollouts = self.settle([self.survey(log_ratio, advantage, mask)], rollouts)
+        divergence, rate = (rollouts.extras[key].to(loss.dtype)[:, None] for key in (MOVED, ROWS_PER_DECISION))
         factor = self.penalty * (divergence - self.limit).clamp(min=0)
-        beyond = (divergence > self.limit).to(moved.dtype).expand_as(moved)
-        return loss + factor * share * moved, {"policy/beyond_divergence_limit": beyond}
+        # rows weigh by their length, because the divergence is a mean over all decisions
+        moved = torch.where(mask > 0, -log_ratio, 0.0) * mask.sum(1, keepdim=True) * rate
+        beyond = (divergence > self.limit).to(loss.dtype).expand_as(moved)
+        return loss + factor * moved, {"policy/beyond_divergence_limit": beyond}
+
+    def survey(self, log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+        """Sum of the divergences, number of decisions, number of rows."""
+        found = (-log_ratio.detach().sum(), mask.sum(), mask.any(1).sum())
+        return torch.stack([number.double() for number in found])
+
+    def settle(self, parts: Sequence[Tensor], rollouts: Rollouts) -> Rollouts:
+        moved, decisions, rows = torch.stack([part.cpu() for part in parts]).sum(0).tolist() if parts else (0.0, 1, 0.0)
+        found = {MOVED: moved / max(decisions, 1), ROWS_PER_DECISION: rows / max(decisions, 1)}
+        added = {key: torch.full_like(rollouts.reward, value) for key, value in found.items()}
+        return rollouts.replace(extras=rollouts.extras | added)
 
     def _weights(self, length: Tensor, group: Tensor, good: Tensor) -> Tensor:
         """Weights (B,) of the good rows, which sum to 1 in each group."""

@@ -161,7 +161,7 @@ ROWS = (
         citation="Li et al., DisCO, arXiv 2505.12366; constants of its scripts/train/run_disco_logL_1.5b_8k.sh",
         verified="Optimization-AI/DisCO at bd2b07812934",
         differs="rows above their group's mean are good and those below bad, which is 1 and 0 for binary rewards; the "
-        "code reports another value with the same gradient",
+        "code reports another value with the same gradient, and takes the divergence of a micro-batch",
     ),
     Objective(
         "decoupled_reward",

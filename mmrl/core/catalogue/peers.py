@@ -79,7 +79,8 @@ ROWS = (
         TokenMean(),
         citation="Cui et al., Clip-Cov, arXiv 2505.22617, eq. 11-13 (2e-4 of the decisions, covariance 1 to 5)",
         verified="verl 0.9.1",
-        differs="a hash of the log-probability draws, where verl draws with torch.randperm",
+        differs="a hash of the log-probability draws, where verl draws with torch.randperm; means and counts are those "
+        "of a micro-batch, as in verl",
     ),
     Objective(
         "kl_cov",
@@ -88,7 +89,8 @@ ROWS = (
         TokenMean(),
         citation="Cui et al., KL-Cov, arXiv 2505.22617, eq. 14-15 (2e-4 of the decisions, coefficient 1)",
         verified="verl 0.9.1",
-        differs="coefficient 1 of the paper; verl's default is 0.1",
+        differs="coefficient 1 of the paper, verl's default is 0.1; means and counts are those of a micro-batch, as in "
+        "verl",
     ),
     Objective(
         "off_policy_mask",

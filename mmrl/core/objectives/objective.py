@@ -265,7 +265,7 @@ class Objective:
         """Numbers about a part of an optimiser step, without gradient; `settled` takes those of all parts."""
         assert isinstance(self.clip, StepClip)
         log_ratio, advantage = self._log_ratio(outputs.masked(rollouts.loss_mask), rollouts)
-        return self.clip.survey(log_ratio.detach(), advantage)
+        return self.clip.survey(log_ratio.detach(), advantage, rollouts.loss_mask)
 
     def settled(self, parts: Sequence[Tensor], rollouts: Rollouts) -> Rollouts:
         """Rows of an optimiser step with what their loss must know of all of it; without this, each batch by itself."""
