@@ -18,8 +18,7 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
-from mmrl.core.blocks import BLOCKS
-from mmrl.core.blocks.preference import PREFERENCE_BLOCKS
+from mmrl.core.blocks import BLOCKS, PREFERENCE_BLOCKS
 from mmrl.errors import UserError, did_you_mean
 from mmrl.files import write_atomically
 from mmrl.listings import LISTINGS, markdown, markdown_table

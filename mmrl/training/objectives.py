@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.core.blocks import BLOCKS
-from mmrl.core.blocks.preference import CHOSEN, PREFERENCE_BLOCKS
+from mmrl.core.blocks import BLOCKS, PREFERENCE_BLOCKS
+from mmrl.core.blocks.preference import CHOSEN
 from mmrl.core.catalogue import get, get_preference
 from mmrl.core.loss import Denominators, mean_metric
 from mmrl.core.objectives.objective import LossOutput, Objective, PolicyOutputs

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mmrl.core.blocks import BLOCKS
-from mmrl.core.blocks.preference import PREFERENCE_BLOCKS
+from mmrl.core.blocks import BLOCKS, PREFERENCE_BLOCKS
 from mmrl.errors import RunError, UserError
 from mmrl.fields import Bounds, bounds_of, check_fields
 from mmrl.recipes import RECIPES

@@ -12,7 +12,13 @@ from mmrl.core.blocks.preference import DecisionScore
 from mmrl.training.objectives import PreferenceConfig
 from tests.contracts.domains import domain_of, run, weights
 
-CASES = [(recipe, row) for recipe in ("preference", "diffusion_dpo") for row in PREFERENCES]
+OFTEN = ("dpo", "ipo", "rpo", "refuel", "diffusion_dpo", "orpo")
+"""One row of each shape: with and without reference, likelihood, scores and decisions as pairs; the rest is slow."""
+CASES = [
+    pytest.param(recipe, row, marks=[] if row in OFTEN else pytest.mark.slow)
+    for recipe in ("preference", "diffusion_dpo")
+    for row in PREFERENCES
+]
 
 
 @pytest.mark.parametrize(("recipe", "row"), CASES)

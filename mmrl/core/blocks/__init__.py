@@ -11,6 +11,7 @@ from mmrl.core.blocks import (
     downsampling,
     entropy,
     foreign,
+    pair_losses,
     shaping,
     smooth_clip,
     tracked,
@@ -24,10 +25,11 @@ from mmrl.core.blocks.divergence import Divergence, Entropy
 from mmrl.core.blocks.filter import GroupFilter
 from mmrl.core.blocks.mismatch import Correction, Gate, OffPolicyGate
 from mmrl.core.blocks.order import TaskOrder
+from mmrl.core.blocks.preference import ChosenLikelihood, PairLoss, PairScore
 from mmrl.core.blocks.weight import Weight
 from mmrl.core.loss import Aggregation
 
-__all__ = ["BLOCKS"]
+__all__ = ["BLOCKS", "PREFERENCE_BLOCKS"]
 
 FAMILIES = (
     adaptive_clip,
@@ -36,6 +38,7 @@ FAMILIES = (
     downsampling,
     entropy,
     foreign,
+    pair_losses,
     shaping,
     smooth_clip,
     tracked,
@@ -60,3 +63,10 @@ BLOCKS: dict[str, dict[str, type[Block]]] = {
     "order": kinds(TaskOrder),
 }
 """Field of an objective to the kinds of block that it takes."""
+
+PREFERENCE_BLOCKS: dict[str, dict[str, type[Block]]] = {
+    "loss": kinds(PairLoss),
+    "score": kinds(PairScore),
+    "likelihood": kinds(ChosenLikelihood),
+}
+"""Field of a preference objective to the kinds of block that it takes."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmrl.core.block import Block, kinds
+from mmrl.core.block import Block
 from mmrl.core.loss import masked_mean, masked_sum
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
@@ -108,7 +108,9 @@ class PairLoss(Block):
 
 
 @dataclass(frozen=True)
-class _BetaPair(PairLoss):
+class BetaPair(PairLoss):
+    """Loss of beta times log-ratios."""
+
     beta: float = rare(bounded(0.1, above=0, finite=True))
     """Strength of the pull to the reference: an answer's implicit reward is beta times its log-ratio."""
 
@@ -118,7 +120,7 @@ class _BetaPair(PairLoss):
 
 
 @dataclass(frozen=True)
-class SigmoidPair(_BetaPair):
+class SigmoidPair(BetaPair):
     """Logistic loss of the Bradley-Terry model (DPO, arXiv 2305.18290, eq. 7; smoothed: conservative DPO)."""
 
     kind = "sigmoid"
@@ -137,7 +139,7 @@ class SigmoidPair(_BetaPair):
 
 
 @dataclass(frozen=True)
-class RobustPair(_BetaPair):
+class RobustPair(BetaPair):
     """Logistic loss that is unbiased where a known share of pairs is swapped (robust DPO, arXiv 2403.00409)."""
 
     kind = "robust"
@@ -156,7 +158,7 @@ class RobustPair(_BetaPair):
 
 
 @dataclass(frozen=True)
-class HingePair(_BetaPair):
+class HingePair(BetaPair):
     """Hinge loss, 0 for pairs whose margin is at least 1 / beta (SLiC-HF, arXiv 2305.10425, with a reference)."""
 
     kind = "hinge"
@@ -169,7 +171,7 @@ class HingePair(_BetaPair):
 
 
 @dataclass(frozen=True)
-class IpoPair(_BetaPair):
+class IpoPair(BetaPair):
     """Squared distance of the margin to 1 / (2 beta) (IPO, arXiv 2310.12036, eq. 17; beta is its tau)."""
 
     kind = "ipo"
@@ -331,11 +333,3 @@ class ChosenLikelihood(Block):
     def formula(self) -> str:
         over = "preferred answers of each one's mean" if self.average == "answers" else "preferred decisions"
         return f"{self.coef:g} * mean over {over} (-logp_it)"
-
-
-PREFERENCE_BLOCKS: dict[str, dict[str, type[Block]]] = {
-    "loss": kinds(PairLoss),
-    "score": kinds(PairScore),
-    "likelihood": kinds(ChosenLikelihood),
-}
-"""Field of a preference objective to the kinds of block that it takes."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mmrl.core.block import Block, changed, weighted
+from mmrl.core.blocks import PREFERENCE_BLOCKS
 from mmrl.core.blocks.preference import (
-    PREFERENCE_BLOCKS,
     SCORE,
     ChosenLikelihood,
     NoPairLoss,

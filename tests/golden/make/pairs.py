@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.golden.make.peers import gradient, numbers, package, tensors
+from tests.golden.make.peers import doubles, gradient, numbers, package, tensors
 from tests.golden.make.tokens import ensure_torchvision
 
 PAIRS, TOKENS = 4, 6
@@ -38,7 +38,7 @@ def trl(inputs: dict[str, Any], losses: list[str], weights: list[float], beta: f
     logp = b.logp.requires_grad_()
     trainer = DPOTrainer.__new__(DPOTrainer)
     trainer.beta, trainer.label_smoothing, trainer.loss_types, trainer.loss_weights = beta, smoothing, losses, weights
-    trainer.model = SimpleNamespace(training=False)
+    trainer.model, trainer.args = SimpleNamespace(training=False), SimpleNamespace(discopop_tau=0.05)
     trainer.aux_loss_enabled, trainer.use_weighting, trainer.ld_alpha = False, False, None
     trainer.f_divergence_type, trainer.precompute_ref_logps = "reverse_kl", True
     trainer.accelerator = SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x, gather=lambda x: x)
@@ -63,6 +63,38 @@ def trl(inputs: dict[str, Any], losses: list[str], weights: list[float], beta: f
     metrics = {name: values[0] for name, values in trainer._metrics["eval"].items() if name.split("/")[0] in SHOWN}
     answer = {"program": package("trl"), "calls": ["trl.DPOTrainer._compute_loss"], "relative": 1e-12}
     return answer | {"loss": loss.detach(), "gradient": gradient(loss, logp), "metrics": metrics}
+
+
+def trl_without_reference(inputs: dict[str, Any], trainer_class: type, **settings: Any) -> Any:
+    """The loss of TRL's CPO or ORPO trainer and its gradient with respect to the log-probabilities.
+
+    A model of two tokens, of which every text repeats the first, has those log-probabilities.
+    """
+    b = tensors(inputs)
+    logp = b.logp.requires_grad_()
+    trainer = trainer_class.__new__(trainer_class)
+    trainer.accelerator = SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x)
+    trainer.is_encoder_decoder = trainer.aux_loss_enabled = False
+    trainer.padding_value = trainer.pad_token_id = 0
+    trainer.alpha = trainer.label_smoothing = 0.0
+    for name, value in settings.items():
+        setattr(trainer, name, value)
+    logits = torch.stack([logp, torch.log(-torch.expm1(logp))], -1)
+    # the first position is the last token of the prompt; the logits of the last one predict nothing
+    logits = torch.cat([logits, torch.zeros(len(logp), 1, 2, dtype=logp.dtype)], 1)
+    answer = torch.cat([torch.zeros(len(b.mask), 1), b.mask], 1).bool()
+    texts = {
+        "concatenated_input_ids": torch.zeros_like(answer).long(),
+        "concatenated_attention_mask": torch.cat([torch.ones(len(b.mask), 1), b.mask], 1).long(),
+        "concatenated_labels": torch.where(answer, 0, -100),
+    }
+    trainer.concatenated_inputs = lambda *_, **__: texts
+    model = lambda *_, **__: SimpleNamespace(logits=logits)  # noqa: E731
+    with doubles():
+        loss, _ = trainer.get_batch_loss_metrics(model, {"chosen_labels": torch.zeros(PAIRS)})
+    calls = [f"trl.experimental.{trainer_class.__name__}.get_batch_loss_metrics"]
+    found = {"program": package("trl"), "calls": calls, "relative": 1e-12}
+    return found | {"loss": loss.detach(), "gradient": gradient(loss, logp)}
 
 
 def single_pairs(inputs: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,0 +1,180 @@
+"""Further losses on pairs: other bounds on the sides' implicit rewards, and losses that need no reference.
+
+With r = logp - logp_ref, the log-ratio of a side, and h = r_w - r_l, the margin of the pair.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mmrl.core.blocks.preference import MARGIN, BetaPair, PairLoss, Pairs
+from mmrl.fields import bounded, rare
+
+
+@dataclass(frozen=True)
+class ExoPair(BetaPair):
+    """Reverse KL of the policy's choice between the two sides to the labels (EXO, arXiv 2402.00856, eq. 16).
+
+    DPO is the forward KL.
+    """
+
+    kind = "exo"
+    label_smoothing: float = rare(bounded(1e-3, above=0, below=0.5))
+    """Probability that the labels give to the rejected side; the reverse KL needs it to be positive."""
+
+    def __call__(self, pairs: Pairs) -> Tensor:
+        x, wrong = self.beta * pairs.margin, self.label_smoothing
+        chosen = torch.sigmoid(x) * (functional.logsigmoid(x) - math.log1p(-wrong))
+        return chosen + torch.sigmoid(-x) * (functional.logsigmoid(-x) - math.log(wrong))
+
+    def formula(self) -> str:
+        wrong = self.label_smoothing
+        terms = f"p log(p / {1 - wrong:g}) + (1 - p) log((1 - p) / {wrong:g})"
+        return f"{terms}, p = sigmoid({self.beta:g} {MARGIN})"
+
+
+@dataclass(frozen=True)
+class NcaPair(BetaPair):
+    """Contrast of each side with the reference, which keeps w likely (NCA, arXiv 2402.05369, for pairs)."""
+
+    kind = "nca"
+
+    def __call__(self, pairs: Pairs) -> Tensor:
+        good, bad = self.beta * pairs.log_ratio_w, self.beta * pairs.log_ratio_l
+        return -functional.logsigmoid(good) - 0.5 * (functional.logsigmoid(-good) + functional.logsigmoid(-bad))
+
+    def formula(self) -> str:
+        x, both = f"{self.beta:g} r_w", f"log sigmoid(-{self.beta:g} r_w) + log sigmoid(-{self.beta:g} r_l)"
+        return f"-log sigmoid({x}) - 0.5 [{both}], r = logp - logp_ref"
+
+
+@dataclass(frozen=True)
+class BcoPair(BetaPair):
+    """Binary classification of each side by its implicit reward (BCO, arXiv 2404.04656, without its shift)."""
+
+    kind = "bco"
+
+    def __call__(self, pairs: Pairs) -> Tensor:
+        good, bad = self.beta * pairs.log_ratio_w, self.beta * pairs.log_ratio_l
+        return -functional.logsigmoid(good) - functional.logsigmoid(-bad)
+
+    def formula(self) -> str:
+        return f"-log sigmoid({self.beta:g} r_w) - log sigmoid(-{self.beta:g} r_l), r = logp - logp_ref"
+
+
+@dataclass(frozen=True)
+class AnchoredZeroPair(BetaPair):
+    """Raise w and lower l, each until it is far from the reference (APO-zero, arXiv 2408.06266, eq. 7).
+
+    For preferred answers that are better than the policy's own.
+    """
+
+    kind = "anchored_zero"
+
+    def __call__(self, pairs: Pairs) -> Tensor:
+        return torch.sigmoid(-self.beta * pairs.log_ratio_w) + torch.sigmoid(self.beta * pairs.log_ratio_l)
+
+    def formula(self) -> str:
+        return f"sigmoid(-{self.beta:g} r_w) + sigmoid({self.beta:g} r_l), r = logp - logp_ref"
+
+
+@dataclass(frozen=True)
+class AnchoredDownPair(BetaPair):
+    """Lower w, and l by more (APO-down, arXiv 2408.06266, eq. 8).
+
+    For preferred answers that are worse than the policy's own.
+    """
+
+    kind = "anchored_down"
+
+    def __call__(self, pairs: Pairs) -> Tensor:
+        return torch.sigmoid(self.beta * pairs.log_ratio_w) + torch.sigmoid(-self.beta * pairs.margin)
+
+    def formula(self) -> str:
+        return f"sigmoid({self.beta:g} r_w) + sigmoid(-{self.beta:g} (r_w - r_l)), r = logp - logp_ref"
+
+
+@dataclass(frozen=True)
+class DiscopopPair(BetaPair):
+    """Logistic loss where the margin is negative, exponential where it is positive (DiscoPOP, arXiv 2406.08414)."""
+
+    kind = "discopop"
+    tau: float = rare(bounded(0.05, above=0, finite=True))
+    """Width of the change from one to the other, in implicit reward."""
+
+    def __call__(self, pairs: Pairs) -> Tensor:
+        x = self.beta * pairs.margin
+        share = torch.sigmoid(x / self.tau)
+        # share * exp(-x) in one exponential, since the two factors are 0 and inf far below 0
+        return -functional.logsigmoid(x) * (1 - share) + torch.exp(-x - functional.softplus(-x / self.tau))
+
+    def formula(self) -> str:
+        x = f"{self.beta:g} {MARGIN}"
+        return f"-(1 - s) log sigmoid({x}) + s exp(-{x}), s = sigmoid({x} / {self.tau:g})"
+
+
+@dataclass(frozen=True)
+class ReferenceFreePair(BetaPair):
+    """Logistic loss of the log-probabilities themselves with a target margin (SimPO, arXiv 2405.14734, eq. 6)."""
+
+    kind = "reference_free"
+    needs: ClassVar[frozenset[str]] = frozenset()
+    gamma: float = rare(bounded(0.0, at_least=0, finite=True))
+    """How much more implicit reward w should have than l; 0 is CPO (arXiv 2401.08417, eq. 3)."""
+
+    def __call__(self, pairs: Pairs) -> Tensor:
+        return -functional.logsigmoid(self.beta * (pairs.logp_w - pairs.logp_l) - self.gamma)
+
+    def formula(self) -> str:
+        return f"-log sigmoid({self.beta:g} {MARGIN}{f' - {self.gamma:g}' if self.gamma else ''})"
+
+
+@dataclass(frozen=True)
+class OddsRatioPair(BetaPair):
+    """Logistic loss of the log odds ratio of the sides (ORPO, arXiv 2403.07691, eq. 7).
+
+    Log-probabilities are means, since the odds of a whole answer are its probability.
+    """
+
+    kind = "odds_ratio"
+    needs: ClassVar[frozenset[str]] = frozenset()
+    beta: float = rare(bounded(0.1, above=0, finite=True))
+    """Weight of the loss beside the likelihood of the preferred answers (the paper's lambda)."""
+
+    def __call__(self, pairs: Pairs) -> Tensor:
+        return -self.beta * functional.logsigmoid(_log_odds(pairs.logp_w) - _log_odds(pairs.logp_l))
+
+    def formula(self) -> str:
+        return f"-{self.beta:g} log sigmoid(o_w - o_l), o = logp - log(1 - exp(logp))"
+
+
+@dataclass(frozen=True)
+class ClippedRatioPair(PairLoss):
+    """PPO's clipped loss with reward 1 for w and -1 for l, on the ratio to the reference (SPC, arXiv 2504.19162).
+
+    The ratio is that of a whole answer; with a mean over its decisions, the geometric mean of theirs.
+    """
+
+    kind = "clipped_ratio"
+    clip: float = rare(bounded(0.2, above=0, below=1))
+    """How far the ratio may move from 1 before its gradient stops."""
+
+    def __call__(self, pairs: Pairs) -> Tensor:
+        good, bad = pairs.log_ratio_w.exp(), pairs.log_ratio_l.exp()
+        return 0.5 * (bad.clamp(min=1 - self.clip) - good.clamp(max=1 + self.clip))
+
+    def formula(self) -> str:
+        low, high = f"{1 - self.clip:g}", f"{1 + self.clip:g}"
+        return f"0.5 [max(rho_l, {low}) - min(rho_w, {high})], rho = exp(logp - logp_ref)"
+
+
+def _log_odds(logp: Tensor) -> Tensor:
+    """Log odds of events with log-probabilities `logp`; one that rounding made certain gets those of the next float."""
+    logp = logp.clamp(max=-torch.finfo(logp.dtype).eps)
+    return logp - torch.log(-torch.expm1(logp))

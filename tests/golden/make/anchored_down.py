@@ -1,0 +1,17 @@
+"""APO-down by TRL.
+
+python -m tests.golden.make.anchored_down
+"""
+
+from tests.golden.make.pairs import pairs, trl
+from tests.golden.make.peers import write
+
+
+def main() -> None:
+    inputs = pairs()
+    peer = trl(inputs, ["apo_down"], [1.0], beta=0.1, smoothing=0.0)
+    write("anchored_down", "APO-down, arXiv 2408.06266", inputs, [peer | {"options": {}}])
+
+
+if __name__ == "__main__":
+    main()

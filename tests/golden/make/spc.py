@@ -1,0 +1,50 @@
+"""SPC's clipped loss by its public code, with rewards of 1 and -1.
+
+python -m tests.golden.make.spc SPC
+"""
+
+import sys
+from types import SimpleNamespace
+
+import torch
+
+from tests.golden.make.pairs import PAIRS, pairs
+from tests.golden.make.peers import Clone, gradient, tensors, write
+
+COMMIT = "e2d999d8335d48fca4a5654ce6da52692726ca02"
+FILE = "src/trainers.py"
+FIRST, LAST = 73, 103
+"""The lines of the trainer's `compute_loss` from log-probabilities to the loss, without its metrics."""
+
+
+def main() -> None:
+    clone = Clone(sys.argv[1], "chen-judge/SPC", COMMIT)
+    inputs = pairs()
+    b = tensors(inputs)
+    logp = b.logp.requires_grad_()
+    rewards = torch.tensor([1.0] * PAIRS + [-1.0] * PAIRS, dtype=torch.float64)
+    options = SimpleNamespace(debug_mode=False, clip_range=0.2, lm_sft_coeff=0.0, kl_penalty_mode="kl")
+    batch = {"rewards": rewards, "sft_mask": torch.zeros_like(rewards), "weights": torch.ones_like(rewards)}
+    found = clone.lines(
+        FILE,
+        FIRST,
+        LAST,
+        self=SimpleNamespace(args=options, compute_kl_divergence=lambda p, q, kl_penalty: p - q),
+        inputs=batch,
+        logprobs=logp,
+        ref_logprobs=b.logp_ref,
+        mask=b.mask,
+    )
+    peer = {"program": clone.name, "calls": [f"{FILE}:{FIRST}-{LAST}"], "relative": 1e-12, "options": {}}
+    loss = found.weighted_loss
+    write(
+        "spc",
+        "SPC, arXiv 2504.19162",
+        inputs,
+        [peer | {"loss": loss.detach(), "gradient": gradient(loss, logp)}],
+        clone,
+    )
+
+
+if __name__ == "__main__":
+    main()
