@@ -165,6 +165,27 @@ def test_the_reference_and_the_scores_are_constants():
         assert reference == [None, None], name
 
 
+@pytest.mark.parametrize("kind", PREFERENCE_BLOCKS["loss"])
+def test_pairs_far_from_the_reference_have_finite_losses_where_they_are_right(kind):
+    loss = changed(None, {"kind": kind}, PREFERENCE_BLOCKS["loss"], "loss")
+    certain, hopeless = torch.tensor([0.0, -1e-9, -1.0]), torch.full((3,), -1e5)
+    sides = certain.requires_grad_(), hopeless.requires_grad_()
+    found = loss(Pairs(*sides, hopeless, certain, torch.ones(3), torch.zeros(3)))
+    assert torch.isfinite(found).all()
+    if not isinstance(loss, NoPairLoss):
+        assert all(torch.isfinite(slope).all() for slope in torch.autograd.grad(found.sum(), sides))
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "discopop", "nca", "bco"])
+def test_pairs_far_on_the_wrong_side_cost_in_proportion(kind):
+    loss = changed(None, {"kind": kind}, PREFERENCE_BLOCKS["loss"], "loss")
+    chosen = torch.tensor([-1e4, -2e4], dtype=torch.float64).requires_grad_()
+    zero = torch.zeros(2, dtype=torch.float64)
+    once, twice = loss(Pairs(chosen, zero, zero, zero))
+    assert torch.isfinite(torch.autograd.grad(once + twice, chosen)[0]).all()
+    assert float(twice.detach()) == pytest.approx(2 * float(once.detach()), rel=0.01)
+
+
 def test_smoothed_labels_interpolate_and_robust_ones_undo_swaps():
     numbers = Pairs(*torch.randn(4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
     swapped = Pairs(numbers.logp_l, numbers.logp_w, numbers.ref_l, numbers.ref_w)

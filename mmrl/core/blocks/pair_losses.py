@@ -166,8 +166,9 @@ class ClippedRatioPair(PairLoss):
     """How far the ratio may move from 1 before its gradient stops."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
-        good, bad = pairs.log_ratio_w.exp(), pairs.log_ratio_l.exp()
-        return 0.5 * (bad.clamp(min=1 - self.clip) - good.clamp(max=1 + self.clip))
+        # bounds on the logarithms: the gradient of a clamped exp that overflows is 0 * inf
+        good = pairs.log_ratio_w.clamp(max=math.log1p(self.clip)).exp()
+        return 0.5 * (pairs.log_ratio_l.clamp(min=math.log1p(-self.clip)).exp() - good)
 
     def formula(self) -> str:
         low, high = f"{1 - self.clip:g}", f"{1 + self.clip:g}"
