@@ -46,13 +46,22 @@ def rows_of(name: str) -> list[Row]:
 
 def paper_of(source: str) -> str:
     """A source up to its arXiv number, as far as it fits beside a name."""
-    found = re.match(r".*?arXiv [0-9.]*[0-9]", source)
-    return textwrap.shorten(found[0] if found else source, LINE_WIDTH - 30, placeholder=" ...")
+    room = terminal_width() - 30
+    found = re.match(r"(.*?)(arXiv [0-9.]*[0-9])", source)
+    head, number = found.groups() if found else (source, "")
+    if len(head + number) <= room:
+        return head + number
+    return textwrap.shorten(head, room - len(number) - 1, placeholder=" ...") + f" {number}"
+
+
+def terminal_width() -> int:
+    """Columns of the terminal, `LINE_WIDTH` without one."""
+    return max(shutil.get_terminal_size((LINE_WIDTH, 24)).columns, 60)
 
 
 def in_columns(name: str, text: str, width: int = 30) -> str:
     """A name and its text beside it, which continues below itself in a further line."""
-    line = max(shutil.get_terminal_size((LINE_WIDTH, 24)).columns, 2 * width)
+    line = max(terminal_width(), 2 * width)
     return textwrap.fill(
         " ".join(text.split()),
         line,

@@ -470,15 +470,18 @@ def test_list_of_one_kind_by_group(kind, groups, capsys):
     assert all(row["kind"] == kind and row["name"] and row["summary"] and row["source"] for row in rows)
 
 
-def test_objectives_are_listed_by_family_one_a_line(capsys):
+@pytest.mark.parametrize("columns", ["60", "80", "120"])
+def test_objectives_are_listed_by_family_one_a_line(capsys, monkeypatch, columns):
     from mmrl.core.catalogue import CATALOGUE, PREFERENCES
 
+    monkeypatch.setenv("COLUMNS", columns)
     assert main(["list", "objectives"]) == 0
     lines = capsys.readouterr().out.splitlines()
     headings = [line for line in lines if not line.startswith("  ")]
     assert headings[0] == "Objectives that compare the samples of a group:"
     assert len(lines) == len(headings) + len(CATALOGUE) + len(PREFERENCES)
-    assert "  dapo                        Yu et al., DAPO, arXiv 2503.14476" in lines
+    rows = {line.split()[0]: line.split()[-1] for line in lines if line.startswith("  ")}
+    assert (rows["dapo"], rows["aspo_tir"]) == ("2503.14476", "2508.19201")
 
 
 def test_version(capsys):

@@ -69,6 +69,8 @@ METRICS: dict[str, str] = {
     "policy/ratio_max": "Largest importance ratio of the step in the groups of the update.",
     "policy/clip_fraction_low": "Share of decisions whose gradient the lower clip bound removed.",
     "policy/clip_fraction_high": "Share of decisions whose gradient the upper clip bound removed.",
+    "policy/clip_fraction": "Share of the pairs of a row whose gradient a clip bound removed.",
+    "policy/beyond_divergence_limit": "1 where the divergence from the policy before the update is above clip.limit.",
     "policy/bound_low": "Mean lower bound of the ratio, where the clip rule adapts it.",
     "policy/bound_high": "Mean upper bound of the ratio, where the clip rule adapts it.",
     "policy/clipped_at_start": "Share of decisions clipped in an update's first optimiser step, by rounding alone.",
