@@ -24,6 +24,7 @@ from pathlib import Path
 
 import pytest
 
+from mmrl.core.blocks import BLOCKS
 from mmrl.options import options_of
 from mmrl.recipes import RECIPES
 from tests.contracts.domains import domain_of
@@ -87,6 +88,11 @@ def listed(name, leaf):
     return leaf.name in CANNOT or leaf.name in IDLE or leaf.key in own or listed_under
 
 
+def of_a_block(leaf):
+    """Whether an option is that of an objective's block."""
+    return any(issubclass(block, leaf.owner[0]) for table in BLOCKS.values() for block in table.values())
+
+
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
 )
@@ -132,13 +138,14 @@ def places(config):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_changing_an_option_changes_the_run(name, tmp_path):
+    """Options of an objective's blocks are tried in tests/core/test_block_options.py."""
     need(name)
     elsewhere = set().union(*(places(walk_config(other, tmp_path / other)) for other in earlier(name)))
     runs = [(None, walk_config(name, tmp_path)), *variants_of(name, tmp_path)]
     results = {}
     for variant, config in runs:
         own = [leaf for leaf in leaves(config) if (leaf.owner, leaf.key.startswith("eval")) not in elsewhere]
-        own = [leaf for leaf in own if not listed(name, leaf)]
+        own = [leaf for leaf in own if not listed(name, leaf) and not of_a_block(leaf)]
         own = [leaf for leaf in own if variant is None or variant.matches(leaf)]
         own = [leaf for leaf in own if results.get((leaf.key, leaf.owner)) not in ("changed", "stopped")]
         expected = outcome(config, tmp_path / "run") if own else None

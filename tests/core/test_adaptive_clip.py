@@ -17,7 +17,7 @@ def bounds_of(clip, ratio, advantage):
     return [float(found.extras[key][0]) for key in BOUNDS]
 
 
-SMALL = {"lower": 0.5, "lower_max": 0.7, "lower_step": 0.1, "upper": 1.0, "upper_max": 3.0, "upper_step": 0.5}
+SMALL = {"lower": 0.5, "lower_max": 0.7, "upper": 1.0, "upper_max": 3.0, "upper_step": 0.5}
 
 
 @pytest.mark.parametrize(

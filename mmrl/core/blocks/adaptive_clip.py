@@ -71,8 +71,8 @@ class Bapo(StepClip):
     With P = sum of A min(r, high) over the decisions of an optimiser step with A >= 0 and N = sum of -A max(r, low)
     over the others, the bounds rise step by step while P / N is below the target. They are bounds of the ratio itself.
 
-    Raising the lower bound never raises P / N, because N grows with it. So with `order` low_first, as released, it is
-    at its maximum before the upper one moves.
+    Raising the lower bound never raises P / N, because N grows with it: once it moves, it moves to its maximum. With
+    `order` low_first, as released, it does so before the upper one moves.
 
     Gradient: none through the bounds.
 
@@ -84,9 +84,7 @@ class Bapo(StepClip):
     lower: float = rare(bounded(0.6, at_least=0, at_most=1))
     """Lower bound at first."""
     lower_max: float = rare(bounded(0.9, at_least=0, at_most=1))
-    """Largest lower bound."""
-    lower_step: float = rare(bounded(0.05, above=0))
-    """Distance between the lower bounds that are tried."""
+    """Lower bound once it has moved."""
     upper: float = rare(bounded(1.2, at_least=1))
     """Upper bound at first."""
     upper_max: float = rare(bounded(3.0, at_least=1))
@@ -147,7 +145,7 @@ class Bapo(StepClip):
 
     @property
     def _lows(self) -> list[float]:
-        return tried(self.lower, self.lower_max, self.lower_step)
+        return [self.lower, self.lower_max]
 
     @property
     def _highs(self) -> list[float]:

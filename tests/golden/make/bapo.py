@@ -53,7 +53,7 @@ def run(clone: Clone, inputs: dict, advantage: torch.Tensor, options: dict) -> d
     )
     loss = loss_of(b.logp_old, logp, advantage, b.mask, config=config)[0]
     (found,) = settings._bapo_metrics_buffer
-    changes = dict(zip(("lower", "lower_max", "lower_step"), lower, strict=True))
+    changes = dict(zip(("lower", "lower_max"), lower, strict=False))  # the steps between change nothing
     changes |= dict(zip(("upper", "upper_max", "upper_step"), upper, strict=True))
     changes |= {"target": options["target"], "order": "low_first"}
     return {
