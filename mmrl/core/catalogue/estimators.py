@@ -74,7 +74,8 @@ ROWS = (
         TokenMean(),
         citation="Han et al., COPO, arXiv 2508.04138 (gamma 20, rho 1.5)",
         verified="hand computation",
-        differs="the authors' repository lacks the source of the estimator; the global term is from its text",
+        differs="blends the two advantages, with entropies in nats, on DAPO's loss; the authors' code blends the two "
+        "clipped losses, with entropies in bits, and its scripts clip at 0.2 and average over rows",
     ),
     Objective(
         "seed_grpo",

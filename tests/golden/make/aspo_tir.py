@@ -19,7 +19,7 @@ def main() -> None:
             bonus = -2.0 * (start[i] - mean([start[j] for j in coded])) / length
             found[i] += min(max(bonus, -0.7 * abs(found[i])), 0.7 * abs(found[i]))
     answer = token_loss(inputs, found, clipped(0.2, 0.28))
-    write("aspo_tir", "ASPO, arXiv 2508.19201", inputs, [by_hand("section 4 of the paper", **answer)])
+    write("aspo_tir", "ASPO, arXiv 2508.19201", inputs, [by_hand("section 3, equation 2, of the paper", **answer)])
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 BY_HAND = "hand computation"
+REPEATED = "repeated independently by somebody who had read neither this row's script nor its blocks"
 Numbers = list[float]
 
 
@@ -71,4 +72,4 @@ def token_loss(inputs: dict[str, Any], rows: Numbers, loss: Callable[[float, flo
 
 def by_hand(calls: str, **answer: Any) -> dict[str, Any]:
     """The recorded entry of a computation."""
-    return {"program": BY_HAND, "calls": [calls], "relative": 1e-12} | answer
+    return {"program": BY_HAND, "calls": [calls, REPEATED], "relative": 1e-12} | answer

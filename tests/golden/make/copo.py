@@ -1,4 +1,4 @@
-"""COPO by the formulas of its paper: its repository lacks the source of the estimator."""
+"""COPO with the two advantages of its paper blended, where its repository (hijih/copo-code) blends two losses."""
 
 import math
 
