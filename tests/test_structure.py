@@ -207,3 +207,30 @@ def test_each_check_finds_the_planted_fault(tmp_path):
 def test_the_checks_see_the_packages(library, name):
     assert any(module.startswith(f"{name}.") for module in library.files)
     assert isinstance(library.files[name], Path)
+
+
+def names_of(tree):
+    """Names that a module binds at its top, imports included."""
+    found = set()
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    return found
+
+
+def test_a_package_offers_only_what_its_modules_have(library):
+    missing = []
+    for face, tree in library.trees.items():
+        tables = [
+            ast.literal_eval(node.value)
+            for node in tree.body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_NAMES"
+        ]
+        for module, names in (item for table in tables for item in table.items()):
+            missing += [f"{face}: {module}.{name}" for name in names if name not in names_of(library.trees[module])]
+    assert missing == []

@@ -11,7 +11,8 @@ from mmrl.lazy import lazy_names
 
 _NAMES = {
     "mmrl.training.evaluation": ("Evaluation", "Measure", "evaluate_tasks"),
-    "mmrl.training.recipe": ("LossTerm", "Recipe", "Step", "Tally", "TermLoss"),
+    "mmrl.core.state": ("Tally",),
+    "mmrl.training.recipe": ("LossTerm", "Recipe", "Step", "TermLoss"),
     "mmrl.training.supervised": ("SupervisedRecipe",),
     "mmrl.training.run": ("evaluate", "train"),
     "mmrl.training.settings": ("BaseRunConfig", "CheckpointConfig", "EvaluationConfig", "RunConfig", "TrainerConfig"),
