@@ -1,4 +1,4 @@
-"""What `mmrl explain` and the table of the catalogue say about an objective: its parts, their sources and its rooms."""
+"""Explanations of objectives for `mmrl explain` and the table of the catalogue: parts, their sources, and rooms."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Place(NamedTuple):
     recipe: str
     """The recipe that takes it; empty where none does."""
     lacks: str
-    """What the room lacks."""
+    """Reason why the room cannot use the objective."""
 
 
 def find_row(name: str) -> Row:
@@ -141,7 +141,7 @@ def rooms_of(row: Row) -> str:
 
 
 def _source(block: Block) -> str:
-    """What a block's docstring, or that of the function it refers to, names as its source, else what the block is."""
+    """Source in a block's docstring, or in that of the function it refers to; without one, its first sentence."""
     first, sources = _documented(block)
     reference = re.search(r"; see `([\w.]+)`", first)
     if not sources and reference is not None:

@@ -44,7 +44,7 @@ from mmrl.training.recipe import Step
 from mmrl.vlm.engine.policy import VlmPolicy
 
 STREAK = 0.05
-"""By how much a branch becomes less likely with each turn in a row in which the task's episodes branched (AEPO)."""
+"""Decrease of the probability of a branch for each turn in a row in which episodes of the task branched (AEPO)."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class BranchingSettings:
     probability: float = rare(bounded(0.5, at_least=0, at_most=1))
     """Probability of a branch where the entropy is that of the first turn."""
     weight: float = bounded(0.2, at_least=0)
-    """What is added to it for each unit of entropy above that."""
+    """Increase of the probability for each unit of entropy above that of the first turn."""
     tokens: int = rare(bounded(20, at_least=1))
     """First tokens of a turn whose entropies are added up; a unit is the logarithm of the number of tokens known."""
     allocation: str = choice("fixed", ("fixed", "entropy"))

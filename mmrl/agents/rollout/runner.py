@@ -38,10 +38,10 @@ class Fork:
 
     source: Episode
     turns: int
-    """How many turns, fewer than the source has."""
+    """Number of turns to repeat, fewer than the source has."""
 
     def answer(self, turn: int) -> _Answer:
-        """What the source answered in a turn."""
+        """Answer of the source in a turn."""
         steps = self.source.trajectory
         own = [index for index, number in enumerate(steps.turn) if number == turn and steps.sampled[index]]
         ids, logp = ([column[index] for index in own] for column in (steps.ids, steps.logp))
@@ -65,7 +65,7 @@ class _Slot:
     conversation: Conversation
     generator: torch.Generator
     fork: Fork | None = None
-    """What it repeats."""
+    """Turns of another episode that it repeats."""
     success: bool | None = None
     """Success as reported by the environment."""
 

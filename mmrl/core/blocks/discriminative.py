@@ -37,7 +37,7 @@ class Discriminative(StepClip):
     compares_rows = True
     surveys = True
     score: str = rare(choice("logp", ("logp", "ratio")))
-    """What a row's score is the mean of: log-probabilities or importance ratios."""
+    """Quantity whose mean over a row is the row's score: log-probabilities or importance ratios."""
     temperature: float = rare(bounded(10.0, above=0))
     """The papers' tau: scores are compared in units of it (10 for log-probabilities, 1 for ratios)."""
     length_scale: float | None = rare(bounded(None, above=0))

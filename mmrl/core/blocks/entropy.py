@@ -171,7 +171,7 @@ class TargetEntropy(FullEntropy):
     target: float = rare(bounded(0.2, above=0))
     """Wanted mean entropy in nats."""
     step: float = rare(bounded(0.005, above=0))
-    """How far the weight moves after a step of the run."""
+    """Change of the weight after a step of the run."""
     start: float = rare(bounded(0.0, at_least=0))
     """Weight at the start of the run."""
 

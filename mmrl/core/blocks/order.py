@@ -90,7 +90,7 @@ class Uncertain(TaskOrder):
 
 
 class CategoryQ:
-    """What is left to learn in each category of tasks.
+    """Estimate of how much can be learned from each category of tasks.
 
     Args:
         categories: name of each task's category.

@@ -126,7 +126,7 @@ class ReferenceFreePair(BetaPair):
     kind = "reference_free"
     needs: ClassVar[frozenset[str]] = frozenset()
     gamma: float = rare(bounded(0.0, at_least=0, finite=True))
-    """How much more implicit reward w should have than l; 0 is CPO (arXiv 2401.08417, eq. 3)."""
+    """Target margin of the implicit rewards of w and l; 0 is CPO (arXiv 2401.08417, eq. 3)."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
         return -functional.logsigmoid(self.beta * (pairs.logp_w - pairs.logp_l) - self.gamma)
@@ -163,7 +163,7 @@ class ClippedRatioPair(PairLoss):
 
     kind = "clipped_ratio"
     clip: float = rare(bounded(0.2, above=0, below=1))
-    """How far the ratio may move from 1 before its gradient stops."""
+    """Distance of the ratio from 1 at which its gradient stops."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
         # bounds on the logarithms: the gradient of a clamped exp that overflows is 0 * inf

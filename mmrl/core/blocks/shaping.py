@@ -86,7 +86,7 @@ def _beta(shares: Tensor) -> torch.distributions.Beta:
 class VirtualBest(GroupEstimator):
     """Reward minus mean, over deviation, of the group with one more answer that earned the best reward.
 
-    A group that failed as a whole so has a gradient: -1 / sqrt(n + 1) for each of n failures of reward 0.
+    So a group of n failures has a gradient, too: with reward 0, each has the advantage -1 / sqrt(n + 1).
 
     Source: NGRPO, arXiv 2509.18851; nangongrui-ngr/NGRPO verl/trainer/ppo/core_algos.py.
     """
@@ -241,7 +241,7 @@ def answer_entropy(answer: Tensor, group: Tensor, valid: Tensor) -> Tensor:
 class ConsistencyBlend(Advantage):
     """GRPO's advantage where the answers of a group differ, and the group's own advantage among all where they agree.
 
-    A group that agrees on one answer so has a gradient, for or against that answer.
+    So a group that agrees on one answer has a gradient, for or against that answer.
 
     Source: COPO, arXiv 2508.04138.
     """

@@ -211,7 +211,7 @@ CREDITS = ("share", "uniform", "deviation")
 
 @dataclass(frozen=True)
 class BundledRisk(Advantage):
-    """How a bundle of tasks was answered as a whole, with more weight on what falls below the usual.
+    """Advantage of a whole bundle of tasks, with more weight on scores below the usual.
 
     Some tasks of a step form a bundle, and the k-th answers to each of them a paper with the score x, their sum. With
     the quantiles a and b of x at the levels low and high, tracked over steps,
@@ -240,7 +240,7 @@ class BundledRisk(Advantage):
     """An answer gets A times its share of the sum of R - mean_g R over the paper, "uniform" A itself, or A over the
     standard "deviation" of its task."""
     rate: float = rare(bounded(0.1, above=0))
-    """How far the tracked quantiles move in a step."""
+    """Step size of the tracked quantiles."""
 
     def problems(self, where: str) -> Iterator[str]:
         yield from super().problems(where)

@@ -52,7 +52,7 @@ class PreferenceObjective:
     verified: str = ""
     """Outside program whose numbers the tests compare, such as "verl 0.9.1" or the authors' repository at a commit."""
     differs: str = ""
-    """How the row differs from the paper and its code, in one line; empty where it does not."""
+    """Differences from the paper and its code, in one line; empty where there are none."""
     surveys: ClassVar[bool] = False
     compares_rows: ClassVar[bool] = True
     """The two sides of a pair are scored together."""

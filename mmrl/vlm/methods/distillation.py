@@ -79,7 +79,7 @@ class DistilConfig(VlmConfig):
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     """The model that answers are compared with."""
     distil: DistilSettings = field(default_factory=DistilSettings)
-    """What is learned from it."""
+    """Weights of the teacher's parts, and the kind of divergence."""
     objective: ObjectiveConfig = field(
         default_factory=lambda: ObjectiveConfig(
             clip={"kind": "unclipped"}, kl={"kind": "none"}, aggregation={"kind": "token_mean"}
@@ -125,7 +125,7 @@ class Distillation(LossTerm):
         return TermLoss({"loss/distillation": loss}, metrics | {"distil/divergence": mean_metric(divergence, mask)})
 
     def formula(self) -> str:
-        """What the teacher adds to advantages and loss."""
+        """Formula of the teacher's parts of advantages and loss."""
         settings = self.settings
         lines = [f"distillation, with q = the teacher{' under its own prompt' if self.teacher.config.prompt else ''}:"]
         own = f"{settings.task:g} A_it + " if settings.task else ""
