@@ -161,7 +161,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
     def _block_inputs(
         self, rollouts: Rollouts, tasks: Sequence[VlmTask], prompts: Sequence[Chat], tokens: Sequence[list[int]]
     ) -> dict[str, Tensor]:
-        """What blocks of the objective need of responses: tokens (B, T), numbers (B,) of answers, further data."""
+        """Data about responses that the objective needs: tokens (B, T), numbers (B,) of answers, and so on."""
         payload, needs = VlmPayload.of(rollouts), self.objective.needs
         found = row_extras(needs, tasks, tokens, self.policy.processor.tokenizer.decode)
         if "tokens" in needs:

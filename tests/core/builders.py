@@ -54,7 +54,7 @@ def random_rollouts(seed=0, groups=4, samples=3, width=6, dtype=torch.float64, *
 
 
 def block_inputs(g, group, turn, noise):
-    """What a block may need in `extras` besides; its names are those of `mmrl.training.objectives.SCORES`."""
+    """Further data that blocks need in `extras`; `mmrl.training.objectives.SCORES` describes them."""
     rows, width = turn.shape
     return {
         "answer": torch.randint(0, 2, (rows,), generator=g),

@@ -30,7 +30,7 @@ ANCHOR = [[7, 7, 8, 8, 7], [7, 8, 8, 9, 0], [7, 7, 5, 0, 0], [7, 5, 0, 0, 0]]
 
 
 def test_a_turn_is_compared_with_turns_from_its_state():
-    """By hand, with gamma 0.5: returns from here are 1/4, 1/2, 1 and 1/8, 1/4, 1/2, then 1/4, 0 and 0, 0."""
+    """With gamma 0.5, returns from each turn are 1/4, 1/2, 1 and 1/8, 1/4, 1/2, then 1/4, 0 and 0, 0."""
     advantage = GroupInGroup(weight=2.0, gamma=0.5, episode_mean="episodes")(rollouts_of(ANCHOR, RECEIVED))
     first = (1 / 4 + 1 + 1 / 8) / 3  # state 7 of group 0, twice in the first episode
     second = (1 / 2 + 1 / 4) / 2  # state 8

@@ -4,7 +4,9 @@ A block needs no entry here: every class of these files that has a `kind` is fou
 """
 
 from mmrl.core.block import Block, kinds
-from mmrl.core.blocks import (
+
+# these are imported so that `kinds` finds their classes
+from mmrl.core.blocks import (  # noqa: F401
     adaptive_clip,
     baselines,
     discriminative,
@@ -30,22 +32,6 @@ from mmrl.core.blocks.weight import Weight
 from mmrl.core.loss import Aggregation
 
 __all__ = ["BLOCKS", "PREFERENCE_BLOCKS"]
-
-FAMILIES = (
-    adaptive_clip,
-    baselines,
-    discriminative,
-    downsampling,
-    entropy,
-    foreign,
-    pair_losses,
-    shaping,
-    smooth_clip,
-    tracked,
-    turns,
-    weight,
-)
-"""Files with further kinds, which `kinds` finds once they are imported."""
 
 BLOCKS: dict[str, dict[str, type[Block]]] = {
     "advantage": kinds(Advantage),

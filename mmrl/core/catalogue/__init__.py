@@ -55,4 +55,4 @@ PREFERENCES: dict[str, PreferenceObjective] = {row.name: row for row in preferen
 HEADINGS = {
     row.name: re.split("[.:;]", family.__doc__ or "")[0] for family in (*FAMILIES, preference) for row in family.ROWS
 }
-"""What the objectives of a row's family have in common."""
+"""Description of the family of each row."""

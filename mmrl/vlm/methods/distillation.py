@@ -46,7 +46,7 @@ from mmrl.vlm.recipe import VlmRecipe
 
 @dataclass
 class DistilSettings:
-    """What is learned from the teacher, and on which answers."""
+    """Weights of the teacher's parts, the divergence, and the answers that it applies to."""
 
     reward: float = bounded(1.0, at_least=0)
     """Weight of logp_teacher - logp_old in the advantage of each sampled token."""

@@ -14,7 +14,7 @@ COUNT_EPS = {"relative": 1e-8, "because": "it adds 1e-8 to the number of tokens 
 
 
 def fork_names(clone: Clone, root: str = "") -> dict[str, Any]:
-    """What the functions of a core_algos.py below `root` find among their globals."""
+    """Globals for the functions of a core_algos.py below `root`."""
     means, names = f"{root}verl/utils/torch_functional.py", {}
     if "def masked_sum" in (clone.path / means).read_text():  # newer forks
         names["masked_sum"] = clone.function(means, "masked_sum")
