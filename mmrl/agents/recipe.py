@@ -60,6 +60,7 @@ SCORES = (
     "information_gain",
     "entropy",
     "entropy_old",
+    "collision",
     "logp_ref",
     "logp_rollout",
     "tokens",

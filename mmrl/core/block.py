@@ -26,8 +26,9 @@ class Block:
     """Inputs required besides log-probabilities and rewards: "samples" (several rows a group), "values", "turns",
     "entropy", "entropy_old" (`rollouts.entropy`, before the update), "logp_ref" (reference log-probabilities), "kl_ref"
     (exact divergence from the reference), "kl_old" (from the policy that the update starts from), "separate_critic" (a
-    critic that the recipe trains), "probabilities" (exp(logp) is one, not a density), and entries of `rollouts.extras`
-    that `mmrl.training.objectives.SCORES` explains."""
+    critic that the recipe trains), "probabilities" (exp(logp) is one, not a density), "collision" (sum of squared
+    probabilities, before the update), and entries of `rollouts.extras` that `mmrl.training.objectives.SCORES`
+    explains."""
 
     @property
     def inputs(self) -> frozenset[str]:
@@ -83,7 +84,10 @@ def changed(
     if kind == "none" and "none" not in table:
         return None
     if kind is None:
-        raise ValueError(f"{where} is not part of this objective; name its kind: {', '.join(sorted(table))}")
+        raise ValueError(
+            f"{where} is not part of this objective, so {where}.{next(iter(options))} would do nothing; to go without, "
+            f"set objective.{where}.kind=none; to add one, name its kind: {', '.join(sorted(table))}"
+        )
     if not isinstance(kind, str):
         raise ValueError(f"{where}.kind is {kind!r}; expected a name: {', '.join(sorted(table))}")
     if kind not in table:

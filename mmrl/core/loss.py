@@ -223,6 +223,8 @@ class PolicyOutputs:
     """(B, T) nats, exact divergence from the reference; needed by kl "full"."""
     kl_old: Tensor | None = None
     """(B, T) nats, exact divergence from the policy that the update starts from; needed by clip "divergence_mask"."""
+    collision: Tensor | None = None
+    """(B, T), sum of the squared probabilities of the action distribution, without gradient."""
     routes: Tensor | None = None
     """(2, E), how often each of E experts is chosen and the sum of its probabilities; needed by a router loss."""
     states: Tensor | None = None

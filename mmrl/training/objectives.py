@@ -182,6 +182,7 @@ SCORES = {
     "separate_critic": "a critic with an optimiser of its own, which this recipe does not train",
     "logp_rollout": "log-probabilities of the same decisions by sampler and policy, which this recipe does not compare",
     "probabilities": "decisions with probabilities (tokens, picks); here they have densities",
+    "collision": "the sum of the squared probabilities of all tokens, which this recipe's policies do not score",
     "kl_old": "the exact divergence from the policy before the update, which this recipe does not score",
     "kl_ref": "every logit, or the exact distribution, of both policies, which this recipe's policies do not score",
     "code_starts": "the place in a response where its code begins, which this recipe does not look for",

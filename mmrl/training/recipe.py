@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mmrl.core.loss import Denominators, Metric
 from mmrl.core.objectives.objective import LossOutput, Objective, PolicyOutputs
-from mmrl.core.rollouts import Rollouts
+from mmrl.core.rollouts import COLLISION, Rollouts
 from mmrl.core.state import ObjectiveState, Stateful
 from mmrl.errors import RunError, UserError
 from mmrl.runs.fingerprint import content_digest
@@ -376,6 +376,7 @@ def score_in_chunks(
         logp=joined("logp"),
         entropy=joined("entropy") if "entropy" in outputs else None,
         values=joined("values") if "values" in outputs else None,
+        collision=joined("collision") if "collision" in outputs else None,
     )
 
 
@@ -388,8 +389,8 @@ def scores_before_update(recipe: Recipe[Any, Any], provided: frozenset[str] = fr
     """Whether the policy scores rollouts before an update: values, entropies or old log-probabilities are missing."""
     objective = recipe.objective
     recomputed = not recipe.keeps_sampled_logp and (not single_update(recipe.config.trainer) or objective.kl_in_reward)
-    asks = (objective.needs_values and "values" not in provided) or "entropy_old" in objective.needs
-    return asks or (recomputed and "logp_old" not in provided)
+    asks = (objective.needs_values and "values" not in provided) or objective.needs & {"entropy_old", COLLISION}
+    return bool(asks) or (recomputed and "logp_old" not in provided)
 
 
 def old_in_update(recipe: Recipe[Any, Any], minibatch: Rollouts, logp: Tensor) -> Rollouts:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.blocks.credit import CriticAdvantage
 from mmrl.core.loss import Denominators, Metric, PolicyOutputs, count, merge_metrics, metric_values, plain_metrics
-from mmrl.core.rollouts import Rollouts
+from mmrl.core.rollouts import COLLISION, Rollouts
 from mmrl.core.transfer import to_host
 from mmrl.errors import RunError
 from mmrl.files import replaced
@@ -98,7 +98,8 @@ def _old_pass(recipe: Recipe[Any, Any], passes: Passes, rollouts: Rollouts, prov
         return rollouts
     asks_critic = objective.needs_values and "values" not in provided
     asks_entropy = "entropy_old" in objective.needs
-    outputs = frozenset({"logp"} | ({"values"} if asks_critic else set()) | ({"entropy"} if asks_entropy else set()))
+    asked = {"values": asks_critic, "entropy": asks_entropy, COLLISION: COLLISION in objective.needs}
+    outputs = frozenset({"logp"} | {name for name, wanted in asked.items() if wanted})
     bootstraps = asks_critic and BOOTSTRAP in rollouts.extras and _bootstraps(objective.advantage)
     mask, seen = rollouts.mask, rollouts
     if bootstraps:
@@ -107,6 +108,8 @@ def _old_pass(recipe: Recipe[Any, Any], passes: Passes, rollouts: Rollouts, prov
     with stopwatch("old_logp"):
         scores = passes.scores(seen, outputs)
     found = rollouts.replace(values=scores.values, entropy=scores.entropy if asks_entropy else rollouts.entropy)
+    if scores.collision is not None:
+        found = found.replace(extras=found.extras | {COLLISION: scores.collision})
     if not recipe.keeps_sampled_logp and "logp_old" not in provided:
         found = found.replace(logp_old=scores.logp)
     if not bootstraps:

@@ -66,6 +66,7 @@ SCORES = (
     "values",
     "entropy",
     "entropy_old",
+    "collision",
     "logp_ref",
     "logp_rollout",
     "probabilities",

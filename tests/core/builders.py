@@ -67,6 +67,7 @@ def block_inputs(g, group, turn, noise):
         "turn_reward": noise(),
         "information_gain": noise(),
         "greedy_reward": noise()[:, 0],
+        "collision": torch.rand(rows, width, generator=g, dtype=torch.float64),
         "code_start": torch.randint(-1, 3, (rows,), generator=g),
         "parent": torch.zeros_like(group),
         "shared": torch.zeros_like(group),

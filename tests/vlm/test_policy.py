@@ -60,6 +60,16 @@ def test_scores_are_those_of_the_models_own_forward(policy, rollouts):
     assert scores.values is None
 
 
+def test_the_sum_of_squared_probabilities_is_that_of_the_models_own_forward(policy, rollouts):
+    with torch.no_grad():
+        found = policy(rollouts, temperature=0.8, outputs=EVERYTHING | {"collision"}).collision
+    row, length = 1, int(rollouts.lengths[1])
+    response = rollouts.payload.response_ids[row, :length]
+    logits = reference_logits(policy, rollouts.payload.prompts[int(rollouts.group[row])], response) / 0.8
+    logits[:, policy.banned_ids] = float("-inf")
+    assert_equal_up_to_rounding(found[row, :length], (logits.softmax(-1) ** 2).sum(-1))
+
+
 def test_scores_of_videos_are_those_of_the_models_own_forward(policy, tmp_path):
     options = {"fps": 2.0, "min_pixels": 32 * 32, "max_pixels": 64 * 96}
     clip = VideoClip(str(write_clip(tmp_path / "clip.mp4", even_times(20))), options)

@@ -17,7 +17,8 @@ from mmrl.core.blocks.advantage import (
     group_sum,
 )
 from mmrl.core.loss import required
-from mmrl.core.rollouts import Rollouts
+from mmrl.core.returns import decision_rewards, returns_to_go
+from mmrl.core.rollouts import COLLISION, Rollouts
 from mmrl.fields import bounded, rare
 
 
@@ -107,6 +108,51 @@ class GroupMeanLive(GroupEstimator):
 
     def rule(self) -> str:
         return "(R_i - mean_g R) * rows / rows of groups with different rewards"
+
+
+@dataclass(frozen=True)
+class OptimalToken(Advantage):
+    """Return minus the baseline of least variance at each place t of a group's rows.
+
+    With the squared norm of the gradient of a decision's log-probability with respect to the logits,
+    s_t = 1 - 2 p_t + sum p^2, and W_t = s_1 + ... + s_t,
+
+        A_t = G_t - sum_g W_t G_t / sum_g W_t,
+
+    where t counts trained decisions, so that tool output is passed over. Where the longest row of a group goes on
+    alone, it has no baseline.
+
+    Source: OTB, arXiv 2602.07078; volcengine/verl compute_multi_turn_optimal_token_baseline_advantage.
+    """
+
+    kind = "optimal_token"
+    needs = frozenset({"samples", "probabilities", COLLISION})
+
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        collision = required(
+            rollouts.extras.get(COLLISION),
+            f"rollouts.extras['{COLLISION}']",
+            "the policy scores it before the update",
+        )
+        mask, group, (size, width) = rollouts.loss_mask, rollouts.group, rollouts.mask.shape
+        returns = returns_to_go(decision_rewards(rollouts), mask, gamma=1.0)
+        weight = (mask * (1 - 2 * rollouts.logp_old.exp() + collision)).cumsum(1)
+        place = (group[:, None] * width + (mask.cumsum(1).long() - 1).clamp(min=0)).flatten()
+        trained = mask.flatten() > 0
+
+        def at_place(x: Tensor) -> Tensor:
+            return group_sum(x.flatten().where(trained, 0.0), place, size * width)[place].view_as(mask)
+
+        # from the lowest return on, so that the advantage is exactly 0 where all are equal
+        low = group_extremes(returns.flatten(), place, trained, size * width)[0][place].view_as(mask)
+        above = returns - low
+        centred = above - at_place(weight * above) / at_place(weight).clamp(min=1e-8)
+        found = torch.where(at_place(mask) > 1, centred, returns)
+        several = group_count(group, rollouts.scored) > 1
+        return torch.where((mask > 0) & several[:, None], found, 0.0)
+
+    def formula(self) -> str:
+        return "A_it = G_it - sum_g W_t G_t / sum_g W_t, W_t = sum_k<=t (1 - 2 p_k + sum p^2), G return from t on"
 
 
 GREEDY_REWARD = "greedy_reward"

@@ -1,7 +1,14 @@
 """Objectives that TRL, verl, SkyRL and prime-rl offer besides the common ones."""
 
 from mmrl.core.blocks.advantage import GroupMean, GroupMeanStd
-from mmrl.core.blocks.baselines import BestOfGroup, GreedyBaseline, GroupMeanLive, LengthWeightedMean, MeanNormalised
+from mmrl.core.blocks.baselines import (
+    BestOfGroup,
+    GreedyBaseline,
+    GroupMeanLive,
+    LengthWeightedMean,
+    MeanNormalised,
+    OptimalToken,
+)
 from mmrl.core.blocks.clip import GspoClip, PolicyGradient, PpoClip, SequenceProductRatio, SequenceRatio
 from mmrl.core.blocks.mismatch import OffPolicyGate
 from mmrl.core.blocks.smooth_clip import ClipCov, DppoKl, DppoTv, Dro, Gmpo, KlCov, Sapo, Vespo
@@ -155,5 +162,15 @@ ROWS = (
         citation="Li et al., ReMax, arXiv 2310.10505 (baseline of the greedy answer, no clip)",
         verified="verl 0.9.1",
         differs="without the KL penalty of the reward, which kl: {kind: k1, in_reward: true, coef: ...} adds",
+    ),
+    Objective(
+        "optimal_token_baseline",
+        OptimalToken(),
+        PpoClip(),
+        TokenMean(),
+        citation="Li et al., OTB, arXiv 2602.07078 (clip 0.2, no KL; its TIR form, which passes over tool output)",
+        verified="verl 0.9.1",
+        differs="a group with one scored row gets advantage 0, in verl its return; without the weights of a sampler's "
+        "mismatch in the norms",
     ),
 )

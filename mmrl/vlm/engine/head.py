@@ -70,6 +70,15 @@ class Head:
         logp = torch.cat([logp for logp, _ in scores])
         return LogProbs(logp, torch.cat([found for _, found in scores]) if entropy else None)
 
+    @torch.no_grad()
+    def collision(self, states: Tensor, targets: Tensor, logp: Tensor, temperature: float, banned: Tensor) -> Tensor:
+        """Sum (M,) of the squared probabilities, given the targets' log-probabilities (M,).
+
+        The softmax at half the temperature is p^2 / sum p^2, so one entry of both gives the sum.
+        """
+        halved = self.logprobs(states, targets, temperature=temperature / 2, banned=banned, entropy=False).logp
+        return (2 * logp - halved).exp()
+
 
 class _Given:
     """States in the place of what the model's body returns; it has nothing else."""

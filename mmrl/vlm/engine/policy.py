@@ -60,7 +60,7 @@ from mmrl.vlm.model.network import (
 from mmrl.vlm.model.processor import banned_ids, eos_ids, load_processor
 from mmrl.vlm.model.vision import FeatureCache, VisionFeatures, gather_features, weights_state
 
-OUTPUTS = frozenset({"logp", "entropy", "values", "routes", "states"})
+OUTPUTS = frozenset({"logp", "entropy", "values", "collision", "routes", "states"})
 
 
 class VlmPolicy(nn.Module):
@@ -240,7 +240,7 @@ class VlmPolicy(nn.Module):
             rollouts: rows whose payload is a `VlmPayload`.
             view: form of the prompts: "original" or a key of the payload's views.
             temperature: logits are divided by it.
-            outputs: any of "logp", "entropy", "values", "states" and, with `model.router_aux_loss_coef`, "routes".
+            outputs: any of `OUTPUTS`; "routes" with `model.router_aux_loss_coef`.
 
         Returns:
             Scores (B, T) float32, 0 where the mask is 0. The value is that of the state before each token.
@@ -273,10 +273,14 @@ class VlmPolicy(nn.Module):
             with _no_autocast(states):
                 seen = states.detach() if self.config.critic.stop_gradient else states
                 values = spread(self.value_head(seen.float()).squeeze(-1))
+        collision = None
+        if "collision" in outputs:
+            collision = spread(self.head.collision(states, targets, found.logp, temperature, self.banned_ids))
         return PolicyOutputs(
             logp=spread(found.logp),
             entropy=None if found.entropy is None else spread(found.entropy),
             values=values,
+            collision=collision,
             routes=routes if "routes" in outputs else None,
             states=states if "states" in outputs else None,
         )
