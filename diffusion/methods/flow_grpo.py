@@ -19,26 +19,34 @@ epoch (48 prompts of 24 images there).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from diffusion.config import DiffusionConfig, TrajectoryParts, image_trainer
 from diffusion.methods.trajectory import TrajectoryRecipe
 from diffusion.models.policy import full_model
 from diffusion.sampling.sampler import SamplerConfig
-from diffusion.sampling.steps import guard_log_ratio
+from diffusion.sampling.steps import StepKernel, guard_log_ratio
 from diffusion.sampling.trajectories import DiffusionPayload
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import rare
+from mmrl.fields import choice, rare
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import merge_lists
 from mmrl.training.recipe import Step
 
 TINY = 1e-12
+STEP_WEIGHTS: dict[str, Callable[[StepKernel, Tensor, Tensor], Tensor]] = {
+    "none": lambda kernel, sigma, sigma_next: torch.ones_like(sigma),
+    "equal": lambda kernel, sigma, sigma_next: kernel.gradient_scale(sigma, sigma_next).reciprocal(),
+    "noise": lambda kernel, sigma, sigma_next: kernel.spread(sigma, sigma_next),
+}
+"""Weights (M,) of steps by their times (M,), up to a factor."""
 
 
 def flow_grpo_objective() -> ObjectiveConfig:
@@ -52,15 +60,15 @@ class FlowGrpoConfig(TrajectoryParts, DiffusionConfig):
 
     objective: ObjectiveConfig = field(default_factory=flow_grpo_objective)
     """Clip 1e-4, exact KL 0.04, advantages clipped at 5; groups of equal reward are dropped."""
-    equal_steps: bool = rare(False)
-    """Weigh each step by 1 / the size of its gradient, which depends on the time, over the rollout's mean of that
-    (Flash-GRPO, arXiv 2605.15980)."""
+    step_weight: str = rare(choice("none", lambda: STEP_WEIGHTS))
+    """Weight of a step, over its mean: none; equal: 1 / the size of its gradient, which depends on the time
+    (Flash-GRPO, arXiv 2605.15980); noise: its standard deviation (TempFlow-GRPO, arXiv 2508.04324)."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
-        if self.equal_steps and self.sampler.kernel == "cps":
-            raise ValueError("equal_steps is true, but sampler.kernel 'cps' has no log-density to scale; use flow_sde")
+        if self.step_weight == "equal" and self.sampler.kernel == "cps":
+            raise ValueError("step_weight is equal, but sampler.kernel 'cps' has no log-density to scale; use flow_sde")
 
 
 class FlowGrpoRecipe(TrajectoryRecipe):
@@ -69,15 +77,16 @@ class FlowGrpoRecipe(TrajectoryRecipe):
     config: FlowGrpoConfig
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Group advantages, with `equal_steps` weighed by the inverse of each step's gradient."""
+        """Group advantages, weighed by `step_weight`."""
         found = super().advantages(rollouts, accelerator, step)
-        if not self.config.equal_steps:
+        if self.config.step_weight == "none":
             return found
         payload, trained = DiffusionPayload.of(rollouts), rollouts.loss_mask
         assert payload.sigma_next is not None
         assert found.advantage is not None
-        scale = self.process.kernel.gradient_scale(payload.sigma.flatten(), payload.sigma_next.flatten())
-        weight = scale.reciprocal().view_as(payload.sigma)
+        of_step = STEP_WEIGHTS[self.config.step_weight]
+        weight = of_step(self.process.kernel, payload.sigma.flatten(), payload.sigma_next.flatten())
+        weight = weight.view_as(payload.sigma)
         sums = zip(*merge_lists([(float((weight * trained).sum()), float(trained.sum()))], accelerator), strict=True)
         total, count = (sum(parts) for parts in sums)
         return found.replace(advantage=found.advantage * weight * (count / max(total, TINY)))

@@ -99,6 +99,11 @@ class StepKernel(ABC):
         mean, std = self.transition(one, none, sigma, sigma_next)
         return (mean - self.transition(none, none, sigma, sigma_next)[0])[:, 0].abs() / std
 
+    def spread(self, sigma: Tensor, sigma_next: Tensor) -> Tensor:
+        """Standard deviation (B,) of steps between times (B,)."""
+        none = torch.zeros(len(sigma), 1, device=sigma.device)
+        return self.transition(none, none, sigma, sigma_next)[1]
+
     def log_prob(self, previous: Tensor, mean: Tensor, std: Tensor) -> Tensor:
         """Return the log-density (B,) float32 of the latents (B, C, H, W) that were drawn, averaged over C, H and W.
 

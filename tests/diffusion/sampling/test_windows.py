@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -107,7 +109,7 @@ def test_other_methods_do_not_score_the_divergence(tmp_path):
 def test_equal_steps_weigh_by_the_inverse_of_the_gradient(tmp_path):
     recipe = windowed(tmp_path, window_schedule="random_per_task", window_high=5)
     plain = collected(recipe)
-    recipe.config.equal_steps = True
+    recipe.config.step_weight = "equal"
     weighed = recipe.advantages(plain, make_accelerator(), Step())
     payload = DiffusionPayload.of(plain)
     scale = recipe.process.kernel.gradient_scale(payload.sigma.flatten(), payload.sigma_next.flatten())
@@ -119,6 +121,26 @@ def test_equal_steps_weigh_by_the_inverse_of_the_gradient(tmp_path):
 
 def test_equal_steps_need_a_density(tmp_path):
     config = run_config("flow_grpo_fast", tmp_path)
-    config.equal_steps = True
-    with pytest.raises(ValueError, match=r"equal_steps is true, but sampler\.kernel 'cps'"):
+    config.step_weight = "equal"
+    with pytest.raises(ValueError, match=r"step_weight is equal, but sampler\.kernel 'cps'"):
         config.validate()
+
+
+def test_noise_weighs_by_the_deviation_of_each_step(tmp_path):
+    recipe = windowed(tmp_path, window_schedule="random_per_task", window_high=5)
+    plain = collected(recipe)
+    recipe.config.step_weight = "noise"
+    weighed = recipe.advantages(plain, make_accelerator(), Step())
+    payload, second = DiffusionPayload.of(plain), recipe.process.kernel.sigma_max
+    start, step = payload.sigma, payload.sigma - payload.sigma_next
+    deviation = (start / (1 - start.where(start < 1, second)) * step).sqrt()  # the noise level is a common factor
+    assert len(deviation.unique()) > 1
+    torch.testing.assert_close(weighed.advantage, plain.advantage * deviation / deviation.mean())
+
+
+def test_images_of_a_branch_part_at_its_step_alone(tmp_path):
+    recipe = windowed(tmp_path, window=1, window_schedule="random_per_task", window_high=5, same_noise=True)
+    payload = DiffusionPayload.of(collected(recipe))
+    before, after = payload.states.unflatten(0, (-1, 4)).unbind(2)
+    assert torch.equal(before, before[:, :1].expand_as(before))
+    assert all(not torch.equal(one, other) for group in after for one, other in pairwise(group))
