@@ -76,6 +76,20 @@ def wilson_interval(successes: float, n: int, confidence: float = 0.95) -> tuple
     return low, high
 
 
+def pass_at(right: Sequence[float]) -> dict[int, float]:
+    """Probability that one of k answers drawn without replacement from these is right, for k = 2, 4, 8, ..., n.
+
+    Args:
+        right: n answers to one question: 1 right, 0 wrong, NaN not scored; the last are left out.
+
+    Source: Chen et al. 2021, Evaluating Large Language Models Trained on Code, arXiv 2107.03374, eq. 1.
+    """
+    scored = [value for value in right if value == value]
+    n, wrong = len(scored), sum(value != 1.0 for value in scored)
+    sizes = [2**power for power in range(1, max(len(right), 1).bit_length()) if 2**power <= len(right)]
+    return {k: 1.0 - math.comb(wrong, k) / math.comb(n, k) if k <= n else math.nan for k in sizes}
+
+
 def difference_interval(a: tuple[float, float, float], b: tuple[float, float, float]) -> tuple[float, float, float]:
     """Difference `a - b` of two independent estimates (value, low, high), with its interval.
 

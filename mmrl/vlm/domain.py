@@ -20,6 +20,7 @@ from mmrl.errors import UserError
 from mmrl.rewards import RewardResult, RewardSum, TrainerState
 from mmrl.runs.records import Outcome, SampleRecord
 from mmrl.runs.run_log import LONGER, metric_label
+from mmrl.runs.statistics import pass_at
 from mmrl.training.evaluation import (
     NOT_PARTS,
     Measure,
@@ -257,8 +258,9 @@ class AnswerMeasure(Measure[VlmTask]):
 
     The draws follow from (seed, split) alone, so evaluations of different steps and arms are paired. The metrics are
     accuracy/greedy with its Wilson interval, accuracy/sampled with a bootstrap interval over questions, both also for
-    each value of the data columns in `evaluation.by`, the means of the other reward terms as terms/<term>/<protocol>,
-    the mean response lengths of all, right and wrong answers, and the counts skipped and unscored.
+    each value of the data columns in `evaluation.by`, accuracy/pass_at_<k> for k = 2, 4, ... up to
+    `evaluation.samples`, the means of the other reward terms as terms/<term>/<protocol>, the mean response lengths of
+    all, right and wrong answers, and the counts skipped and unscored.
     """
 
     domain: VlmDomain
@@ -436,7 +438,9 @@ class AnswerMeasure(Measure[VlmTask]):
             for name, values in terms.items()
             if name != self.domain.accuracy_term
         }
-        return {f"accuracy/{mode}": right, **others}
+        chances = pass_at(right) if mode == "sampled" else {}
+        passes = {f"accuracy/pass_at_{k}": [chance] for k, chance in chances.items()}
+        return {f"accuracy/{mode}": right, **passes, **others}
 
     def _first_answer(self, drawn: Samples, reward: float, terms: Any, index: int) -> Row:
         return {
