@@ -19,6 +19,9 @@ SHARES = ("accuracy/", "success/")
 HEADLINES = (*SHARES, "score/")
 """Evaluation metrics of a policy's quality; by default the first of them decides which checkpoint is best."""
 
+PASS_AT = (2, 4, 8, 16, 32, 64)
+"""Numbers of answers that pass@k is reported for."""
+
 _RESAMPLED_CELLS = 4_000_000  # indices held at once by the bootstrap, 32 MB
 
 
@@ -77,7 +80,7 @@ def wilson_interval(successes: float, n: int, confidence: float = 0.95) -> tuple
 
 
 def pass_at(right: Sequence[float]) -> dict[int, float]:
-    """Probability that one of k answers drawn without replacement from these is right, for k = 2, 4, 8, ..., n.
+    """Probability that one of k answers drawn without replacement from these is right, for k = 2, 4, ..., 64, up to n.
 
     Args:
         right: n answers to one question: 1 right, 0 wrong, NaN not scored; the last are left out.
@@ -86,7 +89,7 @@ def pass_at(right: Sequence[float]) -> dict[int, float]:
     """
     scored = [value for value in right if value == value]
     n, wrong = len(scored), sum(value != 1.0 for value in scored)
-    sizes = [2**power for power in range(1, max(len(right), 1).bit_length()) if 2**power <= len(right)]
+    sizes = [k for k in PASS_AT if k <= len(right)]
     return {k: 1.0 - math.comb(wrong, k) / math.comb(n, k) if k <= n else math.nan for k in sizes}
 
 

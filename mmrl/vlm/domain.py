@@ -258,7 +258,7 @@ class AnswerMeasure(Measure[VlmTask]):
 
     The draws follow from (seed, split) alone, so evaluations of different steps and arms are paired. The metrics are
     accuracy/greedy with its Wilson interval, accuracy/sampled with a bootstrap interval over questions, both also for
-    each value of the data columns in `evaluation.by`, accuracy/pass_at_<k> for k = 2, 4, ... up to
+    each value of the data columns in `evaluation.by`, accuracy/pass_at_<k> for k = 2, 4, ..., 64 up to
     `evaluation.samples`, the means of the other reward terms as terms/<term>/<protocol>, the mean response lengths of
     all, right and wrong answers, and the counts skipped and unscored.
     """

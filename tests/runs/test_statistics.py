@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import numpy as np
@@ -9,6 +10,7 @@ from mmrl.runs.statistics import (
     first_reach,
     mean_interval,
     paired_difference,
+    pass_at,
     ratio_bounds,
     ratio_interval,
     t_quantile,
@@ -72,6 +74,19 @@ def test_difference_of_proportions_equals_published_values(first, second, expect
 )
 def test_t_quantile_equals_scipy(confidence, dof, expected):
     assert t_quantile(confidence, dof) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("right", [[1, 0, 0, 1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 0, 1], [1]])
+def test_pass_at_counts_all_subsets(right):
+    found = pass_at([float(value) for value in right])
+    assert list(found) == [k for k in (2, 4, 8) if k <= len(right)]
+    for k, chance in found.items():
+        subsets = list(itertools.combinations(right, k))
+        assert chance == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_pass_at_leaves_out_answers_without_a_score():
+    assert pass_at([1.0, math.nan, 0.0, math.nan]) == pytest.approx({2: 1.0, 4: math.nan}, nan_ok=True)
 
 
 def test_mean_interval_by_hand():

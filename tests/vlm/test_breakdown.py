@@ -47,6 +47,7 @@ def test_accuracy_is_broken_down_and_each_question_is_kept(tmp_path, tiny_folder
     config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
     with_columns(tmp_path, hint=["none", "wrong", "none", "wrong", "none", "wrong"])
     config.output_dir = str(tmp_path / "run")
+    config.evaluation.samples = 4
     train(RECIPES["vlm"], config)
     (first, _) = [json.loads(line) for line in (tmp_path / "run" / "evaluations.jsonl").open()]
     outcomes = read_outcomes(tmp_path / "run", 0, "heldout")
@@ -60,6 +61,9 @@ def test_accuracy_is_broken_down_and_each_question_is_kept(tmp_path, tiny_folder
     form = [outcome.scores["terms/format/greedy"] for outcome in outcomes.values()]
     assert first["terms/format/greedy"] == sum(form) / 6
     assert set(read_outcomes(tmp_path / "run", 2, "heldout")) == set(outcomes)
+    any_right = [outcome.scores["accuracy/sampled"] > 0 for outcome in outcomes.values()]
+    assert first["accuracy/pass_at_4"] == sum(any_right) / 6
+    assert first["accuracy/sampled"] <= first["accuracy/pass_at_2"] <= first["accuracy/pass_at_4"]
 
 
 def test_a_column_that_the_data_lacks_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch):
