@@ -107,8 +107,8 @@ METRICS: dict[str, str] = {
     "lost": "Trials of the evaluation left out, because every rollout worker that had them was lost.",
     "unscored": "Answers of the evaluation that a reward function failed on.",
     "accuracy/<greedy|sampled>": "Share of correct answers: greedy, or sampled at the evaluation's temperature.",
-    "accuracy/<pass_at_2|pass_at_4|pass_at_8|pass_at_16|pass_at_32|pass_at_64>": "Probability that one of k samples of a "
-    "question is right.",
+    "accuracy/<pass_at_2|pass_at_4|pass_at_8|pass_at_16|pass_at_32|pass_at_64>": "Probability that one of k samples "
+    "of a question is right.",
     "terms/<term>/<greedy|sampled>": "Mean of another reward term over an evaluation's answers, before its weight.",
     "success/<greedy|sampled>": "Share of episodes that did the task, greedy or sampled from the policy.",
     "success/<greedy|sampled>/<task>": "Share of episodes of one task that did it.",
