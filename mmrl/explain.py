@@ -80,10 +80,11 @@ def places(row: Row) -> list[Place]:
         apart = isinstance(row.score, DecisionScore)
         lacks = "it compares noisy versions of images one by one; set score: {kind: sum}" if apart else ""
         no_pairs = "no recipe of the room learns from pairs"
+        more = sorted(row.needs & SCORES.keys() - {"logp_ref"})
         return [
             Place("language", "" if apart else "preference", lacks),
             Place("agents", "", no_pairs),
-            Place("images", "diffusion_dpo", ""),
+            Place("images", "", f"it needs {SCORES[more[0]]}") if more else Place("images", "diffusion_dpo", ""),
             Place("robots", "", no_pairs),
         ]
     return [_place(row, room) for room in ROOMS]

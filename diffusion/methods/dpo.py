@@ -45,7 +45,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.runs.records import SampleRecord
-from mmrl.training.objectives import PreferenceConfig, check_pair_batches, make_preference, pair_marks
+from mmrl.training.objectives import PreferenceConfig, check_pair_batches, check_preference, make_preference, pair_marks
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import NoUsableTasksError, Reference, Step
 from mmrl.training.settings import BaseTrainerConfig, ReferenceConfig
@@ -86,7 +86,7 @@ class DiffusionDpoConfig(GivenImagesConfig):
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
-        make_preference(self.objective)
+        check_preference(make_preference(self.objective))
         check_matching(self, self.evaluation.sampler)
         check_pair_batches(self.trainer.micro_batch)
         if self.timesteps.share_times == "image" or not self.timesteps.share_noise:

@@ -148,6 +148,13 @@ def make_preference(config: PreferenceConfig) -> PreferenceObjective:
     return objective
 
 
+def check_preference(objective: PreferenceObjective, scores: Collection[str] = ()) -> None:
+    """Refuse a loss that reads more of a pair than log-probabilities, if the recipe does not provide it."""
+    missing = sorted((objective.needs & SCORES.keys()) - {"logp_ref", *scores})
+    if missing:
+        raise ValueError(f"objective.loss is '{objective.loss.kind}', which needs {SCORES[missing[0]]}; use another")
+
+
 def check_pair_batches(micro_batch: int) -> None:
     """Refuse micro-batches that no pair fits into; raises ValueError."""
     if micro_batch == 1:
@@ -191,6 +198,7 @@ SCORES = {
     "tokens": "the tokens that are the decisions, which this recipe's policies do not have",
     "durations": "the time that each action took, which this recipe does not measure",
     "budgets": "a budget of tokens for each response, which this recipe does not set",
+    "kl_baseline": "log-probabilities of answers to other questions, which this recipe does not score",
     "sources": "the origin of each response (own, with a hint, a teacher's, replayed), which this recipe does not mix",
 }
 """Outputs and data that a block may need, as error messages name them."""

@@ -106,6 +106,7 @@ METRICS = {
     "logps/chosen": "Mean log-probability of the preferred answers in nats, summed or averaged as the loss reads it.",
     "logps/rejected": "Mean log-probability of the rejected answers in nats.",
     "logps/accuracies": "Share of pairs whose preferred answer is the likelier one.",
+    "kto/baseline": "Mean log-ratio to the reference of other questions' answers, in nats; KTO's baseline if positive.",
     "accuracy/likelier": "Share of held-out pairs whose preferred answer is the likelier one.",
     "accuracy/rewards": "Share of held-out pairs whose preferred answer has the higher implicit reward.",
     "pairs/skipped": "Held-out pairs that could not be used: equal sides, unreadable image, side too long.",

@@ -12,7 +12,7 @@ from mmrl.core.blocks.preference import DecisionScore
 from mmrl.training.objectives import PreferenceConfig
 from tests.contracts.domains import domain_of, run, weights
 
-OFTEN = ("dpo", "ipo", "rpo", "refuel", "diffusion_dpo", "orpo")
+OFTEN = ("dpo", "ipo", "rpo", "refuel", "diffusion_dpo", "orpo", "kto")
 """One row of each shape: with and without reference, likelihood, scores and decisions as pairs; the rest is slow."""
 CASES = [
     pytest.param(recipe, row, marks=[] if row in OFTEN else pytest.mark.slow)
@@ -30,6 +30,10 @@ def test_a_row_trains_or_is_refused(recipe, row, tmp_path):
     config.objective = PreferenceConfig(preset=row)
     if recipe == "preference" and isinstance(PREFERENCES[row].score, DecisionScore):
         with pytest.raises(ValueError, match="noisy versions of images"):
+            config.validate()
+        return
+    if recipe == "diffusion_dpo" and "kl_baseline" in PREFERENCES[row].needs:
+        with pytest.raises(ValueError, match="answers to other questions"):
             config.validate()
         return
     config.validate()

@@ -11,6 +11,7 @@ from mmrl.core import PREFERENCES, Denominators, PolicyOutputs, PreferenceObject
 from mmrl.core.block import changed
 from mmrl.core.blocks import PREFERENCE_BLOCKS
 from mmrl.core.blocks.preference import (
+    BASELINE,
     CHOSEN,
     SCORE,
     ChosenLikelihood,
@@ -37,6 +38,7 @@ def pairs(seed: int = 0, groups: int = 4, width: int = 5) -> tuple[Rollouts, tor
 
     chosen = torch.tensor([1.0, 0.0, 0.0, 1.0]).repeat(groups // 2)
     extras = {CHOSEN: chosen, SCORE: torch.rand(rows, generator=g, dtype=torch.float64)}
+    extras[BASELINE] = torch.full((rows,), 0.1, dtype=torch.float64)
     group = torch.arange(groups).repeat_interleave(2)
     rollouts = Rollouts(group, mask, torch.zeros_like(mask), torch.zeros(rows), logp_ref=noise(), extras=extras)
     return rollouts, noise()
@@ -245,6 +247,8 @@ def test_what_is_missing_is_named():
         value(refuel, rollouts.replace(extras={CHOSEN: rollouts.extras[CHOSEN]}), logp)
     with pytest.raises(ValueError, match=r"extras\['chosen'\].*is missing"):
         value(dpo, rollouts.replace(extras={}), logp)
+    with pytest.raises(ValueError, match=r"extras\['kl_baseline'\] is missing"):
+        value(get_preference("kto"), rollouts.replace(extras={CHOSEN: rollouts.extras[CHOSEN]}), logp)
     with pytest.raises(ValueError, match="Micro-batches of at least 2 rows"):
         value(dpo, rollouts.select(torch.tensor([0])), logp[:1])
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mmrl.core import PolicyOutputs, PreferenceObjective, Rollouts, get_preference
-from mmrl.core.blocks.preference import CHOSEN, SCORE, MeanScore
+from mmrl.core.blocks.preference import BASELINE, CHOSEN, SCORE, MeanScore
 from mmrl.core.loss import LossOutput
 from tests.golden.numbers import assert_agrees, inputs_of, load
 
@@ -18,6 +18,25 @@ FROM_TRL = ("exo", "nca", "bco", "anchored_zero", "anchored_down", "discopop", "
 WITHOUT_REFERENCE = ("simpo", "cpo", "orpo")
 CASES = [(paper, peer) for paper in FILES + FROM_TRL + WITHOUT_REFERENCE for peer in load(paper).peers]
 """Files with each of their peers."""
+
+
+@pytest.mark.parametrize("peer", load("kto").peers, ids=["pairs", "single"])
+def test_kto_is_that_of_trl_with_and_without_pairs(peer):
+    b, marks = inputs_of("kto"), torch.tensor(peer["labels"]).double()
+    paired = peer["labels"] == [True] * 4 + [False] * 4
+    group = torch.arange(4).repeat(2) if paired else torch.arange(8)
+    extras = {CHOSEN: marks, BASELINE: torch.full((8,), peer["baseline"], dtype=torch.float64)}
+    rollouts = Rollouts(group, b.mask, torch.zeros_like(b.mask), torch.zeros(8), logp_ref=b.logp_ref, extras=extras)
+    logp, objective = b.logp.requires_grad_(), configured("kto", peer["options"])
+    counts = objective.denominators(rollouts)
+    output = objective.step_loss(PolicyOutputs(logp), rollouts, counts)
+    assert_agrees(output.loss, peer, "loss")
+    assert_agrees(torch.autograd.grad(output.loss, logp)[0], peer, "gradient")
+    for name, value in peer["metrics"].items():
+        assert output.metrics[name].value == pytest.approx(value, rel=1e-12), name
+    rows = [torch.nonzero((group >= n) & (group < n + 2)).flatten() for n in range(0, rollouts.num_groups, 2)]
+    losses = [objective.step_loss(PolicyOutputs(logp[own]), rollouts.select(own), counts).loss for own in rows]
+    assert float(sum(losses).detach()) == pytest.approx(peer["loss"], rel=1e-12)
 
 
 def rollouts_of(b, pairs: int) -> Rollouts:

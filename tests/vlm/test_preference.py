@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from mmrl.training.recipe import Step, make_reference, shared_prefix
 from mmrl.training.run import evaluate, train
 from mmrl.training.update import count_denominators, needs_reference, update_constants
 from mmrl.vlm.engine.policy import load_policy
-from mmrl.vlm.methods.preference import PreferenceRecipe
+from mmrl.vlm.methods.preference import PreferenceRecipe, mismatched
 from mmrl.vlm.model.config import ModelConfig
 from tests.rounding import assert_equal_up_to_rounding, assert_same_gradient
 from tests.vlm.pairs import pair_config, write_pairs
@@ -395,4 +396,35 @@ def test_contradictions_are_refused_before_a_model_is_loaded(tmp_path, changes, 
             part = getattr(part, parent)
         setattr(part, name, value)
     with pytest.raises(ValueError, match=message):
+        config.validate()
+
+
+def test_the_baseline_of_kto_is_that_of_each_answer_behind_the_next_question(tmp_path, tiny_folders):
+    config = pair_config(tmp_path, tiny_folders[MODEL])
+    config.objective.preset = "kto"
+    recipe = built(config)
+    rollouts = step_pairs(recipe)
+    ratios = []
+    for number, task in enumerate(recipe.train_tasks):
+        other = recipe.train_tasks[number - 1]
+        crossed = replace(task, columns=task.columns | {key: other.columns[key] for key in ("chosen", "rejected")})
+        rows = recipe.pairs_of(recipe.policy, [crossed])
+        reference = recipe.reference.score(lambda module, rows=rows: recipe.logp(module, rows))
+        ratios += (recipe.logp(recipe.policy, rows) - reference).sum(1).tolist()
+    assert max(map(abs, ratios)) > 1e-3
+    found = rollouts.extras["kl_baseline"]
+    assert found.tolist() == pytest.approx([sum(ratios) / len(ratios)] * 12, rel=1e-4)
+    assert len(mismatched(rollouts, recipe.policy.positions).group) == 12
+    shortest = min(len(prompt) for prompt in rollouts.payload.prompts)
+    assert mismatched(rollouts, shortest) is None, "answers that do not fit are left out"
+    assert mismatched(rollouts.select_groups(torch.tensor([0])), 1000) is None
+
+
+def test_what_kto_cannot_do_without_is_refused(tmp_path, tiny_folders):
+    config = pair_config(tmp_path, tiny_folders[MODEL])
+    config.objective.preset, config.precompute_reference = "kto", True
+    with pytest.raises(ValueError, match=r"precompute_reference is true.*'kto'"):
+        config.validate()
+    config.precompute_reference, config.trainer.tasks_per_step = False, 1
+    with pytest.raises(ValueError, match=r"tasks_per_step is 1.*'kto'.*at least 2"):
         config.validate()

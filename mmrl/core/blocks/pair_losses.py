@@ -69,6 +69,32 @@ class BcoPair(BetaPair):
 
 
 @dataclass(frozen=True)
+class KtoPair(BetaPair):
+    """Value of each side's implicit reward, which saturates on both sides of a baseline (KTO, arXiv 2402.01306, eq. 8).
+
+    The sides need not be answers to the same question.
+    """
+
+    kind = "kto"
+    needs: ClassVar[frozenset[str]] = frozenset({"logp_ref", "kl_baseline"})
+    paired: ClassVar[bool] = False
+    desirable: float = rare(bounded(1.0, at_least=0, finite=True))
+    """Weight of preferred answers (the paper's lambda_D)."""
+    undesirable: float = rare(bounded(1.0, at_least=0, finite=True))
+    """Weight of rejected answers (lambda_U)."""
+
+    def __call__(self, pairs: Pairs) -> Tensor:
+        zero = 0.0 if pairs.baseline is None else pairs.baseline.detach().clamp(min=0)
+        good = self.desirable * torch.sigmoid(self.beta * (zero - pairs.log_ratio_w))
+        return torch.cat([good, self.undesirable * torch.sigmoid(self.beta * (pairs.log_ratio_l - zero))])
+
+    def formula(self) -> str:
+        good = f"{self.desirable:g} sigmoid({self.beta:g} (z - r)) of preferred answers"
+        bad = f"{self.undesirable:g} sigmoid({self.beta:g} (r - z)) of rejected ones"
+        return f"{good}, {bad}, r = logp - logp_ref, z = max(mean r of answers to other questions, 0)"
+
+
+@dataclass(frozen=True)
 class AnchoredZeroPair(BetaPair):
     """Raise w and lower l, each until it is far from the reference (APO-zero, arXiv 2408.06266, eq. 7).
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mmrl.core.block import Block
-from mmrl.core.loss import masked_mean, masked_sum
+from mmrl.core.loss import masked_mean, masked_sum, required
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
 
@@ -21,6 +21,8 @@ CHOSEN = "chosen"
 """Key of `Rollouts.extras` (B,): 1 on the preferred row of a group, 0 on the rejected one."""
 SCORE = "pair_score"
 """Key of `Rollouts.extras` (B,): the score that a judge or reward model gave the row, where a loss reads it."""
+BASELINE = "kl_baseline"
+"""Key of `Rollouts.extras` (B,): mean log-ratio of answers to questions that are not theirs, the same in every row."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Pairs:
     """(M,) score of the side in the data; None where the data has none."""
     score_l: Tensor | None = None
     """(M,)."""
+    baseline: Tensor | None = None
+    """(), mean log-ratio of mismatched answers; None for losses without one."""
 
     @property
     def log_ratio_w(self) -> Tensor:
@@ -85,6 +89,14 @@ def pair_rows(rollouts: Rollouts) -> tuple[Tensor, Tensor]:
     return sides[0], sides[1]
 
 
+def side_rows(rollouts: Rollouts) -> tuple[Tensor, Tensor]:
+    """Rows of the preferred and of the rejected answers, for losses that do not compare the two: any number of each."""
+    if rollouts.num_rows == 2 * rollouts.num_groups:
+        return pair_rows(rollouts)
+    mark = required(rollouts.extras.get(CHOSEN), f"rollouts.extras['{CHOSEN}']", "1 preferred, 0 rejected")
+    return torch.nonzero(mark > 0.5).flatten(), torch.nonzero(mark <= 0.5).flatten()
+
+
 MARGIN = "h"
 
 
@@ -93,9 +105,11 @@ class PairLoss(Block):
     """Loss of a pair."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref"})
+    paired: ClassVar[bool] = True
+    """Whether the two sides are compared; else each has a loss of its own."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
-        """Loss (M,) of each pair.
+        """Loss (M,) of each pair; of each side, the preferred ones first, where they are not compared.
 
         Gradient: through `logp_w` and `logp_l`.
         """

@@ -7,6 +7,7 @@ from mmrl.core.blocks.pair_losses import (
     ClippedRatioPair,
     DiscopopPair,
     ExoPair,
+    KtoPair,
     NcaPair,
     OddsRatioPair,
     ReferenceFreePair,
@@ -93,6 +94,14 @@ ROWS = (
         citation="Jung et al., BCO, arXiv 2404.04656; beta 0.1 as in TRL",
         verified="trl 1.16.0",
         differs="without the running mean that shifts rewards in the paper, as in TRL's bco_pair; pairs only",
+    ),
+    PreferenceObjective(
+        "kto",
+        KtoPair(beta=0.1),
+        SumScore(),
+        citation="Ethayarajh et al., KTO, arXiv 2402.01306, eq. 8; beta 0.1 and weights 1 as in TRL",
+        verified="trl 1.16.0",
+        differs="the baseline is that of the step, not of a micro-batch",
     ),
     PreferenceObjective(
         "anchored_zero",

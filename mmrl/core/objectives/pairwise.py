@@ -13,6 +13,7 @@ from torch import Tensor
 from mmrl.core.block import Block, changed, weighted
 from mmrl.core.blocks import PREFERENCE_BLOCKS
 from mmrl.core.blocks.preference import (
+    BASELINE,
     SCORE,
     ChosenLikelihood,
     NoPairLoss,
@@ -22,6 +23,7 @@ from mmrl.core.blocks.preference import (
     SigmoidPair,
     SumScore,
     pair_rows,
+    side_rows,
 )
 from mmrl.core.loss import Denominators, LossOutput, Metric, PolicyOutputs, count, masked_mean, masked_sum, required
 from mmrl.core.rollouts import Rollouts
@@ -65,7 +67,7 @@ class PreferenceObjective:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Inputs required besides log-probabilities: "logp_ref", "pair_scores"."""
+        """Inputs required besides log-probabilities: "logp_ref", "pair_scores", "kl_baseline"."""
         return frozenset().union(*(block.needs for block in self.blocks.values()))
 
     @property
@@ -139,11 +141,11 @@ class PreferenceObjective:
 
     def denominators(self, rollouts: Rollouts) -> Denominators:
         """Count what the loss of an optimiser step is divided by; see `Objective.denominators`."""
-        chosen, rejected = pair_rows(rollouts)
+        chosen, rejected = self._sides(rollouts)
         mask = rollouts.loss_mask
-        valid = self.score(mask, mask)[1]
+        kept = self._kept(self.score(mask, mask)[1], chosen, rejected)
         others = {
-            PAIRS: float((valid[chosen] & valid[rejected]).sum()),
+            PAIRS: float(kept[0].sum() if self.loss.paired else kept[0].sum() + kept[1].sum()),
             ANSWERS: float((mask[chosen] > 0).any(1).sum()),
             DECISIONS: float(mask[chosen].sum()),
         }
@@ -166,6 +168,8 @@ class PreferenceObjective:
 
         Gradient: through `outputs` only.
         """
+        if "kl_baseline" in self.needs:
+            required(rollouts.extras.get(BASELINE), f"rollouts.extras['{BASELINE}']", "answers to other questions")
         outputs = outputs.masked(rollouts.loss_mask)
         pairs = self.pairs(outputs.logp, rollouts)
         term = self.loss(pairs).sum() / max(denominators.others[PAIRS], 1.0)
@@ -185,18 +189,18 @@ class PreferenceObjective:
             rollouts: Groups of two rows.
 
         Returns:
-            M pairs, M = N, or up to N * T with a score a decision.
+            M pairs, M = N, or up to N * T with a score a decision. Sides that are not compared may differ in number.
 
         Raises:
             ValueError: The reference or the scores of the data are missing.
         """
-        chosen, rejected = pair_rows(rollouts)
+        chosen, rejected = self._sides(rollouts)
         mask = rollouts.loss_mask
         scores, valid = self.score(logp, mask)
-        kept = valid[chosen] & valid[rejected]
+        kept_w, kept_l = self._kept(valid, chosen, rejected)
 
         def sides(table: Tensor) -> tuple[Tensor, Tensor]:
-            return table[chosen][kept], table[rejected][kept]
+            return table[chosen][kept_w], table[rejected][kept_l]
 
         found = dict(zip(("logp_w", "logp_l"), sides(scores), strict=True))
         if self.needs_reference:
@@ -205,33 +209,44 @@ class PreferenceObjective:
         if self.needs_scores:
             given = required(rollouts.extras.get(SCORE), f"rollouts.extras['{SCORE}']", "the data scores both answers")
             found |= dict(zip(("score_w", "score_l"), sides(given[:, None].expand_as(scores)), strict=True))
+        if BASELINE in rollouts.extras:
+            found["baseline"] = rollouts.extras[BASELINE][0]
         return Pairs(**found)
 
     def pair_numbers(self, pairs: Pairs) -> dict[str, Tensor]:
         """Numbers about each pair (M,), named as in TRL: implicit rewards (beta times log-ratios), log-probabilities.
 
-        Without a reference an answer has no implicit reward, and `rewards/` is left out.
+        Without a reference an answer has no implicit reward, and `rewards/` is left out; so are comparisons of the
+        sides where these differ in number.
         """
         logp_w, logp_l, scale = pairs.logp_w.detach(), pairs.logp_l.detach(), self.loss.reward_scale
-        found = {"logps/chosen": logp_w, "logps/rejected": logp_l, "logps/accuracies": (logp_w > logp_l).to(logp_w)}
+        found = {"logps/chosen": logp_w, "logps/rejected": logp_l}
+        compared = len(logp_w) == len(logp_l)
+        if compared:
+            found["logps/accuracies"] = (logp_w > logp_l).to(logp_w)
         if not self.needs_reference:
             return found
         chosen, rejected = scale * pairs.log_ratio_w.detach(), scale * pairs.log_ratio_l.detach()
-        return found | {
-            "rewards/chosen": chosen,
-            "rewards/rejected": rejected,
-            "rewards/accuracies": (chosen > rejected).to(chosen),
-            "rewards/margins": chosen - rejected,
-        }
+        found |= {"rewards/chosen": chosen, "rewards/rejected": rejected}
+        if compared:
+            found |= {"rewards/accuracies": (chosen > rejected).to(chosen), "rewards/margins": chosen - rejected}
+        return found
 
     def pair_metrics(self, pairs: Pairs) -> dict[str, Metric]:
         """Means of `pair_numbers` as metrics."""
-        count = float(len(pairs.logp_w))
-        return {name: Metric(values.sum(), count) for name, values in self.pair_numbers(pairs).items()}
+        return {name: Metric(values.sum(), float(len(values))) for name, values in self.pair_numbers(pairs).items()}
+
+    def _sides(self, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
+        return pair_rows(rollouts) if self.loss.paired else side_rows(rollouts)
+
+    def _kept(self, valid: Tensor, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of the preferred and of the rejected sides are learnt from: those with a score, and pairs whole."""
+        both = valid[chosen], valid[rejected]
+        return (both[0] & both[1],) * 2 if self.loss.paired else both
 
     def _nll(self, logp: Tensor, rollouts: Rollouts, denominators: Denominators) -> Tensor:
         assert self.likelihood is not None
-        chosen, _ = pair_rows(rollouts)
+        chosen, _ = self._sides(rollouts)
         logp, mask = logp[chosen], rollouts.loss_mask[chosen]
         if self.likelihood.average == "answers":
             mean = masked_mean(logp, mask).sum() / max(denominators.others[ANSWERS], 1.0)

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from mmrl.core.blocks.preference import SCORE, DecisionScore
+from mmrl.core.blocks.preference import BASELINE, SCORE, DecisionScore
 from mmrl.core.loss import Denominators
 from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
 from mmrl.core.objectives.pairwise import PreferenceObjective
@@ -32,7 +33,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.runs.records import SampleRecord
 from mmrl.training.evaluation import Measure
-from mmrl.training.objectives import PreferenceConfig, check_pair_batches, make_preference, pair_marks
+from mmrl.training.objectives import PreferenceConfig, check_pair_batches, check_preference, make_preference, pair_marks
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import LossTerm, NoUsableTasksError, Passes, Step, start_kind
 from mmrl.training.settings import ReferenceConfig
@@ -157,6 +158,7 @@ class PreferenceRunConfig(GivenAnswersConfig):
         super().validate()
         objective = make_preference(self.objective)
         check_pair_batches(self.trainer.micro_batch)
+        check_preference(objective, ("kl_baseline",))
         if isinstance(objective.score, DecisionScore):
             raise ValueError(
                 "objective.score is 'decision', which compares two answers token by token; it is for noisy versions of "
@@ -166,6 +168,17 @@ class PreferenceRunConfig(GivenAnswersConfig):
             raise ValueError(f"chosen_key and rejected_key are both '{self.chosen_key}'; name two columns")
         if self.precompute_reference and not objective.needs_reference:
             raise ValueError("precompute_reference is true, but the objective has no reference; leave it out")
+        if "kl_baseline" in objective.needs:
+            if self.precompute_reference:
+                raise ValueError(
+                    f"precompute_reference is true, but the loss '{objective.loss.kind}' compares answers to other "
+                    "questions of the step with the reference too; leave it out"
+                )
+            if self.trainer.tasks_per_step < 2:
+                raise ValueError(
+                    f"trainer.tasks_per_step is 1, but the loss '{objective.loss.kind}' reads answers to other "
+                    "questions of the step; use at least 2"
+                )
         if self.precompute_reference and self.reference.kind not in ("auto", "frozen", "adapter"):
             raise ValueError(
                 f"precompute_reference is true, but reference.kind is '{self.reference.kind}'; only the model at the "
@@ -194,6 +207,8 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
         self.start_scores = self.parts["start_scores"] = StartScores()
         if config.precompute_reference:
             self.terms = [*self.terms, StartReference(self.start_scores)]
+        if "kl_baseline" in self.objective.needs:
+            self.terms = [*self.terms, MismatchedAnswers(self)]
         for split, tasks in self.eval_tasks.items():
             if not config.scoring.rewards and not has_sides(tasks, self.columns):
                 raise UserError(
@@ -333,6 +348,49 @@ class StartReference(LossTerm):
     def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
         """Look them up."""
         return rollouts.replace(logp_ref=self.start_scores.of(TRAINING, rollouts))
+
+
+class MismatchedAnswers(LossTerm):
+    """The baseline of KTO: mean log-ratio of answers to the questions that follow theirs in the step.
+
+    The answers are those of the step, as in the paper; it is computed once, before the update.
+    """
+
+    name = "mismatched_answers"
+    gradient = "never"
+
+    def __init__(self, recipe: PreferenceRecipe) -> None:
+        self.recipe = recipe
+
+    def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Add the baseline, the same in all rows of all processes."""
+        ratios: list[float] = []
+        others = mismatched(rollouts, self.recipe.policy.positions)
+        if others is not None:
+            policy = passes.scores(others, frozenset({"logp"})).logp
+            reference = self.recipe.reference
+            assert reference is not None
+            scored = reference.score(lambda module: passes.run(module, others, frozenset({"logp"}), None)).logp
+            ratios = ((policy - scored).double() * others.mask).sum(1).tolist()
+        everywhere = gather_object(ratios)
+        baseline = sum(everywhere) / max(len(everywhere), 1)
+        self.recipe.noted["kto/baseline"] = baseline
+        row = torch.full_like(rollouts.reward, baseline)
+        return rollouts.replace(extras=rollouts.extras | {BASELINE: row})
+
+
+def mismatched(rollouts: Rollouts, positions: int) -> Rollouts | None:
+    """Pairs with the answers of the pair before them, the first with those of the last; None where no row fits."""
+    payload = VlmPayload.of(rollouts)
+    if len(payload.prompts) < 2:
+        return None
+    ids, mask = payload.response_ids.roll(2, 0), rollouts.mask.roll(2, 0)
+    texts = payload.texts[-2:] + payload.texts[:-2]
+    given = replace(payload, response_ids=ids, texts=texts)
+    prompt = torch.tensor([len(prompt) for prompt in payload.prompts])[rollouts.group.cpu()]
+    fits = torch.nonzero(prompt + mask.sum(1).cpu() <= positions).flatten()
+    found = Rollouts(rollouts.group, mask, torch.zeros_like(mask), rollouts.reward, payload=given)
+    return found.select(fits.to(mask.device)) if len(fits) else None
 
 
 def split_table(split: str) -> str:

@@ -97,6 +97,39 @@ def trl_without_reference(inputs: dict[str, Any], trainer_class: type, **setting
     return found | {"loss": loss.detach(), "gradient": gradient(loss, logp)}
 
 
+def trl_unpaired(inputs: dict[str, Any], labels: list[bool], beta: float, desirable: float, undesirable: float) -> Any:
+    """The loss of `KTOTrainer._compute_loss`; mismatched answers have `logp_other`, `ref_other`."""
+    ensure_torchvision()
+    from trl import KTOTrainer
+
+    b = tensors(inputs)
+    logp = b.logp.requires_grad_()
+    trainer = KTOTrainer.__new__(KTOTrainer)
+    trainer.beta, trainer.loss_type, trainer.calculate_KL, trainer.precompute_ref_logps = beta, "kto", True, True
+    trainer.desirable_weight, trainer.undesirable_weight = desirable, undesirable
+    trainer.model, trainer.aux_loss_enabled = SimpleNamespace(training=False), False
+    trainer.accelerator = SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x)
+    trainer._metrics, trainer._total_train_tokens = {"eval": defaultdict(list)}, 0
+    trainer._compute_kl_logps = lambda *_: b.logp_other
+    zeros = torch.zeros_like(logp)
+    outputs = SimpleNamespace(log_probs=logp * b.mask, entropy=zeros, mean_logits=zeros)
+    completion = torch.cat([torch.zeros(len(b.mask), 1, dtype=b.mask.dtype), b.mask], 1)
+    given = {
+        "input_ids": completion.long(),
+        "attention_mask": torch.ones_like(completion),
+        "completion_mask": completion,
+        "label": torch.tensor(labels),
+        "ref_logps": (b.logp_ref * b.mask).sum(1),
+        "ref_KL_logps": b.ref_other,
+    }
+    loss = trainer._compute_loss(lambda **_: outputs, given, False)
+    names = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")
+    metrics = {name: trainer._metrics["eval"][name][0] for name in names}
+    answer = {"program": package("trl"), "calls": ["trl.KTOTrainer._compute_loss"], "relative": 1e-12}
+    answer |= {"labels": labels, "baseline": (b.logp_other - b.ref_other).mean(), "metrics": metrics}
+    return answer | {"loss": loss.detach(), "gradient": gradient(loss, logp)}
+
+
 def single_pairs(inputs: dict[str, Any]) -> list[dict[str, Any]]:
     """The same inputs, a pair at a time."""
     return [{key: [value[n], value[n + PAIRS]] for key, value in inputs.items()} for n in range(PAIRS)]
