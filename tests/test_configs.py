@@ -15,9 +15,10 @@ import pytest
 from mmrl.compare.experiment import load_experiment
 from mmrl.compare.plans import plan_arm_run, plan_preparations
 from mmrl.config import load_run
+from mmrl.entries import load_target
 from mmrl.rewards.loading import load_function
 from mmrl.training.run import train
-from mmrl.vlm.toy.countdown import build_helped, build_model, build_pairs
+from mmrl.vlm.toy.countdown import build_model, build_problems
 from mmrl.vlm.toy.tiny import build_tiny_vlm
 from tests.fitting import first_of_each_recipe, fitting, group_size
 from tests.vlm.builders import CORPUS
@@ -63,7 +64,8 @@ def test_config_builds_and_takes_two_steps(path, tmp_path, tiny):
     _, whole = load_run(path)
     pairs = whole.recipe == "preference"
     if text:
-        questions = (build_pairs if pairs else build_helped)(tmp_path / "data.jsonl", count=6)
+        build = load_target(whole.data.build) if whole.data.build else build_problems
+        questions = build(tmp_path / "data.jsonl", **whole.data.build_options | {"count": 6})
     else:
         questions = (
             write_pairs(tmp_path / "data") if pairs else write_questions(tmp_path / "data", text_only_last=False)

@@ -66,33 +66,6 @@ def build_problems(
     return _write(Path(path), count, _problems(split, operands, largest, seed))
 
 
-def build_helped(path: str | Path, *, hinted: float = 0.0, **options: Any) -> Path:
-    """Write problems of `build_problems`, given its options, with help for those that are missed.
-
-    Args:
-        path: JSONL file to write.
-        hinted: share of the problems that end in their first hints, from one to all, for a model that is to learn to
-            use them.
-        **options: of `build_problems`.
-
-    Returns:
-        The file; further columns hints (the steps of the worked answer and its expression) and teacher_responses (the
-        worked answer, and the expression alone).
-    """
-    file = build_problems(path, **options)
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    rng = np.random.default_rng([options.get("seed", 0), 2])
-    for row in rows:
-        steps = row["completion"].removeprefix("<think>").partition("</think>")[0].split()
-        row["hints"] = [*steps, row["answer"]]
-        if rng.random() < hinted:
-            row["problem"] = " ".join([row["problem"], *row["hints"][: rng.integers(1, len(row["hints"]) + 1)]])
-        texts = {"worked": row["completion"], "short": _worked([], row["answer"])}
-        row["teacher_responses"] = [{"model": model, "text": text} for model, text in texts.items()]
-    write_atomically(file, "".join(f"{json.dumps(row)}\n" for row in rows))
-    return file
-
-
 def build_pairs(
     path: str | Path,
     *,

@@ -1,0 +1,103 @@
+"""Signs: compute "7 f 5 g 2", where each letter stands for an operation that only the rewards tell. Text alone.
+
+A model that learned from worked answers with random operations computes well, and is right one time in three for each
+letter of a problem, whatever its numbers are. So difficulty is the number of letters, and a policy learns which letter
+means which operation. With a share of the letters' own operations (`guessed` below 1) it begins to learn sooner.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmrl.files import write_atomically
+from mmrl.vlm.toy.countdown import TEST_FOLD
+
+MEANING = {"f": "+", "g": "-", "h": "*", "k": "-", "m": "*", "p": "+"}
+"""Operation of each letter."""
+LARGEST_VALUE = 60
+"""Largest intermediate result; the smallest is 0."""
+QUESTION = "Compute {sum}."
+
+
+def build_problems(
+    path: str | Path,
+    *,
+    count: int = 1000,
+    split: str = "train",
+    steps: Sequence[int] = (1, 2, 3),
+    guessed: float = 0.0,
+    hinted: float = 0.0,
+    seed: int = 0,
+) -> Path:
+    """Write problems with a worked answer each.
+
+    Args:
+        path: JSONL file to write; columns problem, answer, completion (the worked answer), steps (number of letters),
+            hints (the steps of the worked answer) and teacher_responses (the worked answer alone).
+        count: number of problems.
+        split: "train" or "test", which are disjoint.
+        steps: how many letters a problem has, drawn evenly.
+        guessed: share of the operations of worked answers that are drawn at random in place of the letter's own.
+        hinted: share of the problems that end in the first steps of the worked answer, from one to all.
+        seed: seed of everything drawn.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: an unknown split or a problem without a letter.
+    """
+    if split not in ("train", "test"):
+        raise ValueError(f"split is '{split}'; allowed: train, test")
+    if not steps or min(steps) < 1:
+        raise ValueError(f"steps is {list(steps)}; a problem has at least one letter")
+    rng, rows = np.random.default_rng([seed, split == "test"]), list[dict[str, Any]]()
+    while len(rows) < count:
+        row = _problem(rng, int(rng.choice(list(steps))), guessed)
+        if row is not None and _is_held_out(row["problem"]) == (split == "test"):
+            if rng.random() < hinted:
+                row["problem"] = " ".join([row["problem"], *row["hints"][: rng.integers(1, len(row["hints"]) + 1)]])
+            rows.append({"id": f"{Path(path).stem}-{len(rows):05d}", **row})
+    write_atomically(Path(path), "".join(f"{json.dumps(row)}\n" for row in rows))
+    return Path(path)
+
+
+def build_model(path: str | Path, **options: Any) -> Path:
+    """Build a tiny random Qwen3 for these problems, in which each number is one token; see `build_tiny_generic`."""
+    from mmrl.vlm.toy.tiny_generic import build_tiny_generic
+
+    numbers = [str(number) for number in range(10, LARGEST_VALUE + 1)]
+    return build_tiny_generic(path, corpus=[QUESTION] * 100, tokens=numbers, **options)
+
+
+def _problem(rng: np.random.Generator, letters: int, guessed: float) -> dict[str, Any] | None:
+    """A problem and its worked answer; None where a result leaves the range."""
+    numbers = [int(number) for number in rng.integers(1, 10, letters + 1)]
+    drawn = [str(letter) for letter in rng.choice(list(MEANING), letters)]
+    value, shown, hints = numbers[0], str(numbers[0]), list[str]()
+    for letter, number in zip(drawn, numbers[1:], strict=True):
+        sign = str(rng.choice(list("+-*"))) if rng.random() < guessed else MEANING[letter]
+        result = {"+": value + number, "-": value - number, "*": value * number}[sign]
+        if not 0 <= result <= LARGEST_VALUE:
+            return None
+        hints.append(f"{value}{sign}{number}={result}")
+        value, shown = result, f"{shown} {letter} {number}"
+    worked = f"<think>{' '.join(hints)}</think><answer>{value}</answer>"
+    return {
+        "problem": QUESTION.format(sum=shown),
+        "answer": str(value),
+        "completion": worked,
+        "steps": str(letters),
+        "hints": hints,
+        "teacher_responses": [{"model": "worked", "text": worked}],
+    }
+
+
+def _is_held_out(problem: str) -> bool:
+    return int.from_bytes(blake2b(problem.encode(), digest_size=8).digest()) % TEST_FOLD == 0
