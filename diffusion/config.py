@@ -171,7 +171,7 @@ class DiffusionConfig(DiffusionParts, RunConfig):
 
     compares_samples: ClassVar[bool] = True
     """Whether advantages come from the other images of a prompt."""
-    scored: ClassVar[tuple[str, ...]] = ("kl_ref",)
+    scored: ClassVar[tuple[str, ...]] = ("kl_ref", "draws")
     """Scores of decisions besides log-probabilities; by default a velocity distance."""
     replaced_blocks: ClassVar[tuple[str, ...]] = ()
     """Blocks of the objective that the method's own loss or estimator replaces; setting one is refused."""

@@ -33,7 +33,7 @@ class Room(NamedTuple):
 
 
 ROOMS = (
-    Room("language", {"vlm": "mmrl.vlm.config:SCORES"}),
+    Room("language", {"vlm": "mmrl.vlm.config:SCORES", "masked": "mmrl.masked.config:SCORES"}),
     Room("agents", {"agent": "mmrl.agents.recipe:SCORES"}),
     Room("images", {"flow_grpo": "diffusion.config:SCORES"}),
     Room(

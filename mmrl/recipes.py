@@ -10,7 +10,7 @@ from typing import Any
 from mmrl.entries import RecipeEntry, load_target
 from mmrl.errors import UserError
 
-PACKAGES = ("mmrl.vlm", "mmrl.agents", "mmrl.gui", "diffusion", "robotics")
+PACKAGES = ("mmrl.vlm", "mmrl.masked", "mmrl.agents", "mmrl.gui", "diffusion", "robotics")
 """Packages with recipes, in the order of lists; each builds on earlier ones alone."""
 
 

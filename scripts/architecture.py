@@ -13,7 +13,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 DRAWING = PROJECT / "docs/architecture.svg"
 ROWS = (  # from the top, in three columns: each row imports from those below it
     (None, "mmrl.gui", None),
-    ("robotics", "mmrl.agents", None),
+    ("robotics", "mmrl.agents", "mmrl.masked"),
     ("diffusion", "mmrl.vlm", "mmrl.compare"),
     ("mmrl.hub", "mmrl.training", "mmrl.report"),
     ("mmrl.rewards", None, "mmrl.runs"),
@@ -24,6 +24,7 @@ ABOUT = {
     "diffusion": "AWM, Flow-GRPO and relatives",
     "mmrl.gui": "screens, grounding, AEPO",
     "mmrl.agents": "several turns, ARPO",
+    "mmrl.masked": "masked diffusion, BGPO, IGPO",
     "mmrl.vlm": "PAPO, APO, TSPO",
     "mmrl.hub": "tables, images, video",
     "mmrl.compare": "experiments, paired seeds",

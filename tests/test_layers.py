@@ -31,6 +31,7 @@ ROOMS = (
     "mmrl.hub",
     "mmrl.doctor",
     "mmrl.vlm",
+    "mmrl.masked",
     "mmrl.agents",
     "mmrl.gui",
     "diffusion",

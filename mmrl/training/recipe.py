@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -166,6 +166,10 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         minibatch = old_in_update(self, minibatch, scores.logp)
         output = self.objective.at(step.number / step.total).loss(scores, minibatch, denominators)
         return self.plus_terms(output, policy, minibatch, scores, denominators, step)
+
+    def micro_batches(self, minibatch: Rollouts, rows: int, *, whole_groups: bool) -> Iterator[Rollouts]:
+        """Cut an optimiser step into parts whose losses add up; see `Rollouts.micro_batches`."""
+        return minibatch.micro_batches(rows, whole_groups=whole_groups)
 
     def plus_terms(
         self,

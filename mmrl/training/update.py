@@ -349,9 +349,8 @@ class Updater:
             parts = [
                 {"update/zero_advantage_groups": Metric(minibatch.num_groups - live.num_groups, minibatch.num_groups)}
             ]
-            chunks = list(
-                live.micro_batches(self.config.micro_batch or live.num_rows, whole_groups=compares_rows(self.recipe))
-            )
+            most = self.config.micro_batch or live.num_rows
+            chunks = list(self.recipe.micro_batches(live, most, whole_groups=compares_rows(self.recipe)))
             with shared_prefix(self.recipe.policy, chunks) as shared:
                 for chunk in chunks:
                     with stopwatch("forward"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from mmrl.fields import inheriting, rare
 from mmrl.rewards import RewardConfig
@@ -132,6 +132,9 @@ class VlmConfig(VlmParts, RunConfig):
     adaptive_kl: AdaptiveKlConfig = rare(field(default_factory=AdaptiveKlConfig))
     """Controller of objective.kl.coef."""
 
+    scored: ClassVar[tuple[str, ...]] = SCORES
+    """Outputs of the policy besides log-probabilities, and data of its responses."""
+
     @property
     def compared_samples(self) -> int | None:
         """Samples that the objective's advantages compare; None where the run does not train on them."""
@@ -145,7 +148,7 @@ class VlmConfig(VlmParts, RunConfig):
         check_scoring(self, self.rewards, self.accuracy_reward)
         objective = make_objective(self.objective)
         names = [reward.name for reward in self.rewards]
-        check_objective(objective, SCORES, self.compared_samples, names, self.trainer.old_logp)
+        check_objective(objective, self.scored, self.compared_samples, names, self.trainer.old_logp)
         check_critic(self.model, objective.needs_values)
         if self.adaptive_kl.target is not None and not objective.needs_reference:
             raise ValueError("adaptive_kl.target is set but the objective has no KL term; set objective.kl")

@@ -96,6 +96,10 @@ class VlmDomain:
     supervised: ClassVar[bool]
     longest: int = 0
     """Longest response in tokens; 0 where none is sampled."""
+    policy_class: ClassVar[type[VlmPolicy]] = VlmPolicy
+    """Class of the policy."""
+    draw_answers: ClassVar[Callable[..., Samples]] = staticmethod(sample)
+    """Samples answers to held-out questions, with the arguments of `mmrl.vlm.engine.sampler.sample`."""
 
     def open(
         self,
@@ -127,7 +131,7 @@ class VlmDomain:
             undone.callback(self.rewards.close)
             scored = {"data": self.train_tasks} if trains_on_rewards else {}
             check_columns(self.rewards, scored | splits_by_key(self.eval_tasks))
-            self.policy = load_policy(config.model, value_head=value_head)
+            self.policy = load_policy(config.model, value_head=value_head, policy_class=self.policy_class)
             self.terms = router_terms(self)
             self._check_media()
             if trains_on_rewards or self.eval_tasks:
@@ -242,7 +246,8 @@ class VlmDomain:
     @classmethod
     def export(cls, config: Any, checkpoint: Path, output: Path) -> str:
         """Write an ordinary model folder with tokenizer and processor, adapters added into the weights."""
-        policy = load_policy(replace(config.model, path=str(checkpoint / "model"), build=None))
+        model = replace(config.model, path=str(checkpoint / "model"), build=None)
+        policy = load_policy(model, policy_class=cls.policy_class)
         policy.save_merged(output)
         auto = auto_class(policy.network.config.model_type, str(output))
         return f"transformers.{auto.__name__}.from_pretrained"
@@ -272,10 +277,7 @@ class AnswerMeasure(Measure[VlmTask]):
         config, columns = self.domain.config, [task.columns for task in self.domain.eval_tasks[self.split]]
         self.evaluation: VlmEvaluationConfig = config.evaluation
         self.seed: int = config.seed
-        self.sampling = replace(
-            self.domain.evaluation_sampler, temperature=self.evaluation.temperature, top_p=1.0, top_k=0
-        )
-        """Sampling of answers from the whole distribution, whatever training samples from."""
+        self.sampling = self.domain.evaluation_sampler.whole(self.evaluation.temperature)
         given = (getattr(config, key, "") for key in ("target_key", "chosen_key", "rejected_key"))
         self.parts = parts_of_tasks(columns, self.evaluation.by, {*NOT_PARTS, *given})
         """Value of each question of the split in the columns that it is broken down by."""
@@ -290,14 +292,14 @@ class AnswerMeasure(Measure[VlmTask]):
         rows, prompts = self.open_rows(self.policy, batch)
         for mode, count in self._modes() if rows else ():
             draws = None if mode == "greedy" else self.draws(rows, count, "evaluate")
-            drawn = sample(self.policy, prompts, count, self.sampling, draws)
+            drawn = self.domain.draw_answers(self.policy, prompts, count, self.sampling, draws)
             self._score(rows, drawn, mode, count)
         return rows
 
     def draws(self, rows: Sequence[Row], count: int, purpose: str) -> Tensor:
-        """Uniform draws (B * count, max_new_tokens) for the answers to B questions, by seed, split and question."""
+        """Uniform draws (B * count, sampling.draws) for the answers to B questions, by seed, split and question."""
         streams = Streams(stream_seed(self.seed, purpose, self.split), [row["index"] for row in rows])
-        return streams.uniform(len(rows), count, self.sampling.max_new_tokens)
+        return streams.uniform(len(rows), count, self.sampling.draws)
 
     def open_rows(self, policy: VlmPolicy, batch: Sequence[Trial[VlmTask]]) -> tuple[list[Row], list[Prompt]]:
         """A row and a prompt for each question that can be encoded."""

@@ -64,11 +64,15 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         engine = open_engine(config.sampler, self.policy, limit and limit + config.sampler.max_new_tokens)
         self.samples_elsewhere = engine is not None
         self.sampler: Sampler[VlmPolicy, Prompt, Samples]
-        self.sampler = engine or PolicySampler(config.sampler, self._keep_prefill())
+        self.sampler = engine or self.own_sampler()
         self._controller: AdaptiveKL | None = None
         if (target := config.adaptive_kl.target) is not None:
             self._controller = AdaptiveKL(self.objective.kl_coef, target, config.adaptive_kl.horizon)
             self.parts["adaptive_kl"] = self._controller
+
+    def own_sampler(self) -> Sampler[Any, Prompt, Samples]:
+        """The sampler that draws from the policy itself."""
+        return PolicySampler(self.config.sampler, self._keep_prefill())
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
         """Sample G responses to each question; questions that cannot be encoded are counted and left out."""
@@ -78,7 +82,6 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         greedy = self._greedy_answers(policy, prompts)
         self.sampler.load(policy, step.number)
         samples = self.sampler.sample(prompts, size, streams)
-        truncates = self.config.sampler.top_p < 1.0 or self.config.sampler.top_k > 0
         payload = VlmPayload(prompts, usable, samples.response_ids, samples.texts, samples.finish, greedy=greedy)
         if self.view is not None:
             with stopwatch("encode"):
@@ -89,7 +92,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
             logp_old=samples.logp,
             reward=torch.full((len(samples.texts),), float("nan"), device=samples.mask.device),
             payload=payload,
-            extras={"nucleus_mass": samples.nucleus_mass} if truncates else {},
+            extras={"nucleus_mass": samples.nucleus_mass} if self.config.sampler.truncates else {},
         )
         return streams.noted(rollouts)
 
@@ -106,7 +109,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         payload = VlmPayload.of(rollouts)
         groups = rollouts.group.tolist()
         tasks, prompts = [payload.tasks[group] for group in groups], [payload.prompts[group].text for group in groups]
-        tokens = token_lists(payload.response_ids, rollouts.mask)
+        tokens = payload.sampled_tokens(rollouts.mask)
         result = self.score_texts(tasks, prompts, payload.texts, tokens, step)
         self.errors.count(result)
         extras = rollouts.extras | self._block_inputs(rollouts, tasks, prompts, tokens)

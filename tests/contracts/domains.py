@@ -101,6 +101,16 @@ def tiny_vlm() -> Path:
     return build_tiny_vlm(Path(folder.name) / "model", corpus=CORPUS, vision_depth=1, max_positions=256)
 
 
+@functools.cache
+def tiny_masked() -> Path:
+    from mmrl.vlm.toy.countdown import build_masked_model, build_problems
+
+    folder = tempfile.TemporaryDirectory(prefix="tiny-masked-")
+    _KEPT.append(folder)
+    build_problems(Path(folder.name) / "problems.jsonl", count=6)
+    return build_masked_model(Path(folder.name) / "model", hidden=24, layers=1, max_positions=64)
+
+
 def _of_unequal_length(number: int, row: dict[str, Any]) -> None:
     row["chosen"] = f"<answer>{'7' * (1 + number % 3)}</answer>"
 
@@ -127,6 +137,37 @@ def _vlm(name: str, folder: Path) -> Any:
     if name == "preference":
         config.data.path = str(write_pairs(folder / "pairs", _of_unequal_length))
     return config
+
+
+def _masked(name: str, folder: Path) -> Any:
+    from mmrl.masked.config import InpaintingConfig, MaskedScoring
+    from mmrl.masked.sampler import MaskedSampling
+    from mmrl.rewards import RewardConfig
+    from mmrl.vlm.data.dataset import DataConfig
+    from mmrl.vlm.model.config import ModelConfig
+
+    sampling = MaskedSampling(max_new_tokens=8, block=8, steps=2)
+    rewards = [RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)]
+    parts: dict[str, Any] = {
+        "trainer": TrainerConfig(steps=2, tasks_per_step=2, samples_per_task=3, learning_rate=1e-3),
+        "sampler": sampling,
+        "rewards": rewards,
+        "inpainting": InpaintingConfig(replacements=1, min_chunk=1, max_chunk=2, free=2),
+    }
+    if RECIPES[name].supervised:
+        parts = {
+            "trainer": BaseTrainerConfig(steps=2, tasks_per_step=2, learning_rate=1e-3),
+            "evaluation": MaskedScoring(sampler=sampling, rewards=rewards),
+        }
+    return RECIPES[name].load_config_class()(
+        recipe=name,
+        output_dir=str(folder / "run"),
+        model=ModelConfig(path=str(tiny_masked())),
+        data=DataConfig(path=str(tiny_masked().with_name("problems.jsonl"))),
+        checkpoint=CheckpointConfig(every=1),
+        tracking=TrackingConfig(quiet=True, tensorboard=False),
+        **parts,
+    )
 
 
 def _tspo(name: str, folder: Path) -> Any:
@@ -291,6 +332,7 @@ def _flow3d(name: str, folder: Path) -> Any:
 DOMAINS = {
     "vlm": Domain("vlm", "mmrl.vlm.config", _vlm),
     "agents": Domain("agent", "mmrl.agents.recipe", _agents),
+    "masked": Domain("masked", "mmrl.masked.config", _masked),
     "diffusion": Domain("flow_grpo", "diffusion.config", _diffusion, needs=("diffusers",)),
     "robotics": Domain("robot_grpo", "robotics.methods.recipe", _robotics),
 }

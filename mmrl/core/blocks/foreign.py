@@ -1,4 +1,4 @@
-"""Clip rules for rows that the policy did not sample."""
+"""Clip rules and weights for what the policy did not sample: rows of teachers, and hints inside its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from mmrl.core.blocks.clip import BoundedClip, Loss, clip_indicators, clipped_loss
-from mmrl.core.loss import PolicyOutputs
+from mmrl.core.blocks.weight import Weight
+from mmrl.core.loss import PolicyOutputs, required
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
 
@@ -16,6 +17,8 @@ SOURCE = "source"
 """Extra (B,) int64 of rollouts: 0 for samples of the policy, 1 for those behind a hint, 2 for answers of a teacher
 or of the data."""
 TEACHER = 2
+HINTED = "hinted"
+"""Extra (B, T) of rollouts: 1 for decisions that were given as a hint, 0 for those of the policy."""
 
 
 @dataclass(frozen=True)
@@ -54,3 +57,34 @@ class OffPolicyShaping(BoundedClip):
         if self.dual is not None:
             own = f"[{own}, where A_it < 0 at most -{self.dual:g} A_it]"
         return f"{own}; of a teacher's answer -A_it p_it / (p_it + {self.shape:g})"
+
+
+@dataclass(frozen=True)
+class HintedEntropy(Weight):
+    """Learns from hinted decisions only where the policy is unsure: in each row, from those with the highest entropy.
+
+    Own decisions weigh the same as hinted ones that are kept, and the loss is divided by the number of both.
+
+    Source: IGPO (inpainting), arXiv 2509.10396; facebookresearch/igpo trainer_igpo.py, entropy_clipping_ratio_inpaint.
+    """
+
+    kind = "hinted_entropy"
+    needs = frozenset({"entropy_old", "hints"})
+    share: float = bounded(0.2, above=0, at_most=1)
+    """Share of a row's hinted decisions that is kept, at least one of them."""
+
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        entropy = required(rollouts.entropy, "rollouts.entropy", "weight 'hinted_entropy' selects by it")
+        found = rollouts.extras.get(HINTED)
+        hinted = required(found, f"rollouts.extras['{HINTED}']", "weight 'hinted_entropy' reads it") > 0
+        own, given = rollouts.loss_mask > 0, hinted & (rollouts.loss_mask > 0)
+        most = (given.sum(1, keepdim=True).double() * self.share).long().clamp(min=1)
+        rank = entropy.masked_fill(~given, float("-inf")).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+        kept = (own & (~given | (rank < most))).to(entropy.dtype)
+        return kept * (own.sum() / kept.sum().clamp(min=1))
+
+    def formula(self) -> str:
+        return (
+            f"u_it = N / N_kept for own decisions and the {100 * self.share:g} % of each row's hinted ones with the "
+            "highest entropy, 0 for the other hinted ones"
+        )

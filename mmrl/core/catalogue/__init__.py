@@ -5,7 +5,19 @@ from __future__ import annotations
 import re
 
 from mmrl.core.block import look_up
-from mmrl.core.catalogue import adaptive, agentic, critic, estimators, group, image, mixed, peers, supervised, tracked
+from mmrl.core.catalogue import (
+    adaptive,
+    agentic,
+    critic,
+    estimators,
+    group,
+    image,
+    masked,
+    mixed,
+    peers,
+    supervised,
+    tracked,
+)
 from mmrl.core.catalogue import pairs as preference
 from mmrl.core.objectives.objective import Objective
 from mmrl.core.objectives.pairwise import PreferenceObjective
@@ -48,7 +60,7 @@ def get_preference(name: str) -> PreferenceObjective:
     return look_up(PREFERENCES, name, "preference objective")
 
 
-FAMILIES = (group, critic, image, adaptive, tracked, peers, estimators, agentic, mixed, supervised)
+FAMILIES = (group, critic, image, adaptive, tracked, peers, estimators, agentic, mixed, masked, supervised)
 """Files of the catalogue, in the order in which its rows are listed."""
 CATALOGUE: dict[str, Objective] = {row.name: row for family in FAMILIES for row in family.ROWS}
 PREFERENCES: dict[str, PreferenceObjective] = {row.name: row for row in preference.ROWS}

@@ -113,6 +113,10 @@ class VlmPayload(Payload):
     contexts: list[tuple[Context, ...]] = per_row(blank=(), default_factory=list)
     """Contexts in which each response continues behind another prompt than its group's, in order."""
 
+    def sampled_tokens(self, mask: Tensor) -> list[list[int]]:
+        """The tokens of each response, without padding, for rows with a mask (B, T)."""
+        return token_lists(self.response_ids, mask)
+
     def prompts_of(self, view: str) -> list[Prompt]:
         """Prompts of a view, one for each group."""
         if view == "original":

@@ -462,12 +462,15 @@ def _no_autocast(x: Tensor) -> torch.autocast:
     return torch.autocast(device_type=x.device.type, enabled=False)
 
 
-def load_policy(config: FrozenModelConfig, *, value_head: bool = False) -> VlmPolicy:
+def load_policy(
+    config: FrozenModelConfig, *, value_head: bool = False, policy_class: type[VlmPolicy] = VlmPolicy
+) -> VlmPolicy:
     """Load or build a model and wrap it as a policy.
 
     Args:
         config: which model and how; a `ModelConfig` for one that is trained. Its path may be a run's folder.
         value_head: add a critic of `config.critic`; it starts at value 0 unless the folder holds one.
+        policy_class: class of the policy.
 
     Returns:
         The policy on the CPU, in evaluation mode.
@@ -495,6 +498,6 @@ def load_policy(config: FrozenModelConfig, *, value_head: bool = False) -> VlmPo
     head = make_value_head(network.config.get_text_config().hidden_size, config.critic) if value_head else None
     if head is not None and (folder / VALUE_HEAD_FILE).is_file():
         load_value_head(head, folder)
-    policy = VlmPolicy(model, processor, config, head).eval()
+    policy = policy_class(model, processor, config, head).eval()
     policy.starts_from_adapter = policy.has_adapter and adapter is not None
     return policy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -74,6 +74,20 @@ class SamplerConfig(AnswerSampling):
     def config(self) -> SamplerConfig:
         """Itself."""
         return self
+
+    def whole(self, temperature: float) -> SamplerConfig:
+        """The same from the whole distribution at a temperature."""
+        return replace(self, temperature=temperature, top_p=1.0, top_k=0)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from a part of the distribution."""
+        return self.top_p < 1.0 or self.top_k > 0
+
+    @property
+    def draws(self) -> int:
+        """Random numbers that a response takes."""
+        return self.max_new_tokens
 
 
 @dataclass

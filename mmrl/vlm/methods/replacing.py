@@ -17,7 +17,7 @@ from mmrl.core.state import Tally
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.training.scoring import EveryRewardFailedError, with_rewards
-from mmrl.vlm.data.prompt import VlmPayload, token_lists
+from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.recipe import VlmRecipe
@@ -119,7 +119,7 @@ class ReplacingRecipe(VlmRecipe):
     def with_scores(self, rows: Rollouts, step: Step) -> Rollouts:
         """Rows with the rewards of their texts; NaN where a reward failed."""
         payload = VlmPayload.of(rows)
-        asked, tokens = [prompt.text for prompt in payload.prompts], token_lists(payload.response_ids, rows.mask)
+        asked, tokens = [prompt.text for prompt in payload.prompts], payload.sampled_tokens(rows.mask)
         result = self.score_texts(payload.tasks, asked, payload.texts, tokens, step)
         self.errors.warn(result)
         try:

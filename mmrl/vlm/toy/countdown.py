@@ -31,6 +31,7 @@ TEST_FOLD = 5
 NAMES = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}
 MOST_DRAWS = 1000
 """Draws after which no further problem is looked for."""
+MASK_TOKEN = "<|mask|>"
 QUESTION = "Make {target} from {numbers}."
 MakeRow = Callable[[], dict[str, Any]]
 
@@ -142,16 +143,27 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]]:
         raise ValueError(f"{expression!r} cannot be computed: {error}") from None
 
 
-def build_model(path: str | Path, **options: Any) -> Path:
+def build_model(path: str | Path, *, tokens: Sequence[str] = (), **options: Any) -> Path:
     """Build a tiny random Qwen3, a language model, for these problems.
 
-    The numbers from 10 to 99 are tokens of their own, as digits and operators are; `options` are those of
-    `build_tiny_generic`.
+    The numbers from 10 to 99 are tokens of their own, as digits and operators are, and so are further `tokens`;
+    `options` are those of `build_tiny_generic`.
     """
     from mmrl.vlm.toy.tiny_generic import build_tiny_generic
 
     numbers = [str(number) for number in range(10, LARGEST_VALUE + 1)]
-    return build_tiny_generic(path, corpus=[QUESTION] * 100, tokens=numbers, **options)
+    return build_tiny_generic(path, corpus=[QUESTION] * 100, tokens=[*numbers, *tokens], **options)
+
+
+def build_masked_model(path: str | Path, **options: Any) -> Path:
+    """Build the model of `build_model` with a mask token, for recipes of masked-diffusion models."""
+    from transformers import AutoTokenizer
+
+    folder = build_model(path, tokens=[MASK_TOKEN], **options)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.mask_token = MASK_TOKEN
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def _write(path: Path, count: int, make_row: MakeRow) -> Path:

@@ -51,7 +51,7 @@ from robotics.flow3d.model.world_model import FlowWorldModel
 from robotics.flow3d.plan.judge import FlowJudge, WeightedVerifierConfig
 
 LOGGER = logging.getLogger("mmrl")
-SCORES = ("kl_ref",)
+SCORES = ("kl_ref", "draws")
 """Scores of a world model in addition to likelihoods: a velocity distance."""
 
 

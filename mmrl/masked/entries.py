@@ -1,0 +1,27 @@
+"""Recipes and metrics of masked-diffusion language models; loads none of the modules that it names."""
+
+from __future__ import annotations
+
+from mmrl.entries import RecipeEntry
+
+RECIPES = (
+    RecipeEntry(
+        "masked",
+        "mmrl.masked.recipe:MaskedRecipe:MaskedConfig",
+        "any objective of the catalogue on a masked-diffusion language model (BGPO), with inpainted hints (IGPO)",
+        "Nie et al., LLaDA, arXiv 2502.09992; BGPO, arXiv 2510.11683; IGPO (inpainting), arXiv 2509.10396",
+    ),
+    RecipeEntry(
+        "masked_sft",
+        "mmrl.masked.sft:MaskedSftRecipe:MaskedSftConfig",
+        "masked-diffusion training of a language model on given completions",
+        "Nie et al., LLaDA, arXiv 2502.09992",
+        supervised=True,
+    ),
+)
+
+METRICS = {
+    "inpainting/rescued": "Share of the step's groups that all samples missed and inpainting has a right sample for.",
+    "inpainting/right": "Share of the inpainted samples of the step that are right.",
+    "inpainting/given": "Mean share of an inpainted answer's tokens that were given.",
+}
