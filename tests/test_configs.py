@@ -18,7 +18,7 @@ from mmrl.config import load_run
 from mmrl.entries import load_target
 from mmrl.rewards.loading import load_function
 from mmrl.training.run import train
-from mmrl.vlm.toy.countdown import build_model, build_problems
+from mmrl.vlm.toy.countdown import build_masked_model, build_problems
 from mmrl.vlm.toy.tiny import build_tiny_vlm
 from tests.fitting import first_of_each_recipe, fitting, group_size
 from tests.vlm.builders import CORPUS
@@ -54,7 +54,7 @@ def tiny(tmp_path_factory) -> dict[str, Path]:
     models = {
         family: build_tiny_vlm(root / family, family=family, corpus=CORPUS) for family in ("qwen2_5_vl", "qwen3_vl")
     }
-    return models | {"text": build_model(root / "text")}
+    return models | {"text": build_masked_model(root / "text")}
 
 
 @pytest.mark.parametrize("path", first_of_each_recipe(RUNS))
@@ -75,6 +75,10 @@ def test_config_builds_and_takes_two_steps(path, tmp_path, tiny):
     overrides += [group_size(whole, 2)]
     if whole.evaluation.revision is not None and whole.evaluation.revision.reasoner is not None:
         overrides.append(f"evaluation.revision.reasoner.path={tiny[family]}")
+    if whole.recipe in ("masked", "masked_sft"):
+        overrides += ["sampler.block=5", "sampler.steps=5"]
+    if whole.recipe == "masked":
+        overrides.append("inpainting.replacements=1")
     if getattr(whole, "teacher", None) is not None:
         overrides.append(f"teacher.path={tiny[family]}")
     entry, config = load_run(path, fitting(whole, overrides))

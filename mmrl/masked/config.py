@@ -25,9 +25,9 @@ class LikelihoodConfig:
     """Log-probabilities of an answer that was filled in, and the decisions that they belong to."""
 
     kind: str = choice("auto", KINDS)
-    """one_step: each token given the question alone, a decision each (d1, IGPO); elbo: Monte Carlo draws of a lower bound
-    of the log-likelihood of the whole answer, a decision each, with the same masks for the old and the new policy;
-    auto: as the objective needs it, else one_step."""
+    """one_step: each token given the question alone, a decision each (d1, IGPO); elbo: Monte Carlo draws of a lower
+    bound of the log-likelihood of the whole answer, a decision each, with the same masks for the old and the new
+    policy; auto: as the objective needs it, else one_step."""
     draws: int = bounded(8, at_least=1)
     """Draws of elbo for each answer."""
     chunk: int = rare(bounded(0, at_least=0))
@@ -107,8 +107,8 @@ class MaskedConfig(VlmConfig):
         objective = make_objective(self.objective)
         if self.trainer.old_logp == "sampler":
             raise ValueError(
-                "trainer.old_logp is 'sampler', but the sampler of a masked-diffusion model has no log-probabilities of "
-                "whole answers; use auto or recompute"
+                "trainer.old_logp is 'sampler', but the sampler of a masked-diffusion model has no log-probabilities "
+                "of whole answers; use auto or recompute"
             )
         if "hints" in objective.needs and self.draws:
             raise ValueError(f"objective {objective.name} weighs tokens; set likelihood.kind: one_step")
@@ -116,8 +116,8 @@ class MaskedConfig(VlmConfig):
             raise ValueError(f"objective {objective.name} bounds draws of the likelihood; set likelihood.kind: elbo")
         if self.likelihood.chunk and not (self.draws and splits(objective)):
             raise ValueError(
-                "likelihood.chunk needs likelihood.kind elbo and an objective that sums over decisions: ratio token and "
-                f"aggregation token_mean, such as bgpo; {objective.name} has {objective.ratio.kind} and "
+                "likelihood.chunk needs likelihood.kind elbo and an objective that sums over decisions: ratio token "
+                f"and aggregation token_mean, such as bgpo; {objective.name} has {objective.ratio.kind} and "
                 f"{objective.aggregation.kind}"
             )
         if self.inpainting.replacements > self.trainer.samples_per_task:

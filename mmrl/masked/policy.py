@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.payload import per_row
@@ -153,7 +152,7 @@ class MaskedPolicy(VlmPolicy):
         return states.gather(1, places[..., None].expand(-1, -1, states.shape[2]))
 
     def _all_to_all(self, real: Tensor) -> Tensor:
-        """Additive mask (R, 1, S, S), by which every token sees all real ones (R, S); transformers adds no causal one."""
+        """Additive mask (R, 1, S, S) by which every token sees all real ones (R, S), in place of the causal one."""
         dtype = self.network.get_input_embeddings().weight.dtype
         bias = torch.zeros(real.shape, dtype=dtype, device=real.device).masked_fill(~real, torch.finfo(dtype).min)
         return bias[:, None, None, :].expand(-1, 1, real.shape[1], -1)

@@ -1,13 +1,14 @@
 """Group-based RL of masked-diffusion language models with any objective of the catalogue, BGPO and IGPO among them.
 
-Two kinds of decisions (`likelihood.kind`): one_step, each token given the question alone, with everything else masked, as
-in d1 and IGPO; and elbo, Monte Carlo draws of a lower bound of the answer's log-likelihood, with the same masks for the
-old, the new and the reference policy. BGPO's objective is linear in these draws, so that with `likelihood.chunk` memory
-does not grow with their number; `ratio: {kind: sequence_full}` is the objective that it bounds.
+Two kinds of decisions (`likelihood.kind`): one_step, each token given the question alone, with everything else masked,
+as in d1 and IGPO; and elbo, Monte Carlo draws of a lower bound of the answer's log-likelihood, with the same masks for
+the old, the new and the reference policy. BGPO's objective is linear in these draws, so that with `likelihood.chunk`
+memory does not grow with their number; `ratio: {kind: sequence_full}` with `clip: {kind: unclipped}` is the objective
+that it bounds.
 
 With `inpainting.replacements`, questions that every sample misses are answered anew around chunks of the worked answer;
-right ones replace samples (IGPO). They are scored like the others, although their hints were given; of the hinted tokens
-the objective `inpainting_guided` learns only those with the highest entropy.
+right ones replace samples (IGPO). They are scored like the others, although their hints were given; of the hinted
+tokens the objective `inpainting_guided` learns only those with the highest entropy.
 
 Differences from IGPO's code: groups are looked at one by one (there all of a device's batch must be wrong, which is one
 group); the inner iterations' timesteps are all the fully masked one (`d1_masking`, as in its script); where the worked
@@ -148,8 +149,8 @@ class MaskedRecipe(ReplacingRecipe):
         """The objective's formula, the likelihood and the inpainting."""
         draws, inpainting = self.config.draws, self.config.inpainting
         decision = (
-            f"logp_it = (L / m) sum of log p(token | question, tokens that are not masked) over m masked tokens; {draws} "
-            "draws t of m uniform in 1..L"
+            "logp_it = (L / m) sum of log p(token | question, tokens that are not masked) over m masked tokens; "
+            f"{draws} draws t of m uniform in 1..L"
             if draws
             else "logp_it = log p(token t | question, all L tokens masked)"
         )
@@ -161,12 +162,10 @@ class MaskedRecipe(ReplacingRecipe):
             )
         return "\n".join(lines)
 
-    def _inpainted(
-        self, policy: MaskedPolicy, rollouts: Rollouts, failed: Sequence[int], streams: Streams
-    ) -> Rollouts:
+    def _inpainted(self, policy: MaskedPolicy, rollouts: Rollouts, failed: Sequence[int], streams: Streams) -> Rollouts:
         """G answers around hints for each of the groups that failed, each row a group of its own; not scored."""
         payload, sampler = MaskedPayload.of(rollouts), self.config.sampler
-        size, width = self.config.trainer.samples_per_task, sampler.max_new_tokens
+        size = self.config.trainer.samples_per_task
         tasks, prompts = [payload.tasks[group] for group in failed], [payload.prompts[group] for group in failed]
         hints = self._hints(policy, prompts, tasks, streams)
         draws = streams.uniform(len(failed), size, sampler.draws, purpose="inpainting")

@@ -1,7 +1,7 @@
 """Sampling of masked-diffusion language models: block after block, a few tokens at each step, the surest first.
 
-In each step all masked tokens of the block are predicted, a token is drawn for each, and the ones kept are those with the
-highest probability, or random ones. The others stay masked and are drawn anew.
+In each step all masked tokens of the block are predicted, a token is drawn for each, and the ones kept are those with
+the highest probability, or random ones. The others stay masked and are drawn anew.
 
 Source: Nie et al., LLaDA, arXiv 2502.09992, algorithm 5; ML-GSAI/LLaDA generate.py, facebookresearch/igpo
 utils/generate.py.
@@ -74,7 +74,7 @@ class MaskedSampling:
 
     @property
     def draws(self) -> int:
-        """Random numbers that an answer takes: one for its place in the order of each token, one a step for its value."""
+        """Random numbers that an answer takes: for the order of its tokens, and for their values in each step."""
         return self.max_new_tokens * (1 + self.steps // self.blocks)
 
 

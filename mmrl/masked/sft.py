@@ -1,8 +1,8 @@
 """Training of a masked-diffusion language model on given answers, from random weights or as a fine-tuning.
 
-A time t is drawn for each answer, each of its L tokens is masked with probability t, and the loss is the cross-entropy of
-the masked ones, weighted by 1 / t and divided by L: a bound of the negative log-likelihood a token. Questions are never
-masked, and answers are padded with end tokens, which the model learns as well.
+A time t is drawn for each answer, each of its L tokens is masked with probability t, and the loss is the cross-entropy
+of the masked ones, weighted by 1 / t and divided by L: a bound of the negative log-likelihood a token. Questions are
+never masked, and answers are padded with end tokens, which the model learns as well.
 
 Source: Nie et al., LLaDA, arXiv 2502.09992, eq. 5 and algorithm 2; ML-GSAI/LLaDA GUIDELINES.md.
 """
@@ -10,6 +10,7 @@ Source: Nie et al., LLaDA, arXiv 2502.09992, eq. 5 and algorithm 2; ML-GSAI/LLaD
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 

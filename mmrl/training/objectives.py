@@ -200,7 +200,7 @@ SCORES = {
     "budgets": "a budget of tokens for each response, which this recipe does not set",
     "kl_baseline": "log-probabilities of answers to other questions, which this recipe does not score",
     "hints": "the place of given tokens in a response (recipe: masked), which this recipe does not note",
-    "draws": "decisions that are draws of a bound of the log-likelihood, which `recipe: masked` has, and `awm` for images",
+    "draws": "draws of a bound of the log-likelihood as decisions, which `recipe: masked` has, and `awm` for images",
     "sources": "the origin of each response (own, with a hint, a teacher's, replayed), which this recipe does not mix",
 }
 """Outputs and data that a block may need, as error messages name them."""

@@ -25,6 +25,8 @@ CANNOT = {
     "SamplerConfig.lean": "time",
     "SamplerConfig.keep_prefill": "time",
     "AnswerSampling.batch_rows": "memory",
+    "MaskedSampling.batch_rows": "memory",
+    "LikelihoodConfig.chunk": "memory",
     "AnswerSampling.lean": "time",
     "FrozenModelConfig.lane": "time",
     "FrozenModelConfig.shared_prefix": "time",

@@ -99,7 +99,9 @@ def test_one_step_scores_each_token_with_the_whole_answer_masked(policy, tasks):
         expected = logp_of(policy, payload.prompts[row // 2], masked, token, place)
         torch.testing.assert_close(found.logp[row, place], expected, rtol=1e-4, atol=1e-4)
     distribution = policy.logits([payload.prompts[0]], masked[None])[0, 0].softmax(-1)
-    assert float(found.entropy[0, 0]) == pytest.approx(float(torch.special.entr(distribution).sum()), rel=1e-4)
+    assert float(found.entropy[0, 0].detach()) == pytest.approx(
+        float(torch.special.entr(distribution.detach()).sum()), rel=1e-4
+    )
     assert float(distribution[policy.mask_id]) == 0
 
 
@@ -127,11 +129,15 @@ def test_the_mean_over_all_masks_is_the_mean_over_all_orders(policy, tasks):
         return float(logp_of(policy, prompt, answer, tokens[place], place).detach())
 
     orders = [
-        sum(conditional(order[at], order[:at]) for at in range(length)) for order in itertools.permutations(range(length))
+        sum(conditional(order[at], order[:at]) for at in range(length))
+        for order in itertools.permutations(range(length))
     ]
     bounds = [
-        sum(length / count * sum(conditional(place, set(range(length)) - set(hidden)) for place in hidden)
-            for hidden in itertools.combinations(range(length), count)) / math.comb(length, count)
+        sum(
+            length / count * sum(conditional(place, set(range(length)) - set(hidden)) for place in hidden)
+            for hidden in itertools.combinations(range(length), count)
+        )
+        / math.comb(length, count)
         for count in range(1, length + 1)
     ]
     assert sum(bounds) / length == pytest.approx(sum(orders) / len(orders), rel=1e-5)

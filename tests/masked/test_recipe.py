@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -44,7 +46,11 @@ def test_failed_questions_are_answered_around_hints_and_only_right_ones_replace(
     # the whole worked answer but a rest is given, and with it the end of the thought
     hints = InpaintingConfig(replacements=2, low=1.0, high=1.0, min_chunk=1, max_chunk=2, free=0, stretch=1.0)
     config = config_of(
-        "masked", tmp_path, rewards=rewards, inpainting=hints, sampler=MaskedSampling(max_new_tokens=16, block=8, steps=4)
+        "masked",
+        tmp_path,
+        rewards=rewards,
+        inpainting=hints,
+        sampler=MaskedSampling(max_new_tokens=16, block=8, steps=4),
     )
     recipe = MaskedRecipe(config)
     policy, tasks = recipe.policy.eval(), recipe.train_tasks[:2]
@@ -60,7 +66,9 @@ def test_failed_questions_are_answered_around_hints_and_only_right_ones_replace(
     tokenizer = recipe.policy.processor.tokenizer
     for row in torch.nonzero(replaced).flatten().tolist():
         trace = tokenizer.encode(reasoning(tasks[row // 3].columns["completion"]))
-        given = [token for token, at in zip(payload.response_ids[row].tolist(), hinted[row].tolist(), strict=True) if at]
+        given = [
+            token for token, at in zip(payload.response_ids[row].tolist(), hinted[row].tolist(), strict=True) if at
+        ]
         assert given == trace[: len(given)]
     assert recipe.extra_samples == 6
     recipe.close()
@@ -145,7 +153,7 @@ def test_a_share_of_whole_chunks_is_given():
     generator = torch.Generator().manual_seed(0)
     chunks = cut(30, 3, 5, generator)
     assert all(3 <= stop - start <= 5 for start, stop in chunks)
-    assert all(one[1] == two[0] for one, two in zip(chunks, chunks[1:], strict=False))
+    assert all(one[1] == two[0] for one, two in itertools.pairwise(chunks))
     config = InpaintingConfig(low=0.5, high=0.5, min_chunk=5, max_chunk=5, free=0, stretch=1.0)
     answer = hinted_answer(list(range(1, 21)), 24, 0, config, generator)
     assert len(answer) == 24

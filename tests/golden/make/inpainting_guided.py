@@ -32,10 +32,10 @@ def update(clone: Clone, inputs: dict, hinted: np.ndarray, share: float, beta: f
     """Advantages, and the loss of the whole batch at once, as of one device."""
     b = tensors({key: value for key, value in inputs.items() if key != "extras"})
     b.logp.requires_grad_()
-    grouped = clone.lines(TRAINER, 1906, 1920, rewards=b.reward, self=SimpleNamespace(num_generations=4), total_unique_prompts=3)
-    args = SimpleNamespace(
-        entropy_clipping_ratio_inpaint=share, use_gspo=True, epsilon_low=0.2, epsilon_high=0.2
+    grouped = clone.lines(
+        TRAINER, 1906, 1920, rewards=b.reward, self=SimpleNamespace(num_generations=4), total_unique_prompts=3
     )
+    args = SimpleNamespace(entropy_clipping_ratio_inpaint=share, use_gspo=True, epsilon_low=0.2, epsilon_high=0.2)
     me = SimpleNamespace(args=args, num_iterations=1, beta=beta)
     kept = clone.lines(
         TRAINER,

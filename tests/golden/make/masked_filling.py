@@ -19,7 +19,9 @@ GENERATE, MASK = "utils/generate.py", 0
 def main() -> None:
     clone = Clone(sys.argv[1], "facebookresearch/igpo", "e85eaea1508c9062991b44ca2e44d5d12ebc64be")
     inputs = {"length": 96, "free": 30, "max_gap": 20, "words": 7, "block": 4}
-    write("masked_filling", "sampling and hints of IGPO, arXiv 2509.10396", inputs, [places(clone), sampled(clone)], clone)
+    write(
+        "masked_filling", "sampling and hints of IGPO, arXiv 2509.10396", inputs, [places(clone), sampled(clone)], clone
+    )
 
 
 class Tokenizer:
@@ -54,7 +56,12 @@ def places(clone: Clone) -> dict[str, Any]:
                 Tokenizer(), ids, text, 96, 1 - share, seed=length, inpaint_last_chunk_end=False, **settings
             )
             cases.append({"length": length, "share": share, "given": list(given), "answer": found[0, 2:].tolist()})
-    return {"program": clone.name, "calls": [f"{GENERATE}:create_spacing_scaled_inpainting_sequence"], "relative": 1e-12, "hints": cases}
+    return {
+        "program": clone.name,
+        "calls": [f"{GENERATE}:create_spacing_scaled_inpainting_sequence"],
+        "relative": 1e-12,
+        "hints": cases,
+    }
 
 
 def sampled(clone: Clone) -> dict[str, Any]:
