@@ -73,7 +73,8 @@ def test_config_builds_and_takes_two_steps(path, tmp_path, tiny):
     overrides = [*SMALL, f"output_dir={tmp_path / 'run'}", f"data.path={questions}", f"model.path={tiny[family]}"]
     overrides += [f"eval_data.{name}.path={questions}" for name in whole.eval_data]
     overrides += [group_size(whole, 2)]
-    if whole.evaluation.revision is not None and whole.evaluation.revision.reasoner is not None:
+    revision = getattr(whole.evaluation, "revision", None)
+    if revision is not None and revision.reasoner is not None:
         overrides.append(f"evaluation.revision.reasoner.path={tiny[family]}")
     if whole.recipe in ("masked", "masked_sft"):
         overrides += ["sampler.block=5", "sampler.steps=5"]

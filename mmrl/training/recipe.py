@@ -168,7 +168,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         return self.plus_terms(output, policy, minibatch, scores, denominators, step)
 
     def micro_batches(self, minibatch: Rollouts, rows: int, *, whole_groups: bool) -> Iterator[Rollouts]:
-        """Cut an optimiser step into parts whose losses add up; see `Rollouts.micro_batches`."""
+        """Parts of an optimiser step whose losses add up; see `Rollouts.micro_batches`."""
         return minibatch.micro_batches(rows, whole_groups=whole_groups)
 
     def plus_terms(
@@ -205,8 +205,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     @property
     def keeps_logp_rollout(self) -> bool:
         """Whether the sampler's log-probabilities stay beside the old ones, to correct or measure the difference."""
-        wanted = self.samples_elsewhere or "logp_rollout" in self.objective.needs
-        return wanted and not self.keeps_sampled_logp
+        return (self.samples_elsewhere or "logp_rollout" in self.objective.needs) and not self.keeps_sampled_logp
 
     @property
     def loss_outputs(self) -> frozenset[str]:

@@ -462,9 +462,7 @@ def _no_autocast(x: Tensor) -> torch.autocast:
     return torch.autocast(device_type=x.device.type, enabled=False)
 
 
-def load_policy(
-    config: FrozenModelConfig, *, value_head: bool = False, policy_class: type[VlmPolicy] = VlmPolicy
-) -> VlmPolicy:
+def load_policy(config: FrozenModelConfig, *, value_head: bool = False, policy_class: Any = VlmPolicy) -> VlmPolicy:
     """Load or build a model and wrap it as a policy.
 
     Args:
@@ -489,8 +487,7 @@ def load_policy(
     folder = expanded(config.path)
     check_model(folder)
     base, adapter = resolve_model(config.path)
-    network = load_network(config, base)
-    processor = load_processor(str(adapter or base))
+    network, processor = load_network(config, base), load_processor(str(adapter or base))
     # saved with the model, so that `generate` draws no token either that sampling leaves out
     network.generation_config.suppress_tokens = banned_ids(network, processor.tokenizer).tolist() or None
     set_pixels(processor, config)
@@ -498,6 +495,6 @@ def load_policy(
     head = make_value_head(network.config.get_text_config().hidden_size, config.critic) if value_head else None
     if head is not None and (folder / VALUE_HEAD_FILE).is_file():
         load_value_head(head, folder)
-    policy = policy_class(model, processor, config, head).eval()
+    policy: VlmPolicy = policy_class(model, processor, config, head).eval()
     policy.starts_from_adapter = policy.has_adapter and adapter is not None
     return policy
