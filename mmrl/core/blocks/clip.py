@@ -413,15 +413,15 @@ class DivergenceMask(Clip):
 class Bgpo(Clip):
     """Bound of the importance-weighted loss that is linear in Monte Carlo samples of a log-likelihood bound.
 
-    With d the log-ratio of one sample, -A (1 + d) where A >= 0 and -A exp(d) where A < 0. Their mean is never below
-    -A exp(mean d), because exp(x) >= 1 + x and by Jensen; at d = 0 value and gradient are the same. As each sample
-    enters on its own, samples may be backpropagated one at a time. The gradient is not bounded.
+    -A (1 + d) where A >= 0, -A exp(d) where A < 0, d the log-ratio of a sample: never below -A exp(mean d) on average
+    (exp(x) >= 1 + x, Jensen), the same to first order at d = 0. Samples may be backpropagated one at a time.
 
     Source: BGPO, arXiv 2510.11683.
     """
 
     kind = "bgpo"
     needs = frozenset({"draws"})
+
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
         advantage = advantage.detach()
         return -advantage * torch.where(advantage < 0, log_ratio.exp(), 1.0 + log_ratio), {}
