@@ -7,10 +7,11 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
+from transformers import AutoTokenizer
 
 from mmrl.agents.environments.env_service import open_environment
 from mmrl.agents.environments.environment import Action
-from mmrl.agents.toy.build import build_experts
+from mmrl.agents.toy.build import build_experts, build_model
 from mmrl.agents.toy.grid import (
     COLOURS,
     MOVES,
@@ -116,6 +117,25 @@ def test_the_image_shows_all_positions():
     assert (seen["key"], seen["agent"]) == ({env.state.agent}, set()), "the key is on the agent"
 
 
+def test_the_text_names_all_cells():
+    env = GridWorld(size=4, walls=1, key=True, text=True, max_steps=99)
+    observation, _ = env.reset(seed=3)
+    layout = env.layout
+    cells = {"agent": layout.start, "goal": layout.goal, "key": layout.key, "wall": next(iter(layout.walls))}
+    words = [f"{name} {'abcd'[cell.row]}{cell.column}" for name, cell in cells.items()]
+    assert observation == {"state": " ".join(words)}
+    while not env.state.has_key:
+        observation = env.step(env.shortest_path()[0])[0]
+    words[0] = f"agent {words.pop(2).split()[1]}"
+    assert observation == {"state": " ".join(words)}, "the agent stands where the key was"
+
+
+def test_a_language_model_reads_a_cell_as_one_token(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(build_model(tmp_path / "m", family="qwen3"))
+    assert tokenizer.tokenize("agent c3 goal a1") == ["agent", "Ġ", "c3", "Ġgoal", "Ġ", "a1"]
+    assert tokenizer.tokenize("<action>up</action>") == ["<action>", "up", "</action>"]
+
+
 def test_episodes_are_cut():
     env = GridWorld(size=3, max_steps=2, min_distance=3)
     env.reset(seed=0)
@@ -171,6 +191,7 @@ def test_recorded_experts_take_the_names_in_turn(tmp_path):
 
 def test_the_environment_keeps_gymnasiums_rules():
     check_env(GridWorld(walls=2, key=True), skip_render_check=True)
+    check_env(GridWorld(walls=2, key=True, text=True, size=12), skip_render_check=True)
     made = gymnasium.make("mmrl.agents.toy.grid:mmrl/GridWorld-v0", size=3, render_mode="rgb_array")
     made.reset(seed=0)
     assert made.render().shape == (84, 84, 3)
@@ -183,6 +204,7 @@ def test_the_environment_keeps_gymnasiums_rules():
         ({"cell": 5000}, "at most 4096 in all"),
         ({"walls": 23}, "walls is 23; a grid of 5 x 5 has room for 0 to 22"),
         ({"max_steps": 0}, "max_steps is 0"),
+        ({"size": 27, "text": True}, "27 cells in words; at most 26, a letter for each row"),
         ({"winds": {"windy": 1.5}}, "winds.windy is 1.5; expected a share"),
         ({"min_distance": 9}, "no grid of 5 x 5 .* takes 9 to any number of moves; allow shorter"),
         ({"min_distance": 4, "max_distance": 3}, "takes 4 to 3 moves"),

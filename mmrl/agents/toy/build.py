@@ -9,7 +9,10 @@ from typing import Any
 
 from mmrl.agents.environments.experts import NoisyExpert, run_expert, write_episodes
 from mmrl.agents.environments.gym import GymEnvironment
-from mmrl.agents.toy.grid import MISSION, MISSION_WITH_KEY, MOVES, GridWorld
+from mmrl.agents.toy.grid import MISSION, MISSION_WITH_KEY, MOVES, WORDS, Cell, GridWorld, cell_name
+
+LARGEST_TEXT = 6
+"""Cells a side of grids whose cells are one token each for a language model."""
 
 
 def build_experts(
@@ -33,10 +36,24 @@ def build_experts(
     return Path(path)
 
 
-def build_model(path: str | Path, **options: Any) -> Path:
-    """Build a tiny random model that writes a move of `GridWorld` in three tokens; options of `build_tiny`."""
-    from mmrl.vlm.toy.tiny_generic import build_tiny
+def build_model(path: str | Path, *, family: str = "qwen2_5_vl", **options: Any) -> Path:
+    """Build a tiny random model that writes a move of `GridWorld` in three tokens.
 
-    answers = [f"<action>{name}</action>" for name in MOVES]
-    corpus = [MISSION, MISSION_WITH_KEY, "Walk. Answer with an action.", *answers]
-    return build_tiny(path, corpus=corpus, tokens=("<action>", "</action>", *MOVES), **options)
+    Args:
+        path: folder to write.
+        family: of a model that sees images, or qwen3 for a language model, which reads the grid with `text`.
+        options: of `build_tiny` or `build_tiny_generic`.
+    """
+    from mmrl.vlm.toy.tiny_generic import build_tiny, build_tiny_generic
+
+    corpus = [
+        MISSION,
+        MISSION_WITH_KEY,
+        "Walk. Answer with an action.",
+        *(f"<action>{name}</action>" for name in MOVES),
+    ]
+    tokens = ("<action>", "</action>", *MOVES)
+    if family != "qwen3":
+        return build_tiny(path, family=family, corpus=corpus, tokens=tokens, **options)
+    cells = [cell_name(Cell(row, column)) for row in range(LARGEST_TEXT) for column in range(LARGEST_TEXT)]
+    return build_tiny_generic(path, corpus=[*corpus, " ".join(WORDS)], tokens=(*tokens, *cells), **options)

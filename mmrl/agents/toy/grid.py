@@ -4,6 +4,8 @@ The reward is 1 at the goal and 0 before. The image shows the whole state: the a
 square, walls dark, the key as a yellow diamond, and once the agent has it a yellow dot on the disc. A cell of 28 pixels
 is one token of vision models that merge 2 x 2 patches of 14.
 
+With `text` it is written instead, for language models: the cells of the agent, the goal, the key and the walls.
+
 With `winds` success may be luck: in tasks of some names a wind moves the agent towards the goal, whatever it does.
 
 Importing this module registers the grid: gymnasium.make("mmrl.agents.toy.grid:mmrl/GridWorld-v0", size=5).
@@ -122,6 +124,19 @@ def draw_layout(rules: LayoutRules, generator: np.random.Generator) -> GridLayou
     return None
 
 
+def describe(layout: GridLayout, state: GridState) -> str:
+    """The state in words, such as `agent c3 goal a1 wall b1`: a letter for the row, a number for the column."""
+    parts = [("agent", state.agent), ("goal", layout.goal)]
+    parts += [("key", layout.key)] if layout.key is not None and not state.has_key else []
+    parts += [("wall", wall) for wall in sorted(layout.walls)]
+    return " ".join(f"{name} {cell_name(cell)}" for name, cell in parts)
+
+
+def cell_name(cell: Cell) -> str:
+    """The name of a cell in texts: `a0` is the upper left one."""
+    return f"{LETTERS[cell.row]}{cell.column}"
+
+
 def _moves_to(state: GridState, came_from: dict[GridState, tuple[GridState, str] | None]) -> Iterator[str]:
     """The moves that led to a state, in reverse order."""
     step = came_from[state]
@@ -134,6 +149,9 @@ def _moves_to(state: GridState, came_from: dict[GridState, tuple[GridState, str]
 MISSION = "Go to the green square."
 MISSION_WITH_KEY = "Fetch the yellow key, then go to the green square."
 WINDY = " It is windy."
+WORDS = ("agent", "goal", "key", "wall")
+"""Names in `describe`."""
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
 COLOURS = {
     "floor": (244, 244, 240),
     "line": (205, 205, 205),
@@ -159,6 +177,7 @@ class GridWorld(gymnasium.Env[dict[str, Any], Any]):
         max_steps: moves after which the episode is truncated.
         winds: by task name, the share of moves in which the wind moves the agent along a shortest path instead. The
             mission mentions the wind, the image does not show it. None for a world without.
+        text: whether the observation is the state in words instead of mission and image.
         render_mode: only rgb_array, the image of the observation.
 
     Raises:
@@ -181,16 +200,18 @@ class GridWorld(gymnasium.Env[dict[str, Any], Any]):
         max_distance: int | None = None,
         max_steps: int = 12,
         winds: Mapping[str, float] | None = None,
+        text: bool = False,
         render_mode: str | None = None,
     ) -> None:
-        _check(size, cell, walls, max_steps, winds or {})
+        _check(size, cell, walls, max_steps, winds or {}, text)
         self._rules = LayoutRules(size, walls, key, min_distance, max_distance)
         self._cell, self._max_steps, self.render_mode = cell, max_steps, render_mode
         self._winds, self._wind = dict(winds or {}), 0.0
         self.action_space = Discrete(len(MOVES))
-        letters = "".join(sorted(set(MISSION + MISSION_WITH_KEY + WINDY)))
+        self._text = text
         image = Box(0, 255, (size * cell, size * cell, 3), np.uint8)
-        self.observation_space = Dict({"image": image, "mission": Text(100, min_length=1, charset=letters)})
+        seen = {"state": _text_space(10 * (walls + 5))} if text else {"image": image, "mission": _text_space(100)}
+        self.observation_space = Dict(seen)
         # Refuses impossible rules before the first episode.
         self._layout = self._draw_layout(np.random.default_rng(0))
         self._state, self._steps = first_state(self._layout), 0
@@ -254,6 +275,8 @@ class GridWorld(gymnasium.Env[dict[str, Any], Any]):
         image[top : top + self._cell, left : left + self._cell][shape] = COLOURS[colour]
 
     def _observe(self) -> dict[str, Any]:
+        if self._text:
+            return {"state": describe(self._layout, self._state) + (WINDY if self._wind else "")}
         mission = MISSION_WITH_KEY if self._rules.key else MISSION
         return {"image": self.render(), "mission": mission + (WINDY if self._wind else "")}
 
@@ -274,9 +297,16 @@ class GridWorld(gymnasium.Env[dict[str, Any], Any]):
         return layout
 
 
-def _check(size: int, cell: int, walls: int, max_steps: int, winds: Mapping[str, float]) -> None:
+def _text_space(length: int) -> Text:
+    letters = set(MISSION + MISSION_WITH_KEY + WINDY + "".join(WORDS) + LETTERS + "0123456789")
+    return Text(length, min_length=1, charset="".join(sorted(letters)))
+
+
+def _check(size: int, cell: int, walls: int, max_steps: int, winds: Mapping[str, float], text: bool) -> None:
     if size < 2 or cell < 4 or size * cell > LARGEST_SIDE:
         raise UserError(f"a grid of {size} cells of {cell} pixels; at least 2 of 4, at most {LARGEST_SIDE} in all")
+    if text and size > len(LETTERS):
+        raise UserError(f"a grid of {size} cells in words; at most {len(LETTERS)}, a letter for each row")
     if not 0 <= walls <= size**2 - 3:
         raise UserError(f"walls is {walls}; a grid of {size} x {size} has room for 0 to {size**2 - 3}")
     if max_steps < 1:

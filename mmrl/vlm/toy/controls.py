@@ -16,6 +16,13 @@ def shuffled_exact(prompts: Sequence[Chat], completions: Sequence[Chat], **colum
     return shuffled(exact_reward(prompts, completions, **columns), completions)
 
 
+def shuffled_environment(
+    prompts: Sequence[Chat], completions: Sequence[Chat], environment_reward: Sequence[float], **columns: Any
+) -> list[float]:
+    """What the environment gave episodes, shuffled among those of the same step."""
+    return shuffled(environment_reward, completions)
+
+
 def shuffled(rewards: Sequence[float], completions: Sequence[Chat]) -> list[float]:
     """Rewards in an order that follows from the completions."""
     digest = hashlib.blake2b(repr(list(completions)).encode(), digest_size=8).digest()
