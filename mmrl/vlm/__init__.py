@@ -66,6 +66,7 @@ _NAMES = {
     "mmrl.vlm.methods.arbitrary_entropy": ("ArbitraryEntropyConfig", "ArbitraryEntropyRecipe"),
     "mmrl.vlm.methods.dataset_reset": ("DatasetResetConfig", "DatasetResetRecipe"),
     "mmrl.vlm.methods.multi_teacher": ("MultiTeacherConfig", "MultiTeacherRecipe"),
+    "mmrl.vlm.methods.segment": ("SegmentConfig", "SegmentRecipe"),
     "mmrl.vlm.methods.scaffolded": ("ScaffoldedConfig", "ScaffoldedRecipe", "hint_levels"),
     "mmrl.vlm.methods.teacher": ("Teacher", "TeacherConfig"),
     "mmrl.vlm.methods.reg_grpo": (

@@ -54,6 +54,12 @@ RECIPES = (
         "Chang et al., DR-PO, arXiv 2404.08495",
     ),
     RecipeEntry(
+        "segment",
+        "mmrl.vlm.methods.segment:SegmentRecipe:SegmentConfig",
+        "advantages of segments of answers, by Monte Carlo values of cuts or in trees (SPO-chain, SPO-tree)",
+        "Guo et al., SPO, arXiv 2505.23564",
+    ),
+    RecipeEntry(
         "arbitrary_entropy",
         "mmrl.vlm.methods.arbitrary_entropy:ArbitraryEntropyRecipe:ArbitraryEntropyConfig",
         "positive samples of a higher or lower temperature keep the entropy near a wanted one (AEPO)",
@@ -126,6 +132,9 @@ METRICS = {
     "scaffold/level_mean": "Mean number of hints behind which the exchanged answers of the step were right.",
     "reset/share": "Share of the step's questions whose rollouts start inside the reference answer.",
     "reset/fraction_mean": "Mean share of the reference answer that these are given.",
+    "segment/values": "Places in answers of the step whose value was estimated: cuts of chains, or branches of trees.",
+    "segment/tokens": "Tokens sampled in the step, for answers and for values.",
+    "segment/trained": "Share of the tokens of the step's answers that are trained.",
     "steering/entropy": "Entropy of the last update by which the temperature of further samples is chosen, in nats.",
     "steering/temperature": "Temperature of the step's further samples.",
     "steering/rows": "Further samples of the step that are learned.",

@@ -305,6 +305,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 }
 """Further changes without which a block is refused, or clips nothing."""
 
+SEGMENTS = {"segment.interval": 2, "segment.rollouts": 2, "segment.branches": [2]}
 VARIANTS = [
     Variant(("trainer.", "objective.", "reference."), {"trainer.epochs": 2, "trainer.schedule": "linear"}),
     Variant(("trainer.", "objective."), {"trainer.minibatches_per_step": 2, "trainer.epochs": 2}),
@@ -329,6 +330,8 @@ VARIANTS = [
     Variant(("distil.",), {"distil.divergence": 1.0, "distil.on_policy": 0.5}, ("distil",)),
     Variant(("teacher.",), _frozen_teacher, ("distil",)),
     Variant(("steering.",), {"steering.entropy": 4.0, "steering.rows": 2, "trainer.steps": 3}, ("arbitrary_entropy",)),
+    Variant(("segment.",), SEGMENTS, ("segment",)),
+    Variant(("segment.",), SEGMENTS | {"segment.kind": "tree", "segment.tokens": 2}, ("segment",)),
     Variant(("scaffold.",), _rarely_right, ("scaffolded",)),
     Variant(("teachers.",), _several_teachers, ("multi_teacher",)),
     Variant(("augmentation.",), PROBED),

@@ -1,11 +1,11 @@
-"""Objectives of recipes whose rows come from elsewhere than the question: hints, teachers, references."""
+"""Objectives of recipes whose rows begin elsewhere than with the question: hints, teachers, references, prefixes."""
 
 from mmrl.core.blocks.advantage import AdvantageScaling, GroupMean, GroupMeanStd
 from mmrl.core.blocks.clip import PpoClip
-from mmrl.core.blocks.credit import Gae, ValueLoss
-from mmrl.core.blocks.divergence import K1
+from mmrl.core.blocks.credit import Gae, SegmentDifference, ValueLoss
+from mmrl.core.blocks.divergence import K1, K3
 from mmrl.core.blocks.foreign import OffPolicyShaping
-from mmrl.core.loss import FixedLength, TokenMean
+from mmrl.core.loss import FixedLength, SequenceSum, TokenMean
 from mmrl.core.objectives.objective import Objective
 
 ROWS = (
@@ -49,5 +49,27 @@ ROWS = (
         citation="AEPO (arbitrary entropy), arXiv 2510.08141; GRPO of its qwen-math-7b-AEPO.sh (clip 0.2, no KL)",
         verified="597358816/AEPO at b353a05441e9",
         differs="the loss alone: samples of another temperature belong to recipe arbitrary_entropy",
+    ),
+    Objective(
+        "segment_chain",
+        SegmentDifference(),
+        PpoClip(),
+        TokenMean(),
+        scaling=AdvantageScaling(whiten="decisions"),
+        kl=K3(1e-4, aggregation=SequenceSum()),
+        citation="Guo et al., SPO (segments), arXiv 2505.23564; SPO-chain of its configs (clip 0.2, k3 1e-4)",
+        verified="AIFrameResearch/SPO at b9fc6a263dec",
+        differs="the loss alone: cuts, their values and the mask of certain tokens belong to recipe segment",
+    ),
+    Objective(
+        "segment_tree",
+        SegmentDifference(),
+        PpoClip(),
+        TokenMean(),
+        scaling=AdvantageScaling(whiten="decisions"),
+        kl=K3(1e-4, aggregation=SequenceSum()),
+        citation="Guo et al., SPO (segments), arXiv 2505.23564; SPO-tree of its configs (clip 0.2, k3 1e-4)",
+        verified="AIFrameResearch/SPO at b9fc6a263dec",
+        differs="the loss alone: trees and the mask of certain tokens belong to recipe segment; no replay of branches",
     ),
 )

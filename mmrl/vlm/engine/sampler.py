@@ -165,7 +165,14 @@ class GenerationState:
     `uniforms` (B, max_new_tokens) are random numbers in [0, 1); None decodes greedily.
     """
 
-    def __init__(self, policy: VlmPolicy, config: SamplerConfig, total: int, uniforms: Tensor | None) -> None:
+    def __init__(
+        self,
+        policy: VlmPolicy,
+        config: SamplerConfig,
+        total: int,
+        uniforms: Tensor | None,
+        limits: Sequence[int] | None = None,
+    ) -> None:
         device, shape = policy.device, (config.max_new_tokens, total)
         self.policy = policy
         self.config = config
@@ -175,11 +182,17 @@ class GenerationState:
         is_eos[list(policy.eos_ids)] = True
         self.is_eos = to_device(is_eos, device)
         self.max_positions = policy.positions
+        longest = torch.tensor([config.max_new_tokens] if limits is None else limits, device=device)
+        self.limits = longest.repeat_interleave(total // len(longest))
         self.ids = torch.full(shape, policy.pad_id, device=device)
         self.mask = torch.zeros(shape, device=device)
         self.logp = torch.zeros(shape, device=device)
         self.kept = torch.ones(shape, device=device)
         self.reason = torch.zeros(total, dtype=torch.int64, device=device)
+
+    def budget(self, rows: Tensor, prompt: Tensor) -> Tensor:
+        """Most tokens of the responses in some rows, behind prompts of these lengths (b,)."""
+        return torch.minimum(self.max_positions - prompt, self.limits[rows])
 
     def choose(self, rows: Tensor, step: int, logp: Tensor, running: Tensor) -> Tensor:
         """Draw and record the next token of the rows; those that ended before get the pad token."""
@@ -301,6 +314,7 @@ def sample(
     draws: torch.Generator | Tensor | None,
     *,
     keep: KeepPrefill = KeepPrefill.NOTHING,
+    limits: Sequence[int] | None = None,
 ) -> Samples:
     """Draw responses.
 
@@ -314,6 +328,7 @@ def sample(
             have the temperature.
         keep: what is left of the prompts' prefill in `policy.prefixes`; in the fast lane nothing without the lean
             decoder.
+        limits: most tokens of a response to each prompt, at most config.max_new_tokens, which it is by default.
 
     Returns:
         The responses of prompt 0, then those of prompt 1, and so on, on the policy's device.
@@ -326,7 +341,7 @@ def sample(
     total = len(prompts) * samples_per_prompt
     if isinstance(draws, torch.Generator):
         draws = torch.rand(total, config.max_new_tokens, generator=draws)
-    state = GenerationState(policy, config, total, draws)
+    state = GenerationState(policy, config, total, draws, limits)
     training = policy.training
     policy.eval()  # checkpointed layers drop the cache in training mode
     try:
@@ -386,9 +401,9 @@ def _decode_lean(state: GenerationState, weights: LeanWeights, prefix: Prefix, p
     live, own = torch.unique_consecutive(prompt, return_inverse=True)
     prefix = prefix if len(live) == len(prefix) else prefix.select(live)
     decoder = PrefixDecoder(weights, prefix, own, state.config.max_new_tokens - 1, state.policy.banned_ids)
-    budget = state.max_positions - prefix.lengths[own]
-    rows, own, budget = (to_device(x, state.policy.device) for x in (rows, own, budget))
-    decode(state, decoder, rows, budget, prefix.last_state[own])
+    lengths = prefix.lengths[own]
+    rows, own, lengths = (to_device(x, state.policy.device) for x in (rows, own, lengths))
+    decode(state, decoder, rows, state.budget(rows, lengths), prefix.last_state[own])
 
 
 def _sample_through_modules(
@@ -413,6 +428,6 @@ def _sample_through_modules(
                         state,
                         GenericDecoder(policy, lane, own),
                         rows,
-                        state.max_positions - own.lengths,
+                        state.budget(rows, own.lengths),
                         own.last_state,
                     )
