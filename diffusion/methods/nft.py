@@ -9,6 +9,13 @@ image's advantage decides how much v+ and v- have to predict it,
 with r = clip(A, +-5) / 10 + 1/2 and w the mean absolute error, a constant (`diffusion.matching.losses.nft_loss`). The
 velocity distance to the start model is always part of the loss there; here `objective: {kl: {coef: 0}}` leaves it out.
 
+Two further losses on the same noisy versions compare the images of a prompt (`nft.loss`): DGPO's preference of groups
+and CRD's centred reward; `diffusion.matching.group_losses` has their formulas. Differences from their code: sums over a
+group are those of the policy before the update, not of the current one (the same with one update a step); CRD centres
+over a prompt's images, as the paper does, not over a micro-batch of all prompts; images and losses have one scale of
+guidance, `sampler.guidance`, while DGPO draws with 4.5 and learns without, and CRD's reference has 4.5. CRD's weight of
+the distance by reward, its cross-entropy and temperature 0, and DGPO's moving reference are left out.
+
 Defaults are those of the GenEval run: b = 1, second-order solver with 10 steps, every grid time but the last of each
 image, `old` schedule 1, evaluation average 0.9.
 """
@@ -24,30 +31,50 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from diffusion.config import OWN_LOSS, DiffusionConfig, MatchingParts
-from diffusion.matching.losses import nft_loss, nft_weight
+from diffusion.matching.group_losses import MATCHING_LOSSES
 from diffusion.matching.times import TimestepConfig
-from diffusion.matching.velocity import FlowMatching
+from diffusion.matching.velocity import FlowMatching, Matching
 from diffusion.models.ema import NFT_SCHEDULES, EMAWeights, EvalEmaConfig, nft_old_decay
 from diffusion.recipe import DiffusionRecipe
 from diffusion.sampling.sampler import SamplerConfig
 from mmrl.core.loss import Denominators, mean_metric
-from mmrl.core.objectives.objective import LossOutput
+from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.recipe import Step
+from mmrl.training.recipe import LossTerm, Passes, Step
+
+GAIN, CONSTANT = "group_gain", "group_constant"
+"""Extras (B, T) of rollouts: what groups are compared by, and the constants of each row's group."""
 
 
 @dataclass
 class NftSettings:
     """Options of the two-sided loss."""
 
+    loss: str = choice("two_sided", lambda: MATCHING_LOSSES)
+    """two_sided: DiffusionNFT; group_preference: DGPO, arXiv 2510.08425; centred_reward: CRD, arXiv 2603.14128."""
     beta: float = rare(bounded(1.0, above=0))
-    """Distance of the mixtures from the old velocity; 0.1 for OCR and several rewards."""
+    """two_sided: distance of the mixtures from the old velocity, 0.1 for OCR and several rewards; centred_reward: scale
+    of the implied reward; group_preference: strength of the preference, 10 in its code."""
+    clip: float = rare(bounded(0.05, above=0))
+    """Bound of group_preference on exp(old error - error)."""
+    temperature: float | None = rare(bounded(None, at_least=0.02))
+    """Of the means of centred_reward, weighted by softmax(+-reward / temperature); none = plain means."""
     old_schedule: int = rare(choice(1, lambda: NFT_SCHEDULES))
-    """Share of itself that the old policy keeps: 0 none, 1 min(0.001 step, 0.5), 2 min(0.0075 (step - 75), 0.999)."""
+    """Share of itself that the old policy keeps: 0 none, 1 min(0.001 step, 0.5), 2 min(0.0075 (step - 75), 0.999), 3
+    min(0.25 + 0.005 step, 0.999) for CRD, 4 min(0.001 step, 0.3) for DGPO."""
+    sampling_schedule: int | None = rare(choice(None, lambda: (None, *NFT_SCHEDULES)))
+    """Schedule of another policy that draws the images: 0 for the trained one (DGPO), 2 for CRD; none = the old one."""
     advantage_mode: str = rare(choice("all", lambda: ADVANTAGE_MODES))
-    """all, positive_only, negative_only, one_only (1 or 0) or binary (the sign)."""
+    """all, positive_only, negative_only, one_only (1 or 0) or binary (the sign). The loss divides by 10, so that
+    one_only weighs images by 0.6 or 0.5, binary by 0.6, 0.5 or 0.4."""
+
+    def validate(self) -> None:
+        """Refuse options that the loss does not read; raises ValueError."""
+        for name, reader in (("clip", "group_preference"), ("temperature", "centred_reward")):
+            if self.loss != reader and getattr(self, name) != getattr(NftSettings, name):
+                raise ValueError(f"nft.{name} is {getattr(self, name)}, but nft.loss '{self.loss}' does not read it")
 
 
 @dataclass
@@ -68,7 +95,7 @@ class DiffusionNftConfig(MatchingParts, DiffusionConfig):  # type: ignore[misc] 
 
 
 class DiffusionNftRecipe(DiffusionRecipe):
-    """Two-sided matching around an old policy; see the module."""
+    """Matching of velocities around an old policy; see the module."""
 
     config: DiffusionNftConfig
     process: FlowMatching
@@ -77,43 +104,81 @@ class DiffusionNftRecipe(DiffusionRecipe):
     def __init__(self, config: DiffusionNftConfig) -> None:
         super().__init__(config)
         self.process = FlowMatching(self.policy, config.sampler, config.timesteps)
+        settings = config.nft
+        self.rule = MATCHING_LOSSES[settings.loss](settings.beta, settings.clip, settings.temperature)
         self.old = self.parts["old"] = EMAWeights(self.policy)
+        self.drawing = self.old
+        if settings.sampling_schedule is not None:
+            self.drawing = self.parts["drawing"] = EMAWeights(self.policy)
+        self.terms = [GroupGains(self)] if self.rule.compares else []
 
     @property
     def sampling_average(self) -> EMAWeights:
-        """The old policy."""
-        return self.old
+        """The old policy, or with `sampling_schedule` another average."""
+        return self.drawing
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Advantages in the configured mode."""
-        rollouts = super().advantages(rollouts, accelerator, step)
-        assert rollouts.advantage is not None
-        return rollouts.replace(advantage=ADVANTAGE_MODES[self.config.nft.advantage_mode](rollouts.advantage))
+        """Advantages in the configured mode, and the constants of the groups."""
+        found = super().advantages(rollouts, accelerator, step)
+        assert found.advantage is not None
+        found = found.replace(advantage=ADVANTAGE_MODES[self.config.nft.advantage_mode](found.advantage))
+        if not self.rule.compares:
+            return found
+        constant = self.rule.constant(rollouts.extras[GAIN], found)
+        return found.replace(extras={**found.extras, CONSTANT: constant})
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
-        """Two-sided matching loss and the distance to the start model."""
-        versions = self.process.noisy(minibatch)
-        with torch.no_grad(), self.old.applied():  # before the policy's own pass, whose graph must not see a swap
-            old = self.process.velocity(self.policy, minibatch, versions.rows)
-        matching = self.process.evaluate(policy, minibatch, versions)
+        """The matching loss and the distance to the start model."""
+        matching, old = self.matching(policy, minibatch)
         assert minibatch.advantage is not None
-        weight = nft_weight(matching.decisions.gather(minibatch.advantage))
-        rows = nft_loss(matching.velocity, old, matching.noisy, matching.clean, weight, self.config.nft.beta)
+        constant = matching.decisions.gather(minibatch.extras[CONSTANT]) if self.rule.compares else None
+        rows = self.rule.rows(matching, old, matching.decisions.gather(minibatch.advantage), constant)
         reference = self.process.reference_velocity(self.loss_reference, minibatch, matching.noisy)
         losses = matching.decisions.scatter(rows)
         output = matching.loss(losses, minibatch, denominators, reference, self.objective.kl_coef)
         kl_old = mean_metric(matching.distance(old).detach(), minibatch.loss_mask)
         return LossOutput(output.loss, output.metrics | {"policy/kl_old": kl_old})
 
+    def matching(self, policy: nn.Module, rollouts: Rollouts) -> tuple[Matching, Tensor]:
+        """Velocities of the policy and (M, C, H, W) of the old one on the noisy versions of some rows."""
+        versions = self.process.noisy(rollouts)
+        with torch.no_grad(), self.old.applied():  # before the policy's own pass, whose graph must not see a swap
+            old = self.process.velocity(self.policy, rollouts, versions.rows)
+        return self.process.evaluate(policy, rollouts, versions), old
+
     def describe(self) -> str:
         """Formula of the loss with its constants."""
-        beta, weight = self.config.nft.beta, self.objective.kl_coef
-        return f"mean (5 / {beta:g}) [r |x+ - x_0|^2 / w+ + (1 - r) |x- - x_0|^2 / w-] + {weight:g} mean |v - v_ref|^2"
+        return f"{self.rule.formula()} + {self.objective.kl_coef:g} mean |v - v_ref|^2"
 
     def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
         """Move the averages."""
         super().on_step_end(step, metrics)
-        self.old.update(nft_old_decay(step.number, self.config.nft.old_schedule))
+        settings = self.config.nft
+        self.old.update(nft_old_decay(step.number, settings.old_schedule))
+        if settings.sampling_schedule is not None:
+            self.drawing.update(nft_old_decay(step.number, settings.sampling_schedule))
+
+
+class GroupGains(LossTerm):
+    """What the loss compares groups by, from the policy that the update starts from."""
+
+    name = "group_gains"
+    gradient = "never"
+
+    def __init__(self, recipe: DiffusionNftRecipe) -> None:
+        self.recipe = recipe
+
+    def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Compare the policy with the old one or the start model on all noisy versions."""
+        gain = passes.scores(rollouts, frozenset(), self._gains).logp
+        return rollouts.replace(extras={**rollouts.extras, GAIN: gain})
+
+    def _gains(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        recipe = self.recipe
+        matching, old = recipe.matching(policy, rollouts)
+        reference = recipe.process.reference_velocity(recipe.loss_reference or recipe.start, rollouts, matching.noisy)
+        assert reference is not None
+        return PolicyOutputs(matching.decisions.scatter(recipe.rule.gain(matching, old, reference)))
 
 
 ADVANTAGE_MODES: dict[str, Callable[[Tensor], Tensor]] = {

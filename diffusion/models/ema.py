@@ -153,14 +153,20 @@ def kl_ema_decay(step: int, limit: float = 0.3, slope: float = 0.001) -> float:
 def nft_old_decay(step: int, kind: int) -> float:
     """Decay of the policy that DiffusionNFT samples from after `step` steps; `kind` is a row of `NFT_SCHEDULES`.
 
-    Source: NVlabs/DiffusionNFT (decay types of the adapter `old`).
+    Source: NVlabs/DiffusionNFT (decay types of the adapter `old`); X-GenGroup/Flow-Factory, trainers CRD and DGPO.
     """
-    flat, slope, limit = NFT_SCHEDULES[kind]
-    return min(slope * max(step - flat, 0), limit)
+    flat, first, slope, limit = NFT_SCHEDULES[kind]
+    return min(first + slope * max(step - flat, 0), limit)
 
 
-NFT_SCHEDULES = {0: (0, 0.0, 0.0), 1: (0, 0.001, 0.5), 2: (75, 0.0075, 0.999)}
-"""Decay types: 0 for a number of steps, then growing by a slope a step up to a limit."""
+NFT_SCHEDULES = {
+    0: (0, 0.0, 0.0, 0.0),
+    1: (0, 0.0, 0.001, 0.5),
+    2: (75, 0.0, 0.0075, 0.999),
+    3: (0, 0.25, 0.005, 0.999),
+    4: (0, 0.0, 0.001, 0.3),
+}
+"""Decay types: for a number of steps a first value, which then grows by a slope a step up to a limit."""
 
 
 FOLDER = "eval_ema"

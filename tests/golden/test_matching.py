@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from diffusion.matching.group_losses import MATCHING_LOSSES
 from diffusion.matching.losses import NoisyRows, nft_loss, nft_weight, pseudo_log_likelihood
+from diffusion.matching.velocity import Matching
+from diffusion.methods.nft import ADVANTAGE_MODES
 from diffusion.methods.orw_cfm import WEIGHTS
 from diffusion.models.ema import eval_ema_decay, nft_old_decay
 from diffusion.sampling.steps import velocity_kl
+from diffusion.sampling.trajectories import TrainedDecisions
 from mmrl.core import PolicyOutputs, Rollouts, get
 from tests.golden.numbers import FLOAT32, assert_agrees, inputs_of, load
 
@@ -64,11 +68,56 @@ def test_nft_loss_and_weights():
     assert_agrees(gradient, peer, "gradient", relative=FLOAT32)
 
 
-@pytest.mark.parametrize("kind", [0, 1, 2])
-def test_nft_schedules(kind):
-    file = load("nft")
-    found = [nft_old_decay(step, kind) for step in file.inputs["steps"]]
-    assert found == pytest.approx(file.peers[0]["decay"][str(kind)], rel=1e-14)
+def group_loss(b, name, temperature):
+    """Loss of the rows of two groups, and the gradient with respect to the velocity."""
+    rule = MATCHING_LOSSES[{"dgpo": "group_preference", "crd": "centred_reward"}[name]](
+        b.beta[name], b.clip, temperature
+    )
+    velocity, old = b.velocity.clone().requires_grad_(), b.velocity + b.moved
+    noisy = NoisyRows(b.target, b.target, torch.ones(6), torch.arange(6))
+    matching = Matching(TrainedDecisions(torch.arange(6), torch.Size((6, 1))), noisy, b.target, velocity)
+    rollouts = Rollouts(b.group, torch.ones(6, 1).double(), torch.zeros(6, 1).double(), torch.zeros(6).double())
+    rollouts = rollouts.replace(advantage=b.advantage[:, None])
+    constant = rule.constant(rule.gain(matching, old, b.velocity_ref).detach()[:, None], rollouts)
+    loss = rule.rows(matching, old, b.advantage, constant[:, 0]).mean()
+    return loss, torch.autograd.grad(loss, velocity)[0]
+
+
+def test_group_preference_of_dgpo():
+    b, (peer, _) = inputs_of("group_losses"), load("group_losses").peers
+    loss, gradient = group_loss(b, "dgpo", None)
+    expected = peer["dgpo"] | {"program": peer["program"]}
+    assert 0 < sum(expected["stopped"]) < 6
+    # matching errors are float32 here
+    assert_agrees(loss, expected, "loss", size=20.0, relative=4 * FLOAT32)
+    assert_agrees(gradient, expected, "gradient", relative=8 * FLOAT32)
+
+
+@pytest.mark.parametrize("temperature", [None, 0.3])
+def test_centred_reward_of_crd(temperature):
+    b, (peer, _) = inputs_of("group_losses"), load("group_losses").peers
+    loss, gradient = group_loss(b, "crd", temperature)
+    expected = peer["crd"][str(temperature)] | {"program": peer["program"]}
+    # implied rewards are rounded to float32 here
+    assert_agrees(gradient, expected, "gradient", relative=8 * FLOAT32)
+    if temperature is None:  # with one, the code's loss has a further constant
+        assert_agrees(loss, expected, "loss", relative=8 * FLOAT32)
+
+
+def test_weights_by_mode():
+    b, (_, peer) = inputs_of("group_losses"), load("group_losses").peers
+    names = {"continuous": "all"}
+    for mode, expected in peer["weights"].items():
+        found = nft_weight(ADVANTAGE_MODES[names.get(mode, mode)](b.advantage.clamp(-5, 5)))
+        assert found.tolist() == pytest.approx(expected, abs=1e-15), mode
+
+
+@pytest.mark.parametrize("where", ["nft 0", "nft 1", "nft 2", "group_losses 2", "group_losses 3"])
+def test_schedules_of_old_policies(where):
+    paper, kind = where.split()
+    file = load(paper)
+    found = [nft_old_decay(step, int(kind)) for step in file.inputs["steps"]]
+    assert found == pytest.approx(file.peers[0]["decay"][kind], rel=1e-14)
 
 
 def test_decay_of_the_evaluated_average():

@@ -23,11 +23,12 @@ WHITEN_EPS = 1e-8
 
 
 def group_sum(x: Tensor, group: Tensor, groups: int | None = None) -> Tensor:
-    """Sum (N,) of x (B,) over the rows of each group (B,) int64, 0..N-1.
+    """Sum (N, ...) of x (B, ...) over the rows of each group (B,) int64, 0..N-1.
 
     Given the number of groups, or any larger one, the host need not wait for it.
     """
-    return x.new_zeros(_number_of_groups(group) if groups is None else groups).index_add(0, group, x)
+    number = _number_of_groups(group) if groups is None else groups
+    return x.new_zeros(number, *x.shape[1:]).index_add(0, group, x)
 
 
 def group_count(group: Tensor, valid: Tensor) -> Tensor:

@@ -70,7 +70,9 @@ def test_advantage_modes():
     ("key", "value", "message"),
     [
         ("beta", 0.0, "must be positive"),
-        ("old_schedule", 3, "allowed: 0, 1, 2"),
+        ("old_schedule", 5, "allowed: 0, 1, 2, 3, 4"),
+        ("clip", 0.1, "nft.loss 'two_sided' does not read it"),
+        ("temperature", 0.5, "nft.loss 'two_sided' does not read it"),
         ("advantage_mode", "x", "allowed: all"),
     ],
 )
@@ -79,3 +81,24 @@ def test_settings_out_of_range_are_refused(key, value, message, tmp_path):
     setattr(config.nft, key, value)
     with pytest.raises(ValueError, match=message):
         config.validate()
+
+
+@pytest.mark.parametrize("loss", ["group_preference", pytest.param("centred_reward", marks=pytest.mark.slow)])
+def test_groups_are_compared_whatever_the_micro_batch(loss, tmp_path):
+    weights = []
+    for micro_batch in (0, 3):
+        config = run_config("diffusion_nft", tmp_path / str(micro_batch), micro_batch=micro_batch)
+        config.nft.loss, config.nft.beta, config.nft.sampling_schedule = loss, 2.0, 0
+        config.objective.kl = {"coef": 1e-3}
+        config.validate()
+        trainer = make_trainer(config, tmp_path / str(micro_batch))
+        start = trained(trainer.policy).clone()
+        for _ in range(2):  # in the second step policy, old policy and start model differ
+            trainer.train_step()
+        moved = trained(trainer.policy) - start
+        assert moved.any()
+        drawing = torch.cat([value.flatten() for value in trainer.recipe.drawing.state_dict().values()])
+        assert torch.equal(drawing, trained(trainer.policy))
+        weights.append(moved)
+        trainer.recipe.close()
+    torch.testing.assert_close(*weights, rtol=1e-2, atol=2e-5)
