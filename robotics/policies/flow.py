@@ -12,8 +12,16 @@ Source: pi_0, arXiv 2410.24164 (flow matching over action chunks); Flow-GRPO, ar
     2505.22094, and pi_RL, arXiv 2510.25889 (denoising steps as decisions of reinforcement learning).
 
 Differences: the velocity is a small residual network on the outputs of the observation encoder instead of an action
-expert inside a transformer, so a denoising step costs little compared with encoding the observation; the noise has a
-fixed size (Flow-GRPO's) and is not learned as in ReinFlow; times of the cloning loss are uniform.
+expert inside a transformer, so a denoising step costs little compared with encoding the observation; times of the
+cloning loss are uniform.
+
+The noise of a step has a fixed size, Flow-GRPO's (pi_RL's Flow-SDE), or is learned (`noise: learned`, pi_RL's
+Flow-Noise): a network beside the velocity's last layer then predicts the standard deviation of each number between two
+bounds,
+
+    log std = log min + (log max - log min) (tanh h + 1) / 2,
+
+and the mean of a step is the ODE's. Cloning does not train it.
 """
 
 from __future__ import annotations
@@ -26,8 +34,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from diffusion.matching.losses import mix
-from diffusion.sampling.steps import FlowSdeStep, OdeStep
+from diffusion.sampling.steps import LOG_SQRT_2PI, FlowSdeStep, OdeStep
 from mmrl.core.transfer import to_device
+from mmrl.errors import ConfigError
 from mmrl.fields import bounded, check_config, choice, rare
 from robotics.policies.base.draws import draw_rows
 from robotics.policies.base.encoder import EncodedPolicy, EncoderConfig, ObservationEncoder, Vocabulary
@@ -39,6 +48,7 @@ from robotics.policies.base.policy import (
     check_temperature,
 )
 
+NOISES = ("fixed", "learned")
 REDUCTIONS = ("sum", "mean")
 PARAMETERISATIONS = ("velocity", "x0")
 FREQUENCIES = 16
@@ -57,8 +67,14 @@ class FlowPolicyConfig:
     """S, denoising steps."""
     parameterisation: str = choice("velocity", PARAMETERISATIONS)
     """velocity: the network predicts the velocity; x0: the actions, which a small network learns far faster."""
+    noise: str = choice("fixed", NOISES)
+    """fixed: `noise_level` sets the noise of a step; learned: a network predicts it for each number (Flow-Noise)."""
     noise_level: float = rare(bounded(0.5, above=0))
-    """Size of the noise of a step, a in g = a sqrt(sigma / (1 - sigma))."""
+    """Size of fixed noise, a in g = a sqrt(sigma / (1 - sigma))."""
+    min_std: float = rare(bounded(0.08, above=0))
+    """Smallest standard deviation of a step with learned noise, on the scale -1..1 of the actions."""
+    max_std: float = rare(bounded(0.16, above=0))
+    """Largest standard deviation of a step with learned noise."""
     logp_reduction: str = rare(choice("sum", REDUCTIONS))
     """sum: log-density of a step, as clip ranges of other policies assume; mean: divided by K D, as for images."""
     hidden: int = rare(bounded(256, at_least=1))
@@ -67,6 +83,15 @@ class FlowPolicyConfig:
     """Residual blocks of the velocity network."""
     encoder: EncoderConfig = rare(field(default_factory=EncoderConfig))
     """Sizes of the observation encoder."""
+
+    def validate(self) -> None:
+        """Check that the options of the noise fit together; raises ConfigError."""
+        if self.min_std >= self.max_std:
+            raise ConfigError(f"min_std is {self.min_std}; must be below max_std={self.max_std}")
+        unread = ("noise_level",) if self.noise == "learned" else ("min_std", "max_std")
+        for name in unread:
+            if getattr(self, name) != getattr(FlowPolicyConfig, name):
+                raise ConfigError(f"{name} is {getattr(self, name)}, but noise '{self.noise}' does not read it")
 
 
 class FlowActionPolicy(EncodedPolicy, ActionPolicy):
@@ -86,6 +111,7 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
             torch.manual_seed(seed)
             self.encoder = ObservationEncoder(config.encoder, vocabulary, config.chunk)
             self.velocity = _Velocity(config)
+            self.noise = _Noise(config) if config.noise == "learned" else None
         self.register_buffer("sigmas", torch.linspace(1, 0, config.steps + 1), persistent=False)
         self._kernel = FlowSdeStep(sigma_max=1 - 1 / config.steps, noise_level=config.noise_level)
         # numbers over which a log-density is summed; the kernel gives the mean
@@ -109,7 +135,7 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
                 mean, std = self._transition(seen, chain[-1], number, ode=greedy)
                 # greedy still draws the noise, so that a generator is at the same place in both modes
                 std = std * (0.0 if greedy else temperature)
-                chain.append(mean + std[:, None] * self._noise(size, generator))
+                chain.append(mean + std.reshape(len(std), -1) * self._noise(size, generator))
                 logp.append(self._score(chain[-1], mean, std))
         actions = chain[-1].clamp(-1, 1).unflatten(1, (self.chunk, self.action_size))
         return ActionChoice(actions, torch.stack(chain, 1), torch.stack(logp, 1))
@@ -126,7 +152,8 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
         for number in range(self.config.steps):
             mean, std = self._transition(seen, chain[:, number], number)
             logp.append(self._score(chain[:, number + 1], mean, std * temperature))
-            entropy.append(self._count * (0.5 * math.log(2 * math.pi * math.e) + (std * temperature).log()))
+            spread = (std * temperature).log().reshape(len(std), -1).mean(1)
+            entropy.append(self._count * (0.5 * math.log(2 * math.pi * math.e) + spread))
         return torch.stack(logp, 1), torch.stack(entropy, 1)
 
     def bc_loss(
@@ -152,16 +179,23 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
         return loss, {"bc/loss": float(loss.detach())}
 
     def _transition(self, seen: Tensor, latents: Tensor, number: int, ode: bool = False) -> tuple[Tensor, Tensor]:
+        """Mean (B, E) and standard deviation of a step, (B,) where it is fixed, (B, E) where it is learned."""
         now, later = self.sigmas[number], self.sigmas[number + 1]
-        velocity = self.velocity(seen, latents, now.expand(len(latents)))
+        hidden = self.velocity.hidden(seen, latents, now.expand(len(latents)))
+        velocity = self.velocity.leave(hidden)
         if self.config.parameterisation == "x0":
             # x_sigma = (1 - sigma) x0 + sigma e, so the velocity e - x0 is (x_sigma - x0) / sigma; the last step starts
             # at sigma = 1 / S, never at 0
             velocity = (latents - velocity) / now
-        return (OdeStep() if ode else self._kernel).transition(velocity, latents, now, later)
+        if self.noise is None:
+            return (OdeStep() if ode else self._kernel).transition(velocity, latents, now, later)
+        return OdeStep().transition(velocity, latents, now, later)[0], self.noise(hidden)
 
     def _score(self, following: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-        return self._kernel.log_prob(following, mean, std) * self._count
+        if self.noise is None:
+            return self._kernel.log_prob(following, mean, std) * self._count
+        squares = ((following.detach() - mean) / std).square()
+        return -(squares / 2 + std.log() + LOG_SQRT_2PI).mean(1) * self._count
 
     def _noise(self, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
         return to_device(draw_rows(torch.randn, size, generator), self.device)
@@ -181,11 +215,35 @@ class _Velocity(nn.Module):
 
     def forward(self, seen: Tensor, latents: Tensor, sigma: Tensor) -> Tensor:
         """(B, K W), (B, E), (B,) -> (B, E)."""
+        return self.leave(self.hidden(seen, latents, sigma))
+
+    def hidden(self, seen: Tensor, latents: Tensor, sigma: Tensor) -> Tensor:
+        """Inputs (B, H) of the last layer."""
         condition = functional.silu(self.seen(seen) + self.time(_waves(sigma)))
         hidden = self.enter(latents) + condition
         for block in self.blocks:
             hidden = block(hidden, condition)
-        return self.leave(self.norm(hidden))
+        return self.norm(hidden)
+
+
+class _Noise(nn.Module):
+    """Standard deviation of each number of a step, between two bounds, from the inputs of the velocity's last layer.
+
+    Source: pi_RL, arXiv 2510.25889; RLinf/RLinf rlinf/models/embodiment/modules/explore_noise_net.py.
+    """
+
+    def __init__(self, config: FlowPolicyConfig) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(config.hidden, config.hidden),
+            nn.SiLU(),
+            nn.Linear(config.hidden, config.chunk * config.action_size),
+        )
+        self.low, self.high = math.log(config.min_std), math.log(config.max_std)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(B, H) -> (B, E) float32."""
+        return (self.low + (self.high - self.low) * (self.layers(hidden).float().tanh() + 1) / 2).exp()
 
 
 class _VelocityBlock(nn.Module):

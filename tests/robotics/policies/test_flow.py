@@ -34,8 +34,30 @@ def test_flow_steps_are_the_gaussians_of_flow_grpo(reduction):
     torch.testing.assert_close(choice.actions.flatten(1), choice.decisions[:, -1].clamp(-1, 1))
 
 
-def test_greedy_follows_the_flow_without_noise_or_density():
-    policy, batch = make_flow(steps=4), make_inputs()
+def test_learned_noise_is_a_gaussian_of_each_number_around_the_ode():
+    policy, batch, temperature = make_flow(noise="learned"), make_inputs(), 1.3
+    choice = draw(policy, temperature=temperature)
+    logp, entropy = policy.log_probs(batch, choice.decisions, temperature)
+    torch.testing.assert_close(logp, choice.logp)
+    with torch.no_grad():
+        seen = policy.encoder(batch).flatten(1)
+        for number, now in enumerate((1, 2 / 3, 1 / 3)):
+            hidden = policy.velocity.hidden(seen, choice.decisions[:, number], torch.full((B,), now))
+            std = policy.noise(hidden)
+            assert bool(((std > 0.08) & (std < 0.16)).all())
+            assert len(std.unique()) > 1
+            mean = choice.decisions[:, number] - policy.velocity.leave(hidden) / 3
+            step = torch.distributions.Normal(mean.double(), std.double() * temperature)
+            expected = step.log_prob(choice.decisions[:, number + 1].double()).sum(1), step.entropy().sum(1)
+            torch.testing.assert_close(logp[:, number].double(), expected[0], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(entropy[:, number].double(), expected[1], atol=1e-4, rtol=1e-4)
+    logp.sum().backward()
+    assert all(bool(weight.grad.any()) for weight in policy.noise.parameters())
+
+
+@pytest.mark.parametrize("noise", ["fixed", "learned"])
+def test_greedy_follows_the_flow_without_noise_or_density(noise):
+    policy, batch = make_flow(steps=4, noise=noise), make_inputs()
     choice = draw(policy, greedy=True)
     assert bool(choice.logp.isnan().all())
     with torch.no_grad():
@@ -88,7 +110,11 @@ def test_old_folders_have_neither_octaves_nor_parameterisation(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"steps": 1}, {"noise_level": 0.0}, {"logp_reduction": "max"}, {"hidden": 0}, {"parameterisation": "v"}]
+    "changes",
+    [
+        *({"steps": 1}, {"noise_level": 0.0}, {"logp_reduction": "max"}, {"hidden": 0}, {"parameterisation": "v"}),
+        *({"noise": "learned", "noise_level": 0.3}, {"min_std": 0.1}, {"noise": "learned", "min_std": 0.2}),
+    ],
 )
 def test_flow_settings_out_of_range_are_refused(changes):
     with pytest.raises(UserError):
