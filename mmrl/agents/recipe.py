@@ -24,13 +24,14 @@ from mmrl.agents.environments.pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig, check_splits, list_tasks
 from mmrl.agents.evaluation import AgentEvaluationConfig, AgentMeasure, episode_record
 from mmrl.agents.rewards import OWN_TERMS, EpisodeRewards, check_names
-from mmrl.agents.rollout.anchors import tabulate_anchors
+from mmrl.agents.rollout.anchors import tabulate_anchors, tabulate_durations
 from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, Episode, EpisodeConfig, Writer, pack_groups
 from mmrl.agents.rollout.gains import add_gains, check_answers, tabulate_gains
 from mmrl.agents.rollout.runner import EpisodeRunner, Fork
 from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.blocks.credit import CriticAdvantage
 from mmrl.core.blocks.turns import ANCHOR, GAIN, InformationGain
+from mmrl.core.blocks.weight import DURATION
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import TOKENS, Rollouts
 from mmrl.core.state import Stateful, Tally
@@ -65,6 +66,7 @@ SCORES = (
     "logp_rollout",
     "tokens",
     "probabilities",
+    "durations",
 )
 """Scores that an agent's policy gives besides log-probabilities."""
 
@@ -415,6 +417,9 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         if "anchors" in self.objective.needs:
             assert rollouts.turn is not None
             extras[ANCHOR] = tabulate_anchors(episodes, rollouts.turn)
+        if "durations" in self.objective.needs:
+            assert rollouts.turn is not None
+            extras[DURATION] = tabulate_durations(episodes, rollouts.turn)
         if "information_gain" in self.objective.needs:
             extras[GAIN] = tabulate_gains(episodes, turns)
         scored = rollouts.replace(

@@ -5,6 +5,7 @@ Shapes: R rows, L of them at once, K control steps of a chunk, D entries of an a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -193,6 +194,7 @@ def run_episodes(
     greedy: bool = False,
     record: bool = False,
     images_of: Sequence[EpisodeSpec] = (),
+    timed: bool = False,
 ) -> Episodes:
     """Run episodes to their ends, as many at once as the simulator has room for.
 
@@ -207,6 +209,7 @@ def run_episodes(
         record: render every control step.
         images_of: B episodes whose first images the policy sees throughout in place of its own, which are still the
             recorded ones; its own when empty.
+        timed: keep the time of each chunk, which no two runs share.
 
     Returns:
         The episodes in the order given. Rows whose environment failed are marked and have no result.
@@ -225,7 +228,8 @@ def run_episodes(
     waves = []
     for start in range(0, len(episodes), size):
         wave = slice(start, start + size)
-        waves.append(_run_wave(policy, sim, episodes[wave], settings, own[wave], greedy, record, images_of[wave]))
+        keep = (greedy, record, timed)
+        waves.append(_run_wave(policy, sim, episodes[wave], settings, own[wave], *keep, images_of[wave]))
     example = next((chunks[0] for recorder in waves for chunks in recorder.chunks if chunks), None)
     parts = [recorder.close(example) for recorder in waves]
     width = max(part.logp.shape[1] for part in parts)
@@ -262,6 +266,7 @@ def _run_wave(
     generators: Sequence[torch.Generator],
     greedy: bool,
     record: bool,
+    timed: bool,
     images_of: Sequence[EpisodeSpec],
 ) -> _Recorder:
     """Run as many episodes as the simulator has room for, chunk by chunk, until the last one ends.
@@ -280,7 +285,7 @@ def _run_wave(
         ensemble = TemporalEnsemble(len(episodes), policy.chunk, policy.action_size, settings.ensemble)
     statistics = action_scale(policy, settings)
     while len(sim.live):
-        observation = observation.of(sim.live)
+        observation, began = observation.of(sim.live), time.perf_counter()
         full_state = sim.full_state() if hasattr(sim, "full_state") else None
         inputs = inputs_of(observation if shown is None else shown.replace_in(observation), episodes, device)
         draws = RowGenerators([generators[row] for row in sim.live])
@@ -292,7 +297,8 @@ def _run_wave(
             actions = ensemble.step(actions, observation.rows)[:, None]
         actions = sim_actions(actions, statistics)
         result = sim.step_chunk(actions, record=sim.live.tolist() if record else ())
-        recorder.add(observation, choice, actions, result, full_state)
+        seconds = time.perf_counter() - began if timed else None
+        recorder.add(observation, choice, actions, result, full_state, seconds)
         observation = result.observation
     return recorder
 
@@ -320,8 +326,9 @@ class _Recorder:
         actions: NDArray[np.float32],
         result: ChunkResult,
         full_state: NDArray[np.float32] | None,
+        seconds: float | None = None,
     ) -> None:
-        """Add a chunk of the L live rows; `full_state` (L, F) is that before the chunk."""
+        """Add a chunk of the L live rows; `full_state` (L, F) is that before the chunk, which took some seconds."""
         for index, row in enumerate(result.rows.tolist()):
             steps = int(result.steps[index])
             state, image = _state_and_image(observation, index)
@@ -329,6 +336,7 @@ class _Recorder:
             last, total = np.float32(rewards[-1]), np.float32(rewards.sum())
             chunk = {"state": state, "image": image, "steps": steps, "last_reward": last, "return": total}
             chunk |= {} if full_state is None else {"full": full_state[index]}
+            chunk |= {} if seconds is None else {"seconds": seconds}
             chunk |= {} if observation.views is None else {"views": observation.views[index]}
             self.chunks[row].append(chunk | {"decisions": choice.decisions[index], "logp": choice.logp[index]})
             self.actions[row].append(actions[index, :steps])
@@ -365,6 +373,7 @@ class _Recorder:
             last_image=None if first.images is None else self._moved(np.stack(images)),
             frames=[self._frames_of(row) for row in rows] if any(self.frames) else [],
             full_states=self._stack("full", torch.from_numpy(example["full"])) if "full" in example else None,
+            seconds=self._stack("seconds", torch.zeros(())) if "seconds" in example else None,
             chunk_returns=self._stack("return", torch.zeros(())),
             chunk_last_rewards=self._stack("last_reward", torch.zeros(())),
             object_poses=[np.stack(poses) for poses in self.poses] if all(self.poses) else [],

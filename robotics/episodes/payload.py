@@ -59,6 +59,9 @@ class EpisodePayload(Payload):
     """(B, C) float32, sum of the environment's own rewards over the control steps of each chunk."""
     chunk_last_rewards: Tensor | None = per_decision(default=None)
     """(B, C) float32, the environment's own reward at the last control step of each chunk."""
+    seconds: Tensor | None = per_decision(default=None)
+    """(B, C) float32, time of each chunk, in which policy and simulator work on all episodes at once; None where
+    nothing asks for it."""
     reasons: list[str] = per_row(blank="", default_factory=list)
     """Why each row ended as it did, where the environment reports it."""
     drawn: list[Mapping[str, Any] | None] = per_row(blank=None, default_factory=list)

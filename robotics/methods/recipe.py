@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from mmrl.core.blocks.weight import DURATION
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Stateful, Tally
@@ -50,7 +51,7 @@ from robotics.sim.opening import SimConfig, open_sim
 
 LOGGER = logging.getLogger("mmrl")
 LEVELS = ("token", "chunk")
-SCORES = ("entropy", "entropy_old", "logp_ref", "logp_rollout")
+SCORES = ("entropy", "entropy_old", "logp_ref", "logp_rollout", "durations")
 """Scores of a robot policy in addition to log-probabilities."""
 DRAWING = ("tabletop", "gymnasium")
 """Simulators that `sim.randomization` is for."""
@@ -108,12 +109,16 @@ class RobotConfig(RobotParts, RunConfig):
     trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(old_logp="auto"))
     """Batch sizes, optimiser and guards; log-probabilities as sampled are exact in float32 and need no second pass."""
 
+    @property
+    def compared_samples(self) -> int | None:
+        """Episodes that advantages compare; None where they compare none."""
+        return self.trainer.samples_per_task if self.compares_samples else None
+
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         objective = make_objective(self.objective)
-        size = self.trainer.samples_per_task if self.compares_samples else None
-        check_objective(objective, self.scored_outputs, size, old_logp=self.trainer.old_logp)
+        check_objective(objective, self.scored_outputs, self.compared_samples, old_logp=self.trainer.old_logp)
         self.check_parts(self.evaluation, {"data": self.data} | self.held_out())
 
 
@@ -269,6 +274,7 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
             self.config.acting,
             streams.seeds(len(tasks), size).tolist(),
             record=self.needs_every_frame,
+            timed="durations" in self.objective.needs,
         )
         episodes.payload = dataclasses.replace(episodes.payload, episodes=list(tasks))
         group = torch.arange(len(tasks)).repeat_interleave(size)
@@ -354,12 +360,14 @@ def pack_episodes(episodes: Episodes, group: Tensor, policy: ActionPolicy, level
     if level == "chunk":
         logp, mask = (logp * mask).sum(-1, keepdim=True), (payload.steps > 0)[..., None].float()
     mask = torch.where(payload.failed[:, None, None], 0.0, mask)
+    seconds = payload.seconds
     return Rollouts(
         group=to_device(group, mask.device),
         mask=mask.flatten(1),
         logp_old=(logp * mask).flatten(1),
         reward=torch.full((len(group),), float("nan"), device=mask.device),
         payload=payload,
+        extras={} if seconds is None else {DURATION: seconds[..., None].expand_as(mask).flatten(1)},
     )
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
 
+from mmrl.agents.environments.env_service import EnvService
 from mmrl.agents.environments.environment import ActionConfig, Observation
 from mmrl.agents.rollout.anchors import number_observation
 from mmrl.agents.rollout.episodes import AgentPayload
 from mmrl.agents.rollout.storage import restore_episode, store_episode
 from mmrl.training.objectives import ObjectiveConfig
+from mmrl.workers.wire import encode
 from tests.agents.test_recipe import by_length, make_config, roll
 
 PICTURE = np.zeros((2, 3, 3), np.uint8)
@@ -49,3 +53,29 @@ def test_turns_from_the_same_place_are_compared(tmp_path, folder, monkeypatch):
     advantage = recipe.objective.compute_advantages(scored).advantage
     assert torch.isfinite(advantage).all()
     assert (advantage[~mask] == 0).all()
+
+
+def test_turns_weigh_as_much_as_their_time(tmp_path, folder, monkeypatch):
+    monkeypatch.setattr(ActionConfig, "parse", by_length)
+    config = make_config(tmp_path, folder, objective=ObjectiveConfig(weight={"kind": "duration"}))
+    _, scored, _, recipe = roll(config)
+    mask = scored.mask > 0
+    for row, episode in enumerate(AgentPayload.of(scored).episodes):
+        assert min(episode.seconds) > 0
+        assert restore_episode(store_episode(episode)).seconds == episode.seconds
+        for turn, seconds in enumerate(episode.seconds):
+            own = scored.extras["duration"][row, mask[row] & (scored.turn[row] == turn)]
+            assert own.tolist() == pytest.approx([seconds] * len(own))
+    weight = recipe.objective.compute_advantages(scored).extras["weight"]
+    assert float(weight[mask].mean()) == pytest.approx(1, rel=1e-5)
+
+
+def test_an_environment_says_how_long_it_worked():
+    class Slow:
+        def step(self, action):
+            time.sleep(0.03)
+            return Observation("done"), 1.0, True, False, {}
+
+    body, arrays = encode({"name": "a", "arguments": {}, "text": ""})
+    fields, _ = EnvService(Slow()).answer({"kind": "step", "body": body}, arrays)
+    assert 0.03 <= fields["seconds"] < 5

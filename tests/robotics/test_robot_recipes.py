@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -133,6 +134,23 @@ def test_sparse_reward_and_potential(tmp_path):
     assert set(found.reward_terms) == {"success", "potential"}
     with pytest.raises(UserError, match=r"reward is return; use potential: .* potentials of the state"):
         RobotGrpoRecipe(grpo(tmp_path, reward="return"))
+
+
+def test_chunks_weigh_as_much_as_their_time(tmp_path, monkeypatch):
+    config = grpo(tmp_path, objective=ObjectiveConfig(preset="srpo", weight={"kind": "duration"}))
+    clock = iter(range(10**6))
+    readings = ((number // 2) ** 2 if number % 2 else 0 for number in clock)  # the n-th chunk takes n^2 seconds
+    monkeypatch.setattr("robotics.episodes.collect.time", SimpleNamespace(perf_counter=lambda: float(next(readings))))
+    recipe = RobotGrpoRecipe(config)
+    rollouts = collected(recipe)
+    seconds = rollouts.payload.seconds
+    each = rollouts.mask.shape[1] // seconds.shape[1]
+    assert torch.equal(rollouts.extras["duration"], seconds.repeat_interleave(each, 1))
+    weight = recipe.advantages(rollouts, make_accelerator(), Step()).extras["weight"]
+    mean = (rollouts.extras["duration"] * rollouts.mask).sum() / rollouts.mask.sum()
+    torch.testing.assert_close(weight, rollouts.extras["duration"] / mean)
+    assert len(weight[rollouts.mask > 0].unique()) > 1
+    assert collected(RobotGrpoRecipe(grpo(tmp_path))).payload.seconds is None
 
 
 def test_broken_environment_takes_its_group_out(tmp_path):

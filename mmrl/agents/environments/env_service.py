@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,11 @@ class EnvService:
         body = decode(fields["body"], arrays)
         try:
             if fields["kind"] == "step":
-                return pack_outcome(as_outcome(self._env.step(Action(body["name"], body["arguments"], body["text"]))))
+                began = time.perf_counter()
+                found = self._env.step(Action(body["name"], body["arguments"], body["text"]))
+                seconds = time.perf_counter() - began
+                outcome, sent = pack_outcome(as_outcome(found))
+                return {**outcome, "seconds": seconds}, sent
             try:
                 if fields["kind"] == "expert":
                     move = self._env.expert()  # type: ignore[attr-defined]

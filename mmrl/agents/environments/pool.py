@@ -101,6 +101,8 @@ class TurnResult:
     info: Mapping[str, Any] = field(default_factory=dict)
     failure: WorkerFailure | None = None
     """Reason why the episode has no result."""
+    seconds: float = field(default=0.0, compare=False)
+    """Time that the environment took for the action."""
 
     @property
     def over(self) -> bool:
@@ -269,7 +271,12 @@ class EnvPool:
                     raise MalformedError(str(answer.fields["malformed"]))
                 outcome = unpack_outcome(answer.fields, answer.arrays)
                 return TurnResult(
-                    outcome.observation, outcome.reward, outcome.terminated, outcome.truncated, outcome.info
+                    outcome.observation,
+                    outcome.reward,
+                    outcome.terminated,
+                    outcome.truncated,
+                    outcome.info,
+                    seconds=float(answer.fields.get("seconds", 0.0)),
                 )
             except MalformedError as error:
                 answer = WorkerFailure("malformed", one_line(str(error)))

@@ -1,4 +1,4 @@
-"""Numbers of observations, by which turns that begin in the same state are found."""
+"""Numbers of turns as tables of decisions: of their observations, which tell equal states, and of their times."""
 
 from __future__ import annotations
 
@@ -30,7 +30,16 @@ def number_observation(observation: Observation, info: Mapping[str, Any]) -> int
 
 def tabulate_anchors(episodes: Sequence[Episode], turn: Tensor) -> Tensor:
     """(B, T) int64, the number of the observation before each decision's turn (B, T); 0 where there is no turn."""
-    width = max(1 + int(turn.max()), *(len(episode.anchors) for episode in episodes))
-    rows = [[*episode.anchors, *[0] * (width - len(episode.anchors))] for episode in episodes]
-    table = torch.tensor(rows, dtype=torch.int64, device=turn.device)
+    return _tabulate([episode.anchors for episode in episodes], turn, torch.int64)
+
+
+def tabulate_durations(episodes: Sequence[Episode], turn: Tensor) -> Tensor:
+    """(B, T) float32, the seconds of each decision's turn (B, T); 0 where there is no turn."""
+    return _tabulate([episode.seconds for episode in episodes], turn, torch.float32)
+
+
+def _tabulate(numbers: Sequence[Sequence[float]], turn: Tensor, dtype: torch.dtype) -> Tensor:
+    width = max(1 + int(turn.max()), *map(len, numbers))
+    rows = [[*own, *[0] * (width - len(own))] for own in numbers]
+    table = torch.tensor(rows, dtype=dtype, device=turn.device)
     return torch.where(turn < 0, 0, table.gather(1, turn.clamp(min=0)))

@@ -353,6 +353,8 @@ class Episode:
     trajectory: Trajectory = field(default_factory=Trajectory)
     rewards: list[float] = field(default_factory=list)
     """The environment's reward of each turn."""
+    seconds: list[float] = field(default_factory=list, compare=False)
+    """Time of each turn: of the answer, for all episodes that ran beside it, and of its actions."""
     anchors: list[int] = field(default_factory=list)
     """The observation before each turn, as `mmrl.agents.rollout.anchors` numbers it."""
     gains: list[float] = field(default_factory=list)

@@ -7,6 +7,7 @@ own random numbers, so it does not depend on which others run beside it.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -205,8 +206,9 @@ class EpisodeRunner:
 
     def _take_turn(self, running: dict[int, _Slot], turns: TurnSampler, greedy: bool) -> None:
         """One answer and its actions in every running episode."""
-        rows, answers = _rows(running), self._answers(running, turns, greedy)
-        parsed = {row: self._note(running[row], answers[row]) for row in rows.tolist()}
+        rows, began = _rows(running), time.perf_counter()
+        answers, seconds = self._answers(running, turns, greedy), time.perf_counter() - began
+        parsed = {row: self._note(running[row], answers[row], seconds) for row in rows.tolist()}
         with stopwatch("environment"):
             results = self._act(running, parsed)
         over = [row for row in rows.tolist() if self._is_over(running[row], parsed[row], results.get(row))]
@@ -258,12 +260,13 @@ class EpisodeRunner:
                     "branch where observations and rewards depend on these alone"
                 )
 
-    def _note(self, slot: _Slot, answer: _Answer) -> ParsedAnswer:
-        """Keep an answer and read its actions."""
+    def _note(self, slot: _Slot, answer: _Answer, seconds: float) -> ParsedAnswer:
+        """Keep an answer, which took some seconds, and read its actions."""
         episode = slot.episode
         episode.trajectory.add_turn(answer.ids, answer.logp)
         episode.answers.append(answer.text)
         episode.rewards.append(0.0)
+        episode.seconds.append(seconds)
         episode.finish = answer.finish
         self._writer.answer(slot.conversation, answer.ids)
         parsed = self._actions.parse(answer.text)
@@ -291,6 +294,7 @@ class EpisodeRunner:
             episode.ending, episode.reason = "failed", f"{result.failure.kind}: {result.failure.reason}"
             return
         episode.rewards[-1] += result.reward
+        episode.seconds[-1] += result.seconds
         episode.refused += "action_error" in result.info
         episode.last = result.observation
         slot.success = result.info.get("success", slot.success)

@@ -41,7 +41,10 @@ OLDER_MEDIA = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_g
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.uint8)}
 FASTEST = 1
 """Level of zlib; higher ones take several times as long to save a few per cent."""
-PLAIN = ("anchors", "gains", "unreadable", "refused", "ending", "reason", "success", "finish", "added_reward", "terms")
+PLAIN = (
+    *("anchors", "seconds", "gains", "unreadable", "refused", "ending", "reason", "success", "finish"),
+    *("added_reward", "terms"),
+)
 """Fields of an episode that are plain data."""
 LOGGER = logging.getLogger("mmrl")
 ROWS, SINGLE = "episodes.jsonl", "episode-*.pt"

@@ -17,6 +17,8 @@ from mmrl.core.loss import masked_mean, masked_sum, required
 from mmrl.core.rollouts import TOKENS, Rollouts
 from mmrl.fields import bounded, choice, rare
 
+DURATION = "duration"
+"""Key of `Rollouts.extras` (B, T): the seconds of the action that each decision belongs to."""
 WEIGHT = "weight"
 """Key of `Rollouts.extras` (B, T): the weights that `Objective.compute_advantages` sets."""
 
@@ -81,9 +83,8 @@ class Duration(Weight):
     needs = frozenset({"durations"})
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
-        found = rollouts.extras.get("duration")
-        duration = required(found, "rollouts.extras['duration']", "weight 'duration' reads it").to(rollouts.mask.dtype)
-        mask = rollouts.loss_mask
+        found, mask = rollouts.extras.get(DURATION), rollouts.loss_mask
+        duration = required(found, f"rollouts.extras['{DURATION}']", "weight 'duration' reads it").to(mask.dtype)
         mean = masked_sum(duration, mask).sum() / mask.sum().clamp(min=1)
         return torch.where(mean > 0, duration / mean, 1.0)
 
