@@ -47,7 +47,7 @@ class InpaintingConfig:
     replacements: int = bounded(0, at_least=0)
     """Most samples of a question that right ones of these replace; 0 is no inpainting, IGPO has 4 of 8."""
     trace_key: str = "completion"
-    """Column with the worked answer, of which the part up to `</think>` is given where it has one."""
+    """Column with the worked answer; IGPO's code takes all of it, with the result."""
     low: float = bounded(0.2, at_least=0, at_most=1)
     """Smallest share of the chunks that is given."""
     high: float = bounded(0.6, at_least=0, at_most=1)

@@ -111,9 +111,10 @@ class MaskedPolicy(VlmPolicy):
             hidden = payload.hidden[:, 0]
             prompts = [payload.prompts[number] for number in group.tolist()]
             return self._scored(self.states(prompts, tokens.masked_fill(hidden, self.mask_id)), tokens, outputs)
-        row, draw = (to_device(x, tokens.device) for x in torch.nonzero(rollouts.host.mask, as_tuple=True))
+        pairs = torch.nonzero(rollouts.host.mask)
+        prompts = [payload.prompts[number] for number in group[pairs[:, 0]].tolist()]
+        row, draw = to_device(pairs, tokens.device).unbind(1)
         hidden, chosen = payload.hidden[row, draw], tokens[row]
-        prompts = [payload.prompts[number] for number in group[row.cpu()].tolist()]
         found = self._scored(self.states(prompts, chosen.masked_fill(hidden, self.mask_id)), chosen, outputs)
         scale = hidden / (hidden.sum(1, keepdim=True) / hidden.shape[1])
 

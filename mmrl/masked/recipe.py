@@ -11,11 +11,10 @@ right ones replace samples (IGPO). They are scored like the others, although the
 tokens the objective `inpainting_guided` learns only those with the highest entropy.
 
 Differences from IGPO's code: groups are looked at one by one (there all of a device's batch must be wrong, which is one
-group); the inner iterations' timesteps are all the fully masked one (`d1_masking`, as in its script); where the worked
-answer marks its reasoning, hints come from that alone, so that they do not give the result away.
+group); the inner iterations' timesteps are all the fully masked one (`d1_masking`, as in its script).
 
-Sources: BGPO, arXiv 2510.11683, defaults of its section on experiments; IGPO, arXiv 2509.10396, facebookresearch/igpo
-trainer_igpo.py and run_igpo.sh.
+Sources: BGPO, arXiv 2510.11683; IGPO (inpainting), arXiv 2509.10396, facebookresearch/igpo trainer_igpo.py and
+run_igpo.sh.
 """
 
 from __future__ import annotations
@@ -202,7 +201,7 @@ class MaskedRecipe(ReplacingRecipe):
         config, found = self.config.inpainting, []
         width = self.config.sampler.max_new_tokens
         for number, (prompt, task) in enumerate(zip(prompts, tasks, strict=True)):
-            text, generator = reasoning(str(task.columns.get(config.trace_key) or "")), streams.of(number, "hints")
+            text, generator = str(task.columns.get(config.trace_key) or ""), streams.of(number, "hints")
             trace = encode_text(given_answer(prompt, text), policy.processor.tokenizer) if text else []
             for _ in range(self.config.trainer.samples_per_task):
                 found.append(hinted_answer(trace, width, policy.mask_id, config, generator))
@@ -212,9 +211,3 @@ class MaskedRecipe(ReplacingRecipe):
         self.replaced["inpainted"] += rows.num_rows
         self.replaced["right"] += int(right.sum())
         self.replaced["rescued"] += int(right.any(1).sum())
-
-
-def reasoning(text: str) -> str:
-    """The part of a worked answer up to the end of its thoughts; all of it where it marks none."""
-    thoughts, end, _ = text.partition("</think>")
-    return thoughts + end

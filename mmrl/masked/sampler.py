@@ -154,8 +154,8 @@ def fill(
     for first in range(0, length, config.block):
         stop = first + config.block
         shares = step_shares((answers[:, first:stop] == policy.mask_id).sum(1), count)
-        for step in range(count):
-            if not bool(shares[:, step].any()):
+        for step, fills in enumerate((shares > 0).any(0).tolist()):
+            if not fills:
                 continue
             logits = policy.logits(prompts, answers)[:, first:stop]
             own = None if draws is None else draws[:, :, first:stop]

@@ -71,6 +71,7 @@ def block_inputs(g, group, turn, noise):
         "code_start": torch.randint(-1, 3, (rows,), generator=g),
         "parent": torch.zeros_like(group),
         "shared": torch.zeros_like(group),
+        "hinted": torch.randint(0, 2, (rows, width), generator=g).double(),
     }
 
 

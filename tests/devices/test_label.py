@@ -29,6 +29,8 @@ BUDGET = {
     "tspo": 87,
     "sft": 23,
     "preference": 62,
+    "masked": 200,
+    "masked_sft": 60,
     "agent": 104,
     "arpo": 114,
     "agentic_branching": 152,

@@ -12,7 +12,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.masked.config import InpaintingConfig, LikelihoodConfig
 from mmrl.masked.inpainting import cut, hinted_answer
 from mmrl.masked.policy import MaskedPayload
-from mmrl.masked.recipe import MaskedRecipe, reasoning
+from mmrl.masked.recipe import MaskedRecipe
 from mmrl.masked.sampler import MaskedSampling, propose, step_shares, unmask
 from mmrl.masked.sft import TIME, MaskedSftRecipe
 from mmrl.rewards import RewardConfig
@@ -65,7 +65,7 @@ def test_failed_questions_are_answered_around_hints_and_only_right_ones_replace(
     assert hinted[~replaced].sum() == 0
     tokenizer = recipe.policy.processor.tokenizer
     for row in torch.nonzero(replaced).flatten().tolist():
-        trace = tokenizer.encode(reasoning(tasks[row // 3].columns["completion"]))
+        trace = tokenizer.encode(tasks[row // 3].columns["completion"])
         given = [
             token for token, at in zip(payload.response_ids[row].tolist(), hinted[row].tolist(), strict=True) if at
         ]
