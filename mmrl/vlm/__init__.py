@@ -64,6 +64,7 @@ _NAMES = {
     ),
     "mmrl.vlm.methods.distillation": ("DistilConfig", "DistilRecipe", "DistilSettings"),
     "mmrl.vlm.methods.arbitrary_entropy": ("ArbitraryEntropyConfig", "ArbitraryEntropyRecipe"),
+    "mmrl.vlm.methods.contrastive": ("ContrastiveConfig", "ContrastiveRecipe"),
     "mmrl.vlm.methods.dataset_reset": ("DatasetResetConfig", "DatasetResetRecipe"),
     "mmrl.vlm.methods.multi_teacher": ("MultiTeacherConfig", "MultiTeacherRecipe"),
     "mmrl.vlm.methods.segment": ("SegmentConfig", "SegmentRecipe"),

@@ -60,6 +60,12 @@ RECIPES = (
         "Guo et al., SPO, arXiv 2505.23564",
     ),
     RecipeEntry(
+        "contrastive",
+        "mmrl.vlm.methods.contrastive:ContrastiveRecipe:ContrastiveConfig",
+        "answers about documents, rewarded by the policy's own states of documents and queries (GRACE)",
+        "GRACE, arXiv 2510.04506",
+    ),
+    RecipeEntry(
         "arbitrary_entropy",
         "mmrl.vlm.methods.arbitrary_entropy:ArbitraryEntropyRecipe:ArbitraryEntropyConfig",
         "positive samples of a higher or lower temperature keep the entropy near a wanted one (AEPO)",

@@ -129,6 +129,8 @@ def _vlm(name: str, folder: Path) -> Any:
         config.steering.share = 1.0  # groups of one size
     if hasattr(config, "scaffold"):
         config.scaffold.warmup_steps = 0
+    if name == "contrastive":
+        add_columns(Path(config.data.path), query="What is 7?", negative="What is 8?")
     if name in ("scaffolded", "multi_teacher"):
         add_columns(Path(config.data.path), hints=["3", "7"], teacher_responses=[{"model": "a", "text": "7"}])
     scored = getattr(config, "scoring", config)

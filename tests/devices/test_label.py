@@ -25,6 +25,8 @@ BUDGET = {
     "scaffolded": 82,
     "multi_teacher": 72,
     "dataset_reset": 59,
+    "segment": 1,
+    "contrastive": 1,
     "arbitrary_entropy": 77,
     "tspo": 87,
     "sft": 23,

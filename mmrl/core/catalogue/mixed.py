@@ -72,4 +72,13 @@ ROWS = (
         verified="AIFrameResearch/SPO at b9fc6a263dec",
         differs="the loss alone: trees and the mask of certain tokens belong to recipe segment; no replay of branches",
     ),
+    Objective(
+        "grace",
+        GroupMean(),
+        PpoClip(dual=3.0),
+        TokenMean(),
+        citation="GRACE (contrastive reward), arXiv 2510.04506; GRPO without std of its train.sh (clip 0.2, no KL)",
+        verified="GasolSun36/GRACE at f636fdc72a3d",
+        differs="the loss alone: the reward from hidden states belongs to recipe contrastive",
+    ),
 )

@@ -108,6 +108,8 @@ class VlmPayload(Payload):
     """Other forms of each group's prompt, such as "masked"; None where a group has no such form."""
     greedy: list[tuple[str, list[int]]] = per_group(blank=("", []), default_factory=list)
     """Text and tokens of the greedy answer to each group's prompt, where the objective compares with it."""
+    embeddings: dict[str, Tensor] = per_row(default_factory=dict)
+    """The policy's states for each row, (B, H) each, by name, for rewards that see them."""
     inserts: list[tuple[Insert, ...]] = per_row(blank=(), default_factory=list)
     """Parts of each response that were not sampled, in order; their tokens are in `response_ids` and have mask 0."""
     contexts: list[tuple[Context, ...]] = per_row(blank=(), default_factory=list)

@@ -67,6 +67,20 @@ def build_problems(
     return _write(Path(path), count, _problems(split, operands, largest, seed))
 
 
+def build_contrasts(path: str | Path, **options: Any) -> Path:
+    """Write problems of `build_problems`, given its options, as documents to embed.
+
+    Returns:
+        The file; further columns query (the worked answer) and negative (another problem, that of the next row).
+    """
+    file = build_problems(path, **options)
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    for row, other in zip(rows, [*rows[1:], rows[0]], strict=True):
+        row |= {"query": row["completion"], "negative": other["problem"]}
+    write_atomically(file, "".join(f"{json.dumps(row)}\n" for row in rows))
+    return file
+
+
 def build_pairs(
     path: str | Path,
     *,
