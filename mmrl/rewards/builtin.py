@@ -67,6 +67,12 @@ REWARDS: dict[str, RewardEntry] = {
         "FAPO, arXiv 2510.22543",
         isolate=True,
     ),
+    "rubric": RewardEntry(
+        "mmrl.vlm.methods.meta_reward:rubric_reward",
+        "score from 0 to 1 by a judge at `url` that reads the column `rubric`, which `recipe: meta_reward` fills",
+        "Meta Policy Optimization, arXiv 2504.20157",
+        isolate=True,
+    ),
     "point": RewardEntry(
         "mmrl.gui.grounding.rewards:point_reward",
         "format plus accuracy of points on a screen: adaptive exploration, any or first; -1 for a wrong format",

@@ -117,6 +117,7 @@ def _of_unequal_length(number: int, row: dict[str, Any]) -> None:
 
 def _vlm(name: str, folder: Path) -> Any:
     from mmrl.rewards import RewardConfig
+    from mmrl.vlm.critic.revision import RevisionConfig
     from tests.vlm.pairs import write_pairs
     from tests.vlm.runs import add_columns, run_config
 
@@ -131,11 +132,19 @@ def _vlm(name: str, folder: Path) -> Any:
         config.scaffold.warmup_steps = 0
     if name == "contrastive":
         add_columns(Path(config.data.path), query="What is 7?", negative="What is 8?")
+    if hasattr(config, "rubric"):
+        config.rubric.interval, config.rubric.meta = 1, "tests/vlm/test_meta_reward.py:longer"
+    if hasattr(config, "soft"):
+        config.model.lane, config.sampler.top_k = "generic", 3
     if name in ("scaffolded", "multi_teacher"):
         add_columns(Path(config.data.path), hints=["3", "7"], teacher_responses=[{"model": "a", "text": "7"}])
     scored = getattr(config, "scoring", config)
     scored.sampler.max_new_tokens = 4
     scored.rewards = [RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)]
+    if hasattr(config, "critique"):  # whose tiny critics judge all alike: revisions tell them apart
+        config.rewards = [RewardConfig(name="tests/vlm/user_reward.py:rarely", isolate=False)]
+        config.critique.discrimination_steps, config.trainer.tasks_per_step = 0, 4
+        config.evaluation.revision = RevisionConfig(critique_template="{{ question }} {{ answer }}?")
     if name == "preference":
         config.data.path = str(write_pairs(folder / "pairs", _of_unequal_length))
     return config

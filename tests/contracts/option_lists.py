@@ -181,6 +181,11 @@ OWN: dict[str, dict[str, str]] = {
         "objective.advantage.truncation": "no answer is cut by a time limit",
         "objective.value.clip": "its run has one update a step, before which the critic does not move",
     },
+    "soft_tokens": {
+        "soft.thinking_end": "the tiny model's answers end in no other token of one text",
+        "model.shared_prefix": "refused otherwise",
+        "sampler.top_p": "of three tokens all are within it",
+    },
     "apo": {"apo.stcr_base": "needs right and wrong answers of different lengths"},
     "vlm": {
         "evaluation.temperature": "no answer of the tiny model is right at any temperature",

@@ -78,6 +78,37 @@ class GroupInGroup(Advantage):
 
 
 @dataclass(frozen=True)
+class TurnReturns(Advantage):
+    """Discounted returns from each turn on, over the largest of the row in size; no baseline.
+
+    Source: EPO, arXiv 2502.12486; lxqpku/EPO LLaMA-Factory/data_new/utils/preprocessing.py.
+    """
+
+    kind = "turn_returns"
+    needs = frozenset({"turns"})
+    gamma: float = rare(bounded(0.99, at_least=0, at_most=1))
+    """Discount per turn."""
+
+    @property
+    def level(self) -> str:
+        return "turn"
+
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        rewards, place = turn_sums(rollouts, decision_rewards(rollouts))
+        real = turn_sums(rollouts, turn_starts(rollouts).to(rewards.dtype))[0]
+        to_go = returns_to_go(rewards, real, self.gamma)
+        largest = to_go.abs().amax(1, keepdim=True)
+        scaled = to_go / torch.where(largest > 0, largest, 1.0)
+        return torch.where(rollouts.loss_mask > 0, scaled.gather(1, place), 0.0)
+
+    def formula(self) -> str:
+        return (
+            f"A_ik = G_ik / max_k |G_ik|, G_ik = sum_(l>=k) {self.gamma:g}^(l-k) R_il; the same for all decisions of "
+            "turn k"
+        )
+
+
+@dataclass(frozen=True)
 class InformationGain(Advantage):
     """Advantages of turns by their rewards and their gains of information, `extras["information_gain"]`.
 

@@ -1,10 +1,10 @@
 """Objectives that give credit to the turns of an agent."""
 
 from mmrl.core.blocks.advantage import GroupMeanStd
-from mmrl.core.blocks.clip import PpoClip
+from mmrl.core.blocks.clip import PolicyGradient, PpoClip
 from mmrl.core.blocks.divergence import K3
-from mmrl.core.blocks.turns import EntropyBalanced, GradientPreserving, GroupInGroup, TurnNormalised
-from mmrl.core.loss import TokenMean
+from mmrl.core.blocks.turns import EntropyBalanced, GradientPreserving, GroupInGroup, TurnNormalised, TurnReturns
+from mmrl.core.loss import TokenMean, TurnMean
 from mmrl.core.objectives.objective import Objective
 
 ROWS: tuple[Objective, ...] = (
@@ -27,6 +27,16 @@ ROWS: tuple[Objective, ...] = (
         citation="Wang et al., IGPO, arXiv 2510.14967; its public code (gamma 1, k3 0.001)",
         verified="debajoycs98/IGPO at 866019637ff3, GuoqingWang1/IGPO at bff163b72718",
         differs="token mean, no entropy bonus (later code: sums per row, 0.001); a gain of 0 counts as a turn; no F1",
+    ),
+    Objective(
+        "explicit_strategy",
+        TurnReturns(),
+        PolicyGradient(),
+        TurnMean(),
+        citation="Liu et al., EPO (explicit policy optimization), arXiv 2502.12486; gamma 0.99 of its preprocessing.py",
+        verified="lxqpku/EPO at e363c7619dd2",
+        differs="turns of the step are averaged, where the code averages those of an episode and adds episodes up; "
+        "process rewards are those of the environment, turn by turn",
     ),
     Objective(
         "agentic_branching",

@@ -1,4 +1,4 @@
-"""Models that judge answers: LLaVA-Critic-R1 (which of two is better) and Critic-V (which details of one are wrong).
+"""Models that judge answers: LLaVA-Critic-R1 (which of two is better), Critic-V (which details are wrong) and others.
 
 Builders of their data, rewards and inference by name; importing the package loads none of them.
 """
@@ -10,6 +10,7 @@ from mmrl.lazy import lazy_names
 _NAMES = {
     "mmrl.vlm.critic.critiques": ("build_false_answers", "build_pairs"),
     "mmrl.vlm.critic.details": ("critique_score", "f1_reward", "insert_errors", "jaccard_reward"),
+    "mmrl.vlm.critic.loops": ("build_game", "build_refinements"),
     "mmrl.vlm.critic.measures": ("CriticEvaluationConfig",),
     "mmrl.vlm.critic.questions": ("build_questions",),
     "mmrl.vlm.critic.revision": ("PolicyCritic", "Revision", "RevisionConfig", "revise"),

@@ -211,17 +211,24 @@ def _write_critiques(
 ) -> list[list[str]]:
     """Sample `count` critiques of each answer."""
     from mmrl.vlm.engine.policy import load_policy
+
+    config = SamplerConfig(max_new_tokens=max_new_tokens, temperature=temperature)
+    return write_texts(load_policy(FrozenModelConfig(path=model)), tasks, count, config, seed, "critiques")
+
+
+def write_texts(
+    policy: Any, tasks: Sequence[VlmTask], count: int, config: SamplerConfig, seed: int, purpose: str
+) -> list[list[str]]:
+    """Sample `count` responses of a policy to each question; raises UserError where one cannot be encoded."""
     from mmrl.vlm.engine.sampler import sample
 
-    policy = load_policy(FrozenModelConfig(path=model))
-    config = SamplerConfig(max_new_tokens=max_new_tokens, temperature=temperature)
     found: list[list[str]] = []
     for start in range(0, len(tasks), BATCH):
         try:
             prompts = [policy.encode(task) for task in tasks[start : start + BATCH]]
         except TaskError as error:
             raise UserError(str(error)) from None
-        texts = sample(policy, prompts, count, config, make_generator(seed, "critiques", start)).texts
+        texts = sample(policy, prompts, count, config, make_generator(seed, purpose, start)).texts
         found += [texts[index * count : (index + 1) * count] for index in range(len(prompts))]
     return found
 

@@ -148,15 +148,15 @@ def revise(
             found[n].critiques.append(critique)
         unsettled = [n for n in unsettled if always or not is_satisfied(found[n].critiques[-1])]
         for n in unsettled:
-            chats[n] = _next_turn(chats[n], tasks[n], found[n], render)
+            chats[n] = next_turn(chats[n], tasks[n], found[n], render)
         last = [found[n].answers[-1] for n in unsettled]
         for n, text in zip(unsettled, _greedy(reasoner, [chats[n] for n in unsettled], sampler, last), strict=True):
             found[n].answers.append(text)
     return found
 
 
-def _next_turn(chat: VlmTask, task: VlmTask, so_far: Revision, render: Callable[..., str]) -> VlmTask:
-    """The chat with the last answer and a turn that asks for a revision."""
+def next_turn(chat: VlmTask, task: VlmTask, so_far: Revision, render: Callable[..., str]) -> VlmTask:
+    """The chat with the last answer and a turn that asks for a revision after its critique."""
     question = "".join(item["text"] for item in split_marks(question_text(task)) if item["type"] == "text")
     critique = (final_part(so_far.critiques[-1]) or "").strip()
     asked = render(critique=without_marks(critique), question=question)

@@ -114,6 +114,9 @@ class VlmPayload(Payload):
     """Parts of each response that were not sampled, in order; their tokens are in `response_ids` and have mask 0."""
     contexts: list[tuple[Context, ...]] = per_row(blank=(), default_factory=list)
     """Contexts in which each response continues behind another prompt than its group's, in order."""
+    mixed: dict[str, Tensor] = per_decision(default_factory=dict)
+    """Soft tokens, which are read as mixtures of embeddings: `soft` (B, T), 1 on these, and of each K tokens `ids`
+    (B, T, K), with `weights` (B, T, K), and the `scores` (B, T, K) that these follow from."""
 
     def sampled_tokens(self, mask: Tensor) -> list[list[int]]:
         """The tokens of each response, without padding, for rows with a mask (B, T)."""

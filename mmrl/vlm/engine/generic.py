@@ -14,7 +14,7 @@ pass the tower once all the same.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +114,8 @@ class GenericLane:
                 continue
             real = torch.arange(width, device=device) < reading.lengths[row][:, None]
             tokens = reading.tokens[row, :width].where(real, policy.pad_id)
+            if reading.mixed:
+                tokens = mixed_embeddings(policy, tokens, {key: x[row, :width] for key, x in reading.mixed.items()})
             with policy.routes.watch():
                 found.append(self.advance(policy, tokens, part.select(local)).flatten(0, 1))
             policy.routes.add(real.flatten())
@@ -224,7 +226,7 @@ class GenericLane:
         return self._run(policy, ids.to(device), cache, **inputs)
 
     def advance(self, policy: Any, tokens: Tensor, part: CachedPart) -> Tensor:
-        """States (b, t, H) of tokens (b, t) behind what a part holds, which it then holds too."""
+        """States (b, t, H) of tokens (b, t), or embeddings (b, t, H), behind what a part holds, which then has them."""
         inputs: dict[str, Any] = {}
         positions = part.next_position[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         if self._axes:
@@ -237,7 +239,8 @@ class GenericLane:
 
     def _run(self, policy: Any, ids: Tensor, cache: Any, **inputs: Any) -> Tensor:
         inputs |= {"use_cache": False} if cache is None else {"use_cache": True, self._cache_name: cache}
-        output = policy.network.base_model(input_ids=ids, return_dict=True, **inputs)
+        read = {"inputs_embeds" if ids.is_floating_point() else "input_ids": ids}
+        output = policy.network.base_model(**read, return_dict=True, **inputs)
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def _flat_states(self, policy: Any, reading: Reading) -> Tensor:
@@ -279,6 +282,18 @@ class GenericLane:
         return made
 
 
+def mixed_embeddings(policy: Any, tokens: Tensor, mixed: Mapping[str, Tensor]) -> Tensor:
+    """Embeddings (..., H), without gradient, of tokens (...), or of mixtures where `soft` (...) is not 0.
+
+    A mixture is of tokens `ids` (..., K) with the weights `weights` (..., K).
+    """
+    embed = policy.network.get_input_embeddings()
+    with torch.no_grad():
+        whole, parts = embed(tokens), embed(mixed["ids"])
+        blend = (mixed["weights"][..., None].to(parts.dtype) * parts).sum(-2)
+        return torch.where(mixed["soft"][..., None] > 0, blend, whole)
+
+
 def _as_media(found: VisionFeatures | None, prompts: Sequence[Prompt]) -> dict[str, MediaFeatures]:
     """The fast lane's features by kind."""
     if found is None:
@@ -307,7 +322,7 @@ class GenericDecoder:
         self._part = self._part.select(to_device(index, self._part.lengths.device))
 
     def advance(self, token: Tensor) -> Tensor:
-        """Read one token of each row and return the states (b, H) that predict the next."""
+        """Read one token (b,), or embedding (b, H), of each row; returns the states (b, H) that predict the next."""
         return self._lane.advance(self._policy, token[:, None], self._part)[:, -1]
 
     def next_logp(self, states: Tensor, temperature: float) -> Tensor:

@@ -70,6 +70,20 @@ class Head:
         logp = torch.cat([logp for logp, _ in scores])
         return LogProbs(logp, torch.cat([found for _, found in scores]) if entropy else None)
 
+    def several(self, states: Tensor, ids: Tensor, *, temperature: float, banned: Tensor) -> Tensor:
+        """Log-probabilities (M, K) of K tokens `ids` (M, K) at each of M states; keeps no logits.
+
+        Gradient: through states and the head's weights.
+        """
+
+        def score(part: Tensor, chosen: Tensor) -> Tensor:
+            logits = self.logits(part).float() / temperature
+            return logits.index_fill(1, banned, float("-inf")).log_softmax(-1).gather(1, chosen)
+
+        rows = max(1, CHUNK_ELEMENTS // self.entries)
+        pairs = zip(states.split(rows), ids.split(rows), strict=True)
+        return torch.cat([checkpoint(score, *pair, use_reentrant=False) for pair in pairs])  # type: ignore[no-untyped-call]
+
     @torch.no_grad()
     def collision(self, states: Tensor, targets: Tensor, logp: Tensor, temperature: float, banned: Tensor) -> Tensor:
         """Sum (M,) of the squared probabilities, given the targets' log-probabilities (M,).

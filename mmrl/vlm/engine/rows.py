@@ -144,6 +144,8 @@ class Reading:
     """(M,) int64, its index in the row."""
     inserts: list[tuple[Insert, ...]]
     """Parts of the rows that were not sampled, as far as they are read; empty where no row has any."""
+    mixed: dict[str, Tensor]
+    """Mixtures of tokens that are read in the place of the rows' own; see `VlmPayload`."""
     host_group: Tensor
     """`group` on the host."""
     host_lengths: Tensor
@@ -190,7 +192,8 @@ def make_reading(
         inserts = [tuple(insert for insert in own if insert.start < length) for own, length in pairs]
     read, row, step, owner = (to_device(x, device) for x in (lengths, row, step, group))
     inserts = inserts if any(inserts) else []
-    return Reading(list(prompts), view, owner, responses, read, row, step, inserts, group, lengths)
+    mixed = {name: value.to(device) for name, value in payload.mixed.items()}
+    return Reading(list(prompts), view, owner, responses, read, row, step, inserts, mixed, group, lengths)
 
 
 def pack_reading(reading: Reading, first_position: Tensor) -> PackedRows:

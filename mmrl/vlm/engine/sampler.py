@@ -165,6 +165,9 @@ class GenerationState:
     `uniforms` (B, max_new_tokens) are random numbers in [0, 1); None decodes greedily.
     """
 
+    lean: ClassVar[bool] = True
+    """Whether the lean decoder, which reads tokens alone, may be used."""
+
     def __init__(
         self,
         policy: VlmPolicy,
@@ -205,6 +208,10 @@ class GenerationState:
         self.mask[step].index_copy_(0, rows, running.float())
         self.logp[step].index_copy_(0, rows, chosen.where(running, 0.0))
         self.kept[step].index_copy_(0, rows, kept.where(running, 1.0))
+        return token
+
+    def inputs(self, rows: Tensor, step: int, token: Tensor) -> Tensor:
+        """What the model reads of the rows in this step: their tokens (b,), or embeddings (b, H)."""
         return token
 
     def ended(self, rows: Tensor, step: int, token: Tensor, running: Tensor) -> Tensor:
@@ -271,7 +278,7 @@ def decode(state: GenerationState, decoder: Decoder, rows: Tensor, budget: Tenso
             decoder.keep(index)
             index = to_device(index, rows.device)
             rows, token, budget, running = rows[index], token[index], budget[index], running[index]
-        states = decoder.advance(token)
+        states = decoder.advance(state.inputs(rows, step, token))
 
 
 class PolicySampler:
@@ -341,12 +348,17 @@ def sample(
     total = len(prompts) * samples_per_prompt
     if isinstance(draws, torch.Generator):
         draws = torch.rand(total, config.max_new_tokens, generator=draws)
-    state = GenerationState(policy, config, total, draws, limits)
+    return fill(GenerationState(policy, config, total, draws, limits), prompts, samples_per_prompt, keep)
+
+
+def fill(state: GenerationState, prompts: Sequence[Prompt], samples_per_prompt: int, keep: KeepPrefill) -> Samples:
+    """Draw the responses of a state."""
+    policy, config = state.policy, state.config
     training = policy.training
     policy.eval()  # checkpointed layers drop the cache in training mode
     try:
         with torch.no_grad():
-            if _is_lean(policy, config):
+            if state.lean and _is_lean(policy, config):
                 _sample_lean(state, prompts, samples_per_prompt, keep)
             else:
                 # the fast lane shares its own kind of prefix, which transformers' modules cannot continue

@@ -29,6 +29,8 @@ CRITIC = "{{ question }} 1: {{ first }} 2: {{ second }}"
 """Short wording of the critic's question for models as small as these."""
 CRITIQUE = "{{ question }} Answer: {{ answer }} Which numbers are wrong?"
 """Short wording of the question for a critique."""
+SNEAKY = "{{ question }} Answer: {{ answer }} Wrong:"
+"""Short wording of the question for an answer with an error."""
 REVISION = "Wrong: {{ critique }}. {{ question }}"
 """Short wording of the turn that asks for a revision."""
 
@@ -167,10 +169,10 @@ def build_critique_start(
     """Write readings, critiques of readings with errors, and revisions, for a supervised warm start of Critic-V.
 
     Args:
-        path: JSONL file to write; columns prompt (chat turns), images, answer, completion and kind (read, criticise or
-            revise).
+        path: JSONL file to write; columns prompt (chat turns), images, answer, completion and kind (read, criticise,
+            revise or sneak: an error is put into a right reading).
         count: number of rows.
-        shares: of the three kinds.
+        shares: of the kinds; those that are left out have none.
         critique_template: wording of the question for a critique.
         revision_template: wording of the turn that asks for a revision.
         digits: of each scene.
@@ -182,7 +184,7 @@ def build_critique_start(
     scenes = _scenes("train", seed, digits, noise, scans)
     rng = np.random.default_rng([seed, 32])
     turns = _Turns(critique_renderer(critique_template), revision_renderer(revision_template), most)
-    share = np.asarray(shares, dtype=float) / sum(shares)
+    share = np.asarray([*shares, *[0.0] * (len(KINDS) - len(shares))], dtype=float) / sum(shares)
 
     def make_row() -> tuple[Image.Image, dict[str, Any]]:
         scene = next(scenes)
@@ -194,12 +196,12 @@ def build_critique_start(
     return write_rows(Path(path), count, make_row)
 
 
-KINDS = ("read", "criticise", "revise")
+KINDS = ("read", "criticise", "revise", "sneak")
 
 
 @dataclass(frozen=True)
 class _Turns:
-    """Makes the chat turns of the three kinds of rows."""
+    """Makes the chat turns of the kinds of rows."""
 
     criticise: Callable[..., str]
     revise: Callable[..., str]
@@ -215,10 +217,13 @@ class _Turns:
             return [
                 _user(self.criticise(question=QUESTION, answer=altered.text))
             ], f"<think>{thought}</think>{critique}"
+        if kind == "sneak":
+            asked = critique_renderer(SNEAKY)(question=QUESTION, answer=right)
+            return [_user(asked)], insert_errors(right, rng, least=1, most=1).text
         if kind == "read":
             return [_user(QUESTION)], right
-        asked = {"role": "user", "content": self.revise(critique=critique, question=QUESTION)}
-        return [_user(QUESTION), {"role": "assistant", "content": altered.text}, asked], right
+        turn = {"role": "user", "content": self.revise(critique=critique, question=QUESTION)}
+        return [_user(QUESTION), {"role": "assistant", "content": altered.text}, turn], right
 
 
 def _user(text: str) -> dict[str, Any]:

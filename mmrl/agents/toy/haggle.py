@@ -1,0 +1,82 @@
+"""A dialogue about a price, in which each turn needs a strategy that fits the seller: text alone.
+
+A proud seller leaves after a second firm word and gives way to warm ones; a tired one gives way to firm words alone.
+The first line tells them apart. The agent writes the strategy, `reply` makes a line of it, and `is_critical` rewards
+the turn in which the price falls.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmrl.agents.environments.environment import Action
+from mmrl.agents.environments.strategy import StrategyEnvironment
+
+LINES = {"firm": "That is too much. Lower it.", "warm": "I like it. Can you help me?", "quick": "Fine, I take it."}
+"""Strategies and what the actor says."""
+MOODS = {"proud": "My work is the best.", "tired": "It was a long day."}
+PRICE, STEP, ROUNDS = 80, 20, 4
+
+
+class Seller:
+    """The partner of the dialogue; the reward at the end is the share of the price that was saved."""
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> str:
+        """Ask for the price."""
+        self.mood = sorted(MOODS)[seed % 2]
+        self.price, self.firm, self.rounds = PRICE, 0, 0
+        return f"{MOODS[self.mood]} {self.price}?"
+
+    def step(self, action: Action) -> tuple[str, float, bool]:
+        """Answer a line."""
+        said = next((name for name, line in LINES.items() if line == action.arguments["text"]), "")
+        self.rounds += 1
+        self.firm += said == "firm"
+        if said == "quick":
+            return "Sold.", (PRICE - self.price) / PRICE, True
+        if self.mood == "proud" and self.firm == 2:
+            return "Then go.", 0.0, True
+        if said == {"proud": "warm", "tired": "firm"}[self.mood]:
+            self.price = max(self.price - STEP, STEP)
+        return f"{MOODS[self.mood]} {self.price}?", 0.0, self.rounds == ROUNDS
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def reply(seen: str, strategy: str) -> str:
+    """The actor: a line that follows the strategy, or a word that says nothing."""
+    return LINES.get(strategy.strip(), "Well.")
+
+
+def is_critical(before: str, strategy: str, after: str) -> float:
+    """The judge: 1 for a turn in which the price falls."""
+    prices = [re.findall(r"\d+", text) for text in (before, after)]
+    return float(all(prices) and int(prices[1][-1]) < int(prices[0][-1]))
+
+
+class Haggle(StrategyEnvironment):
+    """The dialogue, with an expert for a start by cloning."""
+
+    actions = tuple(LINES)
+
+    def __init__(self) -> None:
+        super().__init__(f"{__name__}:Seller", f"{__name__}:reply", f"{__name__}:is_critical")
+
+    def expert(self) -> Action:
+        """What fits the seller, until nothing is left to gain or one round is left."""
+        seller: Seller = self._env
+        good = {"proud": "warm", "tired": "firm"}[seller.mood]
+        strategy = "quick" if seller.price == STEP or seller.rounds == ROUNDS - 1 else good
+        return Action("say", {"text": strategy})
+
+
+def build_model(path: str | Path, **options: Any) -> Path:
+    """Build a tiny random Qwen3 that writes a strategy in one token; options of `build_tiny_generic`."""
+    from mmrl.vlm.toy.tiny_generic import build_tiny_generic
+
+    corpus = [f"{mood} 80?" for mood in MOODS.values()] + ["Then go. Sold. Choose: firm, warm or quick."]
+    return build_tiny_generic(path, corpus=corpus * 20, tokens=tuple(LINES), **options)

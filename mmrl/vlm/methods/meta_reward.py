@@ -1,0 +1,255 @@
+"""MPO, meta policy optimisation: a judge whose rubric a meta judge rewrites while the policy learns (arXiv 2504.20157).
+
+A judge scores answers by a rubric, a text that reward functions get as the column `rubric`. Every `rubric.interval`
+steps `rubric.meta` reads answers of the step with their rewards and returns the next rubric, so that a policy that has
+learned to please the judge meets stricter criteria. All processes and rollout workers have the same rubric, checkpoints
+hold it, and evaluations score by the current one; measure what is really wanted with a reward that reads no rubric.
+
+The built-in judge (reward `rubric`) and meta judge (`rubric.meta: chat`) ask models behind OpenAI-compatible
+endpoints; functions of yours can be either. A meta judge that fails leaves the rubric as it is.
+
+Differences from minnesotanlp/mpo: any objective, by default GRPO, in place of PPO; one rubric for all tasks, without
+the code's clusters of tasks, prescreening and merging; answers for the meta judge are spread evenly from the worst to
+the best of the step; the wording of all questions is this project's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+
+from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded, rare
+from mmrl.hub.chat_endpoint import ask_chat, check_url
+from mmrl.rewards import RewardResult
+from mmrl.rewards.answers import Chat, chat_text, completion_text
+from mmrl.rewards.loading import load_function
+from mmrl.training.recipe import Step
+from mmrl.vlm.config import VlmConfig
+from mmrl.vlm.data.dataset import LoadedTasks
+from mmrl.vlm.data.prompt import VlmPayload
+from mmrl.vlm.data.task import VlmTask
+from mmrl.vlm.recipe import VlmRecipe
+
+LOGGER = logging.getLogger("mmrl")
+RUBRIC = "rubric"
+"""Column of reward functions that holds the rubric."""
+JUDGE = (
+    "Score a response to a task by a rubric.\n\nTask:\n{task}\n\nResponse:\n{response}\n\nRubric:\n{rubric}\n\n"
+    "Explain briefly. Then write the score, from 0 to 10, on a last line of its own."
+)
+ANALYSE = (
+    "A judge scores responses by a rubric, and a model is trained on the scores. Find out where scores are wrong, "
+    "where the model may exploit the rubric, and what the rubric does not ask for.\n\nRubric:\n{rubric}\n\n{samples}"
+)
+REFINE = "Rewrite the rubric. Answer with the rubric alone.\n\nRubric:\n{rubric}\n\nAnalysis:\n{analysis}"
+
+Sample = Mapping[str, Any]
+"""An answer for the meta judge: prompt, response, reward and answer (the right one, where the data has it)."""
+
+
+@dataclass
+class RubricSettings:
+    """Rubric and meta judge."""
+
+    text: str = "The response is correct, complete and clear."
+    """The first rubric."""
+    interval: int = bounded(10, at_least=1)
+    """Steps between two rubrics."""
+    samples: int = bounded(20, at_least=1)
+    """Answers of the step that the meta judge reads."""
+    meta: str = "chat"
+    """Meta judge: chat, or `module:function` (rubric, samples, **options) -> the next rubric."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the meta judge; of chat: url, model, max_tokens and request_timeout_s."""
+    longest: int = rare(bounded(8000, at_least=1))
+    """Characters of a rubric; a longer or an empty one is refused, and the last one stays."""
+
+
+@dataclass
+class MetaRewardConfig(VlmConfig):
+    """An MPO run."""
+
+    rubric: RubricSettings = field(default_factory=RubricSettings)
+    """Rubric and meta judge."""
+
+
+class Rubric:
+    """The current rubric, and how often it changed."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.version = text, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rubric."""
+        return {"text": self.text, "version": self.version}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.text, self.version = str(state["text"]), int(state["version"])
+
+
+class MetaRewardRecipe(VlmRecipe):
+    """GRPO, or another objective, on the scores of a judge whose rubric changes."""
+
+    config: MetaRewardConfig
+
+    def __init__(self, config: MetaRewardConfig) -> None:
+        self.rubric = Rubric(config.rubric.text)
+        self.meta: Callable[..., str] = META.get(config.rubric.meta) or load_function(config.rubric.meta, what="meta")
+        super().__init__(config)
+        self.parts[RUBRIC] = self.rubric
+
+    def prepare_tasks(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
+        """Give every question the column `rubric`."""
+        loaded = super().prepare_tasks(loaded, training=training)
+        loaded.tasks = self._with_rubric(loaded.tasks)
+        return loaded
+
+    def score_texts(
+        self,
+        tasks: Sequence[VlmTask],
+        prompts: Sequence[str],
+        texts: Sequence[str],
+        tokens: Sequence[list[int]],
+        step: Step,
+    ) -> RewardResult:
+        """Score responses by the current rubric."""
+        return super().score_texts(self._with_rubric(tasks), prompts, texts, tokens, step)
+
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
+        """Advantages as usual; in some steps the meta judge writes the rubric of the next ones."""
+        if (step.number + 1) % self.config.rubric.interval == 0:
+            self._rewrite(rollouts, accelerator)
+        self.noted["rubric/version"] = float(self.rubric.version)
+        return super().advantages(rollouts, accelerator, step)
+
+    def rollout_state(self, tasks: Sequence[VlmTask]) -> dict[str, Any]:
+        """The rubric."""
+        return self.rubric.state_dict()
+
+    def load_rollout_state(self, state: Mapping[str, Any]) -> None:
+        """Restore `rollout_state`."""
+        self.rubric.load_state_dict(state)
+
+    def describe(self) -> str:
+        """The objective's formula, and who scores."""
+        own = self.config.rubric
+        return f"{super().describe()}\nwhere R is by a rubric that {own.meta} rewrites every {own.interval} steps"
+
+    def _with_rubric(self, tasks: Sequence[VlmTask]) -> list[VlmTask]:
+        return [replace(task, columns={**task.columns, RUBRIC: self.rubric.text}) for task in tasks]
+
+    def _rewrite(self, rollouts: Rollouts, accelerator: Accelerator) -> None:
+        """Ask the meta judge in the main process, and give its rubric to all."""
+        found = self._samples(rollouts)
+        found = gather_object(found) if accelerator.num_processes > 1 else found
+        text = [self._ask(spread(found, self.config.rubric.samples)) if accelerator.is_main_process else ""]
+        if accelerator.num_processes > 1:
+            broadcast_object_list(text)
+        if text[0]:
+            self.rubric.text, self.rubric.version = text[0], self.rubric.version + 1
+            LOGGER.info("rubric %d: %s", self.rubric.version, self.rubric.text)
+
+    def _ask(self, samples: Sequence[Sample]) -> str:
+        """The next rubric; empty where there is none."""
+        own = self.config.rubric
+        try:
+            text = str(self.meta(self.rubric.text, samples, **own.options)).strip()
+        except (RuntimeError, OSError, ValueError) as error:
+            LOGGER.warning("rubric.meta failed, and the rubric stays as it is: %s", error)
+            return ""
+        if not text or len(text) > own.longest:
+            LOGGER.warning(
+                "rubric.meta gave %d characters (rubric.longest is %d); the rubric stays", len(text), own.longest
+            )
+            return ""
+        return "" if text == self.rubric.text else text
+
+    def _samples(self, rollouts: Rollouts) -> list[Sample]:
+        payload, groups = VlmPayload.of(rollouts), rollouts.host.group.tolist()
+        return [
+            {
+                "prompt": payload.prompts[group].text,
+                "response": text,
+                "reward": reward,
+                "answer": payload.tasks[group].columns.get("answer", ""),
+            }
+            for group, text, reward in zip(groups, payload.texts, rollouts.reward.tolist(), strict=True)
+            if reward == reward
+        ]
+
+
+def spread(samples: Sequence[Sample], count: int) -> list[Sample]:
+    """Some samples, evenly from the lowest reward to the highest."""
+    ordered = sorted(samples, key=lambda sample: sample["reward"])
+    taken = min(count, len(ordered))
+    return [ordered[round(place * (len(ordered) - 1) / max(taken - 1, 1))] for place in range(taken)]
+
+
+def chat_meta(
+    rubric: str,
+    samples: Sequence[Sample],
+    *,
+    url: str,
+    model: str,
+    max_tokens: int = 4096,
+    request_timeout_s: float = 600.0,
+) -> str:
+    """Have a model analyse scored answers, and rewrite the rubric after its analysis."""
+    check_url(url, "rubric.options")
+    shown = "\n\n".join(
+        f"Task {number}:\n{sample['prompt']}\nResponse:\n{sample['response']}\nScore: {sample['reward']:g}"
+        for number, sample in enumerate(samples, 1)
+    )
+    limits: dict[str, Any] = {"max_tokens": max_tokens, "timeout_s": request_timeout_s}
+    analysis = ask_chat(url, model, filled(ANALYSE, rubric=rubric, samples=shown), **limits)
+    return ask_chat(url, model, filled(REFINE, rubric=rubric, analysis=analysis), **limits)
+
+
+def rubric_reward(
+    prompts: Sequence[Chat],
+    completions: Sequence[Chat],
+    *,
+    rubric: Sequence[str],
+    url: str,
+    model: str,
+    max_tokens: int = 1024,
+    request_timeout_s: float = 600.0,
+    **_: Any,
+) -> list[float]:
+    """Score from 0 to 1 by a judge that reads the rubric; a verdict without a score is a failed reward.
+
+    Options: `url`, the judge's address up to /v1; `model`, its name there; `max_tokens` and `request_timeout_s` of a
+    verdict, beside the `timeout_s` of the reward.
+    """
+    check_url(url, "rubric")
+    scores = []
+    for prompt, completion, text in zip(prompts, completions, rubric, strict=True):
+        task = prompt if isinstance(prompt, str) else chat_text(prompt)
+        asked = filled(JUDGE, task=task, response=completion_text(completion), rubric=text)
+        scores.append(read_score(ask_chat(url, model, asked, max_tokens=max_tokens, timeout_s=request_timeout_s)))
+    return scores
+
+
+def read_score(verdict: str) -> float:
+    """The last number of a verdict's last line, from 0 to 10, as a share of 10; raises RuntimeError."""
+    lines = verdict.strip().splitlines()
+    numbers = re.findall(r"-?\d+(?:\.\d+)?", lines[-1].removesuffix("/10")) if lines else []
+    if not numbers or not 0 <= float(numbers[-1]) <= 10:
+        raise RuntimeError(f"the verdict's last line has no score from 0 to 10: {verdict[-200:]!r}")
+    return float(numbers[-1]) / 10
+
+
+def filled(template: str, **values: str) -> str:
+    """A template with {name} replaced, in one pass: texts may hold braces themselves."""
+    return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), template)
+
+
+META: dict[str, Callable[..., str]] = {"chat": chat_meta}

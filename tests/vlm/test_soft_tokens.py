@@ -1,0 +1,87 @@
+"""Soft tokens of SofT-GRPO: their sampling, their replay, and the code of the paper."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from mmrl.errors import UserError
+from mmrl.fields import check_config
+from mmrl.rewards import RewardConfig
+from mmrl.training.processes import Streams
+from mmrl.training.recipe import Step
+from mmrl.vlm.data.prompt import VlmPayload
+from mmrl.vlm.methods.soft_tokens import SoftConfig, SoftRecipe, mixture_logp
+from tests.golden.numbers import assert_agrees, inputs_of, load
+from tests.rounding import assert_equal_up_to_rounding
+from tests.vlm.runs import run_config
+
+LETTERS = RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)
+
+
+@pytest.fixture
+def recipe(tmp_path, tiny_folders):
+    config = run_config(SoftConfig, tmp_path, tiny_folders["qwen2_5_vl"], tasks_per_step=3)
+    config.eval_data, config.rewards, config.model.lane = {}, [LETTERS], "generic"
+    config.sampler = dataclasses.replace(config.sampler, top_k=4, top_p=0.95, max_new_tokens=6)
+    check_config(config, "")
+    made = SoftRecipe(config)
+    yield made
+    made.close()
+
+
+def test_log_probabilities_are_those_of_the_authors():
+    b, (peer,) = inputs_of("soft_tokens"), load("soft_tokens").peers
+    logp = b.logits.requires_grad_().log_softmax(-1)
+    ordinary = logp.gather(1, b.ids[:, :1])[:, 0]
+    soft = torch.zeros(6, dtype=torch.bool).index_fill(0, torch.tensor(peer["soft"]), True)
+    found = torch.where(soft, mixture_logp(logp.gather(1, b.ids), b.scores), ordinary)
+    assert_agrees(found, peer, "logp")
+    (gradient,) = torch.autograd.grad((found * torch.arange(1.0, 7.0)).sum(), b.logits)
+    assert_agrees(gradient, peer, "gradient")
+
+
+def test_the_update_scores_what_was_sampled(recipe):
+    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:3], Streams(0), Step())
+    mixed = VlmPayload.of(rollouts).mixed
+    soft = mixed["soft"] > 0
+    assert soft.any()
+    assert (mixed["weights"][soft].max(-1).values < 0.999).any()
+    torch.testing.assert_close(mixed["weights"][soft].sum(-1), torch.ones(int(soft.sum())))
+    assert torch.equal(mixed["ids"][soft][:, 0], VlmPayload.of(rollouts).response_ids[soft])
+    with torch.no_grad():
+        found = recipe.scores(recipe.policy, rollouts, frozenset({"logp"})).logp
+    assert_equal_up_to_rounding(found, rollouts.logp_old)
+    ordinary = rollouts.replace(payload=dataclasses.replace(VlmPayload.of(rollouts), mixed={}))
+    with torch.no_grad():
+        read = recipe.policy(ordinary).logp
+    assert not torch.allclose(read[:, 1:], found[:, 1:], atol=1e-3), "the model reads the mixtures"
+
+
+def test_behind_the_end_of_thinking_tokens_are_ordinary(recipe, monkeypatch):
+    first = recipe.rollout(recipe.policy, recipe.train_tasks[:3], Streams(0), Step())
+    ends = int(VlmPayload.of(first).response_ids[0, 1])
+    monkeypatch.setattr("mmrl.vlm.methods.soft_tokens.thinking_end", lambda *_: ends)
+    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:3], Streams(0), Step())
+    payload = VlmPayload.of(rollouts)
+    assert payload.mixed["soft"][0].tolist() == [1.0] + [0.0] * (rollouts.num_decisions - 1)
+    with torch.no_grad():
+        found = recipe.scores(recipe.policy, rollouts, frozenset({"logp"})).logp
+        plain = recipe.policy(rollouts).logp
+    assert_equal_up_to_rounding(found, rollouts.logp_old)
+    assert torch.equal(found[0, 1:], plain[0, 1:])
+
+
+def test_what_soft_tokens_cannot_do_is_refused(recipe):
+    config = dataclasses.replace(recipe.config)
+    config.soft = dataclasses.replace(config.soft, thinking_end="so it is")
+    with pytest.raises(UserError, match=r"soft\.thinking_end is 'so it is', \d+ tokens"):
+        SoftRecipe(config)
+    config = dataclasses.replace(recipe.config, sampler=dataclasses.replace(recipe.config.sampler, top_k=1))
+    with pytest.raises(ValueError, match=r"sampler\.top_k is 1"):
+        config.validate()
+    config = dataclasses.replace(recipe.config, model=dataclasses.replace(recipe.config.model, lane="fast"))
+    with pytest.raises(UserError, match=r"model\.lane=generic"):
+        SoftRecipe(config)
