@@ -56,6 +56,7 @@ def gae(
     lam: float,
     bootstrap: Tensor | None = None,
     masked: Tensor | None = None,
+    repeated: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation that skips untrained decisions.
 
@@ -72,6 +73,7 @@ def gae(
         bootstrap: (B,) value of the state after the last decision; 0 for episodes that terminated. None is 0 for all.
         masked: (B,) bool, rows whose last decision has the advantage 0 and is worth its own value to those before it;
             None for none.
+        repeated: (B,) bool, rows after whose last decision V is that before it, in the place of `bootstrap`.
 
     Returns:
         advantages (B, T) and returns (B, T) = advantages + values; both 0 where the mask is 0.
@@ -83,6 +85,9 @@ def gae(
     columns, open_end = [], masked
     for t in range(values.shape[1] - 1, -1, -1):
         trained = mask[:, t] > 0
+        if repeated is not None:
+            next_value = torch.where(repeated, values[:, t], next_value)
+            repeated = repeated & ~trained
         here = rewards[:, t] + gamma * next_value - values[:, t] + gamma * lam * carry
         if open_end is not None:
             here = here.masked_fill(open_end, 0.0)
@@ -102,6 +107,7 @@ def gae_over_turns(
     lam: float,
     bootstrap: Tensor | None = None,
     masked: Tensor | None = None,
+    repeated: Tensor | None = None,
 ) -> Tensor:
     """Generalised advantage estimation with one step a turn, given to every decision of the turn.
 
@@ -114,6 +120,7 @@ def gae_over_turns(
         lam: Weight of longer returns.
         bootstrap: (B,) value after the last turn, as in `gae`.
         masked: (B,) bool, rows whose last turn has the advantage 0, as in `gae`.
+        repeated: (B,) bool, rows after whose last turn V is that before it, as in `gae`.
 
     Returns:
         (B, T), 0 where nothing is trained.
@@ -125,7 +132,7 @@ def gae_over_turns(
     turn_values, turn_mask = (
         turn_sums(rollouts, torch.where(starts, x, 0.0))[0] for x in (values, mask.to(values.dtype))
     )
-    advantages, _ = gae(turn_rewards, turn_values, turn_mask, gamma, lam, bootstrap, masked)
+    advantages, _ = gae(turn_rewards, turn_values, turn_mask, gamma, lam, bootstrap, masked, repeated)
     return torch.where(mask > 0, advantages.gather(1, place), 0.0)
 
 

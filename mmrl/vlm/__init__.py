@@ -69,6 +69,7 @@ _NAMES = {
     "mmrl.vlm.methods.multi_teacher": ("MultiTeacherConfig", "MultiTeacherRecipe"),
     "mmrl.vlm.methods.segment": ("SegmentConfig", "SegmentRecipe"),
     "mmrl.vlm.methods.scaffolded": ("ScaffoldedConfig", "ScaffoldedRecipe", "hint_levels"),
+    "mmrl.vlm.methods.truncated": ("TruncatedConfig", "TruncatedRecipe"),
     "mmrl.vlm.methods.teacher": ("Teacher", "TeacherConfig"),
     "mmrl.vlm.methods.reg_grpo": (
         "RegGrpoConfig",

@@ -60,6 +60,12 @@ RECIPES = (
         "Guo et al., SPO, arXiv 2505.23564",
     ),
     RecipeEntry(
+        "truncated",
+        "mmrl.vlm.methods.truncated:TruncatedRecipe:TruncatedConfig",
+        "PPO on answers that grow by a window of tokens a step, unfinished ones carried over (T-PPO)",
+        "Fan et al., T-PPO, arXiv 2506.15050",
+    ),
+    RecipeEntry(
         "contrastive",
         "mmrl.vlm.methods.contrastive:ContrastiveRecipe:ContrastiveConfig",
         "answers about documents, rewarded by the policy's own states of documents and queries (GRACE)",
@@ -162,6 +168,9 @@ METRICS = {
     "rubric/version": "How often the meta judge has changed the rubric.",
     "soft/share": "Share of the sampled tokens that are mixtures.",
     "soft/first_weight": "Mean weight of the first token in these mixtures; 1 is an ordinary token.",
+    "truncated/unfinished": "Share of the step's answers that are unfinished and carried over.",
+    "truncated/continued": "Share of the step's answers that an earlier step began.",
+    "truncated/reward_mean": "Mean reward of the step's finished answers.",
     "steering/entropy": "Entropy of the last update by which the temperature of further samples is chosen, in nats.",
     "steering/temperature": "Temperature of the step's further samples.",
     "steering/rows": "Further samples of the step that are learned.",

@@ -130,6 +130,8 @@ def _vlm(name: str, folder: Path) -> Any:
         config.steering.share = 1.0  # groups of one size
     if hasattr(config, "scaffold"):
         config.scaffold.warmup_steps = 0
+    if hasattr(config, "window"):
+        config.window = 3
     if name == "contrastive":
         add_columns(Path(config.data.path), query="What is 7?", negative="What is 8?")
     if hasattr(config, "rubric"):

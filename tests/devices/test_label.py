@@ -27,6 +27,7 @@ BUDGET = {
     "dataset_reset": 59,
     "segment": 1,
     "contrastive": 1,
+    "truncated": 1,
     "arbitrary_entropy": 77,
     "soft_tokens": 60,
     "critique_rl": 120,

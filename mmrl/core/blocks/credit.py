@@ -18,6 +18,7 @@ TRUNCATIONS = {
     "bootstrap": "bootstrapped at time limits",
     "mask": "no advantage at time limits",
     "terminate": "ended by time limits",
+    "repeat": "the last value kept beyond time limits",
 }
 
 
@@ -97,7 +98,8 @@ class CriticAdvantage(Advantage):
     that they were cut off in is in `rollouts.extras["bootstrap_value"]` (B,), 0 for rows that terminated and NaN where
     it is not known.
 
-    Source: "mask": ikostrikov/pytorch-a2c-ppo-acktr-gail a2c_ppo_acktr/storage.py, use_proper_time_limits.
+    Source: "mask": ikostrikov/pytorch-a2c-ppo-acktr-gail a2c_ppo_acktr/storage.py, use_proper_time_limits;
+        "repeat": T-PPO, arXiv 2506.15050.
     """
 
     gamma: float = rare(bounded(1.0, at_least=0, at_most=1))
@@ -107,21 +109,22 @@ class CriticAdvantage(Advantage):
     truncation: str = rare(choice("bootstrap", TRUNCATIONS))
     """Treatment of rows that a time limit cut off: "bootstrap" adds the critic's value of the state after the last
     step, "mask" gives the last step the advantage 0 and the earlier ones the critic's value of that step, "terminate"
-    treats the limit as the end of the task."""
+    treats the limit as the end of the task, "repeat" keeps the value before the last step for what follows (EGAE)."""
 
     def numbers(self) -> str:
         """Its constants, for the formula."""
         return f"gamma {self.gamma:g}, lambda {self.lam:g}, {TRUNCATIONS[self.truncation]}"
 
-    def cut_off(self, rollouts: Rollouts) -> tuple[Tensor | None, Tensor | None]:
-        """Value after the last step and which rows end with a step of advantage 0; None for none, (B,) each."""
+    def cut_off(self, rollouts: Rollouts) -> dict[str, Tensor]:
+        """What `gae` gets about rows that were cut off, (B,) each: bootstrap, masked, repeated."""
         truncated, value = rollouts.extras.get("truncated"), rollouts.extras.get("bootstrap_value")
-        if self.truncation == "mask":
-            return None, None if truncated is None else truncated > 0
+        if self.truncation in ("mask", "repeat"):
+            name = "masked" if self.truncation == "mask" else "repeated"
+            return {} if truncated is None else {name: truncated > 0}
         if self.truncation == "terminate" or value is None:
-            return None, None
+            return {}
         unknown = value.isnan()
-        return value.masked_fill(unknown, 0.0), unknown
+        return {"bootstrap": value.masked_fill(unknown, 0.0), "masked": unknown}
 
 
 @dataclass(frozen=True)
@@ -136,8 +139,8 @@ class Gae(CriticAdvantage):
         return "decision"
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
-        rewards, (bootstrap, masked) = decision_rewards(rollouts), self.cut_off(rollouts)
-        return gae(rewards, _values(rollouts), rollouts.loss_mask, self.gamma, self.lam, bootstrap, masked)[0]
+        rewards, mask = decision_rewards(rollouts), rollouts.loss_mask
+        return gae(rewards, _values(rollouts), mask, self.gamma, self.lam, **self.cut_off(rollouts))[0]
 
     def formula(self) -> str:
         return f"A_it = GAE over decisions with {self.numbers()}"
@@ -158,7 +161,7 @@ class TurnGae(CriticAdvantage):
         return "turn"
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
-        return gae_over_turns(rollouts, _values(rollouts), self.gamma, self.lam, *self.cut_off(rollouts))
+        return gae_over_turns(rollouts, _values(rollouts), self.gamma, self.lam, **self.cut_off(rollouts))
 
     def formula(self) -> str:
         return f"A_it = GAE over turns with {self.numbers()}, the same for all decisions of a turn"

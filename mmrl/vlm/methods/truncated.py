@@ -1,0 +1,243 @@
+"""T-PPO: answers grow by a window of tokens a step, and unfinished ones are carried over (arXiv 2506.15050).
+
+A step samples at most `window` tokens of each answer. Questions with unfinished answers keep their slot of the step,
+and these answers go on from where they were; the slots of all other questions get new ones (successive batching). The
+policy learns the new tokens alone: the advantage of an unfinished answer ends with the critic's last value (EGAE,
+`objective.advantage.truncation: repeat`). The critic learns the rewards of answers that have finished, at all of their
+tokens.
+
+The paper has no public code. Differences: policy and critic share a network and a loss, so that old tokens of finished
+answers, whose advantage is 0, count in its mean, and unfinished ones have the critic's own values as targets. The new
+question that a kept slot would have had is passed over. Rewards of unfinished answers are computed and dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from mmrl.core.returns import decision_rewards, returns_to_go
+from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded
+from mmrl.training.objectives import ObjectiveConfig, make_objective
+from mmrl.training.processes import Streams, merge_in_order
+from mmrl.training.recipe import Step
+from mmrl.vlm.config import VlmConfig
+from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
+from mmrl.vlm.data.task import VlmTask
+from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.engine.sampler import sample
+from mmrl.vlm.methods.segment import continued
+from mmrl.vlm.recipe import VlmRecipe
+
+TRUNCATED = "truncated"
+NEW = "new"
+"""Extra (B, T): 1 on tokens that were sampled in this step."""
+Answer = tuple[list[int], list[float]]
+"""Tokens of the beginning of an answer, and their log-probabilities."""
+Slot = tuple[str, list[Answer]]
+"""Id of a question, and its unfinished answers."""
+
+
+@dataclass
+class TruncatedConfig(VlmConfig):
+    """A T-PPO run."""
+
+    window: int = bounded(1024, at_least=1)
+    """Most tokens that an answer grows by in a step."""
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="tppo"))
+    """Objective that is optimised; its advantage needs a critic."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        objective = make_objective(self.objective)
+        if not objective.needs_values:
+            raise ValueError(
+                f"objective.advantage is '{objective.advantage.kind}', but unfinished answers need a critic"
+            )
+        if objective.filter.resamples:
+            raise ValueError("objective.filter resamples, but a step continues each answer once; use drop or none")
+        if self.rollers.overlap:
+            raise ValueError("rollers.overlap is set, but a step begins with the unfinished answers of the one before")
+
+
+class Carried:
+    """Unfinished answers by the place of their question in a step, the same in every process."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, Slot] = {}
+
+    def state_dict(self) -> dict[int, Any]:
+        """The answers."""
+        return dict(self.slots)
+
+    def load_state_dict(self, state: Mapping[int, Any]) -> None:
+        """Restore `state_dict`."""
+        self.slots = dict(state)
+
+
+@dataclass
+class Row:
+    """An answer after this step."""
+
+    group: int
+    ids: list[int]
+    logp: list[float]
+    new: int
+    finish: str
+    unfinished: bool
+
+
+class TruncatedRecipe(VlmRecipe):
+    """PPO on answers that several steps sample."""
+
+    config: TruncatedConfig
+
+    def __init__(self, config: TruncatedConfig) -> None:
+        super().__init__(config)
+        self.carried = self.parts["carried"] = Carried()
+        self.tasks_by_id = {task.id: task for task in self.train_tasks}
+        self.left: list[tuple[int, Slot]] = []
+        """Unfinished answers of the step by the place of their question."""
+        self.added["left"] = self.left
+
+    def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
+        """Continue unfinished answers, and begin those of new questions in the other slots."""
+        slots = self.carried.slots
+        asked = [
+            self.tasks_by_id[slots[place][0]] if place in slots else task
+            for place, task in zip(streams.places, tasks, strict=False)
+        ]
+        usable, prompts = self.encode(policy, asked)
+        streams = streams.select(places_of(asked, usable))
+        rows = self._begun(policy, prompts, streams) + self._continued(policy, prompts, streams)
+        rows.sort(key=lambda row: row.group)
+        left: dict[int, Slot] = {}
+        for row in rows:
+            if row.unfinished:
+                place = streams.places[row.group]
+                left.setdefault(place, (usable[row.group].id, []))[1].append((row.ids, row.logp))
+        self.left += left.items()
+        return streams.noted(self._rollouts(policy, prompts, usable, rows))
+
+    def _begun(self, policy: VlmPolicy, prompts: Sequence[Prompt], streams: Streams) -> list[Row]:
+        groups = [group for group in range(len(prompts)) if streams.places[group] not in self.carried.slots]
+        if not groups:
+            return []
+        starts: list[tuple[int, Answer]] = [(group, ([], [])) for group in groups]
+        count = self.config.trainer.samples_per_task
+        draws = streams.select(groups).uniform(len(groups), count, self.width)
+        return self._sampled(policy, prompts, starts, count, draws)
+
+    def _continued(self, policy: VlmPolicy, prompts: Sequence[Prompt], streams: Streams) -> list[Row]:
+        slots, draws, starts = self.carried.slots, [], []
+        for group in range(len(prompts)):
+            answers = slots.get(streams.places[group], ("", []))[1]
+            starts += [(group, answer) for answer in answers]
+            if answers:
+                draws.append(streams.select([group]).uniform(1, len(answers), self.width))
+        return self._sampled(policy, prompts, starts, 1, torch.cat(draws)) if draws else []
+
+    @property
+    def width(self) -> int:
+        """Most tokens of an answer in a step."""
+        return min(self.config.window, self.config.sampler.max_new_tokens)
+
+    def _sampled(
+        self,
+        policy: VlmPolicy,
+        prompts: Sequence[Prompt],
+        starts: Sequence[tuple[int, Answer]],
+        count: int,
+        draws: torch.Tensor,
+    ) -> list[Row]:
+        """`count` answers from each start, of a group and the beginning of an answer."""
+        longest = self.config.sampler.max_new_tokens
+        asked = [continued(prompts[group], ids) for group, (ids, _) in starts]
+        limits = [min(self.width, longest - len(ids)) for _, (ids, _) in starts]
+        window = dataclasses.replace(self.config.sampler.config, max_new_tokens=self.width)
+        drawn = sample(policy, asked, count, window, draws, limits=limits)
+        rows = []
+        for number, (own, logp) in enumerate(
+            zip(token_lists(drawn.response_ids, drawn.mask), drawn.logp.tolist(), strict=True)
+        ):
+            group, (before, known) = starts[number // count]
+            ids, finish = [*before, *own], drawn.finish[number]
+            room = min(longest, policy.positions - len(prompts[group]))
+            unfinished = finish == "length" and len(ids) < room
+            rows.append(Row(group, ids, [*known, *logp[: len(own)]], len(own), finish, unfinished))
+        return rows
+
+    def _rollouts(
+        self, policy: VlmPolicy, prompts: list[Prompt], tasks: list[VlmTask], rows: Sequence[Row]
+    ) -> Rollouts:
+        shape = (len(rows), max(len(row.ids) for row in rows))
+        ids = torch.full(shape, policy.pad_id)
+        mask, logp, new = torch.zeros(3, *shape)
+        for number, row in enumerate(rows):
+            length = len(row.ids)
+            ids[number, :length], logp[number, :length] = torch.tensor(row.ids), torch.tensor(row.logp)
+            mask[number, :length], new[number, length - row.new : length] = 1.0, 1.0
+        texts = policy.processor.tokenizer.batch_decode([row.ids for row in rows], skip_special_tokens=True)
+        texts = [prompts[row.group].answer_start + text for row, text in zip(rows, texts, strict=True)]
+        payload = VlmPayload(prompts, tasks, ids, texts, [row.finish for row in rows])
+        extras = {TRUNCATED: torch.tensor([float(row.unfinished) for row in rows]), NEW: new}
+        group, missing = torch.tensor([row.group for row in rows]), torch.full((len(rows),), math.nan)
+        return Rollouts(group, mask, logp, missing, payload, extras=extras).to(policy.device)
+
+    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Rewards of finished answers; 0 for the others."""
+        rollouts = super().score(rollouts, step)
+        return rollouts.replace(reward=rollouts.reward.masked_fill(rollouts.extras[TRUNCATED] > 0, 0.0))
+
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
+        """Advantages of the step's tokens; targets of the critic at all tokens of finished answers."""
+        whole, new, cut = rollouts.mask, rollouts.extras[NEW], rollouts.extras[TRUNCATED] > 0
+        found = super().advantages(rollouts.replace(mask=whole * new), accelerator, step)
+        mask = torch.where(cut[:, None], found.mask, whole)
+        gamma = getattr(self.objective.advantage, "gamma", 1.0)
+        to_go = returns_to_go(decision_rewards(rollouts), whole, gamma)
+        assert rollouts.values is not None
+        returns = torch.where(cut[:, None], rollouts.values, to_go) * mask
+        self.carried.slots = dict(merge_in_order([(slot[0], slot) for slot in self.left]))
+        self.left.clear()
+        continued_rows = (whole * (1 - new)).sum(1) > 0
+        self.noted |= {
+            "truncated/unfinished": float(cut.float().mean()),
+            "truncated/continued": float(continued_rows.float().mean()),
+            "truncated/reward_mean": float(rollouts.reward[~cut].nanmean()),
+        }
+        return found.replace(mask=mask, returns=returns)
+
+    def rollout_state(self, tasks: Sequence[VlmTask]) -> dict[int, Slot]:
+        """The unfinished answers."""
+        return self.carried.state_dict()
+
+    def load_rollout_state(self, state: Mapping[int, Slot]) -> None:
+        """Restore `rollout_state`."""
+        self.carried.load_state_dict(state)
+
+    def describe(self) -> str:
+        """The objective's formula and the windows."""
+        return (
+            f"{super().describe()}\nan answer grows by at most {self.config.window} tokens a step; unfinished ones are "
+            "carried over, and the critic learns those that have finished"
+        )
+
+
+def places_of(asked: Sequence[object], kept: Sequence[object]) -> list[int]:
+    """Places of the objects that were kept, in their order; an object may be there twice."""
+    places, number = list[int](), 0
+    for one in kept:
+        while asked[number] is not one:
+            number += 1
+        places.append(number)
+        number += 1
+    return places
