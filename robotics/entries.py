@@ -38,6 +38,12 @@ RECIPES = (
         "Schulman et al., PPO, arXiv 1707.06347, with an asymmetric critic, arXiv 1710.06542",
     ),
     RecipeEntry(
+        "robot_distil",
+        "robotics.methods.distillation:RobotDistilRecipe:RobotDistilConfig",
+        "distillation of a robot policy from a larger or an earlier one, in the states that it reaches itself (OPD)",
+        "Thinking Machines, on-policy distillation (2025); RLinf, OPD",
+    ),
+    RecipeEntry(
         "srpo",
         "robotics.methods.srpo:SrpoRecipe:SrpoConfig",
         "failures rewarded by their distance to the policy's own successes",
@@ -56,6 +62,7 @@ EVALUATIONS = (
 PLAN = "robotics.plan:footprint"
 """Function for `mmrl train --dry-run`."""
 METRICS = {
+    "distil/kl_sampled": "Mean logp - logp_teacher on the policy's own samples: its KL to the teacher, in nats.",
     "accuracy/within_5cm": "Share of predicted points of 3D flow, over all frames, that are nearer than 5 cm.",
     "accuracy/language_swap": "Share of other instructions for a scene after which the object goes where they say.",
     "flow/ade_cm": "Mean distance between predicted and true points of 3D flow over all frames, in centimetres.",

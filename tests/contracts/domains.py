@@ -299,6 +299,8 @@ def _robotics(name: str, folder: Path) -> Any:
     config = kind(**settings, data=EpisodeSetConfig(tasks=["right"], layouts=20))
     if name == "robot_grpo":
         config.reward = "potential"
+    if name == "robot_distil":
+        config.teacher = dataclasses.replace(config.model, options={"bias": 0.6})
     if name == "robot_ppo":
         config.reward.success, config.reward.potential = 1.0, 1.0
     if hasattr(config, "latent"):

@@ -42,7 +42,7 @@ class Variant:
 _KEPT: list[Any] = []  # folders that are deleted with the process
 IMAGES = tuple(name for name, entry in RECIPES.items() if entry.target.startswith("diffusion."))
 EDITORS = tuple(name for name in IMAGES if name not in ("diffusion_dpo", "flow_pretrain"))
-ROBOTS = ("robot_grpo", "robot_ppo", "srpo", "robot_clone")
+ROBOTS = ("robot_grpo", "robot_ppo", "srpo", "robot_distil", "robot_clone")
 EXACT_KL = {"kind": "full", "coef": 0.1}
 KL = {"kind": "k3", "coef": 0.1}
 MOVING_WINDOW = {
@@ -367,6 +367,8 @@ VARIANTS = [
     Variant(("timesteps.", "evaluation.sampler.steps"), {"timesteps.times": "discrete"}),
     Variant(("awm.",), {"awm.ema_coef": 0.1, "awm.off_policy": True, "trainer.steps": 4}),
     Variant(("nft.",), {"trainer.steps": 4}, ("diffusion_nft",)),
+    Variant(("nft.",), {"trainer.steps": 4, "nft.loss": "group_preference"}, ("diffusion_nft",)),
+    Variant(("nft.",), {"trainer.steps": 4, "nft.loss": "centred_reward"}, ("diffusion_nft",)),
     Variant(("shaping.",), {"shaping.kind": "minmax"}),
     Variant(("critic.",), {"critic.warmup_updates": 1}),
     Variant(("history.",), {"history.min_count": 1, "history.size": 2, "trainer.steps": 4}),
@@ -377,6 +379,7 @@ VARIANTS = [
     Variant(("sim.randomization.", "data."), _randomised, ROBOTS),
     Variant(("model.options.", "acting.", "logp_level"), _policy("gaussian"), ("robot_grpo", "robot_clone")),
     Variant(("model.options.", "acting.", "logp_level"), _policy("flow"), ("robot_grpo", "robot_clone")),
+    Variant(("model.options.",), _policy("flow", noise="learned"), ("robot_grpo", "robot_clone")),
     Variant(("model.options.", "acting.", "logp_level"), _policy("small", bins=16), ("robot_grpo", "robot_clone")),
     Variant(("model.options.",), _vlm_policy, ("robot_grpo",)),
     Variant(("flow.",), _followed, ("robot_grpo",)),

@@ -64,6 +64,7 @@ BUDGET = {
     "flow3d_awm": 69,
     "robot_clone": 45,
     "robot_grpo": 47,
+    "robot_distil": 55,
     "robot_ppo": 53,
     "srpo": 107,
 }

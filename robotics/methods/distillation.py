@@ -1,0 +1,159 @@
+"""Distillation: a robot policy learns from a teacher's probabilities of its own decisions, in the states it reaches.
+
+The advantage of each decision is
+
+    A_it <- task A_it + reward (log q_it - logp_old_it),
+
+with q the teacher, a frozen policy: a larger one, or an earlier one of the same task. With `task` 0, the default, this
+is the reverse KL of the policy to the teacher on the policy's own samples, and the rewards only measure. The teacher
+must take decisions of the same form: action tokens, control steps of a Gaussian, or denoising steps of a flow, where
+both chains go through the same points. Its temperature is that of acting.
+
+Names and options are those of recipe `distil`, which does the same for text and images, and whose exact divergence over
+the vocabulary is not here.
+
+Source: Thinking Machines, on-policy distillation (2025); RLinf/RLinf rlinf/algorithms, advantages and loss "opd".
+    RLinf's loss is `clip: {kind: policy_gradient}`; the default here is the importance-weighted loss, as for text, and
+    both are the same with one update a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from mmrl.core.loss import Denominators, mean_metric
+from mmrl.core.objectives.objective import PolicyOutputs
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
+from mmrl.fields import bounded
+from mmrl.runs.run_log import stopwatch
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.recipe import LossTerm, Passes, Step, TermLoss
+from robotics.methods.grpo import RobotGrpoConfig, RobotGrpoRecipe
+from robotics.policies.base.policy import ActionPolicy
+from robotics.policies.loading import ActionPolicyConfig, check_fit, load_action_policy
+from robotics.sim.episodes import RobotSim
+
+LOGP_TEACHER = "logp_teacher"
+"""Extra (B, T) of rollouts: the teacher's log-probabilities."""
+
+
+@dataclass
+class RobotDistilSettings:
+    """Weights of the teacher's part and of the rewards."""
+
+    reward: float = bounded(1.0, above=0)
+    """Weight of logp_teacher - logp_old in the advantage of each decision."""
+    task: float = bounded(0.0, at_least=0)
+    """Weight of the objective's own advantages, which the rewards give; 0 learns from the teacher alone."""
+
+
+@dataclass
+class RobotDistilConfig(RobotGrpoConfig):
+    """A distillation run of a robot policy."""
+
+    teacher: ActionPolicyConfig = field(default_factory=ActionPolicyConfig)
+    """The policy that decisions are compared with: folder of a saved one or of a run, or a kind with its options."""
+    distil: RobotDistilSettings = field(default_factory=RobotDistilSettings)
+    """Weights of the teacher's part and of the rewards."""
+    objective: ObjectiveConfig = field(
+        default_factory=lambda: ObjectiveConfig(
+            clip={"kind": "unclipped"}, kl={"kind": "none"}, aggregation={"kind": "token_mean"}
+        )
+    )
+    """Policy loss of the advantages; the default is the importance-weighted loss without clip and KL to the start."""
+
+    @property
+    def compared_samples(self) -> int | None:
+        """The rewards' advantages count only with `distil.task`."""
+        return super().compared_samples if self.distil.task else None
+
+    def validate(self) -> None:
+        """Check that there is a teacher; raises ValueError."""
+        super().validate()
+        if self.teacher == ActionPolicyConfig():
+            raise ValueError("teacher names no policy; set teacher.path to the folder of a saved policy or of a run")
+
+
+class RobotDistilRecipe(RobotGrpoRecipe):
+    """Distillation of a robot policy; see the module."""
+
+    config: RobotDistilConfig
+
+    def __init__(
+        self, config: RobotDistilConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None
+    ) -> None:
+        super().__init__(config, policy, sim)
+        try:
+            self.teacher = load_action_policy(config.teacher, self.sim, config.seed).requires_grad_(False).eval()
+            check_fit(self.teacher, self.sim)
+            check_teacher(self.teacher, self.policy)
+        except UserError:
+            self.close()
+            raise
+        self.terms = [*self.terms, Teaching(self)]
+
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
+        """Weigh the objective's advantages, and add the teacher's reward of each decision."""
+        settings, found = self.config.distil, super().advantages(rollouts, accelerator, step)
+        assert found.advantage is not None
+        gain = rollouts.extras[LOGP_TEACHER] - rollouts.logp_old
+        advantage = settings.task * found.advantage + settings.reward * gain
+        return found.replace(advantage=torch.where(rollouts.loss_mask > 0, advantage, 0.0))
+
+
+class Teaching(LossTerm):
+    """The teacher's log-probabilities of the decisions, for the advantages."""
+
+    name = "teaching"
+    gradient = "never"
+
+    def __init__(self, recipe: RobotDistilRecipe) -> None:
+        self.recipe = recipe
+
+    def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Score the decisions with the teacher."""
+        recipe = self.recipe
+        recipe.teacher.to(rollouts.mask.device)
+
+        def score(policy: nn.Module, chunk: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+            return recipe.scores(recipe.teacher, chunk, frozenset({"logp"}))
+
+        with stopwatch("teacher_logp"):
+            logp = passes.scores(rollouts, frozenset({"logp"}), score).logp
+        return rollouts.replace(extras={**rollouts.extras, LOGP_TEACHER: logp})
+
+    def __call__(
+        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
+    ) -> TermLoss:
+        """The divergence from the teacher as a metric."""
+        gap = scores.logp.detach() - minibatch.extras[LOGP_TEACHER]
+        return TermLoss({}, {"distil/kl_sampled": mean_metric(gap, minibatch.loss_mask)})
+
+    def formula(self) -> str:
+        """Formula of the advantages."""
+        settings = self.recipe.config.distil
+        own = f"{settings.task:g} A_it + " if settings.task else ""
+        return f"distillation, with q = the teacher:\n     A_it <- {own}{settings.reward:g} (log q_it - logp_old_it)"
+
+
+def check_teacher(teacher: ActionPolicy, policy: ActionPolicy) -> None:
+    """Refuse a teacher whose decisions have another form; raises UserError."""
+    if teacher.past:
+        raise UserError("teacher sees a past, which rollouts do not keep; use one that acts on the present observation")
+    if type(teacher) is not type(policy):
+        raise UserError(
+            f"teacher is a {type(teacher).__name__}, the policy a {type(policy).__name__}: their decisions have "
+            "different forms; use policies of one kind"
+        )
+    for name in ("chunk", "action_size", "decisions"):
+        own, other = getattr(policy, name), getattr(teacher, name)
+        if own != other:
+            raise UserError(
+                f"teacher.{name} is {other}, the policy's {own}: the teacher cannot score the policy's decisions; use "
+                "policies of one kind and chunk"
+            )
