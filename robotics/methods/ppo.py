@@ -240,7 +240,7 @@ class ChunkRewardConfig:
 class RobotPpoConfig(RobotConfig):
     """A PPO run of a robot policy."""
 
-    scored_outputs: ClassVar[tuple[str, ...]] = (*SCORES, "values", "turns")
+    scored_outputs: ClassVar[tuple[str, ...]] = (*(name for name in SCORES if name != "kl_old"), "values", "turns")
     reward: ChunkRewardConfig = field(default_factory=ChunkRewardConfig)
     """Reward of a chunk."""
     critic: CriticConfig = field(default_factory=CriticConfig)
@@ -310,7 +310,7 @@ class RobotPpoRecipe(RobotRecipe):
         critic = StateCritic(size, config.critic.width, config.seed)
         acting: Any = self.policy
         self.policy = PolicyWithCritic(acting, critic, config.critic.factor(config.trainer.learning_rate))
-        self.terms = [ChunkCritic(self)]
+        self.terms = [*self.terms, ChunkCritic(self)]
         self.scores_apart = not config.shuffle_success
 
     def pack(self, episodes: Episodes, group: Tensor, policy: ActionPolicy) -> Rollouts:
@@ -427,7 +427,7 @@ def _shuffled_everywhere(mine: _Rows, generator: torch.Generator) -> list[bool]:
 
 def _paid(rollouts: Rollouts, rewards: Tensor) -> Rollouts:
     """The rollouts with the rewards (B, C) of their chunks."""
-    return rollouts.replace(extras={"decision_reward": _at_last_decisions(rewards, rollouts.mask)})
+    return rollouts.replace(extras={**rollouts.extras, "decision_reward": _at_last_decisions(rewards, rollouts.mask)})
 
 
 def _at_last_decisions(rewards: Tensor, mask: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ from robotics.episodes.collect import ActingSettings, Episodes, run_episodes, sw
 from robotics.episodes.evaluation import PROTOCOLS, EpisodeMeasure, ReplayVideos, RobotEvaluationConfig
 from robotics.episodes.payload import EpisodePayload
 from robotics.episodes.tasks import EpisodeSetConfig, episode_id, list_episodes, own_draw
+from robotics.methods.old_policy import OldPolicy
 from robotics.policies.base.policy import ActionPolicy, PolicyInputs, open_policy
 from robotics.policies.base.saved import is_saved_policy
 from robotics.policies.base.statistics import ActionRange
@@ -51,7 +52,7 @@ from robotics.sim.opening import SimConfig, open_sim
 
 LOGGER = logging.getLogger("mmrl")
 LEVELS = ("token", "chunk")
-SCORES = ("entropy", "entropy_old", "logp_ref", "logp_rollout", "durations")
+SCORES = ("entropy", "entropy_old", "logp_ref", "logp_rollout", "durations", "kl_old")
 """Scores of a robot policy in addition to log-probabilities."""
 DRAWING = ("tabletop", "gymnasium")
 """Simulators that `sim.randomization` is for."""
@@ -257,6 +258,8 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
         super().__init__(config)
         self.objective = make_objective(config.objective)
         self.open(config, policy, sim)
+        self.old = OldPolicy(self.policy) if "kl_old" in self.objective.needs else None
+        self.terms = [] if self.old is None else [self.old]
 
     @abstractmethod
     def rewards(self, rollouts: Rollouts, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
@@ -330,13 +333,19 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
         groups = rollouts.host.group[rows].tolist()
         rows, chunks = to_device(rows, rollouts.mask.device), to_device(chunks, rollouts.mask.device)
         inputs = _inputs(payload, groups, rows, chunks)
-        logp, entropy = policy("log_probs", inputs, payload.decisions[rows, chunks], self.config.acting.temperature)
+        decisions, temperature = payload.decisions[rows, chunks], self.config.acting.temperature
         place = (rows, chunks, payload.steps, rollouts.mask.shape[1])
+        means = self.old.means(inputs, decisions) if self.old is not None and "kl_old" in outputs else None
+        logp, entropy = policy("log_probs", inputs, decisions, temperature)
+        found = PolicyOutputs(self._spread(logp, *place))
+        if means is not None:
+            moved = policy("divergence", inputs, decisions, means, temperature)
+            found = dataclasses.replace(found, kl_old=self._spread(moved, *place))
         if "entropy" not in outputs:
-            return PolicyOutputs(self._spread(logp, *place))
+            return found
         if entropy is None:
             raise UserError("the objective needs entropies, which log_probs of this policy does not return beside logp")
-        return PolicyOutputs(self._spread(logp, *place), self._spread(entropy, *place))
+        return dataclasses.replace(found, entropy=self._spread(entropy, *place))
 
     def _spread(self, values: Tensor, rows: Tensor, chunks: Tensor, steps: Tensor, width: int) -> Tensor:
         """(M, D) values of chunks as (B, T) decisions."""

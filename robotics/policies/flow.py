@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from diffusion.matching.losses import mix
-from diffusion.sampling.steps import LOG_SQRT_2PI, FlowSdeStep, OdeStep
+from diffusion.sampling.steps import LOG_SQRT_2PI, FlowSdeStep, OdeStep, gaussian_kl
 from mmrl.core.transfer import to_device
 from mmrl.errors import ConfigError
 from mmrl.fields import bounded, check_config, choice, rare
@@ -112,6 +112,7 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
             self.encoder = ObservationEncoder(config.encoder, vocabulary, config.chunk)
             self.velocity = _Velocity(config)
             self.noise = _Noise(config) if config.noise == "learned" else None
+        self.has_means = self.noise is None
         self.register_buffer("sigmas", torch.linspace(1, 0, config.steps + 1), persistent=False)
         self._kernel = FlowSdeStep(sigma_max=1 - 1 / config.steps, noise_level=config.noise_level)
         # numbers over which a log-density is summed; the kernel gives the mean
@@ -155,6 +156,22 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
             spread = (std * temperature).log().reshape(len(std), -1).mean(1)
             entropy.append(self._count * (0.5 * math.log(2 * math.pi * math.e) + spread))
         return torch.stack(logp, 1), torch.stack(entropy, 1)
+
+    def means(self, batch: PolicyInputs, decisions: Tensor) -> Tensor:
+        """Means (B, S, E) of the steps of decisions (B, S + 1, E)."""
+        seen, chain = self.encoder(batch).flatten(1), decisions.float()
+        return torch.stack([self._transition(seen, chain[:, step], step)[0] for step in range(self.config.steps)], 1)
+
+    def divergence(self, batch: PolicyInputs, decisions: Tensor, means_old: Tensor, temperature: float = 1.0) -> Tensor:
+        """Divergence (B, S) of the steps of fixed noise from those around other means (B, S, E), reduced as `logp` is.
+
+        Gradient: into all trainable weights.
+        """
+        seen, chain, found = self.encoder(batch).flatten(1), decisions.float(), []
+        for number in range(self.config.steps):
+            mean, std = self._transition(seen, chain[:, number], number)
+            found.append(self._count * gaussian_kl(mean, means_old[:, number], std * temperature))
+        return torch.stack(found, 1)
 
     def bc_loss(
         self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None

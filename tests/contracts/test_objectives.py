@@ -14,6 +14,7 @@ import torch
 from mmrl.core import CATALOGUE
 from mmrl.training.objectives import SCORES, ObjectiveConfig
 from tests.contracts.domains import DOMAINS, Domain, run, weights
+from tests.contracts.option_runs import TINY_ENCODER
 
 CHEAPEST_FIRST = ("robotics", "diffusion", "vlm", "masked", "agents")
 """Rooms by the time of a case: 0.12, 0.5, 0.8, 0.8 and 1.5 s."""
@@ -46,6 +47,9 @@ def configured(domain: Domain, row: str, folder):
     config.objective = ObjectiveConfig(preset=row)
     if row == "sec":  # tasks of these rooms have no field "category"
         config.objective.order = {"field": "task" if domain is DOMAINS["robotics"] else "id"}
+    if "kl_old" in CATALOGUE[row].needs and domain is DOMAINS["robotics"]:
+        config.model.kind, config.model.chunk = "flow", 2
+        config.model.options = {"encoder": {**TINY_ENCODER, "image_size": None}}
     if row == "gtpo":  # whose limit is below the entropy of an untrained model
         config.objective.advantage = {"limit": 100.0}
     if "values" in CATALOGUE[row].needs and hasattr(config.model, "value_head"):

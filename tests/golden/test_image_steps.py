@@ -194,3 +194,25 @@ def test_places_of_mix_grpo():
         places = {"low": case["low"], "high": case["steps"], "schedule": "progressive", "restart": case["restart"]}
         sizes = {name: case[name] for name in ("size", "every", "stride")}
         assert [[*moving_window(done, **places, **sizes)] for done in range(len(windows))] == windows
+
+
+def test_ranked_steps_of_pi_step_nft():
+    b, (peer,) = inputs_of("step_nft"), load("step_nft").peers
+    times = torch.linspace(1, 0, b.steps + 1, dtype=torch.float64)
+    kernel = FlowSdeStep(float(times[1]), b.noise_level)
+    velocity = (b.velocity_old + b.moved).requires_grad_()
+    given = (b.latents, times[b.place], times[b.place + 1])
+    (mean, std), (old, _) = (kernel.transition(v, *given) for v in (velocity, b.velocity_old))
+    assert_agrees(std, peer, "std")
+    std = (std.square() + 1e-4).sqrt()  # the floor of the code
+    reached = torch.tensor(peer["reached"], dtype=torch.float64)
+    logp, logp_old = (kernel.log_prob(reached, middle, std)[:, None] for middle in (mean, old))
+    changes = {"beta": b.beta, "strength": b.strength, "limit": b.limit}
+    objective = get("step_nft").override({"clip": changes})
+    mask, reward = torch.ones(6, 1, dtype=torch.float64), torch.zeros(6, dtype=torch.float64)
+    rollouts = Rollouts(torch.arange(6), mask, logp_old.detach(), reward, advantage=b.advantage[:, None])
+    outputs = PolicyOutputs(logp, kl_old=gaussian_kl(mean, old, std)[:, None])
+    found = objective.loss(outputs, rollouts, objective.denominators(rollouts))
+    (gradient,) = torch.autograd.grad(found.loss, velocity)
+    assert_agrees(found.loss, peer, "loss")
+    assert_agrees(gradient, peer, "gradient", relative=1e-11)

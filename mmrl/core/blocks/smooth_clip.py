@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mmrl.core.blocks.clip import BoundedClip, Clip, Loss, Ratio, clip_indicators, clipped_loss
-from mmrl.core.loss import PolicyOutputs, masked_mean
+from mmrl.core.loss import PolicyOutputs, masked_mean, required
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
 
@@ -342,3 +343,39 @@ class KlCov(Clip):
             f"(-A_it r_it, plus {self.coef:g} |log r_it| for the {self.share:g} of the decisions with the largest "
             "(A_it - mean A)(logp_it - mean logp))"
         )
+
+
+@dataclass(frozen=True)
+class StepRanking(Clip):
+    """Ranks the policy's Gaussian of a step against its mirror image in the old one, by where the step went.
+
+    With means m and m_old of the policy and of the policy before the update, both at one standard deviation s, the
+    candidates are m_old +- beta (m - m_old), and E+ and E- their mean squared distances to the step over s^2. The loss
+    is softplus(strength / 2 y (E+ - E-)) for y = A / limit within +-1. As E- - E+ = 4 beta (log r + D), with D the
+    exact divergence between the two, it needs no means.
+
+    Gradient: through the ratio and through D.
+
+    Source: pi-StepNFT, arXiv 2603.02083; RLinf/RLinf rlinf/workers/actor/fsdp_nft_policy_worker.py, loss "dpo" in the
+        space "xnext" with the weight "sigma".
+    """
+
+    kind = "step_ranking"
+    needs = frozenset({"kl_old"})
+    beta: float = rare(bounded(1.0, above=0))
+    """Distance of the candidates from the old mean, in moves of the policy."""
+    strength: float = rare(bounded(1.0, above=0))
+    """Slope of the ranking; the loss is logistic."""
+    limit: float = rare(bounded(0.5, above=0))
+    """Advantage that counts as a full preference."""
+
+    def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
+        """See `Clip`; the divergence comes from the policy's outputs."""
+        moved = required(outputs.kl_old, "scores.kl_old", "clip 'step_ranking' needs the policy to score it")
+        wish = (advantage.detach() / self.limit).clamp(-1, 1)
+        loss = functional.softplus(-2 * self.beta * self.strength * wish * (log_ratio + moved))
+        return loss, {"policy/divergence_old": moved.detach()}
+
+    def formula(self) -> str:
+        slope = 2 * self.beta * self.strength
+        return f"softplus(-{slope:g} y_it (log r_it + D_it)), y_it = A_it / {self.limit:g} within +-1"

@@ -3,6 +3,7 @@
 from mmrl.core.blocks.advantage import AdvantageScaling, GroupMeanGlobalStd, GroupMeanStd
 from mmrl.core.blocks.clip import DivergenceMask, PpoClip
 from mmrl.core.blocks.divergence import ExactKl
+from mmrl.core.blocks.smooth_clip import StepRanking
 from mmrl.core.loss import TokenMean
 from mmrl.core.objectives.objective import Objective
 
@@ -34,6 +35,16 @@ ROWS = (
         scaling=AdvantageScaling(clip=5.0),
         citation="Flow-DPPO, arXiv 2606.11025; UniRL's examples/diffusion/sd3_flowdppo.yaml (limit 1e-5, no KL)",
         verified="Tencent-Hunyuan/UniRL at 1a7b501e8fe8",
+    ),
+    Objective(
+        "step_nft",
+        GroupMeanStd(),
+        StepRanking(),
+        TokenMean(),
+        citation="pi-StepNFT, arXiv 2603.02083; strength 1, beta 1 and advantages within 0.5 of RLinf's configuration",
+        verified="RLinf/RLinf at a3816b596478",
+        differs="every step of a chain is ranked, not one drawn at random; no floor of 1e-4 under the variance; the "
+        "old policy is that before the update, not a moving average",
     ),
     Objective(
         "ddpo",

@@ -28,7 +28,7 @@ from robotics.policies.base.action_tokens import ActionTokenizer, draw_tokens, s
 from robotics.policies.base.saved import read_config
 from robotics.policies.base.statistics import ActionRange, ActionStatistics, StateStatistics
 
-CALLABLE = ("act", "log_probs", "bc_loss")
+CALLABLE = ("act", "log_probs", "bc_loss", "means", "divergence")
 INPUT_SHAPES = {
     "images": "(B, H, W, 3)",
     "state": "(B, S)",
@@ -144,6 +144,9 @@ class ActionPolicy(nn.Module, ABC):
     action_bounds: ActionRange | None = None
     """Values of the environment's own units that are -1 and 1 of the simulator in which the policy was trained; None
     where its actions are -1..1 too. Saved with the policy, for those who drive a robot with it."""
+    has_means: bool = False
+    """Whether decisions are Gaussians of fixed noise, with `means(batch, decisions)` and `divergence(batch, decisions,
+    means_old, temperature)`, the exact divergence (B, T) from those of the means `means_old`."""
     statistics: ActionStatistics | None = None
     """Statistics that normalised the actions that it was cloned from; saved with the policy, applied outside it."""
 
@@ -235,7 +238,7 @@ class ActionPolicy(nn.Module, ABC):
         return (torch.arange(self.decisions, device=steps.device) < steps[..., None] * each).float()
 
     def forward(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call `act`, `log_probs` or `bc_loss` by name."""
+        """Call a method in `CALLABLE` by name; those with `has_means` have the last two."""
         if method not in CALLABLE:
             raise ValueError(f"a policy has no method {method!r} to call; available: {', '.join(CALLABLE)}")
         return getattr(self, method)(*arguments, **options)
