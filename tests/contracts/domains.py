@@ -297,7 +297,7 @@ def _robotics(name: str, folder: Path) -> Any:
     if RECIPES[name].supervised:
         return kind(**(settings | _cloning(folder)))
     config = kind(**settings, data=EpisodeSetConfig(tasks=["right"], layouts=20))
-    if name == "robot_grpo":
+    if name in ("robot_grpo", "robot_distil"):
         config.reward = "potential"
     if name == "robot_distil":
         config.teacher = dataclasses.replace(config.model, options={"bias": 0.6})

@@ -221,7 +221,7 @@ OWN: dict[str, dict[str, str]] = {
         "timesteps.shift": "for continuous times",
         "timesteps.share_times": "every image has all times of so short a grid",
     },
-    "diffusion_nft": {"nft.old_schedule": "needs more steps"},
+    "diffusion_nft": {"nft.old_schedule": "needs more steps", "nft.clip": "the policy moves too little"},
     "flow_ppo": {"objective.advantage.truncation": "no image ends early"},
     "robot_grpo": {
         "acting.ensemble": "evaluations measure success alone, which is 0; tests/robotics/test_ensemble.py",

@@ -42,7 +42,7 @@ class Variant:
 _KEPT: list[Any] = []  # folders that are deleted with the process
 IMAGES = tuple(name for name, entry in RECIPES.items() if entry.target.startswith("diffusion."))
 EDITORS = tuple(name for name in IMAGES if name not in ("diffusion_dpo", "flow_pretrain"))
-ROBOTS = ("robot_grpo", "robot_ppo", "srpo", "robot_distil", "robot_clone")
+ROBOTS = ("robot_grpo", "robot_ppo", "srpo", "robot_clone")
 EXACT_KL = {"kind": "full", "coef": 0.1}
 KL = {"kind": "k3", "coef": 0.1}
 MOVING_WINDOW = {

@@ -48,7 +48,7 @@ def configured(domain: Domain, row: str, folder):
     if row == "sec":  # tasks of these rooms have no field "category"
         config.objective.order = {"field": "task" if domain is DOMAINS["robotics"] else "id"}
     if "kl_old" in CATALOGUE[row].needs and domain is DOMAINS["robotics"]:
-        config.model.kind, config.model.chunk = "flow", 2
+        config.model.kind, config.model.chunk, config.trainer.learning_rate = "flow", 2, 1e-3
         config.model.options = {"encoder": {**TINY_ENCODER, "image_size": None}}
     if row == "gtpo":  # whose limit is below the entropy of an untrained model
         config.objective.advantage = {"limit": 100.0}
