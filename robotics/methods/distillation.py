@@ -33,7 +33,8 @@ from mmrl.fields import bounded
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.recipe import LossTerm, Passes, Step, TermLoss
-from robotics.methods.grpo import RobotGrpoConfig, RobotGrpoRecipe
+from robotics.methods.grpo import EpisodeRewardParts, RobotGrpoRecipe
+from robotics.methods.recipe import RobotConfig
 from robotics.policies.base.policy import ActionPolicy
 from robotics.policies.loading import ActionPolicyConfig, check_fit, load_action_policy
 from robotics.sim.episodes import RobotSim
@@ -53,7 +54,7 @@ class RobotDistilSettings:
 
 
 @dataclass
-class RobotDistilConfig(RobotGrpoConfig):
+class RobotDistilConfig(EpisodeRewardParts, RobotConfig):
     """A distillation run of a robot policy."""
 
     teacher: ActionPolicyConfig = field(default_factory=ActionPolicyConfig)

@@ -18,6 +18,7 @@ sii-research/siiRL examples/embodied_srpo_trainer) for clip range, aggregation a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,8 +44,8 @@ FAILURES = ("predictions", "tracks")
 
 
 @dataclass
-class RobotGrpoConfig(RobotConfig):
-    """A GRPO run of a robot policy."""
+class EpisodeRewardParts:
+    """Reward of an episode; to be inherited before `RobotConfig`."""
 
     reward: str | None = choice(None, REWARDS)
     """sparse: 1 for success, else 0; return: sum of the environment's own rewards over all control steps; potential:
@@ -53,29 +54,33 @@ class RobotGrpoConfig(RobotConfig):
     sparse."""
     flow: FlowRewardConfig = field(default_factory=FlowRewardConfig)
     """Source of the flow; read by `reward: flow`."""
-    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="srpo"))
-    """Advantage, clip range and aggregation; those of SRPO, so that only the reward differs."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
-        super().validate()
+        super().validate()  # type: ignore[misc]
         if self.chosen_reward != "flow" and self.flow != FlowRewardConfig():
             raise ValueError(f"flow is set, but reward is {self.chosen_reward}; use reward: flow or leave flow out")
 
     @property
     def chosen_reward(self) -> str:
         """`reward`, or its default for the simulator."""
-        return self.reward or ("return" if self.sim.kind == "gymnasium" else "sparse")
+        return self.reward or ("return" if self.sim.kind == "gymnasium" else "sparse")  # type: ignore[attr-defined]
+
+
+@dataclass
+class RobotGrpoConfig(EpisodeRewardParts, RobotConfig):
+    """A GRPO run of a robot policy."""
+
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="srpo"))
+    """Advantage, clip range and aggregation; those of SRPO, so that only the reward differs."""
 
 
 class RobotGrpoRecipe(RobotRecipe):
     """Success, the environment's own reward or progress along a flow; see the module."""
 
-    config: RobotGrpoConfig
+    config: Any
 
-    def __init__(
-        self, config: RobotGrpoConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None
-    ) -> None:
+    def __init__(self, config: Any, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
         super().__init__(config, policy, sim)
         self._following: FlowFollowing | None = None
         if config.chosen_reward == "return":
