@@ -102,7 +102,7 @@ def test_one_step_scores_each_token_with_the_whole_answer_masked(policy, tasks):
     assert float(found.entropy[0, 0].detach()) == pytest.approx(
         float(torch.special.entr(distribution.detach()).sum()), rel=1e-4
     )
-    assert float(distribution[policy.mask_id]) == 0
+    assert float(distribution[policy.mask_id].detach()) == 0
 
 
 def test_a_draw_weighs_its_masked_tokens_by_the_share_that_is_masked(policy, tasks):
