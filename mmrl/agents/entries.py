@@ -31,6 +31,13 @@ RECIPES = (
         supervised=True,
     ),
     RecipeEntry(
+        "agent_revision",
+        "mmrl.agents.methods.revision:AgentRevisionRecipe:AgentRevisionConfig",
+        "the policy's own failures, revised from the first error on by the environment's expert (Agent-R in outline)",
+        "Yuan et al., Agent-R, arXiv 2501.11425",
+        supervised=True,
+    ),
+    RecipeEntry(
         "vl_dac",
         "mmrl.agents.methods.vl_dac:VlDacRecipe:VlDacConfig",
         "PPO over tokens with a critic over environment steps that warms up first (the paper's constants)",
@@ -55,6 +62,7 @@ PLAN = "mmrl.vlm.plan:footprint"
 
 METRICS = {
     "time/environment": "Seconds that episodes waited for their environments.",
+    "revision/failed": "Share of the step's tasks that the policy failed in one of its attempts.",
     "episode/turns": "Mean turns of the step's episodes.",
     "episode/unreadable": "Share of the step's answers in which no action could be read.",
     "episode/refused": "Actions a turn that the environment could not execute.",

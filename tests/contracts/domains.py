@@ -224,6 +224,8 @@ def _agents(name: str, folder: Path) -> Any:
         tracking=TrackingConfig(quiet=True, tensorboard=False),
         **parts,
     )
+    if hasattr(config, "revision"):
+        config.revision.thought = ""  # which this format has none of
     if hasattr(config, "branching"):
         config.branching.initial = 1  # of the three
     if hasattr(config, "digirl"):

@@ -181,6 +181,11 @@ OWN: dict[str, dict[str, str]] = {
         "objective.advantage.truncation": "no answer is cut by a time limit",
         "objective.value.clip": "its run has one update a step, before which the critic does not move",
     },
+    "meta_reward": {
+        **dict.fromkeys(("rubric.samples", "rubric.options"), "the meta judge of the walk reads no answers"),
+        "rubric.text": "the reward of the walk reads no rubric; tests/vlm/test_meta_reward.py",
+        "rubric.longest": "the rubrics of the walk are short",
+    },
     "soft_tokens": {
         "soft.thinking_end": "the tiny model's answers end in no other token of one text",
         "model.shared_prefix": "refused otherwise",

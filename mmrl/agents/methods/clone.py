@@ -113,7 +113,7 @@ class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
             return Episode(task, ending="failed", reason=str(error))
         if config.play_once:
             self._known[task.id] = played
-        return _as_episode(played, task, policy, writer, config.episode.max_turns)
+        return as_episode(played, task, policy, writer, config.episode.max_turns)
 
     def _ask_expert(self, task: AgentTask, seed: int) -> ExpertEpisode:
         config = self.config
@@ -129,7 +129,7 @@ class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
             raise
 
 
-def _as_episode(played: ExpertEpisode, task: AgentTask, policy: VlmPolicy, writer: Writer, max_turns: int) -> Episode:
+def as_episode(played: ExpertEpisode, task: AgentTask, policy: VlmPolicy, writer: Writer, max_turns: int) -> Episode:
     """The expert's episode as one that an agent might have had; one that does not fit has no result."""
     turns = played.turns[:max_turns]
     episode = replay_episode(task, [(turn.observation, turn.action.text) for turn in turns], policy, writer)

@@ -58,6 +58,18 @@ def is_critical(before: str, strategy: str, after: str) -> float:
     return float(all(prices) and int(prices[1][-1]) < int(prices[0][-1]))
 
 
+BEATS = {("firm", "warm"), ("warm", "quick"), ("quick", "firm")}
+
+
+def stance_payoff(first: str, second: str) -> float:
+    """Payoff of a game of stances, firm before warm before quick before firm; a word that is none loses to all."""
+    known = [text.strip() in LINES for text in (first, second)]
+    if not all(known):
+        return float(known[0]) - float(known[1])
+    pair = first.strip(), second.strip()
+    return float(pair in BEATS) - float(pair[::-1] in BEATS)
+
+
 class Haggle(StrategyEnvironment):
     """The dialogue, with an expert for a start by cloning."""
 

@@ -1,0 +1,172 @@
+"""Agent-R in outline: an agent learns to revise its own failures at the first error (arXiv 2501.11425).
+
+In each step the policy plays every task a few times. Of a task that it can fail, the worst episode is played again up
+to its first error, and the environment's expert goes on from there; its first answer begins with the thought
+`revision.thought`. The likelihood of the revision is raised, the agent's own turns before it are context alone.
+Episodes of tasks in which every attempt succeeds are learned as they are. Since the policy plays anew in each step, the
+errors are those that it makes now.
+
+Left out of the paper: Monte-Carlo tree search, which finds good and bad trajectories where there is no expert; the
+model's own judgement of which step is the first error, here the first action that is not the expert's; and its splice,
+which puts the good trajectory behind the bad one as text, where here the environment really goes on from the error.
+
+Source: Yuan et al., Agent-R, arXiv 2501.11425, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mmrl.agents.environments.environment import Action, as_outcome, as_start, write_answer
+from mmrl.agents.environments.experts import (
+    MOST_TURNS,
+    ExpertEnvironment,
+    ExpertEpisode,
+    ExpertFailedError,
+    ExpertTurn,
+    RemoteExpert,
+)
+from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig
+from mmrl.agents.methods.clone import AgentCloneRecipe, CloneEvaluationConfig, as_episode
+from mmrl.agents.recipe import AgentParts
+from mmrl.agents.rollout.episodes import Episode, Writer
+from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded
+from mmrl.training.processes import Streams
+from mmrl.training.recipe import Step
+from mmrl.training.settings import BaseRunConfig
+from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.model.config import check_critic
+
+
+@dataclass
+class RevisionSettings:
+    """Attempts and revisions."""
+
+    attempts: int = bounded(4, at_least=1)
+    """Episodes of each task that the policy plays in a step."""
+    temperature: float = bounded(1.0, above=0)
+    """Temperature of their answers."""
+    thought: str = "That was a mistake. I go on from here."
+    """Thought in front of the first action of a revision; empty = none, for formats that have no thoughts."""
+
+
+@dataclass
+class AgentRevisionConfig(AgentParts, BaseRunConfig):
+    """An Agent-R run; the environment needs an expert."""
+
+    data: TaskSetConfig = field(default_factory=TaskSetConfig)
+    """Tasks that the policy plays and the expert ends."""
+    revision: RevisionSettings = field(default_factory=RevisionSettings)
+    """Attempts and revisions."""
+    evaluation: CloneEvaluationConfig = field(default_factory=CloneEvaluationConfig)
+    """Evaluation on held-out tasks; its sampler is that of the attempts too."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        self.check_parts(self.trainer.learning_rate)
+        check_critic(self.model, needed=False)
+
+
+def revise(
+    env: ExpertEnvironment, task: Mapping[str, Any], seed: int, said: Sequence[Action], format: str, thought: str = ""
+) -> tuple[ExpertEpisode, int]:
+    """Follow an agent's actions up to the first that is not the expert's, then the expert.
+
+    Args:
+        env: the environment.
+        task: as its `reset` takes it.
+        seed: of the episode.
+        said: the agent's actions, with their answers as `text`.
+        format: in which the expert's answers are written.
+        thought: in front of the first of these, after an error.
+
+    Returns:
+        The episode, and its first turns that are the agent's.
+
+    Raises:
+        ExpertFailedError: the episode did not end.
+    """
+    observation, info = as_start(env.reset(task, seed))
+    complete, turns, own, erred, total = info.get("task", task), list[ExpertTurn](), 0, False, 0.0
+    for number in range(MOST_TURNS):
+        move = env.expert()
+        if own == number < len(said) and not erred:
+            action, own = said[number], number + 1
+            erred = (action.name, action.arguments) != (move.name, move.arguments)
+        else:
+            action = replace(move, text=write_answer([move], format, thought if erred and own == number else ""))
+        outcome = as_outcome(env.step(action))
+        turns.append(ExpertTurn(observation, action, outcome.info))
+        observation, total = outcome.observation, total + outcome.reward
+        if outcome.terminated or outcome.truncated:
+            success = bool(outcome.info.get("success", total > 0))
+            return ExpertEpisode(complete, seed, tuple(turns), observation, total, success), own
+    raise ExpertFailedError(f"the revision of {dict(task)} did not end in {MOST_TURNS} turns")
+
+
+class AgentRevisionRecipe(AgentCloneRecipe):
+    """Maximum likelihood of revisions of the policy's own failures."""
+
+    config: AgentRevisionConfig  # type: ignore[assignment]
+
+    def batch(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step) -> Rollouts:
+        """Play the tasks, and have the expert revise their failures."""
+        own = self.config.revision
+        asked = [task for task in tasks for _ in range(own.attempts)]
+        seeds = streams.seeds(len(tasks), own.attempts, purpose="attempts").tolist()
+        played = self.run_episodes(policy, asked, seeds, temperature=own.temperature)
+        self.worst: dict[str, Episode] = {}
+        for task, episode in zip(asked, played, strict=True):
+            if episode.has_result and (task.id not in self.worst or episode.total < self.worst[task.id].total):
+                self.worst[task.id] = episode
+        found = list(self.worst.values())
+        self.noted["revision/failed"] = sum(not episode.success for episode in found) / max(len(found), 1)
+        return super().batch(policy, tasks, streams, step)
+
+    def _play(self, policy: VlmPolicy, writer: Writer, task: AgentTask, seed: int) -> Episode:
+        config, worst = self.config, self.worst.get(task.id)
+        if worst is None:
+            return Episode(task, ending="failed", reason="no attempt has a result")
+        said, env = self._actions(worst), RemoteExpert(self.pool)
+        try:
+            if worst.success:
+                played, own = revise(_Agreeing(env, said), task.task, task.seed, said, config.actions.format)[0], 0
+            else:
+                played, own = revise(env, task.task, task.seed, said, config.actions.format, config.revision.thought)
+        except ExpertFailedError as error:
+            env.close()
+            return Episode(task, ending="failed", reason=str(error))
+        episode = as_episode(played, task, policy, writer, config.episode.max_turns)
+        steps = episode.trajectory
+        steps.sampled = [known and turn >= own for known, turn in zip(steps.sampled, steps.turn, strict=True)]
+        if not any(steps.sampled):
+            episode.ending, episode.reason = "failed", "the error is in the last turn"
+        return episode
+
+    def _actions(self, episode: Episode) -> list[Action]:
+        """Actions of an episode's answers, to the first that cannot be read."""
+        found: list[Action] = []
+        for answer in episode.answers:
+            parsed = self.config.actions.parse(answer)
+            if not parsed.actions:
+                break
+            found.append(replace(parsed.actions[0], text=answer))
+        return found
+
+
+class _Agreeing:
+    """An environment whose expert does what an agent did."""
+
+    def __init__(self, env: ExpertEnvironment, said: Sequence[Action]) -> None:
+        self.reset, self.step, self.close, self._left = env.reset, env.step, env.close, iter(said)
+
+    def expert(self) -> Action:
+        """The next action."""
+        move = next(self._left, None)
+        if move is None:
+            raise ExpertFailedError("the agent's episode goes on when it is played again")
+        return move
