@@ -191,6 +191,7 @@ OWN: dict[str, dict[str, str]] = {
         "model.shared_prefix": "refused otherwise",
         "sampler.top_p": "of three tokens all are within it",
     },
+    "segment": {"segment.probability": "the tiny model is never certain of a token"},
     "apo": {"apo.stcr_base": "needs right and wrong answers of different lengths"},
     "vlm": {
         "evaluation.temperature": "no answer of the tiny model is right at any temperature",

@@ -332,6 +332,7 @@ VARIANTS = [
     Variant(("steering.",), {"steering.entropy": 4.0, "steering.rows": 2, "trainer.steps": 3}, ("arbitrary_entropy",)),
     Variant(("segment.",), SEGMENTS, ("segment",)),
     Variant(("segment.",), SEGMENTS | {"segment.kind": "tree", "segment.tokens": 2}, ("segment",)),
+    Variant(("contrast.",), {"contrast.unfinished": None}, ("contrastive",)),
     Variant(("scaffold.",), _rarely_right, ("scaffolded",)),
     Variant(("teachers.",), _several_teachers, ("multi_teacher",)),
     Variant(("augmentation.",), PROBED),

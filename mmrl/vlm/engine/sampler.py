@@ -185,7 +185,7 @@ class GenerationState:
         is_eos[list(policy.eos_ids)] = True
         self.is_eos = to_device(is_eos, device)
         self.max_positions = policy.positions
-        longest = torch.tensor([config.max_new_tokens] if limits is None else limits, device=device)
+        longest = to_device(torch.tensor([config.max_new_tokens] if limits is None else limits), device)
         self.limits = longest.repeat_interleave(total // len(longest))
         self.ids = torch.full(shape, policy.pad_id, device=device)
         self.mask = torch.zeros(shape, device=device)

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.transfer import to_device, to_host
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.training.objectives import ObjectiveConfig
@@ -152,7 +153,7 @@ class ContrastiveRecipe(VlmRecipe):
         places = rollouts.places or list(range(rollouts.num_groups))
         number = {place: group for group, place in enumerate(places)}
         rows = [torch.nonzero(rollouts.host.group == group).flatten() for group in range(rollouts.num_groups)]
-        states = {name: value.cpu() for name, value in payload.embeddings.items()}
+        states = dict(zip(payload.embeddings, to_host(list(payload.embeddings.values())), strict=True))
         parts = [
             (place, (place, {k: v[own] for k, v in states.items()})) for place, own in zip(places, rows, strict=True)
         ]
@@ -194,5 +195,5 @@ def pooled(policy: VlmPolicy, rollouts: Rollouts) -> Tensor:
     """Unit vectors (B, H) along the mean of the states from which the tokens of each row are predicted."""
     with torch.no_grad():
         states = policy.states(rollouts).float()
-    row = torch.nonzero(rollouts.host.mask)[:, 0].to(states.device)
+    row = to_device(torch.nonzero(rollouts.host.mask)[:, 0], states.device)
     return functional.normalize(states.new_zeros(rollouts.num_rows, states.shape[1]).index_add(0, row, states), dim=1)

@@ -180,7 +180,7 @@ class TruncatedRecipe(VlmRecipe):
     ) -> Rollouts:
         shape = (len(rows), max(len(row.ids) for row in rows))
         ids = torch.full(shape, policy.pad_id)
-        mask, logp, new = torch.zeros(3, *shape)
+        mask, logp, new = torch.zeros(3, *shape).unbind()
         for number, row in enumerate(rows):
             length = len(row.ids)
             ids[number, :length], logp[number, :length] = torch.tensor(row.ids), torch.tensor(row.logp)
