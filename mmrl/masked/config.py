@@ -83,7 +83,7 @@ def check_model(model: ModelConfig) -> None:
 class MaskedConfig(VlmConfig):
     """A reinforcement-learning run of a masked-diffusion language model."""
 
-    scored: ClassVar[tuple[str, ...]] = SCORES
+    scored_outputs: ClassVar[tuple[str, ...]] = SCORES
     sampler: MaskedSampling = field(default_factory=MaskedSampling)  # type: ignore[assignment]
     """Sampling of answers in training and evaluation."""
     likelihood: LikelihoodConfig = field(default_factory=LikelihoodConfig)

@@ -132,7 +132,7 @@ class VlmConfig(VlmParts, RunConfig):
     adaptive_kl: AdaptiveKlConfig = rare(field(default_factory=AdaptiveKlConfig))
     """Controller of objective.kl.coef."""
 
-    scored: ClassVar[tuple[str, ...]] = SCORES
+    scored_outputs: ClassVar[tuple[str, ...]] = SCORES
     """Outputs of the policy besides log-probabilities, and data of its responses."""
 
     @property
@@ -148,7 +148,7 @@ class VlmConfig(VlmParts, RunConfig):
         check_scoring(self, self.rewards, self.accuracy_reward)
         objective = make_objective(self.objective)
         names = [reward.name for reward in self.rewards]
-        check_objective(objective, self.scored, self.compared_samples, names, self.trainer.old_logp)
+        check_objective(objective, self.scored_outputs, self.compared_samples, names, self.trainer.old_logp)
         check_critic(self.model, objective.needs_values)
         if self.adaptive_kl.target is not None and not objective.needs_reference:
             raise ValueError("adaptive_kl.target is set but the objective has no KL term; set objective.kl")
