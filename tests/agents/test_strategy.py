@@ -37,7 +37,7 @@ def test_a_proud_seller_leaves():
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_expert_saves_most(seed):
-    assert run_expert(Haggle(), {}, seed, "text").reward == 3 + 0.75
+    assert run_expert(Haggle(), {}, seed, "tag").reward == 3 + 0.75
 
 
 def test_without_a_judge_the_reward_is_the_environments():

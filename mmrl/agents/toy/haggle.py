@@ -63,10 +63,9 @@ BEATS = {("firm", "warm"), ("warm", "quick"), ("quick", "firm")}
 
 def stance_payoff(first: str, second: str) -> float:
     """Payoff of a game of stances, firm before warm before quick before firm; a word that is none loses to all."""
-    known = [text.strip() in LINES for text in (first, second)]
-    if not all(known):
-        return float(known[0]) - float(known[1])
-    pair = first.strip(), second.strip()
+    pair = tuple(next((name for name in LINES if name in text), "") for text in (first, second))
+    if not all(pair):
+        return float(bool(pair[0])) - float(bool(pair[1]))
     return float(pair in BEATS) - float(pair[::-1] in BEATS)
 
 
@@ -83,12 +82,12 @@ class Haggle(StrategyEnvironment):
         seller: Seller = self._env
         good = {"proud": "warm", "tired": "firm"}[seller.mood]
         strategy = "quick" if seller.price == STEP or seller.rounds == ROUNDS - 1 else good
-        return Action("say", {"text": strategy})
+        return Action(strategy)
 
 
 def build_model(path: str | Path, **options: Any) -> Path:
-    """Build a tiny random Qwen3 that writes a strategy in one token; options of `build_tiny_generic`."""
+    """Build a tiny random Qwen3 that writes a strategy in three tokens; options of `build_tiny_generic`."""
     from mmrl.vlm.toy.tiny_generic import build_tiny_generic
 
     corpus = [f"{mood} 80?" for mood in MOODS.values()] + ["Then go. Sold. Choose: firm, warm or quick."]
-    return build_tiny_generic(path, corpus=corpus * 20, tokens=tuple(LINES), **options)
+    return build_tiny_generic(path, corpus=corpus * 20, tokens=("<action>", "</action>", *LINES), **options)
