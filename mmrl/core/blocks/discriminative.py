@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mmrl.core.blocks.adaptive_clip import StepClip
 from mmrl.core.blocks.advantage import group_count, group_extremes, group_sum
-from mmrl.core.blocks.clip import LOG_RATIO_LIMIT, BoundedClip, Loss, Ratio
-from mmrl.core.loss import PolicyOutputs, masked_mean, masked_sum
+from mmrl.core.blocks.clip import LOG_RATIO_LIMIT, BoundedClip, Loss, Ratio, clip_indicators, clipped_loss
+from mmrl.core.loss import PolicyOutputs, masked_mean, masked_sum, required
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
 
@@ -146,3 +148,52 @@ class JointPairs(BoundedClip):
     def conflicts(self, ratio: Ratio) -> Iterator[str]:
         if not ratio.row_gradient:
             yield f"clip '{self.kind}' compares whole rows, but ratio is '{ratio.kind}'. Use ratio 'sequence_product'."
+
+
+@dataclass(frozen=True)
+class GroupPreference(BoundedClip):
+    """Clipped surrogate, and a preference of the group's better rows to its worse ones.
+
+    With s = beta sum_t (logp_t - logp_ref_t) of a row, rows above the group's mean reward w and those below l, the
+    second part is -log sigmoid(mean s_w - mean s_l) + variance Var(s_w), 0 for a group without either.
+
+    Source: GEPO in OORL, arXiv 2505.12723, of its paper alone; Var has the divisor n.
+    """
+
+    kind = "group_preference"
+    compares_rows = True
+    needs: ClassVar[frozenset[str]] = frozenset({"logp_ref"})
+    coef: float = bounded(0.01, at_least=0, finite=True)
+    """Weight of the preference."""
+    beta: float = rare(bounded(0.1, above=0, finite=True))
+    """Score of a nat of log-ratio to the reference."""
+    variance: float = rare(bounded(1.0, at_least=0, finite=True))
+    """Weight of the variance of the better rows' scores."""
+
+    def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
+        """See `Clip`; each decision carries the preference of its group."""
+        loss = clipped_loss(log_ratio, advantage, self.low, self.high)
+        indicators = clip_indicators(log_ratio.exp(), self.low, self.high, signed=advantage.detach())
+        return loss + self.coef * self.preference(outputs.logp, rollouts)[rollouts.group, None], indicators
+
+    def preference(self, logp: Tensor, rollouts: Rollouts) -> Tensor:
+        """Loss (N,) of each group."""
+        mask, group, groups = rollouts.loss_mask, rollouts.group, rollouts.num_groups
+        reference = required(rollouts.logp_ref, "rollouts.logp_ref", "the reference scores the answers").detach()
+        score, valid = self.beta * masked_sum(logp - reference, mask), mask.any(1)
+
+        def mean(x: Tensor, rows: Tensor) -> Tensor:
+            number = group_sum(rows.to(x), group, groups)
+            return group_sum(x.where(rows, 0.0), group, groups) / number.clamp(min=1)
+
+        level = mean(rollouts.reward.to(score), valid)[group]
+        good, bad = valid & (rollouts.reward > level), valid & (rollouts.reward < level)
+        ahead = mean(score, good) - mean(score, bad)
+        spread = mean((score - mean(score, good)[group]).square(), good)
+        both = (group_sum(good.long(), group, groups) > 0) & (group_sum(bad.long(), group, groups) > 0)
+        return torch.where(both, self.variance * spread - functional.logsigmoid(ahead), 0.0)
+
+    def formula(self) -> str:
+        preference = f"-log sigmoid(mean s_w - mean s_l) + {self.variance:g} Var(s_w)"
+        scores = f"s = {self.beta:g} sum_t (logp_t - logp_ref_t), w above and l below the mean reward of g"
+        return f"max(-A_it r_it, -A_it {self.clipped()}) + {self.coef:g} [{preference}], {scores}"

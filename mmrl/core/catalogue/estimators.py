@@ -2,7 +2,7 @@
 
 from mmrl.core.blocks.advantage import GroupMean, GroupMeanStd
 from mmrl.core.blocks.clip import PpoClip, SequenceProductRatio
-from mmrl.core.blocks.discriminative import Discriminative, JointPairs
+from mmrl.core.blocks.discriminative import Discriminative, GroupPreference, JointPairs
 from mmrl.core.blocks.divergence import K3
 from mmrl.core.blocks.downsampling import DownSampled
 from mmrl.core.blocks.filter import DropGroups, ResampleGroups
@@ -153,6 +153,15 @@ ROWS = (
         citation="Wu et al., P3O, arXiv 2310.00212, joint clipping (clip 0.2)",
         verified="hand computation",
         differs="the mean over all pairs of a group, each in both orders, where the paper has one pair",
+    ),
+    Objective(
+        "gepo",
+        GroupMeanStd(),
+        GroupPreference(),
+        SequenceMean(),
+        citation="Wu et al., OORL with GEPO, arXiv 2505.12723 (weights 0.01 and 1)",
+        verified="hand computation",
+        differs="beside GRPO, where the paper has REINFORCE++; beta and the divisor of the variance are not stated",
     ),
     Objective(
         "disco",

@@ -116,7 +116,8 @@ class Objective:
     @property
     def needs_reference(self) -> bool:
         """Whether the reference is used."""
-        return self.regularises and self.kl is not None and self.kl.to == "reference"
+        divergence = self.regularises and self.kl is not None and self.kl.to == "reference"
+        return divergence or "logp_ref" in self.clip.needs
 
     @property
     def needs_entropy(self) -> bool:
