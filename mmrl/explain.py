@@ -81,8 +81,9 @@ def places(row: Row) -> list[Place]:
         lacks = "it compares noisy versions of images one by one; set score: {kind: sum}" if apart else ""
         no_pairs = "no recipe of the room learns from pairs"
         more = sorted(row.needs & SCORES.keys() - {"logp_ref"})
+        online = row.needs & {"logp_previous", "own_answers"}
         return [
-            Place("language", "" if apart else "preference", lacks),
+            Place("language", "" if apart else "online_preference" if online else "preference", lacks),
             Place("agents", "", no_pairs),
             Place("images", "", f"it needs {SCORES[more[0]]}") if more else Place("images", "diffusion_dpo", ""),
             Place("robots", "", no_pairs),

@@ -130,7 +130,7 @@ class PreferenceConfig:
     preset: str = "dpo"
     """Name in `mmrl list objectives`, one of those for pairs."""
     loss: dict[str, Any] = rare(by_kind(lambda: PREFERENCE_BLOCKS["loss"], named=True, default_from=PRESET))
-    """Loss of a pair: sigmoid, robust, hinge, ipo, sppo, sppo_hard, refuel, or none (supervised)."""
+    """Loss of a pair: sigmoid, robust, hinge, ipo, sppo, kto, refuel, ..., or none (supervised)."""
     score: dict[str, Any] = rare(by_kind(lambda: PREFERENCE_BLOCKS["score"], named=True, default_from=PRESET))
     """Score by which answers are compared: sum or mean of log-probabilities, or decision (noisy versions of images)."""
     likelihood: dict[str, Any] = by_kind(lambda: PREFERENCE_BLOCKS["likelihood"], named=True, default_from=PRESET)
@@ -146,6 +146,11 @@ def make_preference(config: PreferenceConfig) -> PreferenceObjective:
         raise ValueError(f"objective: {error}") from error
     objective.validate()
     return objective
+
+
+def objective_of(config: ObjectiveConfig | PreferenceConfig) -> Objective | PreferenceObjective:
+    """The objective of a configuration, whichever kind it is."""
+    return make_preference(config) if isinstance(config, PreferenceConfig) else make_objective(config)
 
 
 def check_preference(objective: PreferenceObjective, scores: Collection[str] = ()) -> None:
@@ -198,6 +203,8 @@ SCORES = {
     "tokens": "the tokens that are the decisions, which this recipe's policies do not have",
     "durations": "the time that each action took, which this recipe does not measure",
     "budgets": "a budget of tokens for each response, which this recipe does not set",
+    "logp_previous": "the policy of an iteration before, which `recipe: online_preference` keeps",
+    "own_answers": "an answer of the policy and one of an opponent, which `recipe: online_preference` samples",
     "kl_baseline": "log-probabilities of answers to other questions, which this recipe does not score",
     "hints": "the place of given tokens in a response (recipe: masked), which this recipe does not note",
     "draws": "draws of a bound of the log-likelihood as decisions, which `recipe: masked` has, and `awm` for images",

@@ -140,15 +140,23 @@ class VlmConfig(VlmParts, RunConfig):
         """Samples that the objective's advantages compare; None where the run does not train on them."""
         return self.trainer.samples_per_task
 
-    def validate(self) -> None:
-        """Check that the parts fit together; raises ValueError."""
-        if not self.rewards:
-            raise ValueError("rewards is empty; name at least one, see `mmrl list rewards`")
-        super().validate()
-        check_scoring(self, self.rewards, self.accuracy_reward)
+    def made_objective(self) -> Any:
+        """The objective of the run."""
+        return make_objective(self.objective, self.sampler.max_new_tokens)
+
+    def check_objective(self) -> None:
+        """Check that model and data serve the objective; raises ValueError."""
         objective = make_objective(self.objective)
         names = [reward.name for reward in self.rewards]
         check_objective(objective, self.scored_outputs, self.compared_samples, names, self.trainer.old_logp)
         check_critic(self.model, objective.needs_values)
         if self.adaptive_kl.target is not None and not objective.needs_reference:
             raise ValueError("adaptive_kl.target is set but the objective has no KL term; set objective.kl")
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        if not self.rewards:
+            raise ValueError("rewards is empty; name at least one, see `mmrl list rewards`")
+        super().validate()
+        check_scoring(self, self.rewards, self.accuracy_reward)
+        self.check_objective()

@@ -114,6 +114,12 @@ RECIPES = (
         "preference optimisation on pairs of answers, text and images: DPO, IPO, SLiC, RPO, SPPO, REFUEL",
         "Rafailov et al., DPO, arXiv 2305.18290; others: `mmrl list objectives`",
     ),
+    RecipeEntry(
+        "online_preference",
+        "mmrl.vlm.online.recipe:OnlinePreferenceRecipe:OnlinePreferenceConfig",
+        "losses on pairs of sampled answers, of which rewards choose the better: online DPO, XPO, Nash-MD, INPO",
+        "Guo et al., online AI feedback, arXiv 2402.04792; others: `mmrl list objectives`",
+    ),
 )
 PLAN = "mmrl.vlm.plan:footprint"
 """Function for `mmrl train --dry-run`."""
@@ -142,6 +148,9 @@ METRICS = {
     "logps/chosen": "Mean log-probability of the preferred answers in nats, summed or averaged as the loss reads it.",
     "logps/rejected": "Mean log-probability of the rejected answers in nats.",
     "logps/accuracies": "Share of pairs whose preferred answer is the likelier one.",
+    "pairs/learnt": "Share of the step's questions whose answers have unequal rewards, or whose loss reads them.",
+    "pairs/won": "Share of the pairs that are learnt in which the policy's answer is better than the opponent's.",
+    "time/opponent": "Seconds of the rollout in which the opponent's answers were sampled.",
     "kto/baseline": "Mean log-ratio to the reference of other questions' answers, in nats; KTO's baseline if positive.",
     "accuracy/likelier": "Share of held-out pairs whose preferred answer is the likelier one.",
     "accuracy/rewards": "Share of held-out pairs whose preferred answer has the higher implicit reward.",

@@ -130,10 +130,10 @@ def _without_gradient(config: Any) -> int:
     """Passes without gradient through the rows of a step: by the policy before the update, by its reference."""
     if not hasattr(config, "objective") or not hasattr(config.trainer, "old_logp"):
         return int(getattr(getattr(config, "reference", None), "kind", "none") != "none")
-    from mmrl.training.objectives import make_objective
+    from mmrl.training.objectives import objective_of
 
     old = config.trainer.old_logp == "recompute" and not single_update(config.trainer)
-    return old + bool(getattr(make_objective(config.objective), "needs_reference", False))
+    return old + bool(getattr(objective_of(config.objective), "needs_reference", False))
 
 
 def outlined(model: Any) -> Any:
@@ -167,10 +167,10 @@ def _copies(config: Any) -> int:
         return 0
     if config.reference.kind in ("frozen", "ema"):
         return 1
-    from mmrl.training.objectives import make_objective
+    from mmrl.training.objectives import objective_of
 
     needed = (
-        getattr(make_objective(config.objective), "needs_reference", False) if hasattr(config, "objective") else False
+        getattr(objective_of(config.objective), "needs_reference", False) if hasattr(config, "objective") else False
     )
     return int(needed and not config.model.lora.enabled)
 

@@ -21,7 +21,6 @@ from mmrl.core.state import AdaptiveKL
 from mmrl.core.transfer import to_device
 from mmrl.rewards.answers import Chat, number_answers
 from mmrl.runs.run_log import stopwatch
-from mmrl.training.objectives import make_objective
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Recipe, Step, scores_before_update, single_update
 from mmrl.training.sampler import Sampler
@@ -57,7 +56,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
 
     def __init__(self, config: VlmConfig, questions: Questions | None = None) -> None:
         super().__init__(config)
-        self.objective = make_objective(config.objective, config.sampler.max_new_tokens)
+        self.objective = config.made_objective()
         check_engine(config.sampler, config.rollers)
         self.open(config, questions or Questions(), config, value_head=self.objective.needs_values)
         limit = config.model.max_prompt_tokens

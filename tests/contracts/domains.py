@@ -147,6 +147,8 @@ def _vlm(name: str, folder: Path) -> Any:
         config.rewards = [RewardConfig(name="tests/vlm/user_reward.py:rarely", isolate=False)]
         config.critique.discrimination_steps, config.trainer.tasks_per_step = 0, 4
         config.evaluation.revision = RevisionConfig(critique_template="{{ question }} {{ answer }}?")
+    if name == "online_preference":
+        config.trainer.samples_per_task = 2
     if name == "preference":
         config.data.path = str(write_pairs(folder / "pairs", _of_unequal_length))
     return config

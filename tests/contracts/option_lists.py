@@ -343,6 +343,12 @@ OWN: dict[str, dict[str, str]] = {
         "objective.likelihood.kind": "its weight is 0 by default",
         "evaluation.rewards[].weight": "only in the samples of the report",
     },
+    "online_preference": {
+        "trainer.old_logp": "pair losses read no old log-probabilities",
+        "objective.likelihood.kind": "its weight is 0 by default",
+        "adaptive_kl.": "a preference objective has no KL term",
+        "online.opponent": "the walk has runs with others",
+    },
     "reg_grpo": {
         "augmentation.max_hinted": "no step has several hard questions",
         "augmentation.think_end": "needs answers that close their reasoning",

@@ -340,6 +340,13 @@ VARIANTS = [
     Variant(("objective.", "chosen_", "rejected_"), {"objective.preset": "sppo"}, ("preference",)),
     Variant(("objective.", "chosen_", "rejected_"), {"objective.preset": "refuel"}, ("preference",)),
     Variant(("objective.likelihood.",), {"objective.likelihood": {"kind": "nll", "coef": 0.1}}, ("preference",)),
+    Variant(("online.", "objective."), {"objective.preset": "nash_md"}, ("online_preference",)),
+    Variant(
+        ("online.", "objective."),
+        {"objective.preset": "inpo", "online.extrapolation": 0.5, "trainer.steps": 4},
+        ("online_preference",),
+    ),
+    Variant(("objective.likelihood.",), {"objective.likelihood": {"kind": "nll", "coef": 0.1}}, ("online_preference",)),
     Variant(("max_side_tokens",), {"max_side_tokens": 20}),
     Variant(("grounding.",), {"grounding.think": True}),
     # frames of videos

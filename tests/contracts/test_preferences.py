@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
 
 from mmrl.core import PREFERENCES
 from mmrl.core.blocks.preference import DecisionScore
-from mmrl.training.objectives import PreferenceConfig
+from mmrl.training.objectives import SCORES, PreferenceConfig
 from tests.contracts.domains import domain_of, run, weights
 
 OFTEN = ("dpo", "ipo", "rpo", "refuel", "diffusion_dpo", "orpo", "kto")
 """One row of each shape: with and without reference, likelihood, scores and decisions as pairs; the rest is slow."""
+LACKING = {
+    "preference": {"logp_previous", "own_answers"},
+    "diffusion_dpo": {"logp_previous", "own_answers", "kl_baseline"},
+    "online_preference": set(),
+}
 CASES = [
-    pytest.param(recipe, row, marks=[] if row in OFTEN else pytest.mark.slow)
-    for recipe in ("preference", "diffusion_dpo")
+    pytest.param(recipe, row, marks=[] if row in OFTEN and recipe != "online_preference" else pytest.mark.slow)
+    for recipe in ("preference", "diffusion_dpo", "online_preference")
     for row in PREFERENCES
 ]
 
@@ -28,12 +34,12 @@ def test_a_row_trains_or_is_refused(recipe, row, tmp_path):
         pytest.importorskip(module)
     config = domain.make_config(recipe, tmp_path)
     config.objective = PreferenceConfig(preset=row)
-    if recipe == "preference" and isinstance(PREFERENCES[row].score, DecisionScore):
+    if recipe != "diffusion_dpo" and isinstance(PREFERENCES[row].score, DecisionScore):
         with pytest.raises(ValueError, match="noisy versions of images"):
             config.validate()
         return
-    if recipe == "diffusion_dpo" and "kl_baseline" in PREFERENCES[row].needs:
-        with pytest.raises(ValueError, match="answers to other questions"):
+    if missing := PREFERENCES[row].needs & LACKING[recipe]:
+        with pytest.raises(ValueError, match=re.escape(SCORES[min(missing)])):
             config.validate()
         return
     config.validate()

@@ -13,6 +13,8 @@ from mmrl.core.blocks import PREFERENCE_BLOCKS
 from mmrl.core.blocks.preference import (
     BASELINE,
     CHOSEN,
+    OWN,
+    PREVIOUS,
     SCORE,
     ChosenLikelihood,
     DecisionScore,
@@ -38,6 +40,8 @@ def pairs(seed: int = 0, groups: int = 4, width: int = 5) -> tuple[Rollouts, tor
 
     chosen = torch.tensor([1.0, 0.0, 0.0, 1.0]).repeat(groups // 2)
     extras = {CHOSEN: chosen, SCORE: torch.rand(rows, generator=g, dtype=torch.float64)}
+    extras[PREVIOUS] = -torch.rand(rows, width, generator=g, dtype=torch.float64) * mask
+    extras[OWN] = torch.tensor([1.0, 0.0, 1.0, 0.0]).repeat(groups // 2)
     extras[BASELINE] = torch.full((rows,), 0.1, dtype=torch.float64)
     group = torch.arange(groups).repeat_interleave(2)
     rollouts = Rollouts(group, mask, torch.zeros_like(mask), torch.zeros(rows), logp_ref=noise(), extras=extras)
@@ -160,7 +164,9 @@ def test_the_reference_and_the_scores_are_constants():
     leaves = [(-1e-3 * torch.rand(m, generator=generator, dtype=torch.float64)).requires_grad_() for _ in range(4)]
     scores = torch.rand(2, m, generator=generator, dtype=torch.float64)
     for name in PREFERENCES:
-        loss = get_preference(name).loss(Pairs(*leaves, *scores)).sum()
+        more = {"previous_w": scores[0], "previous_l": scores[1], "own_w": torch.tensor([True, False, True])}
+        more |= {"drift_w": leaves[0], "drift_l": leaves[1]}
+        loss = get_preference(name).loss(Pairs(*leaves, *scores, **more)).sum()
         chosen, rejected, *reference = torch.autograd.grad(loss, leaves, allow_unused=True)
         assert float(chosen.abs().sum()) > 0, name
         assert float(rejected.abs().sum()) > 0, name
@@ -172,7 +178,9 @@ def test_pairs_far_from_the_reference_have_finite_losses_where_they_are_right(ki
     loss = changed(None, {"kind": kind}, PREFERENCE_BLOCKS["loss"], "loss")
     certain, hopeless = torch.tensor([0.0, -1e-9, -1.0]), torch.full((3,), -1e5)
     sides = certain.requires_grad_(), hopeless.requires_grad_()
-    found = loss(Pairs(*sides, hopeless, certain, torch.ones(3), torch.zeros(3)))
+    more = {"previous_w": hopeless, "previous_l": certain, "own_w": torch.tensor([True, False, True])}
+    more |= {"drift_w": sides[0], "drift_l": sides[1]}
+    found = loss(Pairs(*sides, hopeless, certain, torch.ones(3), torch.zeros(3), **more))
     assert torch.isfinite(found).all()
     if not isinstance(loss, NoPairLoss):
         assert all(torch.isfinite(slope).all() for slope in torch.autograd.grad(found.sum(), sides))

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from mmrl.core import PolicyOutputs, PreferenceObjective, Rollouts, get_preference
-from mmrl.core.blocks.preference import BASELINE, CHOSEN, SCORE, MeanScore
+from mmrl.core.blocks.preference import BASELINE, CHOSEN, OWN, PREVIOUS, SCORE, MeanScore
 from mmrl.core.loss import LossOutput
 from tests.golden.numbers import assert_agrees, inputs_of, load
 
-FILES = ("dpo", "robust_dpo", "ipo", "slic", "rpo", "sppo", "refuel", "spc")
+FILES = ("dpo", "robust_dpo", "ipo", "slic", "rpo", "sppo", "refuel", "spc", "xpo", "nash_md", "inpo", "a_lol")
+BY_HAND = ("direct_advantage",)
 FROM_TRL = ("exo", "nca", "bco", "anchored_zero", "anchored_down", "discopop", "length_normalised_dpo")
 WITHOUT_REFERENCE = ("simpo", "cpo", "orpo")
-CASES = [(paper, peer) for paper in FILES + FROM_TRL + WITHOUT_REFERENCE for peer in load(paper).peers]
+CASES = [(paper, peer) for paper in FILES + BY_HAND + FROM_TRL + WITHOUT_REFERENCE for peer in load(paper).peers]
 """Files with each of their peers."""
 
 
@@ -43,6 +44,8 @@ def rollouts_of(b, pairs: int) -> Rollouts:
     """Preferred rows, then rejected ones, as the files hold them."""
     group = torch.arange(pairs).repeat(2)
     extras = {CHOSEN: torch.tensor([1.0] * pairs + [0.0] * pairs), SCORE: b.score}
+    found = {OWN: getattr(b, "own", None), PREVIOUS: getattr(b, PREVIOUS, None)}
+    extras |= {name: value for name, value in found.items() if value is not None}
     return Rollouts(group, b.mask, torch.zeros_like(b.mask), torch.zeros(2 * pairs), logp_ref=b.logp_ref, extras=extras)
 
 

@@ -21,6 +21,10 @@ CHOSEN = "chosen"
 """Key of `Rollouts.extras` (B,): 1 on the preferred row of a group, 0 on the rejected one."""
 SCORE = "pair_score"
 """Key of `Rollouts.extras` (B,): the score that a judge or reward model gave the row, where a loss reads it."""
+OWN = "own_answer"
+"""Key of `Rollouts.extras` (B,): 1 where the policy wrote the answer, 0 where an opponent did."""
+PREVIOUS = "logp_previous"
+"""Key of `Rollouts.extras` (B, T): log-probabilities in nats under the policy of an iteration before."""
 BASELINE = "kl_baseline"
 """Key of `Rollouts.extras` (B,): mean log-ratio of answers to questions that are not theirs, the same in every row."""
 
@@ -40,6 +44,17 @@ class Pairs:
     score_w: Tensor | None = None
     """(M,) score of the side in the data; None where the data has none."""
     score_l: Tensor | None = None
+    """(M,)."""
+    previous_w: Tensor | None = None
+    """(M,) nats under the policy of an iteration before; None for losses without one."""
+    previous_l: Tensor | None = None
+    """(M,)."""
+    own_w: Tensor | None = None
+    """(M,) bool, whether w is the policy's answer and l an opponent's; None where it may be both."""
+    drift_w: Tensor | None = None
+    """(M,) sum of log-ratio times log-probability of w's decisions, the former a constant: its gradient is that of the
+    KL to the reference."""
+    drift_l: Tensor | None = None
     """(M,)."""
     baseline: Tensor | None = None
     """(), mean log-ratio of mismatched answers; None for losses without one."""
@@ -107,6 +122,8 @@ class PairLoss(Block):
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref"})
     paired: ClassVar[bool] = True
     """Whether the two sides are compared; else each has a loss of its own."""
+    opponent: ClassVar[str] = "policy"
+    """Sampler of the other answer in the method's paper: policy, reference, or mixture of the two."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
         """Loss (M,) of each pair; of each side, the preferred ones first, where they are not compared.

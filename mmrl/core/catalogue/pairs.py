@@ -1,16 +1,21 @@
 """Objectives that learn from pairs of a preferred and a rejected answer."""
 
 from mmrl.core.blocks.pair_losses import (
+    AdvantagePair,
     AnchoredDownPair,
     AnchoredZeroPair,
     BcoPair,
     ClippedRatioPair,
     DiscopopPair,
     ExoPair,
+    InpoPair,
     KtoPair,
+    NashPair,
     NcaPair,
     OddsRatioPair,
     ReferenceFreePair,
+    RegressionPair,
+    XpoPair,
 )
 from mmrl.core.blocks.preference import (
     ChosenLikelihood,
@@ -102,6 +107,46 @@ ROWS = (
         citation="Ethayarajh et al., KTO, arXiv 2402.01306, eq. 8; beta 0.1 and weights 1 as in TRL",
         verified="trl 1.16.0",
         differs="the baseline is that of the step, not of a micro-batch",
+    ),
+    PreferenceObjective(
+        "a_lol",
+        AdvantagePair(clip=0.9),
+        SumScore(),
+        citation="Baheti et al., Advantage-Leftover Lunch RL (A-LoL), arXiv 2305.14718; clip 0.9 of its public code",
+        verified="abaheti95/LoL-RL at 9f8d81660bfa",
+        differs="the data's scores are the advantages, which the code takes from a value head on the frozen model; "
+        "rows are drawn alike, in the code in proportion to their advantage",
+    ),
+    PreferenceObjective(
+        "direct_advantage",
+        RegressionPair(beta=0.1),
+        SumScore(),
+        citation="Liu et al., Direct Advantage Policy Optimization, arXiv 2412.18279; beta 0.1",
+        verified="hand computation",
+        differs="the data's scores are the advantages, which the paper takes from a critic that is trained before; "
+        "whole answers, where the paper has the steps of a solution",
+    ),
+    PreferenceObjective(
+        "xpo",
+        XpoPair(beta=0.1),
+        SumScore(),
+        citation="Xie et al., XPO, arXiv 2405.21046, alg. 1; beta 0.1 and alpha 1e-5 as in TRL",
+        verified="trl 0.29.1",
+        differs="pairs with equal rewards are left out; TRL prefers the policy's answer",
+    ),
+    PreferenceObjective(
+        "nash_md",
+        NashPair(beta=0.1),
+        SumScore(),
+        citation="Munos et al., Nash-MD, arXiv 2312.00886, sec. 7 (Nash-MD-PG); beta 0.1 as in TRL",
+        verified="trl 0.29.1",
+    ),
+    PreferenceObjective(
+        "inpo",
+        InpoPair(beta=7.5e-3),
+        SumScore(),
+        citation="Zhang et al., INPO, arXiv 2407.00617, eq. 8; eta 0.0075, tau = eta / 3",
+        verified="hand computation",
     ),
     PreferenceObjective(
         "anchored_zero",

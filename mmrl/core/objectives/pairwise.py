@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -12,8 +12,12 @@ from torch import Tensor
 
 from mmrl.core.block import Block, changed, weighted
 from mmrl.core.blocks import PREFERENCE_BLOCKS
+from mmrl.core.blocks.filter import GroupFilter, KeepAll
+from mmrl.core.blocks.order import Epochs, TaskOrder
 from mmrl.core.blocks.preference import (
     BASELINE,
+    OWN,
+    PREVIOUS,
     SCORE,
     ChosenLikelihood,
     NoPairLoss,
@@ -27,6 +31,7 @@ from mmrl.core.blocks.preference import (
 )
 from mmrl.core.loss import Denominators, LossOutput, Metric, PolicyOutputs, count, masked_mean, masked_sum, required
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.state import ObjectiveState
 
 PAIRS, ANSWERS, DECISIONS = "pairs", "preferred_answers", "preferred_decisions"
 """Keys of `Denominators.others`."""
@@ -55,6 +60,14 @@ class PreferenceObjective:
     """Outside program whose numbers the tests compare, such as "verl 0.9.1" or the authors' repository at a commit."""
     differs: str = ""
     """Differences from the paper and its code, in one line; empty where there are none."""
+    # what the training loop reads of an objective that learns from sampled answers
+    filter: ClassVar[GroupFilter] = KeepAll()
+    order: ClassVar[TaskOrder] = Epochs()
+    needs_values: ClassVar[bool] = False
+    needs_entropy: ClassVar[bool] = False
+    kl_in_reward: ClassVar[bool] = False
+    kl_coef: ClassVar[float] = 0.0
+    regularised: ClassVar[bool] = True
     surveys: ClassVar[bool] = False
     compares_rows: ClassVar[bool] = True
     """The two sides of a pair are scored together."""
@@ -67,7 +80,7 @@ class PreferenceObjective:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Inputs required besides log-probabilities: "logp_ref", "pair_scores", "kl_baseline"."""
+        """Inputs required besides log-probabilities: "logp_ref", "pair_scores", "kl_baseline", "logp_previous", ..."""
         return frozenset().union(*(block.needs for block in self.blocks.values()))
 
     @property
@@ -79,6 +92,10 @@ class PreferenceObjective:
     def needs_scores(self) -> bool:
         """Whether the data must score both answers."""
         return "pair_scores" in self.needs
+
+    def state(self, tasks: Sequence[Any] = ()) -> ObjectiveState:
+        """No block remembers earlier steps."""
+        return ObjectiveState({})
 
     def replace(self, **changes: Any) -> PreferenceObjective:
         """A copy with some blocks exchanged."""
@@ -209,6 +226,14 @@ class PreferenceObjective:
         if self.needs_scores:
             given = required(rollouts.extras.get(SCORE), f"rollouts.extras['{SCORE}']", "the data scores both answers")
             found |= dict(zip(("score_w", "score_l"), sides(given[:, None].expand_as(scores)), strict=True))
+        if "logp_previous" in self.needs:
+            given = required(rollouts.extras.get(PREVIOUS), f"rollouts.extras['{PREVIOUS}']", "the previous policy")
+            found |= dict(zip(("previous_w", "previous_l"), sides(self.score(given, mask)[0]), strict=True))
+        if "own_answers" in self.needs:
+            own = required(rollouts.extras.get(OWN), f"rollouts.extras['{OWN}']", "one answer of two is the policy's")
+            found["own_w"] = sides(own[:, None].expand_as(scores))[0] > 0.5
+            drift = self.score((logp - required(rollouts.logp_ref, "rollouts.logp_ref", "")).detach() * logp, mask)[0]
+            found |= dict(zip(("drift_w", "drift_l"), sides(drift), strict=True))
         if BASELINE in rollouts.extras:
             found["baseline"] = rollouts.extras[BASELINE][0]
         return Pairs(**found)

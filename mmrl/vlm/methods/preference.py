@@ -35,7 +35,7 @@ from mmrl.runs.records import SampleRecord
 from mmrl.training.evaluation import Measure
 from mmrl.training.objectives import PreferenceConfig, check_pair_batches, check_preference, make_preference, pair_marks
 from mmrl.training.processes import Streams
-from mmrl.training.recipe import LossTerm, NoUsableTasksError, Passes, Step, start_kind
+from mmrl.training.recipe import LossTerm, NoUsableTasksError, Passes, Recipe, Step, start_kind
 from mmrl.training.settings import ReferenceConfig
 from mmrl.training.supervised import SupervisedRecipe
 from mmrl.vlm.data.dataset import LoadedTasks
@@ -359,7 +359,7 @@ class MismatchedAnswers(LossTerm):
     name = "mismatched_answers"
     gradient = "never"
 
-    def __init__(self, recipe: PreferenceRecipe) -> None:
+    def __init__(self, recipe: Recipe[VlmPolicy, VlmTask]) -> None:
         self.recipe = recipe
 
     def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
@@ -380,12 +380,12 @@ class MismatchedAnswers(LossTerm):
 
 
 def mismatched(rollouts: Rollouts, positions: int) -> Rollouts | None:
-    """Pairs with the answers of the pair before them, the first with those of the last; None where no row fits."""
-    payload = VlmPayload.of(rollouts)
+    """Questions with the answers to the one before, the first with those to the last; None where no row fits."""
+    payload, each = VlmPayload.of(rollouts), rollouts.num_rows // rollouts.num_groups
     if len(payload.prompts) < 2:
         return None
-    ids, mask = payload.response_ids.roll(2, 0), rollouts.mask.roll(2, 0)
-    texts = payload.texts[-2:] + payload.texts[:-2]
+    ids, mask = payload.response_ids.roll(each, 0), rollouts.mask.roll(each, 0)
+    texts = payload.texts[-each:] + payload.texts[:-each]
     given = replace(payload, response_ids=ids, texts=texts)
     prompt = torch.tensor([len(prompt) for prompt in payload.prompts])[rollouts.group.cpu()]
     fits = torch.nonzero(prompt + mask.sum(1).cpu() <= positions).flatten()

@@ -16,6 +16,8 @@ from tests.golden.make.tokens import ensure_torchvision
 PAIRS, TOKENS = 4, 6
 LENGTHS = ([6, 3, 1, 4], [2, 6, 5, 4])
 """Tokens of the preferred and of the rejected sides."""
+OWN = [1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0]
+"""1 where the policy's answer is meant, 0 where an opponent's."""
 
 
 def pairs() -> dict[str, Any]:

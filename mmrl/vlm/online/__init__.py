@@ -1,0 +1,1 @@
+"""Preference optimisation on sampled pairs of answers, and the opponents that write them."""
