@@ -154,7 +154,7 @@ class MaskedScoring(VlmEvaluationConfig):
 class MaskedSftConfig(SftConfig):
     """A supervised run of a masked-diffusion language model on a column of worked answers."""
 
-    evaluation: MaskedScoring = field(default_factory=MaskedScoring)  # type: ignore[assignment]
+    evaluation: MaskedScoring = field(default_factory=MaskedScoring)
     """Evaluation, with the length of answers and the rewards that score them."""
     shortest_time: float = rare(bounded(1e-3, above=0, below=1))
     """Smallest probability with which a token is masked."""

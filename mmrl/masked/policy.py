@@ -106,16 +106,16 @@ class MaskedPolicy(VlmPolicy):
         tokens, group = payload.response_ids, rollouts.host.group
         if level == "one_step":  # the rows of a group are predicted from the same input
             prompts, masked = payload.prompts, torch.full((len(payload.prompts), tokens.shape[1]), self.mask_id)
-            return self._scored(self.states(prompts, masked)[to_device(group, self.device)], tokens, outputs)
+            return self._scored(self.answer_states(prompts, masked)[to_device(group, self.device)], tokens, outputs)
         if level == "tokens":
             hidden = payload.hidden[:, 0]
             prompts = [payload.prompts[number] for number in group.tolist()]
-            return self._scored(self.states(prompts, tokens.masked_fill(hidden, self.mask_id)), tokens, outputs)
+            return self._scored(self.answer_states(prompts, tokens.masked_fill(hidden, self.mask_id)), tokens, outputs)
         pairs = torch.nonzero(rollouts.host.mask)
         prompts = [payload.prompts[number] for number in group[pairs[:, 0]].tolist()]
         row, draw = to_device(pairs, tokens.device).unbind(1)
         hidden, chosen = payload.hidden[row, draw], tokens[row]
-        found = self._scored(self.states(prompts, chosen.masked_fill(hidden, self.mask_id)), chosen, outputs)
+        found = self._scored(self.answer_states(prompts, chosen.masked_fill(hidden, self.mask_id)), chosen, outputs)
         scale = hidden / (hidden.sum(1, keepdim=True) / hidden.shape[1])
 
         def bounds(x: Tensor) -> Tensor:
@@ -124,12 +124,12 @@ class MaskedPolicy(VlmPolicy):
         return PolicyOutputs(bounds(found.logp), None if found.entropy is None else bounds(found.entropy))
 
     def logits(self, prompts: Sequence[Prompt], answers: Tensor) -> Tensor:
-        """Predictions (R, L, V) float32 of the answers' places; see `states`."""
-        states = self.states(prompts, answers)
+        """Predictions (R, L, V) float32 of the answers' places; see `answer_states`."""
+        states = self.answer_states(prompts, answers)
         found = self.head.logits(states.flatten(0, 1)).float().index_fill(1, self.banned_ids, float("-inf"))
         return found.unflatten(0, states.shape[:2])
 
-    def states(self, prompts: Sequence[Prompt], answers: Tensor) -> Tensor:  # type: ignore[override]
+    def answer_states(self, prompts: Sequence[Prompt], answers: Tensor) -> Tensor:
         """States (R, L, H) of the answers' places, each predicting its own token.
 
         Args:

@@ -114,7 +114,8 @@ class MaskedRecipe(ReplacingRecipe):
         size = self.config.trainer.samples_per_task
         rows = self.with_scores(self._inpainted(policy, rollouts, failed, streams), step)
         right = self.correct(rows).view(len(failed), size)
-        leaving, chosen = [], []
+        leaving: list[int] = []
+        chosen: list[int] = []
         own = rollouts.host.group.tolist()
         for place, group in enumerate(failed):
             found = torch.nonzero(right[place].cpu()).flatten()
@@ -134,7 +135,7 @@ class MaskedRecipe(ReplacingRecipe):
             self.noted |= {
                 "inpainting/rescued": found["rescued"] / max(found["groups"], 1),
                 "inpainting/right": found["right"] / samples,
-                "inpainting/given": found["given"] / samples,
+                "inpainting/given": found["given"] / samples / self.config.sampler.max_new_tokens,
             }
         return super().advantages(rollouts, accelerator, step)
 
@@ -189,7 +190,7 @@ class MaskedRecipe(ReplacingRecipe):
             extras=shared | {SOURCE: torch.full_like(shared[SOURCE], INPAINTED)},
         )
         rows = self._with_masks(rows, len(failed), streams, "inpainting likelihood")
-        self.replaced["given"] += float((hints != policy.mask_id).float().mean(1).sum())
+        self.replaced["given"] += int((hints != policy.mask_id).sum())
         if HINTED not in rows.extras:
             return rows
         return rows.replace(extras=rows.extras | {HINTED: (hints != policy.mask_id).to(rows.mask)})
@@ -198,8 +199,8 @@ class MaskedRecipe(ReplacingRecipe):
         self, policy: MaskedPolicy, prompts: Sequence[Any], tasks: Sequence[VlmTask], streams: Streams
     ) -> Tensor:
         """(N * G, L) int64, masked answers with chunks of each question's worked answer; none where it has none."""
-        config, found = self.config.inpainting, []
-        width = self.config.sampler.max_new_tokens
+        config, width = self.config.inpainting, self.config.sampler.max_new_tokens
+        found: list[list[int]] = []
         for number, (prompt, task) in enumerate(zip(prompts, tasks, strict=True)):
             text, generator = str(task.columns.get(config.trace_key) or ""), streams.of(number, "hints")
             trace = encode_text(given_answer(prompt, text), policy.processor.tokenizer) if text else []

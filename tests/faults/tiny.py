@@ -97,6 +97,7 @@ def _flow3d(config: Any, folder: Path) -> None:
 
 ROOMS = {
     "mmrl.vlm": _vlm,
+    "mmrl.masked": _vlm,
     "mmrl.vlm.tspo": _tspo,
     "mmrl.gui": _gui,
     "mmrl.agents": _agents,
