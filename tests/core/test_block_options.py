@@ -61,6 +61,10 @@ def batch(seed, binary):
         "truncated": truncated,
         "bootstrap_value": truncated * 2,
         "task": r.group + 10 * (seed % 2),
+        **{
+            name: torch.rand(r.mask.shape, generator=g).double()
+            for name in ("value_before", "value_after", "value_std")
+        },
     }
     reward[-3:] = float("nan")  # a group with one scored row
     r.mask[r.lengths > 4, 1] = 0.0
