@@ -1,4 +1,6 @@
-"""Group-based RL of masked-diffusion language models with any objective of the catalogue, BGPO and IGPO among them.
+"""Group-based RL of masked-diffusion language models (LLaDA, arXiv 2502.09992) with any objective of the catalogue.
+
+BGPO and IGPO are among them.
 
 Two kinds of decisions (`likelihood.kind`): one_step, each token given the question alone, with everything else masked,
 as in d1 and IGPO; and elbo, Monte Carlo draws of a lower bound of the answer's log-likelihood, with the same masks for
