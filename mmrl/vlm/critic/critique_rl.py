@@ -177,9 +177,8 @@ class CritiqueRlRecipe(VlmRecipe):
         if step.number >= settings.discrimination_steps:
             after, result = self._right(rows, self._revised(rows, payload.texts), step)
             terms["revised"] = after
-        judged = list(
-            zip(map(read_verdict, payload.texts), terms["unrevised"], after or [None] * len(rows), strict=True)
-        )
+        later: Sequence[float | None] = after or [None] * len(rows)
+        judged = list(zip(map(read_verdict, payload.texts), terms["unrevised"], later, strict=True))
         total = [critique_reward(*row, settings.gain, settings.verdict_weight) for row in judged]
         terms["verdict"] = [max(critique_reward(verdict, was), 0.0) for verdict, was, _ in judged]
         tokens, prompts = token_lists(payload.response_ids, rollouts.mask), [payload.prompts[n].text for n in group]
