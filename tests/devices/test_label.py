@@ -37,7 +37,7 @@ BUDGET = {
     "preference": 62,
     "masked": 200,
     "masked_sft": 60,
-    "online_preference": 70,
+    "online_preference": 88,
     "agent": 104,
     "arpo": 114,
     "agentic_branching": 152,
