@@ -15,8 +15,8 @@ tokens the objective `inpainting_guided` learns only those with the highest entr
 Differences from IGPO's code: groups are looked at one by one (there all of a device's batch must be wrong, which is one
 group); the inner iterations' timesteps are all the fully masked one (`d1_masking`, as in its script).
 
-Sources: BGPO, arXiv 2510.11683; IGPO (inpainting), arXiv 2509.10396, facebookresearch/igpo trainer_igpo.py and
-run_igpo.sh.
+Sources: LLaDA, arXiv 2502.09992; BGPO, arXiv 2510.11683; IGPO (inpainting), arXiv 2509.10396, facebookresearch/igpo
+trainer_igpo.py and run_igpo.sh.
 """
 
 from __future__ import annotations
