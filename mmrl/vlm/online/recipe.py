@@ -144,7 +144,7 @@ class AgainstOpponent:
         config, online, policy = self.recipe.config.sampler, self.recipe.config.online, self.recipe.policy
         own = self.own.sample(tasks, 1, streams)
         draws = streams.uniform(len(tasks), 1, config.max_new_tokens, purpose="opponent")
-        within = self.recipe.anchor.to(policy.device).score
+        within: Any = self.recipe.anchor.to(policy.device).score
         with stopwatch("opponent"):
             if self.recipe.config.opponent == "mixture":
                 other = sample_mixture(policy, within, online.mixture, tasks, config, draws)
