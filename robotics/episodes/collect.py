@@ -336,7 +336,7 @@ class _Recorder:
             last, total = np.float32(rewards[-1]), np.float32(rewards.sum())
             chunk = {"state": state, "image": image, "steps": steps, "last_reward": last, "return": total}
             chunk |= {} if full_state is None else {"full": full_state[index]}
-            chunk |= {} if seconds is None else {"seconds": seconds}
+            chunk |= {} if seconds is None else {"seconds": np.float32(seconds)}
             chunk |= {} if observation.views is None else {"views": observation.views[index]}
             self.chunks[row].append(chunk | {"decisions": choice.decisions[index], "logp": choice.logp[index]})
             self.actions[row].append(actions[index, :steps])

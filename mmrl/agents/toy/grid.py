@@ -210,8 +210,10 @@ class GridWorld(gymnasium.Env[dict[str, Any], Any]):
         self.action_space = Discrete(len(MOVES))
         self._text = text
         image = Box(0, 255, (size * cell, size * cell, 3), np.uint8)
-        seen = {"state": _text_space(10 * (walls + 5))} if text else {"image": image, "mission": _text_space(100)}
-        self.observation_space = Dict(seen)
+        if text:
+            self.observation_space = Dict({"state": _text_space(10 * (walls + 5))})
+        else:
+            self.observation_space = Dict({"image": image, "mission": _text_space(100)})
         # Refuses impossible rules before the first episode.
         self._layout = self._draw_layout(np.random.default_rng(0))
         self._state, self._steps = first_state(self._layout), 0
