@@ -31,7 +31,7 @@ from mmrl.vlm.methods.augmentation import (
 )
 from mmrl.vlm.methods.reg_grpo import RegGrpoConfig, RegGrpoRecipe
 from mmrl.vlm.recipe import VlmRecipe
-from mmrl.vlm.toy.controls import shuffled_exact
+from mmrl.vlm.toy.controls import shuffled_environment, shuffled_exact
 from tests.vlm.builders import make_task
 from tests.vlm.runs import run_config
 from tests.vlm.test_recipe import weights
@@ -313,4 +313,7 @@ def test_shuffled_rewards_are_those_of_exact_in_another_order():
     shuffled = shuffled_exact([""] * 8, texts, answer=answers)
     assert sorted(shuffled) == [0.0] * 4 + [1.0] * 4
     assert shuffled == shuffled_exact([""] * 8, texts, answer=answers)
+    given = [float(number) for number in range(8)]
+    moved = shuffled_environment([""] * 8, texts, environment_reward=given)
+    assert sorted(moved) == given != moved
     assert shuffled != [1.0] * 4 + [0.0] * 4
