@@ -89,6 +89,7 @@ def batch(rows: int, decisions: int) -> tuple[Rollouts, PolicyOutputs]:
         **{"turn_reward": noise(), "information_gain": noise(), "answer": whole(3, rows), "task": group},
         **{"source": 0 * group, "budget": whole(decisions, rows), "greedy_reward": whole(2, rows).float()},
         **{"code_start": whole(decisions, rows), "parent": 0 * group, "shared": 0 * group},
+        **{"collision": torch.rand(rows, decisions, generator=generator), "hinted": whole(2).float()},
     }
     optional = {"logp_ref": old + 0.1 * noise(), "values": noise(), "entropy": noise().abs(), "turn": turn}
     reward = whole(2, rows).float()

@@ -456,7 +456,7 @@ def test_list_shows_everything_with_its_citation(capsys):
 @pytest.mark.parametrize(
     ("kind", "groups"),
     [
-        ("recipes", ["vlm", "agents", "gui", "diffusion", "robotics"]),
+        ("recipes", ["vlm", "masked", "agents", "gui", "diffusion", "robotics"]),
         ("rewards", ["answers", "images"]),
     ],
 )

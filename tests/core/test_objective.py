@@ -56,7 +56,16 @@ OBJECTIVES = CATALOGUE | EXTRA
 OF_A_PASS = {"clip_cov", "kl_cov"}
 """Rows with a rule on the decisions that pass the policy together, as in their code: micro-batches change it."""
 SHARED_OUT = [name for name in OBJECTIVES if name not in OF_A_PASS]
-OWN_FIRST_STEP = {"vespo", "clip_cov", "p3o_joint", "disco", "decoupled_reward", "inpainting_guided"}
+OWN_FIRST_STEP = {
+    "vespo",
+    "clip_cov",
+    "p3o_joint",
+    "disco",
+    "decoupled_reward",
+    "inpainting_guided",
+    "step_nft",
+    "gepo",
+}
 """Rows whose gradient on policy is not that of -A logp; their golden files have it."""
 DETACHED = {"dppo_tv", "dppo_kl", "prime_rl", "vespo", "disco", "decoupled_reward", "agentic_entropy_balanced"}
 """Rows with a factor that has no gradient, which differences see; their golden files have the gradient."""

@@ -163,7 +163,7 @@ class GroupPreference(BoundedClip):
     kind = "group_preference"
     compares_rows = True
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref"})
-    coef: float = bounded(0.01, at_least=0, finite=True)
+    coef: float = rare(bounded(0.01, at_least=0, finite=True))
     """Weight of the preference."""
     beta: float = rare(bounded(0.1, above=0, finite=True))
     """Score of a nat of log-ratio to the reference."""

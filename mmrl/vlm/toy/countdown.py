@@ -174,7 +174,7 @@ def build_masked_model(path: str | Path, **options: Any) -> Path:
     from transformers import AutoTokenizer
 
     folder = build_model(path, tokens=[MASK_TOKEN], **options)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     tokenizer.mask_token = MASK_TOKEN
     tokenizer.save_pretrained(folder)
     return folder
