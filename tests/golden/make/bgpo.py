@@ -1,31 +1,49 @@
-"""BGPO, whose public code could not be had: its bound in plain Python over float64 numbers.
+"""BGPO by the port of its authors' code in DARE, which credits THU-KEG/BGPO; that repository itself could not be had.
 
-A decision is one of the draws of an answer's log-likelihood; all answers have as many.
+A decision is one of the draws of an answer's log-likelihood; all answers have as many. The port is called once for each
+draw, as its actor does, with one token for an answer: there all tokens of an answer have the same number.
 
-python -m tests.golden.make.bgpo
+python -m tests.golden.make.bgpo DARE
 """
 
-import math
+import sys
+from collections import defaultdict
+from types import SimpleNamespace
 
-from tests.golden.make.by_hand import BY_HAND, groups, spread, standardised
-from tests.golden.make.peers import write
-from tests.golden.make.tokens import batch
+import torch
+
+from tests.golden.make.peers import Clone, gradient, tensors, write
+from tests.golden.make.tokens import COUNT_EPS, NEVER, batch
+
+FOLDER = "verl/trainer/ppo"
 
 
 def main() -> None:
+    clone = Clone(sys.argv[1], "yjyddq/DARE", "83ae8a305a53a914cce563aedceeac88566891cb")
     inputs = batch() | {"mask": [[1.0] * 6] * 12}
-    advantage = [0.0] * 12
-    for rows in groups(inputs).values():
-        for row, a in zip(rows, standardised([inputs["reward"][row] for row in rows]), strict=True):
-            advantage[row] = a
-    loss, gradient = [], []
-    for a, new, old in zip(advantage, inputs["logp"], inputs["logp_old"], strict=True):
-        d = [n - o for n, o in zip(new, old, strict=True)]
-        loss += [-a * (1 + x) if a >= 0 else -a * math.exp(x) for x in d]
-        gradient.append([-a / 72 if a >= 0 else -a * math.exp(x) / 72 for x in d])
-    numbers = {"advantage": spread(inputs, advantage), "loss": math.fsum(loss) / 72, "gradient": gradient}
-    calls = ["arXiv 2510.11683: mean over answers and draws of (1 + d) A where A >= 0, exp(d) A elsewhere"]
-    write("bgpo", "BGPO, arXiv 2510.11683", inputs, [{"program": BY_HAND, "calls": calls, "relative": 1e-12} | numbers])
+    b = tensors(inputs)
+    b.logp.requires_grad_()
+    one = torch.ones(12, 1, dtype=torch.float64)
+    mean = clone.function("verl/utils/torch_functional.py", "masked_mean")
+    names = {"verl_F": SimpleNamespace(masked_mean=mean)}
+    names["agg_loss"] = clone.function(f"{FOLDER}/core_algos.py", "agg_loss", **names)
+    normalise = clone.function(f"{FOLDER}/core_algos.py", "compute_grpo_outcome_advantage", defaultdict=defaultdict)
+    bound = clone.function(f"{FOLDER}/dllm_core_algos.py", "compute_policy_loss_bgpo", **names)
+    kept = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # it makes tensors of its own
+    advantage, _ = normalise(b.reward[:, None].clone(), one, inputs["group"])
+    torch.set_default_dtype(kept)
+    sides = [x.unbind(1) for x in (b.logp_old, b.logp)]
+    draws = [
+        bound(old[:, None], new[:, None], advantage, one, cliprange=NEVER, clip_ratio_c=NEVER)[0]
+        for old, new in zip(*sides, strict=True)
+    ]
+    loss = sum(draws) / len(draws)
+    calls = [f"{FOLDER}/core_algos.py:compute_grpo_outcome_advantage"]
+    calls += [f"{FOLDER}/dllm_core_algos.py:compute_policy_loss_bgpo, bounds that nothing reaches"]
+    peer = {"program": clone.name, "calls": calls, **COUNT_EPS, "advantage": advantage.expand(-1, 6)}
+    peer |= {"loss": loss.detach(), "gradient": gradient(loss, b.logp)}
+    write("bgpo", "BGPO, arXiv 2510.11683", inputs, [peer], clone)
 
 
 if __name__ == "__main__":

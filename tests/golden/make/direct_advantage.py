@@ -3,6 +3,7 @@
 python -m tests.golden.make.direct_advantage
 """
 
+from tests.golden.make.by_hand import by_hand
 from tests.golden.make.pairs import pairs
 from tests.golden.make.peers import write
 
@@ -17,8 +18,7 @@ def main() -> None:
         loss += 0.5 * (BETA * ratio - advantage) ** 2 / len(inputs["score"])
         slope = BETA * (BETA * ratio - advantage) / len(inputs["score"])
         gradient.append([slope * real for real in mask])
-    peer = {"program": "hand computation", "calls": ["0.5 (beta log-ratio - A)^2"], "relative": 1e-12, "options": {}}
-    peer |= {"loss": loss, "gradient": gradient}
+    peer = by_hand("0.5 (beta log-ratio - A)^2", options={}, loss=loss, gradient=gradient)
     write("direct_advantage", "Direct Advantage Policy Optimization, arXiv 2412.18279", inputs, [peer])
 
 

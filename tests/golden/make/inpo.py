@@ -3,6 +3,7 @@
 python -m tests.golden.make.inpo
 """
 
+from tests.golden.make.by_hand import by_hand
 from tests.golden.make.pairs import PAIRS, TOKENS, pairs
 from tests.golden.make.peers import numbers, write
 
@@ -27,8 +28,8 @@ def main() -> None:
         slopes[one] = 2 * (h - 1 / (2 * ETA)) / PAIRS
         slopes[two] = -slopes[one]
     gradient = [[slope * real for real in row] for slope, row in zip(slopes, inputs["mask"], strict=True)]
-    peer = {"program": "hand computation", "calls": ["equation 8"], "relative": 1e-12, "options": {}}
-    write("inpo", "INPO, arXiv 2407.00617", inputs, [peer | {"loss": loss, "gradient": gradient}])
+    peer = by_hand("equation 8", options={}, loss=loss, gradient=gradient)
+    write("inpo", "INPO, arXiv 2407.00617", inputs, [peer])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ python -m tests.golden.make.tppo
 
 import math
 
-from tests.golden.make.by_hand import BY_HAND, clipped
+from tests.golden.make.by_hand import by_hand, clipped
 from tests.golden.make.peers import write
 from tests.golden.make.tokens import batch
 
@@ -36,8 +36,7 @@ def main() -> None:
             near = values[t] + min(max(new - values[t], -0.2), 0.2)
             total += 0.1 * 0.5 * max((new - target) ** 2, (near - target) ** 2) / number
     answer = {"advantage": advantage, "returns": returns, "loss": total, "gradient": gradient}
-    peer = {"program": BY_HAND, "calls": ["EGAE of the paper's section 3"], "relative": 1e-12, **answer}
-    write("tppo", "T-PPO, arXiv 2506.15050", inputs, [peer])
+    write("tppo", "T-PPO, arXiv 2506.15050", inputs, [by_hand("EGAE of the paper's section 3", **answer)])
 
 
 if __name__ == "__main__":
