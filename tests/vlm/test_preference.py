@@ -17,6 +17,7 @@ from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step, make_reference, shared_prefix
 from mmrl.training.run import evaluate, train
 from mmrl.training.update import count_denominators, needs_reference, update_constants
+from mmrl.vlm.data.dataset import DataConfig
 from mmrl.vlm.engine.policy import load_policy
 from mmrl.vlm.methods.preference import PreferenceRecipe, mismatched
 from mmrl.vlm.model.config import ModelConfig
@@ -428,3 +429,67 @@ def test_what_kto_cannot_do_without_is_refused(tmp_path, tiny_folders):
     config.precompute_reference, config.trainer.tasks_per_step = False, 1
     with pytest.raises(ValueError, match=r"tasks_per_step is 1.*'kto'.*at least 2"):
         config.validate()
+
+
+def write_labelled(folder, labels=(True, False, True, True, False, True)):
+    """Six questions with an answer each, of which more are desirable than not."""
+
+    def change(number, row):
+        sides = {True: row.pop("chosen"), False: row.pop("rejected")}
+        row |= {"completion": sides[labels[number]], "label": labels[number]}
+
+    return write_pairs(folder, change)
+
+
+def labelled(tmp_path, tiny_folders, **changes):
+    config = pair_config(tmp_path, tiny_folders[MODEL], write_labelled(tmp_path / "answers"), **changes)
+    config.objective.preset, config.eval_data = "kto", {"pairs": DataConfig(path=str(write_pairs(tmp_path / "pairs")))}
+    return config
+
+
+def test_kto_learns_from_single_answers_with_labels(tmp_path, tiny_folders):
+    recipe = built(labelled(tmp_path, tiny_folders))
+    rollouts = step_pairs(recipe)
+    marks = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
+    assert rollouts.num_groups == rollouts.num_rows == 6
+    assert rollouts.extras["chosen"].tolist() == marks.tolist()
+    ratio = recipe.logp(recipe.policy, rollouts).sum(1) - rollouts.logp_ref.sum(1)
+    zero = rollouts.extras["kl_baseline"].clamp(min=0)
+    expected = torch.where(marks > 0, torch.sigmoid(0.1 * (zero - ratio)), torch.sigmoid(0.1 * (ratio - zero))).mean()
+    loss, gradient = loss_and_gradient(recipe, rollouts)
+    assert loss == pytest.approx(float(expected), rel=1e-4)
+    other, other_gradient = loss_and_gradient(recipe, rollouts, rows=1)
+    assert other == pytest.approx(loss, rel=1e-5)
+    assert_same_gradient(other_gradient, gradient)
+    for record in recipe.records(rollouts, 12):
+        assert record.terms["preferred"] == float(record.response == "<answer>7</answer>")
+    equal = recipe.objective.pairs(rollouts.logp_ref[:4], rollouts.select(torch.arange(4)))
+    assert "rewards/margins" not in recipe.objective.pair_numbers(
+        replace(equal, logp_w=equal.logp_l, ref_w=equal.ref_l)
+    )
+
+
+@pytest.mark.slow
+def test_a_run_on_labelled_answers_measures_pairs(tmp_path, tiny_folders):
+    run = train(RECIPES["preference"], labelled(tmp_path, tiny_folders, tasks_per_step=6))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert all(math.isfinite(line[name]) for line in lines for name in ("rewards/chosen", "rewards/rejected"))
+    assert "accuracy/rewards" in (run / "evaluations.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("preset", "cells", "message"),
+    [
+        ("dpo", {}, "no answer in column 'chosen'; the row's other columns: .*completion, label"),
+        ("kto", {"label": "good"}, "column 'label' is 'good'; expected true .desirable. or false"),
+        ("kto", {"completion": " "}, "the answer in column 'completion' is empty"),
+    ],
+)
+def test_labelled_answers_that_cannot_be_learnt_from_are_refused(tmp_path, tiny_folders, preset, cells, message):
+    config = labelled(tmp_path, tiny_folders)
+    config.objective.preset = preset
+    path = tmp_path / "answers/pairs.jsonl"
+    first, *others = path.read_text().splitlines()
+    path.write_text("\n".join([json.dumps(json.loads(first) | cells), *others]))
+    with pytest.raises(UserError, match=message):
+        PreferenceRecipe(config)

@@ -58,6 +58,8 @@ class Pairs:
     """(M,)."""
     baseline: Tensor | None = None
     """(), mean log-ratio of mismatched answers; None for losses without one."""
+    matched: bool = True
+    """Whether w and l with one index answer the same question."""
 
     @property
     def log_ratio_w(self) -> Tensor:

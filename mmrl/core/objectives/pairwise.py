@@ -236,17 +236,17 @@ class PreferenceObjective:
             found |= dict(zip(("drift_w", "drift_l"), sides(drift), strict=True))
         if BASELINE in rollouts.extras:
             found["baseline"] = rollouts.extras[BASELINE][0]
-        return Pairs(**found)
+        return Pairs(**found, matched=self.loss.paired or rollouts.num_rows == 2 * rollouts.num_groups)
 
     def pair_numbers(self, pairs: Pairs) -> dict[str, Tensor]:
         """Numbers about each pair (M,), named as in TRL: implicit rewards (beta times log-ratios), log-probabilities.
 
         Without a reference an answer has no implicit reward, and `rewards/` is left out; so are comparisons of the
-        sides where these differ in number.
+        sides where these answer different questions.
         """
         logp_w, logp_l, scale = pairs.logp_w.detach(), pairs.logp_l.detach(), self.loss.reward_scale
         found = {"logps/chosen": logp_w, "logps/rejected": logp_l}
-        compared = len(logp_w) == len(logp_l)
+        compared = pairs.matched and len(logp_w) == len(logp_l)
         if compared:
             found["logps/accuracies"] = (logp_w > logp_l).to(logp_w)
         if not self.needs_reference:

@@ -1,8 +1,8 @@
-"""Pairs of a preferred and a rejected answer to a question, out of the columns that TRL's data sets have.
+"""Pairs of a preferred and a rejected answer to a question, or single answers with a label, in the columns of TRL.
 
 A side is a text, or chat turns that end with one assistant turn; turns that repeat the question before it are dropped.
 
-Source: huggingface/trl docs/source/dataset_formats.md (columns prompt, chosen, rejected, images).
+Source: huggingface/trl docs/source/dataset_formats.md (columns prompt, chosen, rejected, completion, label, images).
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class PairColumns:
     rejected: str
     scores: tuple[str, str] | None = None
     """Columns of the two scores, where the loss reads them."""
+    single: tuple[str, str] | None = None
+    """Columns of a single answer and of its label, true for a desirable one, where the loss learns from such rows."""
 
 
 def has_sides(tasks: Sequence[VlmTask], columns: PairColumns) -> bool:
@@ -40,11 +42,16 @@ def has_sides(tasks: Sequence[VlmTask], columns: PairColumns) -> bool:
     return bool(tasks) and all(name in tasks[0].columns for name in (columns.chosen, columns.rejected))
 
 
+def has_labels(tasks: Sequence[VlmTask], columns: PairColumns) -> bool:
+    """Whether a data set has single answers with labels, in place of pairs."""
+    return bool(tasks) and columns.single is not None and _is_single(tasks[0], columns)
+
+
 def keep_pairs(loaded: LoadedTasks, columns: PairColumns) -> LoadedTasks:
-    """Read both sides of each question as texts and leave out pairs that cannot be learnt from.
+    """Read both sides of each question, or its only answer, as texts and leave out those that cannot be learnt from.
 
     Args:
-        loaded: questions with the columns of both sides.
+        loaded: questions with the columns of both sides, or of an answer and its label.
         columns: their names.
 
     Returns:
@@ -56,7 +63,8 @@ def keep_pairs(loaded: LoadedTasks, columns: PairColumns) -> LoadedTasks:
     tasks, loaded.tasks = loaded.tasks, []
     for task in tasks:
         try:
-            task.columns = {**task.columns, **_read_pair(task, columns)}
+            read = _read_single if has_labels(tasks, columns) else _read_pair
+            task.columns = {**task.columns, **read(task, columns)}
         except TaskError as error:
             loaded.leave_out(error)
             continue
@@ -65,20 +73,34 @@ def keep_pairs(loaded: LoadedTasks, columns: PairColumns) -> LoadedTasks:
     return loaded
 
 
-def sides_of(task: VlmTask, columns: PairColumns) -> tuple[str, str]:
-    """The preferred and the rejected text of a question that `keep_pairs` read."""
-    return task.columns[columns.chosen], task.columns[columns.rejected]
+def names_of(task: VlmTask, columns: PairColumns) -> tuple[str, ...]:
+    """Columns of the preferred and the rejected side of a question, or of its only answer."""
+    if columns.single is not None and _is_single(task, columns):
+        return columns.single[:1]
+    return columns.chosen, columns.rejected
+
+
+def sides_of(task: VlmTask, columns: PairColumns) -> tuple[str, ...]:
+    """The preferred and the rejected text of a question that `keep_pairs` read, or its only answer."""
+    return tuple(task.columns[name] for name in names_of(task, columns))
+
+
+def marks_of(task: VlmTask, columns: PairColumns) -> tuple[float, ...]:
+    """1 for each desirable answer among `sides_of`, 0 for the others."""
+    if columns.single is not None and _is_single(task, columns):
+        return (float(task.columns[columns.single[1]]),)
+    return 1.0, 0.0
 
 
 def tokenise_sides(
     policy: VlmPolicy, task: VlmTask, prompt: Prompt, columns: PairColumns, longest: int | None
-) -> tuple[list[int], list[int]]:
-    """Tokens of both sides with the end token, never cut."""
+) -> list[list[int]]:
+    """Tokens of each side with the end token, never cut."""
     banned = set(policy.banned_ids.tolist())
     room = policy.positions - len(prompt)
     limit = room if longest is None else min(room, longest)
-    found = []
-    for name, text in zip((columns.chosen, columns.rejected), sides_of(task, columns), strict=True):
+    found: list[list[int]] = []
+    for name, text in zip(names_of(task, columns), sides_of(task, columns), strict=True):
         ids = policy.encode_answer(prompt, text)
         if len(ids) > limit:
             message = f"column '{name}' has {len(ids)} tokens, behind its prompt there is room for {limit}; pairs are "
@@ -87,11 +109,25 @@ def tokenise_sides(
             token = policy.processor.tokenizer.convert_ids_to_tokens(min(marked))
             raise TaskError("media_in_side", task.id, f"column '{name}' holds {token}, which no answer may hold")
         found.append(ids)
-    if found[0] == found[1]:
+    if len(found) == 2 and found[0] == found[1]:
         raise TaskError(
             "equal_sides", task.id, f"both sides have the same tokens: {shortened(sides_of(task, columns)[0])!r}"
         )
-    return found[0], found[1]
+    return found
+
+
+def _is_single(task: VlmTask, columns: PairColumns) -> bool:
+    sides = (columns.chosen, columns.rejected)
+    return columns.single is not None and columns.single[1] in task.columns and not any(map(task.columns.get, sides))
+
+
+def _read_single(task: VlmTask, columns: PairColumns) -> dict[str, Any]:
+    assert columns.single is not None
+    answer, label = columns.single
+    text, value = _text_of(task, answer), task.columns.get(label)
+    if value not in (0, 1) or not isinstance(value, bool | int):
+        raise TaskError("bad_label", task.id, f"column '{label}' is {value!r}; expected true (desirable) or false")
+    return {answer: text}
 
 
 def _read_pair(task: VlmTask, columns: PairColumns) -> dict[str, Any]:

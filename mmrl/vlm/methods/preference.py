@@ -5,7 +5,8 @@
 
 with l of the objective (`mmrl list objectives`; DPO: -log sigmoid(beta h)). A pair is a group of two rows, so its
 prompt with its images is computed once for both sides, in the policy's pass and in the reference's. The reference is
-the model at the start: a frozen copy, the model with a new adapter off, or log-probabilities computed in advance.
+the model at the start: a frozen copy, the model with a new adapter off, or log-probabilities computed in advance. KTO,
+whose loss does not compare the two sides, also learns from single answers with a label: groups of one row.
 
 Differences from TRL's trainer: answers are never truncated, a pair that does not fit is left out and counted; losses
 are means over the optimiser step, not over micro-batches. Defaults: beta 0.1, learning rate 1e-6, as in TRL.
@@ -24,7 +25,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from mmrl.core.blocks.preference import BASELINE, SCORE, DecisionScore
+from mmrl.core.blocks.preference import BASELINE, CHOSEN, SCORE, DecisionScore
 from mmrl.core.loss import Denominators
 from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
 from mmrl.core.objectives.pairwise import PreferenceObjective
@@ -33,7 +34,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.runs.records import SampleRecord
 from mmrl.training.evaluation import Measure
-from mmrl.training.objectives import PreferenceConfig, check_pair_batches, check_preference, make_preference, pair_marks
+from mmrl.training.objectives import PreferenceConfig, check_pair_batches, check_preference, make_preference
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import LossTerm, NoUsableTasksError, Passes, Recipe, Step, start_kind
 from mmrl.training.settings import ReferenceConfig
@@ -43,7 +44,16 @@ from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.data.task import TaskError, VlmTask, task_images
 from mmrl.vlm.domain import Questions, VlmDomain
 from mmrl.vlm.engine.policy import VlmPolicy
-from mmrl.vlm.methods.pairs import PairColumns, PairMeasure, has_sides, keep_pairs, sides_of, tokenise_sides
+from mmrl.vlm.methods.pairs import (
+    PairColumns,
+    PairMeasure,
+    has_labels,
+    has_sides,
+    keep_pairs,
+    marks_of,
+    sides_of,
+    tokenise_sides,
+)
 from mmrl.vlm.methods.sft import GivenAnswersConfig, given_answers
 
 
@@ -139,6 +149,10 @@ class PreferenceRunConfig(GivenAnswersConfig):
     """Column of the preferred answer: a text, or chat turns."""
     rejected_key: str = rare("rejected")
     """Column of the rejected answer."""
+    completion_key: str = rare("completion")
+    """Column of the answer in rows that have one with a label in place of a pair; read by the loss kto only."""
+    label_key: str = rare("label")
+    """Column of that label, true where the answer is desirable."""
     chosen_score_key: str = rare("score_chosen")
     """Column of the preferred answer's score; read by the losses sppo and refuel only."""
     rejected_score_key: str = rare("score_rejected")
@@ -188,9 +202,10 @@ class PreferenceRunConfig(GivenAnswersConfig):
     @property
     def columns(self) -> PairColumns:
         """Names of the columns of a pair."""
-        scored = make_preference(self.objective).needs_scores
-        scores = (self.chosen_score_key, self.rejected_score_key) if scored else None
-        return PairColumns(self.chosen_key, self.rejected_key, scores)
+        objective = make_preference(self.objective)
+        scores = (self.chosen_score_key, self.rejected_score_key) if objective.needs_scores else None
+        single = None if objective.loss.paired or objective.needs_scores else (self.completion_key, self.label_key)
+        return PairColumns(self.chosen_key, self.rejected_key, scores, single)
 
 
 class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
@@ -217,8 +232,8 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
                 )
 
     def prepare_tasks(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
-        """Read both sides of each question; a held-out split may be questions alone."""
-        if training or has_sides(loaded.tasks, self.columns):
+        """Read both sides of each question, or its labelled answer; a held-out split may be questions alone."""
+        if training or has_sides(loaded.tasks, self.columns) or has_labels(loaded.tasks, self.columns):
             return keep_pairs(loaded, self.columns)
         return loaded
 
@@ -231,7 +246,7 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
         return pairs
 
     def pairs_of(self, policy: VlmPolicy, tasks: Sequence[VlmTask]) -> Rollouts | None:
-        """Questions as groups of two rows, the preferred side first; None where none can be used."""
+        """Questions as groups of two rows, the preferred side first, or of one row; None where none can be used."""
         kept: list[tuple[VlmTask, Prompt]] = []
         ids: list[list[int]] = []
         for task, prompt in zip(*self.encode(policy, tasks, allow_none=True), strict=True):
@@ -246,7 +261,8 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
         texts = [side for task in usable for side in sides_of(task, self.columns)]
         rollouts = given_answers(policy, usable, prompts, texts, ids)
         device = rollouts.mask.device
-        extras = pair_marks(len(usable), device)
+        marks = [mark for task in usable for mark in marks_of(task, self.columns)]
+        extras = {CHOSEN: torch.tensor(marks, device=device)}
         if self.columns.scores is not None:
             scores = [float(task.columns[name]) for task in usable for name in self.columns.scores]
             extras[SCORE] = torch.tensor(scores, device=device)
@@ -290,22 +306,25 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
         """Both sides of some pairs with their implicit rewards under the policy as it is now."""
         shown = rollouts.select_groups(torch.arange(min(max(limit // 2, 1), rollouts.num_groups)))
-        payload = VlmPayload.of(shown)
+        payload, counted = VlmPayload.of(shown), [0, 0]
         numbers = self.objective.pair_numbers(self.objective.pairs(self.logp(self.policy, shown), shown))
         images = [task_images(task, self.policy.layout.patch_size) for task in payload.tasks]
         found = []
-        for row, text in enumerate(payload.texts):
-            pair, side = divmod(row, 2)
+        for text, mark, group in zip(payload.texts, shown.extras[CHOSEN].tolist(), shown.group.tolist(), strict=True):
+            side = int(mark < 0.5)
+            place, counted[side] = counted[side], counted[side] + 1
             reward = numbers.get(f"rewards/{SIDES[side]}")
             found.append(
                 SampleRecord(
-                    id=payload.tasks[pair].id,
-                    prompt=payload.prompts[pair].text,
+                    id=payload.tasks[group].id,
+                    prompt=payload.prompts[group].text,
                     response=text,
-                    answer=payload.texts[2 * pair],
-                    images=images[pair],
-                    reward=None if reward is None else float(reward[pair]),
-                    terms={"logp": float(numbers[f"logps/{SIDES[side]}"][pair]), "preferred": 1.0 - side},
+                    answer=sides_of(payload.tasks[group], self.columns)[0]
+                    if shown.num_rows > shown.num_groups
+                    else None,
+                    images=images[group],
+                    reward=None if reward is None else float(reward[place]),
+                    terms={"logp": float(numbers[f"logps/{SIDES[side]}"][place]), "preferred": mark},
                 )
             )
         return found
