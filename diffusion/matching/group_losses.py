@@ -6,7 +6,9 @@ With the velocity v of the policy, v_old, v_ref, the target u and A an image's a
 * group_preference (DGPO): w_g A l, where l = mean |v - u|^2 and w_g = sigmoid(beta mean_g A (l - l_ref)); constant
   where exp(l_old - l) has left 1 +- clip on the side to which A moves it
 * centred_reward (CRD): (5 / beta) [beta (R - mean_g R) - (a - mean_g a)]^2, where R = |v_old - u|^2 / w_old -
-  |v - u|^2 / w is the reward that the policy implies, w the mean absolute error, a constant, and a = A / 10 + 1/2
+  |v - u|^2 / w is the reward that the policy implies, w the mean absolute error, a constant, and a = A / 10 + 1/2; or
+  the cross-entropy of the same two differences, -(5 / beta) [p log q + (1 - p) log (1 - q)], where p = sigmoid(a -
+  mean_g a) and q = sigmoid(beta (R - mean_g R))
 
 w_g and the means over the group are those of the policy that the update starts from, constants of the update: they need
 a pass before it, and micro-batches may then cut groups.
@@ -17,36 +19,43 @@ Shapes: B images, T noisy versions of each, M of the B * T whose mask is 1.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from diffusion.matching.losses import NFT_ADVANTAGE_LIMIT, NFT_ERROR_FLOOR, NoisyRows, nft_loss, nft_weight
 from diffusion.matching.velocity import Matching
 from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.rollouts import Rollouts
 
+DISTANCES = ("squared", "cross_entropy")
+"""How CRD compares the implied with the given reward."""
+
 
 class MatchingLoss(ABC):
     """Loss of noisy versions, given the velocity of an old policy."""
 
     compares: ClassVar[bool] = False
-    """Whether it has constants of the group; see `gain` and `constant`."""
+    """Whether it has constants of the group; see `gain` and `constants`."""
 
-    def __init__(self, beta: float, clip: float, temperature: float | None) -> None:
-        self.beta, self.clip, self.temperature = beta, clip, temperature
+    def __init__(
+        self, beta: float, clip: float, temperature: float | None, *, distance: str = DISTANCES[0], moving: bool = False
+    ) -> None:
+        self.beta, self.clip, self.temperature, self.distance, self.moving = beta, clip, temperature, distance, moving
 
     @abstractmethod
-    def rows(self, matching: Matching, old: Tensor, advantage: Tensor, constant: Tensor | None) -> Tensor:
-        """Losses (M,) for the old velocity (M, ...), the advantages (M,) and the constants of their groups (M,)."""
+    def rows(self, matching: Matching, old: Tensor, advantage: Tensor, constants: Sequence[Tensor]) -> Tensor:
+        """Losses (M,) for the old velocity (M, ...), the advantages (M,) and the `constants` of their groups (M,)."""
 
     def gain(self, matching: Matching, old: Tensor, reference: Tensor) -> Tensor:
-        """What `constant` needs of each row (M,), for velocities (M, ...) of the old policy and the reference."""
+        """What `constants` needs of each row (M,), for velocities (M, ...) of the old policy and the reference."""
         raise NotImplementedError
 
-    def constant(self, gain: Tensor, rollouts: Rollouts) -> Tensor:
-        """Constants (B, T) of the update."""
+    def constants(self, gain: Tensor, rollouts: Rollouts) -> list[Tensor]:
+        """Constants of the update, each (B, T)."""
         raise NotImplementedError
 
     @abstractmethod
@@ -57,7 +66,7 @@ class MatchingLoss(ABC):
 class TwoSided(MatchingLoss):
     """DiffusionNFT, arXiv 2509.16117."""
 
-    def rows(self, matching: Matching, old: Tensor, advantage: Tensor, constant: Tensor | None) -> Tensor:
+    def rows(self, matching: Matching, old: Tensor, advantage: Tensor, constants: Sequence[Tensor]) -> Tensor:
         return nft_loss(matching.velocity, old, matching.noisy, matching.clean, nft_weight(advantage), self.beta)
 
     def formula(self) -> str:
@@ -69,53 +78,68 @@ class GroupPreference(MatchingLoss):
 
     compares = True
 
-    def rows(self, matching: Matching, old: Tensor, advantage: Tensor, constant: Tensor | None) -> Tensor:
-        assert constant is not None
+    def rows(self, matching: Matching, old: Tensor, advantage: Tensor, constants: Sequence[Tensor]) -> Tensor:
         error = matching.error
         ratio = (matching.noisy.matching_error(old) - error).detach().exp()
         outside = torch.where(advantage > 0, ratio > 1 + self.clip, ratio < 1 - self.clip)
-        return constant * advantage * torch.where(outside, error.detach(), error)
+        return constants[0] * advantage * torch.where(outside, error.detach(), error)
 
     def gain(self, matching: Matching, old: Tensor, reference: Tensor) -> Tensor:
-        return matching.error - matching.noisy.matching_error(reference)
+        return matching.error - matching.noisy.matching_error(old if self.moving else reference)
 
-    def constant(self, gain: Tensor, rollouts: Rollouts) -> Tensor:
+    def constants(self, gain: Tensor, rollouts: Rollouts) -> list[Tensor]:
         assert rollouts.advantage is not None
-        return torch.sigmoid(self.beta * group_means(rollouts.advantage * gain, rollouts))
+        return [torch.sigmoid(self.beta * group_means(rollouts.advantage * gain, rollouts))]
 
     def formula(self) -> str:
-        return f"mean w_g A l, w_g = sigmoid({self.beta:g} mean_g A (l - l_ref)), exp(l_old - l) in 1 +- {self.clip:g}"
+        gain = "l - l_old" if self.moving else "l - l_ref"
+        return f"mean w_g A l, w_g = sigmoid({self.beta:g} mean_g A ({gain})), exp(l_old - l) in 1 +- {self.clip:g}"
 
 
 class CentredReward(MatchingLoss):
-    """CRD, arXiv 2603.14128; X-GenGroup/Flow-Factory src/flow_factory/trainers/crd.py, with the squared error.
+    """CRD, arXiv 2603.14128; X-GenGroup/Flow-Factory src/flow_factory/trainers/crd.py.
 
-    A temperature centres by the mean of two weighted means, of softmax(a / T) and of softmax(-a / T). That has the
-    gradient of the code's loss, the mean of the squares around either.
+    With a temperature T the loss is the mean of two, centred by means with weights softmax(a / T) and softmax(-a / T).
+    Squares are centred by the mean of the two means, which has the same gradient.
     """
 
     compares = True
 
-    def rows(self, matching: Matching, old: Tensor, advantage: Tensor, constant: Tensor | None) -> Tensor:
-        assert constant is not None
-        found = self.beta * implied_reward(matching, old) - nft_weight(advantage) - constant
-        return NFT_ADVANTAGE_LIMIT / self.beta * found.square()
+    def rows(self, matching: Matching, old: Tensor, advantage: Tensor, constants: Sequence[Tensor]) -> Tensor:
+        reward, wanted = self.beta * implied_reward(matching, old), nft_weight(advantage)
+        if self.distance == "squared":
+            return NFT_ADVANTAGE_LIMIT / self.beta * (reward - wanted - constants[0]).square()
+        found = [
+            functional.binary_cross_entropy_with_logits(reward - own, torch.sigmoid(wanted - given), reduction="none")
+            for own, given in zip(constants[::2], constants[1::2], strict=True)
+        ]
+        return NFT_ADVANTAGE_LIMIT / self.beta * torch.stack(found).mean(0)
 
     def gain(self, matching: Matching, old: Tensor, reference: Tensor) -> Tensor:
         return implied_reward(matching, old)
 
-    def constant(self, gain: Tensor, rollouts: Rollouts) -> Tensor:
+    def constants(self, gain: Tensor, rollouts: Rollouts) -> list[Tensor]:
         assert rollouts.advantage is not None
-        wanted = nft_weight(rollouts.advantage)
-        off = self.beta * gain - wanted
-        if self.temperature is None:
-            return group_means(off, rollouts)
-        sides = [(sign * wanted / self.temperature).exp() for sign in (1, -1)]  # at most exp(1 / T)
-        return torch.stack([group_means(off, rollouts, side) for side in sides]).mean(0)
+        wanted, sides = nft_weight(rollouts.advantage), list[Tensor | None]([None])
+        if self.temperature is not None:
+            sides = [(sign * wanted / self.temperature).exp() for sign in (1, -1)]  # at most exp(1 / T)
+        if self.distance == "squared":
+            off = self.beta * gain - wanted
+            return [torch.stack([group_means(off, rollouts, side) for side in sides]).mean(0)]
+        return [group_means(x, rollouts, side) for side in sides for x in (self.beta * gain, wanted)]
 
     def formula(self) -> str:
         weighted = "" if self.temperature is None else f", means by softmax(+-a / {self.temperature:g})"
-        return f"mean (5 / {self.beta:g}) [{self.beta:g} (R - mean_g R) - (a - mean_g a)]^2{weighted}"
+        reward, wanted = f"{self.beta:g} (R - mean_g R)", "a - mean_g a"
+        if self.distance == "squared":
+            return f"mean (5 / {self.beta:g}) [{reward} - ({wanted})]^2{weighted}"
+        return f"mean (5 / {self.beta:g}) cross-entropy of sigmoid({wanted}) and sigmoid({reward}){weighted}"
+
+
+def reference_weight(advantage: Tensor, floor: float, coef: float) -> Tensor:
+    """Weight of the distance to the start model, from floor / coef at an advantage of -5 to 1 at 5 (CRD)."""
+    least = floor / coef
+    return least + nft_weight(advantage) * (1 - least)
 
 
 def implied_reward(matching: Matching, old: Tensor) -> Tensor:

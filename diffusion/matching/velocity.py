@@ -98,13 +98,18 @@ class Matching:
         denominators: Denominators,
         reference: Tensor | None,
         coefficient: float,
+        weight: Tensor | None = None,
     ) -> LossOutput:
-        """Mean of the losses (B, T) of noisy versions, and the weighted distance to a reference's velocity (M, ...)."""
+        """Mean of the losses (B, T) of noisy versions, and the distance to a reference's velocity (M, ...).
+
+        `weight` (B, T) multiplies the distances beside the coefficient.
+        """
         policy_term = mean_over_decisions(losses, minibatch, denominators)
         anchor, metrics = self.velocity.new_zeros(()), {"loss/policy": Metric.summed(policy_term.detach())}
         if reference is not None:
             distance = self.distance(reference)
-            anchor = coefficient * mean_over_decisions(distance, minibatch, denominators)
+            weighed = distance if weight is None else weight * distance
+            anchor = coefficient * mean_over_decisions(weighed, minibatch, denominators)
             metrics["policy/kl_ref"] = mean_metric(distance, minibatch.loss_mask)
             metrics["loss/kl"] = Metric.summed(anchor.detach())
         total = policy_term + anchor

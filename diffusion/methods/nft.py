@@ -13,8 +13,8 @@ Two further losses on the same noisy versions compare the images of a prompt (`n
 and CRD's centred reward; `diffusion.matching.group_losses` has their formulas. Differences from their code: sums over a
 group are those of the policy before the update, not of the current one (the same with one update a step); CRD centres
 over a prompt's images, as the paper does, not over a micro-batch of all prompts; images and losses have one scale of
-guidance, `sampler.guidance`, while DGPO draws with 4.5 and learns without, and CRD's reference has 4.5. CRD's weight of
-the distance by reward, its cross-entropy and temperature 0, and DGPO's moving reference are left out.
+guidance, `sampler.guidance`, while DGPO draws with 4.5 and learns without, and CRD's reference has 4.5. CRD's
+temperature 0 is left out, and DGPO's change to images of the old policy after 200 steps.
 
 Defaults are those of the GenEval run: b = 1, second-order solver with 10 steps, every grid time but the last of each
 image, `old` schedule 1, evaluation average 0.9.
@@ -31,7 +31,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from diffusion.config import OWN_LOSS, DiffusionConfig, MatchingParts
-from diffusion.matching.group_losses import MATCHING_LOSSES
+from diffusion.matching.group_losses import DISTANCES, MATCHING_LOSSES, reference_weight
 from diffusion.matching.times import TimestepConfig
 from diffusion.matching.velocity import FlowMatching, Matching
 from diffusion.models.ema import NFT_SCHEDULES, EMAWeights, EvalEmaConfig, nft_old_decay
@@ -41,11 +41,11 @@ from mmrl.core.loss import Denominators, mean_metric
 from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
-from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.recipe import LossTerm, Passes, Step
 
 GAIN, CONSTANT = "group_gain", "group_constant"
-"""Extras (B, T) of rollouts: what groups are compared by, and the constants of each row's group."""
+"""Extras (B, T) of rollouts: what groups are compared by, and, numbered, the constants of each row's group."""
 
 
 @dataclass
@@ -61,6 +61,13 @@ class NftSettings:
     """Bound of group_preference on exp(old error - error)."""
     temperature: float | None = rare(bounded(None, at_least=0.02))
     """Of the means of centred_reward, weighted by softmax(+-reward / temperature); none = plain means."""
+    distance: str = rare(choice("squared", DISTANCES))
+    """How centred_reward compares the implied with the given reward: squared, or cross_entropy of their sigmoids."""
+    moving_reference: bool = rare(False)
+    """Whether group_preference compares with the old policy in place of the model at the start."""
+    kl_floor: float | None = rare(bounded(None, at_least=0))
+    """Weight of the distance to the start model for the worst images; it grows with the advantage up to
+    `objective.kl.coef`, 1e-4 to 0.1 in CRD's code. none = the same for all images."""
     old_schedule: int = rare(choice(1, lambda: NFT_SCHEDULES))
     """Share of itself that the old policy keeps: 0 none, 1 min(0.001 step, 0.5), 2 min(0.0075 (step - 75), 0.999), 3
     min(0.25 + 0.005 step, 0.999) for CRD, 4 min(0.001 step, 0.3) for DGPO."""
@@ -72,7 +79,9 @@ class NftSettings:
 
     def validate(self) -> None:
         """Refuse options that the loss does not read; raises ValueError."""
-        for name, reader in (("clip", "group_preference"), ("temperature", "centred_reward")):
+        readers = {"clip": "group_preference", "moving_reference": "group_preference"}
+        readers |= {"temperature": "centred_reward", "distance": "centred_reward"}
+        for name, reader in readers.items():
             if self.loss != reader and getattr(self, name) != getattr(NftSettings, name):
                 raise ValueError(f"nft.{name} is {getattr(self, name)}, but nft.loss '{self.loss}' does not read it")
 
@@ -93,6 +102,13 @@ class DiffusionNftConfig(MatchingParts, DiffusionConfig):  # type: ignore[misc] 
     eval_ema: EvalEmaConfig = field(default_factory=lambda: EvalEmaConfig(decay=0.9))
     """Moving average that evaluations use."""
 
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        floor, coef = self.nft.kl_floor, make_objective(self.objective).kl_coef
+        if floor is not None and not floor <= coef > 0:
+            raise ValueError(f"nft.kl_floor {floor:g} must be at most objective.kl.coef {coef:g}, which is not 0")
+
 
 class DiffusionNftRecipe(DiffusionRecipe):
     """Matching of velocities around an old policy; see the module."""
@@ -105,7 +121,13 @@ class DiffusionNftRecipe(DiffusionRecipe):
         super().__init__(config)
         self.process = FlowMatching(self.policy, config.sampler, config.timesteps)
         settings = config.nft
-        self.rule = MATCHING_LOSSES[settings.loss](settings.beta, settings.clip, settings.temperature)
+        self.rule = MATCHING_LOSSES[settings.loss](
+            settings.beta,
+            settings.clip,
+            settings.temperature,
+            distance=settings.distance,
+            moving=settings.moving_reference,
+        )
         self.old = self.parts["old"] = EMAWeights(self.policy)
         self.drawing = self.old
         if settings.sampling_schedule is not None:
@@ -124,18 +146,22 @@ class DiffusionNftRecipe(DiffusionRecipe):
         found = found.replace(advantage=ADVANTAGE_MODES[self.config.nft.advantage_mode](found.advantage))
         if not self.rule.compares:
             return found
-        constant = self.rule.constant(rollouts.extras[GAIN], found)
-        return found.replace(extras={**found.extras, CONSTANT: constant})
+        constants = self.rule.constants(rollouts.extras[GAIN], found)
+        numbered = {f"{CONSTANT}_{number}": constant for number, constant in enumerate(constants)}
+        return found.replace(extras=found.extras | numbered)
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
         """The matching loss and the distance to the start model."""
         matching, old = self.matching(policy, minibatch)
         assert minibatch.advantage is not None
-        constant = matching.decisions.gather(minibatch.extras[CONSTANT]) if self.rule.compares else None
-        rows = self.rule.rows(matching, old, matching.decisions.gather(minibatch.advantage), constant)
+        names = sorted(name for name in minibatch.extras if name.startswith(CONSTANT))
+        constants = [matching.decisions.gather(minibatch.extras[name]) for name in names]
+        rows = self.rule.rows(matching, old, matching.decisions.gather(minibatch.advantage), constants)
         reference = self.process.reference_velocity(self.loss_reference, minibatch, matching.noisy)
         losses = matching.decisions.scatter(rows)
-        output = matching.loss(losses, minibatch, denominators, reference, self.objective.kl_coef)
+        floor, coef = self.config.nft.kl_floor, self.objective.kl_coef
+        weight = None if floor is None else reference_weight(minibatch.advantage, floor, coef)
+        output = matching.loss(losses, minibatch, denominators, reference, coef, weight)
         kl_old = mean_metric(matching.distance(old).detach(), minibatch.loss_mask)
         return LossOutput(output.loss, output.metrics | {"policy/kl_old": kl_old})
 
@@ -148,7 +174,9 @@ class DiffusionNftRecipe(DiffusionRecipe):
 
     def describe(self) -> str:
         """Formula of the loss with its constants."""
-        return f"{self.rule.formula()} + {self.objective.kl_coef:g} mean |v - v_ref|^2"
+        floor, coef = self.config.nft.kl_floor, f"{self.objective.kl_coef:g}"
+        weight = coef if floor is None else f"[{floor:g} + ({coef} - {floor:g}) a]"
+        return f"{self.rule.formula()} + {weight} mean |v - v_ref|^2"
 
     def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
         """Move the averages."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diffusion.matching.group_losses import MATCHING_LOSSES
+from diffusion.matching.group_losses import MATCHING_LOSSES, reference_weight
 from diffusion.matching.losses import NoisyRows, nft_loss, nft_weight, pseudo_log_likelihood
 from diffusion.matching.velocity import Matching
 from diffusion.methods.nft import ADVANTAGE_MODES
@@ -68,29 +68,30 @@ def test_nft_loss_and_weights():
     assert_agrees(gradient, peer, "gradient", relative=FLOAT32)
 
 
-def group_loss(b, name, temperature):
+def group_loss(b, name, temperature=None, **options):
     """Loss of the rows of two groups, and the gradient with respect to the velocity."""
     rule = MATCHING_LOSSES[{"dgpo": "group_preference", "crd": "centred_reward"}[name]](
-        b.beta[name], b.clip, temperature
+        b.beta[name], b.clip, temperature, **options
     )
     velocity, old = b.velocity.clone().requires_grad_(), b.velocity + b.moved
     noisy = NoisyRows(b.target, b.target, torch.ones(6), torch.arange(6))
     matching = Matching(TrainedDecisions(torch.arange(6), torch.Size((6, 1))), noisy, b.target, velocity)
     rollouts = Rollouts(b.group, torch.ones(6, 1).double(), torch.zeros(6, 1).double(), torch.zeros(6).double())
     rollouts = rollouts.replace(advantage=b.advantage[:, None])
-    constant = rule.constant(rule.gain(matching, old, b.velocity_ref).detach()[:, None], rollouts)
-    loss = rule.rows(matching, old, b.advantage, constant[:, 0]).mean()
+    constants = rule.constants(rule.gain(matching, old, b.velocity_ref).detach()[:, None], rollouts)
+    loss = rule.rows(matching, old, b.advantage, [constant[:, 0] for constant in constants]).mean()
     return loss, torch.autograd.grad(loss, velocity)[0]
 
 
-def test_group_preference_of_dgpo():
+@pytest.mark.parametrize("moving", [False, True])
+def test_group_preference_of_dgpo(moving):
     b, (peer, _) = inputs_of("group_losses"), load("group_losses").peers
-    loss, gradient = group_loss(b, "dgpo", None)
-    expected = peer["dgpo"] | {"program": peer["program"]}
+    loss, gradient = group_loss(b, "dgpo", moving=moving)
+    expected = peer["dgpo_moving" if moving else "dgpo"] | {"program": peer["program"]}
     assert 0 < sum(expected["stopped"]) < 6
     # matching errors are float32 here
     assert_agrees(loss, expected, "loss", size=20.0, relative=4 * FLOAT32)
-    assert_agrees(gradient, expected, "gradient", relative=8 * FLOAT32)
+    assert_agrees(gradient, expected, "gradient", relative=16 * FLOAT32)
 
 
 @pytest.mark.parametrize("temperature", [None, 0.3])
@@ -102,6 +103,22 @@ def test_centred_reward_of_crd(temperature):
     assert_agrees(gradient, expected, "gradient", relative=8 * FLOAT32)
     if temperature is None:  # with one, the code's loss has a further constant
         assert_agrees(loss, expected, "loss", relative=8 * FLOAT32)
+
+
+@pytest.mark.parametrize("temperature", [None, 0.3])
+def test_cross_entropy_of_crd(temperature):
+    b, (peer, _) = inputs_of("group_losses"), load("group_losses").peers
+    loss, gradient = group_loss(b, "crd", temperature, distance="cross_entropy")
+    expected = peer["crd_bce"][str(temperature)] | {"program": peer["program"]}
+    assert_agrees(loss, expected, "loss", relative=8 * FLOAT32)
+    assert_agrees(gradient, expected, "gradient", relative=8 * FLOAT32)
+
+
+def test_the_weight_of_the_distance_to_the_reference_of_crd():
+    b, (peer, _) = inputs_of("group_losses"), load("group_losses").peers
+    distance = velocity_kl(b.velocity, b.velocity_ref, torch.ones(6))
+    found = 0.1 * (reference_weight(b.advantage, 1e-4, 0.1) * distance).mean()
+    assert_agrees(found, peer, "kl", relative=8 * FLOAT32)
 
 
 def test_weights_by_mode():

@@ -73,6 +73,9 @@ def test_advantage_modes():
         ("old_schedule", 5, "allowed: 0, 1, 2, 3, 4"),
         ("clip", 0.1, "nft.loss 'two_sided' does not read it"),
         ("temperature", 0.5, "nft.loss 'two_sided' does not read it"),
+        ("moving_reference", True, "nft.loss 'two_sided' does not read it"),
+        ("distance", "cross_entropy", "nft.loss 'two_sided' does not read it"),
+        ("kl_floor", 1.0, r"nft\.kl_floor 1 must be at most objective\.kl\.coef 0\.0001"),
         ("advantage_mode", "x", "allowed: all"),
     ],
 )
@@ -83,13 +86,23 @@ def test_settings_out_of_range_are_refused(key, value, message, tmp_path):
         config.validate()
 
 
-@pytest.mark.parametrize("loss", ["group_preference", pytest.param("centred_reward", marks=pytest.mark.slow)])
-def test_groups_are_compared_whatever_the_micro_batch(loss, tmp_path):
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        ("group_preference", {}),
+        pytest.param("group_preference", {"moving_reference": True}, marks=pytest.mark.slow),
+        pytest.param("centred_reward", {"kl_floor": 1e-4}, marks=pytest.mark.slow),
+        pytest.param("centred_reward", {"distance": "cross_entropy", "temperature": 0.3}, marks=pytest.mark.slow),
+    ],
+)
+def test_groups_are_compared_whatever_the_micro_batch(loss, options, tmp_path):
     weights = []
     for micro_batch in (0, 3):
         config = run_config("diffusion_nft", tmp_path / str(micro_batch), micro_batch=micro_batch)
         config.nft.loss, config.nft.beta, config.nft.sampling_schedule = loss, 2.0, 0
         config.objective.kl = {"coef": 1e-3}
+        for name, value in options.items():
+            setattr(config.nft, name, value)
         config.validate()
         trainer = make_trainer(config, tmp_path / str(micro_batch))
         start = trained(trainer.policy).clone()

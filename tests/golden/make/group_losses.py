@@ -40,13 +40,19 @@ def main() -> None:
     }
     with doubles():
         b = tensors(inputs)
-        found = {"dgpo": dgpo(factory, b), "crd": {str(t): crd(factory, b, t) for t in TEMPERATURES}}
+        found = {"dgpo": dgpo(factory, b, b.velocity_ref), "dgpo_moving": dgpo(factory, b, b.velocity + b.moved)}
+        for name, kind in (("crd", "mse"), ("crd_bce", "bce")):
+            found[name] = {str(t): crd(factory, b, t, kind) for t in TEMPERATURES}
+        found["kl"] = weighed_distance(factory, b)
     decay = factory.function(CRD, "compute_decay", _DECAY_PRESETS={})
     decays = {kind: [decay(step, text) for step in inputs["steps"]] for kind, text in SCHEDULES.items()}
     convert = omni.function(NFT, "DiffusionNFTLoss", DiffusionLossFn=object)._advantage_to_reward_prob
     modes = {mode: convert(b.advantage, adv_clip_max=5.0, adv_mode=mode) for mode in MODES}
     peers = [
-        {"program": factory.name, "calls": [f"{DGPO}:DGPOTrainer", f"{CRD}:754-807", f"{CRD}:compute_decay"]}
+        {
+            "program": factory.name,
+            "calls": [f"{DGPO}:DGPOTrainer", f"{CRD}:754-807", f"{CRD}:811-820", f"{CRD}:compute_decay"],
+        }
         | {"relative": 1e-12, "decay": decays}
         | found,
         {"program": omni.name, "calls": [f"{NFT}:DiffusionNFTLoss"], "relative": 1e-12, "weights": modes},
@@ -54,7 +60,7 @@ def main() -> None:
     write("group_losses", "DGPO, arXiv 2510.08425; CRD, arXiv 2603.14128", inputs, peers, factory, omni)
 
 
-def dgpo(clone: Clone, b: Any) -> dict[str, Tensor]:
+def dgpo(clone: Clone, b: Any, reference: Tensor) -> dict[str, Tensor]:
     """The loss of both groups; those of a group share a micro-batch."""
     names = ("DGPOGroupInfo", "_PreppedBatch", "_NoisedInputs", "_VelocityPredictions")
     others = {"BaseTrainer": object, "contextmanager": lambda x: x, **dict.fromkeys(names)}
@@ -70,15 +76,15 @@ def dgpo(clone: Clone, b: Any) -> dict[str, Tensor]:
         own, error, b.velocity + b.moved, b.target, b.advantage, {"clip_ratio": []}
     )
     info = {"local_group_indices": b.group, "num_groups": 2}
-    loss = trainer._compute_group_dgpo_loss(own, b.velocity_ref, b.target, b.advantage, info, error)
+    loss = trainer._compute_group_dgpo_loss(own, reference, b.target, b.advantage, info, error)
     return {"loss": loss.detach(), "gradient": gradient(loss, velocity), "stopped": stopped.long()}
 
 
-def crd(clone: Clone, b: Any, temperature: float | None) -> dict[str, Tensor]:
+def crd(clone: Clone, b: Any, temperature: float | None, kind: str) -> dict[str, Tensor]:
     """The mean of the losses of the two groups, each of which is what the code takes for the whole micro-batch."""
     trainer = clone.function(CRD, "CRDTrainer", BaseTrainer=object, contextmanager=lambda x: x, F=functional)
     settings = SimpleNamespace(adv_clip_range=(-5.0, 5.0))
-    own = SimpleNamespace(adaptive_logp=True, training_args=settings, crd_loss_type="mse", crd_beta=BETA["crd"])
+    own = SimpleNamespace(adaptive_logp=True, training_args=settings, crd_loss_type=kind, crd_beta=BETA["crd"])
     own.weight_temp = -1.0 if temperature is None else temperature
     own.accelerator = SimpleNamespace(gather=lambda x: x, device="cpu")
     own._compute_crd_loss = trainer._compute_crd_loss.__get__(own)
@@ -97,6 +103,14 @@ def crd(clone: Clone, b: Any, temperature: float | None) -> dict[str, Tensor]:
         losses.append(found.policy_loss)
     loss = torch.stack(losses).mean()
     return {"loss": loss.detach(), "gradient": gradient(loss, velocity)}
+
+
+def weighed_distance(clone: Clone, b: Any) -> Tensor:
+    """The distance to the reference with the weight that grows with the reward."""
+    own = SimpleNamespace(reward_adaptive_kl=True, kl_beta=0.1)
+    reward = (b.advantage.clamp(-5.0, 5.0) / 5.0 / 2.0 + 0.5).clamp(0, 1)
+    given = {"forward_pred": b.velocity, "ref_pred": b.velocity_ref, "adv_cur_rank": reward}
+    return clone.lines(CRD, 811, 820, self=own, **given).kl_loss
 
 
 if __name__ == "__main__":
