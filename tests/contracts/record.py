@@ -49,9 +49,11 @@ def main(argv: list[str] | None = None) -> int:
     from mmrl.recipes import RECIPES
 
     parser = argparse.ArgumentParser(prog="python -m tests.contracts.record", description=__doc__.partition("\n")[0])
-    parser.add_argument("ways", nargs="*", choices=list(TESTS), metavar="WAY", help=", ".join(TESTS))
+    parser.add_argument("ways", nargs="*", metavar="WAY", help=", ".join(TESTS))  # Python 3.11 refuses none of choices
     parser.add_argument("--recipe", action="append", choices=list(RECIPES), metavar="NAME", help="repeatable")
     given = parser.parse_args(argv)
+    if unknown := set(given.ways) - TESTS.keys():
+        parser.error(f"unknown {', '.join(sorted(unknown))}; there are {', '.join(TESTS)}")
     os.environ[WRITING] = "1"
     chosen = [f"{FOLDER / TESTS[way]}" for way in given.ways or TESTS]
     names = [f"{test}[{name}]" for name in given.recipe or () for test in chosen]
