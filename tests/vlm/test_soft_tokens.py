@@ -13,7 +13,7 @@ from mmrl.rewards import RewardConfig
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.vlm.data.prompt import VlmPayload
-from mmrl.vlm.methods.soft_tokens import SoftConfig, SoftRecipe, mixture_logp
+from mmrl.vlm.methods.soft_tokens import EPS, NOISE, SoftConfig, SoftRecipe, mixture_logp
 from tests.golden.numbers import assert_agrees, inputs_of, load
 from tests.rounding import assert_equal_up_to_rounding
 from tests.vlm.runs import run_config
@@ -41,6 +41,20 @@ def test_log_probabilities_are_those_of_the_authors():
     assert_agrees(found, peer, "logp")
     (gradient,) = torch.autograd.grad((found * torch.arange(1.0, 7.0)).sum(), b.logits)
     assert_agrees(gradient, peer, "gradient")
+
+
+@pytest.mark.parametrize("bound", NOISE)
+def test_rounding_does_not_decide_whether_clipped_noise_has_a_gradient(bound):
+    logp = torch.tensor([[-1.0, -0.5, -2.0]]).log_softmax(-1)
+    scores = (logp.softmax(-1) + EPS).log() + torch.tensor([bound, 0.5, 0.0])
+
+    def gradient(shift):
+        own = logp.clone().requires_grad_()
+        return torch.autograd.grad(mixture_logp(own, scores + torch.tensor([shift, 0.0, 0.0])).sum(), own)[0]
+
+    torch.testing.assert_close(gradient(2e-6), gradient(-2e-6), rtol=0, atol=1e-4)
+    outside = gradient(1.0 if bound > 0 else -1.0)
+    assert (outside - gradient(0.0)).abs().max() > 0.1
 
 
 def test_the_update_scores_what_was_sampled(recipe):

@@ -15,8 +15,9 @@ a density of the noise. The token that ends the thinking and those behind it are
 the scripts' KL, and any other without probabilities can be set.
 
 Differences from zz1358m/SofT-GRPO-master: evaluations sample ordinary tokens; embeddings of the mixtures are constants,
-as in the code, those of prompts are trained. The Gaussian and Dirichlet noises of the code are not here. Soft tokens
-need the generic lane (`model.lane: generic`) and shared prompts, without gradient checkpointing.
+as in the code, those of prompts are trained; noise that was drawn at a bound has a gradient, where in the code rounding
+decides. The Gaussian and Dirichlet noises of the code are not here. Soft tokens need the generic lane (`model.lane:
+generic`) and shared prompts, without gradient checkpointing.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ from mmrl.vlm.recipe import VlmRecipe
 NOISE = (-1.5, 3.0)
 """Bounds of the Gumbel noise."""
 EPS = 1e-6
+EDGE = 1e-3
+"""Noise that was drawn at a bound is at it again up to rounding, which must not decide whether it has a gradient."""
 RARE = -3.0
 """Tokens with a smaller log-probability among the K do not count in that of their mixture."""
 
@@ -61,7 +64,9 @@ def mixture_logp(logp: Tensor, scores: Tensor) -> Tensor:
     Source: zz1358m/SofT-GRPO-master verl-0.4.x/verl/utils/torch_functional.py, logprobs_from_logits_topk_gumbel.
     """
     among = (logp.softmax(-1) + EPS).log()
-    noise = (scores - among).clamp(*NOISE)
+    noise = scores - among
+    within = (noise > NOISE[0] - EDGE) & (noise < NOISE[1] + EDGE)
+    noise = torch.where(within, noise, noise.clamp(*NOISE))
     counts = (among > RARE).to(logp.dtype)
     return ((-noise - (-noise).exp()) * counts).sum(-1) / counts.sum(-1)
 
