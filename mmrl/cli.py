@@ -214,7 +214,7 @@ def _stopped(stop: RunStopped, arguments: list[str]) -> int:
 
 def _how_to_continue(arguments: list[str], *, resumable: bool = False) -> str:
     """Command that continues; a run interrupted outside its loop has written nothing since it started."""
-    keeps_finished_parts = bool(arguments) and arguments[0] in ("compare", "demo")
+    keeps_finished_parts = bool(arguments) and arguments[0] in ("compare", "demo", "reproduce")
     resume = ["--resume"] if resumable and not keeps_finished_parts and "--resume" not in arguments else []
     goes_on = resumable or keeps_finished_parts
     return f"{'continue' if goes_on else 'start again'} with: {shlex.join(['mmrl', *arguments, *resume])}"

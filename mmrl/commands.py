@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
+from mmrl.compare.commands import add_compare_arguments, add_reproduce_arguments, compare, reproduce
 from mmrl.errors import UserError, require_packages
 from mmrl.listings import in_columns
 
@@ -164,21 +165,6 @@ def report(args: argparse.Namespace) -> int:
     from mmrl.report.page import write_report
 
     say(f"report: {write_report(run_dir, chain=chain, output=args.output)}")
-    return 0
-
-
-def compare(args: argparse.Namespace) -> int:
-    """Run the arms and seeds of an experiment, skip finished ones, write comparison.json and a plot."""
-    if not args.experiment.is_file():
-        raise UserError(f"experiment file not found: {args.experiment}")
-    if args.jobs is not None and args.jobs < 1:
-        raise UserError(f"--jobs is {args.jobs}; must be at least 1")
-    from mmrl.compare.run import run_experiment
-
-    output = args.output or Path("runs") / args.experiment.stem
-    args.run_dir = output
-    folder = run_experiment(args.experiment, output, jobs=args.jobs, only_report=args.only_report)
-    say(f"comparison: {folder / 'comparison.json'}")
     return 0
 
 
@@ -372,13 +358,6 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="FILE.html", type=Path, help="default: report.html in the last folder")
 
 
-def _add_compare_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("experiment", metavar="EXPERIMENT.yaml", type=Path, help="arms, seeds and metric")
-    parser.add_argument("--output", metavar="DIR", type=Path, help="default: runs/ and the experiment's name")
-    parser.add_argument("--jobs", metavar="N", type=int, help="runs at a time; default: the file's")
-    parser.add_argument("--only-report", action="store_true", help="only summarise finished runs")
-
-
 def explain(args: argparse.Namespace) -> int:
     """Explain an objective: formula, sources, rooms, what its numbers were checked against, and how to use it."""
     from mmrl.explain import explained
@@ -479,7 +458,8 @@ COMMANDS: dict[str, Command] = {
     "select": Command(select, _add_select_arguments, "train", takes_overrides=True),
     "evaluate": Command(evaluate, _add_evaluate_arguments, "look at results", takes_overrides=True),
     "report": Command(report, _add_report_arguments, "look at results"),
-    "compare": Command(compare, _add_compare_arguments, "look at results"),
+    "compare": Command(compare, add_compare_arguments, "look at results"),
+    "reproduce": Command(reproduce, add_reproduce_arguments, "look at results"),
     "export": Command(export, _add_export_arguments, "use results"),
     "serve": Command(serve, _add_serve_arguments, "use results", takes_overrides=True),
     "list": Command(list_entries, _add_list_arguments, "look something up"),

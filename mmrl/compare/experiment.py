@@ -12,6 +12,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from mmrl.compare.evidence import EvidenceConfig, check_subjects
 from mmrl.errors import UserError, did_you_mean
 from mmrl.fields import bounded, choice
 from mmrl.files import is_file
@@ -174,6 +175,8 @@ class ExperimentConfig:
     """Runs at a time, one thread each."""
     timeout_s: float = bounded(7200.0, above=0)
     """Seconds after which a run is stopped and counted as failed."""
+    evidence: EvidenceConfig | None = None
+    """Results of a finished comparison and their meaning; null before it has run."""
 
     def arm(self, name: str) -> ArmConfig:
         """Settings of one arm."""
@@ -189,6 +192,9 @@ class ExperimentConfig:
             raise ValueError(f"`metric_over` is steps, but arms.{first} reads the start, which has no steps")
         self._check_work()
         self._check_reserved()
+        if self.evidence is not None:
+            metrics = [self.metric, *self.secondary_metrics]
+            self.evidence.check(self.arms, self.baseline, metrics, self.higher_is_better)
 
     def source(self, name: str) -> str:
         """Arm whose runs an arm reads: its own, or those of `runs_of`."""
@@ -264,6 +270,8 @@ def load_experiment(path: Path) -> ExperimentConfig:
             settings.config = str(_existing(settings.config, here, f"{path}: arms.{arm}.config"))
     for index, preparation in enumerate(experiment.prepare):
         preparation.config = str(_existing(preparation.config, here, f"{path}: prepare[{index}].config"))
+    if experiment.evidence is not None:
+        check_subjects(experiment.evidence, str(path))
     return experiment
 
 

@@ -61,7 +61,7 @@ def run_experiment(
     folder.mkdir(parents=True, exist_ok=True)
     invocation = shlex.join(["mmrl", "compare", str(path), "--output", str(output_dir)])
     ray = SharedRay(configs, jobs or experiment.jobs)
-    session = _Session(experiment, folder, invocation, ray, command, announce or _say)
+    session = _Session(experiment, folder, invocation, ray, command, announce or say)
     if not only_report:
         with closing(ray):
             session.prepare()
@@ -219,6 +219,7 @@ def _shown(command: Sequence[str]) -> str:
     return shlex.join(["mmrl", *command[3:]] if list(command[:3]) == module else command)
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Print a line at once."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()

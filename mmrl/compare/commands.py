@@ -1,0 +1,64 @@
+"""The commands `mmrl compare` and `mmrl reproduce`; light, since they are loaded for every usage of `mmrl`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mmrl.errors import UserError
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Run the arms and seeds of an experiment, skip finished ones, write comparison.json and a plot."""
+    if not args.experiment.is_file():
+        raise UserError(f"experiment file not found: {args.experiment}")
+    _check_at_least_one("jobs", args.jobs)
+    from mmrl.compare.run import run_experiment, say
+
+    output = args.output or Path("runs") / args.experiment.stem
+    args.run_dir = output
+    folder = run_experiment(args.experiment, output, jobs=args.jobs, only_report=args.only_report)
+    say(f"comparison: {folder / 'comparison.json'}")
+    return 0
+
+
+def reproduce(args: argparse.Namespace) -> int:
+    """Repeat a small experiment on fresh seeds, and say whether its result lies within the stored interval."""
+    _check_at_least_one("jobs", args.jobs)
+    _check_at_least_one("seeds", args.seeds)
+    if args.name is None and not args.list:
+        raise UserError("name an experiment, objective or recipe; `mmrl reproduce --list` shows what was measured")
+    from mmrl.compare import reproduce as repeated
+    from mmrl.compare.run import say
+
+    if args.list:
+        for line in repeated.listed():
+            say(line)
+        return 0
+    args.run_dir = args.output
+    agreed = repeated.reproduce(args.name, args.output, seeds=args.seeds, jobs=args.jobs, say=say)
+    return 0 if agreed else 1
+
+
+def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `mmrl compare`."""
+    parser.add_argument("experiment", metavar="EXPERIMENT.yaml", type=Path, help="arms, seeds and metric")
+    parser.add_argument("--output", metavar="DIR", type=Path, help="default: runs/ and the experiment's name")
+    parser.add_argument("--jobs", metavar="N", type=int, help="runs at a time; default: the file's")
+    parser.add_argument("--only-report", action="store_true", help="only summarise finished runs")
+
+
+def add_reproduce_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `mmrl reproduce`."""
+    parser.add_argument("name", nargs="?", metavar="NAME", help="an experiment, objective or recipe")
+    parser.add_argument(
+        "--list", action="store_true", help="list what was measured, with minutes for two seeds on one core"
+    )
+    parser.add_argument("--seeds", metavar="N", type=int, default=2, help="fresh seeds; default: 2")
+    parser.add_argument("--output", metavar="DIR", type=Path, help="default: runs/reproduce/ and the name")
+    parser.add_argument("--jobs", metavar="N", type=int, help="runs at a time; default: the experiment's")
+
+
+def _check_at_least_one(option: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise UserError(f"--{option} is {value}; must be at least 1")

@@ -1,0 +1,143 @@
+"""Findings of an experiment, kept in its file: differences between arms, beside what the papers claim.
+
+The page of evidence, `mmrl explain` and `mmrl reproduce` read them from here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from mmrl.errors import UserError, did_you_mean
+from mmrl.fields import bounded, choice
+
+VERDICTS = ("holds", "holds in part", "not here", "negative")
+"""The claim was seen; a part of it was; nothing was seen or the setting cannot show it; the opposite was seen."""
+UNITS = {"points": (100.0, 1), "tokens": (1.0, 1), "cm": (1.0, 2), "score": (1.0, 3)}
+"""Unit of a difference to its factor from the metric, and to its decimals."""
+
+
+@dataclass
+class FindingConfig:
+    """One difference between two arms, and what it says about a row of the catalogue or a recipe."""
+
+    about: list[str] = field(default_factory=list)
+    """Rows of the catalogue and recipes that the arm stands for."""
+    arm: str = MISSING
+    """The measured arm."""
+    against: str | None = None
+    """The arm it is compared with; null takes the baseline."""
+    metric: str | None = None
+    """Compared metric; null takes the experiment's."""
+    higher_is_better: bool | None = None
+    """Whether a larger value of it is better; null takes the experiment's."""
+    unit: str = choice("points", tuple(UNITS))
+    """Unit of the three numbers below; points are hundredths of a share."""
+    difference: float = MISSING
+    """Mean difference over paired seeds."""
+    low: float = MISSING
+    """Lower end of its 95 % interval."""
+    high: float = MISSING
+    """Upper end."""
+    verdict: str = choice("not here", VERDICTS)
+    """What became of the paper's claim."""
+    paper: str = ""
+    """Result that the paper reports for the claim; empty where it has none of this kind."""
+    note: str = ""
+    """Further result, in words."""
+
+    def validate(self) -> None:
+        """Check that the numbers are an interval; raises ValueError naming the arm."""
+        if not self.about:
+            raise ValueError(f"a finding on arm '{self.arm}' is about nothing; name rows or recipes in `about`")
+        if not self.low <= self.difference <= self.high:
+            raise ValueError(
+                f"finding on arm '{self.arm}': {self.difference:g} is not between {self.low:g} and {self.high:g}"
+            )
+
+    @property
+    def shown(self) -> str:
+        """Difference and interval, such as "+2.3 points (+1.0 to +3.6)"."""
+        return f"{signed(self.difference, self.unit)} {self.unit} ({self.interval})"
+
+    @property
+    def interval(self) -> str:
+        """The interval, such as "+1.0 to +3.6"."""
+        return f"{signed(self.low, self.unit)} to {signed(self.high, self.unit)}"
+
+    def expected(self, n: int, fresh: int) -> tuple[float, float]:
+        """Range in which the mean over fresh seeds lies with 95 % probability, given n stored ones.
+
+        The half-width of the stored interval grows by sqrt(1 + n / fresh): the interval for the mean of further draws
+        from the same normal distribution.
+        """
+        half = (self.high - self.low) / 2 * math.sqrt(1 + n / fresh)
+        return self.difference - half, self.difference + half
+
+
+@dataclass
+class EvidenceConfig:
+    """Results of an experiment as they stand on its page, and what `mmrl reproduce` needs to repeat them."""
+
+    page: str = MISSING
+    """Name of its page in docs/results."""
+    setting: str = MISSING
+    """Task and model in one line."""
+    findings: list[FindingConfig] = field(default_factory=list)
+    """Differences between arms."""
+    chosen: dict[str, Any] = field(default_factory=dict)
+    """Value of the swept parameter that the sweep chose, by arm; a repetition sweeps again where it is missing."""
+    prepare_minutes: float = bounded(0.0, at_least=0)
+    """Minutes of one core for the preparations."""
+    run_minutes: float = bounded(1.0, above=0)
+    """Minutes of one core for a run."""
+
+    def check(self, arms: Collection[str], baseline: str, metrics: Sequence[str], higher_is_better: bool) -> None:
+        """Check against an experiment's arms and metrics, its own first; raises ValueError naming the culprit."""
+        if not self.findings:
+            raise ValueError("`evidence.findings` is empty; give the differences between arms, or remove `evidence`")
+        for found in self.findings:
+            found.validate()
+            for arm in (found.arm, found.against or baseline):
+                _check_known("evidence.findings: arm", arm, arms)
+            if found.arm == (found.against or baseline):
+                raise ValueError(f"evidence.findings compares arm '{found.arm}' with itself")
+            _check_known("evidence.findings: metric", found.metric or metrics[0], metrics)
+            _check_verdict(found, higher_is_better)
+        for arm in self.chosen:
+            _check_known("evidence.chosen: arm", arm, arms)
+
+
+def signed(value: float, unit: str) -> str:
+    """A difference with its sign and the decimals of its unit."""
+    return f"{value:+.{UNITS[unit][1]}f}"
+
+
+def check_subjects(evidence: EvidenceConfig, where: str) -> None:
+    """Refuse findings about something that is neither a row of the catalogue nor a recipe."""
+    from mmrl.core.catalogue import CATALOGUE, PREFERENCES
+    from mmrl.recipes import RECIPES
+
+    known = {**CATALOGUE, **PREFERENCES, **RECIPES}
+    for name in (name for found in evidence.findings for name in found.about):
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise UserError(f"{where}: evidence about '{name}', which is no objective or recipe; {hint}see `mmrl list`")
+
+
+def _check_known(what: str, name: str, known: Collection[str]) -> None:
+    if name not in known:
+        hint = did_you_mean(name, known)
+        raise ValueError(f"{what} '{name}' is not in the experiment; {hint}it has: {', '.join(known)}")
+
+
+def _check_verdict(found: FindingConfig, higher_is_better: bool) -> None:
+    """A claim holds only where the interval is above zero, and is refuted only where it is below."""
+    higher = higher_is_better if found.higher_is_better is None else found.higher_is_better
+    low, high = (found.low, found.high) if higher else (-found.high, -found.low)
+    if (found.verdict == "holds" and low <= 0) or (found.verdict == "negative" and high >= 0):
+        raise ValueError(f"finding on arm '{found.arm}': the verdict '{found.verdict}' contradicts {found.shown}")
