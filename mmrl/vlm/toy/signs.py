@@ -23,6 +23,7 @@ MEANING = {"f": "+", "g": "-", "h": "*", "k": "-", "m": "*", "p": "+"}
 LARGEST_VALUE = 60
 """Largest intermediate result; the smallest is 0."""
 QUESTION = "Compute {sum}."
+MASK_TOKEN = "<|mask|>"
 
 
 def build_problems(
@@ -68,12 +69,28 @@ def build_problems(
     return Path(path)
 
 
-def build_model(path: str | Path, **options: Any) -> Path:
-    """Build a tiny random Qwen3 for these problems, in which each number is one token; see `build_tiny_generic`."""
+def build_model(path: str | Path, *, mask: bool = False, **options: Any) -> Path:
+    """Build a tiny random Qwen3 for these problems, in which each number is one token; see `build_tiny_generic`.
+
+    Args:
+        path: folder to write.
+        mask: whether the tokenizer has a mask token, as recipes of masked-diffusion models need.
+        options: further options of `build_tiny_generic`.
+
+    Returns:
+        The folder.
+    """
+    from transformers import AutoTokenizer
+
     from mmrl.vlm.toy.tiny_generic import build_tiny_generic
 
-    numbers = [str(number) for number in range(10, LARGEST_VALUE + 1)]
-    return build_tiny_generic(path, corpus=[QUESTION] * 100, tokens=numbers, **options)
+    tokens = [str(number) for number in range(10, LARGEST_VALUE + 1)] + [MASK_TOKEN] * mask
+    folder = build_tiny_generic(path, corpus=[QUESTION] * 100, tokens=tokens, **options)
+    if mask:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer.mask_token = MASK_TOKEN
+        tokenizer.save_pretrained(folder)
+    return folder
 
 
 def _problem(rng: np.random.Generator, letters: int, guessed: float) -> dict[str, Any] | None:
