@@ -18,7 +18,8 @@ from mmrl.config import load_run
 from mmrl.entries import load_target
 from mmrl.rewards.loading import load_function
 from mmrl.training.run import train
-from mmrl.vlm.toy.countdown import build_masked_model, build_problems
+from mmrl.vlm.toy.countdown import build_problems
+from mmrl.vlm.toy.signs import build_model
 from mmrl.vlm.toy.tiny import build_tiny_vlm
 from tests.fitting import first_of_each_recipe, fitting, group_size
 from tests.vlm.builders import CORPUS
@@ -54,7 +55,7 @@ def tiny(tmp_path_factory) -> dict[str, Path]:
     models = {
         family: build_tiny_vlm(root / family, family=family, corpus=CORPUS) for family in ("qwen2_5_vl", "qwen3_vl")
     }
-    return models | {"text": build_masked_model(root / "text")}
+    return models | {"text": build_model(root / "text", mask=True)}
 
 
 @pytest.mark.parametrize("path", first_of_each_recipe(RUNS))

@@ -103,12 +103,12 @@ def tiny_vlm() -> Path:
 
 @functools.cache
 def tiny_masked() -> Path:
-    from mmrl.vlm.toy.countdown import build_masked_model, build_problems
+    from mmrl.vlm.toy.signs import build_model, build_problems
 
     folder = tempfile.TemporaryDirectory(prefix="tiny-masked-")
     _KEPT.append(folder)
     build_problems(Path(folder.name) / "problems.jsonl", count=6)
-    return build_masked_model(Path(folder.name) / "model", hidden=24, layers=1, max_positions=64)
+    return build_model(Path(folder.name) / "model", mask=True, hidden=24, layers=1, max_positions=64)
 
 
 def _of_unequal_length(number: int, row: dict[str, Any]) -> None:

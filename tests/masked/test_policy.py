@@ -202,9 +202,9 @@ def test_answers_are_padded_and_end_at_the_first_end_token(policy, tasks):
 
 
 def test_a_layer_of_another_family_is_all_to_all_too(tmp_path, tasks):
-    from mmrl.vlm.toy.countdown import build_masked_model
+    from mmrl.vlm.toy.signs import build_model
 
-    folder = build_masked_model(tmp_path / "llama", family="llama", hidden=24, layers=1)
+    folder = build_model(tmp_path / "llama", mask=True, family="llama", hidden=24, layers=1)
     policy = load_policy(ModelConfig(path=str(folder), attention="eager"), policy_class=MaskedPolicy)
     prompt, answer = policy.encode(tasks[0]), torch.full((1, LENGTH), policy.mask_id)
     changed = answer.clone()

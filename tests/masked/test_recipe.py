@@ -50,7 +50,7 @@ def test_failed_questions_are_answered_around_hints_and_only_right_ones_replace(
         tmp_path,
         rewards=rewards,
         inpainting=hints,
-        sampler=MaskedSampling(max_new_tokens=16, block=8, steps=4),
+        sampler=MaskedSampling(max_new_tokens=24, block=8, steps=6),
     )
     recipe = MaskedRecipe(config)
     policy, tasks = recipe.policy.eval(), recipe.train_tasks[:2]

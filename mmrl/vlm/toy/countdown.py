@@ -31,7 +31,6 @@ TEST_FOLD = 5
 NAMES = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}
 MOST_DRAWS = 1000
 """Draws after which no further problem is looked for."""
-MASK_TOKEN = "<|mask|>"
 QUESTION = "Make {target} from {numbers}."
 MakeRow = Callable[[], dict[str, Any]]
 
@@ -167,17 +166,6 @@ def build_model(path: str | Path, *, tokens: Sequence[str] = (), **options: Any)
 
     numbers = [str(number) for number in range(10, LARGEST_VALUE + 1)]
     return build_tiny_generic(path, corpus=[QUESTION] * 100, tokens=[*numbers, *tokens], **options)
-
-
-def build_masked_model(path: str | Path, **options: Any) -> Path:
-    """Build the model of `build_model` with a mask token, for recipes of masked-diffusion models."""
-    from transformers import AutoTokenizer
-
-    folder = build_model(path, tokens=[MASK_TOKEN], **options)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    tokenizer.mask_token = MASK_TOKEN
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def _write(path: Path, count: int, make_row: MakeRow) -> Path:
