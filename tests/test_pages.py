@@ -42,9 +42,9 @@ PREPARED = {
     "docs/data.md": example_runs.make_images,
     "docs/run_folder.md": example_runs.make_metrics,
     "docs/use_results.md": example_runs.make_results,
-    "docs/vlm.md": example_runs.make_agent,
+    "docs/videos.md": example_runs.make_agent,
 }
-SLOW = ("docs/data.md", "docs/diffusion.md", "docs/flow3d.md", "docs/robotics.md", "docs/use_results.md", "docs/vlm.md")
+SLOW = tuple(f"docs/{name}.md" for name in ("data", "diffusion", "flow3d", "robotics", "use_results", "videos"))
 """Pages whose programs take longest."""
 RUN = """
 import json, sys
