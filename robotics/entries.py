@@ -62,6 +62,8 @@ EVALUATIONS = (
 PLAN = "robotics.plan:footprint"
 """Function for `mmrl train --dry-run`."""
 METRICS = {
+    "loss/distillation": "Exact divergence from the teacher, weight included.",
+    "distil/divergence": "Mean exact divergence from the teacher, in nats a decision.",
     "distil/kl_sampled": "Mean logp - logp_teacher on the policy's own samples: its KL to the teacher, in nats.",
     "accuracy/within_5cm": "Share of predicted points of 3D flow, over all frames, that are nearer than 5 cm.",
     "accuracy/language_swap": "Share of other instructions for a scene after which the object goes where they say.",

@@ -9,8 +9,10 @@ is the reverse KL of the policy to the teacher on the policy's own samples, and 
 must take decisions of the same form: action tokens, control steps of a Gaussian, or denoising steps of a flow, where
 both chains go through the same points. Its temperature is that of acting.
 
-Names and options are those of recipe `distil`, which does the same for text and images, and whose exact divergence over
-the vocabulary is not here.
+With `divergence` the loss gets divergence * mean D(policy, teacher), the exact divergence over all tokens or between
+Gaussians, where the policy's decisions have such a distribution given the observation.
+
+Names and options are those of recipe `distil`, which does the same for text and images.
 
 Source: Thinking Machines, on-policy distillation (2025); RLinf/RLinf rlinf/algorithms, advantages and loss "opd".
     RLinf's loss is `clip: {kind: policy_gradient}`; the default here is the importance-weighted loss, as for text, and
@@ -23,9 +25,9 @@ from dataclasses import dataclass, field
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
-from mmrl.core.loss import Denominators, mean_metric
+from mmrl.core.loss import Denominators, mean_metric, token_mean
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
@@ -47,10 +49,20 @@ LOGP_TEACHER = "logp_teacher"
 class RobotDistilSettings:
     """Weights of the teacher's part and of the rewards."""
 
-    reward: float = bounded(1.0, above=0)
+    reward: float = bounded(1.0, at_least=0)
     """Weight of logp_teacher - logp_old in the advantage of each decision."""
+    divergence: float = bounded(0.0, at_least=0)
+    """Weight of the exact divergence from the teacher, for policies whose decisions are tokens or Gaussian actions."""
+    beta: float = bounded(1.0, at_least=0, at_most=1)
+    """Kind of the divergence: 0 is KL(teacher || policy), 1 is KL(policy || teacher); for tokens, between them the
+    generalised Jensen-Shannon divergence of this mixture."""
     task: float = bounded(0.0, at_least=0)
     """Weight of the objective's own advantages, which the rewards give; 0 learns from the teacher alone."""
+
+    def validate(self) -> None:
+        """Check that something is learned; raises ValueError."""
+        if not (self.reward or self.divergence):
+            raise ValueError("distil.reward and distil.divergence are 0: the teacher teaches nothing; set one of them")
 
 
 @dataclass
@@ -93,6 +105,8 @@ class RobotDistilRecipe(RobotGrpoRecipe):
             self.teacher = load_action_policy(config.teacher, self.sim, config.seed).requires_grad_(False).eval()
             check_fit(self.teacher, self.sim)
             check_teacher(self.teacher, self.policy)
+            if config.distil.divergence:
+                check_divergence(self.policy, config.distil.beta)
         except UserError:
             self.close()
             raise
@@ -108,13 +122,13 @@ class RobotDistilRecipe(RobotGrpoRecipe):
 
 
 class Teaching(LossTerm):
-    """The teacher's log-probabilities of the decisions, for the advantages."""
+    """The teacher's log-probabilities of the decisions, for the advantages, and the exact divergence from it."""
 
     name = "teaching"
-    gradient = "never"
 
     def __init__(self, recipe: RobotDistilRecipe) -> None:
         self.recipe = recipe
+        self.gradient = "always" if recipe.config.distil.divergence else "never"
 
     def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
         """Score the decisions with the teacher."""
@@ -131,15 +145,45 @@ class Teaching(LossTerm):
     def __call__(
         self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
     ) -> TermLoss:
-        """The divergence from the teacher as a metric."""
+        """The weighted mean of the exact divergence over all decisions; the sampled one is a metric."""
+        settings, mask = self.recipe.config.distil, minibatch.loss_mask
         gap = scores.logp.detach() - minibatch.extras[LOGP_TEACHER]
-        return TermLoss({}, {"distil/kl_sampled": mean_metric(gap, minibatch.loss_mask)})
+        metrics = {"distil/kl_sampled": mean_metric(gap, mask)}
+        if not settings.divergence:
+            return TermLoss({}, metrics)
+        divergence = self.divergence(policy, minibatch)
+        loss = settings.divergence * token_mean(divergence, mask, counts)
+        return TermLoss({"loss/distillation": loss}, metrics | {"distil/divergence": mean_metric(divergence, mask)})
+
+    def divergence(self, policy: nn.Module, rollouts: Rollouts) -> Tensor:
+        """Exact divergence (B, T) from the teacher; 0 where nothing is trained."""
+        recipe = self.recipe
+        inputs, _, place = recipe.scored_chunks(rollouts)
+        temperature = recipe.config.acting.temperature
+        with torch.no_grad():
+            others = recipe.teacher("distributions", inputs, temperature)
+        return recipe.spread(policy("divergence_from", inputs, others, recipe.config.distil.beta, temperature), *place)
 
     def formula(self) -> str:
         """Formula of the advantages."""
         settings = self.recipe.config.distil
         own = f"{settings.task:g} A_it + " if settings.task else ""
-        return f"distillation, with q = the teacher:\n     A_it <- {own}{settings.reward:g} (log q_it - logp_old_it)"
+        found = f"distillation, with q = the teacher:\n     A_it <- {own}{settings.reward:g} (log q_it - logp_old_it)"
+        exact = f"\n          + {settings.divergence:g} * mean D(p, q; beta {settings.beta:g})"
+        return found + exact if settings.divergence else found
+
+
+def check_divergence(policy: ActionPolicy, beta: float) -> None:
+    """Refuse an exact divergence that the policy's decisions do not have; raises UserError."""
+    if policy.mixes is None:
+        raise UserError(
+            f"distil.divergence compares whole distributions, which a {type(policy).__name__} does not have for its "
+            "decisions; use a policy of tokens or Gaussian actions, or distil.reward alone"
+        )
+    if not policy.mixes and beta not in (0.0, 1.0):
+        raise UserError(
+            f"distil.beta is {beta:g}, but mixtures of two policies' actions have no exact divergence; use 0 or 1"
+        )
 
 
 def check_teacher(teacher: ActionPolicy, policy: ActionPolicy) -> None:
@@ -151,8 +195,8 @@ def check_teacher(teacher: ActionPolicy, policy: ActionPolicy) -> None:
             f"teacher is a {type(teacher).__name__}, the policy a {type(policy).__name__}: their decisions have "
             "different forms; use policies of one kind"
         )
-    for name in ("chunk", "action_size", "decisions"):
-        own, other = getattr(policy, name), getattr(teacher, name)
+    for name in ("chunk", "action_size", "decisions", "tokenizer"):
+        own, other = getattr(policy, name, None), getattr(teacher, name, None)
         if own != other:
             raise UserError(
                 f"teacher.{name} is {other}, the policy's {own}: the teacher cannot score the policy's decisions; use "

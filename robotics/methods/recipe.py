@@ -326,28 +326,32 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Log-probability and entropy of each decision, at the sampling temperature."""
+        inputs, decisions, place = self.scored_chunks(rollouts)
+        temperature = self.config.acting.temperature
+        means = self.old.means(inputs, decisions) if self.old is not None and "kl_old" in outputs else None
+        logp, entropy = policy("log_probs", inputs, decisions, temperature)
+        found = PolicyOutputs(self.spread(logp, *place))
+        if means is not None:
+            moved = policy("divergence", inputs, decisions, means, temperature)
+            found = dataclasses.replace(found, kl_old=self.spread(moved, *place))
+        if "entropy" not in outputs:
+            return found
+        if entropy is None:
+            raise UserError("the objective needs entropies, which log_probs of this policy does not return beside logp")
+        return dataclasses.replace(found, entropy=self.spread(entropy, *place))
+
+    def scored_chunks(self, rollouts: Rollouts) -> tuple[PolicyInputs, Tensor, tuple[Tensor, Tensor, Tensor, int]]:
+        """Inputs and decisions (M, ...) of the chunks that count, and their places for `spread`."""
         payload = EpisodePayload.of(rollouts)
         rows, chunks = _chunks_that_count(payload, rollouts.host.mask, self.policy, self.config.logp_level)
         if not len(rows):  # all failed; one masked chunk is scored, for a loss with a gradient
             rows = chunks = torch.zeros(1, dtype=torch.int64)
         groups = rollouts.host.group[rows].tolist()
         rows, chunks = to_device(rows, rollouts.mask.device), to_device(chunks, rollouts.mask.device)
-        inputs = _inputs(payload, groups, rows, chunks)
-        decisions, temperature = payload.decisions[rows, chunks], self.config.acting.temperature
         place = (rows, chunks, payload.steps, rollouts.mask.shape[1])
-        means = self.old.means(inputs, decisions) if self.old is not None and "kl_old" in outputs else None
-        logp, entropy = policy("log_probs", inputs, decisions, temperature)
-        found = PolicyOutputs(self._spread(logp, *place))
-        if means is not None:
-            moved = policy("divergence", inputs, decisions, means, temperature)
-            found = dataclasses.replace(found, kl_old=self._spread(moved, *place))
-        if "entropy" not in outputs:
-            return found
-        if entropy is None:
-            raise UserError("the objective needs entropies, which log_probs of this policy does not return beside logp")
-        return dataclasses.replace(found, entropy=self._spread(entropy, *place))
+        return _inputs(payload, groups, rows, chunks), payload.decisions[rows, chunks], place
 
-    def _spread(self, values: Tensor, rows: Tensor, chunks: Tensor, steps: Tensor, width: int) -> Tensor:
+    def spread(self, values: Tensor, rows: Tensor, chunks: Tensor, steps: Tensor, width: int) -> Tensor:
         """(M, D) values of chunks as (B, T) decisions."""
         if self.config.logp_level == "chunk":
             executed_mask = self.policy.executed_mask(steps[rows, chunks])

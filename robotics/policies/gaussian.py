@@ -95,6 +95,7 @@ class GaussianActionPolicy(EncodedPolicy, ActionPolicy):
 
     kind = "gaussian"
     config_class = GaussianPolicyConfig
+    mixes = False
 
     def __init__(self, config: GaussianPolicyConfig, vocabulary: Vocabulary, seed: int = 0) -> None:
         super().__init__()
@@ -144,6 +145,21 @@ class GaussianActionPolicy(EncodedPolicy, ActionPolicy):
             raise ValueError(f"decisions have the shape {tuple(decisions.shape)}; expected {expected}")
         mean, log_std = self.gaussian(batch, temperature)
         return score_gaussian(decisions.to(mean), mean, log_std)
+
+    def distributions(self, batch: PolicyInputs, temperature: float = 1.0) -> Tensor:
+        """Means and log standard deviations (2, B, K, D) float32."""
+        return torch.stack(self.gaussian(batch, temperature))
+
+    def divergence_from(self, batch: PolicyInputs, others: Tensor, beta: float, temperature: float = 1.0) -> Tensor:
+        """KL (B, K) between the Gaussians of the control steps and others (2, B, K, D); see `mixes`.
+
+        Gradient: into all trainable weights.
+        """
+        own = self.distributions(batch, temperature)
+        (mean, log_std), (other, other_log_std) = (own, others) if beta == 1 else (others, own)
+        variance = (2 * (log_std - other_log_std)).exp()
+        apart = (mean - other).square() * (-2 * other_log_std).exp()
+        return (0.5 * (variance + apart - 1) + other_log_std - log_std).sum(-1)
 
     def bc_loss(
         self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None

@@ -192,6 +192,15 @@ def _tabletop(config: Any, folder: Path) -> Any:
     config.trainer.tasks_per_step, config.trainer.samples_per_task = 2, 2
     if hasattr(config, "latent"):
         config.latent.options = {}
+    if hasattr(config, "teacher"):
+        options = {"bins": 16, "encoder": encoder | {"width": 64}}
+        config.teacher = dataclasses.replace(config.model, options=options)
+    return config
+
+
+def _exact_teacher(config: Any, folder: Path) -> Any:
+    config = _randomised(config, folder)
+    config.distil.divergence = 1.0
     return config
 
 
@@ -329,6 +338,7 @@ VARIANTS = [
     Variant(("papo.",), {"papo.entropy_policy": 0.1}),
     Variant(("distil.",), {"distil.divergence": 1.0, "distil.on_policy": 0.5}, ("distil",)),
     Variant(("teacher.",), _frozen_teacher, ("distil",)),
+    Variant(("distil.", "sim.", "data.", "evaluation."), _exact_teacher, ("robot_distil",)),
     Variant(("steering.",), {"steering.entropy": 4.0, "steering.rows": 2, "trainer.steps": 3}, ("arbitrary_entropy",)),
     Variant(("segment.",), SEGMENTS, ("segment",)),
     Variant(("segment.",), SEGMENTS | {"segment.kind": "tree", "segment.tokens": 2}, ("segment",)),

@@ -21,6 +21,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from mmrl.core.blocks.divergence import generalized_jsd
 from mmrl.errors import UserError
 from mmrl.runs.checkpoint import check_model
 from mmrl.runs.export import model_folder
@@ -28,7 +29,7 @@ from robotics.policies.base.action_tokens import ActionTokenizer, draw_tokens, s
 from robotics.policies.base.saved import read_config
 from robotics.policies.base.statistics import ActionRange, ActionStatistics, StateStatistics
 
-CALLABLE = ("act", "log_probs", "bc_loss", "means", "divergence")
+CALLABLE = ("act", "log_probs", "bc_loss", "means", "divergence", "distributions", "divergence_from")
 INPUT_SHAPES = {
     "images": "(B, H, W, 3)",
     "state": "(B, S)",
@@ -147,6 +148,11 @@ class ActionPolicy(nn.Module, ABC):
     has_means: bool = False
     """Whether decisions are Gaussians of fixed noise, with `means(batch, decisions)` and `divergence(batch, decisions,
     means_old, temperature)`, the exact divergence (B, T) from those of the means `means_old`."""
+    mixes: bool | None = None
+    """None where decisions have no distribution that the observation alone gives. Otherwise there are
+    `distributions(batch, temperature)` and `divergence_from(batch, others, beta, temperature)`, the exact divergence
+    (B, T) from those of another policy of the kind: KL(others || own) with beta 0, KL(own || others) with 1; whether
+    betas between, Jensen-Shannon divergences, are exact, too."""
     statistics: ActionStatistics | None = None
     """Statistics that normalised the actions that it was cloned from; saved with the policy, applied outside it."""
 
@@ -238,7 +244,7 @@ class ActionPolicy(nn.Module, ABC):
         return (torch.arange(self.decisions, device=steps.device) < steps[..., None] * each).float()
 
     def forward(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call a method in `CALLABLE` by name; those with `has_means` have the last two."""
+        """Call a method in `CALLABLE` by name; which have the last four, `has_means` and `mixes` say."""
         if method not in CALLABLE:
             raise ValueError(f"a policy has no method {method!r} to call; available: {', '.join(CALLABLE)}")
         return getattr(self, method)(*arguments, **options)
@@ -256,6 +262,8 @@ class TokenPolicy(ActionPolicy):
 
     Source: OpenVLA-OFT, arXiv 2502.19645 (parallel decoding); HL-Gauss, arXiv 2403.03950 (Gaussian target).
     """
+
+    mixes = True
 
     def __init__(
         self, tokenizer: ActionTokenizer, chunk: int, action_size: int, smoothing: float = 0.0, spread: float = 0.0
@@ -280,6 +288,18 @@ class TokenPolicy(ActionPolicy):
     def log_probs(self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Score decisions; decisions are (B, T) int64 tokens."""
         return score_tokens(self.logits(batch), decisions, temperature)
+
+    def distributions(self, batch: PolicyInputs, temperature: float = 1.0) -> Tensor:
+        """Log-probabilities of every token (B, T, bins) float32."""
+        check_temperature(temperature)
+        return (self.logits(batch).float() / temperature).log_softmax(-1)
+
+    def divergence_from(self, batch: PolicyInputs, others: Tensor, beta: float, temperature: float = 1.0) -> Tensor:
+        """Divergence (B, T) from the tokens of another policy; see `mixes` and `generalized_jsd`.
+
+        Gradient: into all trainable weights.
+        """
+        return generalized_jsd(self.distributions(batch, temperature), others, beta)
 
     def bc_loss(
         self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
