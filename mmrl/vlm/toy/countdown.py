@@ -42,6 +42,7 @@ def build_problems(
     split: str = "train",
     operands: Sequence[int] = (2, 3),
     largest: int = 20,
+    bare: float = 0.0,
     seed: int = 0,
 ) -> Path:
     """Write problems with a worked answer each.
@@ -54,6 +55,7 @@ def build_problems(
         split: "train" or "test", which are disjoint.
         operands: how many numbers a problem has, drawn evenly.
         largest: largest given number.
+        bare: share of the worked answers without their steps.
         seed: seed of everything drawn.
 
     Returns:
@@ -63,7 +65,13 @@ def build_problems(
         ValueError: unknown split, fewer than two numbers, numbers whose sum may be above 99, or no further held-out
             problem, which are all different.
     """
-    return _write(Path(path), count, _problems(split, operands, largest, seed))
+    next_problem, rng = _problems(split, operands, largest, seed), np.random.default_rng([seed, 2])
+
+    def make_row() -> dict[str, Any]:
+        row = next_problem()
+        return row | {"completion": _worked([], row["answer"])} if rng.random() < bare else row
+
+    return _write(Path(path), count, make_row)
 
 
 def build_contrasts(path: str | Path, **options: Any) -> Path:
@@ -122,6 +130,13 @@ def solves(
     """
     rows = zip(prompts, completions, numbers, target, strict=True)
     return [float(_is_solution(read_answer(said, asked), given, goal)) for asked, said, given, goal in rows]
+
+
+def length(
+    prompts: Sequence[Chat], completions: Sequence[Chat], *, completion_lengths: Sequence[int], longest: int, **_: Any
+) -> list[float]:
+    """Tokens of the responses as a share of `longest`."""
+    return [number / longest for number in completion_lengths]
 
 
 def shuffled_solves(prompts: Sequence[Chat], completions: Sequence[Chat], **columns: Any) -> list[float]:
@@ -236,7 +251,8 @@ def _combine(numbers: Sequence[int], operators: Sequence[str]) -> tuple[list[str
 
 
 def _worked(steps: Sequence[str], expression: str) -> str:
-    return f"<think>{' '.join(steps)}</think><answer>{expression}</answer>"
+    thought = f"<think>{' '.join(steps)}</think>" if steps else ""
+    return f"{thought}<answer>{expression}</answer>"
 
 
 def _is_held_out(problem: str) -> bool:
