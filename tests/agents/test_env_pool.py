@@ -194,6 +194,29 @@ def test_counts_and_tracebacks_belong_to_the_run(tmp_path):
     assert [name for name in metrics if describe_metric(name) is None] == []
 
 
+def test_environments_in_this_process(tmp_path):
+    with EnvPool(config(workers=2, isolate=False), tmp_path) as pool:
+        begun = pool.reset(tasks("well", "well"))
+        assert [begun[row].info["pid"] for row in (0, 1)] == [os.getpid()] * 2
+        turns = pool.step({0: Action("raise"), 1: Action("go")})
+        assert (turns[0].failure.kind, turns[0].failure.reason) == ("raised", "ValueError: the door is stuck")
+        assert (turns[1].reward, pool.live) == (1.0, [1])
+        assert pool.step({1: Action("nan")})[1].failure.kind == "malformed"
+        assert pool.reset({0: AgentTask("again", {}, 5)})[0].observation.text == "seed 5"
+        first = pool.step({0: Action("go")})[0].observation.images[0]
+        pool.step({0: Action("go")})
+        assert (first == 1).all()
+        never = pool.reset(tasks("never"))[0]
+        assert never.failure.reason == "RuntimeError: cannot begin, ever"
+        assert (pool.counts["raised"], pool.counts["restarted"], pool.memory_mb()) == (4, 3, 0)
+        with pytest.raises(UserError, match=r"^there is no task 'unknown'; there is: well"):
+            pool.reset(tasks("unknown"))
+    with pytest.raises(UserError, match="variables and memory_mb are for processes"):
+        EnvPool(config(isolate=False, memory_mb=100.0))
+    with pytest.raises(RunError, match=r"did not start; it raised: OSError: no licence found"):
+        EnvPool(config("broken", isolate=False))
+
+
 def test_processes_end_with_the_pool():
     pool = EnvPool(config())
     (pid,) = pool.processes()

@@ -39,6 +39,7 @@ CANNOT = {
     "FeatureConfig.memory_mb": "memory",
     "FeatureConfig.cache": "a path",
     "EnvironmentConfig.workers": "speed",
+    "EnvironmentConfig.isolate": "where an environment runs",
     "SimConfig.workers": "speed",
     **dict.fromkeys(
         (

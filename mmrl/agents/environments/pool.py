@@ -22,11 +22,13 @@ from typing import Any, Self
 
 from omegaconf import MISSING
 
+from mmrl.agents.environments.env_service import make
 from mmrl.agents.environments.environment import Action, MalformedError, Observation, unpack_outcome
 from mmrl.agents.environments.tasks import AgentTask
 from mmrl.errors import RunError, UserError
 from mmrl.fields import bounded, check_config, rare
 from mmrl.workers.engine import FailureLog, WorkerFailure, WorkerSpec, one_line
+from mmrl.workers.in_process import InProcessEngine
 from mmrl.workers.pool import WorkerPool
 from mmrl.workers.slots import Answer, Request
 from mmrl.workers.wire import decode, encode
@@ -48,6 +50,10 @@ class EnvironmentConfig:
     """Keyword arguments of mmrl.agents.environments.gym.GymEnvironment, where the factory makes a gymnasium.Env."""
     workers: int = bounded(2, at_least=1)
     """Parallel environments of each training process, each in a separate process."""
+    isolate: bool = True
+    """Whether environments run in processes of their own. Without, all run in the training process one after the other,
+    which is faster where an action takes less than a millisecond or they share a browser; limits of time and memory
+    do not hold, and one that hangs or ends its process takes the run with it."""
     variables: dict[str, str] = rare(field(default_factory=dict))
     """Environment variables of the processes, on top of this one's."""
     start_timeout_s: float = rare(bounded(180.0, above=0, finite=True))
@@ -72,6 +78,8 @@ class EnvironmentConfig:
                 json.dumps(getattr(self, name), allow_nan=False)
             except (TypeError, ValueError, RecursionError) as error:
                 raise UserError(f"environment.{name} must be JSON: {error}") from None
+        if not self.isolate and (self.variables or self.memory_mb is not None):
+            raise UserError("environment.variables and memory_mb are for processes; remove them, or isolate: false")
 
     def worker_spec(self) -> WorkerSpec:
         """Settings with which a process is started."""
@@ -126,7 +134,9 @@ class EnvPool:
         check_config(config, "environment")
         self._config, self.factory = config, config.factory
         goal = f"episode of {config.factory} that came to its end"
-        self._pool = WorkerPool(config.worker_spec(), config.workers, max_restarts=config.max_restarts, goal=goal)
+        engine = None if config.isolate else InProcessEngine(make)
+        spec, restarts = config.worker_spec(), config.max_restarts
+        self._pool = WorkerPool(spec, config.workers, engine=engine, max_restarts=restarts, goal=goal)
         self.failures = FailureLog(config.factory, folder)
         """Reasons of failures, counted; each is logged once."""
         self._live: set[int] = set()

@@ -10,11 +10,13 @@ import asyncio
 import atexit
 import contextlib
 import importlib.util
+import math
 import os
 import shutil
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +39,8 @@ INSTALL_BROWSER = (
     "sudo apt-get install -y --no-install-recommends chromium fonts-dejavu-core fonts-liberation "
     f"(or install Chrome, or set {EXECUTABLE_VARIABLE} to the browser's program)"
 )
+WATCH_SECONDS = 0.1
+"""Seconds between two looks at the time that a call has taken."""
 INSTALL_PACKAGE = "pip install 'mmrl-suite[gui]'"
 ARGUMENTS = (
     "--no-sandbox",  # containers have no user namespaces for it; pages are local files, and offline
@@ -89,6 +93,7 @@ class Browser:
         self._playwright: Any = None
         self._browser: Any = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._deadline, self._ended = math.inf, threading.Event()
         self._program = require_chromium(self.settings.executable)
         self._start()
 
@@ -141,17 +146,14 @@ class Browser:
         """
         from playwright.sync_api import Error
 
-        limit_s = 2 * self.settings.timeout_s
-        timer = threading.Timer(limit_s, self.kill)
-        timer.daemon = True
-        timer.start()
+        outer, self._deadline = self._deadline, time.monotonic() + 2 * self.settings.timeout_s
         try:
             yield
         except Error as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise BrowserFailure(f"{what} failed: {reason}") from error
         finally:
-            timer.cancel()
+            self._deadline = outer
 
     def kill(self) -> None:
         """Kill the browser's process, as an out-of-memory killer would."""
@@ -186,10 +188,19 @@ class Browser:
             raise BrowserFailure(f"{self._program} did not start: {reason}") from error
         self.generation += 1
         self.pages = 0
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, args=(self._ended,), daemon=True).start()
+
+    def _watch(self, ended: threading.Event) -> None:
+        """Kill the browser at the end of the time of a call; a timer for each call would cost more than a click."""
+        while not ended.wait(WATCH_SECONDS):
+            if time.monotonic() > self._deadline:
+                self.kill()
 
     def close(self) -> None:
         """End the browser."""
         # Closing a browser that hangs would hang as well; a killed one loses nothing.
+        self._ended.set()
         self._open_contexts.clear()
         self.kill()
         self.pid = 0

@@ -214,10 +214,16 @@ class Element:
 
 def read_elements(page: GuardedPage) -> list[Element]:
     """The controls of a page in document order, invisible ones included, with boxes in pixels of the screenshot."""
-    entries: list[dict[str, Any]] = json.loads(page.evaluate(_script()))
-    return [Element(**entry | {"box": Box(*(edge * page.scale for edge in entry["box"]))}) for entry in entries]
+    return parse_elements(page.evaluate(read_script()), page.scale)
+
+
+def parse_elements(answer: str, scale: float = 1.0) -> list[Element]:
+    """The controls in an answer of `read_script`, with boxes in pixels of a screenshot with a scale."""
+    entries: list[dict[str, Any]] = json.loads(answer)
+    return [Element(**entry | {"box": Box(*(edge * scale for edge in entry["box"]))}) for entry in entries]
 
 
 @cache
-def _script() -> str:
+def read_script() -> str:
+    """The JavaScript function that reads the controls of a document, as JSON."""
     return Path(__file__).with_name("read_elements.js").read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from random import Random
 from typing import Any
 
@@ -17,9 +18,21 @@ TABS: dict[str, dict[str, tuple[str, ...]]] = {
 
 def make(draw: Random, sub_goals: int, distractors: int) -> Case:
     """A case; distractors are further tabs."""
-    names = draw.sample(sorted(TABS), min(len(TABS), 1 + distractors))
+    return _make(draw, sub_goals, distractors, TABS)
+
+
+def make_switches(draw: Random, sub_goals: int, distractors: int) -> Case:
+    """A case whose options are all switches, two in each tab."""
+    switches = {tab: {name: () for name, values in options.items() if not values} for tab, options in TABS.items()}
+    return _make(draw, sub_goals, distractors, switches)
+
+
+def _make(
+    draw: Random, sub_goals: int, distractors: int, all_tabs: Mapping[str, Mapping[str, tuple[str, ...]]]
+) -> Case:
+    names = draw.sample(sorted(all_tabs), min(len(all_tabs), 1 + distractors))
     tabs: list[dict[str, Any]] = [
-        {"name": name, "options": [_option(draw, *entry) for entry in TABS[name].items()]} for name in names
+        {"name": name, "options": [_option(draw, *entry) for entry in all_tabs[name].items()]} for name in names
     ]
     options = [(tab["name"], option) for tab in tabs for option in tab["options"]]
     chosen = draw.sample(options, min(sub_goals, len(options)))
