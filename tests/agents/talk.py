@@ -33,3 +33,10 @@ class Talk:
         image = np.full((56, 56, 3), 30 * self.seed % 256, np.uint8)
         image[: 8 + len("".join(self.said)) % 40] = 240
         return {"image": image, "text": f"{len(self.said)} said"}
+
+
+class Failing(Talk):
+    """Talk in which no episode succeeds."""
+
+    def step(self, action):
+        return *super().step(action), {"success": False}

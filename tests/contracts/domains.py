@@ -146,7 +146,8 @@ def _vlm(name: str, folder: Path) -> Any:
     if hasattr(config, "critique"):  # whose tiny critics judge all alike: revisions tell them apart
         config.rewards = [RewardConfig(name="tests/vlm/user_reward.py:rarely", isolate=False)]
         config.critique.discrimination_steps, config.trainer.tasks_per_step = 0, 4
-        config.evaluation.revision = RevisionConfig(critique_template="{{ question }} {{ answer }}?")
+        config.evaluation.samples = 0
+        config.evaluation.revision = RevisionConfig(critique_template="{{ answer }}! {{ question }}")
     if name == "online_preference":
         config.trainer.samples_per_task = 2
     if name == "preference":
@@ -228,6 +229,7 @@ def _agents(name: str, folder: Path) -> Any:
     )
     if hasattr(config, "revision"):
         config.revision.thought = ""  # which this format has none of
+        config.evaluation.sampler.max_new_tokens = 4
     if hasattr(config, "branching"):
         config.branching.initial = 1  # of the three
     if hasattr(config, "digirl"):

@@ -42,7 +42,7 @@ class Variant:
 _KEPT: list[Any] = []  # folders that are deleted with the process
 IMAGES = tuple(name for name, entry in RECIPES.items() if entry.target.startswith("diffusion."))
 EDITORS = tuple(name for name in IMAGES if name not in ("diffusion_dpo", "flow_pretrain"))
-ROBOTS = ("robot_grpo", "robot_ppo", "srpo", "robot_clone")
+ROBOTS = ("robot_grpo", "robot_ppo", "robot_distil", "srpo", "robot_clone")
 EXACT_KL = {"kind": "full", "coef": 0.1}
 KL = {"kind": "k3", "coef": 0.1}
 MOVING_WINDOW = {
@@ -54,6 +54,8 @@ MOVING_WINDOW = {
 }
 PROBED = {"augmentation.measure": "probe", "augmentation.traces": 8, "trainer.tasks_per_step": 4}
 """Of so many questions one is hard, and of so many traces one is better, whatever the tiny model answers."""
+SHORT_CRITIQUES = {"sampler.max_new_tokens": 1, "trainer.tasks_per_step": 6, "trainer.samples_per_task": 16}
+"""A few of so many are a punctuation mark, which finds no fault."""
 TINY_ENCODER = {"width": 32, "heads": 2, "layers": 1, "channels": 8, "keypoints": 4}
 
 
@@ -188,6 +190,8 @@ def _tabletop(config: Any, folder: Path) -> Any:
         config.demonstrations.path = str(_tabletop_demonstrations())
         config.demonstrations.camera = "front"
         return config
+    if hasattr(config, "teacher"):
+        config.teacher = copy.deepcopy(config.model)
     config.data = EpisodeSetConfig(tasks=["reach"], layouts=20)
     config.trainer.tasks_per_step, config.trainer.samples_per_task = 2, 2
     if hasattr(config, "latent"):
@@ -240,6 +244,12 @@ def _vlm_policy(config: Any, folder: Path) -> Any:
 
     config = _tabletop(config, folder) if hasattr(config, "data") else config
     config.model = ActionPolicyConfig(kind="vlm", chunk=2, options={"vlm": {"path": str(tiny_vlm())}})
+    return config
+
+
+def _failing(config: Any, folder: Path) -> Any:
+    config.environment.factory = config.environment.factory.replace(":Talk", ":Failing")
+    config.revision.attempts = 1  # of several the worst says nothing
     return config
 
 
@@ -343,6 +353,7 @@ VARIANTS = [
     Variant(("segment.",), SEGMENTS, ("segment",)),
     Variant(("segment.",), SEGMENTS | {"segment.kind": "tree", "segment.tokens": 2}, ("segment",)),
     Variant(("contrast.",), {"contrast.unfinished": None}, ("contrastive",)),
+    Variant(("critique.gain",), SHORT_CRITIQUES, ("critique_rl",)),
     Variant(("scaffold.",), _rarely_right, ("scaffolded",)),
     Variant(("teachers.",), _several_teachers, ("multi_teacher",)),
     Variant(("augmentation.",), PROBED),
@@ -356,9 +367,15 @@ VARIANTS = [
         {"objective.preset": "inpo", "online.extrapolation": 0.5, "trainer.steps": 4},
         ("online_preference",),
     ),
-    Variant(("objective.likelihood.",), {"objective.likelihood": {"kind": "nll", "coef": 0.1}}, ("online_preference",)),
+    Variant(
+        ("objective.likelihood.",),
+        {"objective.likelihood": {"kind": "nll", "coef": 0.1}, "sampler.stop": list("aeiount")},
+        ("online_preference",),
+    ),
     Variant(("max_side_tokens",), {"max_side_tokens": 20}),
     Variant(("grounding.",), {"grounding.think": True}),
+    # masked-diffusion language models
+    Variant(("likelihood.",), {"objective.preset": "bgpo"}, ("masked",)),
     # frames of videos
     Variant(("answerer.",), _answerer, ("tspo",)),
     Variant(("answerer.", "objective.", "system_prompt"), _trained_answerer, ("tspo",)),
@@ -369,6 +386,7 @@ VARIANTS = [
     Variant(("digirl.",), {"digirl.advantage": "code", "digirl.threshold": "auto"}),
     Variant(("digirl.",), {"digirl.quantile": 0.5, "digirl.threshold": "auto"}),
     Variant(("objective.",), {"warmup_updates": 0}, ("vl_dac", "vl_dac_repo")),
+    Variant(("revision.",), _failing, ("agent_revision",)),
     Variant(("branching.",), {"branching.weight": 100.0}),  # the entropies of the tiny model hardly differ
     # images
     Variant(("data.", "eval_data.<name>."), _prompt_table, IMAGES),

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from mmrl.files import write_atomically
+from mmrl.recipes import RECIPES
 
 FOLDER = Path(__file__).parent
 FILE = FOLDER / "record.json"
@@ -42,11 +43,14 @@ def read_record() -> dict[str, dict[str, float]]:
     return json.loads(FILE.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
+def samples(recipe: str) -> bool:
+    """Whether a recipe samples, so that workers can."""
+    return "rollers" in RECIPES[recipe].load_config_class().__dataclass_fields__
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the tests, one recipe after the other."""
     import pytest
-
-    from mmrl.recipes import RECIPES
 
     parser = argparse.ArgumentParser(prog="python -m tests.contracts.record", description=__doc__.partition("\n")[0])
     parser.add_argument("ways", nargs="*", metavar="WAY", help=", ".join(TESTS))  # Python 3.11 refuses none of choices
@@ -55,8 +59,10 @@ def main(argv: list[str] | None = None) -> int:
     if unknown := set(given.ways) - TESTS.keys():
         parser.error(f"unknown {', '.join(sorted(unknown))}; there are {', '.join(TESTS)}")
     os.environ[WRITING] = "1"
-    chosen = [f"{FOLDER / TESTS[way]}" for way in given.ways or TESTS]
-    names = [f"{test}[{name}]" for name in given.recipe or () for test in chosen]
+    ways = given.ways or TESTS
+    chosen = [f"{FOLDER / TESTS[way]}" for way in ways]
+    pairs = [(way, name) for name in given.recipe or () for way in ways if way != "workers" or samples(name)]
+    names = [f"{FOLDER / TESTS[way]}[{name}]" for way, name in pairs]
     return int(pytest.main(["-m", "", "-p", "no:cacheprovider", *(names or chosen)]))
 
 

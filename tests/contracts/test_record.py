@@ -33,6 +33,10 @@ def test_named_ways_run_alone(run_tests):
     assert only.endswith(f"{record.TESTS['label'].removeprefix('../')}[vlm]")
 
 
+def test_what_samples_nothing_has_no_workers(run_tests):
+    assert [name.count("workers") for name in run_tests("--recipe", "sft")] == [0] * (len(record.TESTS) - 1)
+
+
 def test_an_unknown_way_is_named_with_those_there_are(run_tests, capsys):
     with pytest.raises(SystemExit):
         run_tests("four")

@@ -21,12 +21,12 @@ from mmrl.training.ray_rollers import RayCrew
 from mmrl.training.rollers import Dealer, TrialUnit
 from mmrl.training.run import evaluate
 from mmrl.training.settings import RollersConfig
-from tests.contracts.record import main, note
+from tests.contracts.record import main, note, samples
 from tests.contracts.test_two_processes import make, train
 from tests.training.test_rollers import Ahead
 
 pytestmark = pytest.mark.slow
-SAMPLED = [name for name, entry in RECIPES.items() if "rollers" in entry.load_config_class().__dataclass_fields__]
+SAMPLED = [name for name in RECIPES if samples(name)]
 WORKERS = 2
 BY_THE_CLOCK = ("time/", "memory/", "tokens/per_second", "rollers/", "cost/seconds")
 SHARED_WORK = 1e-4

@@ -100,7 +100,7 @@ class CritiqueSettings:
 
 def revising_evaluation() -> CriticEvaluationConfig:
     """Options of evaluations that measure revisions."""
-    return CriticEvaluationConfig(revision=RevisionConfig())
+    return CriticEvaluationConfig(revision=RevisionConfig(), samples=0)
 
 
 @dataclass
@@ -117,8 +117,14 @@ class CritiqueRlConfig(VlmConfig):
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
-        if self.evaluation.revision is None:
+        own = self.evaluation
+        if own.revision is None:
             raise ValueError("evaluation.revision is empty; its reasoner and templates are those of training too")
+        if not own.greedy or own.samples or own.temperature != 1 or own.by or own.self_critic or own.revision.splits:
+            raise ValueError(
+                "evaluation measures the likeliest answers, before and after revision, on all of eval_data; leave out "
+                "greedy, samples, temperature, by, self_critic and revision.splits"
+            )
 
 
 @dataclass

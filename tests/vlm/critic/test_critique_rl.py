@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -10,7 +11,13 @@ from mmrl.fields import check_config
 from mmrl.rewards import RewardConfig
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
-from mmrl.vlm.critic.critique_rl import CritiqueRlConfig, CritiqueRlRecipe, critique_reward, read_verdict
+from mmrl.vlm.critic.critique_rl import (
+    CritiqueRlConfig,
+    CritiqueRlRecipe,
+    critique_reward,
+    read_verdict,
+    revising_evaluation,
+)
 from mmrl.vlm.critic.revision import RevisionConfig
 from mmrl.vlm.data.prompt import VlmPayload
 from tests.golden.numbers import assert_agrees, load
@@ -52,6 +59,7 @@ def test_both_stages_score_critiques_of_the_answers(tmp_path, tiny_folders, monk
     config = run_config(CritiqueRlConfig, tmp_path, tiny_folders["qwen2_5_vl"], tasks_per_step=2)
     config.eval_data, config.rewards = {}, [LETTERS]
     config.evaluation.revision = RevisionConfig(critique_template="{{ question }} {{ answer }}?")
+    config.evaluation.samples = 0
     config.critique.discrimination_steps = 1
     check_config(config, "")
     recipe = CritiqueRlRecipe(config)
@@ -78,3 +86,16 @@ def right(answers):
     from mmrl.rewards import RewardResult
 
     return [1.0] * len(answers), RewardResult([1.0] * len(answers), {})
+
+
+CHANGES = [{"greedy": False, "samples": 1}, {"samples": 2}, {"temperature": 0.5}, {"by": ["a"]}]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_protocols_of_other_evaluations_are_refused(change, tmp_path, tiny_folders):
+    config = run_config(CritiqueRlConfig, tmp_path, tiny_folders["qwen2_5_vl"])
+    config.rewards, config.evaluation = [LETTERS], revising_evaluation()
+    config.validate()
+    config.evaluation = dataclasses.replace(config.evaluation, **change)
+    with pytest.raises(ValueError, match="before and after revision"):
+        config.validate()
