@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from mmrl.compare.commands import add_compare_arguments, add_reproduce_arguments, compare, reproduce
+from mmrl.entries import load_target
 from mmrl.errors import UserError, require_packages
 from mmrl.listings import in_columns
 
@@ -288,6 +289,11 @@ def gui(args: argparse.Namespace) -> int:
     return int(args.run_gui(args, say))  # of the table in `mmrl.gui.commands`
 
 
+def watch(args: argparse.Namespace) -> int:
+    """Follow runs or a comparison live: a page on this machine, or text in the terminal."""
+    return int(load_target("mmrl.watch.command:run")(args, say))
+
+
 def select(args: argparse.Namespace) -> int:
     """Choose the training tasks that a configuration's agent solves sometimes, and write them as a task file."""
     from mmrl.agents.selection import TaskSelector, measure_tasks, open_agent, write_tasks
@@ -460,6 +466,7 @@ COMMANDS: dict[str, Command] = {
     "report": Command(report, _add_report_arguments, "look at results"),
     "compare": Command(compare, add_compare_arguments, "look at results"),
     "reproduce": Command(reproduce, add_reproduce_arguments, "look at results"),
+    "watch": Command(watch, lambda parser: load_target("mmrl.watch.command:add_arguments")(parser), "look at results"),
     "export": Command(export, _add_export_arguments, "use results"),
     "serve": Command(serve, _add_serve_arguments, "use results", takes_overrides=True),
     "list": Command(list_entries, _add_list_arguments, "look something up"),
@@ -468,6 +475,6 @@ COMMANDS: dict[str, Command] = {
     "schema": Command(schema, _add_schema_arguments, "look something up"),
     "sim": Command(sim, _add_sim_arguments, "simulators and screens"),
     "gui": Command(
-        gui, lambda parser: importlib.import_module("mmrl.gui.commands").add_arguments(parser), "simulators and screens"
+        gui, lambda parser: load_target("mmrl.gui.commands:add_arguments")(parser), "simulators and screens"
     ),
 }

@@ -28,6 +28,7 @@ ROOMS = (
     "mmrl.training",
     "mmrl.report",
     "mmrl.compare",
+    "mmrl.watch",
     "mmrl.hub",
     "mmrl.doctor",
     "mmrl.vlm",

@@ -70,10 +70,15 @@ def plan_arm_run(
     if experiment.sweep is not None:
         overrides += dotted_overrides({experiment.sweep.parameter: value}, output_dir)
         if sweeping:
-            label = f"sweep/{arm}/{re.sub(r'[^A-Za-z0-9_.-]+', '_', str(value))}/seed-{seed}"
+            label = sweep_label(arm, value, seed)
             overrides += dotted_overrides(experiment.sweep.overrides, output_dir)
     config = Path(str(settings.config or experiment.base))
     return RunPlan(label, config, (*overrides, f"seed={seed}"), output_dir / label, metrics, reads)
+
+
+def sweep_label(arm: str, value: Any, seed: int) -> str:
+    """Label of an arm's run with one value of the swept parameter."""
+    return f"sweep/{arm}/{re.sub(r'[^A-Za-z0-9_.-]+', '_', str(value))}/seed-{seed}"
 
 
 def plan_sweep(experiment: ExperimentConfig, output_dir: Path) -> list[RunPlan]:
