@@ -34,10 +34,13 @@ class LikelihoodConfig:
     """Draws of elbo that are backpropagated at a time, so that memory does not grow with their number; 0 is all. It
     needs an objective that sums over decisions (token ratio, token_mean), such as bgpo."""
 
+    per_token: bool = rare(False)
+    """Divide the bounds of elbo by the tokens of an answer, as BGPO's code does."""
+
     def validate(self) -> None:
         """Refuse options of elbo that one_step does not read; raises ConfigError."""
-        if self.kind == "one_step" and (self.draws, self.chunk) != (8, 0):
-            raise ConfigError("likelihood.draws and likelihood.chunk belong to likelihood.kind elbo, not one_step")
+        if self.kind == "one_step" and (self.draws, self.chunk, self.per_token) != (8, 0, False):
+            raise ConfigError("likelihood.draws, chunk and per_token belong to likelihood.kind elbo, not one_step")
 
 
 @dataclass

@@ -21,6 +21,7 @@ trainer_igpo.py and run_igpo.sh.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -95,7 +96,13 @@ class MaskedRecipe(ReplacingRecipe):
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Log-probabilities of tokens or of draws, at temperature 1."""
         level = "draws" if self.config.draws else "one_step"
-        return policy(rollouts, level=level, outputs=outputs)  # type: ignore[no-any-return]
+        found: PolicyOutputs = policy(rollouts, level=level, outputs=outputs)
+        if not (self.config.likelihood.per_token and self.config.draws):
+            return found
+        tokens = VlmPayload.of(rollouts).response_ids.shape[1]
+        return dataclasses.replace(
+            found, logp=found.logp / tokens, entropy=None if found.entropy is None else found.entropy / tokens
+        )
 
     def micro_batches(self, minibatch: Rollouts, rows: int, *, whole_groups: bool) -> Iterator[Rollouts]:
         """Cut the draws of each part, too, where the loss is a sum over them."""

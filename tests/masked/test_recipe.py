@@ -120,6 +120,21 @@ def test_chunks_cut_draws_of_an_update_and_leave_its_denominators(tmp_path):
     recipe.close()
 
 
+def test_bounds_are_those_of_answers_or_of_a_token(tmp_path):
+    found = []
+    for per_token in (False, True):
+        likelihood = LikelihoodConfig(kind="elbo", draws=3, per_token=per_token)
+        objective = ObjectiveConfig(preset="bgpo")
+        recipe = MaskedRecipe(config_of("masked", tmp_path, objective=objective, likelihood=likelihood))
+        rollouts = recipe.rollout(recipe.policy.eval(), recipe.train_tasks[:2], STREAMS, Step())
+        found.append(recipe.scores(recipe.policy, rollouts, frozenset({"logp", "entropy"})))
+        recipe.close()
+    for name in ("logp", "entropy"):
+        torch.testing.assert_close(
+            getattr(found[0], name), rollouts.payload.response_ids.shape[1] * getattr(found[1], name)
+        )
+
+
 def test_hinted_tokens_count_where_the_policy_is_least_sure():
     hinted = torch.tensor([[1.0, 1, 1, 1, 1, 0], [0.0] * 6])
     entropy = torch.tensor([[0.1, 0.9, 0.3, 0.8, 0.2, 0.0], [0.5] * 6])

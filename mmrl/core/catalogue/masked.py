@@ -16,7 +16,7 @@ ROWS = (
         citation="BGPO (boundary-guided), arXiv 2510.11683, eq. of the lower bound",
         verified="yjyddq/DARE at 83ae8a305a53 (port of THU-KEG/BGPO), verl/trainer/ppo/dllm_core_algos.py",
         differs="decisions are the Monte Carlo draws of an answer; log-ratios of a draw are limited to +-20; the "
-        "paper's bound, where the code divides log-likelihoods by the answer's length and clips at 0.2",
+        "paper's bound, where the code divides by the answer's length (likelihood.per_token) and clips at 0.2",
     ),
     Objective(
         "inpainting_guided",
