@@ -6,7 +6,7 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 # after Okabe and Ito: safe for colour-blind readers; lines have a contrast of 3 on light and on dark cards, text of 4.5
 COLOURS = ("#2f88c8", "#d9640f", "#009e73", "#c95f9c", "#8c6bb1", "#aa7c11", "#1b93a5", "#7f7f7f")
-SOLID = 4
-"""Curves of a chart that differ by colour alone; further ones are dashed."""
+MARKERS = "os^DvPX*"
+"""A curve's second mark besides its colour."""
+MARKS = 6
+"""Marks on a curve with more points than that."""
 INK = "#5d656f"
 INK_ON_DARK = "#9aa3ad"
 GRID = "#7b808733"
@@ -58,44 +60,67 @@ def save_png(figure: Figure, path: Path) -> None:
         figure.savefig(draft, format="png", dpi=130)
 
 
-WIDTH = 4.4
-"""Inches of a chart; a card of the page is hardly wider, so that text of 9 points stays readable."""
-LEGEND_CHARACTERS = 60
+WIDTH = 4.0
+"""Inches of a chart: about a card of the page and a phone, so that text of 9 points stays readable."""
+WHOLE_SCALE = 10
+"""Per cent above which a chart of shares reaches from 0 to 100, like its neighbours."""
+LEGEND_CHARACTERS = 55
 """Characters of a row of names above a chart."""
 Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 Estimates = Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]]]
 
 
-def line_chart(series: Series, *, unit: str = "", log_scale: bool = False, smooth: bool = True) -> bytes:
+class Chart(NamedTuple):
+    """A drawing, and where its horizontal axis lies, by which a page shows the values under the pointer."""
+
+    svg: bytes
+    box: tuple[float, ...] = ()
+    """Left, top, width and height of the panels as shares of the drawing."""
+    limits: tuple[float, ...] = ()
+    """Values at the left and right end of the axis."""
+
+
+def line_chart(series: Series, *, unit: str = "", log_scale: bool = False, smooth: bool = True) -> Chart:
     """Curves over steps: the raw values faint, their moving average on top; shares in per cent."""
     figure, axes = _canvas(unit)
     if unit == "%":
         series = {label: (steps, [100 * value for value in values]) for label, (steps, values) in series.items()}
     for place, ((label, (steps, values)), colour) in enumerate(zip(series.items(), colour_cycle(), strict=False)):
+        marker = MARKERS[place % len(MARKERS)]
+        if len(values) < 3:
+            axes.plot(steps, values, color=colour, linewidth=1.8, marker=marker, markersize=4, label=label)
+            continue
+        axes.plot(steps, values, color=colour, alpha=0.28, linewidth=1)
+        every = max(1, len(values) // MARKS)
+        marks: dict[str, Any] = {"marker": marker, "markersize": 4, "markevery": (place * every // len(series), every)}
         average = moving_average(values, max(1, len(values) // 25) if smooth else 1)
-        style: dict[str, Any] = {"marker": "o", "markersize": 4} if len(values) < 3 else {}
-        axes.plot(steps, values, color=colour, alpha=0.28 if len(values) >= 3 else 1.0, linewidth=1, **style)
-        dashes = "-" if place < SOLID else "--"
-        axes.plot(steps, average, dashes, color=colour, linewidth=1.8, label=label)
+        axes.plot(steps, average, color=colour, linewidth=1.8, label=label, **marks)
     everything = np.concatenate([np.asarray(values, dtype=float) for _, values in series.values()])
     if log_scale and (everything[np.isfinite(everything)] > 0).all():
         axes.set_yscale("log")
+    elif unit == "%" and WHOLE_SCALE < np.nanmax(everything) <= 100 and np.nanmin(everything) >= 0:
+        axes.set_ylim(-3, 103)
     _legend_above(figure)
-    return _svg(figure)
+    return _chart(figure)
 
 
-def interval_chart(series: Estimates) -> bytes:
-    """Chart of label to (steps, values, low ends, high ends) as shares, in per cent; NaN ends draw no interval."""
+def interval_chart(series: Estimates, limits: tuple[float, float] | None = None) -> Chart:
+    """Chart of label to (steps, values, low ends, high ends) as shares, in per cent; NaN ends draw no interval.
+
+    Charts that stand side by side get the same `limits`, the ends of the vertical axis as shares.
+    """
     figure, axes = _canvas("%")
-    for (label, (steps, *shares)), colour in zip(series.items(), colour_cycle(), strict=False):
+    for place, ((label, (steps, *shares)), colour) in enumerate(zip(series.items(), colour_cycle(), strict=False)):
         values, low, high = (100 * np.asarray(share, dtype=float) for share in shares)
-        _draw_intervals(axes, steps, values, low, high, colour, label)
+        _draw_intervals(axes, steps, values, low, high, colour, label, MARKERS[place % len(MARKERS)])
+    if limits is not None:
+        axes.set_ylim(100 * limits[0], 100 * limits[1])
     if len(series) > 1:
         _legend_above(figure)
-    return _svg(figure)
+    return _chart(figure)
 
 
-def panel_chart(series: Estimates, x_label: str = "step") -> bytes:
+def panel_chart(series: Estimates, x_label: str = "step") -> Chart:
     """Chart of label to (positions, values, low ends, high ends): one panel each, over a shared horizontal axis."""
     from matplotlib.figure import Figure
 
@@ -108,18 +133,20 @@ def panel_chart(series: Estimates, x_label: str = "step") -> bytes:
         _draw_intervals(axes, positions, values, low, high, colour, label)
         axes.set_title(label, fontsize=9, color=INK, loc="left")
     panels[-1].set_xlabel(x_label, color=INK)
-    return _svg(figure)
+    return _chart(figure)
 
 
-def stacked_chart(series: Series) -> bytes:
-    """Seconds of parts that add up, over steps."""
+def stacked_chart(series: Series) -> Chart:
+    """Seconds of parts that add up, over steps, the first at the bottom."""
     figure, axes = _canvas("s")
     steps = next(iter(series.values()))[0]
     layers = [np.nan_to_num(moving_average(values, max(1, len(values) // 50))) for _, values in series.values()]
-    axes.stackplot(steps, layers, labels=list(series), colors=colour_cycle()[: len(layers)], alpha=0.75, linewidth=0)
+    axes.stackplot(steps, layers, labels=list(series), colors=colour_cycle()[: len(layers)], alpha=0.75)
     axes.set_ylim(bottom=0)
+    for layer in axes.collections:  # a line between neighbours, whose colours may look alike
+        layer.set(edgecolor=INK, linewidth=0.6)
     _legend_above(figure)
-    return _svg(figure)
+    return _chart(figure)
 
 
 def moving_average(values: Sequence[float], window: int) -> np.ndarray:
@@ -143,9 +170,10 @@ def _draw_intervals(
     high: np.ndarray,
     colour: str,
     label: str,
+    marker: str = "o",
 ) -> None:
     reach = np.nan_to_num(np.maximum([values - low, high - values], 0))
-    look: dict[str, Any] = {"marker": "o", "markersize": 4, "capsize": 3, "linewidth": 1.6}
+    look: dict[str, Any] = {"marker": marker, "markersize": 4.5, "capsize": 3, "linewidth": 1.6}
     axes.errorbar(positions, values, yerr=reach, color=colour, label=label, **look)
 
 
@@ -175,6 +203,15 @@ def _legend_above(figure: Figure) -> None:
         frameon=False,
         labelcolor=INK,
     )
+
+
+def _chart(figure: Figure) -> Chart:
+    svg = _svg(figure)  # which places the panels
+    places = [axes.get_position() for axes in figure.axes]
+    left, right = min(place.x0 for place in places), max(place.x1 for place in places)
+    low, high = min(place.y0 for place in places), max(place.y1 for place in places)
+    box = (left, 1 - high, right - left, high - low)
+    return Chart(svg, tuple(round(float(part), 4) for part in box), tuple(map(float, figure.axes[-1].get_xlim())))
 
 
 def _svg(figure: Figure) -> bytes:

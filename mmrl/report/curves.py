@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import base64
 import fnmatch
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmrl.report.charts import interval_chart, line_chart, panel_chart, stacked_chart
+from mmrl.report.charts import Chart, Series, interval_chart, line_chart, panel_chart, stacked_chart
 from mmrl.report.folder import RunFolder, estimate
+from mmrl.report.names import readable_name, unit_of
 from mmrl.report.tables import JUDGED, UNJUDGED
 from mmrl.runs.metrics import STAGES, STAGES_BETWEEN, label, measured
 from mmrl.runs.statistics import SHARES
@@ -26,7 +28,9 @@ def curves(run: RunFolder) -> list[dict[str, Any]]:
         charts += _by_kind(run, title, chosen)
         names -= set(chosen)
     for family in sorted({name.split("/")[0] for name in names}):
-        charts += _by_kind(run, family, [name for name in sorted(names) if name.split("/")[0] == family])
+        charts += _by_kind(
+            run, readable_name(family).capitalize(), [name for name in sorted(names) if name.split("/")[0] == family]
+        )
     charts += _time_charts(run)
     for chart in charts:
         chart["definitions"] = [(name, run.describe(name) or "A metric of this recipe.") for name in chart["metrics"]]
@@ -66,14 +70,14 @@ def _by_kind(run: RunFolder, title: str, names: Sequence[str]) -> list[dict[str,
     for name in names:
         kinds.setdefault(_kind(run.describe(name)), []).append(name)
     smooth = not set(names) & SCHEDULED
-    return [
-        _figure(
-            title if len(kinds) == 1 else f"{title}, {kind}",
-            chosen,
-            line_chart(_series(run, chosen), unit=UNITS.get(kind, ""), log_scale=title in LOGARITHMIC, smooth=smooth),
-        )
-        for kind, chosen in kinds.items()
-    ]
+    charts = []
+    for kind, chosen in kinds.items():
+        units = {unit_of(run.describe(name)) for name in chosen}
+        unit = UNITS.get(kind) or (units.pop() if len(units) == 1 else "")
+        series = _series(run, chosen)
+        chart = line_chart(series, unit=unit, log_scale=title in LOGARITHMIC, smooth=smooth)
+        charts.append(_figure(title if len(kinds) == 1 else f"{title}, {kind}", chosen, chart, series, unit))
+    return charts
 
 
 def _kind(sentence: str) -> str:
@@ -88,43 +92,59 @@ def _time_charts(run: RunFolder) -> list[dict[str, Any]]:
     parts = sorted(names - set(stages))
     if len(run.metrics) < 2:
         return []
-    charts = [_figure("Seconds by stage", stages, stacked_chart(_series(run, stages)))] if stages else []
+    charts = []
+    if stages:
+        series = _series(run, stages)
+        charts.append(_figure("Seconds by stage", stages, stacked_chart(series), series, "s"))
+        charts[-1]["caption"] = (
+            "Stages that follow one another, stacked from bottom to top in the order of their names."
+        )
     if parts:
-        charts.append(_figure("Seconds of parts of stages", parts, line_chart(_series(run, parts), unit="s")))
+        series = _series(run, parts)
+        charts.append(_figure("Seconds of parts of stages", parts, line_chart(series, unit="s"), series, "s"))
     return charts
 
 
 def _accuracy_charts(run: RunFolder) -> list[dict[str, Any]]:
-    charts = []
+    """Shares of each split and of its parts, all on one scale."""
+    asked: list[tuple[str, list[dict[str, Any]], dict[str, str]]] = []
     for split in run.splits:
         records = run.of_split(split)
         protocols = measured(records, SHARES)
         if len(records) < 2 or not protocols:
             continue
         title = f"{protocols[0].partition('/')[0].capitalize()} on {split}"
-        charts.append(_shares(title, records, {name: label(name) for name in protocols}))
-        charts += _part_charts(title, records, protocols[0])
-    return charts
+        asked.append((title, records, {name: readable_name(name) for name in protocols}))
+        asked += _part_charts(title, records, protocols[0])
+    ends = [estimate(record, name) for _, records, names in asked for record in records for name in names]
+    known = [end for each in ends for end in each if math.isfinite(end)]
+    limits = (math.floor(20 * min(known)) / 20, math.ceil(20 * max(known)) / 20) if known else (0.0, 1.0)
+    margin = 0.03 * (limits[1] - limits[0]) or 0.05
+    return [_shares(*each, (limits[0] - margin, limits[1] + margin)) for each in asked]
 
 
-def _part_charts(title: str, records: Sequence[Mapping[str, Any]], metric: str) -> list[dict[str, Any]]:
+def _part_charts(
+    title: str, records: list[dict[str, Any]], metric: str
+) -> list[tuple[str, list[dict[str, Any]], dict[str, str]]]:
     """The first protocol by the values of each data column."""
     parts: dict[str, dict[str, str]] = {}
     for name in dict.fromkeys(name for record in records for name in record):
         column, _, value = name.removeprefix(f"{metric}/").partition("=")
         if name.startswith(f"{metric}/") and value and not name.endswith(("/low", "/high")):
             parts.setdefault(column, {})[name] = value
-    return [_shares(f"{title} by {column}, {label(metric)}", records, names) for column, names in parts.items()]
+    return [(f"{title} by {column}, {readable_name(metric)}", records, names) for column, names in parts.items()]
 
 
-def _shares(title: str, records: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> dict[str, Any]:
+def _shares(
+    title: str, records: Sequence[Mapping[str, Any]], names: Mapping[str, str], limits: tuple[float, float]
+) -> dict[str, Any]:
     """Shares with their intervals over steps: metric to its label in the legend."""
     steps = [record["step"] for record in records]
     series: Any = {
         shown: (steps, *zip(*(estimate(record, name) for record in records), strict=True))
         for name, shown in names.items()
     }
-    return _figure(title, list(names), interval_chart(series))
+    return _figure(title, list(names), interval_chart(series, limits), series, "%")
 
 
 def _score_charts(run: RunFolder) -> list[dict[str, Any]]:
@@ -160,13 +180,13 @@ def _panels(
         _panel_label(name): (positions, *zip(*(estimate(record, name) for record in records), strict=True))
         for name in names
     }
-    image = panel_chart(series, axis)  # type: ignore[arg-type]
-    return {**_figure(title, names, image), "caption": AXIS_CAPTIONS.get(axis, "")}
+    chart = panel_chart(series, axis)  # type: ignore[arg-type]
+    return {**_figure(title, names, chart, series, axis=axis), "caption": AXIS_CAPTIONS.get(axis, "")}
 
 
 def _panel_label(name: str) -> str:
     family = FAMILIES.get(name.partition("/")[0])
-    return f"{label(name)} ({family})" if family else name
+    return f"{label(name)} ({family})" if family else name.replace("/", " ")
 
 
 def _chosen(names: set[str], patterns: Sequence[str], exact: set[str]) -> list[str]:
@@ -179,22 +199,58 @@ def _chosen(names: set[str], patterns: Sequence[str], exact: set[str]) -> list[s
 
 
 def _series(run: RunFolder, names: Sequence[str]) -> dict[str, tuple[list[float], list[float]]]:
+    """Readable name to steps and values; the metric's whole name where two read alike."""
     steps = [record["step"] for record in run.metrics]
-    shared = names[0].split("/")[0] if len({name.split("/")[0] for name in names}) == 1 else ""
+    shown = [readable_name(name, among=names) for name in names]
     return {
-        name.removeprefix(f"{shared}/"): (steps, [record.get(name, math.nan) for record in run.metrics])
-        for name in names
+        label if shown.count(label) == 1 else name: (steps, [record.get(name, math.nan) for record in run.metrics])
+        for name, label in zip(names, shown, strict=True)
     }
 
 
-def _figure(title: str, names: Sequence[str], svg: bytes) -> dict[str, Any]:
+def _figure(
+    title: str, names: Sequence[str], chart: Chart, series: Series | Any, unit: str = "", axis: str = "step"
+) -> dict[str, Any]:
     return {
         "title": title,
-        "image": "data:image/svg+xml;base64," + base64.b64encode(svg).decode("ascii"),
+        "image": "data:image/svg+xml;base64," + base64.b64encode(chart.svg).decode("ascii"),
         "metrics": names,
+        "alt": _alternative(f"{title} over steps" if axis == "step" else title, series, unit),
+        "values": _values(chart, series, unit, axis),
     }
 
 
+def _alternative(title: str, series: Mapping[str, Sequence[Sequence[float]]], unit: str) -> str:
+    """What a picture shows, in words: where each curve begins and ends."""
+    moves = []
+    for shown, (_, values, *_ends) in list(series.items())[:SPOKEN]:
+        known = [value for value in values if math.isfinite(value)]
+        if known:
+            moves.append(f"{shown} from {_spoken(known[0], unit)} to {_spoken(known[-1], unit)}".strip())
+    more = f" and {len(series) - SPOKEN} more" if len(series) > SPOKEN else ""
+    return f"{title}: {', '.join(moves)}{more}" if moves else title
+
+
+def _spoken(value: float, unit: str) -> str:
+    return f"{100 * value:.3g} %" if unit == "%" else f"{value:.4g} {unit}".strip()
+
+
+def _values(chart: Chart, series: Mapping[str, Sequence[Sequence[float]]], unit: str, axis: str) -> str:
+    """Values of a chart as JSON for the page's script: at most `HOVERED` positions of each curve."""
+    factor = 100 if unit == "%" else 1
+    curves = []
+    for shown, (positions, values, *_ends) in series.items():
+        stride = -(-len(positions) // HOVERED)
+        kept = zip(positions[::-stride][::-1], values[::-stride][::-1], strict=True)  # the last one among them
+        points = [[at, float(f"{factor * value:.4g}")] for at, value in kept if math.isfinite(value)]
+        curves.append([shown, points])
+    return json.dumps({"box": chart.box, "limits": chart.limits, "unit": unit, "axis": axis, "curves": curves})
+
+
+SPOKEN = 8
+"""Curves of a chart that its alternative text describes."""
+HOVERED = 120
+"""Positions of a curve whose values the page holds."""
 UNCHARTED = (
     "reward/errors",
     "samples/total",

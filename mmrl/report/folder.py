@@ -19,10 +19,12 @@ EVALUATED = "evaluate"
 COUNTED = ("step", "tag", "split", "cost/")
 """Keys of an evaluation that are not measurements."""
 RESULT_TYPES: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("status", "recipe", "objective", "objective_formula"), str),
+    **dict.fromkeys(("status", "recipe", "objective", "objective_formula", "host", "device"), str),
     **dict.fromkeys(
-        ("steps", "optimiser_steps", "optimiser_steps_without_gradient", "samples", "tokens"), (int, float)
+        ("steps", "optimiser_steps", "optimiser_steps_without_gradient", "samples", "tokens", "seconds", "processes"),
+        (int, float),
     ),
+    "versions": dict,
 }
 """Fields of result.json that the report shows, and their types; values of other types are left out."""
 

@@ -20,10 +20,15 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-LARGEST_BYTES = 3_000_000
-"""Bytes of one embedded video; larger ones are named only."""
+VIDEO_BYTES = 2_000_000
+"""Bytes of all embedded videos of a page; those beyond are named only."""
 MOST_VIDEOS = 12
 ROLLOUT_TASKS = 6
+ROLLOUT_STEPS = 6
+ROLLOUT_BYTES = 1_500_000
+"""Bytes of the pictures of all shown rollouts, from which on earlier steps are left out."""
+PNG_BYTES = 60_000
+"""Bytes above which a picture of a question is stored as JPEG."""
 SAMPLES_PER_TASK = 8
 COMPARED_TASKS = 12
 TEXT_LIMIT = 4000
@@ -52,7 +57,13 @@ def videos_of(folder: Path) -> list[dict[str, Any]]:
     files = sorted(path for path in folder.glob("videos/*.mp4") if STEP_NAME.match(path.name))
     steps = sorted({_step(path) for path in files})
     kept = [path for path in files if _step(path) in (steps[0], steps[-1])]
-    return [{"title": path.stem.replace("-", " "), "source": _embedded(path)} for path in kept[:MOST_VIDEOS]]
+    shown, left = [], VIDEO_BYTES
+    for path in kept[:MOST_VIDEOS]:
+        size = path.stat().st_size
+        fits = size <= left
+        left -= size if fits else 0
+        shown.append({"title": path.stem.replace("-", " "), "source": _embedded(path) if fits else None})
+    return shown
 
 
 def _step(path: Path) -> int:
@@ -61,22 +72,38 @@ def _step(path: Path) -> int:
     return int(found[1])
 
 
-def _embedded(path: Path) -> str | None:
-    if path.stat().st_size > LARGEST_BYTES:
-        return None
+def _embedded(path: Path) -> str:
     return f"data:video/mp4;base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
-def sample_gallery(run_dir: Path) -> dict[str, Any] | None:
-    """Rollouts of the last training step that kept some, task by task."""
+def sample_gallery(run_dir: Path) -> list[dict[str, Any]]:
+    """Rollouts of a few training steps in rising order, the last that kept some among them, task by task.
+
+    Earlier steps are shown as long as all pictures together stay small.
+    """
     steps = sample_steps(run_dir, "train")
-    groups = _by_task(read_samples(run_dir, steps[-1], "train")) if steps else {}
-    if not groups:
-        return None
-    shown = list(groups.values())[:ROLLOUT_TASKS]
-    rewards = any(record.reward is not None for group in shown for record in group)
-    note = f"The first {len(shown)} of the {len(groups)} tasks kept from step {steps[-1]}, not selected."
-    return {"note": note, "rewards": rewards, "tasks": [_rollout_task(group) for group in shown]}
+    kept = [*steps[:1], *_spread(steps[1:-1], ROLLOUT_STEPS - 2), *steps[1:][-1:]]
+    shown: list[dict[str, Any]] = []
+    size = 0
+    for step in reversed(kept):
+        groups = _by_task(read_samples(run_dir, step, "train"))
+        if not groups:
+            continue
+        tasks = [_rollout_task(group) for group in list(groups.values())[:ROLLOUT_TASKS]]
+        size += sum(_picture_bytes(task) for task in tasks)
+        if shown and size > ROLLOUT_BYTES:
+            break
+        rewards = any(record.reward is not None for group in groups.values() for record in group)
+        note = f"The first {len(tasks)} of the {len(groups)} tasks kept from step {step}, not selected."
+        shown.append({"step": step, "note": note, "rewards": rewards, "tasks": tasks})
+    return shown[::-1]
+
+
+def _picture_bytes(task: dict[str, Any]) -> int:
+    outputs = [picture for sample in task["samples"] for picture in sample["outputs"]]
+    return sum(map(len, task["images"])) + sum(
+        len(part) for each in outputs for part in (each["source"], each.get("still", ""))
+    )
 
 
 def before_after(runs: Sequence[tuple[str, Path]]) -> dict[str, Any] | None:
@@ -217,8 +244,13 @@ def _task_view(record: SampleRecord) -> dict[str, Any]:
         "question": question(record.prompt),
         "prompt": None if record.outputs else readable(record.prompt),  # a drawn image's prompt is its question
         "answer": None if record.answer in (None, "") else readable(str(record.answer)),
-        "images": [_data_uri(image) for image in record.images],
+        "images": [_question_uri(image) for image in record.images],
     }
+
+
+def _question_uri(image: Image) -> str:
+    exact = _data_uri(image)
+    return exact if len(exact) <= PNG_BYTES else _data_uri(image, form="JPEG")
 
 
 def _side(group: Sequence[SampleRecord] | None) -> dict[str, Any] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +13,7 @@ from mmrl.files import write_atomically
 from mmrl.report.curves import constants, curves
 from mmrl.report.folder import RunFolder, estimate, plain, read_run
 from mmrl.report.gallery import before_after, image_grid, sample_gallery, videos_of
+from mmrl.report.summary import facts, outcome, short_outcome
 from mmrl.report.tables import (
     DIVERSITY_LOSS,
     JUDGED,
@@ -21,7 +24,7 @@ from mmrl.report.tables import (
     score_tables,
 )
 from mmrl.runs.metrics import DIVERSITY, label, measured
-from mmrl.runs.run_log import read_warnings
+from mmrl.runs.records import read_warnings
 
 
 def write_report(
@@ -33,7 +36,10 @@ def write_report(
     run = runs[-1]
     content = {
         "title": run.title,
+        "tab": " · ".join(filter(None, (run.name, short_outcome(runs)))),
         "subtitle": _subtitle(run),
+        "outcome": outcome(runs),
+        "facts": facts(run),
         "formula": run.result.get("objective_formula"),
         "notices": _notices(run),
         "headline": headline(runs),
@@ -49,9 +55,26 @@ def write_report(
         "rollouts": sample_gallery(run.folder),
         "files": [(name, run.text(name)) for name in ("config.yaml", "result.json") if run.text(name)],
     }
+    content["contents"] = [(anchor, title) for anchor, title, key in _sections(content) if content[key]]
     path = output or run.folder / "report.html"
     write_atomically(path, _render(content))
     return path
+
+
+def _sections(content: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Anchor, title and content of the page's sections in their order."""
+    return [
+        ("accuracy", f"Held-out {content['headline_name']}", "headline"),
+        ("parts", f"Held-out {content['headline_name']} by data column", "parts"),
+        ("scores", "Held-out scores", "scores"),
+        ("numbers", "Numbers of the run", "numbers"),
+        ("curves", "Curves", "charts"),
+        ("videos", "Episodes", "videos"),
+        ("images", "Images", "grid"),
+        ("before-after", "Before and after", "comparison"),
+        ("rollouts", "Sample rollouts", "rollouts"),
+        ("configuration", "Configuration and result", "files"),
+    ]
 
 
 def _subtitle(run: RunFolder) -> str:
@@ -117,5 +140,8 @@ def _render(content: Mapping[str, Any]) -> str:
     here = files("mmrl.report")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((here / "report.html.jinja").read_text(encoding="utf-8"))
-    style = Markup((here / "report.css").read_text(encoding="utf-8"))  # our own file: nothing to escape
-    return template.render(style=style, **content)
+    # our own files: nothing to escape
+    style, script = (Markup((here / name).read_text(encoding="utf-8")) for name in ("report.css", "report.js"))
+    text = f"\n{script}\n"  # exactly what stands between the tags, which the page's policy names by its digest
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return template.render(style=style, script=script, digest=digest, **content)

@@ -17,6 +17,7 @@ from mmrl.report.folder import (
     plain,
     read_run,
 )
+from mmrl.report.names import readable_name
 from mmrl.runs.metrics import DIVERSITY, STAGES, STAGES_BETWEEN, label, measured
 from mmrl.runs.records import Outcome
 from mmrl.runs.statistics import (
@@ -110,7 +111,7 @@ def _speed(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> l
     seconds = _total(metrics, "time/step")
     if seconds <= 0:
         return []
-    rows = [("time of all steps", _duration(seconds), f"{seconds / len(metrics):.3g} s a step")]
+    rows = [("time of all steps", duration(seconds), f"{seconds / len(metrics):.3g} s a step")]
     tokens = _finite(metrics, "tokens/total")[1]
     if tokens:
         rows.append(("decisions per second", f"{tokens[-1] / seconds:,.0f}", "without evaluation and checkpoints"))
@@ -139,7 +140,8 @@ def _total(metrics: Sequence[Mapping[str, Any]], name: str) -> float:
     return float(sum(_finite(metrics, name)[1]))
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds, minutes or hours in words."""
     if seconds < 120:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -161,7 +163,7 @@ def headline(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
             tables.append(
                 {
                     "split": split,
-                    "protocols": [label(name) for name in protocols],
+                    "protocols": [readable_name(name) for name in protocols],
                     "rows": [_headline_row(points, index, protocols) for index in range(len(points))],
                 }
             )

@@ -33,6 +33,7 @@ _STORED_TYPES: dict[str, tuple[type, ...]] = {
     "terms": (dict,),
     **dict.fromkeys(IMAGE_FIELDS, (list,)),
 }
+WARNINGS_FILE = "warnings.jsonl"
 STEP_NAME = re.compile(r"step-(\d+)")
 FILM_FRAMES = 32
 FILM_SIDE = 256
@@ -348,6 +349,11 @@ def load_record(folder: Path, row: dict[str, Any], images: dict[str, Image | Non
         fields[key] = [image for name in names if (image := images[name]) is not None]
     fields["terms"] = {name: math.nan if value is None else value for name, value in (row.get("terms") or {}).items()}
     return SampleRecord(**{"id": "", "prompt": "", "response": "", **fields})
+
+
+def read_warnings(run_dir: Path) -> list[str]:
+    """Warnings of a run in their order."""
+    return [str(row["message"]) for row in read_jsonl(Path(run_dir) / WARNINGS_FILE) if "message" in row]
 
 
 def sample_steps(run_dir: Path, split: str) -> list[int]:

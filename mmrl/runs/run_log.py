@@ -24,11 +24,11 @@ from mmrl.files import write_atomically
 from mmrl.runs.folder import forget_after
 from mmrl.runs.metrics import STAGES_BETWEEN
 from mmrl.runs.records import (
+    WARNINGS_FILE,
     JsonLines,
     Outcome,
     SampleRecord,
     finite_or_none,
-    read_jsonl,
     write_outcomes,
     write_samples,
 )
@@ -39,7 +39,6 @@ PATIENCE = 5
 """Consecutive steps after which a warning is given."""
 LITTLE_AGREEMENT = 0.1
 """Size of a mean rank correlation below which it is as good as none."""
-WARNINGS_FILE = "warnings.jsonl"
 NOT_REWARDS = {"groups": "equal_groups", "all_noise": "all_noise", "all_cut": "all_cut", "clipped": "clipped_at_start"}
 """Streaks that are not of one reward, and the warnings that they lead to."""
 LONGER = "raise sampler.max_new_tokens, or look whether the prompt and the chat template ask for answers that end"
@@ -301,11 +300,6 @@ class RunWarnings:
 
 def _constant(name: str) -> str:
     return f"constant_{name.replace('/', '.')}"
-
-
-def read_warnings(run_dir: Path) -> list[str]:
-    """Warnings of a run in their order."""
-    return [str(row["message"]) for row in read_jsonl(Path(run_dir) / WARNINGS_FILE) if "message" in row]
 
 
 class RunLog:

@@ -8,10 +8,12 @@ glibc returns whole free pages on request. oneDNN compiles a kernel for every sh
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import importlib
+import importlib.metadata
 import logging
 import os
 import random
@@ -39,6 +41,8 @@ from mmrl.errors import UserError
 from mmrl.workers.engine import FailureLog
 
 LOGGER = logging.getLogger("mmrl")
+PACKAGES = ("mmrl-suite", "torch", "numpy", "transformers", "diffusers", "mujoco")
+"""Packages that decide what a run computes; rollout workers must have the same versions."""
 LIMIT = "ONEDNN_MAX_CPU_ISA"
 PROBE = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.functional.linear(x, x)"
 GROWTH = 1.25
@@ -79,6 +83,15 @@ def machine(accelerator: Accelerator) -> dict[str, Any]:
     device = accelerator.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {"processes": accelerator.num_processes, "device": name, "host": socket.gethostname()}
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that decide what a process computes, as far as they are installed."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def leave(code: int = 0) -> None:

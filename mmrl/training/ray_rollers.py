@@ -29,7 +29,7 @@ from mmrl.files import replaced
 from mmrl.recipes import find_recipe
 from mmrl.training.evaluation import Batch, Evaluation, Row
 from mmrl.training.machines import in_first_process
-from mmrl.training.processes import Streams, merge_lists, sum_over_processes
+from mmrl.training.processes import Streams, merge_lists, sum_over_processes, versions
 from mmrl.training.recipe import Recipe, Step
 from mmrl.training.rollers import (
     Dealer,
@@ -45,7 +45,7 @@ from mmrl.training.rollers import (
     cut,
     joined,
 )
-from mmrl.training.rollout_worker import Job, RolloutWorker, add_notes, checksum, trained_weights, versions
+from mmrl.training.rollout_worker import Job, RolloutWorker, add_notes, checksum, trained_weights
 from mmrl.training.settings import BaseRunConfig, RollersConfig
 
 LOGGER = logging.getLogger("mmrl")

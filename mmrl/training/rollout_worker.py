@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import pickle
@@ -12,7 +11,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, MutableSequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,11 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from mmrl.errors import RunError, UserError
-from mmrl.training.processes import HeapTrimmer, limit_primitive_cache, make_accelerator, seed_everything
+from mmrl.training.processes import HeapTrimmer, limit_primitive_cache, make_accelerator, seed_everything, versions
 from mmrl.training.recipe import Recipe
 from mmrl.training.rollers import Hello, Outcome, Refusal, TrialUnit, Unit, measured, sampled
 
 LOGGER = logging.getLogger("mmrl")
-PACKAGES = ("mmrl-suite", "torch", "numpy", "transformers", "diffusers", "mujoco")
-"""Packages whose versions the workers share with the training process."""
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 SENT = ("failures", "videos")
 """Folders of a run that workers write to."""
@@ -117,15 +114,6 @@ class Job:
     versions: Mapping[str, str]
     frozen: int
     """Checksum of the weights that are not trained."""
-
-
-def versions() -> dict[str, str]:
-    """Versions of the packages that decide what a worker computes, as far as they are installed."""
-    found = {}
-    for name in PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 class RolloutWorker:

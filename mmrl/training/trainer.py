@@ -35,6 +35,7 @@ from mmrl.training.processes import (
     shard,
     share_weights,
     stream_seed,
+    versions,
 )
 from mmrl.training.ray_rollers import open_rollers
 from mmrl.training.recipe import NoUsableTasksError, Recipe, Step, make_reference
@@ -393,6 +394,7 @@ class Trainer:
             "optimiser_steps_without_gradient": self.updater.waited,
             "best_checkpoint": self.saver.checkpoints.best(),
             **machine(self.accelerator),
+            "versions": versions(),
         }
         return self.log.result(found, write=self.accelerator.is_main_process)
 

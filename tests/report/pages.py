@@ -24,7 +24,8 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        self.words.append(data)
+        if self.open[-1:] != ["script"]:
+            self.words.append(data)
 
     def sources(self):
         return [attributes["src"] for tag, attributes in self.attributes if tag == "img"]
@@ -42,4 +43,4 @@ def log_evaluation(tracker, step, tag, greedy):
 
 def headings_of(page):
     """Titles of the figures of a page."""
-    return [attributes.get("alt") for tag, attributes in page.attributes if tag == "img"]
+    return [attributes.get("alt", "").partition(":")[0] for tag, attributes in page.attributes if tag == "img"]

@@ -141,7 +141,7 @@ def test_group_shows_its_images_rewards_terms_and_advantages(tmp_path):
         for seed in range(3)
     ]
     write_samples(tmp_path, 1, "train", rows)
-    task = sample_gallery(tmp_path)["tasks"][0]
+    task = sample_gallery(tmp_path)[0]["tasks"][0]
     assert task["drawn"]
     assert not task["show_finish"]
     assert task["prompt"] is None
@@ -151,7 +151,7 @@ def test_group_shows_its_images_rewards_terms_and_advantages(tmp_path):
     assert [sample["tone"] for sample in task["samples"]] == ["bad", "", "good"]
     rows[1].finish = "overflow"
     write_samples(tmp_path, 1, "train", rows)
-    assert sample_gallery(tmp_path)["tasks"][0]["show_finish"]
+    assert sample_gallery(tmp_path)[0]["tasks"][0]["show_finish"]
 
 
 @pytest.mark.parametrize(("side", "shown"), [(8, 96), (28, 84), (32, 96), (64, 128), (127, 254)])

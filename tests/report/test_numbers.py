@@ -53,7 +53,7 @@ def test_panels_have_an_axis_each_and_share_the_horizontal_one():
         "share": ([0, 1], [0.1, 0.2], [0.0, 0.1], [0.2, 0.3]),
         "bytes": ([0, 1], [900, 800], *[[math.nan] * 2] * 2),
     }
-    svg = panel_chart(unlike, "images").decode()
+    svg = panel_chart(unlike, "images").svg.decode()
     assert svg.count('<g id="axes_') == 2
     assert svg.count("<!-- images -->") == 1
     for label in unlike:
@@ -61,13 +61,13 @@ def test_panels_have_an_axis_each_and_share_the_horizontal_one():
 
 
 def test_videos_of_the_first_and_last_evaluation_are_embedded(tmp_path):
-    from mmrl.report.gallery import LARGEST_BYTES, videos_of
+    from mmrl.report.gallery import VIDEO_BYTES, videos_of
 
     folder = tmp_path / "videos"
     folder.mkdir()
     for step in (0, 10, 20):
         (folder / f"step-{step:06d}-held_out-success-reach-3.mp4").write_bytes(b"film")
-    (folder / "step-000020-held_out-failure-reach-4.mp4").write_bytes(b"x" * (LARGEST_BYTES + 1))
+    (folder / "step-000020-held_out-failure-reach-4.mp4").write_bytes(b"x" * (VIDEO_BYTES + 1))
     (folder / "notes.mp4").write_bytes(b"")
     videos = videos_of(tmp_path)
     assert [video["title"][:11] for video in videos] == ["step 000000", "step 000020", "step 000020"]

@@ -3,17 +3,17 @@ import math
 import pytest
 from PIL import Image
 
-from mmrl.report.charts import panel_chart
+from mmrl.report.charts import Chart, panel_chart
 from mmrl.report.page import write_report
 from mmrl.runs.records import SampleRecord, write_samples
 from mmrl.runs.tracking import Tracker
-from tests.report.pages import Page
+from tests.report.pages import Page, headings_of
 
 
 @pytest.fixture
 def no_charts(monkeypatch):
     for name in ("line_chart", "panel_chart"):
-        monkeypatch.setattr(f"mmrl.report.curves.{name}", lambda *args, **options: b"<svg/>")
+        monkeypatch.setattr(f"mmrl.report.curves.{name}", lambda *args, **options: Chart(b"<svg/>"))
 
 
 def log_images(tracker, step, score, judge, diversity, cost=True, split="held_out"):
@@ -47,10 +47,10 @@ def image_run(folder, *points, cost=True, reward=True):
 def test_scores_judges_and_diversity_stand_before_and_after_with_changes(tmp_path):
     page = image_run(tmp_path, (0.376, 0.167, 1.02), (0.4, 0.15, 1.0), (0.446, 0.116, 0.9))
     assert page.open == []
-    assert "held_out before training step 0, 54 tasks after training step 2, 54 tasks change" in page.text
-    optimised = "optimised graded 0.376 [0.346, 0.406] 0.446 [0.416, 0.476] +0.070 [+0.028, +0.112]"
-    judged = "not optimised, held out strict 0.167 [0.137, 0.197] 0.116 [0.086, 0.146] -0.051 [-0.093, -0.009]"
-    moved = "what else moved diversity/latent 1.020 0.900 -0.120 distance/base 0.000 8.0e-07 +8.0e-07"
+    assert "held_out change before training step 0, 54 tasks after training step 2, 54 tasks" in page.text
+    optimised = "optimised graded +0.070 [+0.028, +0.112] 0.376 [0.346, 0.406] 0.446 [0.416, 0.476]"
+    judged = "not optimised, held out strict -0.051 [-0.093, -0.009] 0.167 [0.137, 0.197] 0.116 [0.086, 0.146]"
+    moved = "what else moved diversity/latent -0.120 1.020 0.900 distance/base +8.0e-07 0.000 8.0e-07"
     assert f"{optimised} {judged} {moved}" in page.text
     assert "Held-out accuracy" not in page.text
     tones = [attributes["class"] for tag, attributes in page.attributes if tag == "span" and "class" in attributes]
@@ -103,18 +103,18 @@ def test_scores_are_drawn_over_images_seconds_and_model_evaluations(tmp_path, mo
         "step": [0, 1, 2],
     }
     assert drawn[0][0]["strict (not optimised)"][1:] == ((0.2, 0.1, 0.1), (0.17, 0.07, 0.07), (0.23, 0.13, 0.13))
-    assert list(drawn[3][0]) == ["diversity/latent", "distance/base"]
+    assert list(drawn[3][0]) == ["diversity latent", "distance base"]
     assert "rows without gradient + 3 × rows with gradient" in page.text
     assert not [title for title in page.sources() if not title.startswith("data:image/")]
-    headings = [attributes["alt"] for tag, attributes in page.attributes if tag == "img" and "alt" in attributes]
+    headings = headings_of(page)
     assert "Scores and held-out rewards on held_out by seconds" in headings
-    assert "cost over steps" not in headings
+    assert "Cost over steps" not in headings
 
 
 @pytest.mark.usefixtures("no_charts")
 def test_scores_without_costs_are_drawn_over_steps(tmp_path):
     page = image_run(tmp_path, (0.3, 0.2, 1.0), (0.4, 0.1, 0.9), cost=False)
-    headings = [attributes["alt"] for tag, attributes in page.attributes if tag == "img" and "alt" in attributes]
+    headings = headings_of(page)
     assert headings[:2] == [
         "Scores and held-out rewards on held_out over steps",
         "Diversity and distance on held_out over steps",
@@ -125,7 +125,7 @@ def test_scores_without_costs_are_drawn_over_steps(tmp_path):
 def test_images_of_a_run_are_shown_sharp_and_once(tmp_path):
     page = image_run(tmp_path, (0.3, 0.2, 1.0), (0.4, 0.1, 0.9))
     shown = [attributes for tag, attributes in page.attributes if tag == "img" and "png" in attributes["src"]]
-    assert len(shown) == 2 * 2 + 2  # two prompts before and after, and the two rollouts of the last step
+    assert len(shown) == 2 * 2 + 2 * 2  # two prompts before and after, and two rollouts of each of two steps
     assert {(image["class"], image["width"], image["height"]) for image in shown} == {("pixelated", "96", "96")}
     assert "image-rendering: pixelated" in " ".join(page.words)
     assert "prompt before training (step 0) after training (step 1) 0 squares reward 0.5 reward 0.5" in page.text

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mmrl.core.rollouts import Rollouts
-from mmrl.runs.run_log import PATIENCE, RunWarnings, read_warnings
+from mmrl.runs.records import read_warnings
+from mmrl.runs.run_log import PATIENCE, RunWarnings
 
 
 def batch(rewards, group_size=2, **terms):

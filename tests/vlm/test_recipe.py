@@ -11,8 +11,7 @@ from mmrl.errors import RunError, UserError
 from mmrl.hub.compat import ensure_torchvision
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
-from mmrl.runs.records import read_samples
-from mmrl.runs.run_log import read_warnings
+from mmrl.runs.records import read_samples, read_warnings
 from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.recipe import Step
 from mmrl.training.run import evaluate, train

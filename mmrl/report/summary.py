@@ -1,0 +1,169 @@
+"""The opening of a report: the outcome in a sentence, and what was trained on what, when and where."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import yaml
+
+from mmrl.report.folder import RunFolder
+from mmrl.report.tables import SCORE_GROUPS, duration, headline, headline_name, part_tables, score_tables
+
+Cell = Mapping[str, str]
+GENERIC = ("vlm", "agent", "robot_grpo", "preference")
+"""Recipes that run many objectives, whose names say more."""
+MOST_WORSE = 4
+"""Losses that the sentence names."""
+SOURCES = {
+    "model": (("model", "path"), ("model", "build"), ("policy", "path")),
+    "data": (("data", "path"), ("environment", "factory"), ("sim", "factory"), ("demonstrations", "path")),
+}
+"""What was trained and on what: places in the configuration, the first that is set counts."""
+
+
+def outcome(runs: Sequence[RunFolder]) -> list[str]:
+    """What training changed on held-out tasks, a sentence for each split, and what became worse."""
+    run = runs[-1]
+    measure, tables = headline_name(run), headline(runs)
+    ends = [
+        (table["split"], f"{measure} ({table['protocols'][0]})", [row["cells"][0] for row in table["rows"][-2:]])
+        for table in tables
+    ]
+    if not ends:
+        ends = [_scores_ends(table) for table in score_tables(runs)]
+    several = len(ends) > 1
+    sentences = [_sentence(run, split if several else "", name, cells) for split, name, cells in ends]
+    worse, groups = _worse(runs)
+    if worse:
+        more = f" and {len(worse) - MOST_WORSE} more" if len(worse) > MOST_WORSE else ""
+        sentences.append(f"Worse: {', '.join(worse[:MOST_WORSE])}{more}.")
+    elif groups:
+        sentences.append(f"None of the {groups} groups of tasks became clearly worse.")
+    return [sentence for sentence in sentences if sentence]
+
+
+def short_outcome(runs: Sequence[RunFolder]) -> str:
+    """Before and after of the first split, for the title of the page's tab."""
+    for table in headline(runs):
+        cells = [row["cells"][0] for row in table["rows"][-2:]]
+        if all(cells):
+            values = [cell["value"] for cell in cells]
+            return f"{headline_name(runs[-1])} {' → '.join([*(_bare(value) for value in values[:-1]), values[-1]])}"
+    return ""
+
+
+def facts(run: RunFolder) -> list[tuple[str, str]]:
+    """Model, data, steps, time, date, machine, versions and command, as far as the run folder tells."""
+    settings, result = _settings(run), run.result
+    rows = [
+        (name, next((str(at) for place in places if (at := _at(settings, place))), ""))
+        for name, places in SOURCES.items()
+    ]
+    splits = ", ".join(run.splits)
+    rows.append(("held out", splits))
+    steps = result.get("steps") or (run.metrics[-1]["step"] if run.metrics else None)
+    rows.append(("steps", "" if steps is None else f"{steps:,}"))
+    rows.append(("time", duration(result["seconds"]) if result.get("seconds") else ""))
+    rows.append(("date", _date(run)))
+    processes = result.get("processes", 1)
+    machine = [result.get("host"), result.get("device"), f"{processes:g} processes" if processes > 1 else None]
+    rows.append(("machine", ", ".join(filter(None, machine))))
+    rows.append(("versions", ", ".join(f"{name} {version}" for name, version in result.get("versions", {}).items())))
+    if settings and run.metrics:
+        again = shlex.join(["mmrl", "train", str(run.folder / "config.yaml"), f"output_dir={run.folder}-again"])
+        rows.append(("to repeat", again))
+    return [(name, text) for name, text in rows if text]
+
+
+def _settings(run: RunFolder) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(run.text("config.yaml"))
+    except yaml.YAMLError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _at(settings: Mapping[str, Any], place: Sequence[str]) -> Any:
+    """A setting by its place; None where there is none."""
+    value: Any = settings
+    for name in place:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _date(run: RunFolder) -> str:
+    time = run.metrics[-1].get("time") if run.metrics else None
+    if not isinstance(time, int | float) or not 0 < time < 1e11:
+        return ""
+    return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _sentence(run: RunFolder, split: str, name: str, ends: Sequence[Cell | None]) -> str:
+    """Before, after, change and its interval; only the last value where nothing came before."""
+    last = ends[-1]
+    if last is None:
+        return ""
+    before = ends[0] if len(ends) > 1 else None
+    where = f"held-out {name} on {split}" if split else f"held-out {name}"
+    if before is None or "change" not in last:
+        return f"{where[0].upper()}{where[1:]}: {last['value']} {_spread(last['interval'])}".strip() + "."
+    who = method(run) if run.result else f"So far {method(run)}"
+    verb = {"good": "raised", "bad": "lowered"}.get(last["tone"])
+    unit = " points" if last["value"].endswith(" %") else ""
+    change = f"({last['change']}{unit}{_change(last['change_interval'])})"
+    moved = f"from {_bare(before['value'])} to {last['value']}"
+    if verb is None:
+        return f"{who} did not clearly change {where}: {moved} {change}."
+    return f"{who} {verb} {where} {moved} {change}."
+
+
+def method(run: RunFolder) -> str:
+    """The recipe's name, or its objective's where the recipe is a general one."""
+    recipe, objective = run.result.get("recipe", ""), run.result.get("objective", "")
+    name = objective if objective and (recipe in GENERIC or not recipe) else recipe
+    if not name:
+        return "training"
+    return name.upper() if name.isalpha() and len(name) <= 6 else name
+
+
+def _scores_ends(table: Mapping[str, Any]) -> tuple[str, str, list[Cell | None]]:
+    """Both ends of the first score of a split."""
+    row = table["groups"][0]["rows"][0]
+    return table["split"], f"score {row['label']}", row["cells"][-2:]
+
+
+def _worse(runs: Sequence[RunFolder]) -> tuple[list[str], int]:
+    """Groups of tasks and scores whose change is below 0 with its whole interval, and how many groups there are."""
+    lost: list[tuple[float, str]] = []
+    count = 0
+    judged = {heading for heading, _ in SCORE_GROUPS[:-1]}
+    for table in headline(runs):
+        cells = zip(table["protocols"][1:], table["rows"][-1]["cells"][1:], strict=True)
+        lost += [(float(cell["change"]), name) for name, cell in cells if cell and cell.get("tone") == "bad"]
+    for table in [*part_tables(runs), *score_tables(runs)]:
+        for group in table["groups"]:
+            column = group["heading"].removeprefix("by ")
+            for row in group["rows"]:
+                cell = row["cells"][-1] or {}
+                part = group["heading"].startswith("by ")
+                count += part
+                if not group["heading"] or cell.get("tone") != "bad" or "change" not in cell:
+                    continue
+                if part or column in judged or column == "other scores":
+                    lost.append((float(cell["change"]), f"{column} {row['label']}" if part else row["label"]))
+    return [f"{name} {change:+g}".replace("-", "−") for change, name in sorted(lost)], count
+
+
+def _bare(value: str) -> str:
+    return value.removesuffix(" %")
+
+
+def _spread(interval: str) -> str:
+    return f"(95 % interval {interval.strip('[]').replace(', ', ' to ')})" if interval else ""
+
+
+def _change(interval: str) -> str:
+    return f", 95 % interval {interval.strip('[]').replace(', ', ' to ')}" if interval else ""
