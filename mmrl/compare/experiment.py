@@ -132,6 +132,20 @@ class CollapseConfig:
 
 
 @dataclass
+class FigureConfig:
+    """How the figure of a comparison speaks to its readers."""
+
+    claim: str = ""
+    """The finding in one sentence, which is the title; empty shows the experiment's name."""
+    labels: dict[str, str] = field(default_factory=dict)
+    """Readable names of arms."""
+    unit: str = ""
+    """Readable name of the metric with its unit; empty shows the metric's own name."""
+    highlight: list[str] = field(default_factory=list)
+    """Arms that the claim is about; all others are grey. Empty gives every arm a colour."""
+
+
+@dataclass
 class ExperimentConfig:
     """A comparison of arms on the same seeds and the same budget."""
 
@@ -175,6 +189,8 @@ class ExperimentConfig:
     """Runs at a time, one thread each."""
     timeout_s: float = bounded(7200.0, above=0)
     """Seconds after which a run is stopped and counted as failed."""
+    figure: FigureConfig = field(default_factory=FigureConfig)
+    """Title, names and emphasis of comparison.png."""
     evidence: EvidenceConfig | None = None
     """Results of a finished comparison and their meaning; null before it has run."""
 
@@ -192,6 +208,11 @@ class ExperimentConfig:
             raise ValueError(f"`metric_over` is steps, but arms.{first} reads the start, which has no steps")
         self._check_work()
         self._check_reserved()
+        for key, named in (("labels", self.figure.labels), ("highlight", self.figure.highlight)):
+            for arm in named:
+                if arm not in self.arms:
+                    hint = did_you_mean(arm, self.arms)
+                    raise ValueError(f"`figure.{key}` names '{arm}'; {hint}arms: {', '.join(self.arms)}")
         if self.evidence is not None:
             metrics = [self.metric, *self.secondary_metrics]
             self.evidence.check(self.arms, self.baseline, metrics, self.higher_is_better)

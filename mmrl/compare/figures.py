@@ -1,7 +1,12 @@
-"""Figures of a comparison: comparison.png, and work.png where the experiment has costs."""
+"""Figures of a comparison: comparison.png, and work.png where the experiment has costs.
+
+Differences come first, in points; conditions without an order are rows that no line joins, and names stand beside what
+they name.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,19 +15,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmrl.compare.curves import evaluations, read_curves
-from mmrl.compare.experiment import ExperimentConfig
+from mmrl.compare.experiment import ExperimentConfig, FigureConfig
 from mmrl.compare.plans import RunPlan, is_finished
 from mmrl.compare.results import Comparison, Difference
 from mmrl.compare.summary import plan_comparison
-from mmrl.report.charts import INK, colour_cycle, draw_legend, save_png, style_axes
+from mmrl.report.charts import INK, MARKERS, colour_cycle, draw_legend, save_png, style_axes
 from mmrl.runs.statistics import SHARES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-CHARACTERS_BESIDE = 60
-"""Characters of the names of columns that fit side by side below a panel."""
+GREY = "#8a929b"
+"""Arms that a claim is not about."""
+WIDE = 9.2
+"""Inches: a page shows the figure at about this width, so that its text keeps its size."""
+TITLE: dict[str, Any] = {"fontsize": 10, "color": INK, "loc": "left"}
+LABEL_GAP = 0.08
+"""Share of a panel's height between the names at the ends of two curves."""
 
 Line = tuple[Sequence[float], Sequence[float]]
 """Positions and values of one run."""
@@ -35,12 +45,15 @@ def draw(experiment: ExperimentConfig, folder: Path, comparison: Comparison) -> 
         arm: [_curve(experiment, plan) for plan in by_seed.values() if is_finished(plan)]
         for arm, by_seed in plans.items()
     }
-    save_png(comparison_figure(comparison, curves), folder / "comparison.png")
+    save_png(comparison_figure(comparison, curves, experiment.figure), folder / "comparison.png")
     work = comparison.work
     if work is not None:
         found = read_curves(experiment, plans)
         by_cost = {
-            cost: {arm: [(run.costs[cost], run.values) for run in runs.values()] for arm, runs in found.items()}
+            cost: {
+                experiment.figure.labels.get(arm, arm): [(run.costs[cost], run.values) for run in runs.values()]
+                for arm, runs in found.items()
+            }
             for cost in work.costs
         }
         targets = [target for target in work.targets.values() if target is not None]
@@ -53,32 +66,46 @@ def _curve(experiment: ExperimentConfig, plan: RunPlan) -> Line:
     return [record["step"] for record in records], [record.get(experiment.metric, math.nan) for record in records]
 
 
-def comparison_figure(comparison: Comparison, curves: Mapping[str, Sequence[Line]]) -> Figure:
-    """Three views of arms on shared seeds: values seed by seed, paired differences, curves over steps."""
+def comparison_figure(
+    comparison: Comparison, curves: Mapping[str, Sequence[Line]], figure: FigureConfig | None = None
+) -> Figure:
+    """Views of arms on shared seeds: paired differences, values, and curves where runs have more than two points."""
     from matplotlib.figure import Figure
 
+    look = figure or FigureConfig()
     metric, factor = _axis(comparison.metric)
     values = {
         arm: {seed: factor * value for seed, value in entry.values.items() if value is not None}
         for arm, entry in comparison.arms.items()
     }
-    # two evaluations are the start and the end, which the first panel shows
+    # two evaluations are the start and the end, which the panel of values shows
     curves = {
         arm: [(steps, [factor * value for value in run]) for steps, run in runs if len(steps) > 2]
         for arm, runs in curves.items()
     }
-    panels = 3 if any(curves.values()) else 2
-    figure = Figure(figsize=(4.6 * panels, 4.2), layout="constrained", facecolor="white")
-    axes = np.atleast_1d(figure.subplots(1, panels))
-    for panel in axes:
-        style_axes(panel)
+    names = {arm: look.labels.get(arm, arm.replace("_", " ")) for arm in values}
     colours = dict(zip(values, colour_cycle(), strict=False))
-    _draw_pairs(axes[0], values, metric, colours)
-    _draw_differences(axes[1], comparison.differences, comparison.baseline, colours, factor)
-    if panels == 3:
-        _draw_bands(axes[2], curves, metric, colours)
-    figure.suptitle(comparison.name.replace("_", " "))
-    return figure
+    if look.highlight:
+        colours = {arm: colour if arm in look.highlight else GREY for arm, colour in colours.items()}
+    rows = 2 if any(curves.values()) else 1
+    height = 1.1 + 0.5 * len(values)
+    canvas = Figure(figsize=(WIDE, height + 3.4 * (rows - 1)), layout="constrained", facecolor="white")
+    grid = canvas.add_gridspec(rows, 2, height_ratios=[height, 3.4][:rows])
+    pairs, points = (canvas.add_subplot(grid[0, place]) for place in (0, 1))
+    scaled = {arm: _scaled(found, factor) for arm, found in comparison.differences.items()}
+    _draw_differences(pairs, list(values), scaled, colours, look.highlight)
+    pairs.set_title(f"difference from {names[comparison.baseline]}{' in points' if factor != 1 else ''}", **TITLE)
+    told = {arm: _said(scaled[arm], factor) if arm in scaled else "compared with" for arm in values}
+    _name_rows(pairs, [f"{names[arm]}\n{told[arm]}" for arm in values])
+    _draw_values(points, values, colours, factor)
+    points.set_title(look.unit or metric, **TITLE)
+    _name_rows(points, [""] * len(values))
+    if rows == 2:
+        bands = canvas.add_subplot(grid[1, :])
+        _draw_bands(bands, curves, names, colours)
+        bands.set_title(f"{look.unit or metric}: mean and range of seeds", **TITLE)
+    canvas.suptitle(look.claim or comparison.name.replace("_", " "), fontsize=11, wrap=True)
+    return canvas
 
 
 def _axis(metric: str) -> tuple[str, float]:
@@ -115,59 +142,88 @@ def work_figure(
     return figure
 
 
-def _draw_pairs(axes: Axes, values: Mapping[str, Mapping[int, float]], metric: str, colours: Mapping[str, str]) -> None:
-    arms = list(values)
-    for seed in sorted({seed for by_seed in values.values() for seed in by_seed}):
-        points = [(index, values[arm][seed]) for index, arm in enumerate(arms) if seed in values[arm]]
-        axes.plot(*zip(*points, strict=True), color=INK, alpha=0.4, linewidth=1, zorder=1)
-    for index, arm in enumerate(arms):
-        finished = list(values[arm].values())
-        axes.scatter([index] * len(finished), finished, color=colours[arm], s=26, zorder=2)
-        if finished:
-            mean = float(np.mean(finished))
-            axes.hlines(mean, index - 0.22, index + 0.22, color=colours[arm], linewidth=2.5, zorder=3)
-    _name_columns(axes, arms)
-    axes.set_xlim(-0.5, len(arms) - 0.5)
-    axes.set_title("each seed, and the mean", fontsize=10, color=INK)
-    axes.set_ylabel(metric, color=INK)
+def _scaled(found: Difference, factor: float) -> Difference:
+    """A difference in the units of the figure."""
+    mean, low, high = (None if end is None else factor * end for end in (found.mean, found.low, found.high))
+    per_seed = {seed: factor * value for seed, value in found.per_seed.items()}
+    return dataclasses.replace(found, per_seed=per_seed, mean=mean, low=low, high=high)
 
 
-def _name_columns(axes: Axes, names: Sequence[str]) -> None:
-    """Names below the columns, slanted where they would run into each other."""
-    longest = max((len(line) for name in names for line in name.split("\n")), default=0)
-    if len(names) * longest <= CHARACTERS_BESIDE:
-        axes.set_xticks(range(len(names)), names)
-    else:
-        flat = [name.replace("\n", " ") for name in names]
-        axes.set_xticks(range(len(names)), flat, rotation=30, ha="right", rotation_mode="anchor")
+def _said(found: Difference, factor: float) -> str:
+    """A mean difference with its interval in figures."""
+    shown = "+.1f" if factor != 1 else "+.3g"
+    if found.mean is None:
+        return "–"
+    low, high = _number(found.low), _number(found.high)
+    interval = "" if math.isnan(low) else f" ({low:{shown}} to {high:{shown}})"
+    return f"{found.mean:{shown}}{interval}"
 
 
 def _draw_differences(
-    axes: Axes, differences: Mapping[str, Difference], baseline: str, colours: Mapping[str, str], factor: float
+    axes: Axes,
+    arms: Sequence[str],
+    differences: Mapping[str, Difference],
+    colours: Mapping[str, str],
+    highlight: Sequence[str],
 ) -> None:
-    axes.axhline(0, color=INK, linewidth=1)
-    for index, (arm, found) in enumerate(differences.items()):
-        pairs = [factor * value for value in found.per_seed.values()]
-        spread = np.linspace(-0.08, 0.08, len(pairs)) if len(pairs) > 1 else np.zeros(len(pairs))
-        axes.scatter(index - 0.18 + spread, pairs, color=colours[arm], s=20, alpha=0.55)
-        if found.mean is not None:
-            ends = [[found.mean - _number(found.low)], [_number(found.high) - found.mean]]
-            reach = factor * np.nan_to_num(np.array(ends))
-            look: dict[str, Any] = {"marker": "D", "capsize": 5, "linewidth": 2}
-            axes.errorbar([index + 0.12], [factor * found.mean], yerr=reach, color=colours[arm], **look)
-    _name_columns(axes, [f"{arm}\n− {baseline}" for arm in differences])
-    axes.set_xlim(-0.5, max(len(differences), 1) - 0.5)
-    unit = " in points" if factor != 1 else ""
-    axes.set_title(f"paired differences{unit}, mean with 95 % interval", fontsize=10, color=INK)
+    """A row an arm: each seed, and the mean with its interval.
+
+    The axis is that of the arms that the claim is about; a control far away from them is an arrow at the edge.
+    """
+    style_axes(axes)
+    axes.axvline(0, color=INK, linewidth=1)
+    shown = [differences[arm] for arm in highlight if arm in differences] or list(differences.values())
+    reach = [0.0, *(value for found in shown for value in (*found.per_seed.values(), found.low, found.high) if value)]
+    known = [value for value in reach if math.isfinite(value)]
+    margin = 0.08 * (max(known) - min(known)) or 1.0
+    left, right = min(known) - margin, max(known) + margin
+    axes.set_xlim(left, right)
+    for row, arm in enumerate(arms):
+        found = differences.get(arm)
+        if found is None or found.mean is None:
+            continue
+        if not left <= found.mean <= right:
+            edge = left if found.mean < left else right
+            axes.plot([edge], [row], marker="<" if edge == left else ">", color=colours[arm], clip_on=False)
+            continue
+        pairs = list(found.per_seed.values())
+        axes.scatter(pairs, [row + 0.22] * len(pairs), color=colours[arm], s=14, alpha=0.55, linewidths=0)
+        ends = np.nan_to_num([[found.mean - _number(found.low)], [_number(found.high) - found.mean]])
+        look: dict[str, Any] = {"marker": "D", "markersize": 5, "capsize": 4, "linewidth": 2}
+        axes.errorbar([found.mean], [row], xerr=ends, color=colours[arm], **look)
+
+
+def _draw_values(
+    axes: Axes, values: Mapping[str, Mapping[int, float]], colours: Mapping[str, str], factor: float
+) -> None:
+    """A row an arm: each seed as a dot, the mean as a stroke with its number; no line joins arms."""
+    style_axes(axes)
+    for row, (arm, by_seed) in enumerate(values.items()):
+        finished = list(by_seed.values())
+        axes.scatter(finished, [row] * len(finished), color=colours[arm], s=20, alpha=0.55, linewidths=0)
+        if finished:
+            mean = float(np.mean(finished))
+            shown = f"{mean:.1f}" if factor != 1 else f"{mean:.3g}"
+            axes.vlines(mean, row - 0.25, row + 0.25, color=colours[arm], linewidth=2.5)
+            axes.annotate(shown, (mean, row - 0.27), ha="center", va="bottom", fontsize=8, color=INK)
+
+
+def _name_rows(axes: Axes, names: Sequence[str]) -> None:
+    """Names of the rows, the first at the top."""
+    from matplotlib.ticker import AutoLocator
+
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(max(len(names), 1) - 0.5, -0.65)
+    axes.xaxis.set_major_locator(AutoLocator())
+    axes.grid(visible=False, axis="y")
 
 
 def _draw_bands(
-    axes: Axes,
-    curves: Mapping[str, Sequence[Line]],
-    metric: str,
-    colours: Mapping[str, str],
+    axes: Axes, curves: Mapping[str, Sequence[Line]], names: Mapping[str, str], colours: Mapping[str, str]
 ) -> None:
-    for arm, runs in curves.items():
+    style_axes(axes)
+    ends = []
+    for place, (arm, runs) in enumerate(curves.items()):
         by_step: dict[float, list[float]] = {}
         for steps, values in runs:
             for step, value in zip(steps, values, strict=True):
@@ -177,13 +233,23 @@ def _draw_bands(
             continue
         steps = sorted(by_step)
         means = [float(np.mean(by_step[step])) for step in steps]
-        label = f"{arm} ({len(runs)} seeds)"
-        axes.plot(steps, means, "o-", color=colours[arm], linewidth=2, markersize=4, label=label)
+        look: dict[str, Any] = {"marker": MARKERS[place % len(MARKERS)], "linewidth": 2, "markersize": 4}
+        axes.plot(steps, means, color=colours[arm], **look)
         lows, highs = ([pick(by_step[step]) for step in steps] for pick in (min, max))
         axes.fill_between(steps, lows, highs, color=colours[arm], alpha=0.15, linewidth=0)
+        ends.append((means[-1], f"{names[arm]} ({len(runs)} seeds)", colours[arm]))
     axes.set_xlabel("step", color=INK)
-    axes.set_title(f"{metric}: mean and range of seeds", fontsize=10, color=INK)
-    draw_legend(axes)
+    _name_ends(axes, ends)
+
+
+def _name_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
+    """The name of each curve beside its end, moved apart where names would overlap."""
+    low, high = axes.get_ylim()
+    at = -math.inf
+    for value, name, colour in sorted(ends):
+        at = max((value - low) / (high - low), at + LABEL_GAP)
+        place: dict[str, Any] = {"xycoords": "axes fraction", "va": "center", "annotation_clip": False}
+        axes.annotate(name, (1.01, at), color=colour, fontsize=9, **place)
 
 
 def _draw_cost_band(axes: Axes, runs: Sequence[Line], label: str, colour: str) -> None:

@@ -52,7 +52,7 @@ def test_an_arm_may_read_the_runs_of_another(lab):
 def test_an_arm_may_represent_the_start(lab, monkeypatch):
     drawn = []
     whole = figures.comparison_figure
-    monkeypatch.setattr(figures, "comparison_figure", lambda *views: drawn.append(views[-1]) or whole(*views))
+    monkeypatch.setattr(figures, "comparison_figure", lambda *views: drawn.append(views[1]) or whole(*views))
     arms = {"start": {"runs_of": "papo", "reads": "start"}, "papo": {"overrides": {"gain": 0.05}}, "grpo": {}}
     result = lab.run(arms=arms, split="test", secondary_metrics=["hard/accuracy/greedy"])
     assert result["arms"]["start"]["values"] == pytest.approx({"1": 0.1, "2": 0.1, "3": 0.1})

@@ -2,18 +2,21 @@ import dataclasses
 import json
 import math
 
+import matplotlib.colors
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 from PIL import Image
 
 from mmrl.compare import plans as run_status
-from mmrl.compare.experiment import load_experiment
-from mmrl.compare.figures import comparison_figure, work_figure
+from mmrl.compare.experiment import FigureConfig, load_experiment
+from mmrl.compare.figures import GREY, LABEL_GAP, _draw_differences, _name_ends, comparison_figure, work_figure
 from mmrl.compare.results import ArmResult, Comparison, Difference
 from mmrl.compare.run import run_experiment
 from mmrl.compare.summary import plan_comparison, summarise
 from mmrl.errors import UserError
+from mmrl.report.charts import COLOURS
 
 COSTS = {
     "model_evaluations": {"cost/forward_rows": 1, "cost/train_rows": 3},
@@ -353,16 +356,48 @@ def test_shares_are_drawn_in_per_cent_and_their_differences_in_points():
     )
     curves = {"new": [([0, 5, 9], [0.25, 0.25, 0.5])], "old_one": [([0, 9], [0.25, 0.25])]}
     figure = comparison_figure(comparison, curves)
-    values, pairs, bands = figure.axes
+    pairs, values, bands = figure.axes
     assert figure.get_suptitle() == "a name"
-    assert values.get_ylabel() == "accuracy, greedy, %"
-    assert sorted(float(y) for dots in values.collections[-4::2] for _, y in dots.get_offsets()) == [25, 50]
-    assert "in points" in pairs.get_title()
-    assert [25.0] in [list(line.get_ydata()) for line in pairs.lines]
+    assert values.get_title(loc="left") == "accuracy, greedy, %"
+    assert sorted(float(x) for dots in values.collections[::2] for x, _ in dots.get_offsets()) == [25, 50]
+    assert not values.lines  # arms have no order that a line could follow
+    assert pairs.get_title(loc="left") == "difference from old one in points"
+    assert [25.0] in [list(line.get_xdata()) for line in pairs.lines]
+    rows = [text.get_text() for text in pairs.get_yticklabels()]
+    assert rows == ["old one\ncompared with", "new\n+25.0 (+12.5 to +37.5)"]
     assert [list(line.get_ydata()) for line in bands.lines] == [[25, 25, 50]]  # two evaluations are no curve
+    assert [text.get_text() for text in bands.texts] == ["new (1 seeds)"]
     plain = comparison_figure(dataclasses.replace(comparison, metric="score/graded"), curves)
-    assert plain.axes[0].get_ylabel() == "score/graded"
+    assert plain.axes[1].get_title(loc="left") == "score/graded"
     assert list(plain.axes[2].lines[0].get_ydata()) == [0.25, 0.25, 0.5]
+    look = FigureConfig("New beats old.", {"old_one": "the old way"}, "right answers, %", ["new"])
+    told = comparison_figure(comparison, curves, look)
+    assert told.get_suptitle() == "New beats old."
+    pairs, values, _ = told.axes
+    assert [text.get_text().partition("\n")[0] for text in pairs.get_yticklabels()] == ["the old way", "new"]
+    assert values.get_title(loc="left") == "right answers, %"
+    colours = [tuple(dots.get_facecolor()[0][:3]) for dots in values.collections[::2]]
+    assert colours == [matplotlib.colors.to_rgb(GREY), matplotlib.colors.to_rgb(COLOURS[1])]
+
+
+def test_a_control_far_from_the_claim_is_an_arrow_and_leaves_the_scale_to_it():
+    axes = Figure().subplots()
+    near, far = (Difference({1: mean}, [], 0, mean=mean, low=mean, high=mean, n=1) for mean in (2.0, -60.0))
+    colours = dict.fromkeys(("base", "new", "control"), "red")
+    _draw_differences(axes, list(colours), {"new": near, "control": far}, colours, ["new"])
+    assert axes.get_xlim() == pytest.approx((-0.16, 2.16))
+    arrows = [line for line in axes.lines if line.get_marker() == "<"]
+    assert [list(line.get_ydata()) for line in arrows] == [[2]]
+    _draw_differences(axes, list(colours), {"new": near, "control": far}, colours, [])
+    assert axes.get_xlim()[0] < -60
+
+
+def test_names_at_the_ends_of_curves_do_not_overlap():
+    axes = Figure().subplots()
+    axes.set_ylim(0, 1)
+    _name_ends(axes, [(0.5, "b", "red"), (0.49, "a", "blue"), (0.9, "c", "green")])
+    heights = {text.get_text(): text.xy[1] for text in axes.texts}
+    assert heights == pytest.approx({"a": 0.49, "b": 0.49 + LABEL_GAP, "c": 0.9})
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,8 @@ def test_the_record_shows_the_command_that_a_user_would_type(lab):
         ({"base": None}, "no `config` and there is no `base`"),
         ({"prepare": [{"config": "nowhere.yaml", "run_dir": "x"}]}, r"prepare\[0\]"),
         ({"jobs": 0}, "at least 1"),
+        ({"figure": {"labels": {"grop": "GRPO"}}}, r"`figure\.labels` names 'grop'; did you mean 'grpo'"),
+        ({"figure": {"highlight": ["x"]}}, r"`figure\.highlight` names 'x'"),
     ],
 )
 def test_bad_experiment_files_are_refused_before_anything_runs(lab, changes, message):
