@@ -6,8 +6,8 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
 from mmrl.core.block import Block, unknown_name
 from mmrl.core.blocks.preference import DecisionScore
@@ -19,9 +19,10 @@ from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
 from mmrl.training.objectives import SCORES
 
+if TYPE_CHECKING:
+    from mmrl.compare.experiment import ExperimentConfig
+
 Row = Objective | PreferenceObjective
-RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
-"""Pages of results of a checkout; an installed wheel has none."""
 
 
 class Room(NamedTuple):
@@ -111,13 +112,12 @@ def explained(name: str) -> str:
     row = find_row(name)
     lines = [row.describe(), "", "parts"]
     lines += [f"  {key:<12}{block.kind:<22}{_source(block)}" for key, block in row.blocks.items() if block.formula()]
-    lines += ["", f"verified      {row.verified or 'not yet'}"]
+    lines += ["", f"promise       {row.claim}", f"verified      {row.verified or 'not yet'}"]
     lines += [f"differs       {row.differs}"] if row.differs else []
     lines += ["", "rooms"]
     for place in places(row):
         lines += [f"  {place.room:<12}{f'recipe: {place.recipe}' if place.recipe else f'no: {place.lacks}'}"]
-    pages = list(result_pages(row.name))
-    lines += ["", f"results       {', '.join(pages)}"] if pages else []
+    lines += ["", "results", *(list(results_of(row.name)) or ["  not measured"])]
     return "\n".join([*lines, "", "use it", *(f"  {line}" for line in usage(row))])
 
 
@@ -130,11 +130,22 @@ def usage(row: Row) -> list[str]:
     return [*lines, "trainer: {samples_per_task: 8}"] if "samples" in row.needs else lines
 
 
-def result_pages(name: str) -> Iterator[str]:
-    """Yield the pages of results that are named after an objective, or compare another method with it."""
-    for path in sorted(RESULTS.glob("*.md")):
-        if re.search(rf"(^|_vs_){name}(_|$)", path.stem):
-            yield f"docs/results/{path.name}"
+def results_of(name: str) -> Iterator[str]:
+    """Write each measured difference about an objective, with its verdict and page."""
+    from mmrl.compare.reproduce import evidence_of, findings_by_subject
+
+    known = _measured()
+    for stem, findings in findings_by_subject(known).get(name, {}).items():
+        page = f"docs/results/{evidence_of(known[stem]).page}.md"
+        yield from (f"  {found.shown}: {found.verdict}, {page}" for found in findings)
+
+
+@cache
+def _measured() -> dict[str, ExperimentConfig]:
+    """Experiments with evidence; none in an installed wheel."""
+    from mmrl.compare.reproduce import EXPERIMENTS, measured
+
+    return measured() if EXPERIMENTS.is_dir() else {}
 
 
 def rooms_of(row: Row) -> str:

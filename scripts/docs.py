@@ -18,6 +18,8 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
+import evidence  # beside this file
+
 from mmrl.core.blocks import BLOCKS, PREFERENCE_BLOCKS
 from mmrl.errors import UserError, did_you_mean
 from mmrl.files import write_atomically
@@ -191,6 +193,7 @@ def _plans() -> str:
 TABLES: dict[str, Callable[..., str]] = {
     **{name: partial(markdown, name) for name in LISTINGS},
     "blocks": _blocks,
+    "evidence": evidence.table,
     "options": _options,
     "model_families": _model_families,
     "peers": _peers,

@@ -11,6 +11,7 @@ ROWS = (
         GroupMeanStd(),
         PolicyGradient(),
         TokenMean(),
+        claim="the likelihood of given answers, the start of everything else",
         citation="maximum likelihood",
         verified="transformers 5.23.0",
     ),

@@ -82,6 +82,8 @@ class Objective:
     """Decisions or rows that are left out because sampler and trainer differ too much."""
     order: TaskOrder = field(default_factory=Epochs)
     """Choice of the tasks that come next."""
+    claim: str = ""
+    """Promise of its paper, in one line."""
     citation: str = ""
     """Publication of the method."""
     verified: str = ""

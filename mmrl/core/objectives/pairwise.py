@@ -54,6 +54,8 @@ class PreferenceObjective:
     """Score by which two answers are compared."""
     likelihood: ChosenLikelihood | None = None
     """Likelihood of the preferred answers as a further term."""
+    claim: str = ""
+    """Promise of its paper, in one line."""
     citation: str = ""
     """Publication of the method."""
     verified: str = ""

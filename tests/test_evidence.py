@@ -1,0 +1,75 @@
+"""The page of evidence names everything, and its numbers are those of the pages of results."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmrl.compare.reproduce import evidence_of, measured
+from mmrl.core import CATALOGUE, PREFERENCES
+from mmrl.recipes import RECIPES
+
+PROJECT = Path(__file__).resolve().parent.parent
+RESULTS = PROJECT / "docs" / "results"
+PAGE = (PROJECT / "docs" / "evidence.md").read_text(encoding="utf-8")
+sys.path.insert(0, str(PROJECT / "scripts"))
+
+from evidence import GOLDEN, GOLDEN_OF  # noqa: E402
+
+KNOWN = measured()
+
+
+def section(title):
+    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+@pytest.mark.parametrize(("title", "names"), [("Objectives", {**CATALOGUE, **PREFERENCES}), ("Recipes", RECIPES)])
+def test_everything_has_a_row_with_its_promise_its_code_and_a_verdict(title, names):
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", section(title), re.MULTILINE))
+    assert list(rows) == [*dict.fromkeys(rows)]
+    assert rows.keys() == names.keys()
+    for name, text in rows.items():
+        cells = re.split(r" (?<!\\)\| ", text)
+        assert all(cells[:4]), name  # paper, promise, code, numbers
+        assert re.fullmatch(r"\[[\w/]+\.py\]\(\.\./[\w/]+\.py\) \d+( \+ \d+)?", cells[2]), name
+        assert re.fullmatch(r"not measured|(\[[a-z ]+\]\(results/\w+\.md\)(; )?)+", cells[-1]), name
+
+
+def test_every_objective_has_a_promise_of_one_line():
+    for name, row in {**CATALOGUE, **PREFERENCES}.items():
+        assert 20 < len(row.claim) < 120, name
+        assert not row.claim.endswith("."), name
+
+
+def test_every_page_of_results_is_reached():
+    linked = set(re.findall(r"\]\(results/(\w+)\.md", PAGE))
+    assert {path.stem for path in RESULTS.glob("*.md")} == linked
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_numbers_and_intervals_are_those_of_the_page(name):
+    evidence = evidence_of(KNOWN[name])
+    text = re.sub(r"\s+", " ", (RESULTS / f"{evidence.page}.md").read_text(encoding="utf-8").replace("**", ""))
+    assert name in text, "the page has the command of its experiment"
+    for found in evidence.findings:
+        assert any(form in text for form in printed(found)), f"{found.arm}: {found.shown}"
+
+
+def printed(found):
+    """Forms in which a page may print an interval: with or without signs, turned round, in brackets."""
+    low, high = found.interval.split(" to ")
+    for first, last in ((low, high), (flipped(high), flipped(low))):
+        yield f"{first} to {last}"
+        yield f"[{first}, {last}]".replace("+", "")
+        if first[0] == last[0]:
+            yield f"({first[1:]} to {last[1:]}"
+
+
+def flipped(number):
+    return number.translate(str.maketrans("+-", "-+"))
+
+
+def test_golden_files_of_recipes_exist():
+    assert GOLDEN_OF.keys() <= RECIPES.keys()
+    assert all((GOLDEN / f"{stem}.json").is_file() for stems in GOLDEN_OF.values() for stem in stems)
