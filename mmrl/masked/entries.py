@@ -20,6 +20,9 @@ RECIPES = (
     ),
 )
 
+PLAN = "mmrl.masked.plan:footprint"
+"""Function for `mmrl train --dry-run`."""
+
 METRICS = {
     "inpainting/rescued": "Share of the step's groups that all samples missed and inpainting has a right sample for.",
     "inpainting/right": "Share of the inpainted samples of the step that are right.",

@@ -57,7 +57,7 @@ def footprint(config: Any, prompt_tokens: int | None = None, *, passes: bool = T
     with torch.device("meta"):
         network = outlined(model)
         wrapped = prepare(network, model, None)
-    parts = state_parts(wrapped, trainer, copies=_copies(config))
+    parts = state_parts(wrapped, trainer, copies=reference_copies(config))
     if teacher := getattr(getattr(config, "teacher", None), "path", ""):
         parts.append(Part(f"weights of the teacher {teacher}", _weights(config.teacher)))
     if not passes:
@@ -95,7 +95,7 @@ def footprint(config: Any, prompt_tokens: int | None = None, *, passes: bool = T
         update = activations(wrapped, once, -(-rows // chunk)).attending(pairs(prompts, chunk))
         parts.append(Part("activations", update.bytes, "update"))
         work = [Work.of("update", update, total / chunk * trainer.epochs)]
-        if unscored := _without_gradient(config):
+        if unscored := unscored_passes(config):
             scored = forward(wrapped, once).attending(pairs(prompts, chunk))
             work.insert(0, Work.of("scores without gradient", scored, total / chunk * unscored))
         if shares and _keeps_history(config):
@@ -126,7 +126,7 @@ def _decoding(
     return dataclasses.replace(token, reads=weights + held[PROMPT_CACHE] + held[ANSWER_CACHE] / 2)
 
 
-def _without_gradient(config: Any) -> int:
+def unscored_passes(config: Any) -> int:
     """Passes without gradient through the rows of a step: by the policy before the update, by its reference."""
     if not hasattr(config, "objective") or not hasattr(config.trainer, "old_logp"):
         return int(getattr(getattr(config, "reference", None), "kind", "none") != "none")
@@ -161,7 +161,7 @@ def outlined(model: Any) -> Any:
     return auto_class(settings.model_type, name).from_config(settings, attn_implementation="sdpa", dtype=dtype)
 
 
-def _copies(config: Any) -> int:
+def reference_copies(config: Any) -> int:
     """Frozen copies of the policy."""
     if not hasattr(config, "reference") or config.reference.kind == "none":
         return 0
