@@ -95,7 +95,7 @@ def comparison_figure(
     scaled = {arm: _scaled(found, factor) for arm, found in comparison.differences.items()}
     _draw_differences(pairs, list(values), scaled, colours, look.highlight)
     pairs.set_title(f"difference from {names[comparison.baseline]}{' in points' if factor != 1 else ''}", **TITLE)
-    told = {arm: _said(scaled[arm], factor) if arm in scaled else "compared with" for arm in values}
+    told = {arm: _said(scaled[arm], factor) if arm in scaled else "baseline" for arm in values}
     _name_rows(pairs, [f"{names[arm]}\n{told[arm]}" for arm in values])
     _draw_values(points, values, colours, factor)
     points.set_title(look.unit or metric, **TITLE)

@@ -296,7 +296,7 @@ KINDS = {
 UNITS = {"seconds": "s", "shares": "%", "megabytes": "MB"}
 """Kind of number to the unit on its axis."""
 CHARTS: dict[str, tuple[str, ...]] = {
-    "Reward": ("reward/mean", "reward/std"),
+    "Reward": ("reward/mean", "reward/std", "reward/std_within_groups"),
     "Reward terms": ("reward/*",),
     "Divergence from the reference and the sampling policy": ("policy/kl_ref", "policy/kl_old"),
     "Entropy": ("policy/entropy",),

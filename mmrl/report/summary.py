@@ -13,10 +13,10 @@ from mmrl.report.folder import RunFolder
 from mmrl.report.tables import SCORE_GROUPS, duration, headline, headline_name, part_tables, score_tables
 
 Cell = Mapping[str, str]
-GENERIC = ("vlm", "agent", "robot_grpo", "preference")
+GENERIC = ("vlm", "masked", "agent", "robot_grpo", "preference")
 """Recipes that run many objectives, whose names say more."""
-MOST_WORSE = 4
-"""Losses that the sentence names."""
+MOST_NAMED = 4
+"""Changes that a sentence names."""
 SOURCES = {
     "model": (("model", "path"), ("model", "build"), ("policy", "path")),
     "data": (("data", "path"), ("environment", "factory"), ("sim", "factory"), ("demonstrations", "path")),
@@ -36,10 +36,11 @@ def outcome(runs: Sequence[RunFolder]) -> list[str]:
         ends = [_scores_ends(table) for table in score_tables(runs)]
     several = len(ends) > 1
     sentences = [_sentence(run, split if several else "", name, cells) for split, name, cells in ends]
+    if better := _named(_other_protocols(runs, "good")[::-1]):
+        sentences.append(f"Better as well: {better}.")
     worse, groups = _worse(runs)
     if worse:
-        more = f" and {len(worse) - MOST_WORSE} more" if len(worse) > MOST_WORSE else ""
-        sentences.append(f"Worse: {', '.join(worse[:MOST_WORSE])}{more}.")
+        sentences.append(f"Worse: {_named(worse)}.")
     elif groups:
         sentences.append(f"None of the {groups} groups of tasks became clearly worse.")
     return [sentence for sentence in sentences if sentence]
@@ -135,26 +136,35 @@ def _scores_ends(table: Mapping[str, Any]) -> tuple[str, str, list[Cell | None]]
     return table["split"], f"score {row['label']}", row["cells"][-2:]
 
 
-def _worse(runs: Sequence[RunFolder]) -> tuple[list[str], int]:
-    """Groups of tasks and scores whose change is below 0 with its whole interval, and how many groups there are."""
-    lost: list[tuple[float, str]] = []
-    count = 0
-    judged = {heading for heading, _ in SCORE_GROUPS[:-1]}
+def _other_protocols(runs: Sequence[RunFolder], tone: str) -> list[tuple[float, str]]:
+    """Clear changes of a tone among the protocols after the first, the lowest first."""
+    found = []
     for table in headline(runs):
         cells = zip(table["protocols"][1:], table["rows"][-1]["cells"][1:], strict=True)
-        lost += [(float(cell["change"]), name) for name, cell in cells if cell and cell.get("tone") == "bad"]
+        found += [(float(cell["change"]), name) for name, cell in cells if cell and cell.get("tone") == tone]
+    return sorted(found)
+
+
+def _worse(runs: Sequence[RunFolder]) -> tuple[list[tuple[float, str]], int]:
+    """Groups of tasks and scores whose change is below 0 with its whole interval, and how many groups there are."""
+    lost = _other_protocols(runs, "bad")
+    count = 0
+    judged = {heading for heading, _ in SCORE_GROUPS[:-1]} | {"other scores"}
     for table in [*part_tables(runs), *score_tables(runs)]:
         for group in table["groups"]:
             column = group["heading"].removeprefix("by ")
-            for row in group["rows"]:
+            part = column != group["heading"]
+            count += part * len(group["rows"])
+            for row in group["rows"] if part or column in judged else ():
                 cell = row["cells"][-1] or {}
-                part = group["heading"].startswith("by ")
-                count += part
-                if not group["heading"] or cell.get("tone") != "bad" or "change" not in cell:
-                    continue
-                if part or column in judged or column == "other scores":
-                    lost.append((float(cell["change"]), f"{column} {row['label']}" if part else row["label"]))
-    return [f"{name} {change:+g}".replace("-", "−") for change, name in sorted(lost)], count
+                if cell.get("tone") == "bad":
+                    lost.append((float(cell["change"]), f"{column} = {row['label']}" if part else row["label"]))
+    return sorted(lost), count
+
+
+def _named(changes: Sequence[tuple[float, str]]) -> str:
+    shown = ", ".join(f"{name} ({change:+g})" for change, name in changes[:MOST_NAMED])
+    return f"{shown} and {len(changes) - MOST_NAMED} more" if len(changes) > MOST_NAMED else shown
 
 
 def _bare(value: str) -> str:

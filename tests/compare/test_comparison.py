@@ -364,7 +364,7 @@ def test_shares_are_drawn_in_per_cent_and_their_differences_in_points():
     assert pairs.get_title(loc="left") == "difference from old one in points"
     assert [25.0] in [list(line.get_xdata()) for line in pairs.lines]
     rows = [text.get_text() for text in pairs.get_yticklabels()]
-    assert rows == ["old one\ncompared with", "new\n+25.0 (+12.5 to +37.5)"]
+    assert rows == ["old one\nbaseline", "new\n+25.0 (+12.5 to +37.5)"]
     assert [list(line.get_ydata()) for line in bands.lines] == [[25, 25, 50]]  # two evaluations are no curve
     assert [text.get_text() for text in bands.texts] == ["new (1 seeds)"]
     plain = comparison_figure(dataclasses.replace(comparison, metric="score/graded"), curves)

@@ -45,7 +45,7 @@ def test_the_first_sentence_names_change_interval_and_what_became_worse(tmp_path
         f"GRPO raised held-out accuracy (greedy) from 40.0 to 80.0 % (+{100 * mean:.1f} points, "
         f"95 % interval {100 * low:+.1f} to {100 * high:+.1f})."
     )
-    assert said[1] == "Worse: hint right −50."
+    assert said[1] == "Worse: hint = right (-50)."
     assert short_outcome([run]) == "accuracy 40.0 → 80.0 %"
 
 
@@ -62,6 +62,19 @@ def test_the_first_sentence_names_change_interval_and_what_became_worse(tmp_path
 def test_the_verb_is_that_of_the_interval(tmp_path, after, words):
     run = make_run(tmp_path, [1.0] * 20 + [0.0] * 20, after, ["a", "b"] * 20)
     assert outcome([run])[0].startswith(words)
+
+
+def test_other_protocols_that_rose_are_named(tmp_path):
+    tracker = Tracker(tmp_path)
+    for step, greedy, sampled in ((0, 0.5, 0.1), (9, 0.4, 0.3)):
+        ends = {"accuracy/greedy": greedy, "accuracy/sampled": sampled}
+        bounds = {
+            f"{name}/{end}": value + d for name, value in ends.items() for end, d in (("low", -0.02), ("high", 0.02))
+        }
+        tracker.evaluation(step, "during", "test", {"n": 400.0, **ends, **bounds})
+    said = outcome([read_run(tmp_path)])
+    assert said[0].startswith("So far training lowered held-out accuracy (greedy) from 50.0 to 40.0 %")
+    assert said[1:] == ["Better as well: sampled (+20)."]
 
 
 def test_groups_that_lost_nothing_are_counted(tmp_path):
