@@ -53,21 +53,24 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def _evaluation_charts(runs: Sequence[WatchedRun]) -> list[dict[str, Any]]:
+    """Of each split, one run's metrics in one chart; of several runs, each metric in a chart of its own."""
     found = []
     for split in dict.fromkeys(str(row.get("split", "")) for run in runs for row in run.evaluations):
         rows = {run.name: [row for row in run.evaluations if row.get("split", "") == split] for run in runs}
         names = measured([row for own in rows.values() for row in own], HEADLINES)[:MOST_PROTOCOLS]
-        series = [
-            {"run": run, "label": label(name), **_estimates(own, name)}
-            for run, own in rows.items()
-            for name in names
-            if any(name in row for row in own)
-        ]
-        unit = "%" if all(name.startswith(SHARES) for name in names) else ""
-        if series:
-            found.append(
-                {"title": f"{names[0].partition('/')[0].capitalize()} on {split}", "unit": unit, "series": series}
+        for chosen in [names] if len(runs) == 1 and names else [[name] for name in names]:
+            series = [
+                {"run": run, "label": label(name), **_estimates(own, name)}
+                for run, own in rows.items()
+                for name in chosen
+                if any(name in row for row in own)
+            ]
+            family, protocol = (
+                chosen[0].partition("/")[0].capitalize(),
+                f", {label(chosen[0])}" if len(runs) > 1 else "",
             )
+            unit = "%" if all(name.startswith(SHARES) for name in chosen) else ""
+            found.append({"title": f"{family} on {split}{protocol}", "unit": unit, "series": series})
     return found
 
 

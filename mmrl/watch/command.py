@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     port = f"the page's port on this machine; default: {PORT}; 0 for a free one"
     parser.add_argument("--port", metavar="N", type=int, default=PORT, help=port)
     parser.add_argument("--text", action="store_true", help="show the runs in the terminal instead")
-    parser.add_argument("--once", action="store_true", help="with --text: print once and leave")
+    parser.add_argument("--once", action="store_true", help="with --text: print once, as where there is no terminal")
 
 
 def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     if args.text:
         from mmrl.watch.text import follow, lines
 
-        if not args.once:
+        if not args.once and sys.stdout.isatty():
             follow(folders)
         folders.refresh(seconds=math.inf)
         for line in lines(folders):

@@ -104,6 +104,14 @@ function curve(svg, one, scale, { colour, dash }) {
   });
 }
 
+export function sharedPath(runs) {
+  // characters of the folders that all names begin with
+  const parts = runs.map((run) => run.split("/").slice(0, -1));
+  let same = 0;
+  while (parts.length > 1 && parts.every((own) => same < own.length && own[same] === parts[0][same])) same += 1;
+  return same ? parts[0].slice(0, same).join("/").length + 1 : 0;
+}
+
 export function draw(figure, chart, runs, colours) {
   const width = Math.max(240, figure.clientWidth - 28);
   const key = JSON.stringify([chart, runs, width]);
@@ -127,8 +135,10 @@ export function draw(figure, chart, runs, colours) {
   const line = s("line", { y1: TOP, y2: HEIGHT - BOTTOM, class: "cursor" });
   svg.append(line);
   const values = chart.series.map(() => h("span", { class: "value" }));
+  const shared = sharedPath(runs), several = runs.length > 1;
+  const labels = new Set(chart.series.map((one) => one.label)).size > 1 || !several;
   const legend = h("ul", { class: "legend" }, ...chart.series.map((one, i) => {
-    const name = [runs.length > 1 ? one.run : null, one.label].filter(Boolean).join(" · ");
+    const name = [several ? one.run.slice(shared) : null, labels ? one.label : null].filter(Boolean).join(" · ");
     return h("li", { title: chart.about?.[one.label] ?? "" }, swatch(styled(one)), h("span", { class: "name" }, name), values[i]);
   }));
   const unit = chart.unit ? `, ${chart.unit}` : "";

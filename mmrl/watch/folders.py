@@ -63,6 +63,7 @@ class WatchedFolders:
         return {
             "name": str(content.get("name", folder.name)),
             "metric": str(content.get("metric", "")),
+            "difference": "difference, points" if _is_share(content) else "difference",
             "counts": Counter(entry["state"] for entry in queue),
             "queue": queue,
             "arms": list(_arms(content)),
@@ -95,7 +96,7 @@ def _last_output(command: str) -> str:
 
 def _arms(comparison: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Mean of each arm so far, and its difference from the baseline."""
-    share = str(comparison.get("metric", "")).startswith(SHARES)
+    share = _is_share(comparison)
     differences = comparison.get("differences") or {}
     for arm, entry in (comparison.get("arms") or {}).items():
         yield {
@@ -107,13 +108,17 @@ def _arms(comparison: dict[str, Any]) -> Iterator[dict[str, Any]]:
         }
 
 
+def _is_share(comparison: dict[str, Any]) -> bool:
+    return str(comparison.get("metric", "")).startswith(SHARES)
+
+
 def _interval_text(entry: dict[str, Any], share: bool, sign: str) -> str:
-    """A number with its interval; a share in per cent."""
+    """A number with its interval; a share in per cent, a difference of shares in points."""
     values = [entry[key] for key in ("mean", "low", "high") if entry.get(key) is not None]
     texts = [f"{100 * value:{sign}.1f}" if share else f"{value:{sign}.3g}" for value in values]
     if not texts:
         return "–"
-    return f"{texts[0]}{' %' if share else ''}" + (f" [{texts[1]}, {texts[2]}]" if len(texts) == 3 else "")
+    return f"{texts[0]}{' %' if share and not sign else ''}" + (f" [{texts[1]}, {texts[2]}]" if len(texts) == 3 else "")
 
 
 def _runs_below(folder: Path) -> list[Path]:

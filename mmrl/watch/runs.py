@@ -151,7 +151,7 @@ class WatchedRun:
             value = self.metrics.last(name)
             if value is not None:
                 share, large = title == "equal groups", abs(value) >= 1000
-                shown.append((title, f"{value:.0%}" if share else f"{value:,.0f}" if large else f"{value:.4g}"))
+                shown.append((title, f"{100 * value:.0f} %" if share else f"{value:,.0f}" if large else f"{value:.4g}"))
         return shown
 
     def _stages(self) -> list[tuple[str, float]]:
@@ -239,7 +239,8 @@ def _json_object(path: str, stamp: float) -> dict[str, Any]:
 @lru_cache(maxsize=256)
 def _yaml_object(path: str, stamp: float) -> dict[str, Any]:
     try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8", errors="replace"))
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+        found = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # in C: a comparison has many
     except (OSError, yaml.YAMLError):
         return {}
     return found if isinstance(found, dict) else {}

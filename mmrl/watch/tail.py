@@ -74,8 +74,9 @@ class Columns:
         """Add the numbers of one step."""
         keep = bisect_left(self.steps, record["step"])
         if keep < len(self.steps):
-            for column in (self.steps, *self._values.values()):
-                del column[keep:]
+            del self.steps[keep:]
+            for values in self._values.values():
+                del values[keep:]
         self.steps.append(record["step"])
         for name, value in record.items():
             if isinstance(value, int | float) and name != "step" and abs(value) < math.inf:

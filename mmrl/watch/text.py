@@ -51,7 +51,7 @@ def _comparison_lines(comparison: dict[str, Any]) -> Iterator[str]:
     for arm in comparison["arms"]:
         if arm["n"]:
             mean = f"{comparison['metric']} {arm['mean']}, {arm['n']} seeds"
-            yield f"  {arm['arm']}: {mean}; difference {arm['difference']}"
+            yield f"  {arm['arm']}: {mean}; {comparison['difference']} {arm['difference']}"
     for entry in comparison["queue"]:
         if entry["state"] == "failed":
             yield f"  ! {entry['label']}: {entry['reason']}"

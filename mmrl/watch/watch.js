@@ -1,6 +1,6 @@
 // Asks the server every two seconds what is new, and puts it on the page.
 
-import { draw, h, number, setCursor, swatch } from "./draw.js";
+import { draw, h, number, setCursor, sharedPath, swatch } from "./draw.js";
 
 const EVERY_MS = 2000, FIRST = 4, LISTED = 10;
 const MARKS = { running: "● running", finished: "✓ finished", failed: "✕ failed", stopped: "■ stopped", waiting: "○ waiting" };
@@ -108,7 +108,7 @@ function showComparisons() {
       h("p", {}, counts),
       h("progress", { max: comparison.queue.length, value: done, "aria-label": "Finished runs" }),
       arms.length ? h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Arms so far" },
-        h("table", {}, ...table(["arm", "difference", comparison.metric, "seeds", "chosen"], rows))) : "",
+        h("table", {}, ...table(["arm", comparison.difference, comparison.metric, "seeds", "chosen"], rows))) : "",
       h("details", { open }, h("summary", {}, `Queue of ${comparison.queue.length} runs`),
         h("ul", { class: "queue" }, ...comparison.queue.map((entry) =>
           h("li", {}, stateMark(entry.state), ` ${entry.label}`, entry.reason ? h("span", { class: "bad" }, `: ${entry.reason}`) : "")))));
@@ -122,7 +122,7 @@ async function showCurves() {
   place(at("more-curves"), found.charts.filter((chart) => chart.more), runs);
   at("settings").hidden = found.differences.length === 0;
   const rows = found.differences.map(({ option, values }) => [option, ...values]);
-  at("differences").replaceChildren(...table(["option", ...runs], rows));
+  at("differences").replaceChildren(...table(["option", ...runs.map((run) => run.slice(sharedPath(runs)))], rows));
 }
 
 function place(parent, charts, runs) {

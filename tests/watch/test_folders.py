@@ -119,9 +119,9 @@ def test_curves_of_several_runs_lie_over_one_another(tmp_path):
         ("one", [1, 2, 3]),
         ("two", [1, 2, 3, 4, 5]),
     ]
-    (accuracy,) = found["Accuracy on held"]["series"]
+    (accuracy,) = found["Accuracy on held, greedy"]["series"]
     assert [accuracy[key] for key in ("run", "step", "mean", "low", "high")] == ["two", [0], [50], [40], [60]]
-    assert found["Accuracy on held"]["unit"] == "%"
+    assert found["Accuracy on held, greedy"]["unit"] == "%"
     assert found["time"]["more"]
     assert differences(runs) == [{"option": "seed", "values": ["3", "5"]}]
 
@@ -167,7 +167,7 @@ def test_queue_of_a_comparison(tmp_path):
         ("runs/a/seed-12", "waiting"),
     ]
     assert shown["counts"] == {"finished": 2, "waiting": 2, "running": 1}
-    assert [arm["difference"] for arm in shown["arms"]] == ["–", "-5.0 % [-10.0, +0.0]"]
+    assert [arm["difference"] for arm in shown["arms"]] == ["–", "-5.0 [-10.0, +0.0]"]
     assert shown["queue"][3]["run"] == "out put/runs/a/seed-11"
 
 
