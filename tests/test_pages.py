@@ -44,7 +44,10 @@ PREPARED = {
     "docs/use_results.md": example_runs.make_results,
     "docs/videos.md": example_runs.make_agent,
 }
-SLOW = tuple(f"docs/{name}.md" for name in ("data", "diffusion", "flow3d", "robotics", "use_results", "videos"))
+SLOW = tuple(
+    f"docs/{name}.md"
+    for name in ("data", "diffusion", "flow3d", "robot_policies", "robotics", "simulators", "use_results", "videos")
+)
 """Pages whose programs take longest."""
 RUN = """
 import json, sys

@@ -232,8 +232,8 @@ def _check_cameras(policy: ActionPolicy, sim: RobotSim) -> None:
 def _one_camera(what: str, views: tuple[str, ...]) -> UserError:
     return UserError(
         f"the simulator observes its camera and sim.views [{', '.join(views)}], but {what} sees one camera at most; "
-        "leave sim.views empty, or take a policy of several cameras, see 'Several cameras' in docs/robotics.md (a "
-        "class of your own sets `views`)"
+        "leave sim.views empty, or take a policy of several cameras, see 'Several cameras' in docs/robot_policies.md "
+        "(a class of your own sets `views`)"
     )
 
 

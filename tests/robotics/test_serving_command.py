@@ -209,7 +209,7 @@ def test_the_real_client(command):
 @needs_real_client
 def test_the_client_of_the_docs_drives_an_episode(command, backend):
     """The environment is in the client's process."""
-    (text,) = re.findall(r"```python\n# my_client\.py\n(.*?)```", (ROOT / "docs/robotics.md").read_text(), re.S)
+    (text,) = re.findall(r"```python\n# my_client\.py\n(.*?)```", (ROOT / "docs/robot_policies.md").read_text(), re.S)
     encoder = EncoderConfig(state_size=10, width=32, heads=2, layers=1, channels=8, keypoints=4)
     policy = SmallVlaPolicy.build(SmallVlaConfig(5, 16, encoder=encoder), ["push the red cube to the green zone"])
     served = command(policy)
