@@ -234,14 +234,22 @@ def doctor(args: argparse.Namespace) -> int:
 
 def demo(args: argparse.Namespace) -> int:
     """Run a demo: a tiny model from its data to a report, such as a warm start and reinforcement learning."""
-    if not Path("configs").is_dir():
-        raise UserError("configs not found; run the demo from the root of a checkout")
     module, default = DEMOS[args.name]
     folder = args.output or Path(f"{default}-seed{args.seed}" if args.seed else default)
     started = time.perf_counter()
     for line in importlib.import_module(module).run(folder, args.seed):
         say(line)
     say(f"time of this call: {(time.perf_counter() - started) / 60:.1f} minutes")
+    return 0
+
+
+def init(args: argparse.Namespace) -> int:
+    """Write a short commented configuration for your own model and data."""
+    from mmrl.starters import write_starter
+
+    file = args.file or Path(f"{args.name}.yaml")
+    write_starter(args.name, file, args.model, args.data, force=args.force)
+    say(f"written: {file}\ncheck it with: mmrl train {file} --dry-run")
     return 0
 
 
@@ -412,6 +420,14 @@ def _add_demo_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of all stages; their data is the same")
 
 
+def _add_init_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", choices=["papo", "grpo", "text", "awm", "robot", "agent"], help="the kind of run")
+    parser.add_argument("file", metavar="FILE", type=Path, nargs="?", help="default: the kind and .yaml")
+    parser.add_argument("--model", metavar="M", help="folder or hub id; of robots the kind of policy")
+    parser.add_argument("--data", metavar="D", help="file, folder or hub id; of agents the environment, module:Class")
+    parser.add_argument("--force", action="store_true", help="overwrite FILE")
+
+
 def _add_sim_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action", choices=["setup", "experts", "play"], help="install a suite, run scripted experts, or show episodes"
@@ -458,6 +474,7 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 COMMANDS: dict[str, Command] = {
     "doctor": Command(doctor, _add_doctor_arguments, "start"),
     "demo": Command(demo, _add_demo_arguments, "start"),
+    "init": Command(init, _add_init_arguments, "start"),
     "setup": Command(setup, _add_setup_arguments, "start"),
     "train": Command(train, _add_training_arguments, "train", takes_overrides=True),
     "sft": Command(sft, _add_training_arguments, "train", takes_overrides=True),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmrl.errors import UserError, did_you_mean
 from mmrl.fields import check_fields, hints_of
-from mmrl.files import expanded, is_file, write_atomically
+from mmrl.files import expanded, is_file, own_config, write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -111,6 +111,7 @@ def _read_yaml(path: Path, parents: tuple[Path, ...]) -> Any:
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    path = own_config(path)
     if not is_file(path):
         raise UserError(f"configuration file not found: {path}")
     if path.resolve() in parents:

@@ -17,6 +17,9 @@ from mmrl.errors import UserError
 
 DRAFT = re.compile(r"\..*\.(\d+)\.partial(\..*)?", re.DOTALL)
 """Names that `replaced` writes to, with the number of the process."""
+INSTALLED = Path(__file__).resolve().with_name("configs")
+CONFIGS = INSTALLED if INSTALLED.is_dir() else INSTALLED.parents[1] / "configs"
+"""Configurations of the suite: inside the package of an installed wheel, at the root of a checkout."""
 LARGEST_JSON = 64 * 2**20
 """Bytes of a file of settings."""
 
@@ -27,6 +30,12 @@ def without_scheme(path: str) -> str:
         return path
     plain = path.removeprefix("file://").removeprefix("localhost")
     return plain if os.path.exists(plain) else unquote(plain)
+
+
+def own_config(path: Path) -> Path:
+    """A path as it is, but the suite's own file where `configs/...` is not in the working folder."""
+    own = CONFIGS.joinpath(*path.parts[1:])
+    return own if path.parts[:1] == ("configs",) and not path.exists() and own.exists() else path
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

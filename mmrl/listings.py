@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mmrl.entries import load_target
+from mmrl.files import CONFIGS
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-"""Configurations of a checkout; an installed wheel has none."""
 ARXIV = re.compile(r"arXiv (\d{4}\.\d{5})")
 LINE_WIDTH = 100
 """Characters of a line where the terminal does not say how wide it is."""
@@ -73,12 +72,12 @@ def in_columns(name: str, text: str, width: int = 30) -> str:
 
 
 def markdown(name: str) -> str:
-    """Write a list as a Markdown table; recipes with their configurations, where there is a checkout."""
+    """Write a list as a Markdown table; recipes with their configurations."""
     columns, rows = LISTINGS[name][1], [(f"`{row.name}`", row.summary, row.source) for row in rows_of(name)]
     if name in CATALOGUES:
         differs = [(entry.differs,) for entry in load_target(LISTINGS[name][0]).values()]
         return markdown_table((*columns, "differs"), [a + b for a, b in zip(rows, differs, strict=True)])
-    if name != "recipes" or not CONFIGS.is_dir():
+    if name != "recipes":
         return markdown_table(columns, rows)
     files: dict[str | None, list[str]] = defaultdict(list)
     for path in sorted(CONFIGS.rglob("*.yaml")):

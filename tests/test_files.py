@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mmrl.files import follow_umask, is_file, remove_drafts, replaced, write_atomically
+from mmrl.files import CONFIGS, follow_umask, is_file, own_config, remove_drafts, replaced, write_atomically
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -125,3 +125,14 @@ def test_every_file_of_the_suite_is_written_through_the_helper():
         if any(direct.search(line) and "draft" not in line for line in path.read_text(encoding="utf-8").splitlines())
     }
     assert writers - INSIDE_A_DRAFT == {"mmrl/crash.py"}  # a traceback that nobody reads while it is written
+
+
+def test_configurations_of_the_suite_are_found_from_any_folder(tmp_path, monkeypatch):
+    name = Path("configs/vlm/digits_sft.yaml")
+    monkeypatch.chdir(tmp_path)
+    assert own_config(name) == CONFIGS / "vlm/digits_sft.yaml"
+    for other in ("vlm/digits_sft.yaml", "configs/vlm/none.yaml"):
+        assert own_config(Path(other)) == Path(other)
+    name.parent.mkdir(parents=True)
+    name.write_text("mine")
+    assert own_config(name) == name

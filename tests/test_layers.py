@@ -40,7 +40,7 @@ ROOMS = (
 )
 MAY_IMPORT = {room: ROOMS[:place] for place, room in enumerate(ROOMS)}
 # The command line and its lists import everything; no room may import them.
-TOP = ("mmrl.cli", "mmrl.commands", "mmrl.crash", "mmrl.explain", "mmrl.listings")
+TOP = ("mmrl.cli", "mmrl.commands", "mmrl.crash", "mmrl.explain", "mmrl.listings", "mmrl.starters")
 SUITE = ("mmrl", "diffusion", "robotics")
 
 

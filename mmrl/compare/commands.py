@@ -6,10 +6,12 @@ import argparse
 from pathlib import Path
 
 from mmrl.errors import UserError
+from mmrl.files import own_config
 
 
 def compare(args: argparse.Namespace) -> int:
     """Run the arms and seeds of an experiment, skip finished ones, write comparison.json and a plot."""
+    args.experiment = own_config(args.experiment)
     if not args.experiment.is_file():
         raise UserError(f"experiment file not found: {args.experiment}")
     _check_at_least_one("jobs", args.jobs)

@@ -15,7 +15,7 @@ from omegaconf import MISSING
 from mmrl.compare.evidence import EvidenceConfig, check_subjects
 from mmrl.errors import UserError, did_you_mean
 from mmrl.fields import bounded, choice
-from mmrl.files import is_file
+from mmrl.files import is_file, own_config
 
 BASELINE_FINAL = "baseline_final"
 MIN_OF_ARMS_FINAL = "min_of_arms_final"
@@ -362,7 +362,7 @@ def _check_cost(name: str, weights: Mapping[str, float]) -> None:
 
 
 def _existing(name: str, here: Path, where: str) -> Path:
-    for path in (Path(name), here / name):
+    for path in (own_config(Path(name)), here / name):
         if is_file(path):
             return path
     raise UserError(f"{where}: there is no file {name}, neither from the working folder nor from {here}")

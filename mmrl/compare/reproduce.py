@@ -19,17 +19,14 @@ from mmrl.compare.experiment import ArmConfig, ExperimentConfig, load_experiment
 from mmrl.compare.run import CommandBuilder, run_experiment, train_command
 from mmrl.compare.summary import summarise
 from mmrl.errors import RunError, UserError, did_you_mean
-from mmrl.files import write_atomically
+from mmrl.files import CONFIGS, write_atomically
 
-EXPERIMENTS = Path(__file__).resolve().parents[2] / "configs" / "experiments"
-"""Experiments of a checkout; an installed wheel has none."""
+EXPERIMENTS = CONFIGS / "experiments"
 FIRST_SEED = 201
 
 
 def measured(folder: Path = EXPERIMENTS) -> dict[str, ExperimentConfig]:
     """Read the experiments that have evidence, by the name of their file."""
-    if not folder.is_dir():
-        raise UserError(f"{folder} not found; results are reproduced from a checkout")
     found = {path.stem: load_experiment(path) for path in sorted(folder.glob("*.yaml"))}
     return {name: experiment for name, experiment in found.items() if experiment.evidence is not None}
 
