@@ -56,6 +56,12 @@ RECIPES = (
         "filtered likelihood of an agent's steps, offline then online: two critics, curriculum, filtered cloning",
         "Bai et al., DigiRL, arXiv 2406.11896",
     ),
+    RecipeEntry(
+        "archer",
+        "mmrl.agents.methods.archer:ArcherRecipe:ArcherConfig",
+        "off-policy critics of whole answers with slow targets, and an actor of tokens that answers stored turns anew",
+        "Zhou et al., ArCHer, arXiv 2402.19446",
+    ),
 )
 PLAN = "mmrl.vlm.plan:footprint"
 """Function for `mmrl train --dry-run`."""
@@ -90,4 +96,9 @@ METRICS = {
     "digirl/instruction_loss": "Cross-entropy of the instruction critic in its last update of the step.",
     "digirl/instruction_value": "Mean probability of success that the instruction critic gives the stored episodes.",
     "digirl/step_loss": "Sum of the four cross-entropies of the step critic in its last update of the step.",
+    "archer/stored": "Episodes that are stored.",
+    "archer/critic_loss": "Sum of the four squared errors of the critics in their last update of the step.",
+    "archer/q": "Mean value that the critics give the policy's own answers to the drawn turns.",
+    "archer/v": "Mean value that the critics give the drawn turns.",
+    "archer/advantage": "Mean advantage of the policy's own answers to the drawn turns.",
 }

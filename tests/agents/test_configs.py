@@ -51,6 +51,8 @@ def test_config_builds_and_takes_two_steps(path, tmp_path, tiny_folders):
         overrides += ["branching.initial=1"]
     if hasattr(whole, "digirl"):
         overrides += [f"digirl.path={tmp_path / 'experts'}", *RECORDED]
+    if hasattr(whole, "archer"):
+        overrides += ["archer.warmup_steps=0", "archer.turns=4", "archer.critic={hidden: 8, updates: 2}"]
     entry, config = load_run(path, fitting(whole, overrides))
     rows = [json.loads(line) for line in (train(entry, config) / "metrics.jsonl").open()]
     assert [row["step"] for row in rows] == [1, 2]

@@ -118,6 +118,7 @@ def _of_unequal_length(number: int, row: dict[str, Any]) -> None:
 def _vlm(name: str, folder: Path) -> Any:
     from mmrl.rewards import RewardConfig
     from mmrl.vlm.critic.revision import RevisionConfig
+    from mmrl.vlm.model.config import CriticSettings
     from tests.vlm.pairs import write_pairs
     from tests.vlm.runs import add_columns, run_config
 
@@ -138,6 +139,8 @@ def _vlm(name: str, folder: Path) -> Any:
         config.rubric.interval, config.rubric.meta = 1, "tests/vlm/test_meta_reward.py:longer"
     if hasattr(config, "soft"):
         config.model.lane, config.sampler.top_k = "generic", 3
+    if hasattr(config, "guidance"):
+        config.model.critic = CriticSettings(hidden=[8], stop_gradient=True)
     if name in ("scaffolded", "multi_teacher"):
         add_columns(Path(config.data.path), hints=["3", "7"], teacher_responses=[{"model": "a", "text": "7"}])
     scored = getattr(config, "scoring", config)
@@ -235,6 +238,9 @@ def _agents(name: str, folder: Path) -> Any:
     if hasattr(config, "digirl"):
         config.digirl.threshold = "-2"  # below every advantage, so that each step has something to learn from
         config.digirl.batch_episodes = 2
+    if hasattr(config, "archer"):
+        config.archer.warmup_steps, config.archer.turns = 0, 12
+        config.archer.critic.hidden, config.archer.critic.updates = 16, 4
     return config
 
 

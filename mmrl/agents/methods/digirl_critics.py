@@ -30,21 +30,27 @@ CriticT = TypeVar("CriticT", bound=nn.Module)
 
 
 @dataclass
-class CriticConfig:
-    """The critics and their training; the defaults are those of the public code."""
+class CriticTraining:
+    """Optimiser and width of critics on states of the policy."""
 
     hidden: int = rare(bounded(768, at_least=1))
-    """Width of the two hidden layers of the step critic."""
+    """Width of the two hidden layers of a head."""
     learning_rate: float = bounded(1e-4, above=0)
-    """Learning rate of Adam, for both critics."""
+    """Learning rate of Adam."""
     updates: int = bounded(5, at_least=1)
     """Optimiser steps of each critic in every step of the run."""
     batch_steps: int = rare(bounded(128, at_least=1))
-    """Steps that an update of the step critic draws, with replacement."""
-    batch_episodes: int = rare(bounded(256, at_least=1))
-    """Episodes that an update of the instruction critic draws, with replacement."""
+    """Steps that an update draws, with replacement."""
     max_grad_norm: float = rare(bounded(0.01, above=0))
     """Norm above which gradients are scaled down."""
+
+
+@dataclass
+class CriticConfig(CriticTraining):
+    """The critics and their training; the defaults are those of the public code."""
+
+    batch_episodes: int = rare(bounded(256, at_least=1))
+    """Episodes that an update of the instruction critic draws, with replacement."""
 
 
 class InstructionCritic(nn.Module):
@@ -69,7 +75,7 @@ class StepCritic(nn.Module):
 
     def __init__(self, size: int, hidden: int) -> None:
         super().__init__()
-        self.heads = nn.ModuleList([_perceptron(size, hidden) for _ in range(2)])
+        self.heads = nn.ModuleList([perceptron(size, hidden) for _ in range(2)])
 
     def forward(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Logits (M, 2) of failure and success, of each head."""
@@ -107,7 +113,7 @@ def step_loss(
 class Fitter(Generic[CriticT]):
     """Adam on one critic."""
 
-    def __init__(self, critic: CriticT, config: CriticConfig) -> None:
+    def __init__(self, critic: CriticT, config: CriticTraining) -> None:
         self.critic, self._config = critic, config
         self._optimizer = torch.optim.Adam(critic.parameters(), lr=config.learning_rate)
 
@@ -130,8 +136,10 @@ class Fitter(Generic[CriticT]):
         self._optimizer.load_state_dict(state["optimizer"])
 
 
-def _perceptron(size: int, hidden: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 2))
+def perceptron(size: int, hidden: int, outputs: int = 2) -> nn.Sequential:
+    """A head with two hidden layers."""
+    last = nn.Linear(hidden, outputs)
+    return nn.Sequential(nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), last)
 
 
 ROWS = 16

@@ -1,0 +1,365 @@
+"""ArCHer (Zhou et al., arXiv 2402.19446; public code YifeiZhou02/ArCHer): an actor of tokens, critics of utterances.
+
+Episodes are stored. In every step of the run, turns of stored episodes are drawn, and the policy answers each of them
+anew: a ~ pi(s).
+
+1. The critics learn from the drawn turns (s, u, r, s'), whatever policy wrote u: two heads Q(s, u), two heads V(s).
+   Q is fitted to r + gamma V'(s'), without V' where the episode is over, and V to Q'(s, a). Q' and V' are averages of
+   the critics' weights, which move by `tau` after each of their updates (`targets`, `critic_loss`).
+2. The actor learns the new answers, with one advantage for all tokens of an answer: min Q(s, a) - min V(s). The loss is
+   the mean over answers of - advantage * the sum of their log-probabilities, without ratio and KL.
+
+Differences from the public code: the critics read the policy's own states, as constants, instead of a RoBERTa that is
+trained with them: the state before the answer, and the mean over its tokens. One draw of turns and one new answer of
+each serve all updates of the critics in a step, and the actor, where the code draws anew for every update. A turn is
+read with all of its context, not the last 512 tokens. The code's optional baseline of tokens is not here.
+
+Every process holds all stored episodes and the same critics; answering and reading the turns is shared between them.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from mmrl.agents.environments.tasks import AgentTask
+from mmrl.agents.methods.arpo import Fresh, ReplayBuffer, ReplayConfig
+from mmrl.agents.methods.digirl import EPISODES
+from mmrl.agents.methods.digirl_critics import CriticTraining, Fitter, perceptron
+from mmrl.agents.recipe import AgentConfig, AgentRecipe
+from mmrl.agents.rollout.episodes import Episode, Trajectory, pack_episodes, pack_groups
+from mmrl.agents.rollout.storage import restore_episode, store_episode
+from mmrl.core.rollouts import Rollouts
+from mmrl.core.transfer import to_device, to_host
+from mmrl.errors import UserError
+from mmrl.fields import bounded, rare
+from mmrl.runs.run_log import stopwatch
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.processes import Streams, make_generator, stream_seed
+from mmrl.training.recipe import LossTerm, Step
+from mmrl.training.settings import RunConfig
+from mmrl.vlm.data.prompt import Prompt, join_prompts
+from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.engine.rows import text_prompt
+from mmrl.vlm.engine.sampler import Samples, sample
+from mmrl.vlm.model.config import CriticSettings
+
+ROWS = 32
+"""Turns that are answered and read together."""
+
+
+def default_critic() -> CriticTraining:
+    """The training of the public code."""
+    return CriticTraining(learning_rate=2e-5, updates=50, batch_steps=256, max_grad_norm=1.0)
+
+
+def default_objective() -> ObjectiveConfig:
+    """Mean over answers of the sum of their tokens' log-probabilities, weighted by the advantage."""
+    return ObjectiveConfig(preset="sft", aggregation={"kind": "sequence_sum"})
+
+
+@dataclass
+class ArcherSettings:
+    """The store, the critics and their targets; the defaults are those of the public code."""
+
+    gamma: float = bounded(0.95, at_least=0, at_most=1)
+    """Discount of a turn."""
+    tau: float = bounded(0.1, above=0, at_most=1)
+    """Share of the critics' weights in their average, after each of their updates."""
+    warmup_steps: int = bounded(20, at_least=0)
+    """First steps of the run, in which only the critics learn."""
+    turns: int = bounded(256, at_least=1)
+    """Turns drawn in a step, with replacement, for critics and actor; a multiple of the number of processes."""
+    capacity: int = bounded(10000, at_least=1)
+    """Episodes that are stored; the oldest one goes first."""
+    memory_mb: int = rare(bounded(4096, at_least=1))
+    """Largest size of the stored episodes in 10^6 bytes, in each process."""
+    critic: CriticTraining = field(default_factory=default_critic)
+    """The critics."""
+
+
+@dataclass
+class ArcherConfig(AgentConfig):
+    """An ArCHer run; the actor has `trainer.epochs` x `trainer.minibatches_per_step` updates a step, 3 in the code."""
+
+    archer: ArcherSettings = field(default_factory=ArcherSettings)
+    """The store, the critics and their targets."""
+    objective: ObjectiveConfig = field(default_factory=default_objective)
+    """Fixed: policy gradient with the critics' advantages."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        RunConfig.validate(self)
+        self.check_parts(self.trainer.learning_rate)
+        if self.rewards:
+            raise UserError("archer learns from the environment's rewards alone; leave rewards out")
+        if self.objective != default_objective():
+            raise UserError("archer's critics give the advantages; leave objective out, or use recipe: agent")
+        if self.model.critic != CriticSettings():
+            raise UserError("model.critic is set, but ArCHer's critics are those of archer.critic; leave it out")
+
+
+class UtteranceCritic(nn.Module):
+    """Two heads Q(s, a) and two heads V(s).
+
+    Source: YifeiZhou02/ArCHer archer/models/critic.py.
+    """
+
+    def __init__(self, size: int, hidden: int) -> None:
+        super().__init__()
+        self.q = nn.ModuleList([perceptron(2 * size, hidden, 1) for _ in range(2)])
+        self.v = nn.ModuleList([perceptron(size, hidden, 1) for _ in range(2)])
+
+    def forward(self, state: Tensor, answered: Tensor) -> tuple[Tensor, Tensor]:
+        """Q and V, each (2, n), of states before answers and of answers, (n, S)."""
+        both = torch.cat([state, answered], -1)
+        q, v = [head(both) for head in self.q], [head(state) for head in self.v]
+        return torch.stack(q)[..., 0], torch.stack(v)[..., 0]
+
+
+def targets(q: Tensor, next_v: Tensor, reward: Tensor, done: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+    """What Q(s, u) and V(s) are fitted to, each (2, n), head by head.
+
+    Args:
+        q: (2, n) averaged critics' Q(s, a) of the policy's own answers.
+        next_v: (2, n) their V(s').
+        reward: (n,) of the turn.
+        done: (n,) 1 where the episode is over after it.
+        gamma: discount.
+
+    Source: YifeiZhou02/ArCHer archer/algorithms/archer/trainer.py, critic_loss.
+    """
+    return reward + (1 - done) * next_v * gamma, q
+
+
+def critic_loss(q: Tensor, v: Tensor, q_target: Tensor, v_target: Tensor) -> Tensor:
+    """Sum over the heads of the mean squared errors of Q and V, all (2, n)."""
+    return 2 * (mse_loss(q, q_target) + mse_loss(v, v_target))
+
+
+def utterance_advantages(q: Tensor, v: Tensor) -> Tensor:
+    """Advantage min Q(s, a) - min V(s) of answers, (n,), from two heads each, (2, n).
+
+    Source: YifeiZhou02/ArCHer archer/algorithms/archer/trainer.py, update.
+    """
+    return q.min(0).values - v.min(0).values
+
+
+def move_average(average: nn.Module, critic: nn.Module, tau: float) -> None:
+    """Move the averaged weights towards those of the critic by `tau`."""
+    with torch.no_grad():
+        for old, new in zip(average.parameters(), critic.parameters(), strict=True):
+            old.lerp_(new, tau)
+
+
+@dataclass
+class Turns:
+    """n drawn turns, as constants."""
+
+    state: Tensor
+    """(n, S) float32, the policy's state before the answer."""
+    stored: Tensor
+    """(n, S) of the stored answer."""
+    own: Tensor
+    """(n, S) of the policy's new answer."""
+    next_state: Tensor
+    """(n, S) before the next answer; anything where the episode is over."""
+    reward: Tensor
+    """(n,)."""
+    done: Tensor
+    """(n,)."""
+
+
+class AnswersAnew(LossTerm):
+    """The new answers of a step need no old log-probabilities; adds nothing to the loss."""
+
+    name = "answers_anew"
+    gradient = "never"
+
+    def provides(self, step: Step) -> frozenset[str]:
+        """Nothing is compared with an old policy."""
+        return frozenset({"logp_old"})
+
+
+class ArcherRecipe(AgentRecipe):
+    """Off-policy critics of utterances, and an actor; see the module."""
+
+    config: ArcherConfig
+
+    def __init__(self, config: ArcherConfig) -> None:
+        settings = config.archer
+        processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        if settings.turns % processes:
+            raise UserError(
+                f"archer.turns is {settings.turns}; with {processes} processes it must be a multiple of that"
+            )
+        super().__init__(config)
+        self.terms = [*self.terms, AnswersAnew()]
+        self.store = ReplayBuffer(ReplayConfig(size=settings.capacity, memory_mb=settings.memory_mb))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(stream_seed(config.seed, "critics"))
+            critic = UtteranceCritic(self.policy.width, settings.critic.hidden)
+        self.critic, self.average = Fitter(critic, settings.critic), copy.deepcopy(critic)
+        self.parts |= {"episodes": self.store, "critic": self.critic, "average": self.average}
+        self._fresh: list[Fresh] = []
+        self.added["fresh"] = self._fresh
+
+    def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step) -> Rollouts:
+        """Run G episodes of each task, to be stored."""
+        groups = self.run_groups(policy, tasks, streams, step)
+        kept = streams.among(tasks, [group[0].task for group in groups])
+        valid = [(place, e) for place, own in zip(kept.places, groups, strict=True) for e in own if e.has_result]
+        self._fresh += [((streams.draw, place), (EPISODES, store_episode(episode))) for place, episode in valid]
+        return kept.noted(pack_groups(groups, policy))
+
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
+        """Store the episodes, answer drawn turns, train the critics, and return the answers with their advantages."""
+        self.store.push_all(self._fresh, step.number)
+        with accelerator.autocast():
+            with stopwatch("critic"):
+                mine, turns = self._draw(step)
+                advantage = self._train_critics(turns, step)
+            self.noted |= {"archer/stored": float(len(self.store)), "archer/advantage": float(advantage.mean())}
+            if step.number < self.config.archer.warmup_steps:
+                nothing = torch.full_like(rollouts.reward, math.nan)  # only the critics learn
+                return rollouts.replace(reward=nothing, advantage=torch.zeros_like(rollouts.mask))
+            process = PartialState()
+            own = advantage[process.process_index :: process.num_processes]
+            batch = pack_episodes(mine, range(len(mine)), self.policy)
+        own = to_device(own.to(batch.mask.dtype), batch.mask.device)
+        total = to_device(torch.tensor([episode.total for episode in mine]), batch.mask.device)
+        return batch.replace(reward=total, advantage=own[:, None] * batch.mask)
+
+    def describe(self) -> str:
+        """The losses of actor and critics."""
+        settings = self.config.archer
+        return (
+            "archer: minimise - mean over answers of A * sum_t logp_t,  A = min Q(s, a) - min V(s),  a ~ pi(s)\n"
+            f"  critics: Q(s, u) -> r + {settings.gamma:g} V'(s'),  V(s) -> Q'(s, a),  "
+            f"averages move by {settings.tau:g}"
+        )
+
+    def _alone(self, rollouts: Rollouts, reward: Tensor) -> Tensor:
+        """Episodes are never compared with their group."""
+        return torch.zeros_like(reward, dtype=torch.bool)
+
+    def _draw(self, step: Step) -> tuple[list[Episode], Turns]:
+        """This process's new answers as episodes of one turn, and all drawn turns as the critics read them."""
+        records = self.store.stored(EPISODES)
+        places = [(number, turn) for number, record in enumerate(records) for turn in range(record["turns"])]
+        generator = make_generator(self.config.seed, "turns", step.number)
+        drawn = torch.randint(len(places), (self.config.archer.turns,), generator=generator).tolist()
+        uniform = torch.rand(len(drawn), self.config.sampler.max_new_tokens, generator=generator)
+        process = PartialState()
+        mine = list(range(process.process_index, len(drawn), process.num_processes))
+        episodes, found = list[Episode](), list[tuple[int, Tensor]]()
+        for start in range(0, len(mine), ROWS):
+            chunk = mine[start : start + ROWS]
+            stored = [(restore_episode(records[places[drawn[row]][0]]), places[drawn[row]][1]) for row in chunk]
+            anew, columns = self._read(stored, uniform[chunk])
+            episodes += anew
+            found += list(zip(chunk, columns, strict=True))
+        if process.num_processes > 1:
+            found = list(gather_object(found))
+        found.sort(key=lambda entry: entry[0])
+        table, size = torch.stack([columns for _, columns in found]), self.policy.width
+        state, given, own, following, reward, done = table.split([size] * 4 + [1, 1], -1)
+        return episodes, Turns(state, given, own, following, reward[:, 0], done[:, 0])
+
+    def _read(self, stored: Sequence[tuple[Episode, int]], uniform: Tensor) -> tuple[list[Episode], list[Tensor]]:
+        """New answers to turns of episodes, and states, reward and end of each turn in one row, (4 S + 2,)."""
+        contexts = [context_of(*turn) for turn in stored]
+        drawn = sample(self.policy, contexts, 1, self.config.sampler, uniform)
+        given = [answer_of(*turn) for turn in stored]
+        own = [row[mask > 0].tolist() for row, mask in zip(*to_host([drawn.response_ids, drawn.mask]), strict=True)]
+        after = [
+            context_of(episode, turn + 1) if turn + 1 < episode.trajectory.turns else context
+            for (episode, turn), context in zip(stored, contexts, strict=True)
+        ]
+        with torch.no_grad():
+            states = [*self._states(contexts, own), self._states(contexts, given)[1], self.policy.last_states(after)]
+        state, answered, stored_state, next_state = to_host([part.float() for part in states])
+        reward = torch.tensor([episode.rewards[turn] for episode, turn in stored])
+        done = torch.tensor([float(turn + 1 == episode.trajectory.turns) for episode, turn in stored])
+        columns = torch.cat([state, stored_state, answered, next_state, reward[:, None], done[:, None]], -1)
+        turns = zip(contexts, own, _logp(drawn), stored, drawn.texts, drawn.finish, strict=True)
+        return [
+            _one_turn(context, ids, logp, whole, answers=[text], finish=finish)
+            for context, ids, logp, (whole, _), text, finish in turns
+        ], list(columns)
+
+    def _states(self, contexts: Sequence[Prompt], answers: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """States (n, S) before answers, and means over their tokens."""
+        # a state is that before a token, so a further one lets the last of the answer be read
+        rows = [_one_turn(prompt, [*ids, ids[-1]]) for prompt, ids in zip(contexts, answers, strict=True)]
+        read = self.policy.states(pack_episodes(rows, range(len(rows)), self.policy))
+        own = read.split([len(ids) + 1 for ids in answers])
+        return torch.stack([part[0] for part in own]), torch.stack([part[1:].mean(0) for part in own])
+
+    def _train_critics(self, turns: Turns, step: Step) -> Tensor:
+        """Some updates of the critics, the same on every process; returns the advantages of the new answers."""
+        settings = self.config.archer
+        generator = make_generator(self.config.seed, "critics", step.number)
+        critic = self.critic.critic
+        with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            for _ in range(settings.critic.updates):
+                rows = torch.randint(len(turns.reward), (settings.critic.batch_steps,), generator=generator)
+                batch = Turns(**{name: value[rows] for name, value in vars(turns).items()})
+                with torch.no_grad():
+                    own_q, _ = self.average(batch.state, batch.own)
+                    _, next_v = self.average(batch.next_state, batch.next_state)
+                goals = targets(own_q, next_v, batch.reward, batch.done, settings.gamma)
+                q, v = critic(batch.state, batch.stored)
+                self.noted["archer/critic_loss"] = self.critic.step(critic_loss(q, v, *goals))
+                move_average(self.average, critic, settings.tau)
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            q, v = critic(turns.state, turns.own)
+        self.noted |= {"archer/q": float(q.mean()), "archer/v": float(v.mean())}
+        return utterance_advantages(q, v)
+
+
+def context_of(episode: Episode, turn: int) -> Prompt:
+    """Everything that the policy reads before its answer in a turn."""
+    steps = episode.trajectory
+    assert episode.prompt is not None
+    end = next(at for at, own in enumerate(steps.turn) if own == turn and steps.sampled[at])
+    start, first = 0, episode.prompt
+    for context in steps.contexts:
+        if context.start <= end:
+            start, first = context.start, context.prompt
+    parts, at = [first], start
+    for insert in (insert for insert in steps.inserts if start <= insert.start < end):
+        parts += [text_prompt(torch.tensor(steps.ids[at : insert.start]))] if insert.start > at else []
+        parts, at = [*parts, insert.prompt], insert.stop
+    return join_prompts([*parts, text_prompt(torch.tensor(steps.ids[at:end]))] if end > at else parts)
+
+
+def answer_of(episode: Episode, turn: int) -> list[int]:
+    """Tokens that the policy sampled in a turn."""
+    steps = episode.trajectory
+    columns = zip(steps.ids, steps.turn, steps.sampled, strict=True)
+    return [token for token, own, sampled in columns if own == turn and sampled]
+
+
+def _logp(drawn: Samples) -> list[list[float]]:
+    logp, mask = to_host([drawn.logp, drawn.mask])
+    return [row[own > 0].tolist() for row, own in zip(logp, mask, strict=True)]
+
+
+def _one_turn(
+    context: Prompt, ids: Sequence[int], logp: Sequence[float] | None = None, whole: Episode | None = None, **said: Any
+) -> Episode:
+    """An answer as an episode of its own, with the return of the `whole` episode that its turn belongs to."""
+    trajectory, whole = Trajectory(), whole or Episode(AgentTask(""))
+    trajectory.add_turn(ids, [0.0] * len(ids) if logp is None else logp)
+    own = Episode(whole.task, context, trajectory, [float(whole.total)], ending="terminated", success=whole.success)
+    return replace(own, **said)

@@ -1,0 +1,102 @@
+"""ArCHer in the recipe: contexts of stored turns, new answers to them, and advantages for the actor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmrl.agents.environments.environment import ActionConfig
+from mmrl.agents.environments.pool import EnvironmentConfig
+from mmrl.agents.environments.tasks import TaskSetConfig
+from mmrl.agents.methods.archer import (
+    ArcherConfig,
+    ArcherRecipe,
+    ArcherSettings,
+    answer_of,
+    context_of,
+)
+from mmrl.agents.methods.digirl_critics import CriticTraining, label_episodes
+from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig
+from mmrl.errors import UserError
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.processes import Streams, make_accelerator
+from mmrl.training.recipe import Step
+from mmrl.training.settings import TrainerConfig
+from mmrl.vlm.engine.sampler import SamplerConfig
+from mmrl.vlm.model.config import ModelConfig
+from tests.agents.test_recipe import CORRIDOR, by_length
+from tests.rounding import assert_equal_up_to_rounding
+
+
+def config(folder, model, history=0, **settings) -> ArcherConfig:
+    critic = CriticTraining(hidden=16, updates=3, batch_steps=8)
+    made = ArcherConfig(
+        recipe="archer",
+        output_dir=str(folder / "run"),
+        model=ModelConfig(path=str(model)),
+        environment=EnvironmentConfig(factory=CORRIDOR, workers=3),
+        data=TaskSetConfig(seeds=4),
+        conversation=ConversationConfig(system="Walk.", history_images=history),
+        actions=ActionConfig(format="tag", on_parse_error="noop"),
+        sampler=SamplerConfig(max_new_tokens=5),
+        archer=ArcherSettings(**({"turns": 6, "warmup_steps": 1, "critic": critic} | settings)),
+        trainer=TrainerConfig(steps=2, tasks_per_step=2, samples_per_task=2, learning_rate=1e-3),
+    )
+    made.validate()
+    return made
+
+
+@pytest.fixture
+def make(tmp_path, folder, monkeypatch):
+    monkeypatch.setattr(ActionConfig, "parse", by_length)
+    made = []
+
+    def build(**options) -> ArcherRecipe:
+        made.append(ArcherRecipe(config(tmp_path, folder, **options)))
+        return made[-1]
+
+    yield build
+    for recipe in made:
+        recipe.close()
+
+
+@pytest.mark.parametrize("history", [0, 1])
+def test_a_turn_is_answered_in_the_context_that_it_had(make, history):
+    recipe = make(history=history)
+    groups = recipe.run_groups(recipe.policy, recipe.train_tasks[:2], Streams(0), Step())
+    data = label_episodes(recipe.policy, [e for own in groups for e in own], gamma=1.0, rows=3)
+    turns = [(e, turn) for e in data.episodes for turn in range(e.trajectory.turns)]
+    assert max(turn for _, turn in turns) > 0
+    with torch.no_grad():
+        read = recipe.policy.last_states([context_of(*turn) for turn in turns])
+    assert_equal_up_to_rounding(data.state, read)
+    assert sum(len(answer_of(*turn)) for turn in turns) == sum(len(e.trajectory.sampled_ids) for e in data.episodes)
+
+
+def test_the_critics_warm_up_and_then_weigh_new_answers(make):
+    recipe = make()
+    untrained = recipe.average.v[0][0].weight.clone()
+    for number in range(2):
+        with torch.no_grad():
+            rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:2], Streams(number), Step(number, 2))
+        rollouts = recipe.score(rollouts, Step(number, 2))
+        batch = recipe.advantages(rollouts, make_accelerator(), Step(number, 2))
+        if number == 0:
+            assert batch.reward.isnan().all()
+            assert not torch.equal(recipe.average.v[0][0].weight, untrained)
+    assert batch.num_rows == batch.num_groups == 6
+    assert recipe.noted["archer/stored"] == 8
+    known = {e.trajectory.turns for e in AgentPayload.of(batch).episodes}
+    assert known == {1}, "a row is one new answer"
+    for row in range(6):
+        assert len(batch.advantage[row][batch.mask[row] > 0].unique()) == 1
+    assert float(batch.advantage[:, 0].mean()) == pytest.approx(recipe.noted["archer/advantage"], rel=1e-4)
+    logp = recipe.scores(recipe.policy, batch, frozenset({"logp"})).logp.detach()
+    assert torch.allclose(logp * batch.mask, batch.logp_old, atol=1e-4), "rows are scored as they were sampled"
+
+
+def test_what_archer_does_not_take_is_refused(tmp_path, folder):
+    made = config(tmp_path, folder)
+    made.objective = ObjectiveConfig(preset="grpo")
+    with pytest.raises(UserError, match="archer's critics give the advantages"):
+        made.validate()
