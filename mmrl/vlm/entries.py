@@ -84,6 +84,12 @@ RECIPES = (
         "SofT-GRPO, arXiv 2511.06411",
     ),
     RecipeEntry(
+        "value_guided",
+        "mmrl.vlm.online.value_guided:ValueGuidedRecipe:ValueGuidedConfig",
+        "a critic of a policy that stays as it is, and sampling that adds its values to the next tokens (VAS)",
+        "Han et al., Value-Augmented Sampling, arXiv 2405.06639",
+    ),
+    RecipeEntry(
         "critique_rl",
         "mmrl.vlm.critic.critique_rl:CritiqueRlRecipe:CritiqueRlConfig",
         "a critic is rewarded for its verdict about an answer, then for what revisions gain by it (Critique-RL)",

@@ -1,0 +1,205 @@
+"""Value-Augmented Sampling (Han et al., arXiv 2405.06639; public code idanshen/Value-Augmented-Sampling).
+
+The policy stays as it is. A critic learns from its answers what they will earn from each token on, and decoding adds
+beta times the critic's value after each of the `top_k` likeliest next tokens, less the mean of these values, to their
+log-probabilities. Evaluations answer with and without it (`guided` beside `sampled`, from the same random numbers).
+
+The critic is a head on the policy's own last state, `model.critic`, fitted to the TD(lambda) returns of generalised
+advantage estimation: gamma 1, lambda 0.95.
+
+Differences from the public code: the critic is a head on the policy's own states, where the code trains a second,
+smaller model; a token that ends the answer has the value of the state before it, because no return is known behind it;
+answers are sampled in every step, where the code reads a data set of them; no critics of several rewards are added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.core.loss import Denominators
+from mmrl.core.objectives.objective import LossOutput
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
+from mmrl.fields import bounded
+from mmrl.training.evaluation import Measure, Trial
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.recipe import LossTerm, Step
+from mmrl.vlm.config import VlmConfig
+from mmrl.vlm.data.prompt import Prompt
+from mmrl.vlm.data.task import VlmTask
+from mmrl.vlm.domain import AnswerMeasure, Row
+from mmrl.vlm.engine.generic import GenericDecoder, GenericLane
+from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.engine.sampler import GenerationState, SamplerConfig, Samples, decode
+from mmrl.vlm.model.config import CriticSettings, ModelConfig
+from mmrl.vlm.recipe import VlmRecipe
+
+VALUES = frozenset({"values"})
+
+
+@dataclass
+class GuidanceConfig:
+    """Decoding with values; the defaults are those of the public code."""
+
+    beta: float = bounded(3.0, at_least=0, finite=True)
+    """Weight of a value beside a log-probability."""
+    top_k: int = bounded(20, at_least=1)
+    """Likeliest tokens whose values are computed; the others keep their log-probabilities."""
+
+
+def critic_on_states() -> ModelConfig:
+    """A head with a hidden layer, whose gradient ends at the policy's states."""
+    return ModelConfig(critic=CriticSettings(hidden=[1024], stop_gradient=True))
+
+
+def returns_objective() -> ObjectiveConfig:
+    """Generalised advantage estimation; its returns are what the critic is fitted to."""
+    return ObjectiveConfig(preset="ppo", kl={"kind": "none"}, value={"coef": 1.0, "clip": None})
+
+
+@dataclass
+class ValueGuidedConfig(VlmConfig):
+    """A run that trains a critic of a policy that stays as it is."""
+
+    model: ModelConfig = field(default_factory=critic_on_states)
+    """Model, critic, precision."""
+    guidance: GuidanceConfig = field(default_factory=GuidanceConfig)
+    """Decoding with values, in evaluations."""
+    objective: ObjectiveConfig = field(default_factory=returns_objective)
+    """Objective whose critic is trained; its policy loss is not read."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        if not self.model.critic.stop_gradient:
+            raise UserError("value_guided leaves the policy as it is; set model.critic.stop_gradient: true")
+
+
+class FrozenPolicy(LossTerm):
+    """The critic's loss reads no log-probabilities; adds nothing to it."""
+
+    name = "frozen_policy"
+    gradient = "never"
+
+    def provides(self, step: Step) -> frozenset[str]:
+        """Neither the old policy nor the reference is compared."""
+        return frozenset({"logp_old", "logp_ref"})
+
+
+class ValueGuidedRecipe(VlmRecipe):
+    """Trains the critic of a policy, and measures what it adds in decoding."""
+
+    config: ValueGuidedConfig
+
+    def __init__(self, config: ValueGuidedConfig) -> None:
+        super().__init__(config)
+        self.terms = [*self.terms, FrozenPolicy()]
+
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
+        """Squared error of the critic."""
+        return self.objective.critic_loss(self.scores(policy, minibatch, VALUES), minibatch, denominators)
+
+    def measures(self, policy: VlmPolicy, split: str, step: Step) -> list[Measure[VlmTask]]:
+        """Greedy, sampled and guided accuracy."""
+        first, *others = super().measures(policy, split, step)
+        assert isinstance(first, AnswerMeasure)
+        return [GuidedMeasure(self, policy, split, step), *others]
+
+    def describe(self) -> str:
+        """What is trained, and the sampling."""
+        guidance = self.config.guidance
+        return (
+            f"value_guided: fit V to the TD(lambda) returns of {self.objective.advantage.formula()}\n"
+            f"  sampling: log pi(y) + {guidance.beta:g} (V(y) - mean V) over the {guidance.top_k} likeliest tokens"
+        )
+
+
+class GuidedMeasure(AnswerMeasure):
+    """Adds answers that are sampled with values to the greedy and the sampled ones."""
+
+    def run(self, batch: Sequence[Trial[VlmTask]], start: int) -> list[Row]:
+        """Answer questions in all modes."""
+        rows = super().run(batch, start)
+        if rows:
+            count = self._guided
+            prompts = [self.policy.encode(row["task"]) for row in rows for _ in range(count)]
+            guidance = self.domain.config.guidance
+            draws = self.draws(rows, count, "evaluate")
+            self._score(rows, sample_guided(self.policy, guidance, prompts, self.sampling, draws), "guided", count)
+        return rows
+
+    @property
+    def _guided(self) -> int:
+        return max(self.evaluation.samples, 1)
+
+    def _modes(self) -> list[tuple[str, int]]:
+        return [*super()._modes(), ("guided", self._guided)]
+
+
+def augment(logp: Tensor, top: Tensor, values: Tensor, beta: float) -> Tensor:
+    """Add values to the scores of some tokens, (b, V).
+
+    Args:
+        logp: (b, V) log-probabilities or logits.
+        top: (b, k) int64, the tokens.
+        values: (b, k) value after each of them.
+        beta: weight.
+
+    Source: idanshen/Value-Augmented-Sampling vas_trainer.py, VASLogitsProcessor.
+    """
+    return logp.scatter_add(1, top, (beta * (values - values.mean(-1, keepdim=True))).to(logp.dtype))
+
+
+class GuidedDecoder(GenericDecoder):
+    """Decodes with the values of the next tokens."""
+
+    def __init__(self, policy: Any, lane: GenericLane, part: Any, guidance: GuidanceConfig) -> None:
+        super().__init__(policy, lane, part)
+        self._guidance = guidance
+
+    def next_logp(self, states: Tensor, temperature: float) -> Tensor:
+        """Log-probabilities (b, V) of the next token."""
+        logp = super().next_logp(states, 1.0)
+        top = logp.topk(min(self._guidance.top_k, logp.shape[1]), -1).indices
+        rows = torch.arange(len(top), device=top.device).repeat_interleave(top.shape[1])
+        ahead = GenericDecoder(self._policy, self._lane, self._part.select(rows)).advance(top.flatten())
+        values, now = self._values(ahead).view_as(top), self._values(states)[:, None]
+        ends = torch.isin(top, torch.tensor(self._policy.eos_ids, device=top.device))
+        values = torch.where(ends, now, values)
+        return (augment(logp, top, values, self._guidance.beta) / temperature).log_softmax(-1)
+
+    def _values(self, states: Tensor) -> Tensor:
+        return self._policy.value_head(states.float())[:, 0]  # type: ignore[no-any-return]
+
+
+def sample_guided(
+    policy: VlmPolicy, guidance: GuidanceConfig, prompts: Sequence[Prompt], config: SamplerConfig, uniforms: Tensor
+) -> Samples:
+    """Draw one response to each prompt with the values of the policy's critic.
+
+    Args:
+        policy: a policy with a value head.
+        guidance: weight and number of the values.
+        prompts: N prompts.
+        config: lengths, temperature and truncation.
+        uniforms: (N, max_new_tokens) in [0, 1).
+    """
+    state = GenerationState(policy, config, len(prompts), uniforms)
+    training = policy.training
+    policy.eval()
+    try:
+        with torch.no_grad():
+            lane = policy.generic or GenericLane(policy.network, policy.config)
+            for part in lane.encode_prefix(policy, prompts).detach().parts:
+                for chunk in torch.arange(len(part.numbers), device=policy.device).split(config.batch_rows):
+                    own = part.select(chunk)
+                    decoder: Any = GuidedDecoder(policy, lane, own, guidance)
+                    decode(state, decoder, own.numbers, state.max_positions - own.lengths, own.last_state)
+    finally:
+        policy.train(training)
+    return state.collect(prompts)
