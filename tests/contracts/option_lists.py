@@ -284,6 +284,7 @@ OWN: dict[str, dict[str, str]] = {
         **dict.fromkeys(("digirl.gamma", "digirl.lam", "digirl.clamp"), "the tiny model earns nothing"),
         **dict.fromkeys(("digirl.capacity", "digirl.memory_mb"), "the episodes of a tiny run are fewer"),
     },
+    "value_guided": dict.fromkeys(("guidance.beta", "guidance.top_k"), "a critic of two steps changes no answer"),
     "archer": dict.fromkeys(("archer.capacity", "archer.memory_mb"), "the episodes of a tiny run are fewer"),
     "grounding_sft": {
         **GROUNDING,

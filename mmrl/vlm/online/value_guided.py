@@ -28,7 +28,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded
 from mmrl.training.evaluation import Measure, Trial
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.recipe import LossTerm, Step
+from mmrl.training.recipe import Step
 from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.data.task import VlmTask
@@ -59,7 +59,8 @@ def critic_on_states() -> ModelConfig:
 
 def returns_objective() -> ObjectiveConfig:
     """Generalised advantage estimation; its returns are what the critic is fitted to."""
-    return ObjectiveConfig(preset="ppo", kl={"kind": "none"}, value={"coef": 1.0, "clip": None})
+    value = {"coef": 1.0, "clip": None}
+    return ObjectiveConfig(preset="ppo", clip={"kind": "policy_gradient"}, kl={"kind": "none"}, value=value)
 
 
 @dataclass
@@ -80,25 +81,10 @@ class ValueGuidedConfig(VlmConfig):
             raise UserError("value_guided leaves the policy as it is; set model.critic.stop_gradient: true")
 
 
-class FrozenPolicy(LossTerm):
-    """The critic's loss reads no log-probabilities; adds nothing to it."""
-
-    name = "frozen_policy"
-    gradient = "never"
-
-    def provides(self, step: Step) -> frozenset[str]:
-        """Neither the old policy nor the reference is compared."""
-        return frozenset({"logp_old", "logp_ref"})
-
-
 class ValueGuidedRecipe(VlmRecipe):
     """Trains the critic of a policy, and measures what it adds in decoding."""
 
     config: ValueGuidedConfig
-
-    def __init__(self, config: ValueGuidedConfig) -> None:
-        super().__init__(config)
-        self.terms = [*self.terms, FrozenPolicy()]
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
         """Squared error of the critic."""
