@@ -50,8 +50,9 @@ def footprint(config: Any, prompt_tokens: int | None = None, *, passes: bool = T
     model, trainer = config.model, config.trainer
     sampler = getattr(config, "sampler", None)
     longest = prompt_tokens or model.max_prompt_tokens or PROMPT
-    answer = sampler.max_new_tokens if sampler is not None else longest
-    size = getattr(trainer, "samples_per_task", 1)
+    given = getattr(config, "max_side_tokens", None) or longest
+    answer = sampler.max_new_tokens if sampler is not None else given
+    size = getattr(trainer, "samples_per_task", 2 if hasattr(config, "objective") else 1)  # both sides of a pair
     low = model.dtype != "float32" or trainer.mixed_precision != "none"
     total, rows, chunk = batch_sizes(trainer, size)
     with torch.device("meta"):

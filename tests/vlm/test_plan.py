@@ -129,6 +129,14 @@ def test_weights_gradients_and_moments_are_those_of_the_parameters(tmp_path):
     assert next(part.bytes for part in adapted.parts if part.name == "weights, frozen") >= weights
 
 
+def test_a_plan_of_given_pairs_has_both_sides(tmp_path):
+    config = domain_of("preference").make_config("preference", tmp_path)
+    config.max_side_tokens, config.trainer.tasks_per_step = 12, 4
+    plan = footprint(config)
+    assert plan.assumed[1:3] == ("answers of 12", "8 rows in 4 prompts at once")
+    assert [work.name for work in plan.work] == ["scores without gradient", "update"]
+
+
 def test_memory_without_a_plan_and_recipes_without_one_are_refused(tmp_path, capsys):
     assert main(["train", "configs/vlm/needle_tspo.yaml", "--dry-run"]) == 2
     assert "no plan" in capsys.readouterr().err
