@@ -82,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer a request of the page."""
         address = urlsplit(self.path)
         query = {key: values[-1] for key, values in parse_qs(address.query).items()}
-        if self.headers.get("Host") not in (f"{host}:{self.server.server_port}" for host in (HOST, "localhost")):
+        if self.headers.get("Host") not in [f"{host}:{self.server.server_port}" for host in (HOST, "localhost")]:
             self._refuse(403, "open the address that `mmrl watch` printed")
         elif address.path == "/" and "token" in query:
             self._enter(query["token"])
