@@ -29,6 +29,7 @@ PLACEHOLDERS = {
     "RUN": "runs/x",
     "N": "2",
     "RECIPE": "papo",
+    "KIND": "papo",
     "CONFIG_OR_RUN": "runs/x",
     "EXPERIMENT": "configs/experiments/papo_vs_grpo.yaml",
 }
@@ -115,7 +116,7 @@ def commands(page):
 
 @pytest.mark.parametrize(("page", "text"), every(commands))
 def test_commands_in_the_text_parse(page, text):
-    words = [PLACEHOLDERS.get(word, word) for word in shlex.split(text) if word not in ("...", "[PREFIX]")]
+    words = [PLACEHOLDERS.get(word, word) for word in shlex.split(text) if word not in ("...", "[PREFIX]", "[FILE]")]
     if words == ["accelerate", "launch"]:
         return
     arguments = words[words.index("mmrl.cli") + 1 :] if words[0] == "accelerate" else words[1:]
