@@ -65,8 +65,9 @@ def test_config_builds_and_takes_two_steps(path, tmp_path, tiny):
     _, whole = load_run(path)
     pairs = whole.recipe == "preference"
     if text:
-        build = load_target(whole.data.build) if whole.data.build else build_problems
-        questions = build(tmp_path / "data.jsonl", **whole.data.build_options | {"count": 6})
+        counted = "count" in whole.data.build_options
+        build = load_target(whole.data.build) if counted else build_problems
+        questions = build(tmp_path / "data.jsonl", **(whole.data.build_options if counted else {}) | {"count": 6})
     else:
         questions = (
             write_pairs(tmp_path / "data") if pairs else write_questions(tmp_path / "data", text_only_last=False)

@@ -33,7 +33,7 @@ PLACEHOLDERS = {
     "CONFIG_OR_RUN": "runs/x",
     "EXPERIMENT": "configs/experiments/papo_vs_grpo.yaml",
 }
-SHELL_TOOLS = ("mmrl", "torchrun", "make", "export", "sudo", "python", "pip")
+SHELL_TOOLS = ("mmrl", "ssh", "torchrun", "make", "export", "sudo", "python", "pip")
 PATH = re.compile(r"(?:configs|mmrl|diffusion|robotics|tests|scripts)/[\w./*-]+")
 MODULE = re.compile(r"(?:mmrl|diffusion|robotics)(?:\.\w+)+")
 PARTS = "trainer|data|model|sampler|evaluation|tracking|checkpoint|acting|demonstrations|latent|sim|orw|papo|filter"

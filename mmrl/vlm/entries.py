@@ -158,6 +158,7 @@ METRICS = {
     "pairs/won": "Share of the pairs that are learnt in which the policy's answer is better than the opponent's.",
     "time/opponent": "Seconds of the rollout in which the opponent's answers were sampled.",
     "kto/baseline": "Mean log-ratio to the reference of other questions' answers, in nats; KTO's baseline if positive.",
+    "accuracy/guided": "Share of correct answers that are sampled with the values of a critic (value_guided).",
     "accuracy/likelier": "Share of held-out pairs whose preferred answer is the likelier one.",
     "accuracy/rewards": "Share of held-out pairs whose preferred answer has the higher implicit reward.",
     "pairs/skipped": "Held-out pairs that could not be used: equal sides, unreadable image, side too long.",

@@ -240,7 +240,8 @@ def _json_object(path: str, stamp: float) -> dict[str, Any]:
 def _yaml_object(path: str, stamp: float) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8", errors="replace")
-        found = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # in C: a comparison has many
+        # in C where there is one: a comparison has many files
+        found = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text).get_single_data()
     except (OSError, yaml.YAMLError):
         return {}
     return found if isinstance(found, dict) else {}

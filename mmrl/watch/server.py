@@ -32,7 +32,7 @@ PAGE = {
     "/watch.js": ("watch.js", "text/javascript; charset=utf-8"),
     "/draw.js": ("draw.js", "text/javascript; charset=utf-8"),
 }
-MEDIA = {".png": "image/png", ".mp4": "video/mp4"}
+MEDIA = {f".{suffix}": f"{kind}/{suffix}" for kind, suffix in (("image", "png"), ("video", "mp4"))}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "media-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

@@ -138,6 +138,7 @@ class PolicyWithCritic(ActionPolicy):
 
     # properties, since cloning and loading set them on the policy later
     statistics = property(lambda self: self.policy.statistics)  # type: ignore[assignment]
+    mixes = property(lambda self: self.policy.mixes)  # type: ignore[assignment]
     past = property(lambda self: self.policy.past)  # type: ignore[assignment]
     views = property(lambda self: self.policy.views)  # type: ignore[assignment]
     cameras = property(lambda self: self.policy.cameras)  # type: ignore[assignment]

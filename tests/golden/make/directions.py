@@ -22,7 +22,7 @@ def main() -> None:
         names: dict[str, Any] = {"np": np, "degree": degree}
         exec("\n".join(lines), names)
         prompts.append(names["sys_prompt"])
-    peer = {"program": clone.name, "calls": ["README.md"], "prompts": prompts}
+    peer = {"program": clone.name, "calls": ["README.md"], "relative": 1e-15, "prompts": prompts}
     write("directions", "Directional Preference Alignment, arXiv 2402.18571", {"degrees": degrees}, [peer], clone)
 
 
