@@ -166,6 +166,11 @@ class MaskedSftConfig(SftConfig):
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         check_model(self.model)
+        if self.evaluation.sampler.temperature != 1.0:
+            raise ValueError(
+                f"evaluation.sampler.temperature is {self.evaluation.sampler.temperature:g}, but evaluations sample at "
+                "evaluation.temperature; set that"
+            )
 
     @property
     def scoring(self) -> Any:

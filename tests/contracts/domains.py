@@ -176,7 +176,7 @@ def _masked(name: str, folder: Path) -> Any:
     if RECIPES[name].supervised:
         parts = {
             "trainer": BaseTrainerConfig(steps=2, tasks_per_step=2, learning_rate=1e-3),
-            "evaluation": MaskedScoring(sampler=sampling, rewards=rewards),
+            "evaluation": MaskedScoring(sampler=sampling, rewards=[*rewards, RewardConfig(name="exact")]),
         }
     return RECIPES[name].load_config_class()(
         recipe=name,

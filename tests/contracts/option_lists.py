@@ -176,7 +176,21 @@ GROUNDING = {
         )
     },
 }
+TEXT_ALONE = {
+    **VIDEOS,
+    **dict.fromkeys(
+        ("model.patch_product", "data.max_image_pixels", "eval_data.<name>.max_image_pixels"),
+        "masked-diffusion models read no pictures",
+    ),
+}
 OWN: dict[str, dict[str, str]] = {
+    "masked": {
+        **ONE_KIND,
+        **TEXT_ALONE,
+        "trainer.old_logp": "its sampler has no log-probabilities, so auto recomputes them",
+        **dict.fromkeys(("inpainting.stretch", "inpainting.max_gap"), "the answers of the walk have no room"),
+    },
+    "masked_sft": TEXT_ALONE,
     "aepo": {**ONE_KIND, **GROUNDING, "model.min_pixels": "the screens of the walk have more"},
     "dataset_reset": {
         "objective.advantage.truncation": "no answer is cut by a time limit",

@@ -197,3 +197,10 @@ def test_blocks_and_steps_divide_evenly():
         with pytest.raises(ValueError, match="must"):
             sampling.validate()
     assert MaskedSampling(8, 4, 4).draws == 8 * 3
+
+
+def test_the_temperature_of_evaluations_is_set_in_one_place(tmp_path):
+    config = DOMAINS["masked"].make_config("masked_sft", tmp_path)
+    config.evaluation.sampler.temperature = 0.7
+    with pytest.raises(ValueError, match=r"evaluations sample at evaluation\.temperature"):
+        config.validate()
