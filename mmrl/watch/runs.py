@@ -136,10 +136,11 @@ class WatchedRun:
         return dict(_flat(self._config()))
 
     def _headline(self) -> list[tuple[str, str]]:
-        """The newest evaluation's first number, then rewards and what tells whether anything is learned."""
+        """The newest number of the first split, then rewards and what tells whether anything is learned."""
         shown = []
         for name in measured(self.evaluations, HEADLINES)[:1]:
-            row = [row for row in self.evaluations if name in row][-1]
+            rows = [row for row in self.evaluations if name in row]
+            row = [row for row in rows if row.get("split") == rows[0].get("split")][-1]
             shown.append((f"{label(name)} on {row.get('split', '')}, step {row['step']}", estimate_text(row, name)))
         for name, title in (
             ("reward/mean", "reward"),

@@ -65,8 +65,10 @@ def _run_lines(run: WatchedRun, status: dict[str, Any]) -> Iterator[str]:
     if status["headline"]:
         yield "  " + "   ".join(f"{title} {value}" for title, value in status["headline"])
     for name in measured(run.evaluations, HEADLINES)[:1]:
-        found = [row[name] for row in run.evaluations if isinstance(row.get(name), int | float)]
-        yield _curve_line(label(name), found)
+        rows = [row for row in run.evaluations if isinstance(row.get(name), int | float)]
+        for split in dict.fromkeys(str(row.get("split", "")) for row in rows):
+            found = [row[name] for row in rows if str(row.get("split", "")) == split]
+            yield _curve_line(f"{label(name)} on {split}", found)
     for name in CURVES:
         if name in run.metrics.names():
             yield _curve_line(name, run.metrics.thinned(name, WIDTH)["mean"])

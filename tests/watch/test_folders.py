@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -182,6 +183,21 @@ def test_text(tmp_path, capsys):
     assert sparkline([1.0, 1.0]) == "▁▁"
     comparison(tmp_path / "trial")
     assert next(lines(watched(tmp_path / "trial"))) == "trial: 4 waiting"
+
+
+def test_the_headline_is_of_the_first_split_and_each_split_has_a_curve(tmp_path, capsys):
+    folder = make_run(tmp_path / "run", status="done")
+    rows = [
+        {"step": step, "split": split, "n": 10, "accuracy/greedy": value + step / 10}
+        for step in (0, 3)
+        for split, value in (("heldout", 0.5), ("blind", 0.1))
+    ]
+    append(folder / "evaluations.jsonl", *rows)
+    assert main(["watch", str(folder), "--text", "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert "greedy on heldout, step 3 80.0 %" in shown
+    assert re.search(r"greedy on heldout +▁█ +0\.8 ", shown)
+    assert re.search(r"greedy on blind +▁█ +0\.4 ", shown)
 
 
 def test_bad_arguments(tmp_path, capsys):
