@@ -51,7 +51,7 @@ class MatchingLoss(ABC):
         """Losses (M,) for the old velocity (M, ...), the advantages (M,) and the `constants` of their groups (M,)."""
 
     def gain(self, matching: Matching, old: Tensor, reference: Tensor) -> Tensor:
-        """What `constants` needs of each row (M,), for velocities (M, ...) of the old policy and the reference."""
+        """Numbers (M,) that `constants` reads, from velocities (M, ...) of the old policy and the reference."""
         raise NotImplementedError
 
     def constants(self, gain: Tensor, rollouts: Rollouts) -> list[Tensor]:

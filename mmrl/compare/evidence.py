@@ -44,7 +44,7 @@ class FindingConfig:
     high: float = MISSING
     """Upper end."""
     verdict: str = choice("not here", VERDICTS)
-    """What became of the paper's claim."""
+    """Whether the paper's claim was seen here."""
     paper: str = ""
     """Result that the paper reports for the claim; empty where it has none of this kind."""
     note: str = ""

@@ -221,7 +221,7 @@ def _figure(
 
 
 def _alternative(title: str, series: Mapping[str, Sequence[Sequence[float]]], unit: str) -> str:
-    """What a picture shows, in words: where each curve begins and ends."""
+    """Alternative text of a chart: the first and last value of each curve."""
     moves = []
     for shown, (_, values, *_ends) in list(series.items())[:SPOKEN]:
         known = [value for value in values if math.isfinite(value)]

@@ -21,11 +21,11 @@ SOURCES = {
     "model": (("model", "path"), ("model", "build"), ("policy", "path")),
     "data": (("data", "path"), ("environment", "factory"), ("sim", "factory"), ("demonstrations", "path")),
 }
-"""What was trained and on what: places in the configuration, the first that is set counts."""
+"""Keys of the configuration that name the model and the data; the first one that is set is shown."""
 
 
 def outcome(runs: Sequence[RunFolder]) -> list[str]:
-    """What training changed on held-out tasks, a sentence for each split, and what became worse."""
+    """Sentences on how training changed each held-out split, and on what became worse."""
     run = runs[-1]
     measure, tables = headline_name(run), headline(runs)
     ends = [

@@ -127,7 +127,7 @@ class UtteranceCritic(nn.Module):
 
 
 def targets(q: Tensor, next_v: Tensor, reward: Tensor, done: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
-    """What Q(s, u) and V(s) are fitted to, each (2, n), head by head.
+    """Targets of Q(s, u) and V(s), each (2, n), head by head.
 
     Args:
         q: (2, n) averaged critics' Q(s, a) of the policy's own answers.

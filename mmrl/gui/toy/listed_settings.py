@@ -107,7 +107,7 @@ class ListedSettings:
         self._place = None
 
     def _facts(self) -> dict[str, Any]:
-        """What is shown tells equal states, whether the instruction or an error stands above it or not."""
+        """The listing identifies the state; the instruction and errors above it do not belong to it."""
         return {"anchor": self._listing()}
 
     def _shown(self) -> list[Element]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Protocol
 
@@ -443,3 +443,38 @@ def _sample_through_modules(
                         state.budget(rows, own.lengths),
                         own.last_state,
                     )
+
+
+def sample_by(
+    policy: VlmPolicy,
+    prompts: Sequence[Prompt],
+    config: SamplerConfig,
+    uniforms: Tensor,
+    decoder_of: Callable[..., tuple[Any, Any]],
+    *others: Sequence[Any],
+) -> Samples:
+    """Draw one response to each prompt through transformers' modules, with a decoder of one's own.
+
+    Args:
+        policy: the model that reads the prompts.
+        prompts: N prompts.
+        config: lengths, temperature and truncation.
+        uniforms: (N, max_new_tokens) in [0, 1).
+        decoder_of: the decoder of some prompts and its first states, from the lane, their part of the policy's prefix
+            and that of each of `others`.
+        others: parts of further prefixes of the same prompts.
+    """
+    state, training = GenerationState(policy, config, len(prompts), uniforms), policy.training
+    policy.eval()
+    try:
+        with torch.no_grad():
+            lane = policy.generic or GenericLane(policy.network, policy.config)
+            own_parts = lane.encode_prefix(policy, prompts).detach().parts
+            for parts in zip(own_parts, *others, strict=True):
+                for chunk in torch.arange(len(parts[0].numbers), device=policy.device).split(config.batch_rows):
+                    own, *rest = (part.select(chunk) for part in parts)
+                    decoder, first = decoder_of(lane, own, *rest)
+                    decode(state, decoder, own.numbers, state.max_positions - own.lengths, first)
+    finally:
+        policy.train(training)
+    return state.collect(prompts)

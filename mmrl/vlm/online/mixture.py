@@ -11,7 +11,7 @@ from torch import Tensor
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.engine.generic import GenericDecoder, GenericLane
 from mmrl.vlm.engine.policy import VlmPolicy
-from mmrl.vlm.engine.sampler import GenerationState, SamplerConfig, Samples, decode
+from mmrl.vlm.engine.sampler import SamplerConfig, Samples, sample_by
 
 Within = Callable[[Callable[[Any], Any]], Any]
 """Calls a function with the other policy, while that one is in force (`Reference.score`)."""
@@ -53,24 +53,19 @@ def sample_mixture(
         config: lengths, temperature and truncation.
         uniforms: (N, max_new_tokens) in [0, 1).
     """
-    state = GenerationState(policy, config, len(prompts), uniforms)
     training = policy.training
-    policy.eval()
+    policy.eval()  # the other may be the policy itself without its adapter
     try:
         with torch.no_grad():
-            lane, prefix = _read(policy, prompts)
-            other_lane, other_prefix = within(lambda module: _read(module, prompts))
-            other = within(lambda module: module)
-            for part, same in zip(prefix.parts, other_prefix.parts, strict=True):
-                for chunk in torch.arange(len(part.numbers), device=policy.device).split(config.batch_rows):
-                    own, theirs = part.select(chunk), same.select(chunk)
-                    decoders = GenericDecoder(policy, lane, own), GenericDecoder(other, other_lane, theirs)
-                    mixture: Any = MixtureDecoder(*decoders, within, share)
-                    states: Any = (own.last_state, theirs.last_state)
-                    decode(state, mixture, own.numbers, state.max_positions - own.lengths, states)
+            other, lane, prefix = within(lambda module: (module, *_read(module, prompts)))
     finally:
         policy.train(training)
-    return state.collect(prompts)
+
+    def decoder_of(own_lane: GenericLane, own: Any, theirs: Any) -> tuple[Any, Any]:
+        decoders = GenericDecoder(policy, own_lane, own), GenericDecoder(other, lane, theirs)
+        return MixtureDecoder(*decoders, within, share), (own.last_state, theirs.last_state)
+
+    return sample_by(policy, prompts, config, uniforms, decoder_of, prefix.parts)
 
 
 def _read(policy: Any, prompts: Sequence[Prompt]) -> tuple[GenericLane, Any]:

@@ -35,7 +35,7 @@ from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.domain import AnswerMeasure, Row
 from mmrl.vlm.engine.generic import GenericDecoder, GenericLane
 from mmrl.vlm.engine.policy import VlmPolicy
-from mmrl.vlm.engine.sampler import GenerationState, SamplerConfig, Samples, decode
+from mmrl.vlm.engine.sampler import SamplerConfig, Samples, sample_by
 from mmrl.vlm.model.config import CriticSettings, ModelConfig
 from mmrl.vlm.recipe import VlmRecipe
 
@@ -175,17 +175,8 @@ def sample_guided(
         config: lengths, temperature and truncation.
         uniforms: (N, max_new_tokens) in [0, 1).
     """
-    state = GenerationState(policy, config, len(prompts), uniforms)
-    training = policy.training
-    policy.eval()
-    try:
-        with torch.no_grad():
-            lane = policy.generic or GenericLane(policy.network, policy.config)
-            for part in lane.encode_prefix(policy, prompts).detach().parts:
-                for chunk in torch.arange(len(part.numbers), device=policy.device).split(config.batch_rows):
-                    own = part.select(chunk)
-                    decoder: Any = GuidedDecoder(policy, lane, own, guidance)
-                    decode(state, decoder, own.numbers, state.max_positions - own.lengths, own.last_state)
-    finally:
-        policy.train(training)
-    return state.collect(prompts)
+
+    def decoder_of(lane: GenericLane, own: Any) -> tuple[Any, Any]:
+        return GuidedDecoder(policy, lane, own, guidance), own.last_state
+
+    return sample_by(policy, prompts, config, uniforms, decoder_of)
