@@ -29,7 +29,9 @@ FAKES = Path(__file__).with_name("fake_envs.py")
 
 def config(function: str = "Fake", workers: int = 1, **options) -> EnvironmentConfig:
     limits = {"step_timeout_s": 20.0, "reset_timeout_s": 20.0, "start_timeout_s": 60.0}
-    return EnvironmentConfig(f"{FAKES}:{function}", workers=workers, **{**limits, **options})
+    return EnvironmentConfig(
+        f"{FAKES}:{function}", workers=workers, **(limits if options.get("isolate", True) else {}) | options
+    )
 
 
 def tasks(*names: str) -> dict[int, AgentTask]:
@@ -211,8 +213,9 @@ def test_environments_in_this_process(tmp_path):
         assert (pool.counts["raised"], pool.counts["restarted"], pool.memory_mb()) == (4, 3, 0)
         with pytest.raises(UserError, match=r"^there is no task 'unknown'; there is: well"):
             pool.reset(tasks("unknown"))
-    with pytest.raises(UserError, match="variables and memory_mb are for processes"):
-        EnvPool(config(isolate=False, memory_mb=100.0))
+    for limit in ({"memory_mb": 100.0}, {"step_timeout_s": 5.0}, {"variables": {"A": "1"}}):
+        with pytest.raises(UserError, match=rf"{next(iter(limit))} is .* for processes; .* environment\.isolate: true"):
+            EnvPool(config(isolate=False, **limit))
     with pytest.raises(RunError, match=r"did not start; it raised: OSError: no licence found"):
         EnvPool(config("broken", isolate=False))
 

@@ -35,6 +35,11 @@ from mmrl.workers.wire import decode, encode
 
 SERVICE = Path(__file__).resolve().with_name("env_service.py")
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+OF_PROCESSES = (
+    *("variables", "memory_mb", "heartbeat_timeout_s"),
+    *("start_timeout_s", "reset_timeout_s", "step_timeout_s"),
+)
+"""Options that nothing reads where environments run in the training process."""
 
 
 @dataclass
@@ -78,8 +83,14 @@ class EnvironmentConfig:
                 json.dumps(getattr(self, name), allow_nan=False)
             except (TypeError, ValueError, RecursionError) as error:
                 raise UserError(f"environment.{name} must be JSON: {error}") from None
-        if not self.isolate and (self.variables or self.memory_mb is not None):
-            raise UserError("environment.variables and memory_mb are for processes; remove them, or isolate: false")
+        if not self.isolate:
+            plain = EnvironmentConfig(self.factory)
+            for name in OF_PROCESSES:
+                if getattr(self, name) != getattr(plain, name):
+                    raise UserError(
+                        f"environment.{name} is {getattr(self, name)!r}, but it is for processes; leave it out, or set "
+                        "environment.isolate: true"
+                    )
 
     def worker_spec(self) -> WorkerSpec:
         """Settings with which a process is started."""

@@ -146,7 +146,8 @@ class Browser:
         """
         from playwright.sync_api import Error
 
-        outer, self._deadline = self._deadline, time.monotonic() + 2 * self.settings.timeout_s
+        outer = self._deadline
+        self._deadline = min(outer, time.monotonic() + 2 * self.settings.timeout_s)
         try:
             yield
         except Error as error:
