@@ -132,6 +132,13 @@ def shard(items: Sequence[ItemT], accelerator: Accelerator) -> list[ItemT]:
     return list(items[accelerator.process_index :: accelerator.num_processes])
 
 
+def check_shares(name: str, count: int) -> None:
+    """Refuse a count that the processes of the run cannot share evenly; raises UserError."""
+    processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if count % processes:
+        raise UserError(f"{name} is {count}; with {processes} processes it must be a multiple of that")
+
+
 def sum_over_processes(values: Mapping[str, float]) -> dict[str, float]:
     """Sum numbers over all processes by name; every process calls it, and their names may differ."""
     if PartialState().num_processes == 1:

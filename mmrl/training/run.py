@@ -216,11 +216,9 @@ def _start(config: Any, *, trains: bool) -> Accelerator:
 
 def _check_processes(config: Any, accelerator: Accelerator) -> None:
     """Refuse a number of processes that the configuration does not go with."""
-    if config.trainer.tasks_per_step % accelerator.num_processes:
-        raise UserError(
-            f"trainer.tasks_per_step is {config.trainer.tasks_per_step}; with {accelerator.num_processes} processes "
-            "it must be a multiple of that"
-        )
+    from mmrl.training.processes import check_shares
+
+    check_shares("trainer.tasks_per_step", config.trainer.tasks_per_step)
     if config.trainer.sharding != "none":
         from mmrl.training.sharding import check_processes
 

@@ -44,7 +44,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.processes import Streams, make_generator, stream_seed
+from mmrl.training.processes import Streams, check_shares, make_generator, stream_seed
 from mmrl.training.recipe import LossTerm, Step
 from mmrl.training.settings import RunConfig
 from mmrl.vlm.data.prompt import Prompt, join_prompts
@@ -197,11 +197,7 @@ class ArcherRecipe(AgentRecipe):
 
     def __init__(self, config: ArcherConfig) -> None:
         settings = config.archer
-        processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        if settings.turns % processes:
-            raise UserError(
-                f"archer.turns is {settings.turns}; with {processes} processes it must be a multiple of that"
-            )
+        check_shares("archer.turns", settings.turns)
         super().__init__(config)
         self.terms = [*self.terms, AnswersAnew()]
         self.store = ReplayBuffer(ReplayConfig(size=settings.capacity, memory_mb=settings.memory_mb))

@@ -60,7 +60,7 @@ from mmrl.files import expanded
 from mmrl.hub.building import build_if_missing
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.processes import Streams, make_generator, stream_seed
+from mmrl.training.processes import Streams, check_shares, make_generator, stream_seed
 from mmrl.training.recipe import LossTerm, Step
 from mmrl.training.settings import RunConfig
 from mmrl.vlm.engine.policy import VlmPolicy
@@ -182,12 +182,7 @@ class DigirlRecipe(AgentRecipe):
 
     def __init__(self, config: DigirlConfig) -> None:
         settings = config.digirl
-        processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        if settings.batch_episodes % processes:
-            raise UserError(
-                f"digirl.batch_episodes is {settings.batch_episodes}; with {processes} processes it must be a multiple "
-                "of that"
-            )
+        check_shares("digirl.batch_episodes", settings.batch_episodes)
         super().__init__(config)
         self.terms = [*self.terms, KeptSteps()]
         self.store = ReplayBuffer(ReplayConfig(size=settings.capacity, memory_mb=settings.memory_mb))
