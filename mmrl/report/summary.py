@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -127,6 +128,10 @@ def method(run: RunFolder) -> str:
     name = objective if objective and (recipe in GENERIC or not recipe) else recipe
     if not name:
         return "training"
+    citation = str(run.result.get("objective_formula", "")).partition("\n")[0].partition(":")[2]
+    spelled = re.search(rf"\b{re.escape(name).replace('_', '[-_ ]')}\b", citation, re.IGNORECASE)
+    if spelled:  # as the paper writes it
+        return spelled[0]
     return name.upper() if name.isalpha() and len(name) <= 6 else name
 
 

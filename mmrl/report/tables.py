@@ -291,7 +291,7 @@ def _part_row(points: Sequence[EvaluationPoint], metric: str, column: str, value
     before: dict[str, float] = {}
     for point in points:
         found = _scores(point.outcomes.values(), metric, column, value)
-        cells.append(_paired_cell(found, before))
+        cells.append(_paired_cell(found, before, None if column else _recorded(point.record, metric)))
         before = found
     return {"label": value, "count": len(before), "cells": cells}
 
@@ -304,12 +304,18 @@ def _scores(outcomes: Iterable[Outcome], metric: str, column: str = "", value: s
     }
 
 
-def _paired_cell(found: Mapping[str, float], before: Mapping[str, float]) -> Cell | None:
+def _recorded(record: Mapping[str, Any], metric: str) -> Estimate | None:
+    """The interval that the evaluation computed, so that one number has one interval on the page."""
+    ends = [record.get(key) for key in (metric, f"{metric}/low", f"{metric}/high")]
+    return None if None in ends else (float(ends[0]), float(ends[1]), float(ends[2]))  # type: ignore[arg-type]
+
+
+def _paired_cell(found: Mapping[str, float], before: Mapping[str, float], known: Estimate | None) -> Cell | None:
     if not found:
         return None
     values = list(found.values())
     show = _percent if min(values) >= 0 and max(values) <= 1 else plain
-    cell = _cell(_estimate_of(values), show)
+    cell = _cell(known or _estimate_of(values), show)
     change = _paired_change(found, before)
     return cell if change is None else cell | _change(change, show)
 

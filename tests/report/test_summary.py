@@ -98,6 +98,17 @@ def test_a_method_has_the_name_that_readers_know(tmp_path, recipe, objective, na
     assert method(read_run(tmp_path)) == name
 
 
+def test_a_method_is_spelled_as_its_paper_does(tmp_path):
+    for objective, formula, name in (
+        ("gigpo", "gigpo: Feng et al., GiGPO, arXiv 2505.10978\n  A = 0", "GiGPO"),
+        ("flow_grpo", "flow_grpo: Liu et al., Flow-GRPO, arXiv 2505.05470", "Flow-GRPO"),
+        ("grpo", "grpo: Shao et al., DeepSeekMath\n  as in GrPo", "GRPO"),
+    ):
+        result = {"recipe": "agent", "objective": objective, "objective_formula": formula}
+        (tmp_path / "result.json").write_text(json.dumps(result))
+        assert method(read_run(tmp_path)) == name
+
+
 def test_facts_name_model_data_time_machine_versions_and_command(tmp_path):
     folder = tmp_path / "my run"
     folder.mkdir()

@@ -38,6 +38,18 @@ def test_changes_are_those_of_the_same_questions_and_rows_by_column(tmp_path):
     assert "other scores reads +0.0 [+0.0, +0.0] 100.0 %" in text
 
 
+def test_a_number_has_one_interval_on_the_page(tmp_path):
+    for step in (0, 9):
+        outcomes = [
+            Outcome(f"q{n}", {"accuracy/sampled": float(n < 12)}, parts={"hint": "ab"[n // 20]}) for n in range(40)
+        ]
+        write_outcomes(tmp_path, step, "test", outcomes)
+        metrics = {"n": 40, "accuracy/sampled": 0.3, "accuracy/sampled/low": 0.175, "accuracy/sampled/high": 0.45}
+        Tracker(tmp_path).evaluation(step, "during", "test", metrics)  # by bootstrap, as of sampled answers
+    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    assert text.count("30.0 % [17.5, 45.0]") == text.count("30.0 % [") == 4
+
+
 def test_a_mean_of_shares_is_named_and_its_interval_stays_between_0_and_100(tmp_path):
     for step, low in ((0, 0.25), (9, 0.875)):
         values = [low] + [1.0] * 5
