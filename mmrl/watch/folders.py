@@ -14,7 +14,7 @@ from typing import Any
 from mmrl.compare.plans import MARKER, sweep_label
 from mmrl.errors import UserError
 from mmrl.runs.statistics import SHARES
-from mmrl.watch.runs import WatchedRun, json_object
+from mmrl.watch.runs import WatchedRun, interval_text, json_object
 
 SIGNS_OF_A_RUN = {"metrics.jsonl", "evaluations.jsonl", "config.yaml", "run.lock", MARKER}
 DEEPEST = 4
@@ -102,23 +102,18 @@ def _arms(comparison: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {
             "arm": arm,
             "n": entry.get("n", 0),
-            "mean": _interval_text(entry, share, ""),
-            "difference": _interval_text(differences.get(arm) or {}, share, "+"),
+            "mean": interval_text(_estimate(entry), share),
+            "difference": interval_text(_estimate(differences.get(arm) or {}), share, "+"),
             "chosen": ", ".join(f"{key}={value}" for key, value in (entry.get("chosen") or {}).items()),
         }
 
 
+def _estimate(entry: dict[str, Any]) -> list[Any]:
+    return [entry.get(key) for key in ("mean", "low", "high")]
+
+
 def _is_share(comparison: dict[str, Any]) -> bool:
     return str(comparison.get("metric", "")).startswith(SHARES)
-
-
-def _interval_text(entry: dict[str, Any], share: bool, sign: str) -> str:
-    """A number with its interval; a share in per cent, a difference of shares in points."""
-    values = [entry[key] for key in ("mean", "low", "high") if entry.get(key) is not None]
-    texts = [f"{100 * value:{sign}.1f}" if share else f"{value:{sign}.3g}" for value in values]
-    if not texts:
-        return "–"
-    return f"{texts[0]}{' %' if share and not sign else ''}" + (f" [{texts[1]}, {texts[2]}]" if len(texts) == 3 else "")
 
 
 def _runs_below(folder: Path) -> list[Path]:

@@ -6,7 +6,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -176,11 +176,15 @@ class WatchedRun:
 
 def estimate_text(row: Mapping[str, Any], name: str) -> str:
     """A number of an evaluation with its interval; shares in per cent."""
-    share = name.startswith(SHARES)
-    found = [row.get(key) for key in (name, f"{name}/low", f"{name}/high")]
-    texts = [f"{100 * value:.1f}" if share else f"{value:.3g}" for value in found if isinstance(value, int | float)]
+    return interval_text([row.get(key) for key in (name, f"{name}/low", f"{name}/high")], name.startswith(SHARES))
+
+
+def interval_text(values: Sequence[Any], share: bool, sign: str = "") -> str:
+    """A number and the ends of its interval; a share in per cent, a difference of shares, with its sign, in points."""
+    known = [value for value in values if isinstance(value, int | float)]
+    texts = [f"{100 * value:{sign}.1f}" if share else f"{value:{sign}.3g}" for value in known]
     interval = f" [{texts[1]}, {texts[2]}]" if len(texts) == 3 else ""
-    return f"{texts[0]}{' %' if share else ''}{interval}" if texts else "–"
+    return f"{texts[0]}{' %' if share and not sign else ''}{interval}" if texts else "–"
 
 
 def _sample(row: Mapping[str, Any], folder: str) -> dict[str, Any]:
