@@ -38,7 +38,8 @@ def outcome(runs: Sequence[RunFolder]) -> list[str]:
     several = len(ends) > 1
     sentences = [_sentence(run, split if several else "", name, cells) for split, name, cells in ends]
     if better := _named(_other_protocols(runs, "good")[::-1]):
-        sentences.append(f"Better as well: {better}.")
+        also = " as well" if any(" raised " in sentence for sentence in sentences) else ""
+        sentences.append(f"Better{also}: {better}.")
     worse, groups = _worse(runs)
     if worse:
         sentences.append(f"Worse: {_named(worse)}.")
@@ -132,7 +133,7 @@ def method(run: RunFolder) -> str:
     spelled = re.search(rf"\b{re.escape(name).replace('_', '[-_ ]')}\b", citation, re.IGNORECASE)
     if spelled:  # as the paper writes it
         return spelled[0]
-    return name.upper() if name.isalpha() and len(name) <= 6 else name
+    return name.upper() if name.isalpha() and len(name) <= 6 else name.capitalize() if name.isalpha() else name
 
 
 def _scores_ends(table: Mapping[str, Any]) -> tuple[str, str, list[Cell | None]]:

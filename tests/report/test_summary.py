@@ -64,17 +64,24 @@ def test_the_verb_is_that_of_the_interval(tmp_path, after, words):
     assert outcome([run])[0].startswith(words)
 
 
-def test_other_protocols_that_rose_are_named(tmp_path):
+@pytest.mark.parametrize(
+    ("after", "first", "second"),
+    [
+        (0.4, "lowered held-out accuracy (greedy) from 50.0 to 40.0 %", "Better: sampled (+20)."),
+        (0.7, "raised held-out accuracy (greedy) from 50.0 to 70.0 %", "Better as well: sampled (+20)."),
+    ],
+)
+def test_other_protocols_that_rose_are_named(tmp_path, after, first, second):
     tracker = Tracker(tmp_path)
-    for step, greedy, sampled in ((0, 0.5, 0.1), (9, 0.4, 0.3)):
+    for step, greedy, sampled in ((0, 0.5, 0.1), (9, after, 0.3)):
         ends = {"accuracy/greedy": greedy, "accuracy/sampled": sampled}
         bounds = {
             f"{name}/{end}": value + d for name, value in ends.items() for end, d in (("low", -0.02), ("high", 0.02))
         }
         tracker.evaluation(step, "during", "test", {"n": 400.0, **ends, **bounds})
     said = outcome([read_run(tmp_path)])
-    assert said[0].startswith("So far training lowered held-out accuracy (greedy) from 50.0 to 40.0 %")
-    assert said[1:] == ["Better as well: sampled (+20)."]
+    assert said[0].startswith(f"So far training {first}")
+    assert said[1:] == [second]
 
 
 def test_groups_that_lost_nothing_are_counted(tmp_path):
