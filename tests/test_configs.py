@@ -172,3 +172,14 @@ def sections(config):
     for part in parts:
         if isinstance(part, dict) or dataclasses.is_dataclass(part):
             yield from sections(part)
+
+
+def test_a_file_that_configurations_build_is_the_same_for_all():
+    """A file that is there is not built again, so another configuration would get what the first one wrote."""
+    built = {}
+    for path in RUNS:
+        _, config = load_run(path)
+        for part in (config.model, getattr(config, "data", None), *getattr(config, "eval_data", {}).values()):
+            if getattr(part, "build", None) and part.path:
+                first, how = built.setdefault(str(part.path), (path, (part.build, dict(part.build_options))))
+                assert how == (part.build, dict(part.build_options)), f"{first.name} and {path.name}: {part.path}"
