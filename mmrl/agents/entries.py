@@ -62,6 +62,12 @@ RECIPES = (
         "off-policy critics of whole answers with slow targets, and an actor of tokens that answers stored turns anew",
         "Zhou et al., ArCHer, arXiv 2402.19446",
     ),
+    RecipeEntry(
+        "hnpg",
+        "mmrl.agents.methods.hnpg:HnpgRecipe:HnpgConfig",
+        "natural-gradient steps with critics of whole answers that learn from own and from recorded episodes",
+        "Zhou et al., HNPG, arXiv 2311.08384",
+    ),
 )
 PLAN = "mmrl.vlm.plan:footprint"
 """Function for `mmrl train --dry-run`."""

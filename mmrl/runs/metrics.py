@@ -93,6 +93,7 @@ METRICS: dict[str, str] = {
     "policy/kl_coef": "Weight of the KL term before it is annealed; moves only with adaptive_kl.target.",
     "update/zero_advantage_groups": "Share of groups with all advantages 0, left out of the update and of policy/.",
     "optim/lr": "Learning rate of the last optimiser step.",
+    "optim/natural_share": "Share of its longest length that the last natural-gradient step took; 0 if none gained.",
     "optim/grad_norm": "Norm of the gradient before clipping, mean over the optimiser steps.",
     "optim/skipped": "Optimiser steps that the NaN guard has skipped since the run began.",
     "optim/loss_scale": "Factor of the loss in fp16 after the step; halved by a gradient that is not finite.",

@@ -1,21 +1,40 @@
-"""The optimiser of a run: its weights, their rates, and whether each process has them whole or a part."""
+"""The optimiser of a run: its weights, their rates, and whether each process has them whole or a part.
+
+AdamW, or natural-gradient steps within a trust region (`natural_step`). With the log-probability l_i of row i, its
+advantage A_i and the gradient g of the loss, over the n rows of an optimiser step in all processes:
+
+    F = 1/n sum_i grad l_i grad l_i^T + damping I,      d = -F^-1 g by conjugate gradients,
+    step = d sqrt(2 max_kl / d^T F d), halved until 1/n sum_i A_i exp(l_i - l_i before) gains enough.
+
+F is the Fisher matrix on the sampled rows. Its products take the derivative along a direction from a central
+difference, so that no part of a model needs a second derivative.
+
+Source: Kakade, A Natural Policy Gradient, 2001; step length and line search as in TRPO, arXiv 1502.05477.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
+from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.training.recipe import Recipe, Reference
-from mmrl.training.settings import SMALLEST_LOW_PRECISION_STEP, BaseTrainerConfig
+from mmrl.training.settings import SMALLEST_LOW_PRECISION_STEP, BaseTrainerConfig, TrustRegionConfig
 from mmrl.training.sharding import shard
 
 FACTOR = "learning_rate_factor"
 """Key of an optimiser group whose rate is another than the run's."""
+RESIDUAL = 1e-10
+"""Share of the squared residual at which the conjugate gradients end."""
+ENOUGH = 0.1
+"""Share of the gain that the gradient promises of a step, below which a shorter one is tried."""
 
 
 def learning_rate_factor(config: BaseTrainerConfig, optimiser_step: int, waited: int = 0) -> float:
@@ -31,11 +50,19 @@ def learning_rate_factor(config: BaseTrainerConfig, optimiser_step: int, waited:
     return floor + (1.0 - floor) * decay
 
 
-def make_optimizer(policy: nn.Module, config: BaseTrainerConfig) -> torch.optim.AdamW:
+def make_optimizer(
+    policy: nn.Module, config: BaseTrainerConfig, region: TrustRegionConfig | None = None
+) -> torch.optim.Optimizer:
     """AdamW over the trainable parameters; matrices decay, vectors (norms, biases) do not.
 
-    A policy may have `learning_rate_factors`, name of a child to the factor of its parameters' rate.
+    A policy may have `learning_rate_factors`, name of a child to the factor of its parameters' rate. With a trust
+    region the gradients become steps, and SGD takes them: the rate is the share of the step.
     """
+    if region is not None:
+        trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        if any(parameter.dtype.itemsize < 4 for parameter in trained):
+            raise UserError("natural-gradient steps need float32 weights, or adapters (LoRA): others round them away")
+        return torch.optim.SGD(trained, lr=config.learning_rate)
     factors: dict[str, float] = getattr(policy, "learning_rate_factors", {})
     trainable = [(name, parameter) for name, parameter in policy.named_parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = []
@@ -92,3 +119,148 @@ def actor_weights(policy: nn.Module) -> list[nn.Parameter]:
     if not found:
         raise UserError("the policy has no weight to train: every one is frozen; look at the options of `model`")
     return found
+
+
+def to_natural_steps(
+    recipe: Recipe[Any, Any],
+    policy: nn.Module,
+    minibatch: Rollouts | None,
+    weights: Sequence[nn.Parameter],
+    accelerator: Accelerator,
+) -> None:
+    """Put minus the natural step in the place of the gradients, if the recipe has a trust region."""
+    region = recipe.trust_region
+    if region is None:
+        return
+    chunks: list[Rollouts] = []
+    if minibatch is not None:
+        most = recipe.config.trainer.micro_batch or minibatch.num_rows
+        chunks = list(recipe.micro_batches(minibatch, most, whole_groups=False))
+    parts = [partial(_row_logp, recipe, policy, chunk) for chunk in chunks]
+    gradient = torch.cat([(torch.zeros_like(w) if w.grad is None else w.grad).flatten() for w in weights])
+    policy.eval()
+    rows = Rows(weights, parts, partial(accelerator.reduce, reduction="sum"))
+    step, share = natural_step(rows, gradient, torch.cat([rows.before[:0], *map(_row_advantage, chunks)]), region)
+    policy.train()
+    for weight, own in zip(weights, step.split([weight.numel() for weight in weights]), strict=True):
+        weight.grad = -own.view_as(weight)
+    recipe.noted["optim/natural_share"] = share
+
+
+def _row_logp(recipe: Recipe[Any, Any], policy: nn.Module, rows: Rollouts) -> Tensor:
+    scores = recipe.scores(policy, rows, frozenset({"logp"}))
+    return torch.where(rows.loss_mask > 0, scores.logp, 0.0).sum(1)
+
+
+def _row_advantage(rows: Rollouts) -> Tensor:
+    assert rows.advantage is not None
+    return (rows.advantage * rows.loss_mask).sum(1) / rows.loss_mask.sum(1).clamp(min=1)
+
+
+class Rows:
+    """Log-probabilities of an optimiser step's rows as a function of the trained weights.
+
+    Args:
+        weights: float32 or float64, P numbers in all.
+        parts: each gives the log-probabilities (b,) of some rows of this process, as they are now.
+        total: sum of a tensor over all processes.
+    """
+
+    def __init__(
+        self, weights: Sequence[nn.Parameter], parts: Sequence[Callable[[], Tensor]], total: Callable[[Tensor], Tensor]
+    ) -> None:
+        self.weights, self.total, self._parts = list(weights), total, parts
+        self._first = weights[0].detach()
+        self.before = self.logp()
+        self.count = float(total(self._first.new_tensor(float(len(self.before)))))
+
+    @property
+    def place(self) -> Tensor:
+        """(P,) the weights."""
+        return torch.cat([weight.detach().flatten() for weight in self.weights])
+
+    def move(self, place: Tensor) -> None:
+        """Set the weights to (P,) numbers."""
+        sizes = [weight.numel() for weight in self.weights]
+        with torch.no_grad():
+            for weight, own in zip(self.weights, place.split(sizes), strict=True):
+                weight.copy_(own.view_as(weight))
+        torch.clear_autocast_cache()
+
+    def logp(self) -> Tensor:
+        """(b,) of this process's rows."""
+        with torch.no_grad():
+            return torch.cat([part() for part in self._parts]) if self._parts else self._first.new_zeros(0)
+
+    def surrogate(self, advantage: Tensor) -> float:
+        """Mean over all rows of advantage * ratio, given the advantages (b,) of this process's."""
+        return float(self.total((advantage * (self.logp() - self.before).exp()).sum())) / self.count
+
+    def fisher(self, direction: Tensor) -> Tensor:
+        """Product (P,) of the rows' Fisher matrix with a direction (P,)."""
+        place = self.place
+        reach = torch.finfo(place.dtype).eps ** (1 / 3) / direction.norm()
+        ends = []
+        for sign in (1, -1):
+            self.move(place + sign * reach * direction)
+            ends.append(self.logp())
+        self.move(place)
+        return self._pull((ends[0] - ends[1]) / (2 * reach)) / self.count
+
+    def _pull(self, weight: Tensor) -> Tensor:
+        """Gradient (P,) of the weighted sum (b,) of all rows' log-probabilities."""
+        found, start = self._first.new_zeros(sum(each.numel() for each in self.weights)), 0
+        for part in self._parts:
+            with torch.enable_grad():
+                logp = part()
+                mean = (weight[start : start + len(logp)] * logp).sum()
+            own = torch.autograd.grad(mean, self.weights, materialize_grads=True)
+            found += torch.cat([each.flatten() for each in own])
+            start += len(logp)
+        return self.total(found)
+
+
+def conjugate_gradients(product: Callable[[Tensor], Tensor], target: Tensor, iterations: int) -> Tensor:
+    """Solve product(x) = target approximately, for a product with a positive definite matrix."""
+    found, residual, direction = torch.zeros_like(target), target.clone(), target.clone()
+    size = first = float(residual @ residual)
+    for _ in range(iterations):
+        if size <= RESIDUAL * first:
+            break
+        moved = product(direction)
+        length = size / float(direction @ moved)
+        found += length * direction
+        residual -= length * moved
+        size, before = float(residual @ residual), size
+        direction = residual + size / before * direction
+    return found
+
+
+def natural_step(rows: Rows, gradient: Tensor, advantage: Tensor, region: TrustRegionConfig) -> tuple[Tensor, float]:
+    """The step (P,) from the gradient (P,) of the loss, and its share of the longest one; 0 where none gains enough.
+
+    The weights stay as they are. `advantage` (b,) belongs to this process's rows.
+
+    Source: YifeiZhou02/HNPG trpo.py, trpo_step and linesearch, with the Fisher matrix of the sampled rows in place of
+    the KL's second derivative.
+    """
+
+    def fisher(direction: Tensor) -> Tensor:
+        return rows.fisher(direction) + region.damping * direction
+
+    direction = conjugate_gradients(fisher, -gradient, region.iterations)
+    if not float(direction.norm()) > 0:
+        return direction, 0.0
+    longest = direction * (2 * region.max_kl / (direction @ fisher(direction))).sqrt()
+    place, before, promised = rows.place, rows.surrogate(advantage), -float(gradient @ longest)
+    share = 1.0
+    for _ in range(region.backtracks):
+        rows.move(place + share * longest)
+        gained = rows.surrogate(advantage) - before
+        if gained > ENOUGH * share * promised:
+            break
+        share /= 2
+    else:
+        share = 0.0
+    rows.move(place)
+    return share * longest, share

@@ -25,7 +25,7 @@ from mmrl.runs.fingerprint import content_digest
 from mmrl.runs.records import SampleRecord
 from mmrl.training.evaluation import Elsewhere, Evaluation, Measure, evaluate_tasks
 from mmrl.training.processes import Streams, global_advantages
-from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig, ReferenceConfig
+from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig, ReferenceConfig, TrustRegionConfig
 from mmrl.training.sharding import in_parts, local, whole_weights
 
 PolicyT = TypeVar("PolicyT", bound=nn.Module)
@@ -76,6 +76,8 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     """The policy as it was at the start, where a recipe keeps it anyway; a KL term to the start then needs no copy."""
     reference: Reference | None = None
     """The reference policy of the step, for losses that compare with it exactly; set before the update."""
+    trust_region: TrustRegionConfig | None = None
+    """Natural-gradient steps within it, in place of AdamW's; `trainer.learning_rate` is the share of each."""
     extra_samples: int = 0
     """Samples drawn besides the rollouts in this step; they count in the run's cost. The trainer resets it."""
     variety: str = "a higher temperature"
@@ -375,12 +377,8 @@ def score_in_chunks(
         # each chunk is as wide as its own longest row
         return torch.cat([nn.functional.pad(x, (0, rollouts.num_decisions - x.shape[1])) for x in values])
 
-    return PolicyOutputs(
-        logp=joined("logp"),
-        entropy=joined("entropy") if "entropy" in outputs else None,
-        values=joined("values") if "values" in outputs else None,
-        collision=joined("collision") if "collision" in outputs else None,
-    )
+    others = {name: joined(name) for name in ("entropy", "values", "collision") if name in outputs}
+    return PolicyOutputs(logp=joined("logp"), **others)
 
 
 def single_update(trainer: BaseTrainerConfig) -> bool:

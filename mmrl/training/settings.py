@@ -108,6 +108,30 @@ class TrainerConfig(BaseTrainerConfig):
 
 
 @dataclass
+class TrustRegionConfig:
+    """Natural-gradient steps in place of AdamW's; a row of a step counts as one action."""
+
+    max_kl: float = bounded(0.01, above=0)
+    """KL to the policy before the step that the step may have, in nats an action, to second order."""
+    damping: float = bounded(0.1, at_least=0)
+    """Multiple of the identity that is added to the Fisher matrix."""
+    iterations: int = bounded(10, at_least=1)
+    """Iterations of the conjugate gradients; each costs three passes over the rows."""
+    backtracks: int = rare(bounded(10, at_least=1))
+    """Steps that are tried, each half as long as the last, until one gains a tenth of what the gradient promises."""
+
+    def check(self, trainer: BaseTrainerConfig) -> None:
+        """Refuse options of AdamW, and what natural-gradient steps are not exact enough with; raises ValueError."""
+        plain = BaseTrainerConfig(max_grad_norm=0.0)
+        for name in ("weight_decay", "betas", "adam_eps", "max_grad_norm", "mixed_precision", "sharding"):
+            if getattr(trainer, name) != getattr(plain, name):
+                raise ValueError(
+                    f"trainer.{name} is {getattr(trainer, name)}, but natural-gradient steps are taken in full "
+                    f"precision, without AdamW and clipping; leave it at {getattr(plain, name)}"
+                )
+
+
+@dataclass
 class ReferenceConfig:
     """The policy that a KL term pulls towards."""
 

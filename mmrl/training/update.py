@@ -24,7 +24,15 @@ from mmrl.files import replaced
 from mmrl.runs.fingerprint import sum_of_bits
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.loss_scale import LossScale
-from mmrl.training.optimizer import FACTOR, actor_weights, check_precision, divide, learning_rate_factor, make_optimizer
+from mmrl.training.optimizer import (
+    FACTOR,
+    actor_weights,
+    check_precision,
+    divide,
+    learning_rate_factor,
+    make_optimizer,
+    to_natural_steps,
+)
 from mmrl.training.processes import (
     HeapTrimmer,
     all_ranks,
@@ -191,7 +199,7 @@ class Updater:
         # for evaluation, since the loop adds up the gradients of the processes itself: no data-parallel wrapper
         self.policy = accelerator.prepare_model(recipe.policy, evaluation_mode=True)
         divide(recipe, accelerator, reference)
-        optimizer = make_optimizer(recipe.policy, self.config)
+        optimizer = make_optimizer(recipe.policy, self.config, recipe.trust_region)
         check_precision(optimizer)
         self.optimizer = accelerator.prepare_optimizer(optimizer)
         self._trained = [parameter for parameter in recipe.policy.parameters() if parameter.requires_grad]
@@ -291,6 +299,7 @@ class Updater:
             return None
         self.scale.keep()
         with stopwatch("optimizer"):
+            to_natural_steps(self.recipe, self.policy, minibatch, self._trained, self.accelerator)
             self.optimizer.step()
             torch.clear_autocast_cache()  # it holds copies of the weights, and does not see that they have changed
             self.optimizer.zero_grad()

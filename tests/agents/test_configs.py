@@ -51,6 +51,10 @@ def test_config_builds_and_takes_two_steps(path, tmp_path, tiny_folders):
         overrides += ["branching.initial=1"]
     if hasattr(whole, "digirl"):
         overrides += [f"digirl.path={tmp_path / 'experts'}", *RECORDED]
+    if hasattr(whole, "hnpg"):
+        overrides += [f"hnpg.path={tmp_path / 'recorded'}", "hnpg.turns=4", "hnpg.critic={hidden: 8, updates: 2}"]
+        overrides += ["hnpg.build_options.count=4", "hnpg.region.iterations=2", "trainer.learning_rate=1"]
+        overrides += ["trainer.max_grad_norm=0"]
     if hasattr(whole, "archer"):
         overrides += ["archer.warmup_steps=0", "archer.turns=4", "archer.critic={hidden: 8, updates: 2}"]
     entry, config = load_run(path, fitting(whole, overrides))

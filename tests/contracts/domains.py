@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -241,7 +242,26 @@ def _agents(name: str, folder: Path) -> Any:
     if hasattr(config, "archer"):
         config.archer.warmup_steps, config.archer.turns = 0, 12
         config.archer.critic.hidden, config.archer.critic.updates = 16, 4
+    if hasattr(config, "hnpg"):
+        config.hnpg.path, config.hnpg.turns = str(recorded(folder)), 12
+        config.hnpg.critic.hidden, config.hnpg.critic.updates = 16, 4
+        config.trainer = TrainerConfig(
+            steps=2, tasks_per_step=2, samples_per_task=3, learning_rate=1.0, max_grad_norm=0.0
+        )
     return config
+
+
+def recorded(folder: Path) -> Path:
+    """A folder of episodes that somebody else played."""
+    said = [("aei", 0.6), ("xyz", 0.0), ("ou", 1.0)]
+    rows = [
+        {"task": {}, "seed": n, "reward": r, "turns": [{"answer": a, "text": f"{t} said"} for t in (0, 1)]}
+        for n, (a, r) in enumerate(said)
+    ]
+    path = folder / "recorded"
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "episodes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def _diffusion(name: str, folder: Path) -> Any:

@@ -299,6 +299,10 @@ OWN: dict[str, dict[str, str]] = {
         **dict.fromkeys(("digirl.capacity", "digirl.memory_mb"), "the episodes of a tiny run are fewer"),
     },
     "value_guided": dict.fromkeys(("guidance.beta", "guidance.top_k"), "a critic of two steps changes no answer"),
+    "hnpg": {
+        **dict.fromkeys(("trainer.weight_decay", "trainer.betas", "trainer.adam_eps"), "of AdamW, and refused"),
+        **dict.fromkeys(("trainer.max_grad_norm", "trainer.mixed_precision", "trainer.sharding"), "refused"),
+    },
     "archer": dict.fromkeys(("archer.capacity", "archer.memory_mb"), "the episodes of a tiny run are fewer"),
     "grounding_sft": {
         **GROUNDING,

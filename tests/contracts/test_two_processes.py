@@ -41,6 +41,9 @@ LESS_EXACT = {"flow3d_awm": 1e-2, "ac_flow": 1e-2}
 """Instead, for advantages and weights: gradients that cancel in a group (measured 4.4e-3 of the move), and advantages
 that a trained critic shapes (1.0e-3 of the largest)."""
 
+NATURAL = ("hnpg",)
+"""Recipes of natural-gradient steps, which have no AdamW and refuse weights in parts."""
+
 
 class StopAfter(StopSignals):
     """Asks a run to stop after a step, as a signal would."""
@@ -138,7 +141,8 @@ def make(name: str, folder: Path, tasks: int = 4) -> Any:
         pytest.importorskip(module)
     config = with_changes(domain.make_config(name, folder), changes)
     config.trainer.steps, config.trainer.tasks_per_step, config.trainer.threads = STEPS, tasks, 1
-    config.trainer.adam_eps, config.trainer.learning_rate = 1.0, 0.1
+    if name not in NATURAL:
+        config.trainer.adam_eps, config.trainer.learning_rate = 1.0, 0.1
     config.checkpoint.every = 1
     config.validate()
     assert PartialState().num_processes == 1

@@ -48,6 +48,7 @@ BUDGET = {
     "vl_dac_repo": 110,
     "digirl": 134,
     "archer": 148,
+    "hnpg": 425,
     "aepo": 44,
     "grounding_sft": 23,
     "ddpo": 59,

@@ -23,7 +23,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -37,7 +37,7 @@ from mmrl.agents.methods.digirl import EPISODES
 from mmrl.agents.methods.digirl_critics import CriticTraining, Fitter, perceptron
 from mmrl.agents.recipe import AgentConfig, AgentRecipe
 from mmrl.agents.rollout.episodes import Episode, Trajectory, pack_episodes, pack_groups
-from mmrl.agents.rollout.storage import restore_episode, store_episode
+from mmrl.agents.rollout.storage import Record, restore_episode, store_episode
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.transfer import to_device, to_host
 from mmrl.errors import UserError
@@ -68,8 +68,8 @@ def default_objective() -> ObjectiveConfig:
 
 
 @dataclass
-class ArcherSettings:
-    """The store, the critics and their targets; the defaults are those of the public code."""
+class UtteranceSettings:
+    """Turns, critics and their targets; the defaults are those of the public code."""
 
     gamma: float = bounded(0.95, at_least=0, at_most=1)
     """Discount of a turn."""
@@ -79,12 +79,18 @@ class ArcherSettings:
     """First steps of the run, in which only the critics learn."""
     turns: int = bounded(256, at_least=1)
     """Turns drawn in a step, with replacement, for critics and actor; a multiple of the number of processes."""
+    critic: CriticTraining = field(default_factory=default_critic)
+    """The critics."""
+
+
+@dataclass
+class ArcherSettings(UtteranceSettings):
+    """The store, the critics and their targets."""
+
     capacity: int = bounded(10000, at_least=1)
     """Episodes that are stored; the oldest one goes first."""
     memory_mb: int = rare(bounded(4096, at_least=1))
     """Largest size of the stored episodes in 10^6 bytes, in each process."""
-    critic: CriticTraining = field(default_factory=default_critic)
-    """The critics."""
 
 
 @dataclass
@@ -99,13 +105,18 @@ class ArcherConfig(AgentConfig):
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         RunConfig.validate(self)
-        self.check_parts(self.trainer.learning_rate)
-        if self.rewards:
-            raise UserError("archer learns from the environment's rewards alone; leave rewards out")
-        if self.objective != default_objective():
-            raise UserError("archer's critics give the advantages; leave objective out, or use recipe: agent")
-        if self.model.critic != CriticSettings():
-            raise UserError("model.critic is set, but ArCHer's critics are those of archer.critic; leave it out")
+        check_critics(self, "archer")
+
+
+def check_critics(config: AgentConfig, name: str) -> None:
+    """Refuse what does not fit the critics of the recipe `name`; raises ValueError."""
+    config.check_parts(config.trainer.learning_rate)
+    if config.rewards:
+        raise UserError(f"{name} learns from the environment's rewards alone; leave rewards out")
+    if config.objective != default_objective():
+        raise UserError(f"{name}'s critics give the advantages; leave objective out, or use recipe: agent")
+    if config.model.critic != CriticSettings():
+        raise UserError(f"model.critic is set, but the critics of {name} are those of {name}.critic; leave it out")
 
 
 class UtteranceCritic(nn.Module):
@@ -177,6 +188,18 @@ class Turns:
     """(n,)."""
     done: Tensor
     """(n,)."""
+    known: Tensor
+    """(n,) return from the turn on where that is the target of Q; NaN elsewhere."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A turn of a stored episode."""
+
+    record: Record
+    turn: int
+    on_policy: bool = False
+    """Whether the policy itself ran the episode and its return is the target of Q."""
 
 
 class AnswersAnew(LossTerm):
@@ -193,14 +216,16 @@ class AnswersAnew(LossTerm):
 class ArcherRecipe(AgentRecipe):
     """Off-policy critics of utterances, and an actor; see the module."""
 
-    config: ArcherConfig
+    config: Any
+    block: ClassVar[str] = "archer"
+    """Name of the method's options in the configuration."""
 
-    def __init__(self, config: ArcherConfig) -> None:
-        settings = config.archer
-        check_shares("archer.turns", settings.turns)
+    def __init__(self, config: Any) -> None:
+        settings = self.settings = getattr(config, self.block)
+        check_shares(f"{self.block}.turns", settings.turns)
         super().__init__(config)
         self.terms = [*self.terms, AnswersAnew()]
-        self.store = ReplayBuffer(ReplayConfig(size=settings.capacity, memory_mb=settings.memory_mb))
+        self.store = self._make_store()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(config.seed, "critics"))
             critic = UtteranceCritic(self.policy.width, settings.critic.hidden)
@@ -225,7 +250,7 @@ class ArcherRecipe(AgentRecipe):
                 mine, turns = self._draw(step)
                 advantage = self._train_critics(turns, step)
             self.noted |= {"archer/stored": float(len(self.store)), "archer/advantage": float(advantage.mean())}
-            if step.number < self.config.archer.warmup_steps:
+            if step.number < self.settings.warmup_steps:
                 nothing = torch.full_like(rollouts.reward, math.nan)  # only the critics learn
                 return rollouts.replace(reward=nothing, advantage=torch.zeros_like(rollouts.mask))
             process = PartialState()
@@ -237,7 +262,7 @@ class ArcherRecipe(AgentRecipe):
 
     def describe(self) -> str:
         """The losses of actor and critics."""
-        settings = self.config.archer
+        settings = self.settings
         return (
             "archer: minimise - mean over answers of A * sum_t logp_t,  A = min Q(s, a) - min V(s),  a ~ pi(s)\n"
             f"  critics: Q(s, u) -> r + {settings.gamma:g} V'(s'),  V(s) -> Q'(s, a),  "
@@ -248,31 +273,36 @@ class ArcherRecipe(AgentRecipe):
         """Episodes are never compared with their group."""
         return torch.zeros_like(reward, dtype=torch.bool)
 
+    def _make_store(self) -> ReplayBuffer:
+        return ReplayBuffer(ReplayConfig(size=self.settings.capacity, memory_mb=self.settings.memory_mb))
+
+    def _choose(self, step: Step, generator: torch.Generator) -> list[Drawn]:
+        """Turns of all stored episodes, each as likely as the others, with replacement."""
+        return draw_turns(self.store.stored(EPISODES), self.settings.turns, generator)
+
     def _draw(self, step: Step) -> tuple[list[Episode], Turns]:
         """This process's new answers as episodes of one turn, and all drawn turns as the critics read them."""
-        records = self.store.stored(EPISODES)
-        places = [(number, turn) for number, record in enumerate(records) for turn in range(record["turns"])]
         generator = make_generator(self.config.seed, "turns", step.number)
-        drawn = torch.randint(len(places), (self.config.archer.turns,), generator=generator).tolist()
+        drawn = self._choose(step, generator)
         uniform = torch.rand(len(drawn), self.config.sampler.max_new_tokens, generator=generator)
         process = PartialState()
         mine = list(range(process.process_index, len(drawn), process.num_processes))
         episodes, found = list[Episode](), list[tuple[int, Tensor]]()
         for start in range(0, len(mine), ROWS):
             chunk = mine[start : start + ROWS]
-            stored = [(restore_episode(records[places[drawn[row]][0]]), places[drawn[row]][1]) for row in chunk]
-            anew, columns = self._read(stored, uniform[chunk])
+            anew, columns = self._read([drawn[row] for row in chunk], uniform[chunk])
             episodes += anew
             found += list(zip(chunk, columns, strict=True))
         if process.num_processes > 1:
             found = list(gather_object(found))
         found.sort(key=lambda entry: entry[0])
         table, size = torch.stack([columns for _, columns in found]), self.policy.width
-        state, given, own, following, reward, done = table.split([size] * 4 + [1, 1], -1)
-        return episodes, Turns(state, given, own, following, reward[:, 0], done[:, 0])
+        *states, of_turn = table.split([size] * 4 + [3], -1)
+        return episodes, Turns(*states, *of_turn.unbind(-1))
 
-    def _read(self, stored: Sequence[tuple[Episode, int]], uniform: Tensor) -> tuple[list[Episode], list[Tensor]]:
-        """New answers to turns of episodes, and states, reward and end of each turn in one row, (4 S + 2,)."""
+    def _read(self, chosen: Sequence[Drawn], uniform: Tensor) -> tuple[list[Episode], list[Tensor]]:
+        """New answers to turns of episodes; states, reward, end and known return of each in one row, (4 S + 3,)."""
+        stored = [(restore_episode(each.record), each.turn) for each in chosen]
         contexts = [context_of(*turn) for turn in stored]
         drawn = sample(self.policy, contexts, 1, self.config.sampler, uniform)
         given = [answer_of(*turn) for turn in stored]
@@ -286,7 +316,14 @@ class ArcherRecipe(AgentRecipe):
         state, answered, stored_state, next_state = to_host([part.float() for part in states])
         reward = torch.tensor([episode.rewards[turn] for episode, turn in stored])
         done = torch.tensor([float(turn + 1 == episode.trajectory.turns) for episode, turn in stored])
-        columns = torch.cat([state, stored_state, answered, next_state, reward[:, None], done[:, None]], -1)
+        known = torch.tensor(
+            [
+                discounted(episode.rewards[turn:], self.settings.gamma) if each.on_policy else math.nan
+                for each, (episode, turn) in zip(chosen, stored, strict=True)
+            ]
+        )
+        of_turn = torch.stack([reward, done, known], -1)
+        columns = torch.cat([state, stored_state, answered, next_state, of_turn], -1)
         turns = zip(contexts, own, _logp(drawn), stored, drawn.texts, drawn.finish, strict=True)
         return [
             _one_turn(context, ids, logp, whole, answers=[text], finish=finish)
@@ -303,7 +340,7 @@ class ArcherRecipe(AgentRecipe):
 
     def _train_critics(self, turns: Turns, step: Step) -> Tensor:
         """Some updates of the critics, the same on every process; returns the advantages of the new answers."""
-        settings = self.config.archer
+        settings = self.settings
         generator = make_generator(self.config.seed, "critics", step.number)
         critic = self.critic.critic
         with torch.enable_grad(), torch.autocast("cpu", enabled=False):
@@ -313,14 +350,28 @@ class ArcherRecipe(AgentRecipe):
                 with torch.no_grad():
                     own_q, _ = self.average(batch.state, batch.own)
                     _, next_v = self.average(batch.next_state, batch.next_state)
-                goals = targets(own_q, next_v, batch.reward, batch.done, settings.gamma)
+                q_goal, v_goal = targets(own_q, next_v, batch.reward, batch.done, settings.gamma)
+                q_goal = torch.where(batch.known.isnan(), q_goal, batch.known)
                 q, v = critic(batch.state, batch.stored)
-                self.noted["archer/critic_loss"] = self.critic.step(critic_loss(q, v, *goals))
+                self.noted["archer/critic_loss"] = self.critic.step(critic_loss(q, v, q_goal, v_goal))
                 move_average(self.average, critic, settings.tau)
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             q, v = critic(turns.state, turns.own)
         self.noted |= {"archer/q": float(q.mean()), "archer/v": float(v.mean())}
         return utterance_advantages(q, v)
+
+
+def draw_turns(
+    records: Sequence[Record], count: int, generator: torch.Generator, *, on_policy: bool = False
+) -> list[Drawn]:
+    """Draw turns of stored episodes with replacement, each as likely as the others."""
+    all_of_them = [Drawn(record, turn, on_policy) for record in records for turn in range(record["turns"])]
+    return [all_of_them[number] for number in torch.randint(len(all_of_them), (count,), generator=generator).tolist()]
+
+
+def discounted(rewards: Sequence[float], gamma: float) -> float:
+    """Sum of the rewards, each discounted by the turns before it."""
+    return sum(gamma**later * reward for later, reward in enumerate(rewards))
 
 
 def context_of(episode: Episode, turn: int) -> Prompt:

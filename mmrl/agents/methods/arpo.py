@@ -147,9 +147,9 @@ class ReplayBuffer:
             if not own:
                 del self._stored[task]
 
-    def stored(self, task: str) -> list[Record]:
-        """A task's trajectories, oldest first."""
-        return [entry["episode"] for entry in self._stored.get(task, ())]
+    def stored(self, task: str, since: int = 0) -> list[Record]:
+        """A task's trajectories of a step and later ones, oldest first."""
+        return [entry["episode"] for entry in self._stored.get(task, ()) if entry["step"] >= since]
 
     def state_dict(self, tasks: Collection[str] | None = None) -> dict[str, Any]:
         """Everything, or what it holds of some tasks, as tensors and plain data."""

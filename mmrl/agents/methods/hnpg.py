@@ -1,0 +1,137 @@
+"""HNPG (Zhou et al., arXiv 2311.08384; code YifeiZhou02/HNPG): natural gradients with critics that read offline data.
+
+Half of the drawn turns of a step are those of the step's own episodes, half of recorded ones, whose actions come from
+elsewhere. The policy answers each of them anew.
+
+1. The critics, two heads Q(s, u) and two heads V(s), are fitted to both halves with equal weights. The target of Q is
+   the return from the turn on in the policy's own episodes, which needs no bootstrapping, and r + gamma V'(s') in
+   recorded ones. V is fitted to Q'(s, a) at the new answers a ~ pi(s).
+2. The actor takes one natural-gradient step on the new answers to the turns of both halves, with the advantage
+   min Q(s, a) - min V(s). Recorded actions enter the critics alone, never the policy's gradient.
+
+The step is (F + damping I)^-1 times the gradient, cut to a KL of `hnpg.region.max_kl`; see `mmrl.training.optimizer`.
+
+Differences from the paper and its code: an action is an answer of a language model, where the paper's experiments have
+ten numbers and a policy for every control step. The Fisher matrix is that of the sampled answers, as in the paper's
+least-squares problem; the code takes the second derivative of the KL, which equals its mean. V is a head, where the
+code averages Q over ten of the policy's actions; there are two heads of each with slow averages, as in ArCHer, whose
+critics these are (`mmrl.agents.methods.archer`). The paper's advantage Q - V serves both halves; the code has GAE on
+the policy's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from mmrl.agents.methods.archer import (
+    ArcherRecipe,
+    Drawn,
+    UtteranceSettings,
+    check_critics,
+    default_objective,
+    draw_turns,
+)
+from mmrl.agents.methods.arpo import ReplayBuffer, ReplayConfig
+from mmrl.agents.methods.digirl import EPISODES
+from mmrl.agents.methods.digirl_critics import CriticTraining
+from mmrl.agents.recipe import AgentConfig
+from mmrl.agents.rollout.storage import read_recorded, store_episode
+from mmrl.errors import UserError
+from mmrl.fields import bounded
+from mmrl.files import expanded
+from mmrl.hub.building import build_if_missing
+from mmrl.runs.fingerprint import content_digest
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.recipe import Step
+from mmrl.training.settings import RunConfig, TrainerConfig, TrustRegionConfig
+
+
+@dataclass
+class HnpgSettings(UtteranceSettings):
+    """Recorded episodes, critics and the actor's step; the defaults are those of the public code."""
+
+    path: str = ""
+    """Folder of recorded episodes; see mmrl.agents.rollout.storage."""
+    build: str | None = None
+    """`module:function` that writes the folder where it is missing: it gets the path and `build_options`."""
+    build_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `build`."""
+    gamma: float = bounded(1.0, at_least=0, at_most=1)
+    """Discount of a turn."""
+    warmup_steps: int = bounded(0, at_least=0)
+    """First steps of the run, in which only the critics learn."""
+    critic: CriticTraining = field(
+        default_factory=lambda: CriticTraining(learning_rate=3e-4, updates=30, batch_steps=256, max_grad_norm=1.0)
+    )
+    """The critics."""
+    region: TrustRegionConfig = field(default_factory=TrustRegionConfig)
+    """The actor's natural-gradient step."""
+
+
+@dataclass
+class HnpgConfig(AgentConfig):
+    """An HNPG run."""
+
+    hnpg: HnpgSettings = field(default_factory=HnpgSettings)
+    """Recorded episodes, critics and the actor's step."""
+    objective: ObjectiveConfig = field(default_factory=default_objective)
+    """Fixed: policy gradient with the critics' advantages."""
+    trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(learning_rate=1.0, max_grad_norm=0.0))
+    """Batch sizes and guards; `learning_rate` is the share of each natural-gradient step."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        RunConfig.validate(self)
+        check_critics(self, "hnpg")
+        self.hnpg.region.check(self.trainer)
+        if not self.hnpg.path:
+            raise UserError("hnpg.path is empty; name a folder of recorded episodes, or use recipe: archer without any")
+        if self.hnpg.turns < 2:
+            raise UserError("hnpg.turns is 1; half of the turns are recorded ones, so at least 2 are drawn")
+
+
+class HnpgRecipe(ArcherRecipe):
+    """Critics of own and recorded turns, and natural gradients; see the module."""
+
+    config: HnpgConfig
+    block: ClassVar[str] = "hnpg"
+
+    def __init__(self, config: HnpgConfig) -> None:
+        super().__init__(config)
+        self.trust_region = config.hnpg.region
+        try:
+            build_if_missing(config.hnpg, "hnpg")
+            episodes = read_recorded(expanded(config.hnpg.path), self.policy, self.writer(self.policy))
+        except BaseException:
+            self.close()
+            raise
+        self.recorded = [store_episode(episode) for episode in episodes]
+
+    def data_digest(self) -> str:
+        """Digest of the tasks and of what the recorded episodes answered and earned."""
+        told = [[record[name] for name in ("instruction", "answers", "rewards")] for record in self.recorded]
+        return content_digest([super().data_digest(), *told])
+
+    def describe(self) -> str:
+        """The losses of actor and critics, and the actor's step."""
+        settings, region = self.config.hnpg, self.config.hnpg.region
+        return (
+            "hnpg: minimise - mean over answers of A * sum_t logp_t,  A = min Q(s, a) - min V(s),  a ~ pi(s)\n"
+            f"  by natural gradients of a KL of {region.max_kl:g}, damping {region.damping:g}\n"
+            f"  critics: Q(s, u) -> return, or of recorded turns r + {settings.gamma:g} V'(s'),  V(s) -> Q'(s, a),  "
+            f"averages move by {settings.tau:g}"
+        )
+
+    def _make_store(self) -> ReplayBuffer:
+        return ReplayBuffer(
+            ReplayConfig(size=self.config.trainer.tasks_per_step * self.config.trainer.samples_per_task)
+        )
+
+    def _choose(self, step: Step, generator: torch.Generator) -> list[Drawn]:
+        """Turns of this step's episodes and recorded turns, half each."""
+        fresh, half = self.store.stored(EPISODES, since=step.number), self.settings.turns // 2
+        own = draw_turns(fresh, half, generator, on_policy=True) if fresh else []
+        return own + draw_turns(self.recorded, self.settings.turns - len(own), generator)
