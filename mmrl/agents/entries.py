@@ -107,4 +107,5 @@ METRICS = {
     "archer/q": "Mean value that the critics give the policy's own answers to the drawn turns.",
     "archer/v": "Mean value that the critics give the drawn turns.",
     "archer/advantage": "Mean advantage of the policy's own answers to the drawn turns.",
+    "archer/advantage_std": "Standard deviation of these advantages.",
 }

@@ -257,7 +257,7 @@ def natural_step(rows: Rows, gradient: Tensor, advantage: Tensor, region: TrustR
     for _ in range(region.backtracks):
         rows.move(place + share * longest)
         gained = rows.surrogate(advantage) - before
-        if gained > ENOUGH * share * promised:
+        if math.isfinite(gained) and gained > ENOUGH * share * promised:
             break
         share /= 2
     else:

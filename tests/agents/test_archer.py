@@ -12,10 +12,13 @@ from mmrl.agents.methods.archer import (
     ArcherConfig,
     ArcherRecipe,
     ArcherSettings,
+    UtteranceCritic,
     answer_of,
     context_of,
+    critic_loss,
+    read_answers,
 )
-from mmrl.agents.methods.digirl_critics import CriticTraining, label_episodes
+from mmrl.agents.methods.digirl_critics import CriticTraining, Fitter, label_episodes
 from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig
 from mmrl.errors import UserError
 from mmrl.training.objectives import ObjectiveConfig
@@ -71,6 +74,41 @@ def test_a_turn_is_answered_in_the_context_that_it_had(make, history):
         read = recipe.policy.last_states([context_of(*turn) for turn in turns])
     assert_equal_up_to_rounding(data.state, read)
     assert sum(len(answer_of(*turn)) for turn in turns) == sum(len(e.trajectory.sampled_ids) for e in data.episodes)
+
+
+def test_answers_are_told_apart_by_their_tokens(make):
+    recipe = make()
+    with torch.no_grad():
+        groups = recipe.run_groups(recipe.policy, recipe.train_tasks[:1], Streams(0), Step())
+        context, answers = context_of(groups[0][0], 0), [[3, 4, 5], [3, 7, 5]]
+        state, answered = read_answers(recipe.policy, [context] * 2, answers)
+    table, size = recipe.policy.network.get_input_embeddings().weight, recipe.policy.width
+    written = torch.stack([table[torch.tensor(ids)].detach().mean(0) for ids in answers])
+    centred = written - written.mean(1, keepdim=True)
+    expected = centred / (centred.square().mean(1, keepdim=True) + 1e-5).sqrt()
+    assert_equal_up_to_rounding(answered[:, size:], expected)
+    assert_equal_up_to_rounding(state[0], state[1])
+
+
+def test_critics_learn_from_inputs_that_hardly_differ():
+    generator = torch.Generator().manual_seed(0)
+    state = 3 + 0.02 * torch.randn(256, 8, generator=generator)
+    answered = 3 + 0.02 * torch.randn(256, 16, generator=generator)
+    goal = ((state[:, 0] - 3) * (answered[:, 0] - 3)).sign().clamp(min=0).expand(2, -1)
+    critic = UtteranceCritic(8, 32)
+    fitter = Fitter(critic, CriticTraining(learning_rate=3e-3, max_grad_norm=1.0))
+    critic.fit_scale(state, answered)
+    mean, std = critic.mean.clone(), critic.std.clone()
+    critic.fit_scale(2 * state, answered)
+    assert torch.equal(critic.mean, mean)
+    assert torch.equal(critic.std, std)
+    for _ in range(150):
+        q, v = critic(state, answered)
+        fitter.step(critic_loss(q, v, goal, goal))
+    with torch.no_grad():
+        q, v = critic(state, answered)
+    assert float((q - goal).square().mean()) < 0.1, "a quarter without what they are scaled by"
+    assert torch.equal(critic.value(state), v)
 
 
 def test_the_critics_warm_up_and_then_weigh_new_answers(make):

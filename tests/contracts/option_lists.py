@@ -86,6 +86,9 @@ IDLE = {
     "FeatureConfig.build_options": "for a model that is not there yet",
     "TaskSetConfig.build": "for a file that is not there yet",
     "TaskSetConfig.build_options": "for a file that is not there yet",
+    "TrustRegionConfig.backtracks": "the longest step of a tiny run gains enough",
+    "HnpgSettings.build": "for episodes that are not there yet",
+    "HnpgSettings.build_options": "for episodes that are not there yet",
     "DigirlSettings.build": "for episodes that are not there yet",
     "DigirlSettings.build_options": "for episodes that are not there yet",
     "DemonstrationConfig.build": "for demonstrations that are not there yet",
@@ -299,10 +302,6 @@ OWN: dict[str, dict[str, str]] = {
         **dict.fromkeys(("digirl.capacity", "digirl.memory_mb"), "the episodes of a tiny run are fewer"),
     },
     "value_guided": dict.fromkeys(("guidance.beta", "guidance.top_k"), "a critic of two steps changes no answer"),
-    "hnpg": {
-        **dict.fromkeys(("trainer.weight_decay", "trainer.betas", "trainer.adam_eps"), "of AdamW, and refused"),
-        **dict.fromkeys(("trainer.max_grad_norm", "trainer.mixed_precision", "trainer.sharding"), "refused"),
-    },
     "archer": dict.fromkeys(("archer.capacity", "archer.memory_mb"), "the episodes of a tiny run are fewer"),
     "grounding_sft": {
         **GROUNDING,

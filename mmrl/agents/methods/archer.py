@@ -9,10 +9,12 @@ anew: a ~ pi(s).
 2. The actor learns the new answers, with one advantage for all tokens of an answer: min Q(s, a) - min V(s). The loss is
    the mean over answers of - advantage * the sum of their log-probabilities, without ratio and KL.
 
-Differences from the public code: the critics read the policy's own states, as constants, instead of a RoBERTa that is
-trained with them: the state before the answer, and the mean over its tokens. One draw of turns and one new answer of
-each serve all updates of the critics in a step, and the actor, where the code draws anew for every update. A turn is
-read with all of its context, not the last 512 tokens. The code's optional baseline of tokens is not here.
+Differences from the public code: the critics read states of the policy as it was at the start, instead of a RoBERTa
+that is trained with them: the state before the answer, and the means over its tokens of states and of embeddings, all
+scaled to deviation 1 in the first step. States of the policy itself would change under the critics. One draw of turns
+and one new answer of each serve all updates of the critics in a step, and the actor, where the code draws anew for
+every update; what would be several draws is a larger `turns`. A turn is read with all of its context, not the last 512
+tokens. The code's optional baseline of tokens is not here.
 
 Every process holds all stored episodes and the same critics; answering and reading the turns is shared between them.
 """
@@ -29,7 +31,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import layer_norm, mse_loss
 
 from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.methods.arpo import Fresh, ReplayBuffer, ReplayConfig
@@ -45,7 +47,7 @@ from mmrl.fields import bounded, rare
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams, check_shares, make_generator, stream_seed
-from mmrl.training.recipe import LossTerm, Step
+from mmrl.training.recipe import LossTerm, Reference, Step, start_kind
 from mmrl.training.settings import RunConfig
 from mmrl.vlm.data.prompt import Prompt, join_prompts
 from mmrl.vlm.engine.policy import VlmPolicy
@@ -53,6 +55,8 @@ from mmrl.vlm.engine.rows import text_prompt
 from mmrl.vlm.engine.sampler import Samples, sample
 from mmrl.vlm.model.config import CriticSettings
 
+SMALLEST_STD, LARGEST_INPUT = 1e-6, 5.0
+"""Of a critic's inputs: deviation that is standardised, and bound of what comes out."""
 ROWS = 32
 """Turns that are answered and read together."""
 
@@ -120,21 +124,46 @@ def check_critics(config: AgentConfig, name: str) -> None:
 
 
 class UtteranceCritic(nn.Module):
-    """Two heads Q(s, a) and two heads V(s).
+    """Two heads Q(s, a) and two heads V(s), of states (n, S) before answers and of answers (n, 2 S).
 
     Source: YifeiZhou02/ArCHer archer/models/critic.py.
     """
 
+    mean: Tensor
+    std: Tensor
+    fitted: Tensor
+
     def __init__(self, size: int, hidden: int) -> None:
         super().__init__()
-        self.q = nn.ModuleList([perceptron(2 * size, hidden, 1) for _ in range(2)])
+        self.size = size
+        self.q = nn.ModuleList([perceptron(3 * size, hidden, 1) for _ in range(2)])
         self.v = nn.ModuleList([perceptron(size, hidden, 1) for _ in range(2)])
+        self.register_buffer("mean", torch.zeros(3 * size))
+        self.register_buffer("std", torch.ones(3 * size))
+        self.register_buffer("fitted", torch.zeros((), dtype=torch.bool))
+
+    def fit_scale(self, state: Tensor, answered: Tensor) -> None:
+        """Standardise by (n, S) states and (n, 2 S) answers; later calls change nothing.
+
+        States differ little from turn to turn, beside what all have in common; unscaled, heads hardly learn from them.
+        """
+        if bool(self.fitted):
+            return
+        both = torch.cat([state, answered], -1)
+        std = both.std(0, correction=0)
+        self.mean.copy_(both.mean(0))
+        self.std.copy_(torch.where(std > SMALLEST_STD, std, 1.0))
+        self.fitted.fill_(True)
 
     def forward(self, state: Tensor, answered: Tensor) -> tuple[Tensor, Tensor]:
-        """Q and V, each (2, n), of states before answers and of answers, (n, S)."""
-        both = torch.cat([state, answered], -1)
-        q, v = [head(both) for head in self.q], [head(state) for head in self.v]
+        """Q and V, each (2, n)."""
+        both = ((torch.cat([state, answered], -1) - self.mean) / self.std).clamp(-LARGEST_INPUT, LARGEST_INPUT)
+        q, v = [head(both) for head in self.q], [head(both[:, : self.size]) for head in self.v]
         return torch.stack(q)[..., 0], torch.stack(v)[..., 0]
+
+    def value(self, state: Tensor) -> Tensor:
+        """V (2, n)."""
+        return self(state, state.new_zeros(len(state), 2 * self.size))[1]  # type: ignore[no-any-return]
 
 
 def targets(q: Tensor, next_v: Tensor, reward: Tensor, done: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
@@ -177,11 +206,11 @@ class Turns:
     """n drawn turns, as constants."""
 
     state: Tensor
-    """(n, S) float32, the policy's state before the answer."""
+    """(n, S) float32, the reader's state before the answer."""
     stored: Tensor
-    """(n, S) of the stored answer."""
+    """(n, 2 S) of the stored answer."""
     own: Tensor
-    """(n, S) of the policy's new answer."""
+    """(n, 2 S) of the policy's new answer."""
     next_state: Tensor
     """(n, S) before the next answer; anything where the episode is over."""
     reward: Tensor
@@ -224,6 +253,7 @@ class ArcherRecipe(AgentRecipe):
         settings = self.settings = getattr(config, self.block)
         check_shares(f"{self.block}.turns", settings.turns)
         super().__init__(config)
+        self.start = Reference(start_kind(self.policy), self.policy)
         self.terms = [*self.terms, AnswersAnew()]
         self.store = self._make_store()
         with torch.random.fork_rng(devices=[]):
@@ -297,11 +327,11 @@ class ArcherRecipe(AgentRecipe):
             found = list(gather_object(found))
         found.sort(key=lambda entry: entry[0])
         table, size = torch.stack([columns for _, columns in found]), self.policy.width
-        *states, of_turn = table.split([size] * 4 + [3], -1)
+        *states, of_turn = table.split([size, 2 * size, 2 * size, size, 3], -1)
         return episodes, Turns(*states, *of_turn.unbind(-1))
 
     def _read(self, chosen: Sequence[Drawn], uniform: Tensor) -> tuple[list[Episode], list[Tensor]]:
-        """New answers to turns of episodes; states, reward, end and known return of each in one row, (4 S + 3,)."""
+        """New answers to turns of episodes; states, reward, end and known return of each in one row, (6 S + 3,)."""
         stored = [(restore_episode(each.record), each.turn) for each in chosen]
         contexts = [context_of(*turn) for turn in stored]
         drawn = sample(self.policy, contexts, 1, self.config.sampler, uniform)
@@ -311,9 +341,14 @@ class ArcherRecipe(AgentRecipe):
             context_of(episode, turn + 1) if turn + 1 < episode.trajectory.turns else context
             for (episode, turn), context in zip(stored, contexts, strict=True)
         ]
-        with torch.no_grad():
-            states = [*self._states(contexts, own), self._states(contexts, given)[1], self.policy.last_states(after)]
-        state, answered, stored_state, next_state = to_host([part.float() for part in states])
+
+        def read(reader: Any) -> list[Tensor]:
+            (state, answered), (_, stored_answer) = (read_answers(reader, contexts, ids) for ids in (own, given))
+            return to_host([state, stored_answer, answered, reader.last_states(after).float()])
+
+        assert self.start is not None
+        with self.start.to(self.policy.device).whole():
+            states = self.start.score(read)
         reward = torch.tensor([episode.rewards[turn] for episode, turn in stored])
         done = torch.tensor([float(turn + 1 == episode.trajectory.turns) for episode, turn in stored])
         known = torch.tensor(
@@ -323,33 +358,27 @@ class ArcherRecipe(AgentRecipe):
             ]
         )
         of_turn = torch.stack([reward, done, known], -1)
-        columns = torch.cat([state, stored_state, answered, next_state, of_turn], -1)
+        columns = torch.cat([*states, of_turn], -1)
         turns = zip(contexts, own, _logp(drawn), stored, drawn.texts, drawn.finish, strict=True)
         return [
             _one_turn(context, ids, logp, whole, answers=[text], finish=finish)
             for context, ids, logp, (whole, _), text, finish in turns
         ], list(columns)
 
-    def _states(self, contexts: Sequence[Prompt], answers: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """States (n, S) before answers, and means over their tokens."""
-        # a state is that before a token, so a further one lets the last of the answer be read
-        rows = [_one_turn(prompt, [*ids, ids[-1]]) for prompt, ids in zip(contexts, answers, strict=True)]
-        read = self.policy.states(pack_episodes(rows, range(len(rows)), self.policy))
-        own = read.split([len(ids) + 1 for ids in answers])
-        return torch.stack([part[0] for part in own]), torch.stack([part[1:].mean(0) for part in own])
-
     def _train_critics(self, turns: Turns, step: Step) -> Tensor:
         """Some updates of the critics, the same on every process; returns the advantages of the new answers."""
         settings = self.settings
         generator = make_generator(self.config.seed, "critics", step.number)
         critic = self.critic.critic
+        for each in (critic, self.average):
+            each.fit_scale(turns.state, turns.stored)
         with torch.enable_grad(), torch.autocast("cpu", enabled=False):
             for _ in range(settings.critic.updates):
                 rows = torch.randint(len(turns.reward), (settings.critic.batch_steps,), generator=generator)
                 batch = Turns(**{name: value[rows] for name, value in vars(turns).items()})
                 with torch.no_grad():
                     own_q, _ = self.average(batch.state, batch.own)
-                    _, next_v = self.average(batch.next_state, batch.next_state)
+                    next_v = self.average.value(batch.next_state)
                 q_goal, v_goal = targets(own_q, next_v, batch.reward, batch.done, settings.gamma)
                 q_goal = torch.where(batch.known.isnan(), q_goal, batch.known)
                 q, v = critic(batch.state, batch.stored)
@@ -358,6 +387,7 @@ class ArcherRecipe(AgentRecipe):
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             q, v = critic(turns.state, turns.own)
         self.noted |= {"archer/q": float(q.mean()), "archer/v": float(v.mean())}
+        self.noted["archer/advantage_std"] = float(utterance_advantages(q, v).std())
         return utterance_advantages(q, v)
 
 
@@ -372,6 +402,23 @@ def draw_turns(
 def discounted(rewards: Sequence[float], gamma: float) -> float:
     """Sum of the rewards, each discounted by the turns before it."""
     return sum(gamma**later * reward for later, reward in enumerate(rewards))
+
+
+def read_answers(
+    reader: VlmPolicy, contexts: Sequence[Prompt], answers: Sequence[Sequence[int]]
+) -> tuple[Tensor, Tensor]:
+    """States (n, S) before answers, and (n, 2 S) the means over their tokens of states and of embeddings.
+
+    The last states are about what comes next, and hardly tell answers apart.
+    """
+    # a state is that before a token, so a further one lets the last of the answer be read
+    rows = [_one_turn(prompt, [*ids, ids[-1]]) for prompt, ids in zip(contexts, answers, strict=True)]
+    read = reader.states(pack_episodes(rows, range(len(rows)), reader)).float()
+    own = read.split([len(ids) + 1 for ids in answers])
+    table = reader.network.get_input_embeddings().weight
+    written = torch.stack([table[to_device(torch.tensor(list(ids)), table.device)].float().mean(0) for ids in answers])
+    states, means = torch.stack([part[0] for part in own]), torch.stack([part[1:].mean(0) for part in own])
+    return states, torch.cat([means, layer_norm(written, written.shape[1:])], -1)
 
 
 def context_of(episode: Episode, turn: int) -> Prompt:
