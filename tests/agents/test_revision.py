@@ -104,6 +104,14 @@ def test_tasks_that_always_succeed_are_learned_as_they_are(recipe):
         assert text.count("So.") == len(path[task.id])
 
 
+def test_a_task_that_a_step_holds_twice_is_revised_by_its_own_attempts(recipe):
+    """Another process may have the second one."""
+    totals = iter((1.0, 1.0, 0.0, 0.0))
+    answers_of(recipe, lambda task, number: ([f"<action>{path_of(task.seed)[0]}</action>"], next(totals)))
+    recipe.batch(recipe.policy, recipe.train_tasks[:1] * 2, Streams(0), Step())
+    assert recipe.noted["revision/failed"] == 0.5
+
+
 def test_attempts_without_a_result_leave_nothing(recipe):
     recipe.run_episodes = lambda policy, tasks, seeds, **_: [Episode(task, ending="failed") for task in tasks]
     with pytest.raises(NoUsableTasksError, match="no attempt has a result"):

@@ -90,9 +90,7 @@ class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
 
     def batch(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step) -> Rollouts:
         """Let the expert play each task; the rows hold its answers and its returns."""
-        seeds = streams.seeds(len(tasks), 1).tolist()
-        writer = self.writer(policy)
-        episodes = [self._play(policy, writer, task, seed) for task, seed in zip(tasks, seeds, strict=True)]
+        episodes = self.demonstrations(policy, tasks, streams)
         self._note(episodes)
         usable = [episode for episode in episodes if episode.has_result]
         if not usable:
@@ -104,6 +102,11 @@ class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Teacher-forced scores, all turns of an episode in one pass."""
         return policy(rollouts, outputs=outputs)  # type: ignore[no-any-return]
+
+    def demonstrations(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams) -> list[Episode]:
+        """An episode of each task, with the answers to be learned."""
+        seeds, writer = streams.seeds(len(tasks), 1).tolist(), self.writer(policy)
+        return [self._play(policy, writer, task, seed) for task, seed in zip(tasks, seeds, strict=True)]
 
     def _play(self, policy: VlmPolicy, writer: Writer, task: AgentTask, seed: int) -> Episode:
         config = self.config

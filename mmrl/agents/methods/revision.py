@@ -32,10 +32,8 @@ from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig
 from mmrl.agents.methods.clone import AgentCloneRecipe, CloneEvaluationConfig, as_episode
 from mmrl.agents.recipe import AgentParts
 from mmrl.agents.rollout.episodes import Episode, Writer
-from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded
 from mmrl.training.processes import Streams
-from mmrl.training.recipe import Step
 from mmrl.training.settings import BaseRunConfig
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.model.config import check_critic
@@ -113,22 +111,22 @@ class AgentRevisionRecipe(AgentCloneRecipe):
 
     config: AgentRevisionConfig  # type: ignore[assignment]
 
-    def batch(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step) -> Rollouts:
+    def demonstrations(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams) -> list[Episode]:
         """Play the tasks, and have the expert revise their failures."""
         own = self.config.revision
         asked = [task for task in tasks for _ in range(own.attempts)]
         seeds = streams.seeds(len(tasks), own.attempts, purpose="attempts").tolist()
         played = self.run_episodes(policy, asked, seeds, temperature=own.temperature)
-        self.worst: dict[str, Episode] = {}
-        for task, episode in zip(asked, played, strict=True):
-            if episode.has_result and (task.id not in self.worst or episode.total < self.worst[task.id].total):
-                self.worst[task.id] = episode
-        found = list(self.worst.values())
+        # by place, not by name: a step may hold a task twice, and another process the second one
+        groups = [played[first : first + own.attempts] for first in range(0, len(played), own.attempts)]
+        worst = [min((one for one in group if one.has_result), key=_total, default=None) for group in groups]
+        found = [episode for episode in worst if episode is not None]
         self.noted["revision/failed"] = sum(not episode.success for episode in found) / max(len(found), 1)
-        return super().batch(policy, tasks, streams, step)
+        writer = self.writer(policy)
+        return [self._revised(policy, writer, task, one) for task, one in zip(tasks, worst, strict=True)]
 
-    def _play(self, policy: VlmPolicy, writer: Writer, task: AgentTask, seed: int) -> Episode:
-        config, worst = self.config, self.worst.get(task.id)
+    def _revised(self, policy: VlmPolicy, writer: Writer, task: AgentTask, worst: Episode | None) -> Episode:
+        config = self.config
         if worst is None:
             return Episode(task, ending="failed", reason="no attempt has a result")
         said, env = self._actions(worst), RemoteExpert(self.pool)
@@ -156,6 +154,10 @@ class AgentRevisionRecipe(AgentCloneRecipe):
                 break
             found.append(replace(parsed.actions[0], text=answer))
         return found
+
+
+def _total(episode: Episode) -> float:
+    return episode.total
 
 
 class _Agreeing:
