@@ -70,6 +70,8 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     """Held-out splits by name; the first one is the headline."""
     supervised: ClassVar[bool] = False
     """Whether it learns from given data, without rewards; see `SupervisedRecipe`."""
+    critic_only: ClassVar[bool] = False
+    """Whether its loss trains the critic alone, and the policy stays as it is."""
     own_loss: ClassVar[str] = ""
     """Name of a loss that replaces the objective's, and has a gradient even if every advantage is 0."""
     start: Reference | None = None

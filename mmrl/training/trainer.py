@@ -377,10 +377,11 @@ class Trainer:
 
     def _finish(self) -> dict[str, Any]:
         if self.step and not self.updater.moved:
+            learning = "critic" if self.recipe.critic_only else "policy"
             self.log.warnings.say(
                 self.step,
                 "nothing_moved",
-                f"no weight of the policy changed in {self.step} steps, of which the optimiser took "
+                f"no weight of the {learning} changed in {self.step} steps, of which the optimiser took "
                 f"{self.updater.optimiser_step}; look at the rewards and at the learning rate",
             )
         found = {

@@ -203,8 +203,9 @@ class Updater:
         check_precision(optimizer)
         self.optimizer = accelerator.prepare_optimizer(optimizer)
         self._trained = [parameter for parameter in recipe.policy.parameters() if parameter.requires_grad]
-        self._actor = actor_weights(recipe.policy)
-        self._at_start = _digest(self._actor)
+        actor = actor_weights(recipe.policy)
+        self._learning = self._trained if recipe.critic_only else actor
+        self._at_start = _digest(self._learning)
         self.shards = shards_of(recipe.policy)
         if self.shards is not None:
             self.shards.gather()  # whole but within an optimiser step
@@ -229,8 +230,11 @@ class Updater:
 
     @property
     def moved(self) -> bool:
-        """Whether a weight of the policy, its critic aside, differs from the start of the run; every process asks."""
-        return not all_ranks(_digest(self._actor) == self._at_start, self.accelerator)
+        """Whether a weight of the policy, its critic aside, differs from the start of the run; every process asks.
+
+        Of a recipe that trains the critic alone, a weight of the critic.
+        """
+        return not all_ranks(_digest(self._learning) == self._at_start, self.accelerator)
 
     def state_dict(self) -> dict[str, Any]:
         """Optimiser moments and counters, whole in the first process; every process calls it."""

@@ -43,7 +43,7 @@ BUDGET = {
     "arpo": 114,
     "agentic_branching": 152,
     "agent_clone": 25,
-    "agent_revision": 110,
+    "agent_revision": 138,
     "vl_dac": 110,
     "vl_dac_repo": 110,
     "digirl": 134,

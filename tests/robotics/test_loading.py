@@ -217,6 +217,8 @@ def test_what_is_no_policy_is_named(kind, message):
         ),
         ("small", {"chunk": 2}, "model.options has chunk; allowed: bins"),
         ("small", {"encoder": {**BLIND, "width": 20}}, "width=20 must be a multiple"),
+        ("small", {"encoder": {**BLIND, "state_size": -1}}, "state_size is -1; must be at least 1"),
+        ("small", {"encoder": {**BLIND, "words": -1}}, "words is -1; must be at least 1"),
     ],
 )
 def test_unknown_options_list_allowed_ones(kind, options, message):

@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
+from mmrl.recipes import RECIPES
+from mmrl.rewards import RewardConfig
+from mmrl.runs.records import read_warnings
 from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step
+from mmrl.training.run import train
 from mmrl.training.update import count_denominators
 from mmrl.vlm.data.prompt import join_prompts
 from mmrl.vlm.engine.rows import text_prompt
@@ -87,6 +91,22 @@ def test_only_the_critic_learns(recipe):
     moved = {name for name, weight in recipe.policy.named_parameters() if weight.grad is not None}
     assert moved
     assert all(name.startswith("value_head") for name in moved)
+
+
+def reward_of(completions, **_):
+    """The same for every answer."""
+    return [1.0] * len(completions)
+
+
+def test_a_run_whose_critic_has_learned_ends_without_a_warning_that_nothing_changed(recipe):
+    """Its policy never changes."""
+    config = recipe.config
+    config.evaluation.at_start = config.evaluation.at_end = False
+    config.rewards = [RewardConfig(name="one", function=f"{__name__}:reward_of", isolate=False)]
+    assert not any("changed in 2 steps" in line for line in read_warnings(train(RECIPES["value_guided"], config)))
+
+
+def test_a_critic_whose_gradient_reaches_the_policy_is_refused(recipe):
     recipe.config.model.critic.stop_gradient = False
     with pytest.raises(UserError, match="value_guided leaves the policy as it is"):
         recipe.config.validate()

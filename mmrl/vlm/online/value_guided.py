@@ -85,6 +85,8 @@ class ValueGuidedRecipe(VlmRecipe):
     """Trains the critic of a policy, and measures what it adds in decoding."""
 
     config: ValueGuidedConfig
+    own_loss = "value_guided"
+    critic_only = True
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
         """Squared error of the critic."""

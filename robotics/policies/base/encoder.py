@@ -128,7 +128,7 @@ class EncoderConfig:
 
     image_size: tuple[int, int] | None = rare(bounded((64, 64), at_least=32, multiple_of=32))
     """Height and width in pixels, multiples of 32; None for a policy that has no image input."""
-    state_size: int | None = rare(None)
+    state_size: int | None = rare(bounded(None, at_least=1))
     """Entries of the state; None for a policy that has no state input."""
     width: int = bounded(128, at_least=1)
     """Width of the transformer, a multiple of 8 * heads."""
@@ -146,7 +146,7 @@ class EncoderConfig:
     condition_queries: bool = False
     """Also add the instruction, the state and the keypoints to the queries, which otherwise only attend to them, as the
     blocks have to learn first."""
-    words: int = rare(32)
+    words: int = rare(bounded(32, at_least=1))
     """Largest number of words of an instruction."""
 
     def __post_init__(self) -> None:
