@@ -135,7 +135,6 @@ ROBOT = {
     "objective.kl.clamp": "needs a large divergence",
     "model.options.label_smoothing": "for learning from demonstrations",
     "model.options.label_spread": "for learning from demonstrations",
-    "model.options.encoder.state_size": "that of the simulator; another one is refused",
 }
 JPEG = "the reward of the walk reads no prompts"
 EDITED = {
@@ -253,7 +252,6 @@ OWN: dict[str, dict[str, str]] = {
         "model.options.label_smoothing": "for learning from demonstrations",
         "model.options.label_spread": "for learning from demonstrations",
         "model.options.seed": "the action words of the vision-language model start at zero",
-        "model.options.encoder.state_size": "that of the simulator; another one is refused",
         "trainer.old_logp": "the policy scores as it samples",
         "evaluation.videos": "what is kept",
         "evaluation.fps": "what is kept",
@@ -339,8 +337,10 @@ OWN: dict[str, dict[str, str]] = {
         ),
         **KEPT,
         "demonstrations.only_success": "all demonstrations of the walk succeed",
-        "model.options.encoder.state_size": "that of the simulator; another one is refused",
     },
+    "robot_distil": dict.fromkeys(
+        ("model.options.label_smoothing", "model.options.label_spread"), "for learning from demonstrations"
+    ),
     "robot_ppo": {**ROBOT, "objective.advantage.truncation": "no episode is cut"},
     "srpo": {
         **ROBOT,
