@@ -142,7 +142,7 @@ class DiffusionDpoRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Dif
         if self.objective.needs_scores:
             scores = [score for pair in kept for score in _scores(pair)]
             extras[SCORE] = torch.tensor(scores, device=rollouts.mask.device)
-        return rollouts.replace(extras=extras)
+        return streams.noted(rollouts.replace(extras=extras))
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Minus half the error on each noisy version (B, T)."""

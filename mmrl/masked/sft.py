@@ -46,7 +46,8 @@ class MaskedSftRecipe(SftRecipe):
         width = self.config.scoring.sampler.max_new_tokens
         pairs = zip(prompts, texts, strict=True)
         tokens = torch.tensor([policy.encode_padded(prompt, text, width) for prompt, text in pairs])
-        uniform = streams.among(tasks, usable).uniform(len(usable), 1, width + 1)
+        streams = streams.among(tasks, usable)
+        uniform = streams.uniform(len(usable), 1, width + 1)
         least = self.config.shortest_time
         time = least + (1.0 - least) * uniform[:, 0]
         payload = MaskedPayload(
@@ -61,7 +62,7 @@ class MaskedSftRecipe(SftRecipe):
         mask = torch.ones(tokens.shape)
         group, reward = torch.arange(len(texts)), torch.zeros(len(texts))
         rollouts = Rollouts(group, mask, torch.zeros_like(mask), reward, payload, extras={TIME: time})
-        return rollouts.to(policy.device)
+        return streams.noted(rollouts.to(policy.device))
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Log-probability of each token, given those that are not masked."""

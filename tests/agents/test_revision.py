@@ -112,6 +112,16 @@ def test_a_task_that_a_step_holds_twice_is_revised_by_its_own_attempts(recipe):
     assert recipe.noted["revision/failed"] == 0.5
 
 
+def test_a_batch_without_an_episode_that_has_no_result_has_the_places_of_the_others(recipe):
+    answers_of(recipe, lambda task, number: (["<action>up</action>"], float(task is recipe.train_tasks[1])))
+    played = recipe.run_episodes
+    recipe.run_episodes = lambda *given, **options: [
+        replace(one, ending="failed") if number in (2, 3) else one
+        for number, one in enumerate(played(*given, **options))
+    ]
+    assert recipe.batch(recipe.policy, recipe.train_tasks[:3], Streams(0), Step()).places == [0, 2]
+
+
 def test_attempts_without_a_result_leave_nothing(recipe):
     recipe.run_episodes = lambda policy, tasks, seeds, **_: [Episode(task, ending="failed") for task in tasks]
     with pytest.raises(NoUsableTasksError, match="no attempt has a result"):

@@ -9,6 +9,8 @@ import torch
 from accelerate.state import AcceleratorState
 
 from mmrl.recipes import RECIPES
+from mmrl.training.processes import Streams
+from mmrl.training.recipe import Step
 from tests.contracts.domains import domain_of, make_low, run, weights
 
 
@@ -50,3 +52,13 @@ def test_a_recipe_trains_in_fp16(name, tmp_path, monkeypatch):
     assert updater.skipped == 0
     assert updater.optimiser_step > 0, f"{updater.scale.overflows} overflows"
     assert updater.moved
+
+
+@pytest.mark.parametrize("name", ["sft", "preference", pytest.param("masked_sft", marks=pytest.mark.slow)])
+def test_a_batch_without_a_row_that_cannot_be_used_has_the_places_of_the_others(name, tmp_path):
+    """Several processes deal minibatches by them."""
+    recipe = RECIPES[name].load_recipe_class()(domain_of(name).make_config(name, tmp_path))
+    tasks, encode = recipe.train_tasks[:3], recipe.encode
+    recipe.encode = lambda policy, asked, **options: encode(policy, [asked[0], asked[2]], **options)
+    assert recipe.batch(recipe.policy, tasks, Streams(0), Step()).places == [0, 2]
+    recipe.close()

@@ -92,12 +92,14 @@ class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
         """Let the expert play each task; the rows hold its answers and its returns."""
         episodes = self.demonstrations(policy, tasks, streams)
         self._note(episodes)
-        usable = [episode for episode in episodes if episode.has_result]
+        kept = [number for number, episode in enumerate(episodes) if episode.has_result]
+        usable = [episodes[number] for number in kept]
         if not usable:
             raise NoUsableTasksError(f"no episode of the expert could be used: {episodes[0].reason}")
         rollouts = pack_episodes(usable, list(range(len(usable))), policy)
         earned = [episode.total for episode in usable]
-        return rollouts.replace(reward=torch.tensor(earned, dtype=torch.float32, device=rollouts.mask.device))
+        rewards = torch.tensor(earned, dtype=torch.float32, device=rollouts.mask.device)
+        return streams.select(kept).noted(rollouts.replace(reward=rewards))
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Teacher-forced scores, all turns of an episode in one pass."""

@@ -243,7 +243,7 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
         pairs = self.pairs_of(policy, tasks)
         if pairs is None:
             raise NoUsableTasksError(f"none of {len(tasks)} pairs could be used; skipped so far: {dict(self.skipped)}")
-        return pairs
+        return streams.among(tasks, VlmPayload.of(pairs).tasks).noted(pairs)
 
     def pairs_of(self, policy: VlmPolicy, tasks: Sequence[VlmTask]) -> Rollouts | None:
         """Questions as groups of two rows, the preferred side first, or of one row; None where none can be used."""

@@ -123,7 +123,7 @@ class SftRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
         usable, prompts = self.encode(policy, tasks)
         texts = [str(task.columns[self.config.target_key]) for task in usable]
         ids = [policy.encode_answer(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
-        return given_answers(policy, usable, prompts, texts, ids)
+        return streams.among(tasks, usable).noted(given_answers(policy, usable, prompts, texts, ids))
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Teacher-forced scores."""
