@@ -21,9 +21,10 @@ from diffusion.rewards.video import flicker
 from diffusion.sampling.guidance import GuidedVelocity
 from diffusion.sampling.sampler import SamplerConfig, sample_latents, text_of
 from mmrl.rewards import RewardResult
-from mmrl.runs.records import Outcome, SampleRecord, film
+from mmrl.runs.records import Outcome, SampleRecord, film, short_digest
 from mmrl.runs.run_log import metric_label
-from mmrl.training.evaluation import Measure, Row, Trial, mean_scores, unscored, with_interval
+from mmrl.runs.statistics import with_interval
+from mmrl.training.evaluation import Measure, Row, Trial, mean_scores, unscored
 from mmrl.training.processes import make_generator, merge_lists, stream_seed
 from mmrl.training.recipe import Reference
 from mmrl.training.scoring import describe_failure, failure_of
@@ -133,6 +134,31 @@ class ImageMeasure(Measure[DiffusionTask]):
         if rows and rows[0]["images"].ndim == 5:
             metrics["video/flicker"] = float(np.mean([flicker(video) for row in rows for video in row["images"]]))
         return metrics | {"unscored": float(missing)}
+
+    def about(self) -> Row:
+        """How images are drawn and what scores them."""
+        names = ("eval_steps", "eval_guidance", "guidance", "negative_prompt", "kept_frames")
+        return {
+            "horizon": self.sampler.eval_steps,
+            "decodings": {"sampled": self.evaluation.samples},
+            "bootstrap": stream_seed(self.seed, "bootstrap", self.split),
+            "sampling": {name: getattr(self.sampler, name) for name in names},
+            "heldout": sorted(self.heldout),
+        }
+
+    def entries(self, row: Row) -> list[Row]:
+        """The images of a prompt, with a digest of their pixels."""
+        return [
+            {
+                "decoding": "sampled",
+                "answer": number,
+                "state": row["task"].id,
+                "return": row["total"][number],
+                "output": short_digest(np.ascontiguousarray(image).tobytes()),
+                "scores": {self._metric(term): values[number] for term, values in row["terms"].items()},
+            }
+            for number, image in enumerate(row["images"])
+        ]
 
     def failure(self, rows: Sequence[Row]) -> str:
         """Error text if no image could be scored, else empty."""

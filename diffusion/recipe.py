@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -137,6 +137,10 @@ class DiffusionDomain:
         )
         return [measure]
 
+    def evaluating(self, policy: DiffusionPolicy) -> AbstractContextManager[None]:
+        """Evaluate the average of the policy."""
+        return self.eval_ema.applied(policy)
+
     def evaluate(
         self,
         policy: DiffusionPolicy,
@@ -145,8 +149,8 @@ class DiffusionDomain:
         step: Step,
         elsewhere: Elsewhere | None = None,
     ) -> Evaluation:
-        """Measure the average of the policy, and say what training has cost so far."""
-        with self.eval_ema.applied(policy), training_cost(policy, accelerator) as cost:
+        """Measure the policy, and say what training has cost so far."""
+        with self.evaluating(policy), training_cost(policy, accelerator) as cost:
             measures, tasks = self.measures(policy, split, step), self.eval_tasks[split]
             found = evaluate_tasks(measures, tasks, self.config.evaluation.records, accelerator, elsewhere)
         return dataclasses.replace(found, metrics=found.metrics | cost)

@@ -121,9 +121,11 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Evaluate a configuration's model, or the best checkpoint of a run folder."""
+    """Evaluate a configuration's model, or the best checkpoint of a run folder; or repeat rows of an evaluation."""
     from mmrl.config import load_run
 
+    if args.verify:
+        return int(load_target("mmrl.compare.commands:verify")(args))
     run_dir = _existing_run(args.target) if args.target.is_dir() else None
     entry, config = load_run(run_dir / "config.yaml" if run_dir else args.target, args.overrides)
     from mmrl.training.run import evaluate
@@ -357,8 +359,9 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="CONFIG_OR_RUN_DIR", type=Path, help="YAML file or folder of a run")
+    parser.add_argument("target", metavar="CONFIG_OR_RUN_DIR", type=Path, help="YAML file, run, or ledger to verify")
     _add_overrides(parser)
+    load_target("mmrl.compare.commands:add_verify_arguments")(parser)
 
 
 def _add_export_arguments(parser: argparse.ArgumentParser) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +15,10 @@ from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.environments.videos import Video, write_videos
 from mmrl.agents.rollout.episodes import ENDINGS, Episode
 from mmrl.fields import bounded
-from mmrl.runs.records import Outcome, SampleRecord
+from mmrl.runs.records import Outcome, SampleRecord, short_digest
 from mmrl.runs.run_log import metric_label
-from mmrl.training.evaluation import Measure, Row, Trial, with_interval
+from mmrl.runs.statistics import with_interval
+from mmrl.training.evaluation import Measure, Row, Trial
 from mmrl.training.processes import stream_seed
 from mmrl.training.settings import EvaluationConfig
 
@@ -49,6 +51,8 @@ class AgentMeasure(Measure[AgentTask]):
     evaluation: AgentEvaluationConfig
     seed: int
     split: str
+    setting: Row = field(default_factory=dict)
+    """Environment and limits, for the ledger's protocol."""
     folder: Path | None = None
     """Folder for the videos; None writes none."""
     label: str = ""
@@ -67,7 +71,7 @@ class AgentMeasure(Measure[AgentTask]):
 
     def run(self, batch: Sequence[Trial[AgentTask]], start: int) -> list[Row]:
         """Run some episodes to their ends; a row has a video if it is one of the first of its outcome."""
-        seeds = [stream_seed(self.seed, "evaluate", self.split, trial.task.id, trial.repeat) for trial in batch]
+        seeds = [self._seed(trial.task.id, trial.repeat) for trial in batch]
         recorded = [self.folder is not None] * len(batch)
         episodes = self.run_episodes([trial.task for trial in batch], seeds, self.protocol == "greedy", recorded)
         rows = [_row(trial, episode) for trial, episode in zip(batch, episodes, strict=True)]
@@ -118,15 +122,40 @@ class AgentMeasure(Measure[AgentTask]):
         scores = {f"success/{self.protocol}": float(row["success"]), f"return/{self.protocol}": row["return"]}
         return Outcome(row["id"], scores, {"task": row["name"]} if row["name"] else {})
 
+    def about(self) -> Row:
+        """The environment, its limits and how answers are chosen."""
+        return {**self.setting, "decodings": {self.protocol: 1}, "bootstrap": self.seed}
+
+    def entries(self, row: Row) -> list[Row]:
+        """The episode; `success` is None where it came to no result."""
+        found = self.outcome(row)
+        return [
+            {
+                "decoding": self.protocol,
+                "task": row["name"],
+                "state": row["state"],
+                "seed": self._seed(row["id"], row["repeat"]),
+                "success": None if found is None else row["success"],
+                "return": row["return"],
+                "length": row["turns"],
+                "ending": row["reason"] or row["ending"],
+                "output": short_digest(row["sample"].response.encode()),
+                **({} if found is None else {"scores": found.scores, "parts": found.parts}),
+            }
+        ]
+
     def finish(self, rows: Sequence[Row], saved: object) -> None:
         """Write the videos."""
         if self.folder is not None:
             write_videos(self.folder, self.label, self._videos, self.evaluation.videos)
 
+    def _seed(self, task: str, repeat: int) -> int:
+        return stream_seed(self.seed, "evaluate", self.split, task, repeat)
+
     def _success(self, rows: Sequence[Row], name: str) -> dict[str, float]:
-        by_task: dict[int, list[float]] = {}
+        by_task: dict[str, list[float]] = {}
         for row in rows:
-            by_task.setdefault(row["index"], []).append(float(row["success"]))
+            by_task.setdefault(row["state"], []).append(float(row["success"]))
         rng = None if self.protocol == "greedy" else np.random.default_rng(self.seed)
         return with_interval(name, list(by_task.values()), rng)
 
@@ -138,6 +167,7 @@ def _row(trial: Trial[AgentTask], episode: Episode) -> Row:
         "repeat": trial.repeat,
         "id": trial.task.id,
         "name": str(trial.task.task.get("name", "")),
+        "state": f"{json.dumps(trial.task.task, sort_keys=True, default=str)} seed {trial.task.seed}",
         "success": episode.success,
         "failed": not episode.has_result,
         "ending": episode.ending,

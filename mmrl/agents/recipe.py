@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -244,7 +244,16 @@ class AgentDomain:
             self.add_rewards(episodes, step)
             return episodes
 
-        evaluation = config.evaluation
+        evaluation, environment = config.evaluation, config.environment
+        setting = {
+            "suite": environment.factory,
+            "horizon": config.episode.max_turns,
+            "environment": {"kwargs": environment.kwargs, "adapter": environment.adapter},
+            "success_above": config.episode.success_above,
+            "conversation": asdict(config.conversation),
+            "actions": asdict(config.actions),
+            "temperature": evaluation.temperature,
+        }
         protocols = ["greedy"] * bool(evaluation.greedy) + ["sampled"] * bool(evaluation.samples)
         return [
             AgentMeasure(
@@ -253,6 +262,7 @@ class AgentDomain:
                 evaluation=config.evaluation,
                 seed=config.seed,
                 split=split,
+                setting=setting,
                 folder=Path(config.output_dir) / "videos" if recorded and number == 0 else None,
                 label=f"step-{step.number:06d}-{split}",
             )

@@ -1,4 +1,4 @@
-"""The commands `mmrl compare` and `mmrl reproduce`; light, since they are loaded for every usage of `mmrl`."""
+"""Commands that compare or repeat results; light, since they are loaded for every usage of `mmrl`."""
 
 from __future__ import annotations
 
@@ -59,6 +59,30 @@ def add_reproduce_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", metavar="N", type=int, default=2, help="fresh seeds; default: 2")
     parser.add_argument("--output", metavar="DIR", type=Path, help="default: runs/reproduce/ and the name")
     parser.add_argument("--jobs", metavar="N", type=int, help="runs at a time; default: the experiment's")
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Check the ledger of an evaluation and repeat some of its rows."""
+    from mmrl.compare.run import say
+    from mmrl.compare.verify import verify as check
+
+    return check(args.target, say, args.rows, args.row, args.overrides, args.claim)
+
+
+def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `mmrl evaluate --verify`."""
+    text = "check a ledger and repeat some of its rows; exit code 1 if one differs"
+    parser.add_argument("--verify", action="store_true", help=text)
+    text = "with --verify: rows to repeat, drawn at random; 0 = only check; default: 10"
+    parser.add_argument("--rows", metavar="N", type=int, default=10, help=text)
+    text = "with --verify: repeat these rows, counted from 1"
+    parser.add_argument("--row", metavar="I,J", type=_numbers, default=[], help=text)
+    text = 'with --verify: refuse a success rate, such as "43.9 %%", that the ledger does not support'
+    parser.add_argument("--claim", metavar="RATE", default="", help=text)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 def _check_at_least_one(option: str, value: int | None) -> None:

@@ -36,6 +36,18 @@ def content_digest(items: Iterable[Any]) -> str:
     return digest.hexdigest()
 
 
+def weights_digest(module: torch.nn.Module) -> str:
+    """SHA-256 of a module's state: names, types, shapes and values, one tensor at a time."""
+    digest = hashlib.sha256()
+    for name, value in sorted(module.state_dict().items()):
+        if isinstance(value, torch.Tensor):
+            digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        else:
+            digest.update(f"{name} {content_digest([value])}".encode())
+    return digest.hexdigest()
+
+
 def sum_of_bits(weight: torch.Tensor) -> torch.Tensor:
     """Sum of a tensor's eight-byte words, modulo 2^64, and of the bytes that are left."""
     data = weight.contiguous().view(-1).view(torch.uint8)

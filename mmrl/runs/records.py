@@ -34,6 +34,7 @@ _STORED_TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(IMAGE_FIELDS, (list,)),
 }
 WARNINGS_FILE = "warnings.jsonl"
+LEDGER = "ledger.jsonl"
 STEP_NAME = re.compile(r"step-(\d+)")
 FILM_FRAMES = 32
 FILM_SIDE = 256
@@ -226,10 +227,14 @@ def write_outcomes(run_dir: Path, step: int, split: str, outcomes: Sequence[Outc
 
 
 def read_outcomes(run_dir: Path, step: int, split: str) -> dict[str, Outcome]:
-    """Read the outcomes of one evaluation."""
-    rows = read_jsonl(_path(run_dir, step, split))
-    found = [_outcome(row) for row in rows if isinstance(row.get("id"), str)]
-    return {outcome.id: outcome for outcome in found}
+    """Read the outcomes of one evaluation: of a run, or from the ledger of `mmrl evaluate`."""
+    path = _path(run_dir, step, split)
+    if not path.is_file():
+        rows = [{**row, "id": row.get("state")} for row in read_jsonl(Path(run_dir) / LEDGER)]
+        own = [row for row in rows if (row.get("step"), row.get("split")) == (step, split)]
+        found = mean_outcomes(_outcome(row) for row in own if isinstance(row["id"], str))
+        return {outcome.id: outcome for outcome in found}
+    return {row["id"]: _outcome(row) for row in read_jsonl(path) if isinstance(row.get("id"), str)}
 
 
 def _outcome(row: Mapping[str, object]) -> Outcome:

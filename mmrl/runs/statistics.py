@@ -208,6 +208,53 @@ def cluster_bootstrap_interval(
     return float(low), float(high)
 
 
+def with_interval(name: str, values: Sequence[Sequence[float]], rng: np.random.Generator | None) -> dict[str, float]:
+    """The mean of some scores and its 95 % interval, in which a task or initial state counts once however often it ran.
+
+    Args:
+        name: of the metric.
+        values: scores of each task or initial state, NaN where a sample could not be scored.
+        rng: of a bootstrap over tasks, whose samples are not independent; None = Wilson's interval over tasks, for
+            shares. Shares that are the same in all tasks have Wilson's too: their bootstrap has no width.
+
+    Returns:
+        name, name/low and name/high; NaN where there is no score.
+    """
+    clusters = [scores for task in values if (scores := [value for value in task if value == value])]
+    flat = [value for scores in clusters for value in scores]
+    if not flat:
+        return dict.fromkeys((name, f"{name}/low", f"{name}/high"), math.nan)
+    alike = name.startswith(SHARES) and len({sum(scores) / len(scores) for scores in clusters}) == 1
+    if rng is None or alike:
+        low, high = wilson_interval(sum(flat) * len(clusters) / len(flat), len(clusters))
+    else:
+        low, high = cluster_bootstrap_interval(clusters, rng)
+    return {name: float(np.mean(flat)), f"{name}/low": low, f"{name}/high": high}
+
+
+def rate_problem(rate: str, n: int) -> str:
+    """Reason why a rate, such as "43.9 %" or "0.439", cannot be a share of n episodes; empty where it can.
+
+    Source: Brown and Heathers 2017, "The GRIM test", for shares.
+    """
+    number, percent = rate.replace("%", "").strip(), "%" in rate
+    try:
+        value, decimals = float(number), len(number.partition(".")[2])
+    except ValueError:
+        value = math.nan
+    percent = percent or value > 1
+    scale = 100 if percent else 1
+    if not 0 <= value <= scale:
+        raise ValueError(f"a rate is a share such as 0.44 or a percentage such as 44.0 %, got {rate!r}")
+    exact = value / scale * n
+    near = [k for k in (math.floor(exact), math.ceil(exact)) if k <= n]
+    if any(abs(k / n * scale - value) <= 0.5 * 10**-decimals + 1e-9 for k in near):
+        return ""
+    unit = " %" if percent else ""
+    known = ", ".join(f"{k} are {k / n * scale:.{decimals}f}{unit}" for k in near)
+    return f"{number}{unit} of {n} would be {exact:g} successes; {known}"
+
+
 def t_quantile(confidence: float, dof: int) -> float:
     """Half-width, in standard errors, of the two-sided Student-t interval of a confidence in (0, 1)."""
     _check_confidence(confidence)

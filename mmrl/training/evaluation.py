@@ -21,7 +21,6 @@ from accelerate import Accelerator
 
 from mmrl.runs.records import Outcome, ResumableRows, SampleRecord, load_record, mean_outcomes, store_record
 from mmrl.runs.run_log import metric_label
-from mmrl.runs.statistics import cluster_bootstrap_interval, wilson_interval
 from mmrl.training.processes import merge_lists, shard
 
 MOST_VALUES = 8
@@ -77,6 +76,8 @@ class Evaluation:
     """Reason why none of the samples could be scored; empty if one could."""
     outcomes: list[Outcome] = field(default_factory=list)
     """Scores of each task, for paired comparisons."""
+    entries: list[Row] = field(default_factory=list)
+    """Episodes and answers as rows of `mmrl.runs.ledger`, without their split."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,19 @@ class Measure(ABC, Generic[TaskT]):
         """Scores of a trial, for paired comparisons with other evaluations of its task; None keeps nothing."""
         return None
 
+    def about(self) -> Row:
+        """What defines the numbers beside policy and tasks, for the ledger's protocol.
+
+        `suite`, `version`, `horizon` and `replan` are also columns of its rows. `decodings` has the number of answers
+        to a trial by decoding, `bootstrap` the seed of intervals.
+        """
+        return {}
+
+    def entries(self, row: Row) -> list[Row]:
+        """Rows of the ledger that a row stands for: one for an episode, one for each answer to a question."""
+        found = self.outcome(row)
+        return [{"decoding": ""} | ({} if found is None else {"state": found.id, **_scores(found)})]
+
     def saved_rows(self, tasks: Sequence[TaskT], processes: int) -> ResumableRows | None:
         """File of finished rows, with which an interrupted evaluation continues; None keeps none.
 
@@ -194,6 +208,7 @@ def evaluate_tasks(
     samples: list[SampleRecord] = []
     failure = ""
     outcomes: list[Outcome] = []
+    entries: list[Row] = []
     for number, measure in enumerate(measures):
         saved = measure.saved_rows(tasks, accelerator.num_processes)
         wanted = 0 if number else records
@@ -204,30 +219,32 @@ def evaluate_tasks(
         failure = failure or measure.failure(rows)
         samples += [_sample(measure, row, saved, taken) for row in rows[:wanted]]
         outcomes += [outcome for row in rows if (outcome := measure.outcome(row)) is not None]
-    return Evaluation(metrics, samples, failure, mean_outcomes(outcomes))
+        entries += ledger_rows(number, measure, rows)
+    return Evaluation(metrics, samples, failure, mean_outcomes(outcomes), entries)
 
 
-def with_interval(name: str, values: Sequence[Sequence[float]], rng: np.random.Generator | None) -> dict[str, float]:
-    """The mean of some scores and its 95 % interval.
+def ledger_rows(number: int, measure: Measure[Any], rows: Sequence[Row]) -> list[Row]:
+    """Rows of the ledger for the rows of one of the measures of a split."""
+    return [
+        {"measure": number, "index": row["index"], "repeat": row["repeat"], "answer": 0, **entry}
+        for row in rows
+        for entry in measure.entries(row)
+    ]
 
-    Args:
-        name: of the metric.
-        values: scores of each task, NaN where a sample could not be scored.
-        rng: of a bootstrap over tasks, whose samples are not independent; None = Wilson's interval, for shares with one
-            sample a task.
 
-    Returns:
-        name, name/low and name/high; NaN where there is no score.
-    """
-    clusters = [scores for task in values if (scores := [value for value in task if value == value])]
-    flat = [value for scores in clusters for value in scores]
-    if not flat:
-        return dict.fromkeys((name, f"{name}/low", f"{name}/high"), float("nan"))
-    if rng is None:
-        low, high = wilson_interval(sum(flat), len(flat))
-    else:
-        low, high = cluster_bootstrap_interval(clusters, rng)
-    return {name: float(np.mean(flat)), f"{name}/low": low, f"{name}/high": high}
+def batch_of(measure: Measure[TaskT], tasks: Sequence[TaskT], key: Key, processes: int) -> Batch:
+    """The batch that a trial was run in, and its place among those of its process."""
+    mine = all_trials(measure, tasks)[(key[0] * measure.repeats + key[1]) % processes :: processes]
+    return next(batch for batch in _cut(mine, measure.batch_size) if any(trial.key == key for trial in batch[1]))
+
+
+def all_trials(measure: Measure[TaskT], tasks: Sequence[TaskT]) -> list[Trial[TaskT]]:
+    """The trials of a measure in their order."""
+    return [Trial(index, repeat, task) for index, task in enumerate(tasks) for repeat in range(measure.repeats)]
+
+
+def _scores(outcome: Outcome) -> Row:
+    return {"scores": outcome.scores, "parts": outcome.parts}
 
 
 def mean_scores(scores: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -250,7 +267,7 @@ def _run_all(
     run: Callable[[Sequence[Batch]], Iterator[Sequence[Row]]],
 ) -> tuple[list[Row], set[Key]]:
     """Rows of all processes and those of an earlier evaluation that was interrupted, with the keys of the latter."""
-    trials = [Trial(index, repeat, task) for index, task in enumerate(tasks) for repeat in range(measure.repeats)]
+    trials = all_trials(measure, tasks)
     known = {} if saved is None else _known(saved, accelerator)
     batches = list(_cut(shard(trials, accelerator), measure.batch_size))
     # only whole batches: numbers may depend on what is computed together

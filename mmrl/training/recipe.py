@@ -136,8 +136,13 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         self, policy: PolicyT, split: str, accelerator: Accelerator, step: Step, elsewhere: Elsewhere | None = None
     ) -> Evaluation:
         """Measure the policy on one of `eval_tasks`; `step.number` steps are complete, `elsewhere` are workers."""
-        measures, tasks = self.measures(policy, split, step), self.eval_tasks[split]
-        return evaluate_tasks(measures, tasks, self.config.evaluation.records, accelerator, elsewhere)
+        with self.evaluating(policy):
+            measures, limit = self.measures(policy, split, step), self.config.evaluation.records
+            return evaluate_tasks(measures, self.eval_tasks[split], limit, accelerator, elsewhere)
+
+    def evaluating(self, policy: PolicyT) -> AbstractContextManager[Any]:
+        """Put the weights that evaluations use in the policy's place; `measures` are called meanwhile."""
+        return nullcontext()
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Turn rewards into advantages (B, T) with the objective's estimator, over all processes."""
@@ -370,7 +375,7 @@ def score_in_chunks(
     scorer: Scorer, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str], micro_batch: int
 ) -> PolicyOutputs:
     """Outputs (B, T) of a policy without gradient, in chunks of rows (0 = all at once)."""
-    chunks = list(rollouts.micro_batches(micro_batch or rollouts.num_rows))
+    chunks, needed = list(rollouts.micro_batches(micro_batch or rollouts.num_rows)), {"logp", *outputs}
     with torch.no_grad(), shared_prefix(policy, chunks):
         parts = [scorer(policy, chunk, outputs) for chunk in chunks]
 
@@ -379,8 +384,7 @@ def score_in_chunks(
         # each chunk is as wide as its own longest row
         return torch.cat([nn.functional.pad(x, (0, rollouts.num_decisions - x.shape[1])) for x in values])
 
-    others = {name: joined(name) for name in ("entropy", "values", "collision") if name in outputs}
-    return PolicyOutputs(logp=joined("logp"), **others)
+    return PolicyOutputs(**{name: joined(name) for name in ("logp", "entropy", "values", COLLISION) if name in needed})
 
 
 def single_update(trainer: BaseTrainerConfig) -> bool:

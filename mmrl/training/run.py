@@ -7,8 +7,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,9 @@ from mmrl.entries import load_target
 from mmrl.errors import RunError, UserError
 from mmrl.files import read_json_object
 from mmrl.runs.export import chosen_checkpoint
+from mmrl.runs.fingerprint import weights_digest
 from mmrl.runs.folder import RunLock, has_begun
+from mmrl.runs.ledger import protocol_of, write_ledger
 from mmrl.runs.records import finite_or_none
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from mmrl.runs.tracking import Tracker
     from mmrl.training.evaluation import Evaluation
     from mmrl.training.machines import Watch
-    from mmrl.training.recipe import Recipe
+    from mmrl.training.recipe import Recipe, Step
 
 
 LOGGER = logging.getLogger("mmrl")
@@ -93,30 +95,15 @@ def train(entry: Any, config: Any, *, resume: bool = False, from_last_good: bool
 
 def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, float]:
     """Measure a model on the configuration's held-out splits; the results are added to `config.output_dir`."""
-    from mmrl.runs.checkpoint import Checkpoints
     from mmrl.training.ray_rollers import open_rollers
-    from mmrl.training.recipe import Step
 
     _check_writable(Path(config.output_dir))
     folder = None if run_dir is None else chosen_checkpoint(run_dir)
-    if folder is not None:
-        _start_from_checkpoint(config, folder / "model")
-    accelerator = _start(config, trains=False)
-    recipe = _build(entry, config, accelerator)
-    step = 0
-    with ExitStack() as stack:
-        stack.callback(recipe.close)
-        if not recipe.eval_tasks:
-            raise UserError("this configuration has no evaluation data; set eval_data")
-        if folder is not None:
-            recipe.policy.load_weights(folder / "model")  # type: ignore[operator]
-            recipe.load_state_dict(Checkpoints.load_state(folder)["recipe"])  # averages that evaluations use
-            LOGGER.info("evaluating %s", folder)
-            step = int(folder.name.removeprefix("step-"))
-        recipe.policy.to(accelerator.device).eval()
+    with open_evaluation(entry, config, folder) as (recipe, accelerator, position), ExitStack() as stack:
+        step = position.number
+        about = evaluation_of(recipe, config, folder, accelerator, position) if accelerator.is_main_process else {}
         rollers = open_rollers(recipe, config, accelerator, Path(config.output_dir), entry)
         stack.callback(rollers.close)
-        position = Step(step, getattr(config.trainer, "steps", 1))  # evaluations of other things have no steps
         results: dict[str, Evaluation] = {}
         for split in recipe.eval_tasks:
             with accelerator.autocast():
@@ -125,10 +112,54 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
                 raise RunError(found.failure)
             if accelerator.is_main_process:
                 _append_evaluation(Path(config.output_dir), step, split, found.metrics)
+        if accelerator.is_main_process:
+            rows = [{"split": split, **row} for split, found in results.items() for row in found.entries]
+            LOGGER.info("ledger: %s", write_ledger(Path(config.output_dir), rows, about))
         if run_dir is None and accelerator.is_main_process:
             _report_evaluation(Path(config.output_dir), results)
         accelerator.wait_for_everyone()  # a process that leaves early takes the others' connections with it
         return {f"{split}/{name}": value for split, found in results.items() for name, value in found.metrics.items()}
+
+
+@contextmanager
+def open_evaluation(entry: Any, config: Any, folder: Path | None) -> Iterator[tuple[Any, Accelerator, Step]]:
+    """The recipe of an evaluation with the policy of a checkpoint, or of the configuration, and the step it has."""
+    from mmrl.runs.checkpoint import Checkpoints
+    from mmrl.training.recipe import Step
+
+    if folder is not None:
+        _start_from_checkpoint(config, folder / "model")
+    accelerator = _start(config, trains=False)
+    recipe: Any = _build(entry, config, accelerator)
+    with closing(recipe):
+        if not recipe.eval_tasks:
+            raise UserError("this configuration has no evaluation data; set eval_data")
+        step = 0
+        if folder is not None:
+            recipe.policy.load_weights(folder / "model")
+            recipe.load_state_dict(Checkpoints.load_state(folder)["recipe"])  # averages that evaluations use
+            LOGGER.info("evaluating %s", folder)
+            step = int(folder.name.removeprefix("step-"))
+        recipe.policy.to(accelerator.device).eval()
+        yield recipe, accelerator, Step(step, getattr(config.trainer, "steps", 1))  # other things have no steps
+
+
+def evaluation_of(
+    recipe: Any, config: Any, folder: Path | None, accelerator: Accelerator, step: Step
+) -> dict[str, Any]:
+    """Content of protocol.json: the protocol, and the policy, machine and configuration that it was used with."""
+    from mmrl.config import to_container
+    from mmrl.training.processes import machine, versions
+
+    device = {name: value for name, value in machine(accelerator).items() if name != "host"}
+    with recipe.evaluating(recipe.policy):
+        policy = {"sha256": weights_digest(recipe.policy), "step": step.number}
+        protocol = protocol_of(recipe, config, step)
+    place, checkpoint = Path(config.output_dir).absolute(), None if folder is None else folder.absolute()
+    if checkpoint is not None and checkpoint.is_relative_to(place):  # the run's folder may be moved
+        checkpoint = checkpoint.relative_to(place)
+    about = {"protocol": protocol, "policy": {**policy, "checkpoint": checkpoint and str(checkpoint)}}
+    return about | {"machine": {**device, "versions": versions()}, "config": to_container(config)}
 
 
 def finish_run(config: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Path:
@@ -341,14 +372,11 @@ def _append_evaluation(folder: Path, step: int, split: str, metrics: dict[str, f
 
 
 def _report_evaluation(folder: Path, results: Mapping[str, Evaluation]) -> None:
-    """Write samples of all splits, outcomes and a report into a folder in which nothing was trained."""
-    from mmrl.runs.records import write_outcomes, write_samples
+    """Write samples of all splits and a report into a folder in which nothing was trained."""
+    from mmrl.runs.records import write_samples
 
     if has_begun(folder):
         return
     in_turns = itertools.zip_longest(*(found.records for found in results.values()))
     write_samples(folder, 0, "eval", [record for turn in in_turns for record in turn if record is not None])
-    for split, found in results.items():
-        if found.outcomes:
-            write_outcomes(folder, 0, split, found.outcomes)
     LOGGER.info("report: %s", load_target(WRITE_REPORT)(folder))

@@ -18,9 +18,9 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Stateful, Tally
 from mmrl.errors import UserError
 from mmrl.rewards import RewardResult, RewardSum, TrainerState
-from mmrl.runs.records import Outcome, SampleRecord
+from mmrl.runs.records import Outcome, SampleRecord, short_digest
 from mmrl.runs.run_log import LONGER, metric_label
-from mmrl.runs.statistics import pass_at
+from mmrl.runs.statistics import pass_at, with_interval
 from mmrl.training.evaluation import (
     NOT_PARTS,
     Measure,
@@ -30,7 +30,6 @@ from mmrl.training.evaluation import (
     part_metric,
     parts_of_tasks,
     unscored,
-    with_interval,
 )
 from mmrl.training.processes import Streams, stream_seed
 from mmrl.training.recipe import LossTerm, NoUsableTasksError, Step
@@ -119,6 +118,7 @@ class VlmDomain:
         rewards, sampler = scoring.rewards, scoring.sampler
         self.evaluation_sampler = sampler.config
         self.accuracy_term = scoring.accuracy_reward or (rewards[-1].name if rewards else "")
+        self.reward_names = [reward.name for reward in rewards]
         loaded = self.prepare_tasks(load_tasks(config.data), training=True)
         self.train_tasks = loaded.tasks
         self.eval_tasks = load_splits(config, self.prepare_tasks)
@@ -257,6 +257,10 @@ class VlmDomain:
         self.rewards.close()
 
 
+FOR_MEMORY = ("batch_rows", "lean", "keep_prefill")
+"""Options of sampling that change no answer but by rounding."""
+
+
 @dataclass
 class AnswerMeasure(Measure[VlmTask]):
     """Greedy and sampled accuracy.
@@ -334,6 +338,41 @@ class AnswerMeasure(Measure[VlmTask]):
     def outcome(self, row: Row) -> Outcome:
         """The mean scores of a question's answers."""
         return Outcome(row["task"].id, mean_scores(row["scores"]), dict(self.parts[row["index"]]))
+
+    def about(self) -> Row:
+        """How answers are drawn and which reward decides that one is right."""
+        sampling = {name: value for name, value in vars(self.sampling).items() if name not in FOR_MEMORY}
+        return {
+            "horizon": self.sampling.max_new_tokens,
+            "decodings": dict(self._modes()),
+            "bootstrap": stream_seed(self.seed, "bootstrap", self.split),
+            "sampling": sampling,
+            "right": self.domain.accuracy_term,
+            "rewards": self.domain.reward_names,
+        }
+
+    def entries(self, row: Row) -> list[Row]:
+        """The answers to a question; `success` is None where one could not be scored."""
+        return [
+            {
+                "decoding": mode,
+                "answer": number,
+                "state": row["task"].id,
+                "success": None if (right := row["scores"][f"accuracy/{mode}"][number]) != right else right == 1.0,
+                "return": row[f"{mode}/rewards"][number],
+                "length": row[f"{mode}/length"][number],
+                "ending": row[f"{mode}/endings"][number],
+                "output": row[f"{mode}/outputs"][number],
+                "scores": {
+                    name: values[number]
+                    for name, values in row["scores"].items()
+                    if name.endswith(f"/{mode}") or (not number and mode == "sampled" and "/pass_at_" in name)
+                },
+                "parts": dict(self.parts[row["index"]]),
+            }
+            for mode, count in self._modes()
+            for number in range(count)
+        ]
 
     def failure(self, rows: Sequence[Row]) -> str:
         """Reason why no answer could be scored; empty if one could."""
@@ -424,6 +463,8 @@ class AnswerMeasure(Measure[VlmTask]):
             row["scores"].update(self._scores(result.terms, mode, slice(first, stop)))
             row[f"{mode}/length"] = lengths[first:stop]
             row[f"{mode}/cut"] = all(finish == "length" for finish in drawn.finish[first:stop])
+            row[f"{mode}/rewards"], row[f"{mode}/endings"] = list(result.total[first:stop]), drawn.finish[first:stop]
+            row[f"{mode}/outputs"] = [short_digest(text.encode()) for text in drawn.texts[first:stop]]
             row["failure"] = failure and row.get("failure", failure)
             if "response" not in row:
                 row |= self._first_answer(drawn, result.total[first], result.terms, first)

@@ -9,7 +9,6 @@ episodes of other weights are never mixed in. Episodes whose environment failed 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections import Counter
@@ -22,15 +21,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from mmrl.errors import RunError
 from mmrl.fields import bounded, rare
 from mmrl.hub.video import write_mp4
+from mmrl.runs.fingerprint import weights_digest
 from mmrl.runs.records import Outcome, ResumableRows, SampleRecord, short_digest
 from mmrl.runs.run_log import metric_label
-from mmrl.runs.statistics import wilson_interval
-from mmrl.training.evaluation import Measure, Row, Trial, with_interval
+from mmrl.runs.statistics import with_interval
+from mmrl.training.evaluation import Measure, Row, Trial
 from mmrl.training.processes import stream_seed
 from mmrl.training.settings import EvaluationConfig
 from robotics.episodes.collect import ActingSettings, Episodes, action_scale, replay_episode, run_episodes
@@ -41,6 +40,8 @@ from robotics.sim.episodes import EpisodeSpec, RobotSim, keeps_past
 from robotics.sim.opening import SimConfig, open_video_sim
 
 LOGGER = logging.getLogger("mmrl")
+MACHINE = ("renderer", "numpy", "machine", "python", "assets", "physics")
+"""Entries of a simulator's description that belong to the machine, not to the protocol."""
 PROTOCOLS = ("greedy", "sampled", "greedy_swapped", "sampled_swapped")
 """Protocols of choosing actions; `_swapped` shows the policy the first images of another episode."""
 
@@ -184,7 +185,7 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
             self.sim,
             [trial.task for trial in batch],
             self.acting,
-            [stream_seed(self.seed, "evaluate", self.split, trial.index, trial.repeat) for trial in batch],
+            [self._seed(*trial.key) for trial in batch],
             greedy=self.greedy,
             images_of=[self.others[trial.task] for trial in batch] if self.swapped else (),
         )
@@ -224,6 +225,45 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
         spec = episode_of(row)
         return Outcome(episode_id(spec), {f"success/{self.protocol}": float(row["success"])}, {"task": row["task"]})
 
+    def about(self) -> Row:
+        """The simulator, its limits and how actions are chosen."""
+        described = {name: value for name, value in self.sim.describe().items() if name not in MACHINE}
+        names = (described.get(name) for name in ("suite", "environment", "simulator"))
+        versions = described.get("versions") or {name: described[name] for name in ("mujoco",) if name in described}
+        acting = self.acting
+        return {
+            "suite": next(filter(None, names), None),
+            "version": ", ".join(f"{name} {value}" for name, value in versions.items()),
+            "horizon": self.sim.horizon,
+            "replan": acting.n_action_steps or self.policy.chunk,
+            "decodings": {self.protocol: 1},
+            "bootstrap": self.seed,
+            "temperature": acting.temperature,
+            "ensemble": acting.ensemble,
+            "precision": self.conditions.get("precision"),
+            "code": self.conditions.get("code"),
+            "simulator": described,
+        }
+
+    def entries(self, row: Row) -> list[Row]:
+        """The episode; `success` is None where its environment failed."""
+        spec, found = episode_of(row), self.outcome(row)
+        return [
+            {
+                "decoding": self.protocol,
+                "task": row["task"],
+                "state": _state(row),
+                "seed": self._seed(row["index"], row["repeat"]),
+                "success": None if found is None else row["success"],
+                "return": row["return"],
+                "length": row["steps"],
+                "ending": row["reason"] or row["ending"],
+                "output": short_digest(json.dumps(row["actions"]).encode()),
+                "parts": {"task": spec.task},
+                "scores": {} if found is None else found.scores,
+            }
+        ]
+
     def saved_rows(self, tasks: Sequence[EpisodeSpec], processes: int) -> ResumableRows:
         """The episodes file of these weights, settings and initial states."""
         policy, acting = self.policy, self.acting
@@ -240,7 +280,7 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
             "temperature": acting.temperature,
             "ensemble": acting.ensemble,
             "scale": acting.scale if scale is None else scale.as_dict(),
-            "weights": _weights_digest(policy),
+            "weights": weights_digest(policy)[:16],
             **({"past": policy.past if keeps_past(self.sim) else 0} if policy.past else {}),
             **({} if bounds is None else {"action_range": bounds.as_dict()}),
             **self.conditions,
@@ -259,12 +299,21 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
             names = ("seed", "chunk", "n_action_steps", "weights")
             shown = {**{name: saved.conditions[name] for name in names}, **saved.conditions["simulator"]}
         about = ", ".join(f"{name} {value}" for name, value in shown.items() if not isinstance(value, dict))
-        LOGGER.info("%s, %s (%s):\n%s", self.split, self.protocol, about, success_table(rows))
+        LOGGER.info(
+            "%s, %s (%s):\n%s",
+            self.split,
+            self.protocol,
+            about,
+            success_table(rows, bootstrap=None if self.greedy else self.seed),
+        )
+
+    def _seed(self, index: int, repeat: int) -> int:
+        return stream_seed(self.seed, "evaluate", self.split, index, repeat)
 
     def _success(self, rows: Sequence[Row], name: str) -> dict[str, float]:
-        by_state: dict[int, list[float]] = {}
+        by_state: dict[str, list[float]] = {}
         for row in rows:
-            by_state.setdefault(row["index"], []).append(float(row["success"]))
+            by_state.setdefault(_state(row), []).append(float(row["success"]))
         rng = None if self.greedy else np.random.default_rng(self.seed)
         return with_interval(name, list(by_state.values()), rng)
 
@@ -274,8 +323,9 @@ def success_table(
     kind_of: Callable[[Row], str] = lambda row: row["task"],
     ending_of: Callable[[Row], str] = lambda row: row["reason"] or row["ending"],
     total: str = "all tasks",
+    bootstrap: int | None = None,
 ) -> str:
-    """Successes of each kind of episode and overall, with Wilson intervals and how the failures ended."""
+    """Successes of each kind of episode and overall, with the intervals of the metrics and how the failures ended."""
     kinds = list(dict.fromkeys(map(kind_of, rows)))
     width = max(map(len, [*kinds, total]))
     lines = [f"{'task':<{width}}  success  95 % interval    failures"]
@@ -283,13 +333,23 @@ def success_table(
         own = [row for row in rows if kind in (None, kind_of(row))]
         finished = [row for row in own if not row["failed"]]
         done = sum(row["success"] for row in finished)
-        low, high = wilson_interval(done, len(finished))
+        rng = None if bootstrap is None else np.random.default_rng(bootstrap)
+        states: dict[int, list[float]] = {}
+        for number, row in enumerate(finished):
+            states.setdefault(row.get("index", number), []).append(float(row["success"]))
+        low, high = list(with_interval("success/", list(states.values()), rng).values())[1:]
         share = done / len(finished) if finished else float("nan")
         reasons = Counter(ending_of(row) for row in own if not row["success"] or row["failed"])
         ends = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
         label = total if kind is None else kind
         lines.append(f"{label:<{width}}  {done:>3}/{len(finished):<3} {share:5.3f}  [{low:.3f}, {high:.3f}]  {ends}")
     return "\n".join(lines)
+
+
+def _state(row: Mapping[str, Any]) -> str:
+    """Name of an episode's initial state, with its draw of the domain randomisation."""
+    spec = episode_of(row)
+    return episode_id(spec) + (f"/draw {spec.draw}" if spec.draw else "")
 
 
 def _row(trial: Trial[EpisodeSpec], episodes: Episodes, row: int) -> Row:
@@ -311,16 +371,8 @@ def _row(trial: Trial[EpisodeSpec], episodes: Episodes, row: int) -> Row:
         "ending": "failed" if failed else "success" if success else ending,
         "reason": payload.reasons[row] if payload.reasons else "",
         "steps": int(payload.lengths[row]),
+        "return": None if payload.chunk_returns is None else float(payload.returns[row]),
         # the shortest text that reads back as the same float32, so that a replay ends the same way
         "actions": [[float(str(entry)) for entry in action] for action in episodes.actions[row]],
         "frames": payload.frames_of(row),
     }
-
-
-def _weights_digest(policy: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for name, value in sorted(policy.state_dict().items()):
-        digest.update(name.encode())
-        if isinstance(value, torch.Tensor):
-            digest.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from mmrl.gui.grounding.coords import MAX_TOKENS, MIN_TOKENS, Resize
 from mmrl.gui.grounding.drawing import draw_answer
 from mmrl.gui.grounding.samples import GroundingSample, Refusal
 from mmrl.hub.images import image_pixels_option
-from mmrl.runs.fingerprint import content_digest
+from mmrl.runs.fingerprint import weights_digest
 from mmrl.runs.records import Outcome, ResumableRows, SampleRecord, short_digest
 from mmrl.training.evaluation import Evaluation, Measure, Row, Trial, evaluate_tasks
 from mmrl.training.recipe import Step
@@ -158,6 +159,11 @@ class GroundingEvaluation:
 
     def evaluate(self, policy: VlmPolicy, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
         """Answer a benchmark and write its results."""
+        measures, records = self.measures(policy, split, step), self.config.evaluation.records
+        return evaluate_tasks(measures, self.eval_tasks[split], records, accelerator)
+
+    def measures(self, policy: VlmPolicy, split: str, step: Step) -> list[GroundingMeasure]:
+        """Accuracy on a benchmark."""
         config, tasks = self.config, self.eval_tasks[split]
         measure = GroundingMeasure(
             policy=policy,
@@ -170,7 +176,9 @@ class GroundingEvaluation:
             run_dir=Path(config.output_dir),
             setting=self._setting(split),
         )
-        return evaluate_tasks([measure], tasks, config.evaluation.records, accelerator)
+        return [measure]
+
+    evaluating = staticmethod(nullcontext)
 
     def close(self) -> None:
         """Nothing is left open."""
@@ -299,13 +307,42 @@ class GroundingMeasure(Measure[GroundingTask]):
         scores = {"accuracy/first": float(row["first"]), "accuracy/any": float(row["any"])}
         return Outcome(self.tasks[row["index"]].task.id, scores, parts)
 
+    def about(self) -> Row:
+        """The benchmark, how it is asked and how answers are read."""
+        asked = {name: value for name, value in self.setting.items() if name not in ("model", "dtype", "transformers")}
+        return {
+            "suite": self.benchmark.name,
+            "version": self.benchmark.source,
+            "horizon": self.sampler.max_new_tokens,
+            "decodings": {"greedy": 1},
+            "asked": asked,
+        }
+
+    def entries(self, row: Row) -> list[Row]:
+        """The answer to a screen; one that cannot be asked is wrong."""
+        found = self.outcome(row)
+        return [
+            {
+                "decoding": "greedy",
+                "task": self.benchmark.name,
+                "state": found.id,
+                "success": bool(row["first"]),
+                "return": float(row["first"]),
+                "length": row["length"],
+                "ending": row["error"] or row["finish"],
+                "output": short_digest(row["response"].encode()),
+                "scores": found.scores,
+                "parts": found.parts,
+            }
+        ]
+
     def saved_rows(self, tasks: Sequence[GroundingTask], processes: int) -> ResumableRows:
         """The answers of these weights to these questions under these settings."""
         asked = [[entry.task.messages, entry.task.image_wh, str(entry.sample.target)] for entry in tasks]
         conditions = {
             **{name: value for name, value in self.setting.items() if name != "model"},
             "questions": short_digest(json.dumps(asked).encode()),
-            "weights": content_digest(sorted(self.policy.state_dict().items())),
+            "weights": weights_digest(self.policy)[:16],
             "options": {"parser": self.options.parser, "batch_tasks": self.options.batch_tasks},
             "processes": processes,
         }

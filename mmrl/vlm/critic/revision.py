@@ -20,7 +20,8 @@ import numpy as np
 from mmrl.fields import bounded, rare
 from mmrl.rewards.answers import final_part
 from mmrl.runs.records import Outcome, SampleRecord
-from mmrl.training.evaluation import Measure, Row, Trial, with_interval
+from mmrl.runs.statistics import with_interval
+from mmrl.training.evaluation import Measure, Row, Trial
 from mmrl.vlm.critic.critiques import CRITIQUE_TEMPLATE, critique_renderer, critique_task
 from mmrl.vlm.critic.details import is_satisfied
 from mmrl.vlm.critic.questions import question_text, without_marks

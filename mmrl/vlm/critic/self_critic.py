@@ -22,7 +22,8 @@ from mmrl.fields import bounded, choice, rare
 from mmrl.hub.video_sampling import Frames
 from mmrl.rewards.answers import normalise, read_answer
 from mmrl.runs.records import Outcome, SampleRecord
-from mmrl.training.evaluation import Measure, Row, Trial, mean_scores, with_interval
+from mmrl.runs.statistics import with_interval
+from mmrl.training.evaluation import Measure, Row, Trial, mean_scores
 from mmrl.training.processes import stream_seed
 from mmrl.vlm.critic.questions import CRITIC_TEMPLATE, critic_renderer, critic_task, question_text, without_marks
 from mmrl.vlm.data.prompt import Prompt, PromptTooLong, token_lists

@@ -18,7 +18,8 @@ from torch import Tensor
 from mmrl.core.objectives.pairwise import PreferenceObjective
 from mmrl.core.rollouts import Rollouts
 from mmrl.runs.records import Outcome, SampleRecord
-from mmrl.training.evaluation import Measure, Row, Trial, with_interval
+from mmrl.runs.statistics import with_interval
+from mmrl.training.evaluation import Measure, Row, Trial
 from mmrl.vlm.data.dataset import LoadedTasks
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.data.task import TaskError, VlmTask, check_no_media, shortened

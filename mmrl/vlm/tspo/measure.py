@@ -19,7 +19,8 @@ from torch import Tensor
 from mmrl.errors import RunError
 from mmrl.hub.video_reading import VideoError
 from mmrl.runs.records import Outcome, SampleRecord
-from mmrl.training.evaluation import Measure, Row, Trial, with_interval
+from mmrl.runs.statistics import with_interval
+from mmrl.training.evaluation import Measure, Row, Trial
 from mmrl.vlm.data.task import TaskError
 from mmrl.vlm.tspo.answerers import Answerer, without_unreadable
 from mmrl.vlm.tspo.config import TspoEvaluationConfig

@@ -18,7 +18,8 @@ from torch import nn
 from mmrl.fields import bounded
 from mmrl.runs.fingerprint import content_digest
 from mmrl.runs.records import Outcome, ResumableRows, SampleRecord, short_digest
-from mmrl.training.evaluation import Measure, Trial, part_metric, with_interval
+from mmrl.runs.statistics import with_interval
+from mmrl.training.evaluation import Measure, Trial, part_metric
 from mmrl.training.settings import EvaluationConfig
 from robotics.episodes.evaluation import success_table
 from robotics.flow3d.closed_loop.episodes import FlowEpisode, LoopConfig
@@ -114,6 +115,28 @@ class FlowLoopMeasure(Measure[FlowEpisode]):
         if row["ade_cm"] is not None:
             scores["flow/ade_cm"] = row["ade_cm"]
         return Outcome(row["id"], scores, {name: row[name] for name in PARTS})
+
+    def about(self) -> Row:
+        """The settings of the loop."""
+        disturbed = str(self.conditions.get("weights", "")).partition(", ")[2]
+        settings = {**self.conditions, "weights": disturbed}  # the policy is beside the protocol
+        version = f"mujoco {settings.get('mujoco', '')}".strip()
+        return {"suite": "flow3d", "version": version, "decodings": {"closed_loop": 1}, "settings": settings}
+
+    def entries(self, row: Row) -> list[Row]:
+        """The episode; `success` is None where it failed with an error."""
+        found = self.outcome(row)
+        return [
+            {
+                "decoding": "closed_loop",
+                "task": row["task"],
+                "state": row["id"],
+                "success": None if found is None else row["success"],
+                "length": len(row["tries"]),
+                "ending": _ending(row),
+                **({} if found is None else {"scores": found.scores, "parts": found.parts}),
+            }
+        ]
 
     def saved_rows(self, tasks: Sequence[FlowEpisode], processes: int) -> ResumableRows:
         """The episodes file of this model, these settings and episodes."""

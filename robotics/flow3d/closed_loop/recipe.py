@@ -12,6 +12,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,8 @@ class Flow3dEvaluation:
 
     def __init__(self, config: Flow3dEvaluationConfig) -> None:
         self.config = config
-        self.eval_tasks = {name: list_episodes(data) for name, data in config.eval_data.items()}
+        limit = config.evaluation.max_tasks or None
+        self.eval_tasks = {name: list_episodes(data)[:limit] for name, data in config.eval_data.items()}
         self._folder = model_folder(config.model.path)
         self.policy: nn.Module = nn.Identity()
         self._source: Source = TrueFlow
@@ -113,12 +115,15 @@ class Flow3dEvaluation:
 
     def evaluate(self, policy: nn.Module, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
         """Run the episodes of a set."""
-        config = self.config
-        measure = FlowLoopMeasure(
-            self._runner, config.evaluation, split, expanded(config.output_dir), self._conditions(), True
-        )
-        limit = config.evaluation.max_tasks or None
-        return evaluate_tasks([measure], self.eval_tasks[split][:limit], config.evaluation.records, accelerator)
+        measures, records = self.measures(policy, split, step), self.config.evaluation.records
+        return evaluate_tasks(measures, self.eval_tasks[split], records, accelerator)
+
+    def measures(self, policy: nn.Module, split: str, step: Step) -> list[FlowLoopMeasure]:
+        """Success over the episodes of a set."""
+        evaluation, folder = self.config.evaluation, expanded(self.config.output_dir)
+        return [FlowLoopMeasure(self._runner, evaluation, split, folder, self._conditions(), True)]
+
+    evaluating = staticmethod(nullcontext)
 
     def close(self) -> None:
         """Free the renderers."""

@@ -21,7 +21,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,6 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.rewards.config import RewardResult, refuse_weights
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
-from mmrl.training.evaluation import Evaluation
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.processes import Streams, make_generator
 from mmrl.training.recipe import Recipe, Step
@@ -187,10 +186,9 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
         config = self.config
         return [VerdictMeasure(policy, config.evaluation, config.seed, split, judge=self.judge)]
 
-    def evaluate(self, policy: FlowWorldModel, *others: Any) -> Evaluation:
-        """Measure the average of the model."""
-        with self.eval_ema.applied(policy):
-            return super().evaluate(policy, *others)
+    def evaluating(self, policy: FlowWorldModel) -> AbstractContextManager[None]:
+        """Evaluate the average of the model."""
+        return self.eval_ema.applied(policy)
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
         """Whole groups as drawn flow with verdicts and advantages."""

@@ -14,7 +14,8 @@ import torch
 from diffusion.models.ema import EvalAverage, KeepsEvalAverage
 from mmrl.fields import bounded
 from mmrl.runs.records import Outcome, SampleRecord
-from mmrl.training.evaluation import Measure, Row, Trial, part_metric, parts_of_tasks, with_interval
+from mmrl.runs.statistics import with_interval
+from mmrl.training.evaluation import Measure, Row, Trial, part_metric, parts_of_tasks
 from mmrl.training.processes import stream_seed
 from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.closed_loop.measure import SampledEvaluationConfig, swap_metrics

@@ -19,8 +19,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.fields import choice, rare
-from mmrl.training.evaluation import Evaluation, Measure
+from mmrl.training.evaluation import Measure
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig
@@ -232,10 +232,11 @@ class Flow3dRecipe(FlowDomain, SupervisedRecipe[FlowWorldModel, Any]):
             return [self._scenes.enter_context(measure_in_loop(policy, settings, split, Path(config.output_dir)))]
         return [FlowMeasure(policy, config.evaluation, config.seed, split)]
 
-    def evaluate(self, policy: FlowWorldModel, *others: Any) -> Evaluation:
-        """Measure the average of the model; scenes are open meanwhile."""
+    @contextmanager
+    def evaluating(self, policy: FlowWorldModel) -> Iterator[None]:
+        """Evaluate the average of the model; scenes are open meanwhile."""
         with self.eval_ema.applied(policy), ExitStack() as self._scenes:
-            return super().evaluate(policy, *others)
+            yield
 
     def describe(self) -> str:
         """Formula of the loss."""

@@ -78,6 +78,10 @@ def test_the_command_writes_answers_tables_and_images(tmp_path, models, capsys):
     for path in (hit, miss):
         assert Image.open(path).size == (2 * WIDTH, 2 * HEIGHT), "a small screen is enlarged"
     assert (tmp_path / "out" / "report.html").is_file()
+    assert main(["evaluate", "--verify", str(tmp_path / "out"), "--row", "1,15"]) == 0
+    out = capsys.readouterr().out
+    assert "screenspot, greedy: 3 of 15 = 20.0%" in out
+    assert "2 of 2 rows are the same" in out
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

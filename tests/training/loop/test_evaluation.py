@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from mmrl.runs.records import ResumableRows, SampleRecord, read_jsonl
-from mmrl.runs.statistics import cluster_bootstrap_interval, wilson_interval
-from mmrl.training.evaluation import Measure, evaluate_tasks, unscored, with_interval
+from mmrl.runs.statistics import cluster_bootstrap_interval, wilson_interval, with_interval
+from mmrl.training.evaluation import Measure, evaluate_tasks, unscored
 from mmrl.training.processes import make_accelerator
 
 

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from mmrl.compare.verify import verify
 from mmrl.config import load_run
 from mmrl.errors import ConfigError, UserError
 from mmrl.runs.statistics import wilson_interval
@@ -213,12 +214,14 @@ def test_mmrl_evaluate_writes_videos_and_a_report_and_runs_no_episode_twice(tmp_
     del config.eval_data["background"], config.eval_data["objects"]
     found = evaluate(entry, config)
     assert found["arms/success/closed_loop"] == 1
-    folder = tmp_path / "eval"
+    folder, lines = tmp_path / "eval", []
     assert "<html" in (folder / "report.html").read_text(encoding="utf-8")
     (video,) = (folder / "videos").glob("step-000000-arms-place_red-free_gripper-*.mp4")
     assert video.stat().st_size > 10_000
     (episodes,) = (folder / "episodes").glob("arms-*.jsonl")
     assert json.loads(episodes.read_text())["video"] == f"videos/{video.name}"
+    assert verify(folder, lines.append, 1, (), ()) == 0
+    assert lines[-1] == "1 of 1 rows are the same: --row 1"
     monkeypatch.setattr(EpisodeRunner, "run", lambda *arguments: pytest.fail("an episode ran again"))
     assert evaluate(entry, config) == found
 

@@ -1,0 +1,171 @@
+"""`mmrl evaluate --verify`: repeat rows of an evaluation's ledger with the same policy under the same protocol.
+
+A row is first repeated alone. Where that differs, the batch is repeated that it was computed in: sums in another order
+change the last bits of a float32, and a greedy answer at a near tie with them. A row that is the same in its batch is
+repeated; every other difference is one.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmrl.config import load_run
+from mmrl.errors import UserError
+from mmrl.files import write_atomically
+from mmrl.runs.ledger import RESULT, Claim, Ledger, digest, read_ledger
+from mmrl.runs.records import finite_or_none
+from mmrl.training.evaluation import Row, batch_of, ledger_rows
+from mmrl.training.recipe import Step
+from mmrl.training.run import evaluation_of, open_evaluation
+
+TOLERANCE = 1e-3
+"""Relative difference of numbers that another machine or version may cause."""
+Say = Callable[[str], None]
+
+
+def verify(path: Path, say: Say, rows: int, chosen: Sequence[int], overrides: Sequence[str], claim: str = "") -> int:
+    """Check a ledger and repeat some of its rows.
+
+    Args:
+        path: the ledger, or its folder.
+        say: gets the lines of the result.
+        rows: number of rows to repeat, drawn at random.
+        chosen: numbers of rows to repeat instead, from 1.
+        overrides: options of the configuration for this machine, such as `model.path=...`.
+        claim: a success rate to check, such as "43.9 %".
+
+    Returns:
+        0 if all rows are the same, 1 if one differs.
+
+    Raises:
+        UserError: the ledger cannot be right, does not support the claim, or has another policy or protocol.
+    """
+    ledger = read_ledger(path)
+    if problems := ledger.problems():
+        raise UserError("\n  ".join([f"{path} cannot be right:", *problems]))
+    say(f"{len(ledger.rows)} rows, protocol {_short(ledger.about)}, policy {_short(ledger.about['policy'])}")
+    claims = ledger.claims()
+    for found in claims:
+        say(f"  {found}")
+    if claim:
+        _check_claim(path, claims, claim)
+    numbers = list(chosen) or sorted(random.sample(range(1, len(ledger.rows) + 1), min(rows, len(ledger.rows))))
+    if wrong := [number for number in numbers if not 1 <= number <= len(ledger.rows)]:
+        raise UserError(f"there is no row {wrong[0]}; {path} has rows 1 to {len(ledger.rows)}")
+    return _repeat(ledger, numbers, overrides, say) if numbers else 0
+
+
+def _check_claim(path: Path, claims: Sequence[Claim], rate: str) -> None:
+    try:
+        reasons = [found.against(rate) for found in claims]
+    except ValueError as error:
+        raise UserError(f"--claim: {error}") from None
+    if all(reasons):
+        raise UserError(f"{path} does not support {rate}: {'; '.join(dict.fromkeys(reasons)) or 'it has no rate'}")
+
+
+def _short(about: Any) -> str:
+    return str(about["sha256"])[:12]
+
+
+def _repeat(ledger: Ledger, numbers: Sequence[int], overrides: Sequence[str], say: Say) -> int:
+    policy = ledger.about["policy"]
+    folder = None if policy["checkpoint"] is None else ledger.folder / policy["checkpoint"]
+    with tempfile.TemporaryDirectory(prefix="verify-") as scratch:
+        entry, config = _configuration(ledger, Path(scratch), overrides)
+        with open_evaluation(entry, config, folder) as (recipe, accelerator, step):
+            here = evaluation_of(recipe, config, folder, accelerator, step)
+            _check_same(ledger, here)
+            processes = {"processes": ledger.about["machine"]["processes"]}
+            other = _differences(ledger.about["machine"], {**here["machine"], **processes})
+            if other:
+                say(f"  on another machine, so digests of outputs are not compared: {'; '.join(other)}")
+            with recipe.evaluating(recipe.policy), torch.no_grad(), accelerator.autocast():
+                return _compare(ledger, numbers, Repeater(recipe, ledger, step), bool(other), say)
+
+
+def _configuration(ledger: Ledger, scratch: Path, overrides: Sequence[str]) -> tuple[Any, Any]:
+    """The configuration of the evaluation, with results into a folder that is deleted."""
+    from omegaconf import OmegaConf
+
+    given = scratch / "config.yaml"
+    write_atomically(given, OmegaConf.to_yaml(OmegaConf.create(ledger.about["config"])))
+    return load_run(given, [*overrides, f"output_dir={scratch / 'run'}"])
+
+
+def _check_same(ledger: Ledger, here: Row) -> None:
+    """Refuse another protocol or policy than the ledger's."""
+    if (own := digest(here["protocol"])) != ledger.about["sha256"]:
+        listed = "; ".join(_differences(ledger.protocol, here["protocol"]))
+        raise UserError(f"the protocol here has SHA-256 {own}, the ledger's {ledger.about['sha256']}: {listed}")
+    if (own := here["policy"]["sha256"]) != ledger.about["policy"]["sha256"]:
+        raise UserError(f"the policy here has SHA-256 {own}, the ledger's {ledger.about['policy']['sha256']}")
+
+
+def _differences(old: Any, new: Any, place: str = "") -> list[str]:
+    """Entries of nested content that differ, with both values."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        names = dict.fromkeys([*old, *new])
+        return [text for name in names for text in _differences(old.get(name), new.get(name), f"{place}.{name}")]
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        return [
+            text for n, pair in enumerate(zip(old, new, strict=True)) for text in _differences(*pair, f"{place}.{n}")
+        ]
+    return [] if old == new else [f"{place.removeprefix('.')} {old} -> {new}"]
+
+
+class Repeater:
+    """Runs trials of an evaluation again."""
+
+    def __init__(self, recipe: Any, ledger: Ledger, step: Step) -> None:
+        self._tasks, self._processes = recipe.eval_tasks, ledger.about["machine"]["processes"]
+        self._measures = {split: recipe.measures(recipe.policy, split, step) for split in self._tasks}
+
+    def run(self, row: Row, *, alone: bool) -> Row:
+        """The results of a row's trial, computed alone or in its batch."""
+        measure, key = self._measures[row["split"]][row["measure"]], (row["index"], row["repeat"])
+        start, batch = batch_of(measure, self._tasks[row["split"]], key, self._processes)
+        rows = measure.run([trial for trial in batch if not alone or trial.key == key], start)
+        same = ("index", "repeat", "decoding", "answer")
+        found = [each for each in ledger_rows(row["measure"], measure, rows) if all(each[n] == row[n] for n in same)]
+        return finite_or_none(found[0]) if found else {"ending": "left out"}  # type: ignore[no-any-return]
+
+
+def _compare(ledger: Ledger, numbers: Sequence[int], repeater: Repeater, other: bool, say: Say) -> int:
+    differing, batched = 0, 0
+    for number in numbers:
+        row = ledger.rows[number - 1]
+        texts = _changes(row, repeater.run(row, alone=True), other)
+        if texts:
+            texts = _changes(row, repeater.run(row, alone=False), other)
+            batched += not texts
+        if texts:
+            differing += 1
+            name = ", ".join(str(row[key]) for key in ("split", "decoding", "state") if row.get(key))
+            say(f"  row {number} ({name}) differs: {'; '.join(texts)}")
+    note = f" ({batched} of them in the batch in which they were computed, by rounding)" if batched else ""
+    shown = ", ".join(map(str, numbers))
+    say(f"{len(numbers) - differing} of {len(numbers)} rows are the same{note}: --row {shown.replace(' ', '')}")
+    return int(differing > 0)
+
+
+def _changes(row: Row, again: Row, other: bool) -> list[str]:
+    """Results of a row that came out otherwise."""
+    compared = [name for name in RESULT if not (other and name == "output")]
+    pairs = [(name, row.get(name), again.get(name)) for name in compared]
+    return [text for name, old, new in pairs if not _close(old, new, other) for text in _differences(old, new, name)]
+
+
+def _close(old: Any, new: Any, other: bool) -> bool:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return old.keys() == new.keys() and all(_close(old[name], new[name], other) for name in old)
+    if other and isinstance(old, float) and isinstance(new, float):
+        return math.isclose(old, new, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    return bool(old == new)

@@ -1,0 +1,253 @@
+"""The ledger of an evaluation: a row for each episode or answer, the protocol behind them, and what cannot be right.
+
+`ledger.jsonl` and `protocol.json` lie in the evaluation's folder. The SHA-256 of the protocol covers what defines the
+numbers: tasks and initial states with how they were chosen, seeds, horizon, decoding, versions of the suite. Policy and
+machine are beside it, so policies that were measured alike share the hash.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmrl.errors import UserError
+from mmrl.files import read_json_object, write_atomically
+from mmrl.runs.fingerprint import content_digest
+from mmrl.runs.records import LEDGER, finite_or_none, read_jsonl
+from mmrl.runs.statistics import rate_problem, with_interval
+
+PROTOCOL = "protocol.json"
+KEY = ("split", "measure", "index", "repeat", "decoding", "answer")
+"""Columns that name a row: the measure among those of the split, task, repeat of the task, answer to it."""
+SETTING = ("suite", "version", "chosen", "horizon", "replan")
+"""Columns that repeat an entry of the protocol."""
+RESULT = ("success", "return", "length", "ending", "scores", "output")
+"""Columns that a repetition compares; `output` is a digest of actions, text or pixels."""
+COLUMNS = (*KEY, "step", *SETTING, "task", "state", "seed", *RESULT, "parts", "policy", "protocol")
+SHOWN = 8
+"""Rows that a message names."""
+Row = dict[str, Any]
+
+
+def digest(content: Any) -> str:
+    """SHA-256 of content as JSON with sorted keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":"), default=str).encode()).hexdigest()
+
+
+def protocol_of(recipe: Any, config: Any, step: Any) -> Row:
+    """The protocol of an evaluation; call it with the weights in place that evaluations use."""
+    splits = {}
+    for split, tasks in recipe.eval_tasks.items():
+        given = getattr(config, "eval_data", {}).get(split)
+        measures = [
+            {"repeats": measure.repeats, "decodings": {"": 1}, **measure.about()}
+            for measure in recipe.measures(recipe.policy, split, step)
+        ]
+        about = {"tasks": len(tasks), "digest": content_digest(tasks), "chosen": _chosen(given)}
+        splits[split] = {**about, "measures": measures}
+    plain: Row = json.loads(json.dumps({"seed": config.seed, "splits": splits}, default=str), parse_float=_number)
+    return plain
+
+
+def _number(text: str) -> float:
+    """A number without the difference between 32 and 32.0, which a configuration loses on its way through a file."""
+    return int(float(text)) if float(text).is_integer() else float(text)
+
+
+def _chosen(data: Any) -> str:
+    """How the tasks of a split were chosen: common options of its data and those that were set, without files."""
+    found = {}
+    for item in dataclasses.fields(data) if data is not None else ():
+        value = getattr(data, item.name)
+        default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+        common = not item.metadata.get("rare") and isinstance(value, str | int | float | list)
+        if item.name not in FILES and (common or value != default) and value not in (None, "", [], {}):
+            found[item.name] = value
+    return ", ".join(f"{name}={value}" for name, value in found.items())
+
+
+FILES = ("path", "file", "build", "build_options", "images", "image_folder")
+"""Options of data that name places; the digest of the tasks stands for what is in them."""
+
+
+def write_ledger(folder: Path, rows: Sequence[Row], about: Row) -> Path:
+    """Write rows, with `None` in columns that they lack, and `protocol.json`; an earlier ledger is replaced.
+
+    Args:
+        folder: of the evaluation.
+        rows: with the columns `KEY`, those of the results, and what else a domain has; trials without one get one.
+        about: `protocol`, `policy` with its `sha256` and `step`, `machine`, and the `config` that repeats it.
+    """
+    about = {"sha256": digest(about["protocol"]), **about}
+    ledger = Ledger(folder, [], about)
+    same = {"policy": about["policy"]["sha256"], "protocol": about["sha256"], "step": about["policy"]["step"]}
+    known = {_key(row): row for row in rows}
+    lines = []
+    for key in ledger.expected:
+        row = known.get(key) or {**dict(zip(KEY, key, strict=True)), "ending": "left out"}
+        full = {"seed": about["protocol"]["seed"], **ledger.setting(row), **row, **same}
+        lines.append(json.dumps(finite_or_none({name: full.get(name) for name in COLUMNS}), ensure_ascii=False))
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / LEDGER, "".join(line + "\n" for line in lines))
+    write_atomically(folder / PROTOCOL, json.dumps(about, indent=2, ensure_ascii=False, default=str) + "\n")
+    return folder / LEDGER
+
+
+def read_ledger(path: Path) -> Ledger:
+    """Read a ledger, named by its file or folder."""
+    folder = path if path.is_dir() else path.parent
+    for file in (folder / LEDGER, folder / PROTOCOL):
+        if not file.is_file():
+            raise UserError(f"there is no {file}; `mmrl evaluate` writes it")
+    ledger = Ledger(folder, read_jsonl(folder / LEDGER), read_json_object(folder / PROTOCOL))
+    try:
+        _ = ledger.expected, ledger.about["policy"]["sha256"], ledger.about["sha256"]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{folder / PROTOCOL} is not a protocol that `mmrl evaluate` wrote: {error!r}") from None
+    return ledger
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Rows and protocol of an evaluation."""
+
+    folder: Path
+    rows: Sequence[Row]
+    about: Mapping[str, Any]
+    """Content of protocol.json."""
+
+    @property
+    def protocol(self) -> Mapping[str, Any]:
+        """The part that the hash covers."""
+        return self.about["protocol"]  # type: ignore[no-any-return]
+
+    @cached_property
+    def expected(self) -> dict[tuple[Any, ...], None]:
+        """Keys of the rows that the protocol asks for, in order."""
+        return dict.fromkeys(
+            (split, number, index, repeat, decoding, answer)
+            for split, given in self.protocol["splits"].items()
+            for number, measure in enumerate(given["measures"])
+            for index in range(given["tasks"])
+            for repeat in range(measure["repeats"])
+            for decoding, answers in measure["decodings"].items()
+            for answer in range(answers)
+        )
+
+    def setting(self, row: Row) -> Row:
+        """Columns of a row that the protocol fixes."""
+        split = self.protocol["splits"][row["split"]]
+        return {name: {**split, **split["measures"][row["measure"]]}.get(name) for name in SETTING}
+
+    def problems(self) -> list[str]:
+        """What cannot be right in it; empty where nothing is found."""
+        about, whole = self.about, digest(self.protocol)
+        found = [] if whole == about["sha256"] else [f"the protocol's SHA-256 is {whole}, not {about['sha256']}"]
+        for name, own in (("protocol", about["sha256"]), ("policy", about["policy"]["sha256"])):
+            others = [number for number, row in enumerate(self.rows, 1) if row.get(name) != own]
+            found += [f"{_named(others)} of another {name} than {own}"] if others else []
+        counts = Counter(map(_key, self.rows))
+        twice = [number for number, row in enumerate(self.rows, 1) if counts[_key(row)] > 1]
+        found += [f"{_named(twice)} there more than once"] if twice else []
+        if missing := [key for key in self.expected if key not in counts]:
+            listed = ", ".join(f"{key[0]} {key[2]}" for key in missing[:SHOWN])
+            found.append(f"{len(missing)} of {len(self.expected)} rows of the protocol are missing: {listed}")
+        return found + [f"row {number}: {text}" for number, row in enumerate(self.rows, 1) for text in self._wrong(row)]
+
+    def _wrong(self, row: Row) -> Iterator[str]:
+        """What cannot be right in a row."""
+        if _key(row) not in self.expected:
+            yield f"the protocol asks for no {', '.join(f'{name} {row.get(name)}' for name in KEY)}"
+            return
+        for name, value in self.setting(row).items():
+            if row.get(name) != value:
+                yield f"{name} is {row.get(name)!r}, the protocol's {value!r}"
+        success, length, horizon = row.get("success"), row.get("length"), row.get("horizon")
+        if success not in (True, False, None):
+            yield f"success is {success!r}"
+        if isinstance(horizon, int) and isinstance(length, int) and length > horizon:
+            yield f"it has {length} steps, beyond the horizon of {horizon}"
+        if success and (not length or not row.get("ending")):
+            yield "a success without an end: it has no length or ending"
+        for name, score in (row.get("scores") or {}).items():
+            if name in (f"success/{row['decoding']}", f"accuracy/{row['decoding']}") and score != success:
+                yield f"success is {success}, its {name} {score}"
+
+    def claims(self) -> list[Claim]:
+        """What the ledger supports: a rate for each split and decoding that has successes."""
+        groups: dict[tuple[str, int, str], list[Row]] = {}
+        for row in self.rows:
+            groups.setdefault((row["split"], row["measure"], row["decoding"]), []).append(row)
+        found = [
+            Claim(split, decoding, rows, self._bootstrap(split, n)) for (split, n, decoding), rows in groups.items()
+        ]
+        return [claim for claim in found if claim.scored]
+
+    def _bootstrap(self, split: str, number: int) -> int:
+        measure = self.protocol["splits"][split]["measures"][number]
+        return int(measure.get("bootstrap", self.protocol["seed"]))
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A success rate that rows support, with its interval over initial states."""
+
+    split: str
+    decoding: str
+    rows: Sequence[Row]
+    bootstrap: int
+    """Seed of the interval where states were run several times."""
+
+    @property
+    def scored(self) -> list[Row]:
+        """Rows with a result."""
+        return [row for row in self.rows if row["success"] is not None]
+
+    def __str__(self) -> str:
+        states: dict[tuple[Any, Any], list[float]] = {}
+        for row in self.scored:
+            states.setdefault((row["task"], row["state"]), []).append(float(row["success"]))
+        n, right = len(self.scored), sum(row["success"] for row in self.scored)
+        once = all(len(part) == 1 for part in states.values()) or self.decoding.startswith("greedy")
+        rng = None if once else np.random.default_rng(self.bootstrap)
+        low, high = list(with_interval("success/", list(states.values()), rng).values())[1:]
+        tasks = {task for task, _ in states if task}
+        of = f" of {_count(len(tasks), 'task')}" if tasks else ""
+        without = f"; {len(self.rows) - n} without a result" if n < len(self.rows) else ""
+        return (
+            f"{self.split}, {self.decoding}: {right} of {n} = {right / n:.1%} [{low:.1%}, {high:.1%}], "
+            f"{_count(n, 'row')} from {_count(len(states), 'initial state')}{of}{without}"
+        )
+
+    def against(self, rate: str) -> str:
+        """Reason why it does not support a rate such as "43.9 %"; empty where it does."""
+        n = len(self.scored)
+        right = sum(row["success"] for row in self.scored)
+        if problem := rate_problem(rate, n):
+            return f"{rate} is impossible: {problem}"
+        decimals = len(rate.replace("%", "").strip().partition(".")[2])
+        shown = 100 * right / n if "%" in rate or float(rate) > 1 else right / n
+        same = abs(shown - float(rate.replace("%", ""))) <= 0.5 * 10**-decimals + 1e-9
+        return "" if same else f"{rate} is not its rate"
+
+
+def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in KEY)
+
+
+def _named(numbers: Collection[int]) -> str:
+    listed = ", ".join(map(str, list(numbers)[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")
+    return f"row {listed} is" if len(numbers) == 1 else f"rows {listed} are"
+
+
+def _count(n: int, unit: str) -> str:
+    return f"{n} {unit}" + ("" if n == 1 else "s")

@@ -1,0 +1,112 @@
+"""`mmrl evaluate --verify`: rows are repeated alone, and another row, weight, protocol or claim is found."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from mmrl.compare.verify import verify
+from mmrl.errors import UserError
+from mmrl.recipes import find_recipe
+from mmrl.runs.ledger import read_ledger
+from mmrl.runs.records import read_jsonl
+from mmrl.training.run import evaluate, train
+from robotics.episodes.evaluation import EpisodeMeasure, RobotEvaluationConfig
+from tests.robotics.test_robot_recipes import grpo, trainer
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+@pytest.fixture
+def evaluated(tmp_path):
+    """Evaluation of a trained run: 8 initial states, greedy and twice sampled."""
+    config = grpo(tmp_path, evaluation=RobotEvaluationConfig(samples=2, batch_tasks=3), trainer=trainer(steps=1))
+    run = train(find_recipe("robot_grpo"), config)
+    metrics = evaluate(find_recipe("robot_grpo"), config, run)
+    return run, metrics
+
+
+def test_every_row_is_the_same_when_it_is_run_again(evaluated, said):
+    run, metrics = evaluated
+    ledger = read_ledger(run)
+    assert ledger.problems() == []
+    assert verify(run / "ledger.jsonl", said.append, 24, (), ()) == 0
+    assert said[-1].startswith("24 of 24 rows are the same")
+    greedy, sampled = ledger.claims()
+    right = [row["success"] for row in greedy.rows]
+    assert metrics["held_out/success/greedy"] == sum(right) / 8
+    low, high = metrics["held_out/success/sampled/low"], metrics["held_out/success/sampled/high"]
+    assert f"[{low:.1%}, {high:.1%}], 16 rows from 8 initial states of 1 task" in str(sampled)
+    assert verify(run, said.append, 0, (), (), f"{100 * sum(right) / 8:g}%") == 0
+
+
+def test_a_row_that_was_changed_differs(evaluated, said):
+    path = evaluated[0] / "ledger.jsonl"
+    rows = read_jsonl(path)
+    rows[4]["length"] -= 1
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert verify(path, said.append, 0, [4, 5], ()) == 1
+    length = rows[4]["length"]
+    assert f"  row 5 (held_out, greedy, right/held_out/4) differs: length {length} -> {length + 1}" in said
+    assert said[-1] == "1 of 2 rows are the same: --row 4,5"
+    with pytest.raises(UserError, match=r"there is no row 25; .* has rows 1 to 24"):
+        verify(path, said.append, 0, [25], ())
+
+
+def test_rows_that_differ_by_rounding_are_the_same_in_their_batch(evaluated, said, monkeypatch):
+    """A policy whose sums depend on what is computed with them, here by the number of episodes."""
+    run, alone = EpisodeMeasure.run, []
+
+    def rounded(self, batch, start):
+        rows = run(self, batch, start)
+        alone.append(len(batch))
+        return [row | {"return": row["return"] + 1e-7 * (len(batch) == 1)} for row in rows]
+
+    monkeypatch.setattr(EpisodeMeasure, "run", rounded)
+    assert verify(evaluated[0], said.append, 0, [4], ()) == 0
+    assert alone == [1, 3]
+    assert "1 of 1 rows are the same (1 of them in the batch in which they were computed, by rounding)" in said[-1]
+
+
+def test_another_policy_or_protocol_is_refused(evaluated, said):
+    run, _ = evaluated
+    about = read_ledger(run).about
+    with pytest.raises(UserError, match=rf"the ledger's {about['sha256']}: seed 0 -> 5; .*bootstrap 0 -> 5"):
+        verify(run, said.append, 1, (), ["seed=5"])
+    # the weights, and not only their file, whose checksum a checkpoint has anyway
+    policy = about["policy"] | {"checkpoint": None}
+    (run / "protocol.json").write_text(json.dumps(dict(about) | {"policy": policy}))
+    with pytest.raises(UserError, match=rf"the policy here has SHA-256 \w+, the ledger's {policy['sha256']}"):
+        verify(run, said.append, 1, (), ())
+
+
+def test_a_claim_that_the_rows_do_not_support_is_refused(evaluated, said):
+    run, metrics = evaluated
+    with pytest.raises(UserError, match=r"does not support 43\.9 %: 43\.9 % is impossible: 43\.9 % of 8 would be"):
+        verify(run, said.append, 0, (), (), "43.9 %")
+    found = {100 * metrics[f"held_out/success/{decoding}"] for decoding in ("greedy", "sampled")}
+    other = min({0.0, 12.5, 25.0} - found)
+    with pytest.raises(UserError, match="is not its rate"):
+        verify(run, said.append, 0, (), (), f"{other}%")
+    with pytest.raises(UserError, match="--claim: a rate is a share such as"):
+        verify(run, said.append, 0, (), (), "many")
+
+
+def test_the_digest_is_of_every_weight():
+    from mmrl.runs.fingerprint import weights_digest
+
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    first = weights_digest(module)
+    assert first == weights_digest(module)
+    for tensor in module.state_dict().values():
+        old = tensor.clone()
+        tensor.add_(1)
+        assert weights_digest(module) != first
+        tensor.copy_(old)
+    assert weights_digest(module) == first
+    assert weights_digest(module.bfloat16()) != first
