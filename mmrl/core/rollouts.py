@@ -126,6 +126,8 @@ TOKENS = "tokens"
 """Key of `Rollouts.extras` (B, T) int64: the token of each decision; only where a block needs it."""
 ANSWER = "answer"
 """Key of `Rollouts.extras` (B,) int64: rows of a group with the same final answer share a number; likewise."""
+KEEPS_OLD = "keeps_logp_old"
+"""Extra (B,), 1 for rows whose old log-probabilities stay as they are in `logp_old`, such as replayed ones."""
 COLLISION = "collision"
 """Key of `Rollouts.extras` (B, T): sum of the squared probabilities at each decision, before the update; likewise."""
 _DECISION_FIELDS = ("mask", "logp_old", "advantage", "logp_ref", "values", "returns", "entropy", "turn", "logp_rollout")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mmrl.core.loss import Denominators, Metric
 from mmrl.core.objectives.objective import LossOutput, Objective, PolicyOutputs
-from mmrl.core.rollouts import COLLISION, Rollouts
+from mmrl.core.rollouts import COLLISION, KEEPS_OLD, Rollouts
 from mmrl.core.state import ObjectiveState, Stateful
 from mmrl.errors import RunError, UserError
 from mmrl.runs.fingerprint import content_digest
@@ -365,10 +365,6 @@ def with_terms(output: LossOutput, found: Sequence[TermLoss]) -> LossOutput:
     total = output.loss + torch.stack(list(terms.values())).sum()
     summed = {name: Metric.summed(term.detach()) for name, term in {**terms, "loss/total": total}.items()}
     return LossOutput(total, output.metrics | summed | metrics)
-
-
-KEEPS_OLD = "keeps_logp_old"
-"""Extra (B,), 1 for rows whose old log-probabilities stay as they are in `logp_old`, such as replayed ones."""
 
 
 def score_in_chunks(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.blocks.credit import CriticAdvantage
 from mmrl.core.loss import Denominators, Metric, PolicyOutputs, count, merge_metrics, metric_values, plain_metrics
-from mmrl.core.rollouts import COLLISION, Rollouts
+from mmrl.core.rollouts import COLLISION, KEEPS_OLD, Rollouts
 from mmrl.core.transfer import to_host
 from mmrl.errors import RunError
 from mmrl.files import replaced
@@ -42,7 +42,6 @@ from mmrl.training.processes import (
     sum_gradients,
 )
 from mmrl.training.recipe import (
-    KEEPS_OLD,
     Passes,
     Recipe,
     Reference,

@@ -39,11 +39,11 @@ from mmrl.agents.rollout.storage import Record, restore_episode, size_of, store_
 from mmrl.core.blocks.divergence import k3
 from mmrl.core.loss import Denominators, Metric, mean_metric
 from mmrl.core.objectives.objective import PolicyOutputs
-from mmrl.core.rollouts import Rollouts
+from mmrl.core.rollouts import KEEPS_OLD, Rollouts
 from mmrl.fields import bounded, choice, rare
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams, merge_in_order, sum_over_processes
-from mmrl.training.recipe import KEEPS_OLD, LossTerm, Passes, Step, TermLoss
+from mmrl.training.recipe import LossTerm, Passes, Step, TermLoss
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.engine.policy import VlmPolicy
 
