@@ -79,8 +79,10 @@ def train(config: Any, folder: Path, until: int = STEPS, resume: bool = False) -
         columns = (found.mask.sum(1), found.reward, advantage.detach())
         numbers, groups = torch.stack([column.cpu() for column in columns], 1).double(), found.group.cpu()
         own = [numbers[groups == group].tolist() for group in range(found.num_groups)]
-        assert found.places is not None
-        rows.append(torch.tensor(merge_in_order(list(zip(found.places, own, strict=True)))))
+        rank, count = trainer.accelerator.process_index, trainer.accelerator.num_processes
+        # rows of a store belong to no task of the step, and are dealt in turns
+        places = found.places or range(rank, rank + count * len(own), count)
+        rows.append(torch.tensor(merge_in_order(list(zip(places, own, strict=True)))))
         return found
 
     trainer.recipe.advantages = noted
