@@ -25,7 +25,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -246,12 +246,10 @@ class ArcherRecipe(AgentRecipe):
     """Off-policy critics of utterances, and an actor; see the module."""
 
     config: Any
-    block: ClassVar[str] = "archer"
-    """Name of the method's options in the configuration."""
 
     def __init__(self, config: Any) -> None:
-        settings = self.settings = getattr(config, self.block)
-        check_shares(f"{self.block}.turns", settings.turns)
+        settings = self.settings = self.settings_of(config)
+        check_shares(f"{config.recipe}.turns", settings.turns)
         super().__init__(config)
         self.start = Reference(start_kind(self.policy), self.policy)
         self.terms = [*self.terms, AnswersAnew()]
@@ -263,6 +261,11 @@ class ArcherRecipe(AgentRecipe):
         self.parts |= {"episodes": self.store, "critic": self.critic, "average": self.average}
         self._fresh: list[Fresh] = []
         self.added["fresh"] = self._fresh
+
+    @staticmethod
+    def settings_of(config: Any) -> Any:
+        """The method's options."""
+        return config.archer
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step) -> Rollouts:
         """Run G episodes of each task, to be stored."""

@@ -22,7 +22,7 @@ the policy's own.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -97,7 +97,6 @@ class HnpgRecipe(ArcherRecipe):
     """Critics of own and recorded turns, and natural gradients; see the module."""
 
     config: HnpgConfig
-    block: ClassVar[str] = "hnpg"
 
     def __init__(self, config: HnpgConfig) -> None:
         super().__init__(config)
@@ -109,6 +108,11 @@ class HnpgRecipe(ArcherRecipe):
             self.close()
             raise
         self.recorded = [store_episode(episode) for episode in episodes]
+
+    @staticmethod
+    def settings_of(config: HnpgConfig) -> HnpgSettings:
+        """The method's options."""
+        return config.hnpg
 
     def data_digest(self) -> str:
         """Digest of the tasks and of what the recorded episodes answered and earned."""
