@@ -149,7 +149,7 @@ class Ledger:
         return {name: {**split, **split["measures"][row["measure"]]}.get(name) for name in SETTING}
 
     def problems(self) -> list[str]:
-        """What cannot be right in it; empty where nothing is found."""
+        """Contradictions and gaps in the ledger, a line each; empty if there are none."""
         about, whole = self.about, digest(self.protocol)
         found = [] if whole == about["sha256"] else [f"the protocol's SHA-256 is {whole}, not {about['sha256']}"]
         for name, own in (("protocol", about["sha256"]), ("policy", about["policy"]["sha256"])):
@@ -164,7 +164,7 @@ class Ledger:
         return found + [f"row {number}: {text}" for number, row in enumerate(self.rows, 1) for text in self._wrong(row)]
 
     def _wrong(self, row: Row) -> Iterator[str]:
-        """What cannot be right in a row."""
+        """Contradictions within a row, or between it and the protocol."""
         if _key(row) not in self.expected:
             yield f"the protocol asks for no {', '.join(f'{name} {row.get(name)}' for name in KEY)}"
             return
@@ -183,7 +183,7 @@ class Ledger:
                 yield f"success is {success}, its {name} {score}"
 
     def claims(self) -> list[Claim]:
-        """What the ledger supports: a rate for each split and decoding that has successes."""
+        """Success rates of each split, measure and decoding whose rows have a success."""
         groups: dict[tuple[str, int, str], list[Row]] = {}
         for row in self.rows:
             groups.setdefault((row["split"], row["measure"], row["decoding"]), []).append(row)

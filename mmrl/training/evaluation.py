@@ -150,7 +150,7 @@ class Measure(ABC, Generic[TaskT]):
         return None
 
     def about(self) -> Row:
-        """What defines the numbers beside policy and tasks, for the ledger's protocol.
+        """Settings of the measure that change its numbers, for the ledger's protocol.
 
         `suite`, `version`, `horizon` and `replan` are also columns of its rows. `decodings` has the number of answers
         to a trial by decoding, `bootstrap` the seed of intervals.

@@ -56,7 +56,7 @@ from mmrl.vlm.engine.sampler import Samples, sample
 from mmrl.vlm.model.config import CriticSettings
 
 SMALLEST_STD, LARGEST_INPUT = 1e-6, 5.0
-"""Of a critic's inputs: deviation that is standardised, and bound of what comes out."""
+"""The smallest standard deviation by which a critic's inputs are divided, and the bound of the scaled inputs."""
 ROWS = 32
 """Turns that are answered and read together."""
 

@@ -63,7 +63,7 @@ def solver(clone: Clone) -> Any:
 
 
 def step(clone: Clone, b: SimpleNamespace, max_kl: float) -> Tensor:
-    """What the code adds to the weights."""
+    """The step that the authors' code adds to the weights, as one vector."""
     policy, same = Gaussian(b), lambda x: x
     flat = {name: clone.function(TOOLS, name) for name in ("get_flat_params_from", "set_flat_params_to")}
     density = clone.function(TOOLS, "normal_log_density", math=math)
