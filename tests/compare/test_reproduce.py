@@ -79,6 +79,7 @@ def test_the_range_for_fresh_seeds_is_the_prediction_interval_of_their_mean():
         ({"metric": "accuracy/gredy"}, "metric 'accuracy/gredy' is not in the experiment"),
         ({"verdict": "true"}, "evidence.findings.*verdict"),
         ({"low": -1.0}, r"the verdict 'holds' contradicts \+5.0 points \(-1.0 to \+6.0\)"),
+        ({"verdict": "holds in part", "low": 0.0}, "the verdict 'holds in part' contradicts"),
         ({"verdict": "negative"}, "the verdict 'negative' contradicts"),
         ({"high": 4.5}, "5 is not between 4 and 4.5"),
         ({"about": []}, "a finding on arm 'papo' is about nothing"),

@@ -13,7 +13,7 @@ ROWS = (
         GroupMeanStd(),
         Bgpo(),
         TokenMean(),
-        claim="a bound that is linear in its samples takes many of them in little memory",
+        claim="a bound linear in its Monte Carlo samples allows many of them in constant memory",
         citation="BGPO (boundary-guided), arXiv 2510.11683, eq. of the lower bound",
         verified="yjyddq/DARE at 83ae8a305a53 (port of THU-KEG/BGPO), verl/trainer/ppo/dllm_core_algos.py",
         differs="decisions are the Monte Carlo draws of an answer; log-ratios of a draw are limited to +-20; the "
@@ -27,7 +27,7 @@ ROWS = (
         ratio=SequenceFullRatio(),
         kl=K3(0.01, clamp=False),
         weight=HintedEntropy(),
-        claim="chunks of worked answers rescue groups that all fail",
+        claim="inpainting parts of worked answers gives groups that all fail a signal",
         citation="IGPO (inpainting-guided), arXiv 2509.10396; constants of run_igpo.sh",
         verified="facebookresearch/igpo at e85eaea1508c, trainer_igpo.py, utils/generate.py",
         differs="tokens are counted over the step, in the code over each device's batch; the KL covers the hints that "

@@ -11,7 +11,7 @@ ROWS = (
         GroupMeanStd(),
         PolicyGradient(),
         TokenMean(),
-        claim="the likelihood of given answers, the start of everything else",
+        claim="maximum likelihood of given answers, the usual start of reinforcement learning",
         citation="maximum likelihood",
         verified="transformers 5.23.0",
     ),

@@ -17,7 +17,7 @@ ROWS: tuple[Objective, ...] = (
         SmoothStandardised(),
         DcpoClip(),
         SequenceMean(),
-        claim="bounds by probability and statistics of all visits use answers that GRPO wastes",
+        claim="clip bounds by token probability and cumulative statistics use answers that GRPO wastes",
         citation="DCPO, arXiv 2509.02333; bounds 0.16/0.2 of its README",
         verified="lime-RL/DCPO at 01787b0f6158",
         differs="averages rows, where the paper adds them up: the direction is the same; the code's mean runs over all "
@@ -30,7 +30,7 @@ ROWS: tuple[Objective, ...] = (
         TokenMean(),
         scaling=AdvantageScaling(whiten="rows", eps_to="deviation"),
         order=Uncertain(),
-        claim="one answer a question against its tracked success needs no group and no waiting",
+        claim="one answer per question against its tracked success rate beats GRPO without groups that wait",
         citation="SPO, arXiv 2509.13232 (a sample a task; clip 0.2/0.28 and dual clip 10 of its recipe's train.sh)",
         verified="verl-project/verl-recipe at 48ea0a797fa2; loss: RTkenny/RiskPO at 65ec40c935f5",
         differs="a visit keeps 0.875 of the tracked counts, the lower bound of the paper's rule, which would score the "
@@ -41,7 +41,7 @@ ROWS: tuple[Objective, ...] = (
         BundledRisk(),
         PpoClip(dual=3.0),
         TokenMean(),
-        claim="an objective on the lower tail of rewards explores hard questions",
+        claim="an objective on the lower tail of rewards improves hard questions and pass@k",
         citation="RiskPO, arXiv 2510.00911, the mixture MVaR; constants of scripts/run_qwen2.5_1.5b_MVaR_dapomath.sh",
         verified="RTkenny/RiskPO at 65ec40c935f5",
         differs="tracked quantiles are used from the second step on; the code's trainer hands none on to the next step "
@@ -53,7 +53,7 @@ ROWS: tuple[Objective, ...] = (
         aggregation=TokenMean(),
         kl=K3(0.01),
         entropy=SmoothedEntropy(0.001),
-        claim="entropy held near its history keeps agents exploring over many turns",
+        claim="holding the entropy near its past average keeps agents exploring over many turns",
         citation="EPO, arXiv 2509.22576; entropy 0.001 and a band of 0 to 2 on GRPO",
         verified="WujiangXu/EPO at 5b6fa98e0346",
         differs="the penalty is a hinge, because the indicator of the paper and the code has no gradient "
@@ -67,7 +67,7 @@ ROWS: tuple[Objective, ...] = (
         clip=GROUP[0].clip,
         aggregation=GROUP[0].aggregation,
         kl=GROUP[0].kl,
-        claim="a bandit over categories that follows advantages is a curriculum",
+        claim="a bandit that picks question categories by mean absolute advantage improves on random curricula",
         citation="SEC, arXiv 2505.14970, on GRPO (rate 0.5, temperature 0.4)",
         verified="Vincent-La/cofa at 8b685cbb5ad6",
         differs="a category without rows in a step keeps its value (order.forgets moves it towards 0 as in the code); "
