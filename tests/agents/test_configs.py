@@ -64,7 +64,7 @@ def test_config_builds_and_takes_two_steps(path, tmp_path, tiny_folders):
 
 
 def test_the_example_of_the_documents_trains(tmp_path, tiny_folders, monkeypatch):
-    text = (Path(__file__).parents[2] / "docs/agents.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/agent_methods.md").read_text()
     blocks = dict(re.findall(r"```(?:python|yaml)\n# (my_guess\.py|my_guess\.yaml)\n(.*?)```", text, re.DOTALL))
     assert sum(bool(line.strip()) for block in blocks.values() for line in block.splitlines()) <= 20
     monkeypatch.chdir(tmp_path)
