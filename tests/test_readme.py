@@ -33,7 +33,7 @@ def code(text):
     return re.findall(r"`([^`]+)`", text)
 
 
-INDEX = read_page("docs/index.md")
+COMMAND_PAGE = read_page("docs/commands.md")
 COMMAND_LINES = [line for line in README.shell_lines if line.startswith("mmrl ")]
 MAKE_LINES = [line for line in README.shell_lines if line.startswith("make ")]
 INSTALL_LINES = [line for line in README.shell_lines if line.startswith("pip ")]
@@ -43,8 +43,8 @@ def test_every_line_of_the_shell_blocks_is_looked_at():
     assert len(COMMAND_LINES) + len(MAKE_LINES) + len(INSTALL_LINES) == len(README.shell_lines)
 
 
-def test_the_index_lists_every_command():
-    listed = [code(row[0])[0].split() for row in INDEX.table("Commands")]
+def test_the_page_of_commands_lists_every_command():
+    listed = [code(row[0])[0].split() for row in COMMAND_PAGE.table("Commands")]
     assert {words[1] for words in listed if words[0] == "mmrl"} == set(COMMANDS)
 
 

@@ -1,0 +1,4 @@
+// Wide tables scroll: the keyboard must reach them.
+document$.subscribe(() => {
+  for (const table of document.querySelectorAll(".md-typeset__scrollwrap")) table.tabIndex = 0;
+});
