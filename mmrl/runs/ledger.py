@@ -221,11 +221,12 @@ class Claim:
         rng = None if once else np.random.default_rng(self.bootstrap)
         low, high = list(with_interval("success/", list(states.values()), rng).values())[1:]
         tasks = {task for task, _ in states if task}
-        of = f" of {_count(len(tasks), 'task')}" if tasks else ""
+        starts = f"{_count(len(states), 'initial state')} of {_count(len(tasks), 'task')}"
+        distinct = starts if tasks else _count(len(states), "task")
         without = f"; {len(self.rows) - n} without a result" if n < len(self.rows) else ""
         return (
             f"{self.split}, {self.decoding}: {right} of {n} = {right / n:.1%} [{low:.1%}, {high:.1%}], "
-            f"{_count(n, 'row')} from {_count(len(states), 'initial state')}{of}{without}"
+            f"{_count(n, 'row')} from {distinct}{without}"
         )
 
     def against(self, rate: str) -> str:

@@ -58,6 +58,12 @@ def test_a_row_has_every_column_and_a_trial_without_result_has_a_row(tmp_path):
     ]
 
 
+def test_questions_are_counted_as_tasks(tmp_path):
+    rows = [row(index, task=None) for index in range(PROTOCOL["splits"]["all"]["tasks"])]
+    (claim,) = read_ledger(written(tmp_path, rows)).claims()
+    assert str(claim).endswith(f"{len(rows)} rows from {len(rows)} tasks")
+
+
 def test_the_report_reads_scores_from_the_ledger(tmp_path):
     written(tmp_path, [row(0), row(1, False)])
     found = read_outcomes(tmp_path, 3, "all")
