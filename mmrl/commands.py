@@ -95,9 +95,11 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
     if supervised_only and not entry.supervised:
         raise UserError(f"{args.config}: recipe '{entry.name}' learns from rewards; use `mmrl train` for it")
     if args.dry_run:
-        from mmrl.recipes import plan_of
+        from mmrl.recipes import plan_of, preview_of
         from mmrl.training.plan import Gpu, described
 
+        for line in preview_of(entry)(config):
+            say(line)
         gpu = Gpu(**{{"memory": "memory_gb"}.get(name, name): value for name, value in given.items()})
         for line in described(config, plan_of(entry), gpu, args.processes or 1):
             say(line)
@@ -110,13 +112,11 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
     from mmrl.training.run import train
 
     args.run_dir = Path(config.output_dir)  # where a crash leaves its traceback
-
     if is_first_process():
         say(f"{args.config}: recipe {entry.name}, {config.trainer.steps} steps, into {config.output_dir}")
     run_dir = train(entry, config, resume=args.resume, from_last_good=args.from_last_good)
     if is_first_process():
-        say(f"run folder: {run_dir}")
-        say(f"report: {run_dir / 'report.html'}")
+        say(f"run folder: {run_dir}\nreport: {run_dir / 'report.html'}")
     return 0
 
 

@@ -68,11 +68,22 @@ def metric_tables(recipe: str) -> list[dict[str, str]]:
 
 def plan_of(entry: RecipeEntry) -> Any:
     """The function of configurations to `mmrl.training.plan.Plan` of a recipe's package; UserError without one."""
+    target = _own_entries(entry, "PLAN")
+    if target is None:
+        raise UserError(f"there is no plan for the recipe '{entry.name}'")
+    return load_target(target)
+
+
+def preview_of(entry: RecipeEntry) -> Any:
+    """The function of configurations to lines on a run's data; one that says nothing where a package has none."""
+    target = _own_entries(entry, "PREVIEW")
+    return load_target(target) if target else lambda config: []
+
+
+def _own_entries(entry: RecipeEntry, name: str) -> Any:
     own = [package for package in PACKAGES if entry.target.startswith(f"{package}.")]
     modules = [importlib.import_module(f"{package}.entries") for package in own[-1:]]
-    if not modules or not hasattr(modules[0], "PLAN"):
-        raise UserError(f"there is no plan for the recipe '{entry.name}'")
-    return load_target(modules[0].PLAN)
+    return getattr(modules[0], name, None) if modules else None
 
 
 RECIPES: dict[str, RecipeEntry] = {entry.name: entry for table in package_tables("RECIPES") for entry in table}

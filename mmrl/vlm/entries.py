@@ -128,7 +128,8 @@ RECIPES = (
     ),
 )
 PLAN = "mmrl.vlm.plan:footprint"
-"""Function for `mmrl train --dry-run`."""
+PREVIEW = "mmrl.vlm.data.preview:preview"
+"""Functions for `mmrl train --dry-run`."""
 
 METRICS = {
     "time/answer": "Seconds of the rollout in which questions were answered from the picked frames.",

@@ -30,8 +30,8 @@ from mmrl.training.plan import (
 )
 from mmrl.training.recipe import single_update
 from mmrl.vlm.engine.loading import prepare
-from mmrl.vlm.model.config import ModelConfig
-from mmrl.vlm.model.network import auto_class, resolve_model, vision_parameters
+from mmrl.vlm.model.config import FrozenModelConfig, ModelConfig
+from mmrl.vlm.model.network import auto_class, build_model_if_missing, resolve_model, vision_parameters
 
 PROMPT = 1024
 """Tokens of a prompt where `model.max_prompt_tokens` is empty."""
@@ -54,6 +54,9 @@ def footprint(config: Any, prompt_tokens: int | None = None, *, passes: bool = T
     answer = sampler.max_new_tokens if sampler is not None else given
     size = getattr(trainer, "samples_per_task", 2 if hasattr(config, "objective") else 1)  # both sides of a pair
     low = model.dtype != "float32" or trainer.mixed_precision != "none"
+    for one in (model, getattr(config, "teacher", None)):
+        if isinstance(one, FrozenModelConfig):
+            build_model_if_missing(one)  # as the run does
     total, rows, chunk = batch_sizes(trainer, size)
     with torch.device("meta"):
         network = outlined(model)

@@ -1,0 +1,69 @@
+"""What `mmrl train CONFIG --dry-run` says about a run's questions: how many, the first one, what its answer earns.
+
+A reward that expects another form of the answer gives 0 to every response. That shows here, before a model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mmrl.files import expanded
+from mmrl.rewards import RewardConfig
+from mmrl.rewards.config import TrainerState
+from mmrl.rewards.sum import RewardSum
+from mmrl.vlm.data.dataset import DataConfig, load_tasks
+from mmrl.vlm.data.task import VlmTask, score_texts
+
+FORMS = ("{}", "\\boxed{{{}}}", "<think></think><answer>{}</answer>")
+"""Forms in which the right answer is scored."""
+SHOWN = 200
+"""Characters of a question."""
+
+
+def preview(config: Any) -> list[str]:
+    """Lines on the questions of a run; those that are not on this machine are named and not read.
+
+    Raises:
+        UserError: rows that cannot be used, an image that cannot be opened, or a reward that cannot be loaded.
+    """
+    data = getattr(config, "data", None)
+    if not isinstance(data, DataConfig):
+        return []
+    named = {"data": data} | {f"eval_data.{name}": split for name, split in config.eval_data.items()}
+    lines = []
+    for name, split in named.items():
+        if not expanded(split.path).exists():
+            why = "the run builds it" if split.build else "a hub id, or not on this machine; not checked"
+            lines.append(f"{name}: {split.path}: {why}")
+            continue
+        tasks = load_tasks(split).tasks
+        lines.append(f"{name}: {split.path}: {len(tasks)} questions")
+        if name == "data":
+            lines += _first(tasks[0], getattr(config, "rewards", None) or getattr(config.evaluation, "rewards", []))
+    return lines
+
+
+def _first(task: VlmTask, rewards: Sequence[RewardConfig]) -> list[str]:
+    """The first question, and the rewards of its right answer."""
+    text = " ".join(item["text"] for turn in task.messages for item in turn["content"] if "text" in item)
+    sizes = [f"image {image.width} x {image.height}" for image in task.load_images()]
+    shown = ", ".join([*sizes, *(["a video"] * len(task.videos)), repr(text[:SHOWN])])
+    answer = task.columns.get("answer")
+    if answer is None or not rewards or any("url" in reward.options for reward in rewards):
+        return [f"  the first: {shown}"]
+    texts = [form.format(answer) for form in FORMS]
+    terms = RewardSum(rewards, workers=1)
+    try:
+        found = score_texts(terms, TrainerState(), [task] * len(texts), [text] * len(texts), texts, [[]] * len(texts))
+    finally:
+        terms.close()
+    earned = [
+        f"  {text!r} earns " + ", ".join(f"{name} {_shown(values[number])}" for name, values in found.terms.items())
+        for number, text in enumerate(texts)
+    ]
+    return [f"  the first: {shown}, answer {answer!r}", *earned, *(f"  {text}" for text in found.examples.values())]
+
+
+def _shown(value: float) -> str:
+    return f"{value:g}" if value == value else "nothing"

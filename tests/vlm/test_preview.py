@@ -1,0 +1,79 @@
+"""What `mmrl train CONFIG --dry-run` says about the user's questions and rewards before a model is loaded."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from PIL import Image
+
+from mmrl.cli import main
+
+CONFIG = """
+recipe: vlm
+output_dir: runs/mine
+model:
+  path: runs/tiny
+  build: mmrl.vlm.toy.tiny_generic:build_tiny
+  build_options: {corpus: [Which lamp is lit?]}
+data: {path: train.jsonl}
+eval_data: {heldout: {path: owner/name}, later: {path: later.jsonl, build: "mine:build"}}
+rewards: [{name: exact}]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    Image.new("RGB", (84, 56)).save(tmp_path / "0.png")
+    row = {"question": "Which lamp is lit?", "image": "0.png", "answer": "red"}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "my_run.yaml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("mmrl.training.plan.described", lambda *_: [])
+    return tmp_path
+
+
+def test_questions_and_what_their_answer_earns(folder, capsys):
+    assert main(["train", "my_run.yaml", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "data: train.jsonl: 1 questions"
+    assert lines[1] == "  the first: image 84 x 56, 'Which lamp is lit?', answer 'red'"
+    assert [line.split()[-1] for line in lines[2:5]] == ["0", "1", "1"]  # exact wants a box or a block
+    assert lines[5].startswith("eval_data.heldout: owner/name: a hub id")
+    assert lines[6] == "eval_data.later: later.jsonl: the run builds it"
+
+
+def test_a_reward_that_fails_says_why(folder, capsys):
+    (folder / "my_rewards.py").write_text("def mine(completions, **columns):\n    return [1.0]\n")
+    words = 'rewards=[{name: mine, function: "my_rewards.py:mine", isolate: false}]'
+    assert main(["train", "my_run.yaml", "--dry-run", words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == "  'red' earns mine nothing"
+    assert lines[5].startswith("  returned 1 value for 3 rows")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["data.answer_key=label"], "data.answer_key is 'label', but the columns are question, image, answer"),
+        (["rewards=[{name: exat}]"], "there is no reward 'exat'; did you mean 'exact'"),
+    ],
+)
+def test_what_cannot_be_used_is_an_error(folder, capsys, words, said):
+    assert main(["train", "my_run.yaml", "--dry-run", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_missing_image_is_an_error(folder, capsys):
+    (folder / "0.png").unlink()
+    assert main(["train", "my_run.yaml", "--dry-run"]) == 2
+    assert "0.png" in capsys.readouterr().err
+
+
+def test_a_model_that_the_run_builds_is_built_for_its_plan(folder, monkeypatch, capsys):
+    from mmrl.config import load_run
+    from mmrl.vlm.plan import footprint
+
+    plan = footprint(load_run("my_run.yaml")[1], passes=False)
+    assert plan.peak() > 0
+    assert (folder / "runs/tiny/config.json").is_file()
