@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -135,6 +136,20 @@ def test_configurations_of_shell_lines_load(page, line):
     args = _parse(shlex.split(line)[1:])
     if str(args.config).startswith("configs/"):
         load_run(ROOT / args.config, args.overrides)
+
+
+def chains(page):
+    """Configurations of the shell lines that say after which others they run, in the order of running."""
+    for block in page.shown("bash"):
+        for config, before in re.findall(r"(\S+\.yaml)[^#\n]*# .*\bafter (\w+\.yaml(?: and \w+\.yaml)*)", block.text):
+            yield (*before.split(" and "), Path(config).name)
+
+
+@pytest.mark.parametrize(("page", "chain"), every(chains))
+def test_a_configuration_reads_what_runs_before(page, chain):
+    runs = [load_run(next((ROOT / "configs").glob(f"*/{name}")))[1] for name in chain]
+    for before, run in itertools.pairwise(runs):
+        assert before.output_dir in repr(run), before.output_dir
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
