@@ -56,7 +56,7 @@ data:
   format_prompt: "{{ content }} Think step by step, then give the final answer inside \\\\boxed{}."
 # eval_data: {heldout: {path: data/test.jsonl}}  # measured before, during and after training
 rewards:  # `mmrl list rewards`; your own: {name: mine, function: "my_rewards.py:score"}
-  - {name: math}
+  - {name: math}  # for numbers and formulas; exact for words, choice for letters of options
 accuracy_reward: math
 sampler: {max_new_tokens: 1024}
 trainer:
@@ -87,7 +87,7 @@ data:
   format_prompt: "{{ content }} Think step by step, then give the final answer inside \\\\boxed{}."
 # eval_data: {heldout: {path: data/test.jsonl}}  # measured before, during and after training
 rewards:  # `mmrl list rewards`; your own: {name: mine, function: "my_rewards.py:score"}
-  - {name: math}
+  - {name: math}  # for numbers and formulas; exact for words, choice for letters of options
 objective: {preset: grpo}  # others: `mmrl list objectives`
 sampler: {max_new_tokens: 1024}
 trainer:

@@ -52,6 +52,16 @@ def test_a_reward_that_fails_says_why(folder, capsys):
     assert lines[5].startswith("  returned 1 value for 3 rows")
 
 
+def test_without_answers_an_own_reward_is_called_with_an_empty_response(folder, capsys):
+    (folder / "my_rewards.py").write_text(
+        "def long(completions, **columns):\n    return [len(t) for t in completions]\n"
+    )
+    (folder / "train.jsonl").write_text('{"question": "Write."}\n')
+    words = 'rewards=[{name: long, function: "my_rewards.py:long", isolate: false}]'
+    assert main(["train", "my_run.yaml", "--dry-run", words]) == 0
+    assert capsys.readouterr().out.splitlines()[1:3] == ["  the first: 'Write.'", "  '' earns long 0"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

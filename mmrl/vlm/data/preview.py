@@ -50,9 +50,10 @@ def _first(task: VlmTask, rewards: Sequence[RewardConfig]) -> list[str]:
     sizes = [f"image {image.width} x {image.height}" for image in task.load_images()]
     shown = ", ".join([*sizes, *(["a video"] * len(task.videos)), repr(text[:SHOWN])])
     answer = task.columns.get("answer")
-    if answer is None or not rewards or any("url" in reward.options for reward in rewards):
-        return [f"  the first: {shown}"]
-    texts = [form.format(answer) for form in FORMS]
+    told = f"  the first: {shown}" + ("" if answer is None else f", answer {answer!r}")
+    if not rewards or any("url" in reward.options for reward in rewards):
+        return [told]
+    texts = [""] if answer is None else [form.format(answer) for form in FORMS]  # without one: does the function run?
     terms = RewardSum(rewards, workers=1)
     try:
         found = score_texts(terms, TrainerState(), [task] * len(texts), [text] * len(texts), texts, [[]] * len(texts))
@@ -62,7 +63,7 @@ def _first(task: VlmTask, rewards: Sequence[RewardConfig]) -> list[str]:
         f"  {text!r} earns " + ", ".join(f"{name} {_shown(values[number])}" for name, values in found.terms.items())
         for number, text in enumerate(texts)
     ]
-    return [f"  the first: {shown}, answer {answer!r}", *earned, *(f"  {text}" for text in found.examples.values())]
+    return [told, *earned, *(f"  {text}" for text in found.examples.values())]
 
 
 def _shown(value: float) -> str:
