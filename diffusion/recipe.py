@@ -22,6 +22,7 @@ from diffusion.config import DiffusionConfig, GivenEvaluationConfig, TrajectoryP
 from diffusion.data.prompts import DiffusionTask, LoadedRows, PromptConfig, load_prompts
 from diffusion.evaluation import ImageMeasure, shown_output, training_cost
 from diffusion.families.base import REFERENCE
+from diffusion.models.cards import describe_pipeline
 from diffusion.models.ema import EMAWeights, EvalAverage, KeepsEvalAverage
 from diffusion.models.pipelines import decode_latents
 from diffusion.models.policy import DiffusionPolicy, load_policy
@@ -35,6 +36,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Stateful, Tally
 from mmrl.errors import UserError
 from mmrl.rewards import RewardResult, RewardSum
+from mmrl.runs.export import Exported
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.evaluation import Elsewhere, Evaluation, evaluate_tasks
@@ -185,14 +187,14 @@ class DiffusionDomain:
         }
 
     @classmethod
-    def export(cls, config: Any, checkpoint: Path, output: Path) -> str:
+    def export(cls, config: Any, checkpoint: Path, output: Path) -> Exported:
         """Write an ordinary pipeline folder; with an evaluation average, that of the weights that were evaluated."""
         weights = EvalAverage.folder_of(checkpoint)
         policy = load_policy(dataclasses.replace(config.model, path=str(weights), build=None))
         policy.save_pipeline(output)
         # diffusers does not know that Stable Diffusion 3 may lack its T5 encoder
         absent = ", ".join(f"{name}=None" for name in policy.absent_parts())
-        return "diffusers.DiffusionPipeline.from_pretrained" + (f"({absent})" if absent else "")
+        return describe_pipeline(config, policy, absent)
 
     def close(self) -> None:
         """End the reward workers and delete files of embeddings."""

@@ -10,7 +10,7 @@ from diffusion import load_policy
 from diffusion.toy.shapes.building import build_pipeline
 from mmrl.recipes import find_recipe
 from mmrl.rewards import RewardConfig
-from mmrl.runs.export import export_run
+from mmrl.report.export import export_run
 from mmrl.training.run import train
 from mmrl.training.settings import TrainerConfig
 from mmrl.vlm import DataConfig, LoraSettings, ModelConfig, SamplerConfig, VlmConfig

@@ -147,18 +147,8 @@ def _existing_run(folder: Path) -> Path:
 
 
 def export(args: argparse.Namespace) -> int:
-    """Write a run's model as a folder that transformers, diffusers or robotics load, adapters merged."""
-    from mmrl.config import load_run
-
-    run_dir = _existing_run(args.run_folder)
-    entry, config = load_run(run_dir / "config.yaml")
-    from mmrl.runs.export import export_run
-
-    output = args.output or run_dir / "export"
-    call = export_run(entry, config, run_dir, output, args.step)
-    say(f"exported: {output}")
-    say(f"load it with: {call}")
-    return 0
+    """Write a run's model as a folder that transformers, diffusers or robotics load, adapters merged, with a card."""
+    return load_target("mmrl.report.export:export")(args, _existing_run(args.run_folder), say)  # type: ignore[no-any-return]
 
 
 def report(args: argparse.Namespace) -> int:
@@ -368,6 +358,8 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_folder", metavar="RUN_DIR", type=Path, help="folder of a run")
     parser.add_argument("--output", metavar="DIR", type=Path, help="default: export/ in the run folder")
     parser.add_argument("--step", metavar="N", type=int, help="this checkpoint; default: the best one, else the newest")
+    hub = "make and check a folder for this repository of the Hugging Face hub; uploads nothing"
+    parser.add_argument("--to-hub", metavar="OWNER/NAME", default="", help=hub)
 
 
 def _add_report_arguments(parser: argparse.ArgumentParser) -> None:

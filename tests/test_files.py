@@ -102,7 +102,7 @@ INSIDE_A_DRAFT = {
     "benchmarks/measure.py",
     "benchmarks/worker.py",
     "mmrl/files.py",
-    "mmrl/runs/export.py",
+    "mmrl/report/export.py",
     "mmrl/runs/checkpoint.py",
     "mmrl/vlm/model/network.py",
     "mmrl/workers/run_code.py",

@@ -40,6 +40,7 @@ from mmrl.errors import UserError
 from mmrl.fields import rare
 from mmrl.rewards import RewardConfig, RewardResult, TrainerState
 from mmrl.rewards.loading import source_digest
+from mmrl.runs.export import Exported
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
@@ -47,6 +48,7 @@ from mmrl.training.processes import SimCounts, Streams, sum_over_processes
 from mmrl.training.recipe import LossTerm, NoUsableTasksError, Recipe, Step
 from mmrl.training.scoring import EveryRewardFailedError, RewardErrors, failure_of
 from mmrl.training.settings import RunConfig
+from mmrl.vlm.engine.export import export_model
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
 from mmrl.vlm.engine.sampler import SamplerConfig
 from mmrl.vlm.inference.sampler import EngineSampler, EngineSamplerConfig, check_engine, open_engine
@@ -310,10 +312,12 @@ class AgentDomain:
         }
 
     @classmethod
-    def export(cls, config: Any, checkpoint: Path, output: Path) -> str:
+    def export(cls, config: Any, checkpoint: Path, output: Path) -> Exported:
         """Write an ordinary model folder with tokenizer and processor, adapters added into the weights."""
-        load_policy(replace(config.model, path=str(checkpoint / "model"), build=None)).save_merged(output)
-        return "transformers.AutoModelForImageTextToText.from_pretrained"
+        environment = config.environment.factory
+        found = export_model(config, checkpoint, output)
+        limits = ("In training an environment wrote the prompts; the snippet above asks a plain question.",)
+        return replace(found, facts={**found.facts, "environment": environment}, limits=limits)
 
     def close(self) -> None:
         """End the environments and the workers of reward functions."""

@@ -24,7 +24,7 @@ RESULT_TYPES: dict[str, type | tuple[type, ...]] = {
         ("steps", "optimiser_steps", "optimiser_steps_without_gradient", "samples", "tokens", "seconds", "processes"),
         (int, float),
     ),
-    "versions": dict,
+    **dict.fromkeys(("versions", "data", "best_checkpoint"), dict),
 }
 """Fields of result.json that the report shows, and their types; values of other types are left out."""
 

@@ -20,7 +20,13 @@ MOST_NAMED = 4
 """Changes that a sentence names."""
 SOURCES = {
     "model": (("model", "path"), ("model", "build"), ("policy", "path")),
-    "data": (("data", "path"), ("environment", "factory"), ("sim", "factory"), ("demonstrations", "path")),
+    "data": (
+        ("data", "path"),
+        ("environment", "factory"),
+        ("sim", "factory"),
+        ("demonstrations", "path"),
+        ("images", "path"),
+    ),
 }
 """Keys of the configuration that name the model and the data; the first one that is set is shown."""
 
@@ -60,9 +66,9 @@ def short_outcome(runs: Sequence[RunFolder]) -> str:
 
 def facts(run: RunFolder) -> list[tuple[str, str]]:
     """Model, data, steps, time, date, machine, versions and command, as far as the run folder tells."""
-    settings, result = _settings(run), run.result
+    settings, result = settings_of(run), run.result
     rows = [
-        (name, next((str(at) for place in places if (at := _at(settings, place))), ""))
+        (name, next((str(at) for place in places if (at := setting(settings, *place))), ""))
         for name, places in SOURCES.items()
     ]
     splits = ", ".join(run.splits)
@@ -81,7 +87,8 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
     return [(name, text) for name, text in rows if text]
 
 
-def _settings(run: RunFolder) -> dict[str, Any]:
+def settings_of(run: RunFolder) -> dict[str, Any]:
+    """The resolved configuration of a run; empty where it cannot be read."""
     try:
         found = yaml.safe_load(run.text("config.yaml"))
     except yaml.YAMLError:
@@ -89,7 +96,7 @@ def _settings(run: RunFolder) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _at(settings: Mapping[str, Any], place: Sequence[str]) -> Any:
+def setting(settings: Mapping[str, Any], *place: str) -> Any:
     """A setting by its place; None where there is none."""
     value: Any = settings
     for name in place:

@@ -1,45 +1,38 @@
-"""A run's result as a folder that the model's own library loads, whole and without this suite."""
+"""Checkpoints of runs as models to start from, and the facts about a model that was exported."""
 
 from __future__ import annotations
 
-import json
 import logging
-import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.files import expanded, follow_umask
+from mmrl.files import expanded
 from mmrl.runs.checkpoint import Checkpoints
 
 LOGGER = logging.getLogger("mmrl")
 ABOUT_FILE = "export.json"
 
 
-def export_run(entry: Any, config: Any, run_dir: Path, output: Path, step: int | None = None) -> str:
-    """Write the model of a run's best (else newest) checkpoint as one ordinary folder, adapters merged."""
-    checkpoint = chosen_checkpoint(run_dir, step)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output} exists; choose another --output, or delete it")
-    partial = output.with_name(f".partial-{output.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-        call = entry.load_recipe_class().export(config, checkpoint, partial)
-        about = {"recipe": entry.name, "step": int(checkpoint.name.removeprefix("step-")), "load": call}
-        (partial / ABOUT_FILE).write_text(json.dumps(about | _prompt_format(config), indent=2) + "\n", encoding="utf-8")
-        follow_umask(partial)
-        if output.exists():
-            output.rmdir()
-        partial.rename(output)
-    except OSError as error:
-        raise UserError(f"{output} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    if not call.endswith(")"):
-        return f"{call}({str(output)!r})"
-    function, _, options = call.partition("(")
-    return f"{function}({str(output)!r}, {options}"
+@dataclass(frozen=True)
+class Exported:
+    """Facts about a model folder that a recipe wrote, for its card."""
+
+    call: str
+    """Function that loads the folder, with `(options)` after it if it needs some."""
+    load: str
+    """Python that loads the model from `folder`."""
+    use: str = ""
+    """Python that uses the loaded model."""
+    library: str = "mmrl-suite"
+    """Library that loads it, as the hub spells it."""
+    task: str = ""
+    """The hub's name of what the model does (`pipeline_tag`)."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """Further facts by name, such as cameras and actions of a robot."""
+    limits: Sequence[str] = ()
+    """Sentences about where the model should not be trusted."""
 
 
 def is_run(folder: Path) -> bool:
@@ -77,10 +70,3 @@ def chosen_checkpoint(run_dir: Path, step: int | None = None) -> Path:
     folder = checkpoints.path(best["step"] if best else steps[-1] if step is None else step)
     checkpoints.check(folder)
     return folder
-
-
-def _prompt_format(config: Any) -> dict[str, str]:
-    """Prompt format of training, which later questions have to follow."""
-    data = getattr(config, "data", None)
-    found = {name: getattr(data, name, None) for name in ("system_prompt", "format_prompt")}
-    return {name: value for name, value in found.items() if value}

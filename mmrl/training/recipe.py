@@ -21,6 +21,7 @@ from mmrl.core.objectives.objective import LossOutput, Objective, PolicyOutputs
 from mmrl.core.rollouts import COLLISION, KEEPS_OLD, Rollouts
 from mmrl.core.state import ObjectiveState, Stateful
 from mmrl.errors import RunError, UserError
+from mmrl.runs.export import Exported
 from mmrl.runs.fingerprint import content_digest
 from mmrl.runs.records import SampleRecord
 from mmrl.training.evaluation import Elsewhere, Evaluation, Measure, evaluate_tasks
@@ -253,9 +254,8 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
-        for name, part in self.parts.items():
-            if name in state:
-                part.load_state_dict(state[name])
+        for name in (name for name in self.parts if name in state):
+            self.parts[name].load_state_dict(state[name])
         for term in self.terms:
             if term.name in state["terms"]:
                 term.load_state_dict(state["terms"][term.name])
@@ -268,8 +268,8 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         return content_digest(self.train_tasks)
 
     @classmethod
-    def export(cls, config: Any, checkpoint: Path, output: Path) -> str:
-        """Write a checkpoint's model for its own library; returns the function that loads it, `(options)` after it."""
+    def export(cls, config: Any, checkpoint: Path, output: Path) -> Exported:
+        """Write a checkpoint's model for its own library; returns how it is loaded and used."""
         raise UserError(f"{cls.__name__} has no export of its own; the model as it is saved lies in {checkpoint}/model")
 
     def close(self) -> None:

@@ -394,6 +394,7 @@ class Trainer:
             "optimiser_steps_skipped": self.updater.skipped,
             "optimiser_steps_without_gradient": self.updater.waited,
             "best_checkpoint": self.saver.checkpoints.best(),
+            "data": {"tasks": len(self.tasks.tasks), "digest": self.tasks.contents},
             **machine(self.accelerator),
             "versions": versions(),
         }

@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Stateful, Tally
 from mmrl.errors import UserError
 from mmrl.rewards import RewardResult, RewardSum, TrainerState
+from mmrl.runs.export import Exported
 from mmrl.runs.records import Outcome, SampleRecord, short_digest
 from mmrl.runs.run_log import LONGER, metric_label
 from mmrl.runs.statistics import pass_at, with_interval
@@ -38,9 +39,9 @@ from mmrl.vlm.config import AnswerScoring, ExtraMeasures, VlmConfig, VlmEvaluati
 from mmrl.vlm.data.dataset import LoadedTasks, load_splits, load_tasks
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
 from mmrl.vlm.data.task import TaskError, VideoOptions, VlmTask, check_columns, score_texts, splits_by_key, task_images
+from mmrl.vlm.engine.export import export_model
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
 from mmrl.vlm.engine.sampler import Samples, sample
-from mmrl.vlm.model.network import auto_class
 from mmrl.vlm.router_loss import router_terms
 
 LOGGER = logging.getLogger("mmrl")
@@ -244,13 +245,9 @@ class VlmDomain:
         self.cramped["prompts"] += 1
 
     @classmethod
-    def export(cls, config: Any, checkpoint: Path, output: Path) -> str:
+    def export(cls, config: Any, checkpoint: Path, output: Path) -> Exported:
         """Write an ordinary model folder with tokenizer and processor, adapters added into the weights."""
-        model = replace(config.model, path=str(checkpoint / "model"), build=None)
-        policy = load_policy(model, policy_class=cls.policy_class)
-        policy.save_merged(output)
-        auto = auto_class(policy.network.config.model_type, str(output))
-        return f"transformers.{auto.__name__}.from_pretrained"
+        return export_model(config, checkpoint, output, cls.policy_class)
 
     def close(self) -> None:
         """End the reward workers."""

@@ -31,6 +31,7 @@ from mmrl.errors import UserError
 from mmrl.fields import choice, rare
 from mmrl.recipes import RecipeEntry, find_recipe
 from mmrl.rewards.loading import source_digest
+from mmrl.runs.export import Exported
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import metric_label
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
@@ -46,6 +47,7 @@ from robotics.methods.old_policy import OldPolicy
 from robotics.policies.base.policy import ActionPolicy, PolicyInputs, open_policy
 from robotics.policies.base.saved import is_saved_policy
 from robotics.policies.base.statistics import ActionRange
+from robotics.policies.cards import describe_policy, users_policy
 from robotics.policies.loading import ActionPolicyConfig, check_fit, load_action_policy
 from robotics.sim.episodes import EpisodeSpec, RobotSim
 from robotics.sim.opening import SimConfig, open_sim
@@ -191,14 +193,15 @@ class RobotDomain:
         return found | {"sim/episodes_failed": float(self.broken["episodes"])} | self.sim_counts.metrics()
 
     @classmethod
-    def export(cls, config: Any, checkpoint: Path, output: Path) -> str:
+    def export(cls, config: Any, checkpoint: Path, output: Path) -> Exported:
         """Write a policy folder that needs no other one; a module of the user's own is copied as it was saved."""
         model = checkpoint / "model"
         if not is_saved_policy(model):
             shutil.copytree(model, output, dirs_exist_ok=True)
-            return f"{config.model.kind}(...).load_weights"
-        open_policy(model).export(output)
-        return "robotics.open_policy"
+            return users_policy(config)
+        policy = open_policy(model)
+        policy.export(output)
+        return describe_policy(config, policy, checkpoint.parents[1], output)
 
     def close(self) -> None:
         """End the simulator's threads and processes."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mmrl.recipes import find_recipe
-from mmrl.runs.export import export_run
+from mmrl.report.export import export_run
 from mmrl.training.run import train
 from mmrl.training.saving import RunSaver
 from mmrl.training.trainer import Trainer
@@ -89,6 +89,7 @@ def test_export_of_a_module_of_the_users_own_is_its_folder(tmp_path):
     model = run / "checkpoints/step-000003/model"
     exported = files(tmp_path / "out", "*")
     assert exported.pop("export.json")
+    assert b"simulation only" in exported.pop("README.md")
     assert exported == files(model, "*")
 
 

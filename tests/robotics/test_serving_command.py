@@ -23,7 +23,7 @@ from websockets.sync.client import connect
 from mmrl.cli import main
 from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
-from mmrl.runs.export import export_run
+from mmrl.report.export import export_run
 from mmrl.training.run import train
 from mmrl.vlm.model.config import ModelConfig
 from robotics.policies.base.encoder import EncoderConfig

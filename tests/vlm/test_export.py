@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from PIL import Image
 
 from mmrl.cli import main
@@ -18,6 +20,7 @@ from mmrl.errors import UserError
 from mmrl.hub.compat import quiet_transformers
 from mmrl.recipes import RECIPES
 from mmrl.training.run import evaluate, train
+from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.engine.policy import load_policy
 from mmrl.vlm.methods.sft import SftConfig
 from mmrl.vlm.model.config import LoraSettings, ModelConfig
@@ -67,6 +70,31 @@ def test_plain_transformers_loads_the_export_and_computes_the_same(tmp_path, tin
     found, expected = logits(plain, processor), logits(policy.model, processor)
     assert_equal_up_to_rounding(found, expected)
     assert float((logits(base.model, processor) - expected).abs().max()) > 1e-3  # the run has changed the model
+
+
+def test_the_snippet_of_the_card_asks_as_in_training(tmp_path, tiny_folders, capsys):
+    config = run_config(SftConfig, tmp_path, tiny_folders["qwen2_5_vl"], steps=1, samples_per_task=1)
+    config.recipe = "sft"
+    config.data.system_prompt, config.data.format_prompt = 'Say "no".', "{{ content }}\n```\nIn one word."
+    run = train(RECIPES["sft"], config)
+    assert main(["export", str(run), "--to-hub", "someone/digits"]) == 0
+    assert f"upload it with: hf upload someone/digits {run}/export" in capsys.readouterr().out
+    card = ModelCard.load(run / "export/README.md")
+    assert str(tmp_path) not in card.text + (run / "export/export.json").read_text()
+    data = json.loads((run / "result.json").read_text())["data"]
+    assert f"{data['tasks']} tasks, digest `{data['digest']}`" in card.text
+    snippet = re.search(r"(```+)python\n(.*?)\n\1\n", card.text, re.DOTALL)[2]
+    made = {}
+    with quiet_transformers():
+        exec(snippet.replace("someone/digits", str(run / "export")), made)
+    content = [{"type": "image"}, {"type": "text", "text": "What do you see?\n```\nIn one word."}]
+    turns = [
+        {"role": "system", "content": [{"type": "text", "text": 'Say "no".'}]},
+        {"role": "user", "content": content},
+    ]
+    policy = load_policy(ModelConfig(path=str(run)))
+    expected = policy.encode(VlmTask("0", turns, [made["image"]]))
+    assert made["inputs"]["input_ids"][0].tolist() == expected.input_ids.tolist()
 
 
 def test_the_exported_model_generates_as_the_suite_samples(tmp_path, tiny_folders):

@@ -85,6 +85,15 @@ def make_renderer(template: str | None) -> Callable[[str], str]:
     return lambda text: render(content=text)
 
 
+def read_template(template: str, option: str = "data.format_prompt") -> str:
+    """The text of a template, which may be the path of a .jinja file."""
+    if not template.endswith((".jinja", ".jinja2", ".j2")):
+        return template
+    if not is_file(expanded(template)):
+        raise UserError(f"{option} names the file {template}, which does not exist")
+    return expanded(template).read_text(encoding="utf-8")
+
+
 def make_template(
     template: str, names: Sequence[str], option: str, lost: str, further: Sequence[str] = ()
 ) -> Callable[..., str]:
@@ -92,10 +101,7 @@ def make_template(
     import jinja2
     from jinja2.sandbox import SandboxedEnvironment
 
-    if template.endswith((".jinja", ".jinja2", ".j2")):
-        if not is_file(expanded(template)):
-            raise UserError(f"{option} names the file {template}, which does not exist")
-        template = expanded(template).read_text(encoding="utf-8")
+    template = read_template(template, option)
     places = {name: f"\N{SNOWMAN}{name}\N{SNOWMAN}" for name in (*names, *further)}
     try:
         compiled = SandboxedEnvironment(undefined=jinja2.StrictUndefined).from_string(template)

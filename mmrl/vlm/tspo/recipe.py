@@ -33,6 +33,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
 from mmrl.hub.building import build_if_missing
 from mmrl.hub.video_reading import VideoError
+from mmrl.runs.export import Exported
 from mmrl.runs.fingerprint import content_digest
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
@@ -248,11 +249,15 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         return content_digest([task.contents() for task in self.train_tasks])
 
     @classmethod
-    def export(cls, config: TspoConfig, checkpoint: Path, output: Path) -> str:
+    def export(cls, config: TspoConfig, checkpoint: Path, output: Path) -> Exported:
         """Write the agent alone: a small folder that `load_frame_picker` loads, for any video model."""
         agent, settings = load_agent(checkpoint / "model")
         save_agent(agent, settings, output)
-        return "mmrl.vlm.tspo.picker.load_frame_picker"
+        return Exported(
+            "mmrl.vlm.tspo.picker.load_frame_picker",
+            "from mmrl.vlm.tspo.picker import load_frame_picker\n\npicker = load_frame_picker(folder)",
+            facts={"use": "picker.pick(video, question, count=16) returns the frames that answer the question"},
+        )
 
     def close(self) -> None:
         """End the reward workers."""

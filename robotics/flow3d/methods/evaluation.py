@@ -13,6 +13,7 @@ import torch
 
 from diffusion.models.ema import EvalAverage, KeepsEvalAverage
 from mmrl.fields import bounded
+from mmrl.runs.export import Exported
 from mmrl.runs.records import Outcome, SampleRecord
 from mmrl.runs.statistics import with_interval
 from mmrl.training.evaluation import Measure, Row, Trial, part_metric, parts_of_tasks
@@ -36,10 +37,15 @@ class FlowDomain(KeepsEvalAverage):
     """Evaluation average and export of recipes on a world model of flow."""
 
     @classmethod
-    def export(cls, config: Any, checkpoint: Path, output: Path) -> str:
+    def export(cls, config: Any, checkpoint: Path, output: Path) -> Exported:
         """Write a folder that needs no other one; with an evaluation average, that of the weights it evaluated."""
         FlowWorldModel.from_pretrained(EvalAverage.folder_of(checkpoint)).export(output)
-        return "robotics.flow3d.model.FlowWorldModel.from_pretrained"
+        return Exported(
+            "robotics.flow3d.model.FlowWorldModel.from_pretrained",
+            "from robotics.flow3d.model import FlowWorldModel\n\nmodel = FlowWorldModel.from_pretrained(folder)",
+            task="robotics",
+            facts={"use": "model.predict(observation, points, samples=4) returns where the points of an object move"},
+        )
 
 
 @dataclass

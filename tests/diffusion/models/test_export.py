@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +18,8 @@ from diffusion.toy.pipelines.tiny import TinySd3Sizes, build_tiny_sd3
 from mmrl.cli import main
 from mmrl.hub.compat import quiet_transformers
 from mmrl.recipes import RECIPES
+from mmrl.report.export import export_run
 from mmrl.runs.checkpoint import write_manifest
-from mmrl.runs.export import export_run
 from mmrl.training.run import train
 from tests.diffusion.runs import PROMPTS, run_config
 from tests.rounding import assert_equal_up_to_rounding
@@ -97,7 +98,7 @@ def test_equal_adapters_are_equal_bytes_whatever_process_writes_them(tmp_path, p
     assert [name for name in files[0] if files[0][name] != files[1][name]] == []
 
 
-def test_the_printed_call_loads_a_pipeline_without_t5(tmp_path):
+def test_the_printed_call_and_the_card_draw_with_a_pipeline_without_t5(tmp_path, monkeypatch):
     folder = build_tiny_sd3(tmp_path / "short", corpus=list(PROMPTS), sizes=TinySd3Sizes(layers=1, t5_layers=0))
     config = run_config("flow_grpo", tmp_path)
     config.model = dataclasses.replace(config.model, path=str(folder))
@@ -113,3 +114,8 @@ def test_the_printed_call_loads_a_pipeline_without_t5(tmp_path):
         exported = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "out", text_encoder_3=None, tokenizer_3=None)
     assert exported.text_encoder_3 is None
     assert json.loads((tmp_path / "out/export.json").read_text())["load"].endswith("tokenizer_3=None)")
+    monkeypatch.chdir(tmp_path / "out")
+    made = {}
+    with quiet_transformers():
+        exec(re.search(r"```python\n(.*?)\n```\n", Path("README.md").read_text(), re.DOTALL)[1], made)
+    assert made["drawn"].size == (32, 32)

@@ -13,7 +13,7 @@ from PIL import Image
 
 from mmrl.errors import ConfigError, UserError
 from mmrl.recipes import RECIPES
-from mmrl.runs.export import export_run
+from mmrl.report.export import export_run
 from mmrl.runs.records import read_samples
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
@@ -121,7 +121,7 @@ def test_the_exported_agent_picks_frames_of_a_file(tmp_path):
     call = export_run(RECIPES["tspo"], config, run_dir, tmp_path / "agent")
     assert call.startswith("mmrl.vlm.tspo.picker.load_frame_picker(")
     names = sorted(path.name for path in (tmp_path / "agent").iterdir())
-    assert names == ["agent.json", "agent.safetensors", "export.json"]
+    assert names == ["README.md", "agent.json", "agent.safetensors", "export.json"]
     picker = load_frame_picker(tmp_path / "agent")
     own = load_frame_picker(run_dir).agent.state_dict()
     assert all(torch.equal(own[name], weight) for name, weight in picker.agent.state_dict().items())

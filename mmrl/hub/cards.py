@@ -1,0 +1,100 @@
+"""Cards: README.md with a head of metadata, which the Hugging Face hub shows for models and data sets."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmrl.files import expanded, is_file, write_atomically
+
+CARD = "README.md"
+MARK = "<!-- Written by mmrl, which keeps it up to date; without this line it is yours. -->"
+SECRET = re.compile(r"(^|_)(api_key|secret|password|token)$")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def fenced(text: str, language: str = "text") -> list[str]:
+    """Lines of a code block that no text can end from within."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return [f"{fence}{language}", text.rstrip("\n"), fence, ""]
+
+
+def plain(text: object) -> str:
+    """Text on one line, whose characters Markdown and HTML show as they are, also in a table."""
+    return re.sub(r"[\\`*\[\]<>|#~$&]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", " ".join(str(text).split()))
+
+
+def code(text: object) -> str:
+    """Text on one line as code, also in a table."""
+    line = " ".join(str(text).split())
+    tick = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
+    pad = " " if line[:1] == "`" or line[-1:] == "`" else ""
+    return f"{tick}{pad}{line}{pad}{tick}".replace("|", r"\|")
+
+
+def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a table; none where it has no rows. Cells are Markdown: see `plain` and `code`."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return [f"| {' | '.join(heading)} |", f"|{'---|' * len(heading)}", *lines, ""] if lines else []
+
+
+def portable(value: Any, key: str = "") -> Any:
+    """Settings without paths of this machine, of which the last name stays, and without secrets."""
+    if isinstance(value, Mapping):
+        return {name: portable(entry, str(name)) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [portable(entry) for entry in value]
+    if not isinstance(value, str):
+        return value
+    if SECRET.search(key.lower()) and value:
+        return "removed"
+    is_path = value.startswith(("/", "~/", "file:")) and not re.search(r"\s", value.partition("/")[2])
+    return value.rstrip("/").rpartition("/")[2] if is_path or (os.path.isabs(value) and is_file(value)) else value
+
+
+def without_paths(text: str) -> str:
+    """A message with the names of files in place of their absolute paths."""
+    return re.sub(r"(?<![\w.:/~>)])~?/(?:[\w.+@%-]+/)+([\w.+@%-]*)", r"\1", text)
+
+
+def hub_id_of(path: str) -> str:
+    """The path, where it is a hub id whose files the hub's cache holds; else empty."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if not HUB_ID.fullmatch(path) or expanded(path).exists():
+        return ""
+    files = ("config.json", "model_index.json", "README.md")
+    try:
+        return path if any(isinstance(try_to_load_from_cache(path, name), str) for name in files) else ""
+    except ValueError:  # not a valid id
+        return ""
+
+
+def head_of(path: str) -> dict[str, Any]:
+    """Metadata in the card of a model or data set, from its folder or the hub's cache; empty without one."""
+    from huggingface_hub import metadata_load, try_to_load_from_cache
+
+    found = try_to_load_from_cache(path, CARD) if hub_id_of(path) else str(expanded(path) / CARD)
+    try:
+        return (metadata_load(found) or {}) if isinstance(found, str) and Path(found).is_file() else {}
+    except (ValueError, OSError):  # no head, or a damaged one
+        return {}
+
+
+def card_text(head: Any, lines: Iterable[str]) -> str:
+    """A card from the hub's `ModelCardData` or `DatasetCardData` and lines of Markdown."""
+    return f"---\n{head.to_yaml()}\n---\n\n" + "\n".join(lines).rstrip("\n") + "\n"
+
+
+def write_dataset_card(folder: Path, title: str, lines: Sequence[str], **head: Any) -> None:
+    """Write the card of a data set, unless its folder has one that a person wrote or changed the mark of."""
+    from huggingface_hub import DatasetCardData
+
+    path = folder / CARD
+    if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
+        return
+    data = DatasetCardData(pretty_name=title, **head)
+    write_atomically(path, card_text(data, [f"# {plain(title)}", "", *lines, "", MARK]))
