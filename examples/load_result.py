@@ -9,8 +9,8 @@ from diffusion import ModelConfig as PipelineConfig
 from diffusion import load_policy
 from diffusion.toy.shapes.building import build_pipeline
 from mmrl.recipes import find_recipe
-from mmrl.rewards import RewardConfig
 from mmrl.report.export import export_run
+from mmrl.rewards import RewardConfig
 from mmrl.training.run import train
 from mmrl.training.settings import TrainerConfig
 from mmrl.vlm import DataConfig, LoraSettings, ModelConfig, SamplerConfig, VlmConfig
