@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -213,8 +212,6 @@ def _pipeline(config: ModelConfig) -> tuple[Any, int]:
     path = model_folder(config.path)
     while (expanded(path) / BASE_FILE).is_file():
         path = str(read_base(expanded(path) / BASE_FILE)["path"])
-    if config.build is not None and not Path(expanded(path)).exists():
-        raise UserError(f"model.path {path} does not exist; model.build writes it when the run starts, plan it then")
     if path not in PUBLISHED or expanded(path).exists():
         try:
             pipeline = outlined_pipeline(path, config.family)

@@ -86,8 +86,11 @@ def check_finite(weights: Mapping[str, Any], place: Path | str) -> None:
 def may_be_hub_id(path: str) -> bool:
     """Whether a path that is no model folder may be a hub id (owner/name)."""
     folder = expanded(path).absolute()
-    # runs/model is also a well-formed hub id; next to an existing runs/ it is a folder that is missing
-    return not (folder.is_file() or folder.parent.is_dir()) and re.fullmatch(r"[\w.-]+/[\w.-]+", path) is not None
+    # data/model is also a well-formed hub id; next to an existing data/, and always in runs/, the folder of runs, it is
+    # one that is missing
+    if folder.is_file() or folder.parent.is_dir() or path.startswith("runs/"):
+        return False
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", path) is not None
 
 
 def first_line(error: Exception) -> str:

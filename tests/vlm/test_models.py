@@ -292,6 +292,7 @@ def test_folders_that_are_not_models(tmp_path, tiny_folders, monkeypatch):
     assert "no model folder" in refuse(tmp_path / "missing")
     assert "hub id" in refuse("missing")
     monkeypatch.chdir(tmp_path)
+    assert "no model folder runs/model" in refuse("runs/model")  # a run that is missing, whether runs/ is there or not
     (tmp_path / "runs").mkdir()
     assert "no model folder runs/model" in refuse("runs/model")
     (tmp_path / "notes").mkdir()

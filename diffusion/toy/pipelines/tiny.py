@@ -11,6 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config
 from mmrl.files import replaced
@@ -231,6 +233,48 @@ def build_tiny_sd3(
     sizes = sizes or TinySd3Sizes()
     check_config(sizes)
     return write_pipeline(Path(path), lambda: _assemble(sizes, corpus, shift, autoencoder), seed)
+
+
+def build_from_images(
+    path: str, *, images: str, patch: int = 2, channels: int = 12, shift: float = 1.5, seed: int = 0, **sizes: Any
+) -> Path:
+    """Write a tiny Stable Diffusion 3 pipeline for square captioned images, with a transformer that is random.
+
+    Args:
+        path: folder to write.
+        images: captioned images, as `images.path` of a run; their words are those of the tokenizers.
+        patch: pixels on a side of a latent pixel, a power of 2.
+        channels: latent channels; 3 patch^2 lose nothing.
+        shift: timestep shift of the scheduler; small images need less than the 3 of the released models.
+        seed: seed of the weights.
+        sizes: further fields of `TinySd3Sizes`.
+
+    Raises:
+        UserError: the images differ in size, are not square, or do not fit the patches.
+    """
+    from diffusion.data.images import ImageDataConfig, load_images
+    from diffusion.toy.pipelines.patches import PatchAutoencoder
+
+    data = load_images(ImageDataConfig(path=images))
+    pixels = [image.read() for image in data[:FITTED_IMAGES]]
+    found = sorted({image.shape[:-1] for image in pixels})
+    (side, *_), step = found[0], patch * sizes.get("patch", TinySd3Sizes.patch)
+    if found != [(side, side)] or side % step:
+        raise UserError(f"{images} has images of {found}; all must be squares whose side is a multiple of {step}")
+    return build_tiny_sd3(
+        path,
+        corpus=[image.caption for image in data],
+        sizes=TinySd3Sizes(
+            latent_size=side // patch, latent_channels=channels, **({"t5_layers": 0, "vocab_size": 2000} | sizes)
+        ),
+        shift=shift,
+        seed=seed,
+        autoencoder=PatchAutoencoder.fit(np.stack(pixels), patch, channels),
+    )
+
+
+FITTED_IMAGES = 1000
+"""Images that an autoencoder is fitted to."""
 
 
 def write_pipeline(path: Path, assemble: Callable[[], Any], seed: int) -> Path:

@@ -97,6 +97,12 @@ class Browser:
         self._program = require_chromium(self.settings.executable)
         self._start()
 
+    def __enter__(self) -> Browser:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def open_context(self, width: int, height: int, scale: float = 1.0, locale: str = "en-US") -> BrowserContext:
         """A separate offline context (cookies, storage, windows) with a viewport in CSS pixels."""
         self._check_thread()

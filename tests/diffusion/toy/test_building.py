@@ -7,10 +7,13 @@ import json
 import numpy as np
 import pytest
 
-from diffusion.data.images import ImageDataConfig, load_images
+from diffusion.data.images import ImageDataConfig, load_images, write_images
+from diffusion.families.table import family_of
+from diffusion.models.pipelines import decode_latents, encode_images, load_pipeline
 from diffusion.models.policy import LoraSettings, ModelConfig, load_policy
 from diffusion.rewards import load_image_rewards
 from diffusion.toy import digits
+from diffusion.toy.pipelines.tiny import build_from_images
 from diffusion.toy.shapes import building
 from mmrl.errors import UserError
 from tests.diffusion.runs import tiny_model
@@ -82,3 +85,14 @@ def test_digit_pipeline_draws_grey_eight_by_eight(tmp_path):
     images, finite = decode_latents(policy.family, encode_images(policy.family, pixels))
     assert finite.all()
     assert np.abs(images.astype(int) - pixels).max() <= 1
+
+
+def test_a_pipeline_of_ones_own_images_returns_their_pixels_and_refuses_what_does_not_fit(tmp_path):
+    colours = np.random.default_rng(0).integers(0, 256, (5, 1, 1, 3), np.uint8)
+    images = write_images(tmp_path / "own.npz", np.tile(colours, (1, 8, 8, 1)), [f"word{n} tile" for n in range(5)])
+    folder = build_from_images(str(tmp_path / "model"), images=str(images), layers=1)
+    family, pixels = family_of(load_pipeline(folder)), np.tile(colours, (1, 8, 8, 1))
+    assert np.array_equal(decode_latents(family, encode_images(family, pixels)).pixels, pixels)
+    assert "tile</w>" in family.pipeline.tokenizer.get_vocab()
+    with pytest.raises(UserError, match=r"\[\(8, 8\)\]; all must be squares whose side is a multiple of 16"):
+        build_from_images(str(tmp_path / "coarse"), images=str(images), patch=8)
