@@ -23,6 +23,7 @@ from diffusion.models.saved import BASE_FILE, read_base
 from diffusion.sampling.sampler import SamplerConfig, trained_window
 from mmrl.errors import UserError
 from mmrl.files import expanded
+from mmrl.hub.building import build_if_missing
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 from mmrl.runs.export import model_folder
 from mmrl.training.objectives import make_objective
@@ -209,6 +210,7 @@ class _Called:
 
 def _pipeline(config: ModelConfig) -> tuple[Any, int]:
     """The pipeline without values and the number of weights of its text encoders."""
+    build_if_missing(config, "model")
     path = model_folder(config.path)
     while (expanded(path) / BASE_FILE).is_file():
         path = str(read_base(expanded(path) / BASE_FILE)["path"])

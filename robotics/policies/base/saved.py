@@ -70,7 +70,8 @@ def read_config(path: Path) -> dict[str, Any]:
     """Read a folder's policy.json."""
     file = path / CONFIG_FILE
     if not file.is_file():
-        raise UserError(f"{path} is not a saved policy: it has no {CONFIG_FILE}")
+        missing = "there is no such folder" if not path.is_dir() else f"it has no {CONFIG_FILE}"
+        raise UserError(f"{path} is not a saved policy: {missing}")
     return read_json_object(file)
 
 
