@@ -15,6 +15,7 @@ from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.files import expanded
+from mmrl.hub.cards import note_build
 
 LENGTH_BYTES = 8
 ALIGNMENT = 8
@@ -109,11 +110,14 @@ def build_if_missing(config: Any, what: str = "data") -> None:
     from mmrl.rewards.loading import load_function
 
     function = load_function(config.build, what=f"{what}.build")
+    new = not path.parent.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     with _lock(path.with_name(f".{path.name}.lock")):
         if not path.exists():
             log.info("building %s with %s", path, config.build)
             _call_build(function, path, config, what)
+            if what != "model":
+                note_build(path, config.build, dict(config.build_options), new_folder=new)
     if not path.exists():
         raise UserError(f"{what}.build {config.build!r} returned without writing {path}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -98,3 +99,43 @@ def write_dataset_card(folder: Path, title: str, lines: Sequence[str], **head: A
         return
     data = DatasetCardData(pretty_name=title, **head)
     write_atomically(path, card_text(data, [f"# {plain(title)}", "", *lines, "", MARK]))
+
+
+def note_build(path: Path, build: str, options: Mapping[str, Any], *, new_folder: bool) -> None:
+    """Name the function and options that made a data set in its card.
+
+    A folder that is a data set has a card of its own. Files get one in a folder that was made for them, with a part for
+    each file; the metadata keeps what the others were made with.
+    """
+    made = f"Made by {code(portable(build))}" + (f" with {code(portable(dict(options)))}." if options else ".")
+    folder = path if path.is_dir() else path.parent
+    card = folder / CARD
+    known = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    if path.is_dir():
+        if MARK in known:
+            write_atomically(card, known.replace(MARK, f"{made}\n\n{MARK}"))
+        return
+    if not new_folder and MARK not in known:
+        return
+    files = {**(head_of(str(folder)).get("files") or {}), path.name: {"made": made, **_contents(path)}}
+    lines = ["Generated data.", ""]
+    for name, about in files.items():
+        rows = [[key, str(text)] for key, text in about.items() if key != "made"]
+        lines += [f"## {plain(name)}", "", about["made"], "", *table(["", ""], rows)]
+    shown = [{"split": re.sub(r"\W", "_", Path(name).stem), "path": name} for name in files]
+    configs = [{"config_name": "default", "data_files": shown}]
+    write_dataset_card(folder, folder.resolve().name, lines, tags=["mmrl", "generated"], configs=configs, files=files)
+
+
+def _contents(path: Path) -> dict[str, Any]:
+    """Rows and columns of a file of JSON lines; nothing of others."""
+    if path.suffix != ".jsonl":
+        return {}
+    with path.open(encoding="utf-8", errors="replace") as rows:
+        first = next(rows, "")
+        count = int(bool(first.strip())) + sum(1 for row in rows if row.strip())
+    try:
+        columns = json.loads(first)
+    except ValueError:
+        columns = {}
+    return {"rows": count, "columns": ", ".join(map(code, columns)) if isinstance(columns, dict) else ""}

@@ -28,6 +28,21 @@ REPLACED_PREFIX = ".replaced-"
 DAMAGED_PREFIX = "damaged-"
 
 
+ABOUT = """\
+# Checkpoint of step {step:,}
+
+Written by mmrl. `model/` loads with the model's own library, `state.pt` is for a resume, and `manifest.json` has their
+checksums. From this folder:
+
+```bash
+mmrl export ../.. --step {step}              # the model as one folder, with a card of its results
+mmrl evaluate ../..                    # the best checkpoint, else the newest, on held-out tasks
+mmrl train ../../config.yaml --resume  # continues the newest checkpoint; start it where the run was started
+```
+"""
+"""The text of a checkpoint's README.md."""
+
+
 class DamagedError(Exception):
     """A file is missing or differs from the written one; the message names the file."""
 
@@ -130,6 +145,7 @@ class Checkpoints:
         try:
             temporary.mkdir(parents=True)
             _write(temporary, state, write_parts)
+            (temporary / "README.md").write_text(ABOUT.format(step=step), encoding="utf-8")  # people may edit it
             self._put(temporary, final)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -22,6 +22,7 @@ import numpy as np
 
 from mmrl.errors import UserError, require_packages
 from mmrl.hub.video import copy_video, write_mp4
+from robotics.data.cards import write_recording_card
 from robotics.data.features import (
     ACTION,
     DTYPES,
@@ -223,6 +224,7 @@ class EpisodeWriter:
         if self.episodes:
             self._stats |= self._whole_statistics()
             self._write_stats(self._stats)
+            write_recording_card(self.folder, self._info, self._tasks)
         self._release()
 
     def __enter__(self) -> Self:

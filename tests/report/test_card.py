@@ -3,12 +3,15 @@
 import json
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import DatasetCard, ModelCard, ModelCardData
 
 from mmrl.errors import UserError
+from mmrl.hub.building import build_if_missing
 from mmrl.hub.cards import card_text, code, fenced, plain, portable, table, without_paths, write_dataset_card
 from mmrl.recipes import RECIPES
 from mmrl.report.card import at_step, model_card, start_of
@@ -124,3 +127,26 @@ def test_a_data_set_card_that_a_person_wrote_stays(tmp_path):
 def test_a_card_of_an_unreadable_run_is_written_all_the_same(tmp_path):
     assert read_run(tmp_path).result == {}
     assert "# " in model_card(RECIPES["vlm"], Config(), tmp_path, 1, EXPORTED)
+
+
+def write_rows(path, count):
+    Path(path).write_text("".join(json.dumps({"problem": "a|b", "answer": n}) + "\n" for n in range(count)))
+
+
+def build(path, count):
+    function = "tests.report.test_card:write_rows"
+    build_if_missing(SimpleNamespace(path=str(path), build=function, build_options={"count": count}))
+
+
+def test_generated_files_share_a_card_and_other_folders_get_none(tmp_path):
+    folder = tmp_path / "made"
+    for name, count in (("train", 3), ("test", 2)):
+        build(folder / f"{name}.jsonl", count)
+    card = DatasetCard.load(folder / "README.md")
+    assert [file["path"] for file in card.data.configs[0]["data_files"]] == ["train.jsonl", "test.jsonl"]
+    assert card.data.files["train.jsonl"]["rows"] == 3
+    assert "with `{'count': 2}`" in card.text
+    assert "| columns | `problem`, `answer` |" in card.text
+    (tmp_path / "mine").mkdir()
+    build(tmp_path / "mine/train.jsonl", 1)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["train.jsonl"]

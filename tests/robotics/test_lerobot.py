@@ -1,11 +1,13 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from huggingface_hub import DatasetCard
 
 from mmrl.errors import UserError
 from robotics.data import (
@@ -73,6 +75,7 @@ def written(tmp_path_factory):
 def test_files_are_those_of_the_format(written):
     found = {path.relative_to(written).as_posix() for path in written.rglob("*") if path.is_file()}
     assert found == {
+        "README.md",
         "meta/info.json",
         "meta/stats.json",
         "meta/tasks.parquet",
@@ -81,6 +84,15 @@ def test_files_are_those_of_the_format(written):
         f"videos/{VIDEO}/chunk-000/file-000.mp4",
     }
     assert_is_clean(written, 5)
+
+
+def test_the_card_is_one_of_lerobots_kind(written):
+    card = DatasetCard.load(written / "README.md")
+    assert "LeRobot" in card.data.tags
+    assert card.data.configs == [{"config_name": "default", "data_files": "data/*/*.parquet"}]
+    assert "5 episodes" in card.text
+    info = json.loads((written / "meta/info.json").read_text())
+    assert json.loads(re.search(r"```json\n(.*?)\n```", card.text, re.DOTALL)[1]) == info
 
 
 def test_info_has_the_keys_of_the_format(written):

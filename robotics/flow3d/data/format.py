@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from mmrl.errors import UserError
 from mmrl.files import read_json_object
+from mmrl.hub.cards import card_text, plain, table
 from mmrl.hub.foreign import MalformedError, to_rgb
 from mmrl.hub.images import ImageError, decode_image
 from robotics.data.images import encode_png
@@ -345,14 +346,16 @@ class DatasetInfo:
 
 def dataset_card(info: DatasetInfo) -> str:
     """The card as Markdown with a YAML header."""
+    from huggingface_hub import DatasetCardData
+
     tally, numbers = info.tally, info.tally.statistics()
     splits = tally.count_by("split")
-    files = [line for split in splits for line in (f"  - split: {split}", f"    path: data/{split}-*.parquet")]
-    configs = ["configs:", "- config_name: default", "  data_files:", *files] if splits else []
-    quality = [f"| {name} | {mean:.4g} |" for name, mean in numbers["quality"].items()]
+    files = [{"split": split, "path": f"data/{split}-*.parquet"} for split in splits]
+    configs = [{"config_name": "default", "data_files": files}] if splits else None
+    quality = [[plain(name), f"{mean:.4g}"] for name, mean in numbers["quality"].items()]
+    head = DatasetCardData(pretty_name=info.title, task_categories=["robotics"], tags=["3d-flow"], configs=configs)
     lines = [
-        *("---", *configs, "task_categories:", "- robotics", "tags:", "- 3d-flow", "---", ""),
-        f"# {info.title}",
+        f"# {plain(info.title)}",
         "",
         f"{info.clips} clips of 3D flow: a first image with depth, camera and instruction, {info.grid} x {info.grid} "
         f"points of the object in it, and where these points are in each of {info.num_frames} future frames. No clip "
@@ -369,15 +372,14 @@ def dataset_card(info: DatasetInfo) -> str:
         "",
         f"{100 * numbers['visible']:.1f} % of the future points are visible.",
         "",
-        *(["| quality of the extraction | mean |", "|---|---|", *quality, ""] if quality else []),
+        *table(["quality of the extraction", "mean"], quality),
         *READING,
     ]
-    return "\n".join(lines) + "\n"
+    return card_text(head, lines)
 
 
 def _table(name: str, counts: Mapping[str, int]) -> list[str]:
-    rows = [f"| {key or '-'} | {count} |" for key, count in counts.items()]
-    return [f"| {name} | clips |", "|---|---|", *rows, ""] if rows else []
+    return table([name, "clips"], [[plain(key) or "-", str(count)] for key, count in counts.items()])
 
 
 def _cells(marks: Mapping[str, float | None]) -> str:
