@@ -368,7 +368,7 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def explain(args: argparse.Namespace) -> int:
-    """Explain an objective: formula, sources, rooms, what its numbers were checked against, and how to use it."""
+    """Explain an objective or recipe: formula, sources, domains, checks of its numbers, results, how to use it."""
     from mmrl.explain import explained
 
     say(explained(args.name))
@@ -376,7 +376,7 @@ def explain(args: argparse.Namespace) -> int:
 
 
 def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", help="an objective, or its first letters")
+    parser.add_argument("name", help="an objective or recipe, or its first letters")
 
 
 def _add_list_arguments(parser: argparse.ArgumentParser) -> None:

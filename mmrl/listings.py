@@ -79,10 +79,18 @@ def markdown(name: str) -> str:
         return markdown_table((*columns, "differs"), [a + b for a, b in zip(rows, differs, strict=True)])
     if name != "recipes":
         return markdown_table(columns, rows)
+    files = {key: [f"`{Path(file).name}`" for file in found] for key, found in configurations().items()}
+    return markdown_table(
+        (*columns, "configurations"), [(*row, ", ".join(files.get(row[0].strip("`"), []))) for row in rows]
+    )
+
+
+def configurations() -> dict[str | None, list[str]]:
+    """Configuration files of each recipe in a checkout, `extends:` followed."""
     files: dict[str | None, list[str]] = defaultdict(list)
     for path in sorted(CONFIGS.rglob("*.yaml")):
-        files[_recipe_of(path)].append(f"`{path.name}`")
-    return markdown_table((*columns, "configurations"), [(*row, ", ".join(files[row[0].strip("`")])) for row in rows])
+        files[_recipe_of(path)].append(f"configs/{path.relative_to(CONFIGS)}")
+    return files
 
 
 def _recipe_of(path: Path) -> str | None:

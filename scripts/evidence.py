@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -12,34 +11,13 @@ from pathlib import Path
 from mmrl.compare.evidence import VERDICTS, FindingConfig
 from mmrl.compare.experiment import ExperimentConfig
 from mmrl.compare.reproduce import evidence_of, findings_by_subject, measured
-from mmrl.core.catalogue import CATALOGUE, HEADINGS, PREFERENCES
+from mmrl.core.catalogue import HEADINGS
 from mmrl.entries import RecipeEntry
-from mmrl.explain import Row, rooms_of
+from mmrl.explain import ROWS, domains_of, golden_sources
 from mmrl.listings import markdown_table
 from mmrl.recipes import RECIPES
 
 PROJECT = Path(__file__).resolve().parent.parent
-GOLDEN = PROJECT / "tests" / "golden"
-ROWS: dict[str, Row] = {**CATALOGUE, **PREFERENCES}
-GOLDEN_OF = {
-    "distil": ("gkd",),
-    "segment": ("segment_chain", "segment_tree"),
-    "truncated": ("tppo",),
-    "contrastive": ("grace",),
-    "masked": ("bgpo", "inpainting_guided", "masked_filling"),
-    "preference": ("dpo",),
-    "online_preference": ("xpo", "nash_md"),
-    "agentic_branching": ("agentic_branching", "agentic_entropy_balanced"),
-    "diffusion_nft": ("nft",),
-    "orw_cfm_w2": ("orw_cfm",),
-    "robot_clone": ("act",),
-    "robot_ppo": ("ppo",),
-    "robot_grpo": ("grpo",),
-    "flow_grpo_fast": ("flow_grpo",),
-    "vl_dac_repo": ("vl_dac",),
-    "flow3d_awm": ("awm",),
-}
-"""Golden files of recipes that are not called like theirs."""
 
 
 def table(part: str) -> str:
@@ -87,7 +65,7 @@ def objectives() -> str:
                 file, lines = sizes[name]
                 code = f"[{file.name}](../{file}) {lines}{f' + {own[name]}' if own[name] else ''}"
                 here = "; ".join(verdicts.get(name, ["not measured"]))
-                rows.append((f"`{name}`", _paper(row.citation), row.claim, code, row.verified, rooms_of(row), here))
+                rows.append((f"`{name}`", _paper(row.citation), row.claim, code, row.verified, domains_of(row), here))
         text += f"### {heading}\n\n{markdown_table(columns, rows)}\n"
     return text
 
@@ -102,7 +80,7 @@ def recipes() -> str:
             _paper(entry.citation),
             entry.summary,
             _recipe_code(entry),
-            ", ".join(_golden_sources(name)) or "none of its own",
+            ", ".join(golden_sources(name)) or "none of its own",
             "; ".join(verdicts.get(name, ["not measured"])),
         )
         for name, entry in RECIPES.items()
@@ -152,14 +130,6 @@ def _recipe_code(entry: RecipeEntry) -> str:
     recipe, config = entry.load_recipe_class(), entry.load_config_class()
     file = Path(inspect.getfile(recipe)).resolve().relative_to(PROJECT)
     return f"[{file.parent.name}/{file.name}](../{file}) {_lines(recipe)} + {_lines(config)}"
-
-
-def _golden_sources(name: str) -> list[str]:
-    """Programs that made the golden numbers of a recipe."""
-    files = [GOLDEN / f"{stem}.json" for stem in GOLDEN_OF.get(name, (name,))]
-    read = [json.loads(path.read_text(encoding="utf-8")) for path in files if name in GOLDEN_OF or path.is_file()]
-    programs = (peer["program"].removeprefix("github.com/") for golden in read for peer in golden["peers"])
-    return list(dict.fromkeys(programs))
 
 
 def _lines(thing: type) -> int:

@@ -1,22 +1,18 @@
 """The page of evidence names everything, and its numbers are those of the pages of results."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 from mmrl.compare.reproduce import evidence_of, measured
 from mmrl.core import CATALOGUE, PREFERENCES
+from mmrl.explain import GOLDEN, GOLDEN_OF
 from mmrl.recipes import RECIPES
 
 PROJECT = Path(__file__).resolve().parent.parent
 RESULTS = PROJECT / "docs" / "results"
 PAGE = (PROJECT / "docs" / "evidence.md").read_text(encoding="utf-8")
-sys.path.insert(0, str(PROJECT / "scripts"))
-
-from evidence import GOLDEN, GOLDEN_OF  # noqa: E402
-
 KNOWN = measured()
 
 

@@ -3,7 +3,7 @@
     python -m tests.contracts.record [WAY ...] [--recipe NAME ...]
 
 runs the tests that compare them and writes into record.json what those that pass have found; `scripts/docs.py` makes
-the table of docs/scale.md of it.
+the table of docs/equal_runs.md of it.
 """
 
 from __future__ import annotations
