@@ -53,6 +53,7 @@ def footprint(config: Any, *, passes: bool = True) -> Plan:
     if not isinstance(getattr(config, "model", None), ModelConfig):
         raise UserError(f"there is no plan for the recipe '{config.recipe}'; its model is no diffusion model")
     ensure_torchvision()
+    build_if_missing(config.model, "model")
     step = _Step.of(config)
     with torch.device("meta"), quiet_transformers(), quiet_diffusers():
         model = _Model(config, step)
@@ -210,7 +211,6 @@ class _Called:
 
 def _pipeline(config: ModelConfig) -> tuple[Any, int]:
     """The pipeline without values and the number of weights of its text encoders."""
-    build_if_missing(config, "model")
     path = model_folder(config.path)
     while (expanded(path) / BASE_FILE).is_file():
         path = str(read_base(expanded(path) / BASE_FILE)["path"])

@@ -17,6 +17,8 @@ TUTORIALS = [page for page in PAGES if page.name.startswith("docs/tutorials/")]
 NOT_RUN = {"watch", "options", "serve", "list"}
 """Commands that go on until they are stopped, or only print."""
 LEARNED = {
+    "docs/tutorials/images.md": ("runs/awm", "score/my_rewards.py:right_colour", 0.3),
+    "docs/tutorials/robot.md": ("runs/ppo", "success/greedy", 0.1),
     "docs/tutorials/text.md": ("runs/sort", "accuracy/greedy", 0.5),
     "docs/tutorials/vlm.md": ("runs/lights", "accuracy/sampled", 0.15),
 }
@@ -37,7 +39,12 @@ def play(page, folder, wanted):
                     run_program([*(["-m", "mmrl.cli"] if words[0] == "mmrl" else []), *words[1:]], folder, **options)
 
 
-@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.name)
+def quick(page):
+    """A page, slow where its data need a browser."""
+    return pytest.param(page, id=page.name, marks=pytest.mark.slow if "Chromium" in page.text else ())
+
+
+@pytest.mark.parametrize("page", [quick(page) for page in TUTORIALS])
 def test_the_data_of_a_tutorial_are_made_and_its_configurations_read_them(page, tmp_path, monkeypatch):
     play(page, tmp_path, lambda words: words[0] == "python" and len(words) > 1)
     monkeypatch.chdir(tmp_path)

@@ -34,9 +34,9 @@ DOCS = Path(__file__).parents[2] / "docs" / "robotics.md"
 @pytest.fixture
 def example(tmp_path):
     """A folder with the files that the docs show."""
-    names = r"my_robot\.py|my_training\.py|my_robot\.yaml|my_clone\.yaml"
+    names = r"my_robot\.py|my_training\.py|my_robot\.yaml"
     blocks = re.findall(rf"```(?:python|yaml)\n# ({names})\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.S)
-    assert [name for name, _ in blocks] == ["my_robot.py", "my_training.py", "my_robot.yaml", "my_clone.yaml"]
+    assert [name for name, _ in blocks] == ["my_robot.py", "my_training.py", "my_robot.yaml"]
     for name, text in blocks:
         (tmp_path / name).write_text(text, encoding="utf-8")
     return tmp_path
@@ -68,13 +68,6 @@ def test_the_example_of_the_docs_runs_from_the_command_line_and_its_folder_can_b
     said = run(example, "-m", "mmrl.cli", "evaluate", "elsewhere")
     assert "20 of 20 episodes are taken from" in said  # those of the last evaluation of the run
     assert not (example / "runs" / "my-robot").exists()
-
-
-@pytest.mark.slow
-def test_the_clone_of_the_docs_learns_from_the_expert(example):
-    run(example, "-m", "mmrl.cli", "train", "my_clone.yaml", "sim.workers=2")
-    last = json.loads((example / "runs" / "my-clone" / "evaluations.jsonl").read_text().splitlines()[-1])
-    assert last["success/greedy"] == 1.0
 
 
 ENVS = Path(__file__).with_name("own_envs.py")
