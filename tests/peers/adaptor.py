@@ -23,14 +23,21 @@ from tests.golden.numbers import PAPERS, load
 from tests.golden.test_tokens import METHODS
 
 Answer = dict[str, Any]
+GONE = ("nash_md", "xpo")
+"""Rows whose golden numbers come from trl 0.29.1, which later versions have no trainer for."""
 PLAIN = {"kl": {"kind": "none"}}
 """A row without its divergence, which SkyRL and OpenRLHF compute apart from the policy loss."""
 
 
+def made_by_packages() -> list[str]:
+    """Names of the golden files that the installed packages make."""
+    names = (name for name in (*METHODS, *PREFERENCES) if name in PAPERS and name not in GONE)
+    return [name for name in names if len(load(name).command.split()) == 3]
+
+
 def recomputed() -> Iterator[tuple[str, Answer, Answer]]:
     """Yield row, inputs and answer of all golden files that installed packages make."""
-    names = [name for name in (*METHODS, *PREFERENCES) if name in PAPERS and len(load(name).command.split()) == 3]
-    for name in names:
+    for name in made_by_packages():
         module = importlib.import_module(f"tests.golden.make.{name}")
         found: list[tuple[Answer, list[Answer]]] = []
         write = patch.object(module, "write", lambda _, __, inputs, peers, found=found: found.append((inputs, peers)))
