@@ -284,14 +284,16 @@ def _citation(entry: Any, run: RunFolder) -> list[str]:
     from mmrl.core.catalogue import CATALOGUE, PREFERENCES
 
     row = {**CATALOGUE, **PREFERENCES}.get(run.result.get("objective", ""))
-    cited = f"{entry.citation}; {getattr(row, 'citation', '')}"
+    cited = getattr(row, "citation", "")
+    if entry.name not in GENERIC or "arXiv" not in cited:  # a general recipe cites what its objectives may use
+        cited = f"{entry.citation}; {cited}"
     papers = {paper[2]: paper[1].strip(" ,") for paper in re.finditer(r"([^;]*?)\barXiv (\d{4}\.\d{4,5})", cited)}
     entries = []
     for number, text in papers.items():
         authors, known, title = text.rpartition(" et al., ")
         fields = {
             "author": f"{authors} and others" if known else "",
-            "title" if known else "note": title,
+            "title" if known and " " in title else "note": title,  # one word is a method's name
             "year": f"20{number[:2]}",
             "eprint": number,
             "archivePrefix": "arXiv",

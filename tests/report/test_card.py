@@ -112,6 +112,15 @@ def test_the_card_of_a_chain_names_its_runs_and_the_licence_of_its_base(tmp_path
     assert start_of({"model": {"path": "gone/model"}}, tmp_path).hub_id == ""  # may be a folder that was deleted
 
 
+def test_papers_of_an_objective_are_cited_without_invented_titles(run):
+    (run.folder / "result.json").write_text(json.dumps(RESULT | {"objective": "grpo"}))
+    assert card_of(run, 9).count("@misc{") == 1
+    papo = model_card(RECIPES["papo"], Config("papo"), run.folder, 9, EXPORTED)
+    assert "  title = {Perception-Aware Policy Optimization},\n  year = {2025},\n  eprint = {2507.06448}" in papo
+    hnpg = model_card(RECIPES["hnpg"], Config("hnpg"), run.folder, 9, EXPORTED)
+    assert "note = {HNPG}" in hnpg
+
+
 def test_a_data_set_card_that_a_person_wrote_stays(tmp_path):
     write_dataset_card(tmp_path, "One", ["first"], tags=["mmrl"])
     write_dataset_card(tmp_path, "One", ["second"], tags=["mmrl"])

@@ -11,6 +11,8 @@ from mmrl.vlm.data.messages import read_template
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
 from mmrl.vlm.model.network import auto_class
 
+UNMASKED = "Answers are drawn by unmasking, as `mmrl evaluate` does; `generate` of transformers does not."
+
 
 def export_model(config: Any, checkpoint: Path, output: Path, policy_class: Any = VlmPolicy) -> Exported:
     """Write an ordinary model folder with tokenizer and processor, adapters added into the weights."""
@@ -33,6 +35,7 @@ def export_model(config: Any, checkpoint: Path, output: Path, policy_class: Any 
         library="transformers",
         task="image-text-to-text" if looks else "text-generation",
         facts={"decoding": _decoding(config)},
+        limits=() if policy_class is VlmPolicy else (UNMASKED,),
     )
 
 
