@@ -19,6 +19,7 @@ NOT_RUN = {"watch", "options", "serve", "list"}
 LEARNED = {
     "docs/tutorials/images.md": ("runs/awm", "score/my_rewards.py:right_colour", 0.3),
     "docs/tutorials/robot.md": ("runs/ppo", "success/greedy", 0.1),
+    "docs/tutorials/screens.md": ("runs/point", "accuracy/greedy", 0.1),
     "docs/tutorials/text.md": ("runs/sort", "accuracy/greedy", 0.5),
     "docs/tutorials/vlm.md": ("runs/lights", "accuracy/sampled", 0.15),
 }

@@ -15,6 +15,7 @@ from mmrl.core.logprobs import linear_logprobs
 from mmrl.errors import UserError
 from mmrl.files import read_json_object
 from mmrl.hub.compat import ensure_torchvision
+from mmrl.runs.export import model_folder
 from mmrl.training.plan import (
     Counted,
     Part,
@@ -144,7 +145,7 @@ def outlined(model: Any) -> Any:
     """The architecture, with weights that have no numbers."""
     from transformers import AutoConfig
 
-    name = str(model.path)
+    name = model_folder(str(model.path))
     if name in PUBLISHED:
         kind, values = PUBLISHED[name]
         settings = AutoConfig.for_model(kind, **values)

@@ -137,6 +137,18 @@ def test_a_plan_of_given_pairs_has_both_sides(tmp_path):
     assert [work.name for work in plan.work] == ["scores without gradient", "update"]
 
 
+def test_a_model_may_be_the_run_of_the_stage_before(file, tmp_path, capsys, monkeypatch):
+    stage, step = tmp_path / "stage", tmp_path / "stage/checkpoints/step-000001"
+    step.mkdir(parents=True)
+    (stage / "config.yaml").touch()
+    (step / "model").symlink_to(tiny_vlm())
+    monkeypatch.setattr("mmrl.runs.export.chosen_checkpoint", lambda run: step)
+    assert main(["train", str(file), "--dry-run"]) == 0
+    plan = capsys.readouterr().out.partition("1 GPU,")[2]
+    assert main(["train", str(file), "--dry-run", f"model.path={stage}"]) == 0
+    assert capsys.readouterr().out.partition("1 GPU,")[2] == plan
+
+
 def test_memory_without_a_plan_and_recipes_without_one_are_refused(tmp_path, capsys):
     assert main(["train", "configs/vlm/needle_tspo.yaml", "--dry-run"]) == 2
     assert "no plan" in capsys.readouterr().err
