@@ -24,7 +24,8 @@ OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+(?!docs/)([^)]*)\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add `reference/<package>.md` with one entry a public name."""
+    """Add `reference/<package>.md` with one entry a public name; two faces may share one, the first has it."""
+    shown: dict[str, str] = {}
     for face in FACES:
         package = importlib.import_module(face)
         homes = getattr(package, "_NAMES", {})
@@ -32,7 +33,8 @@ def on_files(files: Files, config: Any) -> Files:
         text = f"# {face}\n\n{package.__doc__}\n\n"
         for name in sorted(getattr(package, "__all__", ())):
             module = home.get(name) or getattr(getattr(package, name), "__module__", face)
-            text += f"::: {module}.{name}\n\n"
+            first = shown.setdefault(f"{module}.{name}", face)
+            text += f"::: {module}.{name}\n\n" if first == face else f"`{name}`: see [{first}]({first}.md)\n\n"
         files.append(File.generated(config, f"reference/{face}.md", content=text))
     listed = "\n".join(f"- [{face}]({face}.md)" for face in FACES)
     files.append(File.generated(config, "reference/index.md", content=f"# Reference\n\n{listed}\n"))

@@ -260,7 +260,7 @@ def sim(args: argparse.Namespace) -> int:
 
 
 def setup(args: argparse.Namespace) -> int:
-    """Install an inference engine in a Python of its own, for `sampler.engine` in a configuration, or serve it."""
+    """Install an inference engine in a separate Python, for `sampler.engine` in a configuration, or serve it."""
     from mmrl.vlm.inference import environment
 
     if args.listen:

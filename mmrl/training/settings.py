@@ -162,7 +162,7 @@ class RollersConfig:
     """Sample a step's tasks during the update before, with weights that are one update old; the step after an
     evaluation or a checkpoint of `checkpoint.every` waits for its weights."""
     tries: int = rare(bounded(3, at_least=1))
-    """Workers that may be lost over the same tasks before the step goes on without them."""
+    """Workers that may be lost over the same tasks before the step continues without these tasks."""
 
     def validate(self) -> None:
         """Check that the fields fit together; raises ValueError."""

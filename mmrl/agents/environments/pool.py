@@ -56,7 +56,7 @@ class EnvironmentConfig:
     workers: int = bounded(2, at_least=1)
     """Parallel environments of each training process, each in a separate process."""
     isolate: bool = True
-    """Whether environments run in processes of their own. Without, all run in the training process one after the other,
+    """Whether each environment runs in a separate process. If not, all run in the training process one after another,
     which is faster where an action takes less than a millisecond or they share a browser; limits of time and memory
     do not hold, and one that hangs or ends its process takes the run with it."""
     variables: dict[str, str] = rare(field(default_factory=dict))

@@ -349,7 +349,7 @@ class GroupOutcomeStd(GroupEstimator):
 
     kind = "group_outcome_std"
     solved: float = rare(1.0)
-    """Smallest reward of a success; what is less is a failure's."""
+    """Smallest reward of a success; smaller ones are failures."""
     ddof: int = rare(choice(1, (0, 1)))
     """1 divides the variance by n - 1, 0 by n."""
     eps: float = rare(bounded(1e-6, at_least=0))

@@ -85,7 +85,7 @@ class SmoothedEntropy(FullEntropy):
     high: float = rare(bounded(2.0, above=0))
     """Upper end of the band, as a factor of h."""
     scale: float = rare(bounded(1.0, at_least=0))
-    """Weight of the penalty beside the entropy."""
+    """Weight of the penalty relative to the entropy."""
     penalty: str = rare(choice("hinge", ("hinge", "indicator")))
     """hinge, by how far the entropy is out of the band, or indicator, `outside` wherever it is out, as in the code."""
     outside: float = rare(bounded(0.1, above=0))

@@ -283,7 +283,7 @@ class OddsRatioPair(BetaPair):
     kind = "odds_ratio"
     needs: ClassVar[frozenset[str]] = frozenset()
     beta: float = rare(bounded(0.1, above=0, finite=True))
-    """Weight of the loss beside the likelihood of the preferred answers (the paper's lambda)."""
+    """Weight of the loss relative to the likelihood of the preferred answers (the paper's lambda)."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
         return -self.beta * functional.logsigmoid(_log_odds(pairs.logp_w) - _log_odds(pairs.logp_l))

@@ -138,7 +138,7 @@ class TrackedValue(Advantage):
     low: float = rare(0.0)
     """Smallest reward."""
     high: float = rare(1.0)
-    """Largest reward; those beyond count as it in what is tracked."""
+    """Largest reward; the tracker clips larger ones to it."""
 
     def problems(self, where: str) -> Iterator[str]:
         yield from super().problems(where)

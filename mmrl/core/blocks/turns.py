@@ -38,7 +38,7 @@ class GroupInGroup(Advantage):
     gamma: float = rare(bounded(0.95, at_least=0, at_most=1))
     """Discount per turn of the rewards that a turn is compared by."""
     std: bool = rare(False)
-    """Whether both differences are divided by the standard deviation of what is compared."""
+    """Whether both differences are divided by the standard deviation of the compared rewards."""
     episode_mean: str = rare(choice("turns", ("turns", "episodes")))
     """Mean and deviation of episodes: over "turns", in which an episode counts as often as it has turns (as released),
     or over "episodes" (as in the paper)."""

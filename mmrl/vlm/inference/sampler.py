@@ -41,7 +41,7 @@ OWNED = ("model", "logprobs_mode", "generation_config")
 
 @dataclass
 class VllmConfig:
-    """vLLM, in a Python of its own."""
+    """vLLM, in a separate Python."""
 
     python: str = ""
     """Interpreter that has vLLM; empty: that of `mmrl setup vllm`."""
@@ -65,7 +65,7 @@ class EngineSamplerConfig(SamplerConfig):
     """Sampling, with the policy itself or through an inference engine."""
 
     engine: str = rare(choice("own", ("own", "vllm")))
-    """own: the policy samples in the process that trains it; vllm: vLLM does, in a Python of its own, with weights
+    """own: the policy samples in the process that trains it; vllm: vLLM does, in a separate Python, with weights
     synced in every step. Evaluations always sample with the policy."""
     vllm: VllmConfig = rare(field(default_factory=VllmConfig))
     """Settings of vLLM."""

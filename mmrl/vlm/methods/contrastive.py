@@ -53,7 +53,7 @@ class ContrastSettings:
     negative_key: str = rare(NEGATIVE)
     """Column with the text that the query does not ask for; without it, the reward without negatives."""
     weight: float = bounded(1.0, above=0)
-    """Factor of the reward, beside those of `rewards`."""
+    """Weight of the reward in the sum with those of `rewards`."""
     temperature: float = bounded(0.1, above=0)
     """Divisor of the cosines."""
     agreement: float = bounded(0.2, at_least=0)
