@@ -336,7 +336,7 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="show the memory and time that the run needs on each of --processes GPUs, and leave",
+        help="check the data, show the memory and time that the run needs on each of --processes GPUs, and leave",
     )
     parser.add_argument("--gpu-memory", metavar="GB", type=float, help="with --dry-run: of each GPU; default: 80")
     parser.add_argument(

@@ -26,17 +26,6 @@ def make_images(folder: Path) -> None:
         Image.new("RGB", (64, 64), (200, 120, 40)).save(folder / name)
 
 
-def make_agent(folder: Path) -> None:
-    """An exported temporal agent, with its CLIP, and a clip of 20 frames."""
-    from mmrl.hub.video import write_mp4
-    from mmrl.vlm.toy.tiny_clip import build_clip
-    from mmrl.vlm.tspo.agent import AgentSettings, TemporalAgent, save_agent
-
-    clip = build_clip(folder / "runs/needle/clip", width=16, hidden=16, layers=1, steps=1, examples=1)
-    save_agent(TemporalAgent(16, heads=4), AgentSettings(str(clip), 1.0, 0, 8), folder / "needle-agent")
-    write_mp4(folder / "clip.mp4", np.zeros((20, 56, 84, 3), np.uint8), fps=1)
-
-
 def make_metrics(folder: Path) -> None:
     """A run folder with two steps and an evaluation."""
     run = folder / "runs/digits-papo"

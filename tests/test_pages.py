@@ -44,11 +44,10 @@ PREPARED = {
     "docs/data.md": example_runs.make_images,
     "docs/run_folder.md": example_runs.make_metrics,
     "docs/use_results.md": example_runs.make_results,
-    "docs/videos.md": example_runs.make_agent,
 }
 SLOW = tuple(
     f"docs/{name}.md"
-    for name in ("data", "diffusion", "flow3d", "robot_policies", "robotics", "simulators", "use_results", "videos")
+    for name in ("data", "diffusion", "flow3d", "robot_policies", "robotics", "simulators", "use_results")
 )
 """Pages whose programs take longest."""
 RUN = """

@@ -21,6 +21,7 @@ LEARNED = {
     "docs/tutorials/robot.md": ("runs/ppo", "success/greedy", 0.1),
     "docs/tutorials/screens.md": ("runs/point", "accuracy/greedy", 0.1),
     "docs/tutorials/text.md": ("runs/sort", "accuracy/greedy", 0.5),
+    "docs/tutorials/videos.md": ("runs/clips", "recall/agent", 0.3),
     "docs/tutorials/vlm.md": ("runs/lights", "accuracy/sampled", 0.15),
 }
 """Run, metric and the gain in it that a tutorial shows at least."""
@@ -41,8 +42,9 @@ def play(page, folder, wanted):
 
 
 def quick(page):
-    """A page, slow where its data need a browser."""
-    return pytest.param(page, id=page.name, marks=pytest.mark.slow if "Chromium" in page.text else ())
+    """A page, slow where its data need a browser or a hundred encoded clips."""
+    slow = "Chromium" in page.text or "write_mp4" in page.text
+    return pytest.param(page, id=page.name, marks=pytest.mark.slow if slow else ())
 
 
 @pytest.mark.parametrize("page", [quick(page) for page in TUTORIALS])
