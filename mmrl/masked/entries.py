@@ -21,7 +21,8 @@ RECIPES = (
 )
 
 PLAN = "mmrl.masked.plan:footprint"
-"""Function for `mmrl train --dry-run`."""
+PREVIEW = "mmrl.vlm.data.preview:preview"
+"""Functions for `mmrl train --dry-run`."""
 
 METRICS = {
     "inpainting/rescued": "Share of the step's groups that all samples missed and inpainting has a right sample for.",

@@ -13,6 +13,7 @@ from mmrl.hub.compat import ensure_torchvision
 from mmrl.masked.config import MaskedSftConfig
 from mmrl.training.plan import Part, Plan, Work, activations, autocast, batch_sizes, forward, imagined, state_parts
 from mmrl.vlm.engine.loading import prepare
+from mmrl.vlm.model.network import build_model_if_missing
 from mmrl.vlm.plan import PROMPT, outlined, reference_copies, unscored_passes
 
 
@@ -27,6 +28,7 @@ def footprint(config: Any, prompt_tokens: int | None = None, *, passes: bool = T
     sampler, size = (config.evaluation.sampler, 1) if supervised else (config.sampler, trainer.samples_per_task)
     prompt, answer = prompt_tokens or model.max_prompt_tokens or PROMPT, sampler.max_new_tokens
     total, rows, chunk = batch_sizes(trainer, size)
+    build_model_if_missing(model)  # as the run does
     with torch.device("meta"):
         network = outlined(model)
         wrapped = prepare(network, model, None)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from mmrl.cli import main
+from mmrl.config import load_run
+from mmrl.recipes import plan_of
+from tests.pages import ROOT
 
 CONFIG = """
 recipe: vlm
@@ -80,10 +84,15 @@ def test_a_missing_image_is_an_error(folder, capsys):
     assert "0.png" in capsys.readouterr().err
 
 
-def test_a_model_that_the_run_builds_is_built_for_its_plan(folder, monkeypatch, capsys):
-    from mmrl.config import load_run
-    from mmrl.vlm.plan import footprint
+def test_a_model_that_the_run_builds_is_built_for_its_plan(folder):
+    signs = ROOT / "configs/text/signs_masked_sft.yaml"
+    for file, words in (("my_run.yaml", []), (signs, ["model.path=runs/signs", "model.build_options={mask: true}"])):
+        entry, config = load_run(file, words)
+        assert plan_of(entry)(config, passes=False).peak() > 0
+        assert Path(config.model.path, "config.json").is_file()
 
-    plan = footprint(load_run("my_run.yaml")[1], passes=False)
-    assert plan.peak() > 0
-    assert (folder / "runs/tiny/config.json").is_file()
+
+def test_rows_of_masked_models_are_read_too(folder, capsys):
+    words = ["sft", str(ROOT / "configs/text/signs_masked_sft.yaml"), "--dry-run", "data.path=train.jsonl"]
+    assert main(words) == 0
+    assert capsys.readouterr().out.startswith("data: train.jsonl: 1 questions\n")
