@@ -11,6 +11,7 @@ from mmrl.core import CATALOGUE, PREFERENCES
 from tests.core import reference
 from tests.golden.numbers import FOLDER, PAPERS, load
 from tests.golden.test_tokens import METHODS
+from tests.peers.adaptor import made_by_packages
 from tests.peers.record import RECORD, read_record
 
 SHARED = {"flow_grpo_fast": "flow_grpo"}
@@ -55,3 +56,11 @@ def test_the_comparison_with_other_trainers_is_that_of_these_packages_and_rows()
             assert found["apart"] < 1e-6 or found.get("differs"), (name, package)
             verified = rows[name].verified
             assert package in verified or package not in ("verl", "trl") or found.get("differs"), (name, package)
+
+
+def test_the_comparison_reruns_the_golden_files_of_the_pinned_packages():
+    record, pinned = read_record(), RECORD.with_name("requirements.txt").read_text(encoding="utf-8")
+    for name in made_by_packages():
+        programs = {peer["program"] for peer in load(name).peers} - {"hand computation"}
+        assert [program for program in programs if program.replace(" ", "==") not in pinned] == [], name
+        assert not programs or name in record["rows"], f"run make test-peers PEERS=--record: {name}"

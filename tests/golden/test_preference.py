@@ -21,15 +21,19 @@ CASES = [(paper, peer) for paper in FILES + BY_HAND + FROM_TRL + WITHOUT_REFEREN
 """Files with each of their peers."""
 
 
+def labelled(b, peer) -> tuple[PreferenceObjective, Rollouts, torch.Tensor]:
+    """KTO, its answers with the labels of a peer, and their log-probabilities."""
+    marks, paired = torch.tensor(peer["labels"]).double(), peer["labels"] == [True] * 4 + [False] * 4
+    group = torch.arange(4).repeat(2) if paired else torch.arange(8)
+    extras = {CHOSEN: marks, BASELINE: torch.full((8,), float(peer["baseline"]), dtype=torch.float64)}
+    rollouts = Rollouts(group, b.mask, torch.zeros_like(b.mask), torch.zeros(8), logp_ref=b.logp_ref, extras=extras)
+    return configured("kto", peer["options"]), rollouts, b.logp.requires_grad_()
+
+
 @pytest.mark.parametrize("peer", load("kto").peers, ids=["pairs", "single"])
 def test_kto_is_that_of_trl_with_and_without_pairs(peer):
-    b, marks = inputs_of("kto"), torch.tensor(peer["labels"]).double()
-    paired = peer["labels"] == [True] * 4 + [False] * 4
-    group = torch.arange(4).repeat(2) if paired else torch.arange(8)
-    extras = {CHOSEN: marks, BASELINE: torch.full((8,), peer["baseline"], dtype=torch.float64)}
-    rollouts = Rollouts(group, b.mask, torch.zeros_like(b.mask), torch.zeros(8), logp_ref=b.logp_ref, extras=extras)
-    logp, objective = b.logp.requires_grad_(), configured("kto", peer["options"])
-    counts = objective.denominators(rollouts)
+    objective, rollouts, logp = labelled(inputs_of("kto"), peer)
+    counts, group = objective.denominators(rollouts), rollouts.group
     output = objective.step_loss(PolicyOutputs(logp), rollouts, counts)
     assert_agrees(output.loss, peer, "loss")
     assert_agrees(torch.autograd.grad(output.loss, logp)[0], peer, "gradient")

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from mmrl.core import CATALOGUE, PREFERENCES
+from mmrl.core import CATALOGUE, PREFERENCES, PolicyOutputs
 from mmrl.files import write_atomically
-from tests.golden.make.peers import tensors
+from tests.golden.make.peers import gradient, tensors
 from tests.golden.test_preference import compute as compute_pairs
+from tests.golden.test_preference import labelled
 from tests.golden.test_tokens import compute
 from tests.peers.adaptor import CONVENTIONS, answers
 from tests.peers.record import RECORD, table
@@ -51,8 +52,7 @@ def main() -> int:
 def difference(name: str, inputs: dict[str, Any], peer: dict[str, Any]) -> float:
     """Largest difference of advantages, loss and gradient, each as a share of the peer's largest number."""
     if name in PREFERENCES:
-        output, slope = compute_pairs(name, peer["options"], tensors(inputs))
-        ours = {"loss": output.loss, "gradient": slope}
+        ours = pairwise(name, inputs, peer)
     else:
         ours = compute(name, peer.get("changes", {}), vars(tensors(inputs)))
     size = float(ours["gradient"].abs().sum())  # a loss is a sum of terms that cancel
@@ -63,6 +63,16 @@ def difference(name: str, inputs: dict[str, Any], peer: dict[str, Any]) -> float
             scale = max(float(expected.abs().max()), size if key == "loss" else 0.0)
             shares.append(float((ours[key].detach() - expected).abs().max()) / max(scale, 1e-300))
     return max(shares)
+
+
+def pairwise(name: str, inputs: dict[str, Any], peer: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Loss and gradient of an objective for pairs, or for answers with a label each."""
+    if "labels" not in peer:
+        output, slope = compute_pairs(name, peer["options"], tensors(inputs))
+        return {"loss": output.loss, "gradient": slope}
+    objective, rollouts, logp = labelled(tensors(inputs), peer)
+    loss = objective.step_loss(PolicyOutputs(logp), rollouts, objective.denominators(rollouts)).loss
+    return {"loss": loss, "gradient": gradient(loss, logp)}
 
 
 if __name__ == "__main__":

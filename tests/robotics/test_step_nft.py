@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from mmrl.recipes import find_recipe
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.recipe import Passes, Step
 from mmrl.training.run import train
+from robotics.episodes.tasks import EpisodeSetConfig
 from robotics.methods.grpo import RobotGrpoRecipe
 from robotics.policies.loading import ActionPolicyConfig
 from tests.contracts.option_runs import TINY_ENCODER
@@ -67,3 +70,16 @@ def test_a_run_ranks_its_steps(tmp_path):
 def test_learned_noise_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"only model\.kind flow with noise: fixed scores"):
         RobotGrpoRecipe(ranked(tmp_path, noise="learned"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("objective", "options"), [("step_nft", {}), ("", {"noise": "learned"})])
+def test_a_flow_policy_learns_to_go_right(tmp_path, objective, options):
+    config = ranked(tmp_path, **options)
+    config.objective = ObjectiveConfig(preset=objective) if objective else grpo(tmp_path).objective
+    config.trainer = trainer(steps=20, samples_per_task=8, minibatches_per_step=2, learning_rate=1e-3)
+    config.eval_data = {"held_out": EpisodeSetConfig(tasks=["right"], split="held_out", layouts=60)}
+    config.evaluation.greedy, config.evaluation.samples = False, 1
+    result = json.loads((train(find_recipe("robot_grpo"), config) / "result.json").read_text())
+    assert result["first_evaluation"]["held_out"]["success/sampled"] < 0.6
+    assert result["last_evaluation"]["held_out"]["success/sampled"] > 0.8
