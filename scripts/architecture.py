@@ -15,9 +15,10 @@ ROWS = (  # from the top, in three columns: each row imports from those below it
     (None, "mmrl.gui", None),
     ("robotics", "mmrl.agents", "mmrl.masked"),
     ("diffusion", "mmrl.vlm", "mmrl.compare"),
-    ("mmrl.hub", "mmrl.training", "mmrl.report"),
-    ("mmrl.rewards", None, "mmrl.runs"),
-    ("mmrl.workers", None, "mmrl.core"),
+    (None, "mmrl.training", "mmrl.report"),
+    ("mmrl.hub", None, "mmrl.runs"),
+    (None, "mmrl.rewards", None),
+    (None, "mmrl.workers", "mmrl.core"),
 )
 ABOUT = {
     "robotics": "policies, simulation, SRPO, 3D flow",
