@@ -21,7 +21,7 @@ from diffusion.models.policy import DTYPES, ModelConfig, add_adapter, make_famil
 from diffusion.models.published import PUBLISHED
 from diffusion.models.saved import BASE_FILE, read_base
 from diffusion.sampling.sampler import SamplerConfig, trained_window
-from mmrl.errors import UserError
+from mmrl.errors import NoPlan, UserError
 from mmrl.files import expanded
 from mmrl.hub.building import build_if_missing
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
@@ -51,7 +51,7 @@ def footprint(config: Any, *, passes: bool = True) -> Plan:
     Without passes the plan has what is held between them only: weights, gradients, moments, averages and copies.
     """
     if not isinstance(getattr(config, "model", None), ModelConfig):
-        raise UserError(f"there is no plan for the recipe '{config.recipe}'; its model is no diffusion model")
+        raise NoPlan(f"there is no plan for the recipe '{config.recipe}'; its model is no diffusion model")
     ensure_torchvision()
     build_if_missing(config.model, "model")
     step = _Step.of(config)

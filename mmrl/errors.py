@@ -13,6 +13,10 @@ class ConfigError(UserError, ValueError):
     """A value of a configuration that is outside its declared bounds."""
 
 
+class NoPlan(UserError):  # noqa: N818 - a dry run says it and goes on
+    """There is no plan of the memory that a recipe or kind of policy needs."""
+
+
 class RunError(Exception):
     """A run that could not continue; the message names the cause and where the evidence was saved."""
 

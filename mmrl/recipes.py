@@ -8,7 +8,7 @@ import importlib
 from typing import Any
 
 from mmrl.entries import RecipeEntry, load_target
-from mmrl.errors import UserError
+from mmrl.errors import NoPlan, UserError
 
 PACKAGES = ("mmrl.vlm", "mmrl.masked", "mmrl.agents", "mmrl.gui", "diffusion", "robotics")
 """Packages with recipes, in the order of lists; each builds on earlier ones alone."""
@@ -67,10 +67,10 @@ def metric_tables(recipe: str) -> list[dict[str, str]]:
 
 
 def plan_of(entry: RecipeEntry) -> Any:
-    """The function of configurations to `mmrl.training.plan.Plan` of a recipe's package; UserError without one."""
+    """The function of configurations to `mmrl.training.plan.Plan` of a recipe's package; NoPlan without one."""
     target = _own_entries(entry, "PLAN")
     if target is None:
-        raise UserError(f"there is no plan for the recipe '{entry.name}'")
+        raise NoPlan(f"there is no plan for the recipe '{entry.name}'")
     return load_target(target)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmrl.errors import UserError
+from mmrl.errors import NoPlan, UserError
 from mmrl.files import expanded, read_json_object
 from mmrl.hub.compat import ensure_torchvision
 from mmrl.runs.export import model_folder
@@ -43,7 +43,7 @@ def footprint(config: Any, *, passes: bool = True) -> Plan:
     folder = expanded(model_folder(model.path)) if model.path else None
     kind = model.kind if folder is None else str(read_config(folder).get("kind"))
     if kind not in KINDS and ":" not in kind:  # a class or function of the user's own is simply made
-        raise UserError(f"there is no plan for a policy of model.kind {kind}; there is one for: {', '.join(KINDS)}")
+        raise NoPlan(f"there is no plan for a policy of model.kind {kind}; there is one for: {', '.join(KINDS)}")
     if kind not in LARGE:
         if not passes:
             return Plan((), ())

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from mmrl.errors import UserError
+from mmrl.errors import NoPlan, UserError
 
 LOGGER = logging.getLogger("mmrl")
 GB = 1e9
@@ -240,7 +240,10 @@ def described(config: Any, footprint: Callable[[Any], Plan], gpu: Gpu, gpus: int
     for option, value in (("--gpu-memory", gpu.memory_gb), ("--gpu-tflops", gpu.tflops)):
         if not value > 0:
             raise UserError(f"{option} is {value:g}; must be above 0")
-    plan = footprint(config)
+    try:
+        plan = footprint(config)
+    except NoPlan as error:
+        return [f"memory: {error}"]
     return [
         f"{gpus} GPU{'s' if gpus > 1 else ''}, computed for {', '.join(plan.assumed)}",
         *shown(plan, gpu.memory_gb, gpus),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.logprobs import linear_logprobs
-from mmrl.errors import UserError
+from mmrl.errors import NoPlan, UserError
 from mmrl.files import read_json_object
 from mmrl.hub.compat import ensure_torchvision
 from mmrl.runs.export import model_folder
@@ -46,7 +46,7 @@ def footprint(config: Any, prompt_tokens: int | None = None, *, passes: bool = T
     Without passes the plan has what is held between them only: weights, gradients, moments and copies.
     """
     if not isinstance(getattr(config, "model", None), ModelConfig):
-        raise UserError(f"there is no plan for the recipe '{config.recipe}'; its model is no language model")
+        raise NoPlan(f"there is no plan for the recipe '{config.recipe}'; its model is no language model")
     ensure_torchvision()
     model, trainer = config.model, config.trainer
     sampler = getattr(config, "sampler", None)

@@ -149,9 +149,9 @@ def test_a_model_may_be_the_run_of_the_stage_before(file, tmp_path, capsys, monk
     assert capsys.readouterr().out.partition("1 GPU,")[2] == plan
 
 
-def test_memory_without_a_plan_and_recipes_without_one_are_refused(tmp_path, capsys):
-    assert main(["train", "configs/vlm/needle_tspo.yaml", "--dry-run"]) == 2
-    assert "no plan" in capsys.readouterr().err
+def test_a_dry_run_says_that_a_recipe_has_no_plan_and_refuses_memory_without_one(tmp_path, capsys):
+    assert main(["train", "configs/vlm/needle_tspo.yaml", "--dry-run"]) == 0
+    assert "memory: there is no plan for the recipe 'tspo'" in capsys.readouterr().out
     assert main(["train", "configs/vlm/digits_grpo.yaml", "--gpu-memory", "80"]) == 2
     assert "--dry-run" in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diffusion.plan import WORKING, averages_of
-from mmrl.errors import UserError
+from mmrl.errors import NoPlan
 from mmrl.hub.compat import ensure_torchvision
 from mmrl.runs.export import model_folder
 from mmrl.training.objectives import make_objective
@@ -27,7 +27,7 @@ from robotics.policies.base.encoder import Vocabulary
 def footprint(config: Any, *, passes: bool = True) -> Plan:
     """Plan a run; without passes, only what is held between them: weights, gradients, moments, averages and copies."""
     if not isinstance(config, Flow3dConfig | Flow3dAwmConfig):
-        raise UserError(f"there is no plan for the recipe '{config.recipe}'")
+        raise NoPlan(f"there is no plan for the recipe '{config.recipe}'")
     ensure_torchvision()
     with torch.device("meta"):
         model = _outlined(config)
