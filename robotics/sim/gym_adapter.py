@@ -6,11 +6,13 @@ spaces are recognised by their class names, which gym and gymnasium share.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -200,9 +202,11 @@ class GymRow:
         return foreign.as_image((self._draw or self._env.render)())
 
     def describe(self) -> Mapping[str, Any]:
-        """Id, and the control rate from `metadata`."""
+        """Id, versions, and suite and control rate from `metadata`."""
         spec = getattr(self._env, "spec", None)
         return {
+            **({"suite": self._metadata["suite"]} if "suite" in self._metadata else {}),
+            "versions": _versions(self._env),
             "environment": getattr(spec, "id", type(self._env).__name__),
             "render_fps": self._metadata.get("render_fps"),
             "state_keys": list(self._state_keys) if self._state_keys is not None else None,
@@ -314,6 +318,17 @@ def _split_keys(
                 "environment so that the image is an entry of its own"
             )
     return chosen, image
+
+
+def _versions(env: Any) -> dict[str, str]:
+    """Versions of the environment's own package and of those that simulate for it, as far as they are installed."""
+    own = type(getattr(env, "unwrapped", env)).__module__.partition(".")[0]
+    found = {}
+    for name in (own, "gymnasium", "gym", "mujoco"):
+        if name in sys.modules:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                found[name] = metadata.version(name)
+    return found
 
 
 def _inner_spaces(space: Any) -> list[Any]:

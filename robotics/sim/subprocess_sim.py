@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -155,7 +156,7 @@ class SubprocessSim:
         """Everything that a measured number depends on."""
         settings = self._settings
         return {
-            "simulator": settings.factory,
+            "simulator": PurePath(settings.factory).name,  # wherever the file lies
             "kwargs": dict(settings.kwargs),
             "adapter": dict(settings.adapter),
             "renderer": f"{self.renderer.name}: {self.renderer.device}" if self.renderer else "none",

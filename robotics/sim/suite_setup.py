@@ -63,12 +63,10 @@ def suite_settings(
     folder: str | Path | None = None,
 ) -> SubprocessSettings:
     """Settings of a pool of a suite's episodes."""
-    python, given = suite_python(name, folder), dict(options or {})
-    if name == "libero":
-        given.setdefault("config_folder", str(suite_folder(name, folder) / "libero-config"))
+    python = suite_python(name, folder)
     factory = f"{FACTORIES / _recipe(name).factory}:make"
     return SubprocessSettings(
-        factory, given, workers=workers, images=images, python=str(python), reset_timeout_s=RESET_SECONDS
+        factory, dict(options or {}), workers=workers, images=images, python=str(python), reset_timeout_s=RESET_SECONDS
     )
 
 

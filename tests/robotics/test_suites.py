@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
+from robotics.episodes.evaluation import MACHINE
 from robotics.sim import subprocess_settings, suite_setup
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.subprocess_settings import SubprocessSettings
@@ -63,6 +65,7 @@ import numpy as np
 from gymnasium import Env, spaces
 class GymWrapper(Env):
     metadata = None
+    unwrapped = property(lambda self: self.env)
     def __init__(self, env, keys, flatten_obs):
         self.env, self.keys, seen = env, keys, env.reset()
         self.observation_space = spaces.Dict({key: spaces.Box(-9, 9, seen[key].shape) for key in keys})
@@ -152,12 +155,16 @@ def package(tmp_path):
     states = np.arange(50.0)[:, None] * np.ones(3)
     torch.save(states, inner / "init_files" / "folder" / "states.pruned_init", _use_new_zipfile_serialization=False)
     (tmp_path / "assets" / "scenes").mkdir(parents=True)
-    info = tmp_path / "site" / "fake.dist-info"
-    for name in ("hf_libero", "robosuite", "mujoco", "bddl"):
-        folder = info.with_name(f"{name}-1.0.dist-info")
+    installed_as(tmp_path / "site", "hf_libero", "robosuite", "mujoco", "bddl")
+    return inner
+
+
+def installed_as(site, *names):
+    """Version 1.0 of some packages."""
+    for name in names:
+        folder = site / f"{name}-1.0.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    return inner
 
 
 @pytest.fixture
@@ -165,9 +172,10 @@ def fake_settings(package, tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess_settings, "find_backend", lambda preferred: None)
     monkeypatch.delenv("LIBERO_CONFIG_PATH", raising=False)
     variables = {"PYTHONPATH": str(tmp_path / "site"), "LIBERO_ASSETS": str(tmp_path / "assets")}
+    variables["LIBERO_CONFIG_PATH"] = str(tmp_path / "config")
     return SubprocessSettings(
         f"{libero.__file__}:make",
-        {"config_folder": str(tmp_path / "config"), "size": 4},
+        {"size": 4},
         python=sys.executable,
         environment=variables,
         workers=1,
@@ -177,6 +185,8 @@ def fake_settings(package, tmp_path, monkeypatch):
 def test_libero_runs_stored_states_after_the_settling_steps(fake_settings, tmp_path):
     with SubprocessSim(fake_settings) as pool:
         assert pool.layouts() == {"train": 40, "held_out": 10, "all": 50}
+        protocol = {name: value for name, value in pool.describe().items() if name not in MACHINE}
+        assert not re.search(r"[\w.]/", str(protocol))  # a place of this machine
         assert pool.tasks()["lift_it"] == "lift it"
         assert (pool.horizon, pool.action_size, pool.state_size) == (220, 7, 8)
         result = pool.reset([EpisodeSpec("lift_it", "", 7)])
@@ -236,10 +246,10 @@ def test_a_config_of_the_users_own_is_left_alone(package, tmp_path, monkeypatch)
     own.mkdir()
     (own / "config.yaml").write_text("assets: mine")
     monkeypatch.setenv("LIBERO_CONFIG_PATH", str(own))
-    assert libero.prepare_config(package, tmp_path / "assets", str(tmp_path / "new")) == own / "config.yaml"
+    assert libero.prepare_config(package, tmp_path / "assets") == own / "config.yaml"
     assert (own / "config.yaml").read_text() == "assets: mine"
     (own / "config.yaml").unlink()
-    written = libero.prepare_config(package, tmp_path / "assets", None)
+    written = libero.prepare_config(package, tmp_path / "assets")
     assert written == own / "config.yaml"
     assert json.loads(written.read_text()) == {
         "benchmark_root": str(package),
@@ -250,10 +260,11 @@ def test_a_config_of_the_users_own_is_left_alone(package, tmp_path, monkeypatch)
     }
 
 
-def test_without_a_variable_the_config_goes_to_the_folder_given(package, tmp_path, monkeypatch):
+def test_without_a_variable_the_config_goes_into_the_environment(package, tmp_path, monkeypatch):
     monkeypatch.setenv("LIBERO_CONFIG_PATH", "")
-    written = libero.prepare_config(package, tmp_path, str(tmp_path / "new" / "folder"))
-    assert written == tmp_path / "new" / "folder" / "config.yaml"
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "environment"))
+    written = libero.prepare_config(package, tmp_path)
+    assert written == tmp_path / "environment" / "libero-config" / "config.yaml"
     assert os.environ["LIBERO_CONFIG_PATH"] == str(written.parent)
     assert [path.name for path in written.parent.iterdir()] == ["config.yaml"]
 
@@ -294,6 +305,7 @@ def adapted(tmp_path, monkeypatch):
     (tmp_path / "robosuite" / "__init__.py").write_text(FAKE_ROBOSUITE)
     (tmp_path / "robosuite" / "wrappers.py").write_text(FAKE_WRAPPER)
     (tmp_path / "gymnasium_robotics.py").write_text(FAKE_FETCH)
+    installed_as(tmp_path, "robosuite", "gymnasium_robotics")
 
     def settings(name, images=False, **options):
         factory = f"{SUITES / suite_setup.RECIPES[name].factory}:make"
@@ -344,6 +356,13 @@ def test_robosuites_episodes_repeat_and_say_how_they_ended(adapted):
         assert chunk.steps[0] < 4
     with SubprocessSim(adapted("robosuite", state="proprio")) as pool:
         assert pool.state_size == 50
+
+
+@pytest.mark.parametrize("name", ["robosuite", "gymnasium_robotics"])
+def test_an_adapted_suite_names_itself_and_its_version_wherever_it_lies(adapted, name):
+    with SubprocessSim(adapted(name)) as pool:
+        about = pool.describe()
+    assert (about["suite"], about["versions"][name], about["simulator"]) == (name, "1.0", f"{name}.py:make")
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,12 @@ def make(
             model.vis.quality.offsamples = 0
     name = names[0].split("-")[0]
     instruction = next((text for start, text in INSTRUCTIONS.items() if name.startswith(start)), name)
-    env.metadata = {**env.metadata, "instruction": instruction, "image_size": (size, size)}
+    env.metadata = {
+        **env.metadata,
+        "instruction": instruction,
+        "image_size": (size, size),
+        "suite": "gymnasium_robotics",
+    }
     return env
 
 

@@ -24,6 +24,7 @@ import importlib.util
 import json
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,7 +52,6 @@ def make(
     held_out_states: int = 10,
     shadows: bool = True,
     camera: str = "agentview",
-    config_folder: str | None = None,
     views: list[str] | None = None,
 ) -> LiberoRow:
     """Make the row of a worker, whose scene is built with the first episode of a task.
@@ -65,7 +65,6 @@ def make(
             and the split all has all of them in their order, as published numbers do.
         shadows: whether images have shadows, as published demonstrations do; without them drawing is faster.
         camera: agentview, frontview, birdview, sideview or robot0_eye_in_hand.
-        config_folder: where LIBERO's config.yaml is written; a temporary folder when None.
         views: further cameras, such as robot0_eye_in_hand.
     """
     if suite not in HORIZONS:
@@ -74,7 +73,7 @@ def make(
     if steps < 1 or not 0 <= held_out_states < STORED_STATES:
         raise SuiteError(f"horizon is {steps} (at least 1), held_out_states {held_out_states} (0 to 49)")
     package = package_folder()
-    prepare_config(package, _assets_path(package), config_folder)
+    prepare_config(package, _assets_path(package))
     # Before the assets, so that a missing package is reported first.
     importlib.import_module("libero.libero.envs")
     import libero.libero
@@ -242,12 +241,12 @@ def find_assets(package: Path) -> Path:
     )
 
 
-def prepare_config(package: Path, assets: Path, folder: str | None) -> Path:
-    """Write the config.yaml for which LIBERO would ask at its first import."""
+def prepare_config(package: Path, assets: Path) -> Path:
+    """Write the config.yaml for which LIBERO would ask at its first import, by default into this environment."""
     named = os.environ.get("LIBERO_CONFIG_PATH")
     if named and (Path(named) / "config.yaml").is_file():
         return Path(named) / "config.yaml"
-    target = Path(named or folder or tempfile.mkdtemp(prefix="libero-config-")) / "config.yaml"
+    target = Path(named or Path(sys.prefix) / "libero-config") / "config.yaml"
     target.parent.mkdir(parents=True, exist_ok=True)
     paths = {
         "benchmark_root": package,
