@@ -26,7 +26,7 @@ help:
 	@echo "make lint            ruff (rules and formatting) and mypy"
 	@echo "make format          let ruff fix and format"
 	@echo "make site            documentation and API reference as HTML in build/site; fails on a broken link"
-	@echo "make docs            regenerate the tables of README.md and docs/ and the drawing of the packages from the code"
+	@echo "make docs            regenerate the tables of README.md and docs/, figures of stored results and the drawing of the packages"
 	@echo "make clean           remove $(VENV), caches and build output; runs/ and data/ stay"
 
 setup:
@@ -93,6 +93,7 @@ format: setup
 
 docs: setup
 	@$(BIN)/python scripts/docs.py
+	@$(BIN)/python scripts/figures.py
 	@$(BIN)/python scripts/architecture.py
 
 site: setup

@@ -52,6 +52,38 @@ def test_numbers_and_intervals_are_those_of_the_page(name):
         assert any(form in text for form in printed(found)), f"{found.arm}: {found.shown}"
 
 
+STORED = [name for name, experiment in KNOWN.items() if experiment.figure.stored is not None]
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_figure_without_runs_states_what_its_page_states(name):
+    experiment = KNOWN[name]
+    figure, stored = experiment.figure, experiment.figure.stored
+    evidence = evidence_of(experiment)
+    page = (RESULTS / f"{evidence.page}.md").read_text(encoding="utf-8")
+    alt, picture = re.search(rf"!\[([^]]*)\]\(({evidence.page}\.png)\)", page).groups()
+    assert (RESULTS / picture).is_file()
+    assert {arm.value for arm in stored.arms.values()} <= numbers(alt)
+    on_page = numbers(page.replace(alt, ""))
+    scale = 100 if "%" in (stored.unit or figure.unit) else 1
+    for row, arm in stored.arms.items():
+        for number in (arm.value, *arm.difference, *arm.seeds):
+            assert {abs(number), round(abs(number) / scale, 6)} & on_page, f"{row}: {number}"
+    assert numbers(figure.claim) <= on_page
+    for found in evidence.findings:
+        baselines = {found.against or experiment.baseline, stored.baseline or experiment.baseline}
+        if found.metric is None and len(baselines) == 1 and (found.unit, scale) != ("points", 1):
+            factor = scale if found.unit == "score" else 1
+            known = [factor * number for number in (found.difference, found.low, found.high)]
+            shown = stored.arms[found.arm].difference
+            assert shown == pytest.approx(known[-len(shown) :]), found.arm
+
+
+def numbers(text):
+    """Every number of a text, without its sign."""
+    return {float(found.replace(",", "")) for found in re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?", text)}
+
+
 def printed(found):
     """Forms in which a page may print an interval: with or without signs, turned round, in brackets."""
     low, high = found.interval.split(" to ")

@@ -132,6 +132,40 @@ class CollapseConfig:
 
 
 @dataclass
+class StoredArm:
+    """What a page of docs/results states about one arm, in the page's own numbers."""
+
+    value: float = MISSING
+    """Mean over the seeds."""
+    difference: list[float] = field(default_factory=list)
+    """Mean, lower and upper end of the paired difference to the baseline; the two ends alone where the page states no
+    mean, which is then that of the values. Empty for the baseline, and where there is none."""
+    seeds: list[float] = field(default_factory=list)
+    """Each seed in the experiment's order, or the smallest and the largest."""
+
+
+@dataclass
+class StoredConfig:
+    """Numbers of a comparison whose runs are gone, from which `scripts/figures.py` draws its figure."""
+
+    unit: str = ""
+    """Readable name of what they measure with its unit; empty takes the figure's."""
+    baseline: str = ""
+    """Arm that the differences are from; empty takes the experiment's."""
+    arms: dict[str, StoredArm] = field(default_factory=dict)
+    """Numbers of each row of the figure, from top to bottom; a row need not be an arm that runs."""
+
+    def validate(self, baseline: str) -> None:
+        """Check that the numbers are complete; raises ValueError naming the row."""
+        if baseline not in self.arms:
+            raise ValueError(f"`figure.stored.arms` lacks the baseline '{baseline}'; it has: {', '.join(self.arms)}")
+        for name, arm in self.arms.items():
+            ends = arm.difference
+            if len(ends) not in (0, 2, 3) or (ends and not ends[-2] <= ends[0] <= ends[-1]):
+                raise ValueError(f"`figure.stored.arms.{name}.difference` is {ends}; give [mean, low, high]")
+
+
+@dataclass
 class FigureConfig:
     """How the figure of a comparison speaks to its readers."""
 
@@ -143,6 +177,8 @@ class FigureConfig:
     """Readable name of the metric with its unit; empty shows the metric's own name."""
     highlight: list[str] = field(default_factory=list)
     """Arms that the claim is about; all others are grey. Empty gives every arm a colour."""
+    stored: StoredConfig | None = None
+    """Numbers of the page to draw from where the runs are gone."""
 
 
 @dataclass
@@ -208,11 +244,15 @@ class ExperimentConfig:
             raise ValueError(f"`metric_over` is steps, but arms.{first} reads the start, which has no steps")
         self._check_work()
         self._check_reserved()
+        stored = self.figure.stored
+        if stored is not None:
+            stored.validate(stored.baseline or self.baseline)
+        shown = [*self.arms, *(arm for arm in (stored.arms if stored else ()) if arm not in self.arms)]
         for key, named in (("labels", self.figure.labels), ("highlight", self.figure.highlight)):
             for arm in named:
-                if arm not in self.arms:
-                    hint = did_you_mean(arm, self.arms)
-                    raise ValueError(f"`figure.{key}` names '{arm}'; {hint}arms: {', '.join(self.arms)}")
+                if arm not in shown:
+                    hint = did_you_mean(arm, shown)
+                    raise ValueError(f"`figure.{key}` names '{arm}'; {hint}arms: {', '.join(shown)}")
         if self.evidence is not None:
             metrics = [self.metric, *self.secondary_metrics]
             self.evidence.check(self.arms, self.baseline, metrics, self.higher_is_better)

@@ -17,7 +17,7 @@ import numpy as np
 from mmrl.compare.curves import evaluations, read_curves
 from mmrl.compare.experiment import ExperimentConfig, FigureConfig
 from mmrl.compare.plans import RunPlan, is_finished
-from mmrl.compare.results import Comparison, Difference
+from mmrl.compare.results import ArmResult, Comparison, Difference
 from mmrl.compare.summary import plan_comparison
 from mmrl.report.charts import INK, MARKERS, colour_cycle, draw_legend, save_png, style_axes
 from mmrl.runs.statistics import SHARES
@@ -31,6 +31,8 @@ GREY = "#8a929b"
 WIDE = 9.2
 """Inches: a page shows the figure at about this width, so that its text keeps its size."""
 TITLE: dict[str, Any] = {"fontsize": 10, "color": INK, "loc": "left"}
+FAR = 3.0
+"""Widths of the claim's own axis within which the other arms lie on it too."""
 LABEL_GAP = 0.08
 """Share of a panel's height between the names at the ends of two curves."""
 
@@ -58,6 +60,29 @@ def draw(experiment: ExperimentConfig, folder: Path, comparison: Comparison) -> 
         }
         targets = [target for target in work.targets.values() if target is not None]
         save_png(work_figure(experiment.name, work.metric, by_cost, targets), folder / "work.png")
+
+
+def stored_figure(experiment: ExperimentConfig) -> Figure:
+    """The figure of a comparison whose runs are gone, from the numbers of its page in `figure.stored`."""
+    look, stored = experiment.figure, experiment.figure.stored
+    if stored is None:
+        raise ValueError(f"{experiment.name} has no numbers in `figure.stored`")
+    unit, baseline = stored.unit or look.unit, stored.baseline or experiment.baseline
+    _, factor = _axis(unit)
+    arms, differences = {}, {}
+    first = stored.arms[baseline]
+    for name, arm in stored.arms.items():
+        arms[name] = ArmResult({place: value / factor for place, value in enumerate(arm.seeds)}, arm.value / factor)
+        if arm.difference:
+            *mean, low, high = (end / factor for end in arm.difference)
+            paired = zip(arm.seeds, first.seeds, strict=False) if len(arm.seeds) == len(experiment.seeds) else ()
+            pairs = {place: (value - other) / factor for place, (value, other) in enumerate(paired)}
+            middle = mean[0] if mean else (arm.value - first.value) / factor
+            differences[name] = Difference(pairs, [], 0, middle, low, high)
+    seeds, better = experiment.seeds, experiment.higher_is_better
+    head = ("done", "", experiment.name, experiment.budget, unit, better, baseline, seeds, None)
+    comparison = Comparison(*head, arms, differences, None, None, None)
+    return comparison_figure(comparison, {}, dataclasses.replace(look, unit=unit))
 
 
 def _curve(experiment: ExperimentConfig, plan: RunPlan) -> Line:
@@ -95,9 +120,11 @@ def comparison_figure(
     scaled = {arm: _scaled(found, factor) for arm, found in comparison.differences.items()}
     _draw_differences(pairs, list(values), scaled, colours, look.highlight)
     pairs.set_title(f"difference from {names[comparison.baseline]}{' in points' if factor != 1 else ''}", **TITLE)
-    told = {arm: _said(scaled[arm], factor) if arm in scaled else "baseline" for arm in values}
+    told = {arm: _said(scaled[arm], factor) if arm in scaled else "" for arm in values}
+    told[comparison.baseline] = "baseline"
     _name_rows(pairs, [f"{names[arm]}\n{told[arm]}" for arm in values])
-    _draw_values(points, values, colours, factor)
+    means = {arm: factor * _number(entry.mean) for arm, entry in comparison.arms.items()}
+    _draw_values(points, values, means, colours, factor)
     points.set_title(look.unit or metric, **TITLE)
     _name_rows(points, [""] * len(values))
     if rows == 2:
@@ -110,6 +137,8 @@ def comparison_figure(
 
 def _axis(metric: str) -> tuple[str, float]:
     """A metric's name on an axis, and the factor of its values: shares are in per cent."""
+    if "%" in metric:
+        return metric, 100.0
     return (f"{metric.replace('/', ', ')}, %", 100.0) if metric.startswith(SHARES) else (metric, 1.0)
 
 
@@ -172,9 +201,10 @@ def _draw_differences(
     """
     style_axes(axes)
     axes.axvline(0, color=INK, linewidth=1)
-    shown = [differences[arm] for arm in highlight if arm in differences] or list(differences.values())
-    reach = [0.0, *(value for found in shown for value in (*found.per_seed.values(), found.low, found.high) if value)]
-    known = [value for value in reach if math.isfinite(value)]
+    claimed = [differences[arm] for arm in highlight if arm in differences] or list(differences.values())
+    known, everything = _reach(claimed), _reach(list(differences.values()))
+    if max(everything) - min(everything) <= FAR * (max(known) - min(known)):
+        known = everything
     margin = 0.08 * (max(known) - min(known)) or 1.0
     left, right = min(known) - margin, max(known) + margin
     axes.set_xlim(left, right)
@@ -193,16 +223,27 @@ def _draw_differences(
         axes.errorbar([found.mean], [row], xerr=ends, color=colours[arm], **look)
 
 
+def _reach(shown: Sequence[Difference]) -> list[float]:
+    """Zero and all that is drawn of some differences."""
+    found = [value for row in shown for value in (*row.per_seed.values(), row.low, row.high) if value]
+    return [0.0, *(value for value in found if math.isfinite(value))]
+
+
 def _draw_values(
-    axes: Axes, values: Mapping[str, Mapping[int, float]], colours: Mapping[str, str], factor: float
+    axes: Axes,
+    values: Mapping[str, Mapping[int, float]],
+    means: Mapping[str, float],
+    colours: Mapping[str, str],
+    factor: float,
 ) -> None:
     """A row an arm: each seed as a dot, the mean as a stroke with its number; no line joins arms."""
     style_axes(axes)
+    axes.margins(x=0.08)
     for row, (arm, by_seed) in enumerate(values.items()):
         finished = list(by_seed.values())
         axes.scatter(finished, [row] * len(finished), color=colours[arm], s=20, alpha=0.55, linewidths=0)
-        if finished:
-            mean = float(np.mean(finished))
+        mean = means[arm]
+        if math.isfinite(mean):
             shown = f"{mean:.1f}" if factor != 1 else f"{mean:.3g}"
             axes.vlines(mean, row - 0.25, row + 0.25, color=colours[arm], linewidth=2.5)
             axes.annotate(shown, (mean, row - 0.27), ha="center", va="bottom", fontsize=8, color=INK)

@@ -10,8 +10,16 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from mmrl.compare import plans as run_status
-from mmrl.compare.experiment import FigureConfig, load_experiment
-from mmrl.compare.figures import GREY, LABEL_GAP, _draw_differences, _name_ends, comparison_figure, work_figure
+from mmrl.compare.experiment import ExperimentConfig, FigureConfig, StoredArm, StoredConfig, load_experiment
+from mmrl.compare.figures import (
+    GREY,
+    LABEL_GAP,
+    _draw_differences,
+    _name_ends,
+    comparison_figure,
+    stored_figure,
+    work_figure,
+)
 from mmrl.compare.results import ArmResult, Comparison, Difference
 from mmrl.compare.run import run_experiment
 from mmrl.compare.summary import plan_comparison, summarise
@@ -390,6 +398,32 @@ def test_a_control_far_from_the_claim_is_an_arrow_and_leaves_the_scale_to_it():
     assert [list(line.get_ydata()) for line in arrows] == [[2]]
     _draw_differences(axes, list(colours), {"new": near, "control": far}, colours, [])
     assert axes.get_xlim()[0] < -60
+
+
+def test_an_arm_near_the_claim_is_on_its_scale():
+    axes = Figure().subplots()
+    claim, other = (Difference({}, [], 0, mean=mean, low=mean - 1, high=mean + 1) for mean in (2.0, -2.0))
+    _draw_differences(axes, ["new", "other"], {"new": claim, "other": other}, {"new": "red", "other": "red"}, ["new"])
+    assert axes.get_xlim() == pytest.approx((-3.48, 3.48))
+
+
+def test_a_figure_of_stored_numbers_needs_no_runs():
+    rows = {
+        "old": StoredArm(30.0, seeds=[20.0, 40.0]),
+        "new": StoredArm(33.0, [1.0, 5.0], [24.0, 42.0]),
+        "start": StoredArm(10.0),
+    }
+    look = FigureConfig("New beats old.", unit="right, %", stored=StoredConfig(arms=rows))
+    experiment = ExperimentConfig("x", baseline="old", seeds=[1, 2], metric="score/x", figure=look)
+    pairs, values = stored_figure(experiment).axes
+    assert [text.get_text() for text in pairs.get_yticklabels()] == [
+        "old\nbaseline",
+        "new\n+3.0 (+1.0 to +5.0)",
+        "start\n",
+    ]
+    assert [float(x) for x, _ in pairs.collections[0].get_offsets()] == pytest.approx([4, 2])
+    assert [text.get_text() for text in values.texts] == ["30.0", "33.0", "10.0"]
+    assert values.get_title(loc="left") == "right, %"
 
 
 def test_names_at_the_ends_of_curves_do_not_overlap():

@@ -47,6 +47,7 @@ def test_the_record_shows_the_command_that_a_user_would_type(lab):
         ({"prepare": [{"config": "nowhere.yaml", "run_dir": "x"}]}, r"prepare\[0\]"),
         ({"jobs": 0}, "at least 1"),
         ({"figure": {"labels": {"grop": "GRPO"}}}, r"`figure\.labels` names 'grop'; did you mean 'grpo'"),
+        ({"figure": {"stored": {"arms": {"x": {"value": 1}}}}}, r"`figure\.stored\.arms` lacks the baseline"),
         ({"figure": {"highlight": ["x"]}}, r"`figure\.highlight` names 'x'"),
     ],
 )
