@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -180,12 +180,18 @@ def _scaled(found: Difference, factor: float) -> Difference:
 
 def _said(found: Difference, factor: float) -> str:
     """A mean difference with its interval in figures."""
-    shown = "+.1f" if factor != 1 else "+.3g"
     if found.mean is None:
         return "–"
     low, high = _number(found.low), _number(found.high)
+    shown = f"+{_style((found.mean, low, high), factor)}"
     interval = "" if math.isnan(low) else f" ({low:{shown}} to {high:{shown}})"
     return f"{found.mean:{shown}}{interval}"
+
+
+def _style(numbers: Iterable[float], factor: float) -> str:
+    """Format of figures that stand together: one decimal of a percentage, three of a score below 1."""
+    largest = max((abs(number) for number in numbers if math.isfinite(number)), default=0.0)
+    return ".1f" if factor != 1 else ".3f" if 0.01 <= largest < 1 else ".3g"
 
 
 def _draw_differences(
@@ -244,7 +250,7 @@ def _draw_values(
         axes.scatter(finished, [row] * len(finished), color=colours[arm], s=20, alpha=0.55, linewidths=0)
         mean = means[arm]
         if math.isfinite(mean):
-            shown = f"{mean:.1f}" if factor != 1 else f"{mean:.3g}"
+            shown = f"{mean:{_style(means.values(), factor)}}"
             axes.vlines(mean, row - 0.25, row + 0.25, color=colours[arm], linewidth=2.5)
             axes.annotate(shown, (mean, row - 0.27), ha="center", va="bottom", fontsize=8, color=INK)
 
