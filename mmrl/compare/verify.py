@@ -27,6 +27,8 @@ from mmrl.training.run import evaluation_of, open_evaluation
 
 TOLERANCE = 1e-3
 """Relative difference of numbers that another machine or version may cause."""
+NAMED = ("task", "state", "seed")
+"""Columns that say what was run, where a domain has them."""
 Say = Callable[[str], None]
 
 
@@ -157,8 +159,9 @@ def _compare(ledger: Ledger, numbers: Sequence[int], repeater: Repeater, other: 
 
 
 def _changes(row: Row, again: Row, other: bool) -> list[str]:
-    """Results of a row that came out otherwise."""
-    compared = [name for name in RESULT if not (other and name == "output")]
+    """Results of a row that came out otherwise, and what it says that they are of."""
+    named = [name for name in NAMED if name in again]
+    compared = [*named, *(name for name in RESULT if not (other and name == "output"))]
     pairs = [(name, row.get(name), again.get(name)) for name in compared]
     return [text for name, old, new in pairs if not _close(old, new, other) for text in _differences(old, new, name)]
 

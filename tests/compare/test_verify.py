@@ -58,6 +58,15 @@ def test_a_row_that_was_changed_differs(evaluated, said):
         verify(path, said.append, 0, [25], ())
 
 
+def test_a_row_that_names_another_initial_state_or_seed_differs(evaluated, said):
+    path = evaluated[0] / "ledger.jsonl"
+    rows = read_jsonl(path)
+    rows[4] |= {"state": rows[3]["state"], "seed": rows[3]["seed"]}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert verify(path, said.append, 0, [4, 5], ()) == 1
+    assert "differs: state right/held_out/3 -> right/held_out/4; seed " in said[-2]
+
+
 def test_rows_that_differ_by_rounding_are_the_same_in_their_batch(evaluated, said, monkeypatch):
     """A policy whose sums depend on what is computed with them, here by the number of episodes."""
     run, alone = EpisodeMeasure.run, []
