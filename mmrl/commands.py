@@ -416,7 +416,8 @@ def _add_demo_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_init_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", choices=["papo", "grpo", "text", "awm", "robot", "agent"], help="the kind of run")
+    names = ["papo", "grpo", "text", "sft", "screens", "video", "awm", "robot", "agent"]
+    parser.add_argument("name", choices=names, help="the kind of run")
     parser.add_argument("file", metavar="FILE", type=Path, nargs="?", help="default: the kind and .yaml")
     parser.add_argument("--model", metavar="M", help="folder or hub id; of robots the kind of policy")
     parser.add_argument("--data", metavar="D", help="file, folder or hub id; of agents the environment, module:Class")

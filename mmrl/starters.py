@@ -110,6 +110,71 @@ STARTERS = {
         .replace("sampler:", "objective: {preset: grpo}  # others: `mmrl list objectives`\nsampler:")
     ),
     "text": TEXT,
+    "sft": Starter(
+        TEXT.model,
+        "data/train.jsonl",
+        """\
+# Supervised fine-tuning on answers that somebody wrote. `mmrl options sft` lists what else can be set.
+recipe: sft
+output_dir: $folder
+model:
+  path: $model  # folder or hub id; a vision-language model where rows have images
+  dtype: bfloat16  # float32 on a CPU
+  gradient_checkpointing: true
+  lora: {enabled: true, rank: 64, alpha: 32}
+data:
+  path: $data  # .jsonl, .parquet or hub id, with the columns prompt (or problem, question), answer and target_key's
+target_key: completion  # column of the text to learn; answer = the right answer itself
+# eval_data: {heldout: {path: data/test.jsonl}}  # measured before, during and after training
+evaluation:
+  rewards: [{name: math}]  # says which answers to eval_data are right: `mmrl list rewards`
+  sampler: {max_new_tokens: 1024}
+trainer: {steps: 500, tasks_per_step: 32, micro_batch: 4, learning_rate: 1e-4, schedule: cosine, warmup_steps: 20}
+""",
+    ),
+    "screens": Starter(
+        "Qwen/Qwen2.5-VL-3B-Instruct",
+        "data/train.jsonl",
+        """\
+# AEPO: a model learns to point at the element of a screen that is asked for. `mmrl options aepo` lists what else can
+# be set, `mmrl gui validate` checks the data.
+recipe: aepo
+output_dir: $folder
+model:
+  path: $model  # folder or hub id
+  dtype: bfloat16  # float32 on a CPU
+  gradient_checkpointing: true
+  max_pixels: 2000000  # larger screens are made smaller
+  max_prompt_tokens: 4096
+  lora: {enabled: true, rank: 64, alpha: 128}
+grounding: {family: qwen2_5_vl}  # how prompts are put and points are read: `mmrl options aepo grounding`
+data: {path: $data}  # .jsonl or .parquet with the columns image, instruction and bbox in pixels of the image
+# eval_data: {heldout: {path: data/test.jsonl}}  # measured before, during and after training
+sampler: {max_new_tokens: 128}
+evaluation: {samples: 0}
+trainer: {steps: 150, tasks_per_step: 16, samples_per_task: 8, micro_batch: 1, learning_rate: 1e-5}
+""",
+    ),
+    "video": Starter(
+        "Qwen/Qwen2.5-VL-3B-Instruct",
+        "data/questions.jsonl",
+        """\
+# TSPO: a small agent learns which frames of a long video a frozen model has to see to answer a question.
+# `mmrl options tspo` lists what else can be set, docs/videos.md the columns of the data.
+recipe: tspo
+output_dir: $folder
+features:  # frames are embedded once, then read from the cache
+  {path: openai/clip-vit-large-patch14, fps: 1, max_frames: 3600, cache: features, device: cuda}
+data: {path: $data}  # rows with the columns video (path relative to the file), problem and answer
+# eval_data: {heldout: {path: data/test.jsonl}}  # measured before, during and after training
+picks: {count: 16}  # frames that the model is given
+answerer:
+  kind: vlm
+  model: {path: $model, dtype: bfloat16}  # folder or hub id; is not trained
+  reward: {name: choice}  # for letters of options; others: `mmrl list rewards`
+trainer: {steps: 200, tasks_per_step: 16, samples_per_task: 8}
+""",
+    ),
     "awm": Starter(
         "stabilityai/stable-diffusion-3.5-medium",
         "data/prompts.jsonl",

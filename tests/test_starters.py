@@ -6,7 +6,7 @@ from mmrl.cli import main
 from mmrl.config import load_run
 from mmrl.starters import GRID, STARTERS
 
-RECIPES = {"grpo": "vlm", "text": "vlm", "robot": "robot_clone"}
+RECIPES = {"grpo": "vlm", "text": "vlm", "robot": "robot_clone", "screens": "aepo", "video": "tspo"}
 
 
 @pytest.mark.parametrize("name", STARTERS)
@@ -26,7 +26,8 @@ def test_model_and_data_are_taken_as_texts(name, tmp_path):
     places = {"robot": "demonstrations.path", "agent": "environment.factory"}
     part, key = places.get(name, "data.path").split(".")
     assert getattr(getattr(config, part), key) == data
-    assert (config.model.kind if name == "robot" else config.model.path) == model
+    owner = config.answerer if name == "video" else config
+    assert (owner.model.kind if name == "robot" else owner.model.path) == model
     assert name != "agent" or config.environment.kwargs == {}
 
 
