@@ -161,7 +161,7 @@ def test_another_run_can_start_from_the_run_folder(tmp_path):
     assert (saved.encoding.z_min_m, saved.encoding.z_max_m) == pytest.approx((low, high))
     assert low < 0.9 < 1.0 < high
     out = Flow3dRecipe.export(config, checkpoint, tmp_path / "out")
-    assert out.endswith("from_pretrained")
+    assert out.call.endswith("from_pretrained")
     exported = FlowWorldModel.from_pretrained(tmp_path / "out").state_dict()
     assert all(value.equal(exported[name]) for name, value in saved.state_dict().items())
     later = run_config(tmp_path / "second", WorldModelConfig(path=str(checkpoint / "model")))
