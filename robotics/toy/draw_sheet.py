@@ -20,6 +20,7 @@ from robotics.sim.opening import SimConfig, open_sim
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from PIL.Image import Image
 
 GAP_PX = 3
 
@@ -46,6 +47,17 @@ def draw_sheet(config: SimConfig, task: str, layout: int, images: int = 8, colum
     return sheet
 
 
+def name_images(sheet: Image, size: int, images: int, columns: int = 4) -> None:
+    """Write "nominal" or the number of the draw into the upper left corner of each image."""
+    from PIL import ImageDraw
+
+    pen = ImageDraw.Draw(sheet)
+    for index in range(images):
+        corner = (index % columns * (size + GAP_PX) + 4, index // columns * (size + GAP_PX) + 3)
+        text = f"draw {index - 1}" if index else "nominal"
+        pen.text(corner, text, fill="white", stroke_width=2, stroke_fill="black")
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit status."""
     from PIL import Image
@@ -67,7 +79,9 @@ def main(arguments: Sequence[str]) -> int:
     except UserError as error:
         sys.stderr.write(f"mmrl: {error}\n")
         return 2
-    Image.fromarray(sheet).save(given.output, optimize=True)
+    named = Image.fromarray(sheet)
+    name_images(named, given.size, given.images)
+    named.save(given.output, optimize=True)
     return 0
 
 
