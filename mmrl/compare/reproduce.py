@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mmrl.compare.evidence import UNITS, EvidenceConfig, FindingConfig, signed
-from mmrl.compare.experiment import ArmConfig, ExperimentConfig, load_experiment
+from mmrl.compare.experiment import ArmConfig, ExperimentConfig, FigureConfig, load_experiment
 from mmrl.compare.run import CommandBuilder, run_experiment, train_command
 from mmrl.compare.summary import summarise
 from mmrl.errors import RunError, UserError, did_you_mean
@@ -117,6 +117,7 @@ def smaller(experiment: ExperimentConfig, findings: Sequence[FindingConfig], see
         if sweep is not None and not swept and settings.runs_of is None:
             settings = replace(settings, overrides={**settings.overrides, sweep.parameter: evidence.chosen[arm]})
         arms[arm] = settings
+    labels = {arm: label for arm, label in experiment.figure.labels.items() if arm in arms}
     metrics = dict.fromkeys(found.metric for found in findings if found.metric and found.metric != experiment.metric)
     return replace(
         experiment,
@@ -129,6 +130,7 @@ def smaller(experiment: ExperimentConfig, findings: Sequence[FindingConfig], see
         at=None,
         collapse=None,
         evidence=None,
+        figure=FigureConfig(labels=labels, unit=experiment.figure.unit),  # the claim is of the stored result
     )
 
 

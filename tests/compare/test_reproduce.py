@@ -8,7 +8,7 @@ from scipy import stats
 from mmrl.cli import main
 from mmrl.compare.evidence import FindingConfig
 from mmrl.compare.experiment import load_experiment
-from mmrl.compare.reproduce import chosen, listed, reproduce
+from mmrl.compare.reproduce import chosen, evidence_of, findings_by_subject, listed, measured, reproduce, smaller
 from mmrl.errors import UserError
 from mmrl.fields import check_config
 
@@ -51,6 +51,13 @@ def test_a_result_outside_the_interval_is_not_reproduced(lab):
     assert not again(lab, evidence=evidence(difference=9.0, low=8.5, high=9.5))
     assert "outside" in lab.lines[-2]
     assert lab.lines[-1].startswith("experiment: not reproduced; 0 of 1")
+
+
+@pytest.mark.parametrize(("name", "experiment"), measured().items())
+def test_an_experiment_is_sound_when_reduced_to_its_findings(name, experiment):
+    subjects = [found[name] for found in findings_by_subject({name: experiment}).values()]
+    for findings in [evidence_of(experiment).findings, *subjects]:
+        check_config(smaller(experiment, findings, 2))
 
 
 @pytest.mark.slow
