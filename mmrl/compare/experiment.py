@@ -170,7 +170,7 @@ class FigureConfig:
     """How the figure of a comparison speaks to its readers."""
 
     claim: str = ""
-    """The finding in one sentence, which is the title; empty shows the experiment's name."""
+    """The finding in one sentence, the title of runs that show the stored findings; else it is the name."""
     labels: dict[str, str] = field(default_factory=dict)
     """Readable names of arms."""
     unit: str = ""

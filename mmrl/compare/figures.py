@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmrl.compare.curves import evaluations, read_curves
+from mmrl.compare.evidence import UNITS
 from mmrl.compare.experiment import ExperimentConfig, FigureConfig
 from mmrl.compare.plans import RunPlan, is_finished
 from mmrl.compare.results import ArmResult, Comparison, Difference
@@ -47,7 +48,7 @@ def draw(experiment: ExperimentConfig, folder: Path, comparison: Comparison) -> 
         arm: [_curve(experiment, plan) for plan in by_seed.values() if is_finished(plan)]
         for arm, by_seed in plans.items()
     }
-    save_png(comparison_figure(comparison, curves, experiment.figure), folder / "comparison.png")
+    save_png(comparison_figure(comparison, curves, supported(experiment, comparison)), folder / "comparison.png")
     work = comparison.work
     if work is not None:
         found = read_curves(experiment, plans)
@@ -60,6 +61,21 @@ def draw(experiment: ExperimentConfig, folder: Path, comparison: Comparison) -> 
         }
         targets = [target for target in work.targets.values() if target is not None]
         save_png(work_figure(experiment.name, work.metric, by_cost, targets), folder / "work.png")
+
+
+def supported(experiment: ExperimentConfig, comparison: Comparison) -> FigureConfig:
+    """The figure's settings, without the claim where findings are stored that these runs do not show."""
+    look, evidence = experiment.figure, experiment.evidence
+    if evidence is None:
+        return look
+    shown = [
+        found.low <= UNITS[found.unit][0] * _number(comparison.differences[found.arm].mean) <= found.high
+        for found in evidence.findings
+        if (found.metric or experiment.metric) == experiment.metric
+        and (found.against or experiment.baseline) == comparison.baseline
+        and found.arm in comparison.differences
+    ]
+    return look if shown and all(shown) else dataclasses.replace(look, claim="")
 
 
 def stored_figure(experiment: ExperimentConfig) -> Figure:

@@ -1,6 +1,7 @@
 """Findings stored in an experiment's file, and their repetition on fresh seeds."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from scipy import stats
@@ -8,7 +9,9 @@ from scipy import stats
 from mmrl.cli import main
 from mmrl.compare.evidence import FindingConfig
 from mmrl.compare.experiment import load_experiment
+from mmrl.compare.figures import supported
 from mmrl.compare.reproduce import chosen, evidence_of, findings_by_subject, listed, measured, reproduce, smaller
+from mmrl.compare.results import Difference
 from mmrl.errors import UserError
 from mmrl.fields import check_config
 
@@ -58,6 +61,18 @@ def test_an_experiment_is_sound_when_reduced_to_its_findings(name, experiment):
     subjects = [found[name] for found in findings_by_subject({name: experiment}).values()]
     for findings in [evidence_of(experiment).findings, *subjects]:
         check_config(smaller(experiment, findings, 2))
+
+
+@pytest.mark.parametrize(
+    ("mean", "changes", "title"),
+    [(0.05, {}, "It helps"), (0.07, {}, ""), (None, {}, ""), (0.05, {"metric": "policy/entropy"}, "")],
+)
+def test_a_figure_claims_only_what_its_runs_show(mean, changes, title, lab):
+    figure = {"claim": "It helps"}
+    file = stored(lab, evidence=evidence(**changes), figure=figure, secondary_metrics=["policy/entropy"])
+    experiment = load_experiment(file / "experiment.yaml")
+    found = SimpleNamespace(baseline="grpo", differences={"papo": Difference({}, [], 0, mean=mean)})
+    assert supported(experiment, found).claim == title
 
 
 @pytest.mark.slow
