@@ -21,6 +21,7 @@ from diffusion.rewards.video import flicker
 from diffusion.sampling.guidance import GuidedVelocity
 from diffusion.sampling.sampler import SamplerConfig, sample_latents, text_of
 from mmrl.rewards import RewardResult
+from mmrl.rewards.config import RewardConfig, about_rewards
 from mmrl.runs.records import Outcome, SampleRecord, film, short_digest
 from mmrl.runs.run_log import metric_label
 from mmrl.runs.statistics import with_interval
@@ -77,6 +78,8 @@ class ImageMeasure(Measure[DiffusionTask]):
     sampler: SamplerConfig
     seed: int
     split: str
+    rewards: Sequence[RewardConfig] = ()
+    """All terms, for the protocol."""
 
     @property
     def batch_size(self) -> int:
@@ -144,6 +147,7 @@ class ImageMeasure(Measure[DiffusionTask]):
             "bootstrap": stream_seed(self.seed, "bootstrap", self.split),
             "sampling": {name: getattr(self.sampler, name) for name in names},
             "heldout": sorted(self.heldout),
+            "rewards": about_rewards(self.rewards),
         }
 
     def entries(self, row: Row) -> list[Row]:

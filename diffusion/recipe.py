@@ -136,6 +136,7 @@ class DiffusionDomain:
             sampler=self.scoring.sampler,
             seed=config.seed,
             split=split,
+            rewards=[*self.scoring.rewards, *self.scoring.heldout_rewards],
         )
         return [measure]
 

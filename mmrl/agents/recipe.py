@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, ClassVar
 
 import torch
@@ -248,7 +248,8 @@ class AgentDomain:
 
         evaluation, environment = config.evaluation, config.environment
         setting = {
-            "suite": environment.factory,
+            "suite": PurePath(environment.factory).name,
+            "version": self.code,
             "horizon": config.episode.max_turns,
             "environment": {"kwargs": environment.kwargs, "adapter": environment.adapter},
             "success_above": config.episode.success_above,

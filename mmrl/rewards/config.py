@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
 from mmrl.fields import bounded, choice, rare
+from mmrl.rewards.loading import source_digest
 
 SANDBOXES = ("none", "strict")
 ROWS = ("auto", "independent", "together")
@@ -60,6 +62,25 @@ class RewardConfig:
     chat: bool | None = rare(None)
     """Give prompts and completions as lists of chat turns (true) or as text (false); empty: as the data set has its
     questions, as TRL does."""
+
+
+PLACES = ("path", "device")
+"""Options that say where something is on this machine."""
+
+
+def about_rewards(rewards: Sequence[RewardConfig]) -> list[dict[str, Any]]:
+    """Everything that scores depend on, but for where it is: for the protocol of an evaluation."""
+    functions = {reward.name: reward.function or reward.name for reward in rewards}
+    return [
+        {
+            "name": reward.name,
+            "function": PurePath(functions[reward.name]).name,
+            "code": source_digest(functions[reward.name]),
+            "weight": reward.weight,
+            "options": {name: value for name, value in reward.options.items() if name not in PLACES},
+        }
+        for reward in rewards
+    ]
 
 
 def refuse_weights(weights: Mapping[str, float], where: str) -> None:

@@ -18,6 +18,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Stateful, Tally
 from mmrl.errors import UserError
 from mmrl.rewards import RewardResult, RewardSum, TrainerState
+from mmrl.rewards.config import about_rewards
 from mmrl.runs.export import Exported
 from mmrl.runs.records import Outcome, SampleRecord, short_digest
 from mmrl.runs.run_log import LONGER, metric_label
@@ -119,7 +120,7 @@ class VlmDomain:
         rewards, sampler = scoring.rewards, scoring.sampler
         self.evaluation_sampler = sampler.config
         self.accuracy_term = scoring.accuracy_reward or (rewards[-1].name if rewards else "")
-        self.reward_names = [reward.name for reward in rewards]
+        self.scored_by = about_rewards(rewards)
         loaded = self.prepare_tasks(load_tasks(config.data), training=True)
         self.train_tasks = loaded.tasks
         self.eval_tasks = load_splits(config, self.prepare_tasks)
@@ -345,7 +346,7 @@ class AnswerMeasure(Measure[VlmTask]):
             "bootstrap": stream_seed(self.seed, "bootstrap", self.split),
             "sampling": sampling,
             "right": self.domain.accuracy_term,
-            "rewards": self.domain.reward_names,
+            "rewards": self.domain.scored_by,
         }
 
     def entries(self, row: Row) -> list[Row]:

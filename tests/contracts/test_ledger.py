@@ -30,5 +30,7 @@ def test_rows_of_an_evaluation_can_be_repeated(name, tmp_path):
     metrics = evaluate(RECIPES[name], config)
     rows = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").open()]
     assert {tuple(row) for row in rows} == {COLUMNS}
+    protocol = json.loads((tmp_path / "run" / "protocol.json").read_text())["protocol"]
+    assert str(tmp_path) not in json.dumps(protocol)  # nor does the hash depend on a folder
     assert metrics[f"{rows[0]['split']}/n"] <= len(rows)
     assert verify(tmp_path / "run", print, 6, (), ()) == 0

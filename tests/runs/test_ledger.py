@@ -82,6 +82,7 @@ def test_the_report_reads_scores_from_the_ledger(tmp_path):
         (2, {"length": None}, "row 2: a success without an end: it has no length or ending"),
         (2, {"ending": ""}, "row 2: a success without an end: it has no length or ending"),
         (3, {"success": False}, "row 3: success is False, its success/greedy 1.0"),
+        (3, {"scores": {"accuracy/first": 0.0}}, "row 3: success is True, its accuracy/first 0.0"),
         (3, {"success": 0.5}, "row 3: success is 0.5"),
         (4, {"horizon": 20}, "row 4: horizon is 20, the protocol's 10"),
         (4, {"policy": "q"}, f"row 4 is of another policy than {'p' * 64}"),
