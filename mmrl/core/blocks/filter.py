@@ -62,11 +62,6 @@ class FilterCounts:
     tries: int = 0
     """Rollout batches given to the filter."""
 
-    @property
-    def kept_fraction(self) -> float:
-        """Share of the groups that were kept; NaN before the first."""
-        return self.kept / self.seen if self.seen else float("nan")
-
 
 def drop(rollouts: Rollouts, keep: Tensor) -> tuple[Rollouts, FilterCounts]:
     """Remove groups; the denominators of the loss are then counted over what is left.
