@@ -22,7 +22,7 @@ class Row(NamedTuple):
     """One entry of a list."""
 
     group: str
-    """What it is for; of a recipe, its domain."""
+    """Its purpose; of a recipe, its domain."""
     name: str
     summary: str
     source: str

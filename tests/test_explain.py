@@ -1,4 +1,4 @@
-"""What `mmrl explain` says about an objective."""
+"""Explanations that `mmrl explain` gives of objectives and recipes."""
 
 import re
 from pathlib import Path

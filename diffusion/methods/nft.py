@@ -188,7 +188,7 @@ class DiffusionNftRecipe(DiffusionRecipe):
 
 
 class GroupGains(LossTerm):
-    """What the loss compares groups by, from the policy that the update starts from."""
+    """Scores that the loss compares groups by, from the policy that the update starts from."""
 
     name = "group_gains"
     gradient = "never"

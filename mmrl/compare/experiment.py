@@ -133,7 +133,7 @@ class CollapseConfig:
 
 @dataclass
 class StoredArm:
-    """What a page of docs/results states about one arm, in the page's own numbers."""
+    """Numbers that a page of docs/results states for one arm, in the units of the page."""
 
     value: float = MISSING
     """Mean over the seeds."""

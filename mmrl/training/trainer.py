@@ -182,7 +182,7 @@ class Trainer:
 
     @property
     def stage(self) -> str:
-        """What the run does now."""
+        """The stage that the run is in."""
         return f"{(self.log.watch.inside or ['no stage'])[-1]} of step {self.step + 1}"
 
     @property

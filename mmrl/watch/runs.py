@@ -34,7 +34,7 @@ COUNTED = ("checkpoint/failed", "optim/skipped", "optim/overflows", "data/skippe
 
 
 class WatchedRun:
-    """What is known of one run; `refresh` reads what its folder got since."""
+    """Records of one run; `refresh` reads those that its folder got since."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
@@ -76,7 +76,7 @@ class WatchedRun:
         return ("stopped" if len(self.metrics) or self.evaluations else "waiting"), ""
 
     def status(self) -> dict[str, Any]:
-        """What the head of the page says of the run."""
+        """Facts about the run for the head of the page."""
         state, reason = self.state()
         trainer = self._config().get("trainer")
         steps = trainer.get("steps", 0) if isinstance(trainer, dict) else 0

@@ -34,7 +34,7 @@ def follow(folders: WatchedFolders) -> None:
 
 
 def lines(folders: WatchedFolders) -> Iterator[str]:
-    """What `mmrl watch --text` prints."""
+    """Lines that `mmrl watch --text` prints."""
     for comparison in folders.comparisons():
         yield from _comparison_lines(comparison)
     statuses = [(run, run.status()) for run in folders.runs.values()]

@@ -71,7 +71,7 @@ class Service(Protocol):
 
 
 class Channel(Protocol):
-    """What answers go through."""
+    """Destination of answers."""
 
     def send(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
         """Send an answer."""

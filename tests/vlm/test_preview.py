@@ -1,4 +1,4 @@
-"""What `mmrl train CONFIG --dry-run` says about the user's questions and rewards before a model is loaded."""
+"""Preview of questions and rewards in `mmrl train CONFIG --dry-run`, before a model is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `mmrl watch` finds out from folders: states, progress, warnings, samples and the queue of a comparison."""
+"""Findings of `mmrl watch` from folders: states, progress, warnings, samples and the queue of a comparison."""
 
 import json
 import math

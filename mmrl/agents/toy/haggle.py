@@ -78,7 +78,7 @@ class Haggle(StrategyEnvironment):
         super().__init__(f"{__name__}:Seller", f"{__name__}:reply", f"{__name__}:is_critical")
 
     def expert(self) -> Action:
-        """What fits the seller, until nothing is left to gain or one round is left."""
+        """An offer that fits the seller, until nothing is left to gain or one round is left."""
         seller: Seller = self._env
         good = {"proud": "warm", "tired": "firm"}[seller.mood]
         strategy = "quick" if seller.price == STEP or seller.rounds == ROUNDS - 1 else good

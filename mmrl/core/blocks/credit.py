@@ -116,7 +116,7 @@ class CriticAdvantage(Advantage):
         return f"gamma {self.gamma:g}, lambda {self.lam:g}, {TRUNCATIONS[self.truncation]}"
 
     def cut_off(self, rollouts: Rollouts) -> dict[str, Tensor]:
-        """What `gae` gets about rows that were cut off, (B,) each: bootstrap, masked, repeated."""
+        """Arguments of `gae` for rows that were cut off, (B,) each: bootstrap, masked, repeated."""
         truncated, value = rollouts.extras.get("truncated"), rollouts.extras.get("bootstrap_value")
         if self.truncation in ("mask", "repeat"):
             name = "masked" if self.truncation == "mask" else "repeated"

@@ -1,4 +1,4 @@
-"""What `mmrl train CONFIG --dry-run` says about a run's questions: how many, the first one, what its answer earns.
+"""Preview of a run's questions for `mmrl train CONFIG --dry-run`: their number, the first one, its answer's rewards.
 
 A reward that expects another form of the answer gives 0 to every response. That shows here, before a model is loaded.
 """

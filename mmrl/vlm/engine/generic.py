@@ -62,7 +62,7 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 class GenericLane:
-    """What a model's forward takes, and how the prompts and responses of a `VlmPolicy` are given to it."""
+    """Arguments that a model's forward takes, and how the prompts and responses of a `VlmPolicy` are given to it."""
 
     def __init__(self, network: Any, config: ModelConfig) -> None:
         body = network.base_model

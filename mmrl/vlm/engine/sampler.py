@@ -211,7 +211,7 @@ class GenerationState:
         return token
 
     def inputs(self, rows: Tensor, step: int, token: Tensor) -> Tensor:
-        """What the model reads of the rows in this step: their tokens (b,), or embeddings (b, H)."""
+        """Input of the model for the rows in this step: their tokens (b,), or embeddings (b, H)."""
         return token
 
     def ended(self, rows: Tensor, step: int, token: Tensor, running: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ TokenTables = Callable[[Mapping[str, Any]], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Family:
-    """What differs between families of models; the defaults read it from the model's configuration and signatures."""
+    """Differences between families of models; the defaults read them from the model's configuration and signatures."""
 
     fast: bool = False
     """Whether the suite's own attention and decoder know the family's modules (`model.lane`)."""

@@ -99,7 +99,7 @@ class ValueGuidedRecipe(VlmRecipe):
         return [GuidedMeasure(self, policy, split, step), *others]
 
     def describe(self) -> str:
-        """What is trained, and the sampling."""
+        """The objective of the critic, and how it guides sampling."""
         guidance = self.config.guidance
         return (
             f"value_guided: fit V to the TD(lambda) returns of {self.objective.advantage.formula()}\n"

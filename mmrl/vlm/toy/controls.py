@@ -19,7 +19,7 @@ def shuffled_exact(prompts: Sequence[Chat], completions: Sequence[Chat], **colum
 def shuffled_environment(
     prompts: Sequence[Chat], completions: Sequence[Chat], environment_reward: Sequence[float], **columns: Any
 ) -> list[float]:
-    """What the environment gave episodes, shuffled among those of the same step."""
+    """Rewards that the environment gave episodes, shuffled among those of the same step."""
     return shuffled(environment_reward, completions)
 
 
