@@ -34,7 +34,7 @@ class Prompt:
     next_position: int
     """Position of the first response token, the same along all axes."""
     media: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors that the processor made of the images and videos, by the names of the model's arguments, such as `pixel_values`
+    """Tensors of the images and videos, by the names of the model's arguments, such as `pixel_values`
     and `image_grid_thw`; empty for text alone."""
     text: str = ""
     """The question as the chat template rendered it, with one placeholder for each image or video."""
