@@ -16,9 +16,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
-from mmrl.compare.commands import add_compare_arguments, add_reproduce_arguments, compare, reproduce
+from mmrl.compare.commands import (
+    add_allow_argument,
+    add_compare_arguments,
+    add_reproduce_arguments,
+    compare,
+    reproduce,
+)
 from mmrl.entries import load_target
 from mmrl.errors import UserError, require_packages
 from mmrl.listings import in_columns
@@ -122,12 +128,18 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
 
 def evaluate(args: argparse.Namespace) -> int:
     """Evaluate a configuration's model, or the best checkpoint of a run folder; or repeat rows of an evaluation."""
-    from mmrl.config import load_run
+    from mmrl.config import foreign_run, load_run
 
     if args.verify:
         return int(load_target("mmrl.compare.commands:verify")(args))
-    run_dir = _existing_run(args.target) if args.target.is_dir() else None
-    entry, config = load_run(run_dir / "config.yaml" if run_dir else args.target, args.overrides)
+    if not args.target.is_dir():
+        return _evaluate(args, *load_run(args.target, args.overrides), None)
+    run_dir = _existing_run(args.target)
+    with foreign_run(run_dir / "config.yaml", args.overrides, args.allow) as (entry, config):
+        return _evaluate(args, entry, config, run_dir)
+
+
+def _evaluate(args: argparse.Namespace, entry: Any, config: Any, run_dir: Path | None) -> int:
     from mmrl.training.run import evaluate
 
     args.run_dir = run_dir or Path(config.output_dir)
@@ -253,7 +265,7 @@ def sim(args: argparse.Namespace) -> int:
         return 0
     count = args.episodes
     if args.action == "play":
-        more = {name: getattr(args, name) for name in ("policy", "seed", "video", "strip")}
+        more = {name: getattr(args, name) for name in ("policy", "seed", "video", "strip", "allow")}
         rooms.play(args.name, args.options, say, episodes=1 if count is None else count, **more)
         return 0
     return 0 if rooms.experts(args.name, 5 if count is None else count, args.options, say, args.replay) else 1
@@ -277,7 +289,7 @@ def serve(args: argparse.Namespace) -> int:
     config = fill(rooms.ServeConfig, args.overrides, "mmrl serve")
     server = importlib.import_module("robotics.serving.server")
     require_packages("serving", server.PACKAGES, "serve")
-    served = rooms.open_served_policy(args.folder, config, args.step)
+    served = rooms.open_served_policy(args.folder, config, args.step, args.allow)
     port = server.PORT if args.port is None else args.port
     token = args.token or os.environ.get("MMRL_SERVE_TOKEN", "")
     server.PolicyServer(served, args.host or server.HOST, port, token).run()
@@ -352,6 +364,7 @@ def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="CONFIG_OR_RUN_DIR", type=Path, help="YAML file, run, or ledger to verify")
     _add_overrides(parser)
     load_target("mmrl.compare.commands:add_verify_arguments")(parser)
+    add_allow_argument(parser)
 
 
 def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
@@ -360,6 +373,7 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", metavar="N", type=int, help="this checkpoint; default: the best one, else the newest")
     hub = "make and check a folder for this repository of the Hugging Face hub; uploads nothing"
     parser.add_argument("--to-hub", metavar="OWNER/NAME", default="", help=hub)
+    add_allow_argument(parser)
 
 
 def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -446,6 +460,7 @@ def _add_sim_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="play: draws the initial states; default: 0")
     parser.add_argument("--video", metavar="FILE.mp4", type=Path, help="play: write a video and open no window")
     parser.add_argument("--strip", metavar="FILE.png", type=Path, help="play: write rows of images and open no window")
+    add_allow_argument(parser)
 
 
 def _add_setup_arguments(parser: argparse.ArgumentParser) -> None:
@@ -465,6 +480,7 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--token", metavar="TEXT", help="what clients must send, openpi's api_key; default: MMRL_SERVE_TOKEN, or none"
     )
     parser.add_argument("--step", metavar="N", type=int, help="this checkpoint; default: the best one, else the newest")
+    add_allow_argument(parser)
 
 
 COMMANDS: dict[str, Command] = {

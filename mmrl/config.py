@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mmrl.errors import UserError, did_you_mean
 from mmrl.fields import check_fields, hints_of
 from mmrl.files import expanded, is_file, own_config, write_atomically
+from mmrl.trust import check_foreign, named_code, restricted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -24,19 +26,49 @@ ConfigT = TypeVar("ConfigT")
 
 def load_run(path: Path | str, overrides: Sequence[str] = ()) -> tuple[RecipeEntry, Any]:
     """Read a run's configuration with the schema of the recipe that it names."""
+    return _filled_run(_merge_sources(Path(path), overrides), str(path))
+
+
+@contextlib.contextmanager
+def foreign_run(
+    path: Path | str, overrides: Sequence[str] = (), allow: Sequence[str] = (), written: Path | None = None
+) -> Iterator[tuple[RecipeEntry, Any]]:
+    """`load_run` of a file that somebody else may have written, such as a run's config.yaml.
+
+    Code that it names is refused unless a run of this user wrote the file, or `allow` or an override names it; inside
+    the context nothing else is loaded. `written` is the file that the configuration is a part of, if not `path`.
+    """
+    from omegaconf import OmegaConf
+
+    merged = _merge_sources(Path(path), overrides)
+    own = named_code(OmegaConf.to_container(_with_overrides({}, overrides)))
+    file = written or own_config(Path(path))
+    text = file.read_text(encoding="utf-8", errors="surrogateescape")
+    names = check_foreign(OmegaConf.to_container(merged), text, str(file), [*allow, *own])
+    with restricted(names):
+        yield _filled_run(merged, str(written or path))
+
+
+def given_values(path: Path | str, overrides: Sequence[str] = ()) -> Any:
+    """Plain values of a file and its overrides, before they are checked and without defaults."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(_merge_sources(Path(path), overrides))
+
+
+def _filled_run(merged: Any, path: str) -> tuple[RecipeEntry, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     from mmrl.recipes import find_recipe
 
-    merged = _merge_sources(Path(path), overrides)
     try:
         name = merged.get("recipe")
     except OmegaConfBaseException as error:
         raise UserError(f"{path}: 'recipe': {_first_line(error)}") from error
     if name is None:
         raise UserError(f"{path}: no `recipe:` key; `mmrl list recipes` shows the names")
-    entry = find_recipe(str(name), where=str(path))
-    return entry, _fill(entry.load_defaults(), merged, where=str(path))
+    entry = find_recipe(str(name), where=path)
+    return entry, _fill(entry.load_defaults(), merged, where=path)
 
 
 def load(path: Path | str, schema: type[ConfigT], overrides: Sequence[str] = ()) -> ConfigT:

@@ -9,6 +9,7 @@ from typing import Any
 
 from mmrl.entries import RecipeEntry, load_target
 from mmrl.errors import NoPlan, UserError
+from mmrl.workers.loading import LoadError, check_allowed
 
 PACKAGES = ("mmrl.vlm", "mmrl.masked", "mmrl.agents", "mmrl.gui", "diffusion", "robotics")
 """Packages with recipes, in the order of lists; each builds on earlier ones alone."""
@@ -46,9 +47,10 @@ def _hint(name: str) -> str:
 def _user_recipe(name: str, where: str) -> RecipeEntry:
     entry = RecipeEntry(name, name, "user recipe", "-")
     try:
+        check_allowed(name, "recipe")
         supervised = entry.load_recipe_class().supervised
         entry.load_config_class()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError, LoadError) as error:
         raise UserError(f"{where}: recipe '{name}' cannot be loaded: {error}") from error
     return dataclasses.replace(entry, supervised=supervised)
 

@@ -64,6 +64,7 @@ def play(
     seed: int,
     video: Path | None,
     strip: Path | None,
+    allow: Sequence[str] = (),
 ) -> None:
     """Show episodes of a tabletop task in a window, or write them to files."""
     from mmrl.config import fill
@@ -83,7 +84,7 @@ def play(
     elif Path(policy).is_dir():
         from robotics.serving.acting import PolicyActor
 
-        actor = PolicyActor(Path(policy), settings.temperature, seed, settings.step)
+        actor = PolicyActor(Path(policy), settings.temperature, seed, settings.step, allow)
     else:
         raise UserError(f"--policy is '{policy}'; there are {', '.join(ACTORS)}, and no such folder of a run or policy")
     run(task, actor, settings, say, episodes=episodes, seed=seed, video=video, strip=strip)

@@ -1,6 +1,7 @@
 import gc
 import os
 import signal
+import tempfile
 
 import pytest
 
@@ -10,6 +11,8 @@ from tests.chat_server import running_chat_server
 # Some virtual machines announce AMX instructions and then refuse them, which ends the process at the first bfloat16
 # product; oneDNN reads this before its first use.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+# Runs note there what they wrote (mmrl.trust); programs of tests inherit it.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="mmrl-state-")
 
 
 def pytest_collection_finish():

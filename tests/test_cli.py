@@ -377,7 +377,9 @@ def test_evaluate_reads_the_run_folder(toy_config, monkeypatch, capsys):
         return {"test/accuracy": 0.5, "test/n": 400.0}
 
     monkeypatch.setattr(runs, "evaluate", evaluate)
-    assert main(["evaluate", str(run_dir)]) == 0
+    assert main(["evaluate", str(run_dir)]) == 2  # nobody here ran it, so its recipe may be anybody's code
+    assert not seen
+    assert main(["evaluate", str(run_dir), "--allow", "toy_recipe:ToyRecipe:ToyConfig"]) == 0
     assert seen == {"name": "toy_recipe:ToyRecipe:ToyConfig", "slope": 3.0, "folder": run_dir}
     assert capsys.readouterr().out == "test/accuracy  0.5\ntest/n         400\n"
 
@@ -397,8 +399,11 @@ def test_report_takes_the_last_folder_and_the_chain_before_it(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ([], (Path("runs/ab"), {"jobs": None, "only_report": False})),
-        (["--output", "x", "--jobs", "2", "--only-report"], (Path("x"), {"jobs": 2, "only_report": True})),
+        ([], (Path("runs/ab"), {"jobs": None, "only_report": False, "allow": []})),
+        (
+            ["--output", "x", "--jobs", "2", "--only-report", "--allow", "a:b", "--allow", "c.py:d"],
+            (Path("x"), {"jobs": 2, "only_report": True, "allow": ["a:b", "c.py:d"]}),
+        ),
     ],
 )
 def test_compare_hands_over_its_options(options, expected, tmp_path, monkeypatch, capsys):

@@ -20,6 +20,7 @@ ROOMS = (
     "mmrl.core",
     "mmrl.workers",
     "mmrl.rewards",
+    "mmrl.trust",
     "mmrl.entries",
     "mmrl.recipes",
     "mmrl.config",

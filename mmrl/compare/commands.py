@@ -19,7 +19,8 @@ def compare(args: argparse.Namespace) -> int:
 
     output = args.output or Path("runs") / args.experiment.stem
     args.run_dir = output
-    folder = run_experiment(args.experiment, output, jobs=args.jobs, only_report=args.only_report)
+    options = {"jobs": args.jobs, "only_report": args.only_report, "allow": args.allow}
+    folder = run_experiment(args.experiment, output, **options)
     say(f"comparison: {folder / 'comparison.json'}")
     return 0
 
@@ -48,6 +49,13 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="DIR", type=Path, help="default: runs/ and the experiment's name")
     parser.add_argument("--jobs", metavar="N", type=int, help="runs at a time; default: the file's")
     parser.add_argument("--only-report", action="store_true", help="only summarise finished runs")
+    add_allow_argument(parser)
+
+
+def add_allow_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare `--allow` of commands that read files which somebody else may have written."""
+    text = "run this code, module:function or file.py:function, that the file names; once for each"
+    parser.add_argument("--allow", metavar="NAME", action="append", default=[], help=text)
 
 
 def add_reproduce_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +74,7 @@ def verify(args: argparse.Namespace) -> int:
     from mmrl.compare.run import say
     from mmrl.compare.verify import verify as check
 
-    return check(args.target, say, args.rows, args.row, args.overrides, args.claim)
+    return check(args.target, say, args.rows, args.row, args.overrides, args.claim, args.allow)
 
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from mmrl.compare.summary import chosen_values, plan_comparison, summarise
 from mmrl.errors import RunError, UserError
 from mmrl.files import write_atomically
 from mmrl.runs.records import finite_or_none
+from mmrl.trust import check_foreign, restricted
 
 BAD_CONFIGURATION = 2  # exit code of the command line for mistakes in what was asked
 
@@ -48,25 +49,29 @@ def run_experiment(
     only_report: bool = False,
     command: CommandBuilder = train_command,
     announce: Callable[[str], None] | None = None,
+    allow: Sequence[str] | None = None,
 ) -> Path:
     """Run the unfinished runs of an experiment file, and write comparison.json and its figures.
 
-    The figures are comparison.png, and work.png where the experiment has costs.
+    The figures are comparison.png, and work.png where the experiment has costs. `allow` lists the code outside the
+    suite that the experiment may name (`mmrl.trust`); None if the caller has read the file.
     """
     experiment = load_experiment(path)
     forget_digests()
     folder = Path(output_dir)
     starts = command is train_command and not only_report
-    configs = _checked_configurations(experiment, folder) if starts else []
-    folder.mkdir(parents=True, exist_ok=True)
-    invocation = shlex.join(["mmrl", "compare", str(path), "--output", str(output_dir)])
-    ray = SharedRay(configs, jobs or experiment.jobs)
-    session = _Session(experiment, folder, invocation, ray, command, announce or say)
-    if not only_report:
-        with closing(ray):
-            session.prepare()
-            session.sweep()
-            session.compare()
+    names = None if allow is None or only_report else _allowed_code(experiment, path, folder, allow)
+    with restricted(names):
+        configs = _checked_configurations(experiment, folder) if starts else []
+        folder.mkdir(parents=True, exist_ok=True)
+        invocation = shlex.join(["mmrl", "compare", str(path), "--output", str(output_dir)])
+        ray = SharedRay(configs, jobs or experiment.jobs)
+        session = _Session(experiment, folder, invocation, ray, command, announce or say)
+        if not only_report:
+            with closing(ray):
+                session.prepare()
+                session.sweep()
+                session.compare()
     comparison = session.summary("done")
     for line in comparison_lines(comparison):
         session.announce(line)
@@ -78,6 +83,16 @@ def run_experiment(
         reason = failure_text(comparison.failures)
         raise RunError(f"no pair of runs finished: {reason}; see {folder / 'comparison.json'}")
     return folder
+
+
+def _allowed_code(
+    experiment: ExperimentConfig, path: Path, folder: Path, allow: Sequence[str]
+) -> Collection[str] | None:
+    """Code that an experiment's configurations name, which only `allow` lets run; raises UserError with the rest."""
+    from mmrl.config import given_values
+
+    content = {plan.label: given_values(plan.config, plan.overrides) for _, plan in _plans(experiment, folder)}
+    return check_foreign(content, path.read_text(encoding="utf-8"), str(path), allow)
 
 
 @dataclass
@@ -182,20 +197,25 @@ class _Session:
 
 def _checked_configurations(experiment: ExperimentConfig, folder: Path) -> list[Any]:
     """Read every configuration with its overrides, so that a typo in the last arm shows before the first run."""
-    values = [None] if experiment.sweep is None else experiment.sweep.values
-    seed = experiment.seeds[0]
     starts = _arms_read_at_start(experiment)
-    configs = [_load(plan) for plan in plan_preparations(experiment, folder)]
-    for arm in experiment.arms:
-        for value in values:
-            plan = plan_arm_run(experiment, folder, arm, seed, value)
-            configs.append(config := _load(plan))
-            if arm in starts and not config.evaluation.at_start:
-                raise UserError(
-                    f"{starts[arm]} compares with the evaluation before training, but evaluation.at_start of "
-                    f"{plan.label} is false; set it to true"
-                )
+    configs = []
+    for arm, plan in _plans(experiment, folder):
+        configs.append(config := _load(plan))
+        if arm in starts and not config.evaluation.at_start:
+            raise UserError(
+                f"{starts[arm]} compares with the evaluation before training, but evaluation.at_start of "
+                f"{plan.label} is false; set it to true"
+            )
     return configs
+
+
+def _plans(experiment: ExperimentConfig, folder: Path) -> Iterator[tuple[str, RunPlan]]:
+    """Every configuration with its overrides: the preparations, without an arm, then the first seed of each arm."""
+    for plan in plan_preparations(experiment, folder):
+        yield "", plan
+    for arm in experiment.arms:
+        for value in [None] if experiment.sweep is None else experiment.sweep.values:
+            yield arm, plan_arm_run(experiment, folder, arm, experiment.seeds[0], value)
 
 
 def _load(plan: RunPlan) -> Any:

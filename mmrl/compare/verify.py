@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 import random
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mmrl.config import load_run
+from mmrl.config import foreign_run
 from mmrl.errors import UserError
 from mmrl.files import write_atomically
-from mmrl.runs.ledger import RESULT, Claim, Ledger, digest, read_ledger
+from mmrl.runs.ledger import PROTOCOL, RESULT, Claim, Ledger, digest, read_ledger
 from mmrl.runs.records import finite_or_none
 from mmrl.training.evaluation import Row, batch_of, ledger_rows
 from mmrl.training.recipe import Step
@@ -32,7 +33,15 @@ NAMED = ("task", "state", "seed")
 Say = Callable[[str], None]
 
 
-def verify(path: Path, say: Say, rows: int, chosen: Sequence[int], overrides: Sequence[str], claim: str = "") -> int:
+def verify(
+    path: Path,
+    say: Say,
+    rows: int,
+    chosen: Sequence[int],
+    overrides: Sequence[str],
+    claim: str = "",
+    allow: Sequence[str] = (),
+) -> int:
     """Check a ledger and repeat some of its rows.
 
     Args:
@@ -42,12 +51,14 @@ def verify(path: Path, say: Say, rows: int, chosen: Sequence[int], overrides: Se
         chosen: numbers of rows to repeat instead, from 1.
         overrides: options of the configuration for this machine, such as `model.path=...`.
         claim: a success rate to check, such as "43.9 %".
+        allow: code outside the suite that the protocol may name, see `mmrl.trust`.
 
     Returns:
         0 if all rows are the same, 1 if one differs.
 
     Raises:
-        UserError: the ledger cannot be right, does not support the claim, or has another policy or protocol.
+        UserError: the ledger cannot be right, does not support the claim, has another policy or protocol, or names code
+            that is not allowed.
     """
     ledger = read_ledger(path)
     if problems := ledger.problems():
@@ -61,7 +72,7 @@ def verify(path: Path, say: Say, rows: int, chosen: Sequence[int], overrides: Se
     numbers = list(chosen) or sorted(random.sample(range(1, len(ledger.rows) + 1), min(rows, len(ledger.rows))))
     if wrong := [number for number in numbers if not 1 <= number <= len(ledger.rows)]:
         raise UserError(f"there is no row {wrong[0]}; {path} has rows 1 to {len(ledger.rows)}")
-    return _repeat(ledger, numbers, overrides, say) if numbers else 0
+    return _repeat(ledger, numbers, overrides, allow, say) if numbers else 0
 
 
 def _check_claim(path: Path, claims: Sequence[Claim], rate: str) -> None:
@@ -77,29 +88,33 @@ def _short(about: Any) -> str:
     return str(about["sha256"])[:12]
 
 
-def _repeat(ledger: Ledger, numbers: Sequence[int], overrides: Sequence[str], say: Say) -> int:
+def _repeat(ledger: Ledger, numbers: Sequence[int], overrides: Sequence[str], allow: Sequence[str], say: Say) -> int:
     policy = ledger.about["policy"]
     folder = None if policy["checkpoint"] is None else ledger.folder / policy["checkpoint"]
-    with tempfile.TemporaryDirectory(prefix="verify-") as scratch:
-        entry, config = _configuration(ledger, Path(scratch), overrides)
-        with open_evaluation(entry, config, folder) as (recipe, accelerator, step):
-            here = evaluation_of(recipe, config, folder, accelerator, step)
-            _check_same(ledger, here)
-            processes = {"processes": ledger.about["machine"]["processes"]}
-            other = _differences(ledger.about["machine"], {**here["machine"], **processes})
-            if other:
-                say(f"  on another machine, so digests of outputs are not compared: {'; '.join(other)}")
-            with recipe.evaluating(recipe.policy), torch.no_grad(), accelerator.autocast():
-                return _compare(ledger, numbers, Repeater(recipe, ledger, step), bool(other), say)
+    with (
+        _configuration(ledger, overrides, allow) as (entry, config),
+        open_evaluation(entry, config, folder) as (recipe, accelerator, step),
+    ):
+        here = evaluation_of(recipe, config, folder, accelerator, step)
+        _check_same(ledger, here)
+        processes = {"processes": ledger.about["machine"]["processes"]}
+        other = _differences(ledger.about["machine"], {**here["machine"], **processes})
+        if other:
+            say(f"  on another machine, so digests of outputs are not compared: {'; '.join(other)}")
+        with recipe.evaluating(recipe.policy), torch.no_grad(), accelerator.autocast():
+            return _compare(ledger, numbers, Repeater(recipe, ledger, step), bool(other), say)
 
 
-def _configuration(ledger: Ledger, scratch: Path, overrides: Sequence[str]) -> tuple[Any, Any]:
+@contextmanager
+def _configuration(ledger: Ledger, overrides: Sequence[str], allow: Sequence[str]) -> Iterator[tuple[Any, Any]]:
     """The configuration of the evaluation, with results into a folder that is deleted."""
     from omegaconf import OmegaConf
 
-    given = scratch / "config.yaml"
-    write_atomically(given, OmegaConf.to_yaml(OmegaConf.create(ledger.about["config"])))
-    return load_run(given, [*overrides, f"output_dir={scratch / 'run'}"])
+    with tempfile.TemporaryDirectory(prefix="verify-") as scratch:
+        given, overrides = Path(scratch, "config.yaml"), [*overrides, f"output_dir={scratch}/run"]
+        write_atomically(given, OmegaConf.to_yaml(OmegaConf.create(ledger.about["config"])))
+        with foreign_run(given, overrides, allow, ledger.folder / PROTOCOL) as found:
+            yield found
 
 
 def _check_same(ledger: Ledger, here: Row) -> None:

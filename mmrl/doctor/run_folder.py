@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-from mmrl.config import load_run
+from mmrl.config import foreign_run
 from mmrl.doctor.machine import Finding, one_line
 from mmrl.errors import UserError
 from mmrl.files import read_json_object
@@ -57,8 +57,8 @@ def _configuration(run_dir: Path) -> list[Finding]:
     if not (run_dir / "config.yaml").is_file():
         advice = "resume with the file that the run was started with"
         return [Finding(AREA, "config.yaml", "warn", "missing", advice)]
-    entry, config = load_run(run_dir / "config.yaml")
-    return [Finding(AREA, "config.yaml", "ok", f"recipe {entry.name}, {config.trainer.steps} steps")]
+    with foreign_run(run_dir / "config.yaml") as (entry, config):
+        return [Finding(AREA, "config.yaml", "ok", f"recipe {entry.name}, {config.trainer.steps} steps")]
 
 
 def _metrics(run_dir: Path) -> list[Finding]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mmrl.config import load_run
+from mmrl.config import foreign_run
 from mmrl.errors import UserError
 from mmrl.files import follow_umask
 from mmrl.hub.cards import CARD, hub_id_of
@@ -26,9 +26,9 @@ SOURCE_KEYS = ("_name_or_path", "name_or_path")
 
 def export(args: argparse.Namespace, run_dir: Path, say: Callable[[str], None]) -> int:
     """Export as the command line asks, and say how the folder is loaded or uploaded."""
-    entry, config = load_run(run_dir / "config.yaml")
     output = args.output or run_dir / "export"
-    call = export_run(entry, config, run_dir, output, args.step, args.to_hub)
+    with foreign_run(run_dir / "config.yaml", allow=args.allow) as (entry, config):
+        call = export_run(entry, config, run_dir, output, args.step, args.to_hub)
     say(f"exported: {output}")
     say(f"load it with: {call}")
     if args.to_hub:

@@ -24,6 +24,7 @@ from mmrl.files import read_json_object, write_atomically
 from mmrl.runs.fingerprint import content_digest
 from mmrl.runs.records import LEDGER, finite_or_none, read_jsonl
 from mmrl.runs.statistics import rate_problem, with_interval
+from mmrl.trust import remember
 
 PROTOCOL = "protocol.json"
 KEY = ("split", "measure", "index", "repeat", "decoding", "answer")
@@ -100,7 +101,9 @@ def write_ledger(folder: Path, rows: Sequence[Row], about: Row) -> Path:
         lines.append(json.dumps(finite_or_none({name: full.get(name) for name in COLUMNS}), ensure_ascii=False))
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / LEDGER, "".join(line + "\n" for line in lines))
-    write_atomically(folder / PROTOCOL, json.dumps(about, indent=2, ensure_ascii=False, default=str) + "\n")
+    text = json.dumps(about, indent=2, ensure_ascii=False, default=str) + "\n"
+    write_atomically(folder / PROTOCOL, text)
+    remember(about.get("config"), text)
     return folder / LEDGER
 
 

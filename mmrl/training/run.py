@@ -23,6 +23,7 @@ from mmrl.runs.fingerprint import weights_digest
 from mmrl.runs.folder import RunLock, has_begun
 from mmrl.runs.ledger import protocol_of, write_ledger
 from mmrl.runs.records import finite_or_none
+from mmrl.trust import remember
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -336,10 +337,12 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _save_config(run_dir: Path, config: Any) -> None:
-    from mmrl.config import save
+    from mmrl.config import save, to_container
 
+    file = run_dir / "config.yaml"
     try:
-        save(config, run_dir / "config.yaml")
+        save(config, file)
+        remember(to_container(config), file.read_text(encoding="utf-8", errors="surrogateescape"))
     except OSError as error:
         raise UserError(f"output_dir {run_dir} cannot be written: {error}") from error
 

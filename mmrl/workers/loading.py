@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import sys
 from pathlib import Path
@@ -27,6 +28,12 @@ class LoadError(Exception):
 
     for_user = True
     """See `mmrl.workers.serve.Service`."""
+
+
+SUITE = ("mmrl", "diffusion", "robotics")
+RESTRICTED = "MMRL_RESTRICTED"
+"""Environment variable of a process that uses a file from elsewhere, and of those that it starts: a JSON list of the
+functions outside the suite that may be loaded. See `mmrl.trust`."""
 
 
 def names_function(spec: str) -> bool:
@@ -61,6 +68,7 @@ def find_function(spec: str, *, what: str = "function") -> Callable[..., Any]:
     place, separator, name = spec.rpartition(":")
     if not separator or not place or not name:
         raise LoadError(f"{what} is {spec!r}; expected module:function or path/to/file.py:function")
+    check_allowed(spec, what)
     module = _load_file(place, what) if place.endswith(".py") else _load_module(place, what)
     function: Any = module
     for part in name.split("."):
@@ -69,7 +77,20 @@ def find_function(spec: str, *, what: str = "function") -> Callable[..., Any]:
         raise LoadError(f"{what}: {place} has no {name!r}; {_list_functions(module, name)}")
     if not callable(function):
         raise LoadError(f"{what}: {spec} is a {type(function).__name__}, not a function")
+    check_allowed(spec, what, str(getattr(function, "__module__", "")))
     return function
+
+
+def check_allowed(spec: str, what: str, home: str | None = None) -> None:
+    """Refuse code that nobody allowed, by its name before the import and by the module that defines it afterwards."""
+    listed = os.environ.get(RESTRICTED)
+    if listed is None or spec in ("gymnasium:make", *json.loads(listed)):
+        return
+    place = spec.rpartition(":")[0] if home is None else home  # a module of the suite imports functions of others
+    if place.endswith(".py") or place.partition(".")[0] not in SUITE:
+        raise LoadError(
+            f"{what}: {spec} is code outside the suite, which a file from elsewhere may not load; add --allow {spec}"
+        )
 
 
 def check_arguments(place: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:

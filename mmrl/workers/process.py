@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from mmrl.errors import RunError
 from mmrl.workers import family, sandbox, wire
 from mmrl.workers.engine import Ending, WorkerSpec
+from mmrl.workers.loading import RESTRICTED
 from mmrl.workers.memory import device_variables
 
 if TYPE_CHECKING:
@@ -227,7 +228,8 @@ def _start(spec: WorkerSpec, token: str) -> subprocess.Popen[bytes]:
         sandbox.require_strict()
         readable = [*spec.readable, *map(os.path.abspath, sys.path), str(SCRIPT.parent)]
         command = [*sandbox.strict_command(spec.strict, readable), *command]
-        variables = {**sandbox.strict_environment(), "PYTHONPATH": variables["PYTHONPATH"], **spec.environment}
+        kept = {name: variables[name] for name in ("PYTHONPATH", RESTRICTED) if name in variables}
+        variables = {**sandbox.strict_environment(), **kept, **spec.environment}
     try:
         # A group of its own: what it starts ends with it, and Ctrl-C reaches only this process. A session of its own
         # would do that too, but Linux schedules sessions against each other: on a busy machine every message would

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,15 @@ ANY_SIDE = 64
 class PolicyActor:
     """A policy that acts at the table, as evaluations of its run do."""
 
-    def __init__(self, folder: Path, temperature: float = 0.0, seed: int = 0, step: int | None = None) -> None:
-        self._served = open_served_policy(folder, ServeConfig(temperature=temperature, seed=seed), step)
+    def __init__(
+        self,
+        folder: Path,
+        temperature: float = 0.0,
+        seed: int = 0,
+        step: int | None = None,
+        allow: Sequence[str] = (),
+    ) -> None:
+        self._served = open_served_policy(folder, ServeConfig(temperature=temperature, seed=seed), step, allow)
         self._seed = seed
         policy, run = self._served.policy, self._served.about.get("sim", {})
         if run.get("kind", "tabletop") != "tabletop":

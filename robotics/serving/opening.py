@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from mmrl.config import load_run
+from mmrl.config import foreign_run
+from mmrl.entries import RecipeEntry
 from mmrl.errors import UserError
 from mmrl.files import read_json_object
 from mmrl.recipes import RECIPES
@@ -75,19 +76,23 @@ class ServedPolicy:
         return cls(policy.eval(), read, config, action_scale(policy, ActingSettings(scale=scale)), bounds)
 
 
-def open_served_policy(folder: Path, config: ServeConfig, step: int | None = None) -> ServedPolicy:
+def open_served_policy(
+    folder: Path, config: ServeConfig, step: int | None = None, allow: Sequence[str] = ()
+) -> ServedPolicy:
     """Open a policy on the GPU where there is one.
 
     Args:
         folder: of a run, of which the best (else newest) checkpoint is taken, or of a saved or exported policy.
         config: options.
         step: take the run's checkpoint of this step.
+        allow: code outside the suite that a run of somebody else's may name, see `mmrl.trust`.
 
     Raises:
-        UserError: the folder holds no robot policy, or no such checkpoint.
+        UserError: the folder holds no robot policy, or no such checkpoint, or names code that is not allowed.
     """
     if (folder / "config.yaml").is_file():
-        return _of_run(folder, config, step)
+        with foreign_run(folder / "config.yaml", allow=allow) as (entry, run):
+            return _of_run(folder, entry, run, config, step)
     if step is not None:
         raise UserError(f"--step is {step}, but {folder} is not a run folder: it holds no config.yaml")
     is_export = (folder / ABOUT_FILE).is_file()
@@ -102,8 +107,7 @@ def open_served_policy(folder: Path, config: ServeConfig, step: int | None = Non
     raise UserError(f"{folder} is neither a run folder (config.yaml) nor a robot policy (policy.json){also}")
 
 
-def _of_run(run_dir: Path, config: ServeConfig, step: int | None) -> ServedPolicy:
-    entry, run = load_run(run_dir / "config.yaml")
+def _of_run(run_dir: Path, entry: RecipeEntry, run: Any, config: ServeConfig, step: int | None) -> ServedPolicy:
     if not isinstance(run, RobotConfig):
         folder = RobotConfig.__module__.rpartition(".")[0]  # of the recipes that train robots
         kinds = ", ".join(row.name for row in RECIPES.values() if row.target.startswith(f"{folder}."))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from mmrl.recipes import find_recipe
 from mmrl.runs.ledger import read_ledger
 from mmrl.runs.records import read_jsonl
 from mmrl.training.run import evaluate, train
+from mmrl.trust import named_code
 from robotics.episodes.evaluation import EpisodeMeasure, RobotEvaluationConfig
 from tests.robotics.test_robot_recipes import grpo, trainer
 
@@ -91,7 +94,32 @@ def test_another_policy_or_protocol_is_refused(evaluated, said):
     policy = about["policy"] | {"checkpoint": None}
     (run / "protocol.json").write_text(json.dumps(dict(about) | {"policy": policy}))
     with pytest.raises(UserError, match=rf"the policy here has SHA-256 \w+, the ledger's {policy['sha256']}"):
-        verify(run, said.append, 1, (), ())
+        verify(run, said.append, 1, (), (), "", named_code(about["config"]))
+
+
+HOSTILE = {
+    "a builder": lambda config, code: config["model"] | {"kind": "os:system", "options": {"command": code}},
+    "a function of the suite that writes files": lambda config, code: config["model"] | {"kind": "mmrl.files:replaced"},
+    "a function that a module of the suite imports": lambda config, code: (
+        config["model"] | {"kind": "mmrl.files:os.remove"}
+    ),
+    "a file beside the ledger": lambda config, code: config["model"] | {"kind": f"{code}.py:Policy"},
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_ledger_from_elsewhere_runs_no_code_that_is_not_allowed(kind, evaluated, said, tmp_path):
+    folder, marker = evaluated[0], tmp_path / "it-ran"
+    (folder / "own.py").write_text(f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n")
+    about = dict(read_ledger(folder).about)
+    about["config"]["model"] = HOSTILE[kind](about["config"], str(folder / "own"))
+    (folder / "protocol.json").write_text(json.dumps(about))
+    allowed = [name for name, place in named_code(about["config"]).items() if place != "model.kind"]
+    name = about["config"]["model"]["kind"]
+    with pytest.raises(UserError, match=rf"names code that would run here: {re.escape(name)} \(model\.kind\)"):
+        verify(folder, said.append, 1, (), (), "", allowed)
+    assert not marker.exists()
+    assert "MMRL_RESTRICTED" not in os.environ
 
 
 def test_a_claim_that_the_rows_do_not_support_is_refused(evaluated, said):

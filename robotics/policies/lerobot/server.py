@@ -13,6 +13,7 @@ import numpy as np
 from mmrl.errors import RunError, UserError
 from mmrl.fields import bounded, check_config, rare
 from mmrl.files import expanded
+from mmrl.trust import check_foreign, remember
 from mmrl.workers.engine import WorkerFailure, WorkerSpec
 from mmrl.workers.pool import WorkerPool
 from mmrl.workers.slots import Request
@@ -211,6 +212,11 @@ class LeRobotServer:
         return self
 
 
+def _program(python: object) -> tuple[dict[str, object], str]:
+    """The interpreter that a saved policy names, as content and text of `mmrl.trust`: the folder may be a copy."""
+    return {"python": python}, f"python {python}"
+
+
 class ServedActionPolicy(ActionPolicy):
     """Base of policies around a LeRobot policy in a separate process; a saved one keeps its path, not its folder."""
 
@@ -230,6 +236,7 @@ class ServedActionPolicy(ActionPolicy):
     def save_pretrained(self, path: Path | str) -> None:
         """Write the trained weights and the path of the LeRobot policy, whose folder is not copied."""
         write_config(Path(path), self.kind, self.settings, self)
+        remember(*_program(self.settings.python))
         write_weights(self, Path(path))
 
     def load_weights(self, path: Path | str) -> None:
@@ -245,6 +252,7 @@ class ServedActionPolicy(ActionPolicy):
         if inside is not None:
             entries["folder"] = str(Path(path) / inside)
         check_sizes(entries, Path(path))
+        check_foreign(*_program(entries.get("python")), f"{path}/policy.json")
         policy = cls(make_config(cls.config_class, entries, f"{path}/policy.json"))  # type: ignore[call-arg]
         policy.load_weights(path)
         return policy
