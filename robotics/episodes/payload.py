@@ -35,13 +35,15 @@ class EpisodePayload(Payload):
     success: Tensor = per_row()
     """(B,) bool, whether the task was solved."""
     terminated: Tensor = per_row()
-    """(B,) bool, whether the task itself ended the episode, with or without success; else the horizon did."""
+    """(B,) bool, whether the task itself ended the episode, with or without success."""
     failed: Tensor = per_row()
     """(B,) bool, whether the environment failed; such a row has no result."""
     last_reward: Tensor = per_row()
     """(B,) float32, the environment's own reward at the last control step."""
     last_state: Tensor = per_row()
     """(B, S) float32, at the end of the episode."""
+    truncated: Tensor | None = per_row(default=None)
+    """(B,) bool, whether a time limit cut the episode off: the horizon, or one of the environment's own."""
     images: Tensor | None = per_decision(default=None)
     """(B, C, H, W, 3) uint8, observed before each chunk."""
     views: Tensor | None = per_decision(default=None)
@@ -55,6 +57,8 @@ class EpisodePayload(Payload):
     where the simulator does not report it."""
     full_states: Tensor | None = per_decision(default=None)
     """(B, C, F) float32, full state of the simulator before each chunk, for a critic; None where it reports none."""
+    last_full_state: Tensor | None = per_row(default=None)
+    """(B, F) float32, full state at the end of the episode; None where the simulator reports none."""
     chunk_returns: Tensor | None = per_decision(default=None)
     """(B, C) float32, sum of the environment's own rewards over the control steps of each chunk."""
     chunk_last_rewards: Tensor | None = per_decision(default=None)
