@@ -172,7 +172,7 @@ def test_the_run_of_a_cloned_policy_is_served(command, tmp_path):
 
 
 def test_the_recipes_that_a_refusal_names_can_be_served(tmp_path):
-    (tmp_path / "config.yaml").write_text("recipe: sft\n", encoding="utf-8")
+    (tmp_path / "config.yaml").write_text("recipe: sft\nmodel: {path: x}\ndata: {path: x}\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"a run of the recipe sft; policies can be served of: ") as refusal:
         open_served_policy(tmp_path, ServeConfig())
     for name in str(refusal.value).rpartition(": ")[2].split(", "):
