@@ -280,6 +280,7 @@ class TabletopBatch:
             "mujoco": mujoco.__version__,
             "numpy": np.__version__,
             "machine": platform.machine(),
+            "sensors": "of the observed state",  # numbers with those of the physics step before are others
             **settings,
             "horizon": self.horizon,
         }
