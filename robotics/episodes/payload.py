@@ -91,6 +91,18 @@ class EpisodePayload(Payload):
         taken = int((self.steps[row] > 0).sum())
         return torch.cat([self.images[row, :taken], self.last_image[row][None]]).cpu().numpy()
 
+    def unequal_starts(self, group: Tensor) -> tuple[int, str] | None:
+        """The first row that begins unlike the first row of its group (B,), and the part that differs; None if none."""
+        numbers = group.tolist()
+        firsts = [numbers.index(number) for number in numbers]
+        sound = ~(self.failed | self.failed[firsts])
+        for name, part in (("the state", self.states), ("the image", self.images)):
+            if part is not None:
+                apart = (part[:, 0] != part[firsts, 0]).flatten(1).any(1) & sound
+                if bool(apart.any()):
+                    return int(apart.int().argmax()), name
+        return None
+
     def path(self, row: int) -> NDArray[np.float32]:
         """States (F, S) of an episode, before each chunk and at the end."""
         taken = int((self.steps[row] > 0).sum())

@@ -149,6 +149,7 @@ class EnvService:
         """Begin an episode and observe it; `past` asks for that many control steps before in later replies."""
         self._elapsed, self._recent = 0, recent.RecentObservations(int(fields.get("past", 0)))
         draw = {"draw": fields["draw"]} if "draw" in fields else {}
+        foreign.seed_globals(int(fields["seed"]))
         self._env.reset(fields["task"], int(fields["layout"]), fields["split"], int(fields["seed"]), **draw)
         return self._with_past(self._observe())
 
@@ -202,8 +203,7 @@ class EnvService:
         return {"image": self._draw()}
 
     def _observe(self, drawn: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        # copies: some environments keep one array, which their next step fills again
-        state = np.array(self._env.state(), np.float32).reshape(-1)
+        state = np.asarray(self._env.state(), np.float32).reshape(-1)
         if not self._images:
             return {"state": state}
         seen = {"state": state, "image": self._draw() if drawn is None else drawn}
@@ -231,7 +231,7 @@ class EnvService:
         return f"entry {bad[0]} of the state is {state[bad[0]]} {place}" if len(bad) else ""
 
     def _draw(self) -> np.ndarray:
-        image, size = np.array(foreign.as_image(self._env.render())), self._env.image_size
+        image, size = foreign.as_image(self._env.render()), self._env.image_size
         if size is not None and image.shape != (size[0], size[1], 3):
             raise ValueError(
                 f"the image has the shape {image.shape} at step {self._elapsed} of the episode; expected "
