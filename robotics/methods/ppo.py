@@ -86,6 +86,7 @@ class PolicyWithCritic(ActionPolicy):
     past = property(lambda self: self.policy.past)  # type: ignore[assignment]
     views = property(lambda self: self.policy.views)  # type: ignore[assignment]
     cameras = property(lambda self: self.policy.cameras)  # type: ignore[assignment]
+    image_fit = property(lambda self: self.policy.image_fit)  # type: ignore[assignment]
     action_bounds = property(lambda self: self.policy.action_bounds)  # type: ignore[assignment]
     action_range = property(lambda self: self.policy.action_range)  # type: ignore[assignment]
     config = property(lambda self: getattr(self.policy, "config", None))

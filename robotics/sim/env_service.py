@@ -126,6 +126,8 @@ class EnvService:
             "expert": hasattr(env, "expert"),
             "action_bounds": [[float(value) for value in bound] for bound in getattr(env, "action_bounds", ())],
             "views": [str(name) for name in self._views],
+            "shadow_lights": int(getattr(env, "shadow_lights", 0)) if self._images else 0,
+            "fitted_camera": dict(getattr(env, "fitted_camera", {})) if self._images else {},
             "draws": "draw" in inspect.signature(env.reset).parameters,
             "describe": dict(env.describe()),
         }

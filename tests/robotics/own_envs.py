@@ -109,3 +109,43 @@ class Drawn(gymnasium.Env):
 
     def step(self, action):
         return np.zeros(2, np.float32), 0.0, False, False, {"success": False}
+
+
+class Wide(gymnasium.Env):
+    """A camera of 48 x 96 pixels, white."""
+
+    observation_space = gymnasium.spaces.Dict({"image": gymnasium.spaces.Box(0, 255, (48, 96, 3), np.uint8)})
+    action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        return {"image": np.full((48, 96, 3), 255, np.uint8)}, {"success": False}
+
+    def step(self, action):
+        return {"image": np.full((48, 96, 3), 255, np.uint8)}, 0.0, False, False, {"success": False}
+
+
+class Lit(gymnasium.Env):
+    """A MuJoCo scene with two lights that cast shadows, and one that does not, unless it is told otherwise."""
+
+    metadata: ClassVar = {"render_modes": ["rgb_array"]}
+    render_mode = "rgb_array"
+    observation_space = gymnasium.spaces.Box(0, 1, (1,), np.float32)
+    action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+
+    def __init__(self, shadows=True):
+        import mujoco
+
+        lights = "<light pos='0 0 2'/><light pos='1 0 2'/><light pos='0 1 2' castshadow='false'/>"
+        scene = f"<mujoco><worldbody>{lights}<geom type='sphere' size='.2'/></worldbody></mujoco>"
+        self.model = mujoco.MjModel.from_xml_string(scene)
+        if not shadows:
+            self.model.light_castshadow[:] = False
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1, np.float32), {"success": False}
+
+    def step(self, action):
+        return np.zeros(1, np.float32), 0.0, False, False, {"success": False}
+
+    def render(self):
+        return np.zeros((8, 8, 3), np.uint8)

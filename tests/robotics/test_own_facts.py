@@ -1,4 +1,4 @@
-"""Environments that reuse their arrays, and those that draw from generators that reset does not seed."""
+"""Facts about users' environments that are read or named: reused arrays, unseeded generators, cameras, shadows."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mmrl.errors import UserError
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from robotics.episodes.tasks import EpisodeSetConfig
 from robotics.methods.grpo import RobotGrpoRecipe
-from robotics.policies.loading import ActionPolicyConfig
+from robotics.policies.loading import ActionPolicyConfig, check_fit, load_action_policy
+from robotics.sim.backends import Backend
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.opening import SimConfig, open_sim
 from tests.robotics.test_robot_recipes import grpo, trainer
@@ -70,3 +72,48 @@ def test_unequal_starts_of_compared_episodes_are_named(tmp_path, caplog, kind, a
             recipe.rollout(recipe.policy, recipe.train_tasks, Streams(0), Step(step))
     recipe.close()
     assert caplog.text.count("do not start alike: the state differs") == (not alike)
+
+
+def opened(caplog, name, **changes):
+    with caplog.at_level(logging.WARNING, logger="mmrl"):
+        return open_sim(config(name, **changes))
+
+
+def test_a_camera_that_is_not_square_is_padded_and_named(caplog):
+    sim = opened(caplog, "Wide", image_size=32)
+    image = sim.reset([EpisodeSpec("Wide", "", 0)]).observation.images[0]
+    sim.close()
+    assert (sim.image_fit, "draws 48 x 96 pixels" in caplog.text) == ("pad", True)
+    assert (image[8:24] == 255).all()
+    assert not image[:8].any()
+    assert not image[24:].any()
+
+
+@pytest.mark.parametrize(("adapter", "fit"), [({"fit": "stretch"}, "stretch"), ({"size": None}, None)])
+def test_a_policy_whose_processor_does_otherwise_is_refused(caplog, adapter, fit):
+    sim = opened(caplog, "Wide", image_size=32, options={"adapter": adapter})
+    policy = load_action_policy(ActionPolicyConfig(kind="tests.robotics.line_policies:make_walker", chunk=1), sim, 0)
+    sim.close()
+    assert (sim.image_fit, bool(caplog.text)) == (fit, fit is not None)
+    policy.image_fit = "pad"
+    if fit is None:
+        check_fit(policy, sim)
+        assert sim.image_size == (48, 96)
+        return
+    with pytest.raises(UserError, match=r"by 'pad', the simulator by 'stretch'\. Set sim\.options\.adapter {fit: pad}"):
+        check_fit(policy, sim)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize(("shadows", "image_size", "said"), [(True, 8, True), (False, 8, False), (True, 0, False)])
+def test_shadows_that_a_renderer_on_the_cpu_draws_are_named(caplog, shadows, image_size, said):
+    sim = opened(caplog, "Lit", image_size=image_size, options={"shadows": shadows})
+    sim.close()
+    slow = sim.renderer is not None and sim.renderer.on_cpu
+    assert ("2 lights of" in caplog.text) == (said and slow)
+
+
+def test_renderers_on_the_cpu_are_told_from_their_device():
+    assert Backend("egl", "llvmpipe (LLVM 15.0.6, 256 bits), 4.5 Mesa 22.3.6").on_cpu
+    assert Backend("osmesa", "unknown device").on_cpu
+    assert not Backend("egl", "NVIDIA H100 PCIe/PCIe/SSE2, 4.6.0 NVIDIA 550.54").on_cpu
