@@ -120,3 +120,13 @@ def test_group_relative_recipes_and_the_control_refuse_the_option(tmp_path):
         grpo(tmp_path, RobotGrpoConfig, objective=critic("grpo", "bootstrap"))
     with pytest.raises(ValueError, match=r"shuffle_success .*truncation is 'mask'"):
         grpo(tmp_path, RobotPpoConfig, "robot_ppo", shuffle_success=True, objective=critic("ppo", "mask"))
+
+
+def test_every_treatment_values_a_cut_otherwise(tmp_path):
+    found = {}
+    for treatment in ("terminate", "bootstrap", "mask", "repeat"):
+        recipe = limited(tmp_path / treatment, "Replay", 4, {"kind": "gae_turn", "truncation": treatment})
+        rollouts = collected(recipe, 4)
+        recipe.close()
+        found[treatment] = recipe.objective.advantage(rollouts).flatten()
+    assert len({tuple(each.tolist()) for each in found.values()}) == 4
