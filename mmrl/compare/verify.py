@@ -30,6 +30,10 @@ TOLERANCE = 1e-3
 """Relative difference of numbers that another machine or version may cause."""
 NAMED = ("task", "state", "seed")
 """Columns that say what was run, where a domain has them."""
+UNEQUAL = (
+    "two repetitions of it here differ too; something is drawn that no seed sets, for instance by an environment whose "
+    "reset(seed) does not seed all its generators"
+)
 Say = Callable[[str], None]
 
 
@@ -159,7 +163,8 @@ def _compare(ledger: Ledger, numbers: Sequence[int], repeater: Repeater, other: 
     differing, batched = 0, 0
     for number in numbers:
         row = ledger.rows[number - 1]
-        texts = _changes(row, repeater.run(row, alone=True), other)
+        again = repeater.run(row, alone=True)
+        texts = _changes(row, again, other)
         if texts:
             texts = _changes(row, repeater.run(row, alone=False), other)
             batched += not texts
@@ -167,6 +172,8 @@ def _compare(ledger: Ledger, numbers: Sequence[int], repeater: Repeater, other: 
             differing += 1
             name = ", ".join(str(row[key]) for key in ("split", "decoding", "state") if row.get(key))
             say(f"  row {number} ({name}) differs: {'; '.join(texts)}")
+            if own := _changes(again, repeater.run(row, alone=True), other):
+                say(f"    {UNEQUAL}: {'; '.join(own)}")
     note = f" ({batched} of them in the batch in which they were computed, by rounding)" if batched else ""
     shown = ", ".join(map(str, numbers))
     say(f"{len(numbers) - differing} of {len(numbers)} rows are the same{note}: --row {shown.replace(' ', '')}")

@@ -1,10 +1,12 @@
-"""Values that users' environments and files give, checked and converted: True or False, and images as RGB.
+"""Values that users' environments and files give, checked and converted, and the generators that they may draw from.
 
 Workers load this file by its path in the environment's own Python, so it needs only Python 3.8 and numpy.
 """
 
 from __future__ import annotations
 
+import random
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +25,15 @@ def as_flag(value: Any, name: str) -> bool:
     if number.size == 1 and number.dtype.kind in "biuf" and number.item() in (0, 1):
         return bool(number.item())
     raise MalformedError(f"{name} is {value!r:.80}; expected True or False")
+
+
+def seed_globals(seed: int) -> None:
+    """Seed the generators that all code of a process shares, for environments that draw from them."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch = sys.modules.get("torch")  # it is seeded where the environment has imported it
+    if torch is not None and hasattr(torch, "manual_seed"):
+        torch.manual_seed(seed)
 
 
 MAX_SIDE = 16_384

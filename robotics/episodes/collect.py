@@ -314,7 +314,7 @@ class _Recorder:
         self.frames: list[list[NDArray[np.uint8]]] = [[] for _ in rows]
         self.last = [_state_and_image(started.observation, row) for row in rows]
         self.poses = [[] if started.object_poses is None else [started.object_poses[row]] for row in rows]
-        self.success, self.terminated = np.zeros(len(episodes), bool), np.zeros(len(episodes), bool)
+        self.success, self.terminated, self.truncated = (np.zeros(len(episodes), bool) for _ in range(3))
         self.failed = started.failed.copy()
         self.last_reward = np.zeros(len(episodes), np.float32)
         self.reasons = [started.reasons.get(row, "") for row in rows]
@@ -336,6 +336,7 @@ class _Recorder:
             last, total = np.float32(rewards[-1]), np.float32(rewards.sum())
             chunk = {"state": state, "image": image, "steps": steps, "last_reward": last, "return": total}
             chunk |= {} if full_state is None else {"full": full_state[index]}
+            chunk |= {} if result.full_state is None else {"last_full": result.full_state[index]}
             chunk |= {} if seconds is None else {"seconds": np.float32(seconds)}
             chunk |= {} if observation.views is None else {"views": observation.views[index]}
             self.chunks[row].append(chunk | {"decisions": choice.decisions[index], "logp": choice.logp[index]})
@@ -347,6 +348,7 @@ class _Recorder:
             self.last[row] = _state_and_image(result.observation, index)
             self.success[row] |= bool(result.success[index])
             self.terminated[row] |= bool(result.terminated[index])
+            self.truncated[row] |= bool(result.truncated[index])
             self.failed[row] |= bool(result.failed[index])
             self.last_reward[row] = last
             self.reasons[row] = result.reasons.get(row, self.reasons[row])
@@ -365,6 +367,7 @@ class _Recorder:
             steps=self._stack("steps", torch.zeros((), dtype=torch.int64)),
             success=self._moved(self.success),
             terminated=self._moved(self.terminated),
+            truncated=self._moved(self.truncated),
             failed=self._moved(self.failed),
             last_reward=self._moved(self.last_reward),
             last_state=self._moved(np.stack(states)),
@@ -373,6 +376,7 @@ class _Recorder:
             last_image=None if first.images is None else self._moved(np.stack(images)),
             frames=[self._frames_of(row) for row in rows] if any(self.frames) else [],
             full_states=self._stack("full", torch.from_numpy(example["full"])) if "full" in example else None,
+            last_full_state=self._last_full_state(example) if "last_full" in example else None,
             seconds=self._stack("seconds", torch.zeros(())) if "seconds" in example else None,
             chunk_returns=self._stack("return", torch.zeros(())),
             chunk_last_rewards=self._stack("last_reward", torch.zeros(())),
@@ -394,6 +398,11 @@ class _Recorder:
             for number, chunk in enumerate(chunks):
                 out[row, number] = torch.as_tensor(chunk[name])
         return to_device(out, self.device)
+
+    def _last_full_state(self, example: dict[str, Any]) -> Tensor:
+        """(B, F) at the end of each row; zeros for rows that did not start."""
+        blank = {"last_full": np.zeros_like(example["last_full"])}
+        return self._moved(np.stack([(chunks or [blank])[-1]["last_full"] for chunks in self.chunks]))
 
     def _frames_of(self, row: int) -> NDArray[np.uint8] | None:
         if not self.frames[row] or self.started.observation.images is None:

@@ -35,13 +35,15 @@ class EpisodePayload(Payload):
     success: Tensor = per_row()
     """(B,) bool, whether the task was solved."""
     terminated: Tensor = per_row()
-    """(B,) bool, whether the task itself ended the episode, with or without success; else the horizon did."""
+    """(B,) bool, whether the task itself ended the episode, with or without success."""
     failed: Tensor = per_row()
     """(B,) bool, whether the environment failed; such a row has no result."""
     last_reward: Tensor = per_row()
     """(B,) float32, the environment's own reward at the last control step."""
     last_state: Tensor = per_row()
     """(B, S) float32, at the end of the episode."""
+    truncated: Tensor | None = per_row(default=None)
+    """(B,) bool, whether a time limit cut the episode off: the horizon, or one of the environment's own."""
     images: Tensor | None = per_decision(default=None)
     """(B, C, H, W, 3) uint8, observed before each chunk."""
     views: Tensor | None = per_decision(default=None)
@@ -55,6 +57,8 @@ class EpisodePayload(Payload):
     where the simulator does not report it."""
     full_states: Tensor | None = per_decision(default=None)
     """(B, C, F) float32, full state of the simulator before each chunk, for a critic; None where it reports none."""
+    last_full_state: Tensor | None = per_row(default=None)
+    """(B, F) float32, full state at the end of the episode; None where the simulator reports none."""
     chunk_returns: Tensor | None = per_decision(default=None)
     """(B, C) float32, sum of the environment's own rewards over the control steps of each chunk."""
     chunk_last_rewards: Tensor | None = per_decision(default=None)
@@ -86,6 +90,18 @@ class EpisodePayload(Payload):
             return None
         taken = int((self.steps[row] > 0).sum())
         return torch.cat([self.images[row, :taken], self.last_image[row][None]]).cpu().numpy()
+
+    def unequal_starts(self, group: Tensor) -> tuple[int, str] | None:
+        """The first row that begins unlike the first row of its group (B,), and the part that differs; None if none."""
+        numbers = group.tolist()
+        firsts = [numbers.index(number) for number in numbers]
+        sound = ~(self.failed | self.failed[firsts])
+        for name, part in (("the state", self.states), ("the image", self.images)):
+            if part is not None:
+                apart = (part[:, 0] != part[firsts, 0]).flatten(1).any(1) & sound
+                if bool(apart.any()):
+                    return int(apart.int().argmax()), name
+        return None
 
     def path(self, row: int) -> NDArray[np.float32]:
         """States (F, S) of an episode, before each chunk and at the end."""

@@ -7,8 +7,11 @@
 An episode's 0/1 reward, shared by all its decisions as in GRPO, says little about each of some hundred of them. Here
 all decisions of a chunk share the chunk's advantage, and rho is the ratio of each decision. gamma and lambda count
 chunks. The critic is asymmetric: it is used in training only, so it reads the poses of all pieces and the elapsed time
-from the simulator, and no image. A time limit is therefore a state that it knows, and ends an episode like any other
-end.
+from the simulator, and no image. A fixed time limit is therefore a state that it knows, and ends an episode like any
+other end (`objective.advantage.truncation: terminate`). A limit that the critic cannot know, such as a watchdog of the
+environment's own, or one that is not part of the task, is none of these: with `truncation: bootstrap` an episode that
+was cut off, by the horizon or by the environment's `truncated`, ends in the critic's value of its last state. The
+critic then reads no time, since what follows a cut does not depend on it.
 
 r_t are the environment's own rewards of the chunk's control steps, and R_{-1} = 0. `reward.success` pays the chunk that
 solves the task, `reward.environment` the environment's own rewards, and `reward.potential` what a chunk added to its
@@ -22,12 +25,14 @@ Shapes: B episodes, C chunks, S entries of the full state, K task names.
 
 Source: PPO, arXiv 1707.06347; GAE, arXiv 1506.02438; critic of the full state: Pinto et al., arXiv 1710.06542; PPO for
 vision-language-action policies with values per chunk: RLinf-VLA, arXiv 2510.06710, whose critic reads the hidden state
-of the policy's own network.
+of the policy's own network. Time limits: Pardo et al., arXiv 1712.00378, section 3 (a critic that knows the time) and
+section 4 (partial-episode bootstrapping); Stable-Baselines3 on_policy_algorithm.py, collect_rollouts.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -43,82 +48,21 @@ from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.transfer import to_device, to_host
 from mmrl.fields import bounded, rare
-from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.processes import make_generator
 from mmrl.training.recipe import LossTerm, Passes, Step
 from mmrl.training.settings import TrainerConfig
 from robotics.episodes.collect import Episodes
 from robotics.episodes.payload import EpisodePayload
+from robotics.methods.critic import CriticConfig, StateCritic, critic_inputs, last_inputs
 from robotics.methods.recipe import SCORES, RobotConfig, RobotRecipe
 from robotics.policies.base.policy import ActionChoice, ActionPolicy
 from robotics.policies.base.saved import read_weights, write_weights
-from robotics.policies.base.statistics import STATE_LIMIT, StateStatistics
+from robotics.policies.base.statistics import StateStatistics
 from robotics.sim.episodes import RobotSim
 
+LOGGER = logging.getLogger("mmrl")
 CRITIC_FOLDER = "critic"
-
-
-@dataclass
-class CriticConfig:
-    """Size and learning rate of the critic."""
-
-    width: int = rare(bounded(256, at_least=1))
-    """Width of its two hidden layers."""
-    learning_rate_factor: float = rare(bounded(10.0, above=0))
-    """Factor on the policy's learning rate."""
-    learning_rate: float | None = bounded(None, above=0)
-    """Its own learning rate, in place of `learning_rate_factor`; the schedule's warm-up and decay apply to it in
-    proportion."""
-
-    def factor(self, policy_rate: float) -> float:
-        """Factor on a policy's learning rate of `policy_rate`."""
-        return self.learning_rate_factor if self.learning_rate is None else self.learning_rate / policy_rate
-
-
-class StateCritic(nn.Module):
-    """Two hidden layers from the standardised inputs of `critic_inputs` to a value."""
-
-    mean: Tensor
-    std: Tensor
-    fitted: Tensor
-
-    def __init__(self, size: int, width: int, seed: int = 0) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.net = nn.Sequential(
-                nn.Linear(size, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(), nn.Linear(width, 1)
-            )
-        self.register_buffer("mean", torch.zeros(size))
-        self.register_buffer("std", torch.ones(size))
-        self.register_buffer("fitted", torch.zeros((), dtype=torch.bool))
-
-    def fit_scale(self, inputs: Tensor) -> None:
-        """Standardise by the mean and deviation of (M, S + 1 + K) inputs; none, and later calls, change nothing."""
-        if bool(self.fitted) or not len(inputs):
-            return
-        std = inputs.std(0, correction=0)
-        self.mean.copy_(inputs.mean(0))
-        self.std.copy_(torch.where(std > 1e-6, std, 1.0))
-        self.fitted.fill_(True)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """(..., S + 1 + K) inputs to (...) values."""
-        scaled = ((inputs - self.mean) / self.std).clamp(-STATE_LIMIT, STATE_LIMIT)
-        return self.net(scaled).squeeze(-1)
-
-
-def critic_inputs(payload: EpisodePayload, group: Tensor, tasks: Sequence[str], horizon: int) -> Tensor:
-    """Inputs of the critic before each chunk: full state, share of the horizon so far, and one entry a task.
-
-    B episodes of C chunks in groups (B,), K tasks and a horizon in control steps give (B, C, S + 1 + K) float32.
-    Without full states the observed ones are used.
-    """
-    states = payload.states if payload.full_states is None else payload.full_states
-    elapsed = (payload.steps.cumsum(1) - payload.steps).to(states.dtype)[..., None] / horizon
-    number = torch.tensor([tasks.index(payload.episodes[index].task) for index in group.tolist()])
-    task = to_device(nn.functional.one_hot(number, len(tasks)).to(states.dtype), states.device)
-    return torch.cat([states, elapsed, task[:, None].expand(-1, states.shape[1], -1)], -1)
 
 
 class PolicyWithCritic(ActionPolicy):
@@ -142,6 +86,7 @@ class PolicyWithCritic(ActionPolicy):
     past = property(lambda self: self.policy.past)  # type: ignore[assignment]
     views = property(lambda self: self.policy.views)  # type: ignore[assignment]
     cameras = property(lambda self: self.policy.cameras)  # type: ignore[assignment]
+    image_fit = property(lambda self: self.policy.image_fit)  # type: ignore[assignment]
     action_bounds = property(lambda self: self.policy.action_bounds)  # type: ignore[assignment]
     action_range = property(lambda self: self.policy.action_range)  # type: ignore[assignment]
     config = property(lambda self: getattr(self.policy, "config", None))
@@ -258,6 +203,12 @@ class RobotPpoConfig(RobotConfig):
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
+        treatment = getattr(make_objective(self.objective).advantage, "truncation", "terminate")
+        if self.shuffle_success and treatment != "terminate":
+            raise ValueError(
+                f"shuffle_success pays as if every episode ended at the horizon, but objective.advantage.truncation is "
+                f"'{treatment}'; set it to terminate"
+            )
         weights = self.reward.weights(self.sim.kind)
         real = {"environment": weights.environment, "potential": weights.potential}
         for name, weight in real.items():
@@ -292,7 +243,11 @@ class ChunkCritic(LossTerm):
             parts = gather_object([inputs[steps > 0]])
             recipe.policy.critic.fit_scale(to_device(torch.cat(list(parts)), rollouts.mask.device))
         with torch.no_grad():
-            return rollouts.replace(values=recipe.values(passes.policy, rollouts))
+            values = recipe.values(passes.policy, rollouts)
+            if recipe.truncation != "bootstrap":
+                return rollouts.replace(values=values)
+            after = recipe.values_after(passes.policy, rollouts)
+        return rollouts.replace(values=values, extras=rollouts.extras | {"bootstrap_value": after})
 
 
 class RobotPpoRecipe(RobotRecipe):
@@ -312,15 +267,22 @@ class RobotPpoRecipe(RobotRecipe):
         acting: Any = self.policy
         self.policy = PolicyWithCritic(acting, critic, config.critic.factor(config.trainer.learning_rate))
         self.terms = [*self.terms, ChunkCritic(self)]
+        self.truncation = getattr(self.objective.advantage, "truncation", "terminate")
+        """Treatment of episodes that a time limit cut off."""
+        self._ages_cut: dict[str, int] | None = {} if self.truncation == "terminate" else None
         self.scores_apart = not config.shuffle_success
 
     def pack(self, episodes: Episodes, group: Tensor, policy: ActionPolicy) -> Rollouts:
         """See `RobotRecipe.pack`; the chunks are the turns, with a reward each."""
         rollouts = super().pack(episodes, group, policy)
         payload = EpisodePayload.of(rollouts)
+        self._warn_of_unknown_limits(payload, rollouts.host.group)
         chunks = torch.arange(payload.steps.shape[1], device=rollouts.mask.device)
         turn = chunks.repeat_interleave(self._decisions_of_chunk)
-        return _paid(rollouts.replace(turn=turn.expand_as(rollouts.mask).contiguous()), self._rewards(payload))
+        rollouts = rollouts.replace(turn=turn.expand_as(rollouts.mask).contiguous())
+        if payload.truncated is not None:
+            rollouts = rollouts.replace(extras=rollouts.extras | {"truncated": payload.truncated.to(rollouts.mask)})
+        return _paid(rollouts, self._rewards(payload))
 
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
         """See `RobotRecipe.score`; the control pays shuffled successes."""
@@ -365,14 +327,41 @@ class RobotPpoRecipe(RobotRecipe):
         values = policy("values", self.critic_inputs(rollouts))
         return values.repeat_interleave(self._decisions_of_chunk, 1)[:, : rollouts.num_decisions]
 
+    def values_after(self, policy: nn.Module, rollouts: Rollouts) -> Tensor:
+        """(B,) value of the state that an episode was cut off in; 0 for others, NaN where it is not reported."""
+        payload = EpisodePayload.of(rollouts)
+        cut = rollouts.extras["truncated"] > 0
+        inputs = last_inputs(payload, rollouts.host.group, self.task_names)
+        found = torch.full_like(rollouts.reward, math.nan) if inputs is None else policy("values", inputs)
+        return torch.where(cut, found, 0.0)
+
     @property
     def _decisions_of_chunk(self) -> int:
         return self.policy.decisions if self.config.logp_level == "token" else 1
 
     def critic_inputs(self, rollouts: Rollouts) -> Tensor:
-        """Inputs of the critic before each chunk (B, C, ...)."""
+        """Inputs of the critic before each chunk (B, C, ...); with the time where that ends episodes."""
         payload = EpisodePayload.of(rollouts)
-        return critic_inputs(payload, rollouts.host.group, self.task_names, self.sim.horizon)
+        horizon = self.sim.horizon if self.truncation == "terminate" else None
+        return critic_inputs(payload, rollouts.host.group, self.task_names, horizon)
+
+    def _warn_of_unknown_limits(self, payload: EpisodePayload, group: Tensor) -> None:
+        """Warn once of a time limit that the critic cannot know: it cuts off episodes of a task at different ages."""
+        if self._ages_cut is None or payload.truncated is None:
+            return
+        truncated, lengths = to_host([payload.truncated, payload.lengths])
+        for row in torch.nonzero(truncated)[:, 0].tolist():
+            task, age = payload.episodes[int(group[row])].task, int(lengths[row])
+            first = self._ages_cut.setdefault(task, age)
+            if age != first:
+                LOGGER.warning(
+                    "episodes of %s were cut off after %d and after %d control steps: the critic cannot know this "
+                    "limit, and objective.advantage.truncation is 'terminate', which counts nothing after it; use "
+                    "bootstrap, which adds the critic's value of the last state",
+                    *(task, first, age),
+                )
+                self._ages_cut = None
+                return
 
 
 def chunk_rewards(payload: EpisodePayload, weights: ChunkWeights) -> Tensor:

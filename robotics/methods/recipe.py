@@ -261,6 +261,7 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
         super().__init__(config)
         self.objective = make_objective(config.objective)
         self.open(config, policy, sim)
+        self._starts_differ = False
         self.old = OldPolicy(self.policy) if "kl_old" in self.objective.needs else None
         self.terms = [] if self.old is None else [self.old]
 
@@ -285,9 +286,21 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
         episodes.payload = dataclasses.replace(episodes.payload, episodes=list(tasks))
         group = torch.arange(len(tasks)).repeat_interleave(size)
         self._note(episodes.payload)
+        if size > 1 and self.config.compares_samples and not each:
+            self._starts_differ = self._starts_differ or self._warn_of_unequal_starts(episodes.payload, group)
         rollouts = self.pack(episodes, group, policy)
         _check_usable(rollouts)
         return rollouts
+
+    def _warn_of_unequal_starts(self, payload: EpisodePayload, group: Tensor) -> bool:
+        found = payload.unequal_starts(group)
+        if found is not None:
+            LOGGER.warning(
+                "the episodes of %s do not start alike: %s differs. Advantages compare them as if they did; the "
+                "environment draws something that reset(seed) does not set, such as np.random.default_rng()",
+                *(episode_id(payload.episodes[int(group[found[0]])]), found[1]),
+            )
+        return found is not None
 
     def pack(self, episodes: Episodes, group: Tensor, policy: ActionPolicy) -> Rollouts:
         """Rollouts of finished episodes, whose groups are `group` (B,)."""

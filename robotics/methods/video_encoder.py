@@ -269,7 +269,10 @@ def _prepare_videos(frames: Sequence[NDArray[np.uint8]], config: VideoEncoderCon
 
 
 def fit_frames(frames: NDArray[np.uint8], config: VideoEncoderConfig) -> Tensor:
-    """Resize frames (F, H, W, 3) uint8 to an encoder's height and width; unchanged if the size is right."""
+    """Resize frames (F, H, W, 3) uint8 to an encoder's height and width, whatever their proportions.
+
+    Latents are compared with those of the same camera alone. Frames of the right size are unchanged.
+    """
     images = torch.from_numpy(np.ascontiguousarray(frames))
     wanted = (config.height, config.width)
     if images.shape[1:3] == wanted:

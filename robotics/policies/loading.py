@@ -209,7 +209,16 @@ def check_fit(policy: ActionPolicy, sim: RobotSim) -> None:
     image_size, state_size = getattr(sizes, "image_size", None), getattr(sizes, "state_size", None)
     rendered = None if sim.image_size is None else tuple(sim.image_size)
     if image_size is not None and tuple(image_size) != rendered:
-        raise UserError(f"the policy expects images of {tuple(image_size)} pixels, the simulator renders {rendered}")
+        raise UserError(
+            f"the policy expects images of {tuple(image_size)} pixels, the simulator renders {rendered}; with sim.kind "
+            "gymnasium, sim.options.adapter {size: null} leaves images as the environment draws them"
+        )
+    fits = getattr(policy, "image_fit", None), getattr(sim, "image_fit", None)
+    if None not in fits and fits[0] != fits[1]:
+        raise UserError(
+            f"the camera is not square; the policy's own processor fits such images by '{fits[0]}', the simulator by "
+            f"'{fits[1]}'. Set sim.options.adapter {{fit: {fits[0]}}}, or {{size: null}} for the camera's own pixels"
+        )
     if state_size is not None and state_size != sim.state_size:
         raise UserError(f"the policy reads {state_size} state entries, the simulator has {sim.state_size}")
 

@@ -248,7 +248,7 @@ class TabletopBatch:
         self.counts["diverged"] += len(broken)
         self.counts["dropped"] += len(broken)
         reasons = dict.fromkeys(broken, "diverged: MuJoCo warned of diverging numbers or of a full buffer")
-        return replace(output, reasons=reasons, frames=frames)
+        return replace(output, reasons=reasons, frames=frames, full_state=self._full[live])
 
     def full_state(self) -> NDArray[np.float32]:
         """Full state (L, 22) of the live rows as last observed, for scripted experts."""
@@ -280,6 +280,7 @@ class TabletopBatch:
             "mujoco": mujoco.__version__,
             "numpy": np.__version__,
             "machine": platform.machine(),
+            "sensors": "of the observed state",  # numbers with those of the physics step before are others
             **settings,
             "horizon": self.horizon,
         }

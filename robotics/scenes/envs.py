@@ -27,7 +27,7 @@ from robotics.scenes.videos import VIDEO_SIZE, Caption, VideoRenderer, write_cap
 from robotics.sim.backends import require_backend
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.randomization import RandomizationConfig, read_randomization
-from robotics.sim.rendering import FrameRenderer, RenderSettings, check_cameras, update_poses
+from robotics.sim.rendering import FrameRenderer, RenderSettings, check_cameras, update_poses, update_sensors
 
 if TYPE_CHECKING:
     import mujoco
@@ -209,6 +209,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
             self._lib.mj_step(self.model, self.data, PHYSICS_STEPS // parts)
             if part < parts:
                 self._show(part / parts)
+        update_sensors(self.model, self.data)
         self._elapsed += 1
         self._check_diverged()
         self._seen.add(self.data)

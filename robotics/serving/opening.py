@@ -19,7 +19,7 @@ from mmrl.recipes import RECIPES
 from mmrl.runs.export import ABOUT_FILE, chosen_checkpoint
 from mmrl.training.processes import make_accelerator
 from robotics.episodes.collect import ActingSettings, action_scale
-from robotics.methods.recipe import RobotConfig
+from robotics.methods.recipe import RobotParts
 from robotics.policies.base.encoder import Vocabulary
 from robotics.policies.base.policy import ActionPolicy, open_policy
 from robotics.policies.base.saved import is_saved_policy
@@ -108,8 +108,8 @@ def open_served_policy(
 
 
 def _of_run(run_dir: Path, entry: RecipeEntry, run: Any, config: ServeConfig, step: int | None) -> ServedPolicy:
-    if not isinstance(run, RobotConfig):
-        folder = RobotConfig.__module__.rpartition(".")[0]  # of the recipes that train robots
+    if not isinstance(run, RobotParts):
+        folder = RobotParts.__module__.rpartition(".")[0]  # of the recipes that train robots
         kinds = ", ".join(row.name for row in RECIPES.values() if row.target.startswith(f"{folder}."))
         raise UserError(f"{run_dir} is a run of the recipe {entry.name}; policies can be served of: {kinds}")
     checkpoint = chosen_checkpoint(run_dir, step)
@@ -132,7 +132,7 @@ def _of_run(run_dir: Path, entry: RecipeEntry, run: Any, config: ServeConfig, st
     return _placed(served, make_accelerator(run.trainer.mixed_precision), about)
 
 
-def _users_policy(run: RobotConfig, model: Path) -> tuple[ActionPolicy, ImageSize, int | None]:
+def _users_policy(run: Any, model: Path) -> tuple[ActionPolicy, ImageSize, int | None]:
     """A user's own module, whose sizes are those of the run's simulator."""
     if ":" not in run.model.kind:
         raise UserError(

@@ -35,6 +35,15 @@ class Backend:
     device: str
     """OpenGL's description of the device, such as `llvmpipe (LLVM 15.0.6, 256 bits), 4.5 ... Mesa 22.3.6`."""
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it draws on the CPU."""
+        return self.name == "osmesa" or any(word in self.device.lower() for word in SOFTWARE)
+
+
+SOFTWARE = ("llvmpipe", "softpipe", "swrast", "software")
+"""Words in the device of renderers that draw on the CPU."""
+
 
 def find_backend(preferred: str | None = None) -> Backend | None:
     """Choose a renderer and set `MUJOCO_GL` to it, for child processes and for mujoco's own renderer.

@@ -126,6 +126,8 @@ class EnvService:
             "expert": hasattr(env, "expert"),
             "action_bounds": [[float(value) for value in bound] for bound in getattr(env, "action_bounds", ())],
             "views": [str(name) for name in self._views],
+            "shadow_lights": int(getattr(env, "shadow_lights", 0)) if self._images else 0,
+            "fitted_camera": dict(getattr(env, "fitted_camera", {})) if self._images else {},
             "draws": "draw" in inspect.signature(env.reset).parameters,
             "describe": dict(env.describe()),
         }
@@ -149,6 +151,7 @@ class EnvService:
         """Begin an episode and observe it; `past` asks for that many control steps before in later replies."""
         self._elapsed, self._recent = 0, recent.RecentObservations(int(fields.get("past", 0)))
         draw = {"draw": fields["draw"]} if "draw" in fields else {}
+        foreign.seed_globals(int(fields["seed"]))
         self._env.reset(fields["task"], int(fields["layout"]), fields["split"], int(fields["seed"]), **draw)
         return self._with_past(self._observe())
 

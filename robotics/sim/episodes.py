@@ -82,7 +82,7 @@ class ChunkResult:
     terminated: NDArray[np.bool_]
     """(L,) whether the task itself ended the episode, with or without success."""
     truncated: NDArray[np.bool_]
-    """(L,) whether the horizon ended it."""
+    """(L,) whether a time limit cut it off: the horizon, or one of the environment's own."""
     failed: NDArray[np.bool_]
     """(L,) whether the environment failed: raised, hung, died or diverged."""
     observation: RobotObservation
@@ -94,6 +94,8 @@ class ChunkResult:
     object_poses: NDArray[np.float64] | None = None
     """(L, 4, 4) T_world_object of the piece that the task acts on, at the end; NaN where the environment failed, None
     where the simulator does not report it."""
+    full_state: NDArray[np.float32] | None = None
+    """(L, F) full state at the end of the chunk or of the episode; None where the simulator does not report it."""
     drawn: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """Draw of the domain randomisation by row, for episodes that begin."""
 

@@ -47,7 +47,8 @@ class GymRow:
             (H, W, 3) uint8, or grey or with transparency.
         views: further cameras of the image's size: entries of a Dict observation, or cameras of
             `env.unwrapped.policy_image(camera=name)`. Those of `metadata` when empty.
-        size: side in pixels to which images are resized, by averaging areas; None = as drawn.
+        size: side in pixels of the square to which images are resized, by averaging areas; None = as drawn.
+        fit: of cameras that are not square: "pad", with black bars on both sides, or "stretch"; see `resize`.
         success_key: entry of `info` that reports success; None = `success` or `is_success`, one of which has to be in
             `info` by the end of the first episode; "" = these two, and no success where they are missing.
         success_reward: a control step with at least this reward solves the task, where `info` does not report success.
@@ -68,12 +69,16 @@ class GymRow:
         image_key: str | None = None,
         views: Sequence[str] = (),
         size: int | None = None,
+        fit: str = "pad",
         success_key: str | None = None,
         success_reward: float | None = None,
         horizon: int | None = None,
         layout_options: bool = False,
         expert: Callable[[Any], Any] | None = None,
     ) -> None:
+        if fit not in FITS:
+            raise EnvError(f"fit is {fit!r}; there are {' and '.join(FITS)}")
+        self._fit, self._camera_size = fit, (0, 0)
         spec = getattr(env, "spec", None)
         self._env, self._low, self._high = env, *_bounds(env.action_space)
         if expert is not None:
@@ -167,7 +172,24 @@ class GymRow:
     def _resized(self, image: np.ndarray) -> np.ndarray:
         if self._size is None or image.shape[:2] == (self._size, self._size):
             return image
-        return resize(image, self._size)
+        return resize(image, self._size, self._fit)
+
+    @property
+    def shadow_lights(self) -> int:
+        """Lights that cast shadows in a MuJoCo scene from which the environment draws its images; 0 if not known."""
+        model = getattr(getattr(self._env, "unwrapped", self._env), "model", None)
+        own = self._image_key is not None or self._draw is not None  # not known how these are drawn
+        if own or type(model).__name__ != "MjModel" or not model.vis.quality.shadowsize:
+            return 0
+        return int(np.sum(model.light_castshadow & model.light_active))
+
+    @property
+    def fitted_camera(self) -> Mapping[str, Any]:
+        """(H, W) of a camera that is not square, with the side that its image gets, and how; empty for others."""
+        height, width = self._camera_size
+        if self._size is None or height == width:
+            return {}
+        return {"camera_size": [height, width], "size": self._size, "fit": self._fit}
 
     def _raw_view(self, name: str) -> np.ndarray:
         if name in self._forms:
@@ -211,6 +233,7 @@ class GymRow:
             "render_fps": self._metadata.get("render_fps"),
             "state_keys": list(self._state_keys) if self._state_keys is not None else None,
             "image_key": self._image_key,
+            **({"image_fit": self._fit} if self.fitted_camera else {}),
             **({"views": list(self.views)} if self.views else {}),
         }
 
@@ -221,11 +244,14 @@ class GymRow:
     def _image_size(self) -> tuple[int, int] | None:
         declared = self._metadata.get("image_size")
         if declared is not None and self._image_key is None:
-            return (int(declared[0]), int(declared[1])) if self._size is None else (self._size, self._size)
+            self._camera_size = int(declared[0]), int(declared[1])
+            return self._camera_size if self._size is None else (self._size, self._size)
         if self._image_key is None and getattr(self._env, "render_mode", None) != "rgb_array":
             return None
         try:
-            height, width = np.shape(self.render())[:2]
+            drawn = self._raw_image()
+            self._camera_size = drawn.shape[0], drawn.shape[1]
+            height, width = self._resized(drawn).shape[:2]
         except foreign.MalformedError as error:
             source = f"the entry {self._image_key!r} of its observation" if self._image_key else "what it shows"
             raise EnvError(f"{self._name}: {source} cannot be used: {error}") from None
@@ -243,11 +269,30 @@ class GymRow:
         return any(found)
 
 
-def resize(image: np.ndarray, size: int) -> np.ndarray:
-    """Resize an image (H, W, C) uint8 to a square; each pixel is the mean of the area that it covers."""
+FITS = ("pad", "stretch")
+
+
+def resize(image: np.ndarray, size: int, fit: str = "pad") -> np.ndarray:
+    """Resize an image (H, W, C) uint8 to a square; each pixel is the mean of the area that it covers.
+
+    "pad" keeps the proportions and adds black bars on both sides, as openpi's `resize_with_pad` does; "stretch" does
+    not keep them, as the processor of OpenVLA.
+    """
     height, width = image.shape[:2]
-    rows = np.tensordot(_shares(height, size), image, 1)
-    both = np.tensordot(_shares(width, size), rows, (1, 1))
+    longest = max(height, width)
+    rows, columns = (size, size) if fit == "stretch" else (height * size // longest, width * size // longest)
+    part = _averaged(image, max(rows, 1), max(columns, 1))
+    if part.shape[:2] == (size, size):
+        return part
+    square = np.zeros((size, size, image.shape[2]), np.uint8)
+    top, left = (size - part.shape[0]) // 2, (size - part.shape[1]) // 2
+    square[top : top + part.shape[0], left : left + part.shape[1]] = part
+    return square
+
+
+def _averaged(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    rows = np.tensordot(_shares(image.shape[0], height), image, 1)
+    both = np.tensordot(_shares(image.shape[1], width), rows, (1, 1))
     return np.rint(both).astype(np.uint8).transpose(1, 0, 2)
 
 

@@ -27,7 +27,8 @@ class SimConfig:
     """Tasks that the simulator offers; empty = reach (tabletop), all of them (libero, metaworld), Lift (robosuite),
     FetchReach-v4 (gymnasium_robotics); the last two run one task."""
     image_size: int = bounded(64, at_least=0)
-    """Side of the images in pixels; 0 = none. Those of gymnasium are resized by averaging areas."""
+    """Side of the images in pixels; 0 = none. Those of gymnasium are resized by averaging areas; a camera that is not
+    square gets black bars, or is stretched with `fit: stretch` in options.adapter."""
     camera: str = rare("")
     """Camera of the images; empty = front (tabletop), the suite's usual one. gymnasium, gymnasium_robotics: none."""
     views: list[str] = rare(field(default_factory=list))

@@ -354,6 +354,27 @@ def update_poses(model: mujoco.MjModel, data: mujoco.MjData) -> None:
     mujoco.mj_tendon(model, data)
 
 
+def update_sensors(model: mujoco.MjModel, data: mujoco.MjData) -> None:
+    """Compute poses and sensor values from positions and velocities; `mj_step` leaves those of the step before.
+
+    Nothing that the next `mj_step` starts from is changed. Sensors of forces and accelerations need the contact solver,
+    as costly as a physics step; it starts from zero, so that their values depend on the state alone.
+    """
+    import mujoco
+
+    if (model.sensor_needstage == mujoco.mjtStage.mjSTAGE_ACC).any():
+        warm = data.qacc_warmstart.copy()
+        data.qacc_warmstart[:] = 0.0
+        mujoco.mj_forward(model, data)
+        data.qacc_warmstart[:] = warm
+        return
+    update_poses(model, data)
+    mujoco.mj_transmission(model, data)
+    mujoco.mj_sensorPos(model, data)
+    mujoco.mj_fwdVelocity(model, data)
+    mujoco.mj_sensorVel(model, data)
+
+
 def _close_all() -> None:
     for renderer in list(OPEN_RENDERERS):
         renderer.close()

@@ -5,9 +5,9 @@ Both the physics (`mujoco.rollout`, one call a chunk) and the drawing release th
 the same bits with any number of workers, the bits of a plain `mj_step` loop: `mujoco.rollout` would start its contact
 solver from zero in each call, so every call is given the accelerations that the scene's last step left.
 
-Differences to such a loop: images show the poses of the state they come with, where a loop that draws after `mj_step`
-shows those of one physics step before; and where MuJoCo warns (diverging numbers, full contact buffers) the scene has
-failed and is dropped, where a loop continues from a reset state.
+Differences to such a loop: images and sensor values are those of the state they come with, where `mj_step` leaves those
+of one physics step before; and where MuJoCo warns (diverging numbers, full contact buffers) the scene has failed and is
+dropped, where a loop continues from a reset state.
 """
 
 from __future__ import annotations
@@ -215,8 +215,8 @@ class ImageRollout:
             if together is None:
                 done = worker.physics.run(self._models[scene], self._data[scene], given, self.substeps)
             else:
-                states, sensors, sound = (part[row] for part in together)
-                done = states[: len(given)], sensors[: len(given)], min(int(sound), len(given))
+                states, sound = (part[row] for part in together)
+                done = states[: len(given)], min(int(sound), len(given))
             self._advance(worker, row, given, done, output, scene in record)
 
         self._in_parallel(advance, len(scenes))
@@ -283,7 +283,7 @@ class ImageRollout:
         worker: SceneWorker,
         row: int,
         controls: NDArray[np.float64],
-        done: tuple[NDArray[np.float64], NDArray[np.float64], int],
+        done: tuple[NDArray[np.float64], int],
         output: Chunk,
         record: bool,
     ) -> None:
@@ -294,13 +294,14 @@ class ImageRollout:
         """
         scene = int(output.observation.scenes[row])
         model, data = self._models[scene], self._data[scene]
-        states, sensors, sound = done
+        states, sound = done
+        sensors = worker.physics.sensors(model, data, states[:sound])
         qpos, qvel = worker.physics.split(states[:sound])
-        rewards, ends = self._score(SceneSteps(controls[:sound], qpos, qvel, sensors[:sound]))
+        rewards, ends = self._score(SceneSteps(controls[:sound], qpos, qvel, sensors))
         # Failures after the end of the episode, in steps that only fill up the chunk, do not count.
         if sound < len(controls) and not ends.any():
             output.failed[row], output.rewards[row] = True, np.nan
-            self._observe(worker, scene, sensors[-1], output.observation, row)
+            self._observe(worker, scene, data.sensordata, output.observation, row)
             return
         last = int(ends.argmax()) if ends.any() else len(controls) - 1
         output.rewards[row, : last + 1] = rewards[: last + 1]

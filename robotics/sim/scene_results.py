@@ -27,7 +27,7 @@ class Observation:
     scenes: NDArray[np.int64]  # (R,) number of the scene in each row, ascending
     qpos: NDArray[np.float64]  # (R, nq)
     qvel: NDArray[np.float64]  # (R, nv)
-    sensordata: NDArray[np.float64]  # (R, nsensordata) with the delay described in `SceneSteps`
+    sensordata: NDArray[np.float64]  # (R, nsensordata) of this state
     measured: NDArray[np.float64]  # (R, nsensordata) sensor values with the scene's observation delay
     frames: NDArray[np.uint8] | None  # (R, H, W, 3) RGB, delayed as `measured`; None without images
     views: NDArray[np.uint8] | None = None  # (R, V, H, W, 3) RGB of the further cameras, delayed too
@@ -67,4 +67,4 @@ class SceneSteps:
     actions: NDArray[np.float64]  # (K, nu) controls
     qpos: NDArray[np.float64]  # (K, nq) positions after each control step
     qvel: NDArray[np.float64]  # (K, nv) velocities after each control step
-    sensordata: NDArray[np.float64]  # (K, nsensordata) at the start of the last physics step, as `mj_step` leaves them
+    sensordata: NDArray[np.float64]  # (K, nsensordata) sensor values after each control step

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from robotics.sim.rendering import FrameRenderer, Outcome, RenderSettings, update_poses
+from robotics.sim.rendering import FrameRenderer, Outcome, RenderSettings, update_poses, update_sensors
 
 if TYPE_CHECKING:
     import mujoco
@@ -49,11 +49,11 @@ class Physics:
 
     def run(
         self, model: mujoco.MjModel, data: mujoco.MjData, controls: NDArray[np.float64], substeps: int
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64], int]:
+    ) -> tuple[NDArray[np.float64], int]:
         """Step a scene with controls (K, nu), each held for the substeps; leaves its data as a `mj_step` loop would.
 
-        Returns (K, nstate) full physics states and (K, nsensordata) sensor values after each control step, and the
-        control steps before the one in which MuJoCo warned, K where it did not.
+        Returns (K, nstate) full physics states after each control step, and the control steps before the one in which
+        MuJoCo warned, K where it did not.
         """
         size, inputs = self._sizes
         steps = len(controls) * substeps
@@ -64,7 +64,7 @@ class Physics:
         given = np.empty((1, len(controls), substeps, inputs))
         given[:] = held
         given[0, :, :, : self._model.nu] = controls[:, None]
-        states, sensors = np.empty((1, steps, size)), np.empty((1, steps, self._model.nsensordata))
+        states = np.empty((1, steps, size))
         self._rollout.rollout(
             [model],
             [data],
@@ -75,11 +75,19 @@ class Physics:
             nstep=steps,
             initial_warmstart=np.array(data.qacc_warmstart)[None],
             state=states,
-            sensordata=sensors,
         )
         kept = slice(substeps - 1, None, substeps)
         sound = self._count_sound(data, states[0, kept, 0], start[0, 0], substeps)
-        return states[0, kept], sensors[0, kept], sound
+        return states[0, kept], sound
+
+    def sensors(self, model: mujoco.MjModel, data: mujoco.MjData, states: NDArray[np.float64]) -> NDArray[np.float64]:
+        """(K, nsensordata) sensor values of states (K, nstate); leaves the scene in the last of them."""
+        values = np.empty((len(states), model.nsensordata))
+        for state, row in zip(states, values, strict=True):
+            self.restore(data, state)
+            update_sensors(model, data)
+            row[:] = data.sensordata
+        return values
 
     def split(self, states: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """(..., nq) positions and (..., nv) velocities of states (..., nstate)."""

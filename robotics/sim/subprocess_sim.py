@@ -14,6 +14,7 @@ is used.
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import PurePath
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
 
+LOGGER = logging.getLogger("mmrl")
 LARGEST = {"action_size": 1 << 16, "state_size": 1 << 24, "horizon": 1 << 31, "image_size": 1 << 14}
 HELD_OUT_SEED = 1 << 30
 
@@ -75,6 +77,10 @@ class SubprocessSim:
         """Names of the further cameras."""
         self.action_bounds: Sequence[Sequence[float]] | None = self._hello.get("action_bounds") or None
         """Meaning of -1 and 1 in the environment's own units, A numbers each; None where unknown."""
+        if self.renderer is not None and self.renderer.on_cpu and self._hello.get("shadow_lights"):
+            _say_shadows(settings.factory, self._hello["shadow_lights"], self.renderer)
+        self.image_fit = _say_fit(settings.factory, self._hello.get("fitted_camera"))
+        """How images of a camera that is not square were fitted, pad or stretch; None where nothing was."""
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -331,6 +337,30 @@ def layout_seed(episode: EpisodeSpec) -> int:
     known = {"train": 0, "held_out": HELD_OUT_SEED}
     start = known[episode.split] if episode.split in known else 2 * HELD_OUT_SEED + zlib.crc32(episode.split.encode())
     return (start + episode.layout) % (1 << 32)
+
+
+def _say_shadows(factory: str, count: Any, renderer: Backend) -> None:
+    LOGGER.warning(
+        "%s lights of %s cast shadows, for which the renderer on the CPU (%s) draws a map of 4096 x 4096 pixels each: "
+        '50 ms an image instead of 0.4 to 3. Set castshadow="false" at the lights, or call '
+        "robotics.sim.fast_visuals(model) in the environment before it draws",
+        *(count, factory, renderer.device),
+    )
+
+
+def _say_fit(factory: str, found: Any) -> str | None:
+    """Say how a camera that is not square is fitted into a square; returns how."""
+    if not isinstance(found, dict) or "fit" not in found:
+        return None
+    (height, width), size, fit = found["camera_size"], found["size"], str(found["fit"])
+    how = {"pad": "with black bars", "stretch": "and stretched"}
+    LOGGER.warning(
+        "the camera of %s draws %d x %d pixels (height x width), which become %d x %d %s; sim.options.adapter takes "
+        "fit: pad, as the processors of pi0 and SmolVLA do, fit: stretch, as that of OpenVLA, and size: null, which "
+        "leaves images as they are drawn",
+        *(factory, height, width, size, size, how.get(fit, fit)),
+    )
+    return fit
 
 
 def problem_in_hello(hello: Mapping[str, Any]) -> str:

@@ -86,11 +86,11 @@ class WarpPhysics:
 
     def run(
         self, models: Sequence[mujoco.MjModel], datas: Sequence[mujoco.MjData], controls: NDArray[np.float64]
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
+    ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Step L scenes with controls (L, K, nu), each held for the substeps; writes only warm starts to the datas.
 
-        Returns (L, K, nstate) full physics states (time, qpos, qvel, act) and (L, K, nsensordata) sensor values after
-        each control step, and (L,) the control steps before the one that diverged or overflowed a buffer, else K.
+        Returns (L, K, nstate) full physics states (time, qpos, qvel, act) after each control step, and (L,) the control
+        steps before the one that diverged or overflowed a buffer, else K.
         """
         count, length = controls.shape[:2]
         if count > self._scenes:
@@ -99,7 +99,6 @@ class WarpPhysics:
             self._show(models)
             self._upload(datas)
             states = np.empty((count, length, 1 + self._model.nq + self._model.nv + self._model.na))
-            sensors = np.empty((count, length, self._model.nsensordata))
             broken = np.zeros((count, length), bool)
             for step in range(length):
                 self._assign("ctrl", controls[:, step])
@@ -107,7 +106,7 @@ class WarpPhysics:
                     self._step()
                 else:
                     self._warp.capture_launch(self._graph)
-                self._download(states[:, step], sensors[:, step], broken[:, step])
+                self._download(states[:, step], broken[:, step])
             accelerations = self._worlds.qacc_warmstart.numpy()
         duration = self._substeps * self._model.opt.timestep
         begun = np.array([data.time for data in datas])
@@ -116,7 +115,7 @@ class WarpPhysics:
         for row, data in enumerate(datas):
             if sound[row] == length:
                 data.qacc_warmstart[:] = accelerations[row]
-        return states, sensors, sound
+        return states, sound
 
     def _put(self) -> Any:
         import mujoco
@@ -162,11 +161,10 @@ class WarpPhysics:
         spare = np.repeat(values[:1], self._scenes - len(values), axis=0)
         getattr(self._worlds, name).assign(np.concatenate([values, spare]).astype(np.float32))
 
-    def _download(self, states: NDArray[np.float64], sensors: NDArray[np.float64], broken: NDArray[np.bool_]) -> None:
+    def _download(self, states: NDArray[np.float64], broken: NDArray[np.bool_]) -> None:
         count, worlds = len(states), self._worlds
         parts = [worlds.qpos.numpy(), worlds.qvel.numpy(), worlds.act.numpy()]
         states[:, 1:] = np.concatenate([part[:count] for part in parts], axis=1)
-        sensors[:] = worlds.sensordata.numpy()[:count]
         full = (worlds.overflow.numpy()[:count] & self._harmful) != 0
         broken[:] = full | ~(np.abs(states[:, 1:]) < UNLIMITED).all(axis=1)  # NaN is not below it
 

@@ -99,6 +99,8 @@ def test_reset_may_return_information_too():
         (("t", 0.0, True, {"success": np.float32(0)}), 0.0, True, False, {"success": False}),
         (("t", 0.0, True, {"success": None, "action_error": ""}), 0.0, True, False, {}),
         (("t", 0.0, True, {"action_error": False}), 0.0, True, False, {}),
+        (("t", 0.0, True, {"TimeLimit.truncated": True}), 0.0, False, True, {"TimeLimit.truncated": True}),
+        (("t", 0.0, True, {"TimeLimit.truncated": False}), 0.0, True, False, {"TimeLimit.truncated": False}),
         ((Observation("t"), True, True), 1.0, True, False, {}),
         (Outcome(Observation("t"), 1.0, False, True), 1.0, False, True, {}),
     ],

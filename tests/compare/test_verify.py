@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from mmrl.compare.verify import verify
+from mmrl.compare.verify import UNEQUAL, Repeater, verify
 from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
 from mmrl.runs.ledger import read_ledger
@@ -59,6 +59,13 @@ def test_a_row_that_was_changed_differs(evaluated, said):
     assert said[-1] == "1 of 2 rows are the same: --row 4,5"
     with pytest.raises(UserError, match=r"there is no row 25; .* has rows 1 to 24"):
         verify(path, said.append, 0, [25], ())
+
+
+def test_a_row_that_differs_from_its_own_repetition_says_so(evaluated, said, monkeypatch):
+    path, run, drawn = evaluated[0] / "ledger.jsonl", Repeater.run, iter(range(1000, 2000))
+    monkeypatch.setattr(Repeater, "run", lambda self, row, **how: run(self, row, **how) | {"length": next(drawn)})
+    assert verify(path, said.append, 0, [4], ()) == 1
+    assert said[-2] == f"    {UNEQUAL}: length 1000 -> 1002"
 
 
 def test_a_row_that_names_another_initial_state_or_seed_differs(evaluated, said):

@@ -341,7 +341,7 @@ OWN: dict[str, dict[str, str]] = {
     "robot_distil": dict.fromkeys(
         ("model.options.label_smoothing", "model.options.label_spread"), "for learning from demonstrations"
     ),
-    "robot_ppo": {**ROBOT, "objective.advantage.truncation": "no episode is cut"},
+    "robot_ppo": ROBOT,
     "srpo": {
         **ROBOT,
         "progress.invalid": "no trajectory of the walk is invalid",

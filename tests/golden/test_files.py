@@ -39,7 +39,7 @@ def test_a_file_names_program_version_and_command(paper):
     assert file.made_with
     assert file.inputs
     for peer in file.peers:
-        known = r"at [0-9a-f]{12}|^[a-z]+ \d+\.\d+|^hand computation$"
+        known = r"at [0-9a-f]{12}|^[a-z_0-9]+ \d+\.\d+|^hand computation$"
         assert re.search(known, peer["program"]), "a version, a commit or a computation by hand"
         assert peer["calls"]
         assert 0 < peer["relative"] <= 1e-12 or peer["because"]

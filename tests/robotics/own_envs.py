@@ -1,5 +1,6 @@
 """Environments and experts as users write them; workers import this file, so it imports nothing heavy."""
 
+import random
 from typing import ClassVar
 
 import gymnasium
@@ -61,3 +62,90 @@ class PaysEarly(gymnasium.Env):
 
 class SmallSteps(PaysEarly):
     action_space = gymnasium.spaces.Box(np.float32(-0.15), np.float32(0.25), (1,), np.float32)
+
+
+class DictImg(gymnasium.Env):
+    """Image and state are the step count; keeps one observation and one dictionary, as Gymnasium#1132 describes."""
+
+    observation_space = gymnasium.spaces.Dict(
+        {
+            "image": gymnasium.spaces.Box(0, 255, (16, 16, 3), np.uint8),
+            "state": gymnasium.spaces.Box(-1e6, 1e6, (2,), np.float32),
+        }
+    )
+    action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+
+    def __init__(self):
+        self.seen = {"image": np.zeros((16, 16, 3), np.uint8), "state": np.zeros(2, np.float32)}
+        self.info = {"success": False}
+
+    def _tell(self):
+        self.seen["image"][:] = self.steps
+        self.seen["state"][:] = self.key, self.steps
+        return self.seen
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.key, self.steps = int(self.np_random.integers(1000)), 0
+        return self._tell(), self.info
+
+    def step(self, action):
+        self.steps += 1
+        return self._tell(), 0.0, False, self.steps >= 5, self.info
+
+
+class Drawn(gymnasium.Env):
+    """Starts where a generator says that reset does not seed: one of all code ("shared"), or one of its own ("own")."""
+
+    observation_space = gymnasium.spaces.Box(0, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+
+    def __init__(self, kind="shared"):
+        self.own = np.random.default_rng() if kind == "own" else None
+
+    def reset(self, *, seed=None, options=None):
+        draws = (random.random(), np.random.rand()) if self.own is None else self.own.random(2)
+        return np.array(draws, np.float32), {"success": False}
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 0.0, False, False, {"success": False}
+
+
+class Wide(gymnasium.Env):
+    """A camera of 48 x 96 pixels, white."""
+
+    observation_space = gymnasium.spaces.Dict({"image": gymnasium.spaces.Box(0, 255, (48, 96, 3), np.uint8)})
+    action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        return {"image": np.full((48, 96, 3), 255, np.uint8)}, {"success": False}
+
+    def step(self, action):
+        return {"image": np.full((48, 96, 3), 255, np.uint8)}, 0.0, False, False, {"success": False}
+
+
+class Lit(gymnasium.Env):
+    """A MuJoCo scene with two lights that cast shadows, and one that does not, unless it is told otherwise."""
+
+    metadata: ClassVar = {"render_modes": ["rgb_array"]}
+    render_mode = "rgb_array"
+    observation_space = gymnasium.spaces.Box(0, 1, (1,), np.float32)
+    action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+
+    def __init__(self, shadows=True):
+        import mujoco
+
+        lights = "<light pos='0 0 2'/><light pos='1 0 2'/><light pos='0 1 2' castshadow='false'/>"
+        scene = f"<mujoco><worldbody>{lights}<geom type='sphere' size='.2'/></worldbody></mujoco>"
+        self.model = mujoco.MjModel.from_xml_string(scene)
+        if not shadows:
+            self.model.light_castshadow[:] = False
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1, np.float32), {"success": False}
+
+    def step(self, action):
+        return np.zeros(1, np.float32), 0.0, False, False, {"success": False}
+
+    def render(self):
+        return np.zeros((8, 8, 3), np.uint8)

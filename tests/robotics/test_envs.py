@@ -1,3 +1,4 @@
+import copy
 import subprocess
 import sys
 
@@ -256,3 +257,21 @@ def test_bad_options_of_reset_are_named():
         env.reset(options={"layout": -3})
     with pytest.raises(UserError, match="split is 'dev'"):
         env.reset(options={"split": "dev"})
+
+
+@pytest.mark.parametrize("task", ["push", "drawer"])
+def test_observation_success_and_reward_are_those_of_the_positions(task):
+    env, expert = TabletopEnv(task, observation=("state",)), Expert(task)
+    env.reset(options={"layout": 3})
+    for _ in range(30):
+        seen, _, terminated, _, info = env.step(expert.act(env.state[None])[0])
+        reached = copy.copy(env.data)
+        mujoco.mj_forward(env.model, reached)
+        state = env.scene.sensors.state(reached.sensordata[None], env.controller.commands((0,)))[0]
+        assert np.array_equal(seen["state"], state)
+        reading = env.scene.sensors.read(reached.sensordata[None])
+        assert info["success"] == bool(env.scene.task.success(reading)[0])
+        assert info["dense_reward"] == float(env.scene.task.dense_reward(reading)[0])
+        if terminated:
+            break
+    env.close()

@@ -159,17 +159,37 @@ def test_images_are_resized_to_a_square_by_areas(size):
     picture = np.random.default_rng(0).integers(0, 256, (12, 20, 3)).astype(np.uint8)
     fine = picture.repeat(size, 0).repeat(size, 1)  # so that cells end where pixels do
     expected = fine.reshape(size, 12, size, 20, 3).mean((1, 3))
-    found = resize(picture, size)
+    found = resize(picture, size, "stretch")
     assert found.dtype == np.uint8
     np.testing.assert_allclose(found, expected, atol=0.5 + 1e-6)
-    assert (resize(np.full((12, 20, 3), 77, np.uint8), size) == 77).all()
+    assert (resize(np.full((12, 20, 3), 77, np.uint8), size, "stretch") == 77).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "top", "left"), [((48, 96), 16, 0), ((96, 48), 0, 16), ((30, 40), 8, 0), ((9, 9), 0, 0)]
+)
+def test_a_camera_that_is_not_square_keeps_its_proportions(shape, top, left):
+    """The place of the picture is that of openpi's `resize_with_pad` (openpi_client.image_tools)."""
+    found = resize(np.full((*shape, 3), 77, np.uint8), 64)
+    expected = np.zeros((64, 64, 3), np.uint8)
+    expected[top : 64 - top, left : 64 - left] = 77
+    assert np.array_equal(found, expected)
+
+
+def test_the_fit_is_declared_and_described():
+    wide = row(Arm(spaces.Dict({"camera": spaces.Box(0, 255, (4, 6, 3), np.uint8)})), size=4)
+    assert wide.fitted_camera == {"camera_size": [4, 6], "size": 4, "fit": "pad"}
+    assert wide.describe()["image_fit"] == "pad"
+    assert "image_fit" not in row(Arm(spaces.Dict({"camera": spaces.Box(0, 255, (4, 6, 3), np.uint8)}))).describe()
+    with pytest.raises(EnvError, match="fit is 'crop'; there are pad and stretch"):
+        row(fit="crop")
 
 
 def test_one_size_applies_to_every_image():
     drawn = row(Arm(spaces.Box(-1, 1, (2, 3), np.float64), render_mode="rgb_array"), size=4)
     assert drawn.image_size == (4, 4)
     assert drawn.render().shape == (4, 4, 3)
-    seen = row(size=4)
+    seen = row(size=4, fit="stretch")
     assert seen.image_size == (4, 4)
     assert (seen.render() == 8).all()
     told = Arm(spaces.Box(-1, 1, (2, 3), np.float64), render_mode="rgb_array")

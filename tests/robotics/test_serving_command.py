@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,6 +27,7 @@ from mmrl.recipes import find_recipe
 from mmrl.report.export import export_run
 from mmrl.training.run import train
 from mmrl.vlm.model.config import ModelConfig
+from robotics.methods.recipe import RobotParts
 from robotics.policies.base.encoder import EncoderConfig
 from robotics.policies.base.policy import PolicyInputs
 from robotics.policies.base.statistics import ActionRange
@@ -35,7 +37,10 @@ from robotics.policies.small import SmallVlaConfig, SmallVlaPolicy
 from robotics.policies.vlm import VlmActionConfig, VlmActionPolicy
 from robotics.serving import ServeConfig, open_served_policy
 from robotics.serving.queue import choose_chunks
+from tests.robotics.line_demos import demonstrate
 from tests.robotics.line_sim import LineSim
+from tests.robotics.openpi_messages import pack, unpack
+from tests.robotics.test_cloning import clone
 from tests.robotics.test_robot_recipes import grpo
 from tests.robotics.test_serving import tiny_policy
 from tests.robotics.tiny_models import save_tiny_vlm
@@ -120,9 +125,10 @@ def command(tmp_path):
     """Starts `mmrl serve` on the folder of a policy, as a user does."""
     started = []
 
-    def start(policy) -> Served:
-        policy.save_pretrained(tmp_path / "saved")
-        arguments = [sys.executable, "-m", "mmrl.cli", "serve", str(tmp_path / "saved"), "--port", "0"]
+    def start(policy, folder=tmp_path / "saved") -> Served:
+        if policy is not None:
+            policy.save_pretrained(folder)
+        arguments = [sys.executable, "-m", "mmrl.cli", "serve", str(folder), "--port", "0"]
         program = start_program(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
         started.append(program)
         lines = []
@@ -152,6 +158,25 @@ def test_ctrl_c_sends_robots_away_and_exits_130(command):
     assert "Traceback" not in said + complaint
     assert any("protocol of openpi-client" in line for line in served.lines)
     assert "robot 1 was sent away: 0 answers" in said
+
+
+def test_the_run_of_a_cloned_policy_is_served(command, tmp_path):
+    config = clone(tmp_path, demonstrate(tmp_path / "demos"), eval_data={})
+    run = train(find_recipe("robot_clone"), config)
+    served = command(None, run)
+    with connect(f"ws://127.0.0.1:{served.port}") as connection:
+        assert unpack(connection.recv(timeout=30))["recipe"] == "robot_clone"
+        connection.send(pack({"observation/state": np.array([0.1, 0.5], np.float32), "prompt": "go right"}))
+        answer = unpack(connection.recv(timeout=30))
+    assert answer["actions"].shape == (config.model.chunk, 1)
+
+
+def test_the_recipes_that_a_refusal_names_can_be_served(tmp_path):
+    (tmp_path / "config.yaml").write_text("recipe: sft\nmodel: {path: x}\ndata: {path: x}\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"a run of the recipe sft; policies can be served of: ") as refusal:
+        open_served_policy(tmp_path, ServeConfig())
+    for name in str(refusal.value).rpartition(": ")[2].split(", "):
+        assert issubclass(find_recipe(name).load_config_class(), RobotParts), name
 
 
 PROGRAM = """

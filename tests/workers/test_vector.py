@@ -214,3 +214,16 @@ def test_a_board_is_seen_by_another_process():
     folder = str(Path(spaces.__file__).parent)
     subprocess.run([sys.executable, "-c", code, folder, board.path], check=True, timeout=60)
     assert board.arrays["b"].tolist() == [[False, False], [False, True]]
+
+
+def test_the_last_information_of_an_episode_is_its_own_where_an_environment_keeps_one_dictionary():
+    envs = PoolVectorEnv(f"{ENVS}:OneDictionary", 2, autoreset_mode=AutoresetMode.SAME_STEP, settings=TWO)
+    envs.reset(seed=0)
+    for _ in range(2):
+        observations, _, terminations, _, infos = envs.step(np.zeros((2, 2), np.float32))
+    envs.close()
+    assert terminations.all()
+    assert not observations.any()
+    assert list(infos["final_info"]["age"]) == list(infos["final_info"]["inner"]["age"]) == [2, 2]
+    assert [seen.tolist() for seen in infos["final_obs"]] == [[2, 2], [2, 2]]
+    assert list(infos["age"]) == [0, 0]

@@ -102,3 +102,26 @@ def texty():
 
 def secretive():
     return Secretive()
+
+
+class OneDictionary(gymnasium.Env):
+    """Ends after two steps; keeps one observation and one dictionary of information, which it fills again and again."""
+
+    observation_space = gymnasium.spaces.Box(0, 9, (2,), np.float32)
+    action_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+
+    def __init__(self):
+        self.seen, self.info = np.zeros(2, np.float32), {"inner": {}}
+
+    def _tell(self):
+        self.seen[:] = self.info["age"] = self.info["inner"]["age"] = self.age
+        return self.seen
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.age = 0
+        return self._tell(), self.info
+
+    def step(self, action):
+        self.age += 1
+        return self._tell(), 0.0, self.age == 2, False, self.info

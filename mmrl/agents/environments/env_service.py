@@ -18,6 +18,7 @@ from mmrl.agents.environments.environment import (
     pack_outcome,
 )
 from mmrl.errors import UserError
+from mmrl.hub.foreign import seed_globals
 from mmrl.workers.loading import LoadError, check_arguments, find_function
 from mmrl.workers.wire import decode, encode
 
@@ -82,6 +83,7 @@ class EnvService:
                 if fields["kind"] == "expert":
                     move = self._env.expert()  # type: ignore[attr-defined]
                 else:
+                    seed_globals(body["seed"])
                     start = self._env.reset(body["task"], body["seed"])
             except UserError as error:  # there is no such task or no expert, or the machine lacks something
                 raise LoadError(str(error)) from error

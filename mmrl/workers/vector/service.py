@@ -7,6 +7,7 @@ environments.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import math
 import sys
@@ -137,9 +138,10 @@ class VectorService:
         self._over[place] = terminated or truncated
         if self._over[place] and self._mode == "SameStep":
             self._show("final", place, observation)
+            last = copy.deepcopy(info)  # some environments keep one dictionary, which reset fills again
             observation, after = env.reset()
             self._show("observation", place, observation)
-            info = {"final_info": info, **after}
+            info = {"final_info": last, **after}
         return info
 
     def _action_of(self, row: int) -> Any:

@@ -92,7 +92,8 @@ class ConditionConfig:
     width: int = bounded(64, at_least=8)
     """Width of the context's tokens; 768 for the U-Net of Stable Diffusion 1.5."""
     image_px: int = bounded(64, at_least=8)
-    """Side of the square that the image is resized to; CLIP ViT-L/14 has 224."""
+    """Side of the square that the image is resized to, whatever its proportions, as points are given in shares of its
+    width and height; CLIP ViT-L/14 has 224."""
     patch_px: int = bounded(8, at_least=1)
     """Side of a patch; read by small."""
     heads: int = rare(bounded(4, at_least=1))

@@ -140,6 +140,9 @@ class ActionPolicy(nn.Module, ABC):
     since rollouts do not keep them: a policy with a past stores the parts it needs in its decisions."""
     cameras: tuple[str, ...] = ()
     """Its names of its cameras, `images` first; empty where it has none."""
+    image_fit: str | None = None
+    """What its own processor does with images that are not square: pad or stretch; None where it was trained on images
+    as the simulator gives them."""
     action_range: ActionRange | None = None
     """Values of the policy's own units that are -1 and 1 of the simulator; applied inside the policy."""
     action_bounds: ActionRange | None = None

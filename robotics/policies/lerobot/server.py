@@ -117,6 +117,7 @@ class LeRobotServer:
         self.cameras: tuple[str, ...] = tuple(self.hello["cameras"])
         """Image features of the policy, in the order of the simulator's cameras."""
         self.views = max(len(self.cameras) - 1, 0)
+        self.image_fit: str | None = self.hello.get("image_fit")
         self.past = int(self.hello["history"]) - 1
         """P, control steps before the present one whose observations the policy also takes."""
         self._warned = False
@@ -230,6 +231,7 @@ class ServedActionPolicy(ActionPolicy):
         self.settings, self._server = config, LeRobotServer(config, service)
         self.config = self._server.sizes
         self.cameras, self.views, self.past = self._server.cameras, self._server.views, self._server.past
+        self.image_fit = self._server.image_fit
         self.action_range = self._server.action_range
         self.chunk, self.action_size = self._server.hello["chunk"], self._server.hello["action_size"]
 

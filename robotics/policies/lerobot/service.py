@@ -78,6 +78,7 @@ class LeRobotService:
         return {
             "type": self._config.type,
             "image_size": list(blank["images"].shape[1:3]) if self._cameras else None,
+            "image_fit": self._image_fit(),
             "cameras": self._cameras,
             "state_size": blank["state"].shape[1] if self._state else None,
             "chunk": found["actions"].shape[1],
@@ -87,6 +88,13 @@ class LeRobotService:
             "history": self._history,
             "lerobot": lerobot.__version__,
         }
+
+    def _image_fit(self) -> str | None:
+        """What the policy does with images that are not square; None where it takes them as they are."""
+        pads = getattr(self._config, "resize_imgs_with_padding", None) or getattr(
+            self._config, "image_resolution", None
+        )
+        return "pad" if pads else None
 
     def answer(
         self, fields: dict[str, Any], arrays: dict[str, np.ndarray]

@@ -87,6 +87,7 @@ class OpenVlaRegressionPolicy(ActionPolicy):
         self._files = {HEAD: head.name} | ({} if projector is None else {PROJECTOR: projector.name})
         self.settings, self.statistics = config, self.folder.statistics
         self.views = config.num_images_in_input - 1
+        self.image_fit = "stretch"  # of the only image_resize_strategy that OpenVlaFolder takes
         self.chunk, self.action_size, self.decisions = config.chunk, self.statistics.size, config.chunk
         self.model = self.folder.load()
         self.model.language_model.lm_head.requires_grad_(False)  # not read

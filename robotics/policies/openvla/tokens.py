@@ -49,6 +49,7 @@ class OpenVlaPolicy(TokenPolicy):
         super().__init__(tokenizer, config.chunk, folder.statistics.size, config.label_smoothing)
         self.settings, self.folder, self.statistics = config, folder, folder.statistics
         self.views = config.num_images_in_input - 1
+        self.image_fit = "stretch"  # of the only image_resize_strategy that OpenVlaFolder takes
         self.model = folder.load()
 
     def act(

@@ -151,7 +151,7 @@ class PathSim:
             self._look(scene, index, output, begins=False)
             if row in record and output.observation.images is not None:
                 frames[row] = output.observation.images[index][None].copy()
-        output.truncated[:], self.live = ~output.failed, self.live[:0]
+        output.terminated[:], self.live = ~output.failed, self.live[:0]  # nothing follows a path, so nothing is cut off
         return ChunkResult(**{**vars(output), "reasons": reasons, "frames": frames})
 
     def describe(self) -> Mapping[str, Any]:

@@ -24,6 +24,7 @@ from robotics.flow3d.geometry import inverse_pose
 from robotics.scenes.arms import start_arm
 from robotics.scenes.objects.criteria import Outcome
 from robotics.scenes.objects.scene import FLOW_ARMS, FlowScene, SceneConfig, find_flow_arm
+from robotics.sim.rendering import update_poses
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -190,6 +191,7 @@ class FlowTabletop(FlowScene):
 
     def _step(self) -> None:
         self._lib.mj_step(self.model, self.data, STEPS)
+        update_poses(self.model, self.data)  # grasps and success are judged by the state that was reached
         if self.data.warning.number.any():
             kinds = [self._lib.mjtWarning(int(number)).name for number in np.flatnonzero(self.data.warning.number)]
             raise RunError(f"the simulation of {self.task.name} with {self.arm.name} failed: {', '.join(kinds)}")

@@ -1,5 +1,7 @@
 """The flow scenes as Gymnasium environments."""
 
+import copy
+
 import gymnasium
 import numpy as np
 import pytest
@@ -97,3 +99,20 @@ def test_an_episode_is_cut_off_at_the_horizon_and_repeats_itself():
 def test_what_does_not_exist_is_refused(given, said):
     with pytest.raises(UserError, match=said):
         FlowTabletopEnv(**{**BARE, **given})
+
+
+def test_success_is_judged_by_the_positions_that_a_step_reached():
+    env = FlowTabletopEnv("place_red", observation="joints", arm="panda", image_size=24)
+    env.reset(seed=0, options={"layout": 0})
+    scene, judged = env.scene, []
+    success = scene.success
+    scene.success = lambda: judged.append(scene.object_pose()) or success()
+    push = np.zeros(env.action_space.shape)
+    push[1] = 1.0  # the shoulder, down onto the table and its pieces
+    for _ in range(12):
+        env.step(push)
+        reached = copy.copy(scene.data)
+        mujoco.mj_forward(scene.model, reached)
+        body = reached.body(scene.task.moved)
+        assert np.array_equal(judged[-1][:3, 3], body.xpos)
+    env.close()
