@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diffusion.data.prompts import has_images
+from diffusion.models.adapters import loading_lines
 from diffusion.models.policy import DiffusionPolicy
 from mmrl.runs.export import Exported
 
@@ -12,8 +14,11 @@ PROMPT = "a red circle"
 IMAGES = ("from diffusers.utils import load_image", "from PIL import ImageOps")
 
 
-def describe_pipeline(config: Any, policy: DiffusionPolicy, absent: str) -> Exported:
-    """Facts about the pipeline folder of a policy; `absent` has the options that loading it needs."""
+def describe_pipeline(config: Any, policy: DiffusionPolicy, absent: str, form: str = "") -> Exported:
+    """Facts about the pipeline folder of a policy, or its adapters in a format of `adapters.FORMATS`.
+
+    `absent` has the options that loading the pipeline needs.
+    """
     family, sampler = policy.family, getattr(config, "sampler", None) or config.evaluation.sampler
     guidance = sampler.guidance if sampler.eval_guidance is None else sampler.eval_guidance
     height, width = (side * family.factor for side in policy.latent_shape[-2:])
@@ -22,22 +27,24 @@ def describe_pipeline(config: Any, policy: DiffusionPolicy, absent: str) -> Expo
     facts = {
         "decoding": f"Evaluations draw with {sampler.eval_steps} Euler steps and guidance {guidance:g}, from fixed "
         "seeds; the noise of a seed is that of a generator of torch on the CPU, in float32.",
-        "scheduler": _scheduler(policy)[0],
+        "scheduler": _scheduler(policy, adapter=bool(form))[0],
         f"size of the {kind}": f"{width} x {height} pixels",
     }
     lacks = family.call_lacks(guidance, sampler.negative_prompt)
     return Exported(
-        call="diffusers.DiffusionPipeline.from_pretrained" + (f"({absent})" if absent else ""),
-        load="\n".join(_load(config, policy, absent, guidance, IMAGES if edits else ())),
+        call=CALLS.get(form) or "diffusers.DiffusionPipeline.from_pretrained" + (f"({absent})" if absent else ""),
+        load="\n".join(_load(config, policy, absent, guidance, IMAGES if edits else (), form)),
         use="\n".join(_use(policy, sampler, guidance, edits)),
-        library="diffusers",
+        library="peft" if form == "peft" else "diffusers",
         task=f"{'image' if edits else 'text'}-to-{kind}",
         facts=facts,
         limits=[f"The printed call draws other images than evaluations: {lacks}."] if lacks else [],
     )
 
 
-def _load(config: Any, policy: DiffusionPolicy, absent: str, guidance: float, images: tuple[str, ...]) -> list[str]:
+def _load(
+    config: Any, policy: DiffusionPolicy, absent: str, guidance: float, images: tuple[str, ...], form: str
+) -> list[str]:
     """Python that loads the folder."""
     precision = "" if config.model.dtype == "float32" else f"torch_dtype=torch.{config.model.dtype}"
     options = "".join(f", {option}" for option in (absent, precision) if option)
@@ -48,8 +55,12 @@ def _load(config: Any, policy: DiffusionPolicy, absent: str, guidance: float, im
         "from diffusers import DiffusionPipeline",
         *images,
         "",
-        f"pipeline = DiffusionPipeline.from_pretrained(folder{options})",
-        *_scheduler(policy)[1:],
+        *(
+            loading_lines(policy, form, options)
+            if form
+            else [f"pipeline = DiffusionPipeline.from_pretrained(folder{options})"]
+        ),
+        *_scheduler(policy, adapter=bool(form))[1:],
         *policy.family.call_lines(guidance),
     ]
 
@@ -69,19 +80,43 @@ def _use(policy: DiffusionPolicy, sampler: Any, guidance: float, edits: bool) ->
     return [*opened, drawn, 'drawn.save("drawn.png")']
 
 
-def _scheduler(policy: DiffusionPolicy) -> tuple[str, ...]:
-    """The scheduler of the folder, and where it differs from the start model's, Python that has that one again."""
+def _scheduler(policy: DiffusionPolicy, *, adapter: bool) -> tuple[str, ...]:
+    """The scheduler that evaluations draw with, and Python that an adapter needs for it, or a pipeline for the other.
+
+    The scheduler of an exported pipeline is that of evaluations, an adapter goes onto the pipeline of the start.
+    """
     own, drawing = policy.pipeline.scheduler, policy.family.drawing_scheduler()
     kind, before = type(drawing).__name__, type(own).__name__
-    changed = {name: value for name, value in own.config.items() if drawing.config.get(name, value) != value}
-    changed = {name: value for name, value in changed.items() if not name.startswith("_")}
-    if kind != before:
-        return (f"{kind}, whose steps are those of evaluations; the start model has {before}",)
-    if not changed:
+    there = {name: value for name, value in drawing.config.items() if not name.startswith("_")}
+    changed = [name for name, value in there.items() if own.config.get(name, value) != value]
+    if kind == before and not changed:
         return (f"{kind}, that of the start model; evaluations take the same steps",)
-    values = ", ".join(f"{name}={value!r}" for name, value in changed.items())
+    said = f"{kind} with the steps of evaluations; the start model has {before}"
+    if adapter:
+        made = f"{kind}.from_config(pipeline.scheduler.config, {_written(there, changed)})"
+        return said, f"from diffusers import {kind}", f"pipeline.scheduler = {made}  # as evaluations draw"
+    if kind != before:
+        return (said,)
+    values = _written(own.config, changed)
     return (
-        f"{kind} at first order, as evaluations draw; the start model has {values}",
+        f"{said} with {values}",
         "# for the steps of the start model, which evaluations do not take:",
-        f"# pipeline.scheduler = pipeline.scheduler.from_config(pipeline.scheduler.config, {values})",
+        f"# pipeline.scheduler = {kind}.from_config(pipeline.scheduler.config, {values})",
     )
+
+
+def _written(values: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Options as arguments, ranges of numbers as such."""
+    whole = {name: isinstance(values[name], list) and values[name] == [*range(len(values[name]))] for name in names}
+    shown = {
+        name: f"[*range({len(values[name])})]" if whole[name] and values[name] else repr(values[name]) for name in names
+    }
+    return ", ".join(f"{name}={text}" for name, text in shown.items())
+
+
+CALLS = {
+    "diffusers": "pipeline.load_lora_weights",
+    "kohya": "pipeline.load_lora_weights",
+    "peft": "PeftModel.from_pretrained",
+}
+"""How adapters of each format are loaded; the card has the lines around it."""
