@@ -90,13 +90,16 @@ def read_adapter(network: Any, folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     config = network.peft_config[ADAPTER]
-    exact = (folder / EXACT_FILE).is_file()
-    scale = 1.0 if exact else config.lora_alpha / config.r / _scale_of(folder / LORA_FILE)
-    state = {}
-    for key, weight in load_file(folder / (EXACT_FILE if exact else LORA_FILE)).items():
-        stem, _, last = key.removeprefix("transformer.").removeprefix("unet.").rpartition(".")
-        state[f"{stem}.{ADAPTER}.{last}"] = weight / scale if stem.endswith(".lora_B") else weight
-    return state
+    scale = config.lora_alpha / config.r / _scale_of(folder / LORA_FILE)
+    layers = load_file(folder / LORA_FILE)
+    layers = {key.removeprefix("transformer.").removeprefix("unet."): weight for key, weight in layers.items()}
+    found = {key: weight / scale if ".lora_B." in key else weight for key, weight in layers.items()}
+    if (folder / EXACT_FILE).is_file():
+        exact = load_file(folder / EXACT_FILE)
+        scaled = {key: weight * scale if ".lora_B." in key else weight for key, weight in exact.items()}
+        if scaled.keys() == layers.keys() and all(torch.equal(scaled[key], layers[key]) for key in scaled):
+            found = exact  # otherwise the file before was replaced by another
+    return {f"{stem}.{ADAPTER}.{last}": w for key, w in found.items() for stem, _, last in [key.rpartition(".")]}
 
 
 def _scale_of(file: Path) -> float:

@@ -153,7 +153,7 @@ def test_a_format_of_adapters_needs_adapters_of_an_image_model(tmp_path, pipelin
     lora = dataclasses.replace(config.model.lora, enabled=False)
     config.model = dataclasses.replace(config.model, path=str(pipeline), max_sequence_length=8, lora=lora)
     run = checkpoint_of(config, tmp_path / "run")
-    assert main(["export", str(run), "--output", str(tmp_path / "out"), "--lora-format", "peft"]) == 1
+    assert main(["export", str(run), "--output", str(tmp_path / "out"), "--lora-format", "peft"]) == 2
     assert "--lora-format is for adapters, but this run trained whole weights; leave it out" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match="--lora-format is for runs on image and video models, not for"):
