@@ -80,6 +80,8 @@ class KohyaNames(NamedTuple):
     """Ends of the names of layers that are one layer there, which `renamed` calls by the first of them."""
     dotted: bool = False
     """Whether the parts of a name are joined by dots, otherwise by underscores."""
+    by_diffusers: bool = True
+    """Whether diffusers reads such files too."""
 
 
 @dataclass

@@ -48,7 +48,7 @@ class LtxFamily(Family):
     text_parts = (TextPart("text_encoder", "tokenizer"),)
     text_length = 128
     text_width = "caption_channels"
-    kohya = KohyaNames()
+    kohya = KohyaNames(by_diffusers=False)
     video = True
     default_frames = 161
     options_class = LtxOptions

@@ -30,7 +30,7 @@ class Sd3Family(Family):
     )
     text_length = 256
     text_width = "joint_attention_dim"
-    kohya = KohyaNames("lora_transformer_")
+    kohya = KohyaNames("lora_transformer_", by_diffusers=False)
 
     def __init__(self, pipeline: Any, options: Any = None) -> None:
         super().__init__(pipeline, options)

@@ -58,7 +58,8 @@ class WanFamily(ChannelwiseFamily):
             (r"\.to_out\.0$", ".o"),
             (r"\.ffn\.net\.0\.proj$", ".ffn.0"),
             (r"\.ffn\.net\.2$", ".ffn.2"),
-        )
+        ),
+        by_diffusers=False,  # it wants adapters of the feed-forward layers, which the family's list has not
     )
     video = True
     default_frames = 81

@@ -34,12 +34,19 @@ def save_formatted(policy: DiffusionPolicy, folder: Path, form: str) -> None:
         FORMATS[form](policy, network, name, place)
 
 
+def read_by_diffusers(policy: DiffusionPolicy, form: str) -> bool:
+    """Whether diffusers or peft read the files that `save_formatted` writes."""
+    return form != "kohya" or (policy.family.kohya is not None and policy.family.kohya.by_diffusers)
+
+
 def loading_lines(policy: DiffusionPolicy, form: str, options: str = "") -> list[str]:
     """Python that puts the adapters of `folder` onto the pipeline that they were trained for."""
     own = hub_id_of(policy.base_path) or Path(policy.base_path).name
     lines = [f'pipeline = DiffusionPipeline.from_pretrained("{own}"{options})  # that the adapter was trained for']
     if form == "peft":
         lines.insert(0, "from peft import PeftModel")
+    if not read_by_diffusers(policy, form):
+        return [*lines, "# diffusers does not read these files; ComfyUI does, in its folder models/loras"]
     for name in policy.trained:
         place = "folder" if name == policy.family.networks[0] else f'f"{{folder}}/{name}"'
         second = "" if name == policy.family.networks[0] else f", load_into_{name}=True"

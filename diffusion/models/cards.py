@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diffusion.data.prompts import has_images
-from diffusion.models.adapters import loading_lines
+from diffusion.models.adapters import loading_lines, read_by_diffusers
 from diffusion.models.policy import DiffusionPolicy
 from mmrl.runs.export import Exported
 
@@ -34,7 +34,7 @@ def describe_pipeline(config: Any, policy: DiffusionPolicy, absent: str, form: s
     return Exported(
         call=CALLS.get(form) or "diffusers.DiffusionPipeline.from_pretrained" + (f"({absent})" if absent else ""),
         load="\n".join(_load(config, policy, absent, guidance, IMAGES if edits else (), form)),
-        use="\n".join(_use(policy, sampler, guidance, edits)),
+        use="\n".join(_use(policy, sampler, guidance, edits)) if read_by_diffusers(policy, form) else "",
         library="peft" if form == "peft" else "diffusers",
         task=f"{'image' if edits else 'text'}-to-{kind}",
         facts=facts,

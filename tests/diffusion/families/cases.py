@@ -200,6 +200,30 @@ CASES = {
         bare=True,
         variant=True,
     ),
+    "stable_diffusion_pndm": Case(
+        lambda path: tiny.stable_diffusion(path, scheduler="PNDMScheduler", skip_prk_steps=True),
+        scales=(5.0,),
+        height=64,
+        width=96,
+        bare=True,
+        variant=True,
+    ),
+    "stable_diffusion_clipped": Case(
+        lambda path: tiny.stable_diffusion(path, clip_sample=True),
+        scales=(5.0,),
+        height=64,
+        width=96,
+        bare=True,
+        variant=True,
+    ),
+    "stable_diffusion_xl_euler": Case(
+        lambda path: tiny.stable_diffusion_xl(path, "EulerDiscreteScheduler"),
+        scales=(5.0,),
+        height=64,
+        width=96,
+        bare=True,
+        variant=True,
+    ),
     "stable_diffusion_xl": Case(tiny.stable_diffusion_xl, scales=(1.0, 5.0), height=64, width=96, bare=True),
     "stable_diffusion_xl_empty_negative": Case(
         tiny.stable_diffusion_xl, scales=(5.0,), height=64, width=96, bare=True, variant=True, negative=None

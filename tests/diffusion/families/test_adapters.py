@@ -117,7 +117,7 @@ def test_a_checkpoint_is_read_back_bit_for_bit(policy, tmp_path):
     assert all(torch.equal(weight, own[name]) for name, weight in again.named_parameters())
 
 
-READ_BY_DIFFUSERS = ["flux", "qwen_image", "klein", "z_image", "wan", "wan_two_networks", "kontext"]
+READ_BY_DIFFUSERS = ["flux", "qwen_image", "klein", "z_image", "kontext"]
 READ_BY_DIFFUSERS += ["stable_diffusion", "stable_diffusion_xl"]
 
 
@@ -125,6 +125,25 @@ READ_BY_DIFFUSERS += ["stable_diffusion", "stable_diffusion_xl"]
 def test_diffusers_converts_kohya_files(policy, tmp_path):
     save_formatted(policy, tmp_path, "kohya")
     assert_same_effect(policy, loaded(policy, "kohya", tmp_path))
+
+
+@with_alpha(3, names=["wan", "wan_two_networks"])
+def test_diffusers_converts_kohya_files_of_wan_with_feed_forward_layers(policy, tmp_path):
+    save_formatted(policy, tmp_path, "kohya")
+    pipeline = load_pipeline(policy.base_path)
+    for name in policy.trained:
+        second = name == "transformer_2"
+        pipeline.load_lora_weights(str(tmp_path / ("transformer_2" if second else "")), load_into_transformer_2=second)
+    assert_same_effect(policy, pipeline)
+
+
+@with_alpha(4, names=["sd3", "wan_two_networks", "ltx"])
+def test_the_card_says_what_diffusers_does_not_read(policy):
+    run = FlowGrpoConfig(output_dir="x", model=policy.config)
+    exported = describe_pipeline(run, policy, "", "kohya")
+    assert "# diffusers does not read these files; ComfyUI does" in exported.load
+    assert "load_lora_weights" not in exported.load
+    assert exported.use == ""
 
 
 COMFY = {

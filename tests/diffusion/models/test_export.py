@@ -142,7 +142,7 @@ def test_the_command_exports_adapters_for_other_programs(tmp_path, pipeline, for
     assert main(["export", str(run), "--output", str(tmp_path / "out"), "--lora-format", form]) == 0
     assert f"load it as {tmp_path}/out/README.md shows" in capsys.readouterr().out
     card = (tmp_path / "out/README.md").read_text()
-    own = {"diffusers": "pipeline.load_lora_weights(folder)", "kohya": "pipeline.load_lora_weights(folder)"}
+    own = {"diffusers": "pipeline.load_lora_weights(folder)", "kohya": "ComfyUI does, in its folder models/loras"}
     assert own.get(form, "PeftModel.from_pretrained(pipeline.transformer, folder)") in card
     assert str(tmp_path) not in card
     assert {file.suffix for file in (tmp_path / "out").iterdir()} == {".safetensors", ".json", ".md"}
