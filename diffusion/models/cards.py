@@ -11,7 +11,7 @@ from diffusion.models.policy import DiffusionPolicy
 from mmrl.runs.export import Exported
 
 PROMPT = "a red circle"
-IMAGES = ("from diffusers.utils import load_image", "from PIL import ImageOps")
+IMAGES = ("from diffusers.utils import load_image", "from PIL import Image, ImageOps")
 
 
 def describe_pipeline(config: Any, policy: DiffusionPolicy, absent: str, form: str = "") -> Exported:
@@ -76,7 +76,8 @@ def _use(policy: DiffusionPolicy, sampler: Any, guidance: float, edits: bool) ->
     if family.video:
         return [drawn, "from diffusers.utils import export_to_video", 'export_to_video(drawn, "drawn.mp4")']
     size = asked["width"], asked["height"]
-    opened = [f'image = ImageOps.fit(load_image("picture.png"), {size})  # the image to be edited'] if edits else []
+    fitted = f'ImageOps.fit(load_image("picture.png"), {size}, Image.Resampling.LANCZOS)  # the image to be edited'
+    opened = [f"image = {fitted}"] if edits else []
     return [*opened, drawn, 'drawn.save("drawn.png")']
 
 

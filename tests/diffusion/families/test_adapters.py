@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import re
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from diffusion.methods.flow_grpo import FlowGrpoConfig
 from diffusion.models.adapters import save_formatted
-from diffusion.models.cards import describe_pipeline
+from diffusion.models.cards import PROMPT, describe_pipeline
 from diffusion.models.pipelines import load_pipeline
 from diffusion.models.policy import LoraSettings, ModelConfig, load_policy
 from diffusion.models.saved import EXACT_FILE, LORA_FILE, adapter_of
+from diffusion.sampling.sampler import SamplerConfig, sample_latents
 from mmrl.errors import UserError
 from mmrl.hub.compat import quiet_transformers
 from tests.diffusion.families.cases import CASES
@@ -65,10 +67,15 @@ def assert_same_effect(policy, pipeline):
         assert float((found - expected).abs().max() / (expected - start).abs().max()) < 1e-4
 
 
-def loaded(policy, form, folder):
-    """The start pipeline with the adapters, by the lines of the card."""
-    run = FlowGrpoConfig(output_dir="x", model=policy.config)
+def run_of(policy, **sampler):
+    run = FlowGrpoConfig(output_dir="x", model=policy.config, sampler=SamplerConfig(**sampler))
     run.data.path = "none"
+    return run
+
+
+def loaded(policy, form, folder, **sampler):
+    """The start pipeline with the adapters, by the lines of the card."""
+    run = run_of(policy, **sampler)
     lines = describe_pipeline(run, policy, "", form).load
     names = {"folder": str(folder)}
     with quiet_transformers():
@@ -139,8 +146,7 @@ def test_diffusers_converts_kohya_files_of_wan_with_feed_forward_layers(policy, 
 
 @with_alpha(4, names=["sd3", "wan_two_networks", "ltx"])
 def test_the_card_says_what_diffusers_does_not_read(policy):
-    run = FlowGrpoConfig(output_dir="x", model=policy.config)
-    exported = describe_pipeline(run, policy, "", "kohya")
+    exported = describe_pipeline(run_of(policy), policy, "", "kohya")
     assert "# diffusers does not read these files; ComfyUI does" in exported.load
     assert "load_lora_weights" not in exported.load
     assert exported.use == ""
@@ -216,3 +222,20 @@ def test_a_layer_without_an_adapter_is_zero_in_a_fused_one(policy, folders, tmp_
 def test_a_format_that_no_program_reads_is_refused(policy, tmp_path):
     with pytest.raises(UserError, match="no program reads adapters of SanaPipeline in the format of kohya-ss; use"):
         save_formatted(policy, tmp_path, "kohya")
+
+
+@with_alpha(4, names=["sd3", "klein", "wan_two_networks", "hunyuan_video15", "stable_diffusion_xl"])
+@torch.no_grad()
+def test_the_call_of_a_card_of_peft_draws(policy, tmp_path):
+    """Though the networks are wrapped, and with the scheduler of evaluations."""
+    save_formatted(policy, tmp_path, "peft")
+    sampler = {"steps": 2, "eval_steps": 2, "guidance": 3.0}
+    pipeline = loaded(policy, "peft", tmp_path, **sampler)
+    pipeline.set_progress_bar_config(disable=True)
+    names = {"pipeline": pipeline, "torch": torch}
+    use = describe_pipeline(run_of(policy, **sampler), policy, "", "peft").use.splitlines()[0]
+    exec(use.replace("generator=", 'output_type="np", generator='), names)
+    text = policy.embeddings.rows([PROMPT])
+    latents = sample_latents(policy, text, torch.tensor([[0, 1]]), SamplerConfig(**sampler))
+    expected = policy.family.decode(latents)[0].clamp(0, 1)
+    assert relative(torch.as_tensor(np.asarray(names["drawn"])), expected) < 1e-5
