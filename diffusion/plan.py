@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from diffusion.config import DiffusionConfig, TrajectoryParts
-from diffusion.data.prompts import load_prompts
+from diffusion.data.prompts import has_images
 from diffusion.families.base import MASK, REFERENCE
 from diffusion.families.table import find_family
 from diffusion.models.pipelines import outlined_pipeline, quiet_diffusers
@@ -138,7 +138,7 @@ class _Model:
                 network.enable_gradient_checkpointing()
         self.autoencoder = pipeline.vae.to(dtype).requires_grad_(False)
         self.encoders = encoders * dtype.itemsize
-        self.edits = family.takes_image and _edits(config, pipeline)
+        self.edits = family.takes_image and has_images(config, family.edits)
         low_apart = self.low and step.denoises and config.step.detach_negative
         self.guided = step.sampler.guidance != 1.0 and not step.given
         self.together = not low_apart
@@ -233,14 +233,6 @@ def _pipeline(config: ModelConfig) -> tuple[Any, int]:
     own = getattr(diffusers, known.pipeline_class)
     required = [p.name for p in inspect.signature(own).parameters.values() if p.default is inspect.Parameter.empty]
     return own(**dict.fromkeys(required) | made | known.settings), round(known.encoder_billions * 1e9)
-
-
-def _edits(config: Any, pipeline: Any) -> bool:
-    """Whether prompts come with images: by the file where there is one, else by the name of the pipeline."""
-    data = getattr(config, "data", None)
-    if data is not None and expanded(data.path).is_file():
-        return any(task.image is not None for task in load_prompts(data).tasks[:1])
-    return "Kontext" in type(pipeline).__name__
 
 
 def _weights(model: _Model) -> Iterator[Part]:

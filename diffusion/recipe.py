@@ -22,11 +22,13 @@ from diffusion.config import DiffusionConfig, GivenEvaluationConfig, TrajectoryP
 from diffusion.data.prompts import DiffusionTask, LoadedRows, PromptConfig, load_prompts
 from diffusion.evaluation import ImageMeasure, shown_output, training_cost
 from diffusion.families.base import REFERENCE
+from diffusion.models.adapters import save_formatted
 from diffusion.models.cards import describe_pipeline
 from diffusion.models.ema import EMAWeights, EvalAverage, KeepsEvalAverage
 from diffusion.models.pipelines import decode_latents
 from diffusion.models.policy import DiffusionPolicy, load_policy
 from diffusion.rewards.table import load_rewards
+from diffusion.sampling.few_steps import warn_of_few_steps
 from diffusion.sampling.sampler import check_guidance
 from diffusion.sampling.schedule import RANDOM_SOLVERS
 from diffusion.sampling.trajectories import DiffusionPayload
@@ -94,7 +96,9 @@ class DiffusionDomain:
             self._check_columns()
             self.policy = load_policy(config.model, config.seed)
             self.policy.embeddings.encoders.to(process_device())  # the networks follow later
-            check_guidance(self.policy, scoring.sampler, "sampler" if config is scoring else "evaluation.sampler")
+            key = "sampler" if config is scoring else "evaluation.sampler"
+            check_guidance(self.policy, scoring.sampler, key)
+            warn_of_few_steps(self.policy, scoring.sampler, key, matched=not isinstance(config, TrajectoryParts))
             self._check_references()
             self._leave_out_long_prompts()
             self.policy.embeddings.pad_to(self._prompts(), (scoring.sampler.negative_prompt, ""))
@@ -196,6 +200,15 @@ class DiffusionDomain:
         # diffusers does not know that Stable Diffusion 3 may lack its T5 encoder
         absent = ", ".join(f"{name}=None" for name in policy.absent_parts())
         return describe_pipeline(config, policy, absent)
+
+    @classmethod
+    def export_adapter(cls, config: Any, checkpoint: Path, output: Path, form: str) -> Exported:
+        """Write the adapters of `export` in one of `diffusion.models.adapters.FORMATS`."""
+        weights = EvalAverage.folder_of(checkpoint)
+        policy = load_policy(dataclasses.replace(config.model, path=str(weights), build=None))
+        save_formatted(policy, output, form)
+        absent = ", ".join(f"{name}=None" for name in policy.absent_parts())
+        return describe_pipeline(config, policy, absent, form)
 
     def close(self) -> None:
         """End the reward workers and delete files of embeddings."""

@@ -106,7 +106,8 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
 
         for line in preview_of(entry)(config):
             say(line)
-        gpu = Gpu(**{{"memory": "memory_gb"}.get(name, name): value for name, value in given.items()})
+        named = {{"memory": "memory_gb"}.get(name, name): value for name, value in given.items()}
+        gpu = Gpu(**named, timed="tflops" in named)
         for line in described(config, plan_of(entry), gpu, args.processes or 1):
             say(line)
         return 0
@@ -352,7 +353,7 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--gpu-memory", metavar="GB", type=float, help="with --dry-run: of each GPU; default: 80")
     parser.add_argument(
-        "--gpu-tflops", metavar="N", type=float, help="with --dry-run: peak in bfloat16; default: 989, of an H100"
+        "--gpu-tflops", metavar="N", type=float, help="with --dry-run: peak in bfloat16, such as 989; adds seconds"
     )
 
 
@@ -373,6 +374,8 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", metavar="N", type=int, help="this checkpoint; default: the best one, else the newest")
     hub = "make and check a folder for this repository of the Hugging Face hub; uploads nothing"
     parser.add_argument("--to-hub", metavar="OWNER/NAME", default="", help=hub)
+    form = "the adapters alone, for other programs (image and video models); kohya is what ComfyUI reads"
+    parser.add_argument("--lora-format", choices=("diffusers", "peft", "kohya"), default="", help=form)
     add_allow_argument(parser)
 
 

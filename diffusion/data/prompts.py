@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -136,6 +136,14 @@ def load_prompts(
             break
     loaded.check_left(config.path, "prompt")
     return loaded
+
+
+def has_images(config: Any, otherwise: bool) -> bool:
+    """Whether the first usable prompt of a run's data comes with an image; `otherwise` where there is no such file."""
+    data = getattr(config, "data", None)
+    if not isinstance(data, PromptConfig) or not expanded(data.path).is_file():
+        return otherwise
+    return load_prompts(replace(data, max_tasks=1)).tasks[0].image is not None
 
 
 def _rows(config: PromptConfig) -> Iterator[tuple[str, dict[str, Any], str | None]]:

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from diffusion.families.grids import cuts_times
 from mmrl.errors import UserError
 from mmrl.fields import bounded
 
@@ -34,17 +35,6 @@ MASK = "_mask"
 """End of the name of a padded entry's mask."""
 REFERENCE = "reference"
 """Entry of the latents (C, H, W) of an image to be edited."""
-
-
-TEXT_WIDTHS = (
-    "caption_channels",
-    "joint_attention_dim",
-    "cross_attention_dim",
-    "text_dim",
-    "text_embed_dim",
-    "cap_feat_dim",
-)
-"""Names in the configurations of networks for the width of their text tokens."""
 
 
 class LatentSides(NamedTuple):
@@ -78,6 +68,20 @@ class Cut(NamedTuple):
     """Tokens that are read."""
     text: str
     """The text that is dropped."""
+
+
+class KohyaNames(NamedTuple):
+    """Names of a network's layers in adapter files of kohya-ss's format, as ComfyUI and diffusers read them."""
+
+    prefix: str = "lora_unet_"
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Regular expressions and what takes their place in the names that diffusers has, one after the other."""
+    fused: tuple[tuple[str, ...], ...] = ()
+    """Ends of the names of layers that are one layer there, which `renamed` calls by the first of them."""
+    dotted: bool = False
+    """Whether the parts of a name are joined by dots, otherwise by underscores."""
+    by_diffusers: bool = True
+    """Whether diffusers reads such files too."""
 
 
 @dataclass
@@ -118,6 +122,8 @@ class Family(ABC):
     text_parts: ClassVar[tuple[TextPart, ...]]
     text_length: ClassVar[int]
     """Default of `max_sequence_length`."""
+    text_width: ClassVar[str]
+    """Name in the network's configuration for the width of its text tokens."""
     ragged: ClassVar[tuple[str, ...]] = ()
     """Entries of the text whose length L depends on the prompt; they get zeros behind them and a mask (B, L) bool."""
     negative_differs: ClassVar[bool] = False
@@ -128,11 +134,16 @@ class Family(ABC):
     """Whether a sample is a video, latents (C, T, H, W)."""
     takes_image: ClassVar[bool] = False
     """Whether a prompt may come with an image to be edited."""
+    edits: ClassVar[bool] = False
+    """Whether the models were made for prompts with an image."""
+    kohya: ClassVar[KohyaNames | None] = None
+    """Names in adapter files of kohya-ss's format; None where no program reads such files."""
     options_class: ClassVar[type[FamilyOptions]] = FamilyOptions
 
     def __init__(self, pipeline: Any, options: Any = None) -> None:
         self.pipeline = pipeline
         self.options: Any = self.options_class() if options is None else options
+        self._cuts: tuple[Any, bool] | None = None
 
     # text
 
@@ -218,8 +229,7 @@ class Family(ABC):
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the entries of the longest prompt, from the configuration of the network alone."""
         config = getattr(self.pipeline, self.networks[0]).config
-        width = next(int(config[name]) for name in TEXT_WIDTHS if config.get(name))
-        shapes: dict[str, tuple[int, ...]] = {"tokens": (self.max_sequence_length, width)}
+        shapes: dict[str, tuple[int, ...]] = {"tokens": (self.max_sequence_length, int(config[self.text_width]))}
         if pooled := config.get("pooled_projection_dim"):
             shapes["pooled"] = (int(pooled),)
         return shapes
@@ -232,9 +242,9 @@ class Family(ABC):
         return False
 
     @property
-    def few_steps(self) -> bool:
-        """Whether the model was distilled to few steps and knows no guidance."""
-        return False
+    def few_steps(self) -> str:
+        """What in the pipeline says that it was distilled to few steps and knows no guidance; empty where nothing."""
+        return ""
 
     @abstractmethod
     def velocity(self, network: Any, latents: Tensor, sigma: Tensor, text: Text) -> Tensor:
@@ -303,6 +313,10 @@ class Family(ABC):
             raise UserError(f"frames={count} must be 1 more than a multiple of {self.frame_factor}; {near}")
         return self.channels, (count - 1) // self.frame_factor + 1, *sides
 
+    def frames(self, shape: Sequence[int]) -> int:
+        """Frames of a video with latents of `shape`."""
+        return 1 + (shape[1] - 1) * self.frame_factor
+
     def tokens(self, shape: Sequence[int]) -> int:
         """Tokens that the network sees of one sample with latents of `shape`."""
         count = 1
@@ -317,6 +331,17 @@ class Family(ABC):
         They fall; the last, at which it is not called, is 0 but in a family whose paths end before it.
         """
 
+    def time(self, sigma: Tensor) -> Tensor:
+        """Times (B,) as the network is called with them, 1000 at the noise; some schedulers cut off fractions."""
+        scheduler = self.pipeline.scheduler
+        if self._cuts is None or self._cuts[0] is not scheduler:
+            self._cuts = scheduler, cuts_times(scheduler)
+        return (sigma * 1000).floor() if self._cuts[1] else sigma * 1000
+
+    def drawing_scheduler(self) -> Any:
+        """The scheduler with which the pipeline itself takes the steps of evaluations, Euler's at these times."""
+        return self.pipeline.scheduler
+
     def first_latents(self, noise: Tensor, sigma: Tensor) -> Tensor:
         """The first state (B, C, H, W) from standard normal noise, at the first time of the grid ()."""
         return noise
@@ -324,6 +349,39 @@ class Family(ABC):
     def finished(self, latents: Tensor, sigma: Tensor) -> Tensor:
         """x_0 from the last state, at the last time of the grid ()."""
         return latents
+
+    # the pipeline's own call
+
+    def call(self, shape: Sequence[int], scale: float, negative: str = "") -> dict[str, Any]:
+        """Arguments of the pipeline's call, besides prompt, steps and noise, with which it draws as the suite does.
+
+        Args:
+            shape: that of one sample's latents.
+            scale: guidance scale.
+            negative: negative prompt.
+        """
+        height, width = (side * self.factor for side in shape[-2:])
+        return {"height": height, "width": width, **self.guidance_call(scale, negative), **self.further_call()}
+
+    def guidance_call(self, scale: float, negative: str) -> dict[str, Any]:
+        """Arguments of the pipeline's call for guidance."""
+        return {"guidance_scale": scale, **({"negative_prompt": negative} if negative and scale != 1 else {})}
+
+    def further_call(self) -> dict[str, Any]:
+        """Arguments of the pipeline's call that depend on the options alone."""
+        return {"max_sequence_length": self.max_sequence_length}
+
+    def edit_call(self, shape: Sequence[int]) -> dict[str, Any]:
+        """Arguments of the pipeline's call besides the image, of the size of the run, that is to be edited."""
+        return {}
+
+    def call_lines(self, scale: float) -> list[str]:
+        """Lines of Python that set what the pipeline has no argument for."""
+        return []
+
+    def call_lacks(self, scale: float, negative: str) -> str:
+        """Why no call of the pipeline draws as the suite does; empty where one does."""
+        return f"the pipeline has no guidance scale below 1, evaluations used {scale:g}" if scale < 1 else ""
 
     # pixels
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusion.families.base import REFERENCE, Family, FamilyOptions, LatentSides, Text, TextPart
+from diffusion.families.base import REFERENCE, Family, FamilyOptions, KohyaNames, LatentSides, Text, TextPart
 from diffusion.families.grids import PATCH, pack_latents, scheduler_grid, unpack_latents
 from mmrl.fields import bounded
 
@@ -40,12 +40,24 @@ class FluxFamily(Family):
         TextPart("text_encoder_2", "tokenizer_2"),
     )
     text_length = 512
+    text_width = "joint_attention_dim"
+    kohya = KohyaNames("lora_transformer_")
     options_class = FluxOptions
 
     @property
     def embedded_guidance(self) -> bool:
         """True for dev, false for schnell."""
         return bool(self.pipeline.transformer.config.guidance_embeds)
+
+    @property
+    def few_steps(self) -> str:
+        """Schnell, the only released model without the input."""
+        return "" if self.embedded_guidance else "its transformer has no input for guidance, as that of FLUX.1 schnell"
+
+    def guidance_call(self, scale: float, negative: str) -> dict[str, Any]:
+        """Two scales: that of the input, and that of a negative prompt, which must be there even if it is empty."""
+        embedded = {"guidance_scale": self.options.guidance_embedding} if self.embedded_guidance else {}
+        return embedded | ({"true_cfg_scale": scale, "negative_prompt": negative} if scale != 1 else {})
 
     def encode(self, prompt: str, *, negative: bool = False) -> Text:
         """Tokens (L, D) of T5 and the pooled CLIP embedding (P,)."""
@@ -103,6 +115,16 @@ class KontextFamily(FluxFamily):
     summary = "FLUX.1 Kontext dev, with an image to be edited"
     citation = "FLUX.1 Kontext, arXiv 2506.15742"
     takes_image = True
+    edits = True
+
+    def call(self, shape: Sequence[int], scale: float, negative: str = "") -> dict[str, Any]:
+        """The pipeline fits the size to an area of its own unless told another."""
+        found = super().call(shape, scale, negative)
+        return found | {"max_area": found["height"] * found["width"]}
+
+    def edit_call(self, shape: Sequence[int]) -> dict[str, Any]:
+        """The image is of the size of the run already."""
+        return {"_auto_resize": False}
 
 
 def _image_ids(down: int, across: int, device: torch.device, number: int = 0) -> Tensor:

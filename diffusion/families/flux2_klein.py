@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusion.families.base import REFERENCE, Family, FamilyOptions, LatentSides, Text, TextPart
+from diffusion.families.base import REFERENCE, Family, FamilyOptions, KohyaNames, LatentSides, Text, TextPart
 from diffusion.families.grids import PATCH, even_sigmas, grid_of
 
 REFERENCE_TIME = 10
@@ -43,14 +43,46 @@ class KleinFamily(Family):
     )
     text_parts = (TextPart("text_encoder", "tokenizer"),)
     text_length = 512
+    text_width = "joint_attention_dim"
     settings = ("is_distilled",)
+    kohya = KohyaNames(
+        renamed=(
+            (r"^single_transformer_blocks\.(\d+)\.attn\.to_qkv_mlp_proj", r"single_blocks.\1.linear1"),
+            (r"^single_transformer_blocks\.(\d+)\.attn\.to_out", r"single_blocks.\1.linear2"),
+            (r"^transformer_blocks\.(\d+)\.attn\.to_q", r"double_blocks.\1.img_attn.qkv"),
+            (r"^transformer_blocks\.(\d+)\.attn\.to_out\.0", r"double_blocks.\1.img_attn.proj"),
+            (r"^transformer_blocks\.(\d+)\.attn\.add_q_proj", r"double_blocks.\1.txt_attn.qkv"),
+            (r"^transformer_blocks\.(\d+)\.attn\.to_add_out", r"double_blocks.\1.txt_attn.proj"),
+            (r"^transformer_blocks\.(\d+)\.ff\.linear_in", r"double_blocks.\1.img_mlp.0"),
+            (r"^transformer_blocks\.(\d+)\.ff\.linear_out", r"double_blocks.\1.img_mlp.2"),
+            (r"^transformer_blocks\.(\d+)\.ff_context\.linear_in", r"double_blocks.\1.txt_mlp.0"),
+            (r"^transformer_blocks\.(\d+)\.ff_context\.linear_out", r"double_blocks.\1.txt_mlp.2"),
+        ),
+        fused=(("attn.to_q", "attn.to_k", "attn.to_v"), ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")),
+    )
     takes_image = True
     options_class = KleinOptions
 
     @property
-    def few_steps(self) -> bool:
-        """Whether the model was distilled to few steps without guidance."""
-        return bool(self.pipeline.config.is_distilled)
+    def few_steps(self) -> str:
+        """Whether the pipeline says so."""
+        return "its model_index.json says is_distilled" if self.pipeline.config.is_distilled else ""
+
+    def guidance_call(self, scale: float, negative: str) -> dict[str, Any]:
+        """The negative prompt is always the empty one."""
+        return {"guidance_scale": scale}
+
+    def further_call(self) -> dict[str, Any]:
+        """The layers, where they are others than the pipeline's own."""
+        layers = tuple(self.options.text_layers)
+        return super().further_call() | ({} if layers == (9, 18, 27) else {"text_encoder_out_layers": layers})
+
+    def call_lacks(self, scale: float, negative: str) -> str:
+        """The pipeline has no negative prompt, and a distilled one no guidance."""
+        if self.few_steps and scale != 1:
+            return f"the pipeline of a distilled model has no guidance, evaluations used {scale:g}"
+        lacks = "the pipeline takes no negative prompt, evaluations used one" if negative and scale != 1 else ""
+        return super().call_lacks(scale, negative) or lacks
 
     @property
     def factor(self) -> int:

@@ -44,7 +44,22 @@ def grid_of(scheduler: Any, steps: int, **options: Any) -> Tensor:
     own = copy.deepcopy(scheduler)
     own.set_timesteps(steps, **options)
     grid: Tensor = own.sigmas.to("cpu", torch.float32).clone()
+    if not grid.isfinite().all():
+        raise UserError(f"{type(own).__name__} has no times for steps={steps} with its settings; take more steps")
+    if not own.timesteps.is_floating_point():
+        called = own.timesteps.cpu()
+        for up in (0.0, 1.0):  # the scheduler cuts what it has not rounded to float32 yet: 333.999 and 334 may be one
+            wrong = (grid[:-1] * 1000).floor() - called
+            near = torch.nextafter(grid[:-1], torch.tensor(up))
+            grid[:-1] = torch.where(wrong < 0 if up else wrong > 0, near, grid[:-1])
     return grid
+
+
+def cuts_times(scheduler: Any) -> bool:
+    """Whether the scheduler has the network called at whole numbers, as multistep solvers of diffusers do."""
+    own = copy.deepcopy(scheduler)
+    own.set_timesteps(2, **({"mu": 1.0} if scheduler.config.get("use_dynamic_shifting") else {}))
+    return not own.timesteps.is_floating_point()
 
 
 def even_sigmas(steps: int) -> list[float]:

@@ -30,6 +30,7 @@ class HunyuanVideo15Family(Family):
     )
     text_parts = (TextPart("text_encoder", "tokenizer"), TextPart("text_encoder_2", "tokenizer_2"))
     text_length = 1000
+    text_width = "text_embed_dim"
     video = True
     default_frames = 121
 
@@ -78,7 +79,7 @@ class HunyuanVideo15Family(Family):
         image = (rows, self.pipeline.vision_num_semantic_tokens, network.config.image_embed_dim)
         velocity: Tensor = network(
             hidden_states=torch.cat([latents, condition], 1),
-            timestep=(sigma * 1000).to(latents.dtype),
+            timestep=self.time(sigma).to(latents.dtype),
             encoder_hidden_states=text["tokens"],
             encoder_attention_mask=text["tokens" + MASK].to(latents.dtype),
             encoder_hidden_states_2=text["glyphs"],
@@ -87,6 +88,30 @@ class HunyuanVideo15Family(Family):
             return_dict=False,
         )[0]
         return velocity
+
+    def call(self, shape: Sequence[int], scale: float, negative: str = "") -> dict[str, Any]:
+        """Frames too."""
+        return super().call(shape, scale, negative) | {"num_frames": self.frames(shape)}
+
+    def guidance_call(self, scale: float, negative: str) -> dict[str, Any]:
+        """The scale is the guider's."""
+        return {"negative_prompt": negative} if negative and scale != 1 else {}
+
+    def further_call(self) -> dict[str, Any]:
+        """The length of the text is the pipeline's."""
+        return {}
+
+    def call_lines(self, scale: float) -> list[str]:
+        """A guider of the scale, which is 1 for none, and the length of the text."""
+        return [
+            "from diffusers.guiders import ClassifierFreeGuidance",
+            f"pipeline.guider = ClassifierFreeGuidance(guidance_scale={scale!r})",
+            f"pipeline.tokenizer_max_length = {self.max_sequence_length}",
+        ]
+
+    def call_lacks(self, scale: float, negative: str) -> str:
+        """The guider takes any scale."""
+        return ""
 
     def sides(self) -> LatentSides:
         """Positions are rotary."""

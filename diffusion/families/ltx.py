@@ -13,6 +13,7 @@ from diffusion.families.base import (
     MASK,
     Family,
     FamilyOptions,
+    KohyaNames,
     LatentSides,
     Text,
     TextPart,
@@ -46,6 +47,8 @@ class LtxFamily(Family):
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
     text_parts = (TextPart("text_encoder", "tokenizer"),)
     text_length = 128
+    text_width = "caption_channels"
+    kohya = KohyaNames(by_diffusers=False)
     video = True
     default_frames = 161
     options_class = LtxOptions
@@ -76,7 +79,7 @@ class LtxFamily(Family):
         velocity = network(
             hidden_states=latents.flatten(2).transpose(1, 2),
             encoder_hidden_states=text["tokens"],
-            timestep=sigma * 1000,
+            timestep=self.time(sigma),
             encoder_attention_mask=text["tokens" + MASK],
             num_frames=frames,
             height=height,
@@ -85,6 +88,11 @@ class LtxFamily(Family):
             return_dict=False,
         )[0]
         return velocity.transpose(1, 2).reshape(latents.shape)
+
+    def call(self, shape: Sequence[int], scale: float, negative: str = "") -> dict[str, Any]:
+        """Frames too, decoded at time 0 without noise."""
+        found = super().call(shape, scale, negative) | {"num_frames": self.frames(shape)}
+        return found | {"frame_rate": self.options.frame_rate, "decode_timestep": 0.0, "decode_noise_scale": 0.0}
 
     def sides(self) -> LatentSides:
         """Positions are rotary; the default is the pipeline's."""

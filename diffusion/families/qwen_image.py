@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusion.families.base import ChannelwiseFamily, LatentSides, Text, TextPart
+from diffusion.families.base import ChannelwiseFamily, KohyaNames, LatentSides, Text, TextPart
 from diffusion.families.grids import PATCH, pack_latents, scheduler_grid, unpack_latents
 
 
@@ -24,6 +24,8 @@ class QwenImageFamily(ChannelwiseFamily):
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
     text_parts = (TextPart("text_encoder", "tokenizer"),)
     text_length = 1024
+    text_width = "joint_attention_dim"
+    kohya = KohyaNames()
     ragged = ("tokens",)
 
     @property
@@ -67,6 +69,11 @@ class QwenImageFamily(ChannelwiseFamily):
         both = other + scale * (alone - other)
         size = alone.norm(dim=-1, keepdim=True) / both.norm(dim=-1, keepdim=True)
         return unpack_latents(both * size, height, width)
+
+    def guidance_call(self, scale: float, negative: str) -> dict[str, Any]:
+        """The negative prompt must be there even if it is empty; the input of a distilled network is 1, as here."""
+        embedded = {"guidance_scale": 1.0} if self.pipeline.transformer.config.guidance_embeds else {}
+        return embedded | {"true_cfg_scale": scale, **({"negative_prompt": negative} if scale != 1 else {})}
 
     def sides(self) -> LatentSides:
         """Positions are rotary; the default is the pipeline's."""

@@ -25,7 +25,7 @@ class SanaOptions(FamilyOptions):
 class SanaFamily(Family):
     """SANA: tokens of Gemma behind a mask, an instruction before positive prompts only, linear attention.
 
-    Its scheduler, DPM-Solver++ on flow times, is Euler at first order, on the same times.
+    Its scheduler, DPM-Solver++ on flow times, is Euler at first order, on the same times, whose fractions it cuts off.
     """
 
     pipeline_class = "SanaPipeline"
@@ -35,6 +35,7 @@ class SanaFamily(Family):
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
     text_parts = (TextPart("text_encoder", "tokenizer"),)
     text_length = 300
+    text_width = "caption_channels"
     negative_differs = True
     options_class = SanaOptions
 
@@ -71,7 +72,7 @@ class SanaFamily(Family):
             latents,
             encoder_hidden_states=text["tokens"],
             encoder_attention_mask=text["tokens" + MASK],
-            timestep=sigma * 1000 * network.config.timestep_scale,
+            timestep=self.time(sigma) * network.config.timestep_scale,
             return_dict=False,
         )[0]
         return velocity[:, : latents.shape[1]]  # some models predict a variance too
@@ -84,6 +85,19 @@ class SanaFamily(Family):
     def sigma_grid(self, steps: int, shape: Sequence[int]) -> Tensor:
         """The scheduler's own times."""
         return grid_of(self.pipeline.scheduler, steps)
+
+    def drawing_scheduler(self) -> Any:
+        """DPM-Solver++ at first order."""
+        scheduler = self.pipeline.scheduler
+        if type(scheduler).__name__ != "DPMSolverMultistepScheduler":
+            return scheduler
+        return type(scheduler).from_config(scheduler.config, solver_order=1, algorithm_type="dpmsolver++")
+
+    def further_call(self) -> dict[str, Any]:
+        """The size is not moved to one of a list, and the instruction is the run's."""
+        own = self.options.instruction
+        instruction = {} if own is None else {"complex_human_instruction": [*own]}
+        return super().further_call() | {"use_resolution_binning": False} | instruction
 
     def encode_pixels(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """The autoencoder has no distribution."""

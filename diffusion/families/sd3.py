@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from diffusion.families.base import Family, LatentSides, Text, TextPart
+from diffusion.families.base import Family, KohyaNames, LatentSides, Text, TextPart
 from diffusion.families.grids import scheduler_grid
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
@@ -29,6 +29,8 @@ class Sd3Family(Family):
         TextPart("text_encoder_3", "tokenizer_3", optional=True),
     )
     text_length = 256
+    text_width = "joint_attention_dim"
+    kohya = KohyaNames("lora_transformer_", by_diffusers=False)
 
     def __init__(self, pipeline: Any, options: Any = None) -> None:
         super().__init__(pipeline, options)

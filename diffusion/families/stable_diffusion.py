@@ -13,6 +13,7 @@ image.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, ClassVar
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diffusion.families.base import Family, LatentSides, Text, TextPart
+from diffusion.families.base import Family, KohyaNames, LatentSides, Text, TextPart
 
 NEAR = 0.05
 """Distance of a time from a step of training, in steps, up to which it is that step and its difference rounding."""
@@ -46,6 +47,8 @@ class StableDiffusionFamily(Family):
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
     text_parts: ClassVar[tuple[TextPart, ...]] = (TextPart("text_encoder", "tokenizer", is_clip=True),)
     text_length = 77
+    text_width = "cross_attention_dim"
+    kohya: ClassVar[KohyaNames | None] = KohyaNames()
     settings: ClassVar[tuple[str, ...]] = ("requires_safety_checker",)
 
     def encode(self, prompt: str, *, negative: bool = False) -> Text:
@@ -76,7 +79,8 @@ class StableDiffusionFamily(Family):
     def _scheduler(self) -> Any:
         from diffusers import DDIMScheduler
 
-        return DDIMScheduler.from_config(self.pipeline.scheduler.config)
+        config = self.pipeline.scheduler.config
+        return DDIMScheduler.from_config(config, clip_sample=False, thresholding=False)
 
     @cached_property
     def _sigmas(self) -> Tensor:
@@ -90,6 +94,21 @@ class StableDiffusionFamily(Family):
         whole = np.round(found)
         steps = np.where(np.abs(found - whole) < NEAR, whole, found)
         return torch.from_numpy(steps).to(sigma.device, torch.float32)
+
+    @property
+    def few_steps(self) -> str:
+        """Turbo and its kin, whose steps trail; models of zero terminal signal have such steps too."""
+        config = self.pipeline.scheduler.config
+        trails = config.get("timestep_spacing") == "trailing" and not config.get("rescale_betas_zero_snr")
+        return "the steps of its scheduler trail, as those of SD-Turbo and SDXL-Turbo" if trails else ""
+
+    def drawing_scheduler(self) -> Any:
+        """DDIM on the times of the pipeline's scheduler, without cutting values off."""
+        return copy.deepcopy(self._scheduler)
+
+    def further_call(self) -> dict[str, Any]:
+        """CLIP reads a fixed number of tokens."""
+        return {}
 
     def first_latents(self, noise: Tensor, sigma: Tensor) -> Tensor:
         """Unit noise is the first state in the UNet's own coordinates."""

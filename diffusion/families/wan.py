@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusion.families.base import ChannelwiseFamily, FamilyOptions, LatentSides, Text, TextPart, padded
+from diffusion.families.base import (
+    ChannelwiseFamily,
+    FamilyOptions,
+    KohyaNames,
+    LatentSides,
+    Text,
+    TextPart,
+    padded,
+)
 from diffusion.families.grids import grid_of
 from mmrl.fields import bounded
 
@@ -29,7 +37,7 @@ class WanFamily(ChannelwiseFamily):
     """Wan: tokens of UMT5, zeros behind them and no mask, videos of latents (C, T, H, W), linear guidance.
 
     The 14B model of Wan 2.2 is two networks: one from noise to `boundary_ratio`, one from there on. The released
-    scheduler, UniPC on flow times, is Euler at first order, on the same times.
+    scheduler, UniPC on flow times, is Euler at first order, on the same times, whose fractions it cuts off.
     """
 
     pipeline_class = "WanPipeline"
@@ -41,6 +49,18 @@ class WanFamily(ChannelwiseFamily):
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
     text_parts = (TextPart("text_encoder", "tokenizer"),)
     text_length = 512
+    text_width = "text_dim"
+    kohya = KohyaNames(
+        renamed=(
+            (r"\.attn1\.", ".self_attn."),
+            (r"\.attn2\.", ".cross_attn."),
+            (r"\.to_([qkv])$", r".\1"),
+            (r"\.to_out\.0$", ".o"),
+            (r"\.ffn\.net\.0\.proj$", ".ffn.0"),
+            (r"\.ffn\.net\.2$", ".ffn.2"),
+        ),
+        by_diffusers=False,  # it wants adapters of the feed-forward layers, which the family's list has not
+    )
     video = True
     default_frames = 81
     options_class = WanOptions
@@ -76,7 +96,7 @@ class WanFamily(ChannelwiseFamily):
 
     def velocity(self, network: Any, latents: Tensor, sigma: Tensor, text: Text) -> Tensor:
         """Velocity (B, C, T, H, W)."""
-        time = sigma * 1000
+        time = self.time(sigma)
         if self.pipeline.config.expand_timesteps:  # one time a token
             time = time[:, None].expand(-1, self.tokens(latents.shape[1:]))
         velocity: Tensor = network(
@@ -106,3 +126,24 @@ class WanFamily(ChannelwiseFamily):
     def sigma_grid(self, steps: int, shape: Sequence[int]) -> Tensor:
         """The scheduler's own times."""
         return grid_of(self.pipeline.scheduler, steps)
+
+    def drawing_scheduler(self) -> Any:
+        """UniPC at first order and without its corrector."""
+        scheduler = self.pipeline.scheduler
+        if type(scheduler).__name__ != "UniPCMultistepScheduler":
+            return scheduler
+        return type(scheduler).from_config(
+            scheduler.config, solver_order=1, disable_corrector=[*range(scheduler.config.num_train_timesteps)]
+        )
+
+    def call(self, shape: Sequence[int], scale: float, negative: str = "") -> dict[str, Any]:
+        """Frames too."""
+        return super().call(shape, scale, negative) | {"num_frames": self.frames(shape)}
+
+    def guidance_call(self, scale: float, negative: str) -> dict[str, Any]:
+        """A scale for each network."""
+        found = super().guidance_call(scale, negative)
+        if self.pipeline.config.boundary_ratio is None or scale == 1:
+            return found
+        second = self.options.guidance_2
+        return found | {"guidance_scale_2": scale if second is None else second}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusion.families.base import Family, LatentSides, Text, TextPart
+from diffusion.families.base import Family, KohyaNames, LatentSides, Text, TextPart
 from diffusion.families.grids import PATCH, scheduler_grid
 
 DEFAULT_SIDE = 1024
@@ -27,6 +27,8 @@ class ZImageFamily(Family):
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
     text_parts = (TextPart("text_encoder", "tokenizer"),)
     text_length = 512
+    text_width = "cap_feat_dim"
+    kohya = KohyaNames("", dotted=True)
     ragged = ("tokens",)
 
     def encode(self, prompt: str, *, negative: bool = False) -> Text:
@@ -52,6 +54,10 @@ class ZImageFamily(Family):
         prompts = [tokens[:length] for tokens, length in zip(text["tokens"], lengths, strict=True)]
         found = network([*latents[:, :, None]], 1 - sigma, prompts, return_dict=False)[0]
         return -torch.stack([*found])[:, :, 0].to(latents.dtype)
+
+    def guidance_call(self, scale: float, negative: str) -> dict[str, Any]:
+        """Their scale is 0 without guidance."""
+        return super().guidance_call(scale, negative) | {"guidance_scale": scale - 1}
 
     def sides(self) -> LatentSides:
         """Positions are rotary; the default is the pipeline's."""

@@ -351,7 +351,7 @@ class DiffusionPolicy(nn.Module):
     def save_pipeline(self, path: Path | str) -> None:
         """Write an ordinary pipeline folder with the trained networks, adapters added into their weights.
 
-        Text encoders that were freed are left out.
+        Text encoders that were freed are left out, and the scheduler is the one whose steps evaluations take.
 
         Args:
             path: folder, created with its parents.
@@ -359,7 +359,8 @@ class DiffusionPolicy(nn.Module):
         trained = {name: merged(part) if self.has_adapter else part for name, part in self.trained.items()}
         saved = self.pipeline.config
         given = {name: saved[name] for name in self.family.settings if name in saved}
-        pipeline = type(self.pipeline)(**self.pipeline.components | trained, **given)
+        parts = self.pipeline.components | trained | {"scheduler": self.family.drawing_scheduler()}
+        pipeline = type(self.pipeline)(**parts, **given)
         with replaced(Path(path)) as draft, quiet_transformers(), quiet_diffusers():
             pipeline.save_pretrained(draft)
 

@@ -17,6 +17,8 @@ from mmrl.hub.building import base_path, check_finite, first_line, merged_weight
 
 BASE_FILE = "base.json"
 LORA_FILE = "pytorch_lora_weights.safetensors"
+EXACT_FILE = "exact.safetensors"
+"""The adapter's own weights, where those of `LORA_FILE` cannot be divided by its scale without rounding."""
 ADAPTER = "default"
 
 
@@ -38,16 +40,33 @@ def guarded(folder: Path, read: Callable[[], dict[str, Tensor]]) -> dict[str, Te
         raise UserError(f"the weights in {folder} cannot be read: {first_line(error)}") from error
 
 
-def save_adapter(network: Any, name: str, pipeline: Any, folder: Path) -> None:
-    """Write a network's adapter as a file for its pipeline's `load_lora_weights`."""
+def adapter_of(network: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights of a network's adapter on the CPU, by peft's names, and its settings."""
     from peft import get_peft_model_state_dict
-    from safetensors.torch import save_file
 
     weights = get_peft_model_state_dict(network, adapter_name=ADAPTER)
-    # rank and alpha go into the file's header; without them diffusers takes alpha = rank
     settings = network.peft_config[ADAPTER].to_dict()
     settings = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
-    layers = {key: weight.detach().cpu() for key, weight in weights.items()}
+    return {key: weight.detach().cpu() for key, weight in weights.items()}, settings
+
+
+def save_adapter(network: Any, name: str, pipeline: Any, folder: Path) -> None:
+    """Write a network's adapter as a file for its pipeline's `load_lora_weights`.
+
+    This format has alpha in the header alone, which ComfyUI and older diffusers do not read: they take alpha = rank. So
+    that is what the file has, and its weights are alpha / rank times as large. Where dividing does not give the weights
+    back bit for bit, as it does by powers of two, they are also there as they are.
+    """
+    from safetensors.torch import save_file
+
+    weights, settings = adapter_of(network)
+    scale = settings["lora_alpha"] / settings["r"]
+    settings["lora_alpha"] = settings["r"]
+    layers = {key: weight * scale if ".lora_B." in key else weight for key, weight in weights.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / EXACT_FILE).unlink(missing_ok=True)
+    if any(".lora_B." in key and not torch.equal(layers[key] / scale, weight) for key, weight in weights.items()):
+        save_file(weights, folder / EXACT_FILE, metadata={"format": "pt"})
     if hasattr(pipeline, "save_lora_weights"):
         role = "unet" if name == "unet" else "transformer"  # a second transformer has a file of its own
         options = {f"{role}_lora_layers": layers, f"{role}_lora_adapter_metadata": settings}
@@ -70,11 +89,27 @@ def read_adapter(network: Any, folder: Path) -> dict[str, Tensor]:
     """Weights of an adapter file, under the names that they have in the network."""
     from safetensors.torch import load_file
 
-    state = {}
-    for key, weight in load_file(folder / LORA_FILE).items():
-        stem, _, last = key.removeprefix("transformer.").removeprefix("unet.").rpartition(".")
-        state[f"{stem}.{ADAPTER}.{last}"] = weight
-    return state
+    config = network.peft_config[ADAPTER]
+    scale = config.lora_alpha / config.r / _scale_of(folder / LORA_FILE)
+    layers = load_file(folder / LORA_FILE)
+    layers = {key.removeprefix("transformer.").removeprefix("unet."): weight for key, weight in layers.items()}
+    found = {key: weight / scale if ".lora_B." in key else weight for key, weight in layers.items()}
+    if (folder / EXACT_FILE).is_file():
+        exact = load_file(folder / EXACT_FILE)
+        scaled = {key: weight * scale if ".lora_B." in key else weight for key, weight in exact.items()}
+        if scaled.keys() == layers.keys() and all(torch.equal(scaled[key], layers[key]) for key in scaled):
+            found = exact  # otherwise the file before was replaced by another
+    return {f"{stem}.{ADAPTER}.{last}": w for key, w in found.items() for stem, _, last in [key.rpartition(".")]}
+
+
+def _scale_of(file: Path) -> float:
+    """Alpha over rank in the header of an adapter file, 1 where it has none."""
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as opened:
+        settings = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
+    found = {key.rpartition(".")[2]: value for key, value in settings.items()}
+    return float(found["lora_alpha"] / found["r"]) if "lora_alpha" in found else 1.0
 
 
 def read_network(network: Any, folder: Path) -> dict[str, Tensor]:

@@ -186,12 +186,6 @@ def check_guidance(policy: Any, config: SamplerConfig, key: str = "sampler") -> 
     embedded = policy.config.guidance_embedding
     for name in ("guidance", "eval_guidance"):
         scale = getattr(config, name)
-        if policy.family.few_steps and scale not in (None, 1.0):
-            LOGGER.warning(
-                "%s.%s is %s, but this model is distilled to few steps without guidance: twice the cost, and images "
-                "that its own pipeline does not draw; set it to 1",
-                *(key, name, scale),
-            )
         if policy.distilled and embedded != 1.0 and scale not in (None, 1.0):
             raise UserError(
                 f"{key}.{name} is {scale}, but guidance is distilled into this transformer and applied by "

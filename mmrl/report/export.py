@@ -28,20 +28,21 @@ def export(args: argparse.Namespace, run_dir: Path, say: Callable[[str], None]) 
     """Export as the command line asks, and say how the folder is loaded or uploaded."""
     output = args.output or run_dir / "export"
     with foreign_run(run_dir / "config.yaml", allow=args.allow) as (entry, config):
-        call = export_run(entry, config, run_dir, output, args.step, args.to_hub)
+        call = export_run(entry, config, run_dir, output, args.step, args.to_hub, args.lora_format)
     say(f"exported: {output}")
-    say(f"load it with: {call}")
+    say(f"load it as {output / CARD} shows" if args.lora_format else f"load it with: {call}")
     if args.to_hub:
         say(f"checked; upload it with: {shlex.join(['hf', 'upload', args.to_hub, str(output)])}")
     return 0
 
 
 def export_run(
-    entry: Any, config: Any, run_dir: Path, output: Path, step: int | None = None, repository: str = ""
+    entry: Any, config: Any, run_dir: Path, output: Path, step: int | None = None, repository: str = "", form: str = ""
 ) -> str:
     """Write the model of a run's best (else newest) checkpoint as one ordinary folder, adapters merged, with its card.
 
-    `repository` is the id on the Hugging Face hub of a folder that is to be uploaded, which is then also checked.
+    With `form`, the format of adapter files, it is the adapters alone. `repository` is the id on the Hugging Face hub
+    of a folder that is to be uploaded, which is then also checked.
     """
     _check_id(repository)
     checkpoint = chosen_checkpoint(run_dir, step)
@@ -51,7 +52,12 @@ def export_run(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        exported = entry.load_recipe_class().export(config, checkpoint, partial)
+        recipe = entry.load_recipe_class()
+        exported = (
+            recipe.export_adapter(config, checkpoint, partial, form)
+            if form
+            else recipe.export(config, checkpoint, partial)
+        )
         number = int(checkpoint.name.removeprefix("step-"))
         about = {"recipe": entry.name, "step": number, "load": exported.call} | _prompt_format(config)
         (partial / ABOUT_FILE).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")

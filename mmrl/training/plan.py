@@ -88,6 +88,8 @@ class Gpu:
     memory_gb: float = 80.0
     tflops: float = 989.0
     """10^12 operations a second in bfloat16, dense: 989 of an H100 SXM, 312 of an A100."""
+    timed: bool = True
+    """Whether plans have seconds, which mean nothing for a GPU whose speed nobody named."""
 
     def seconds(self, work: Work, gpus: int, *, low: bool) -> tuple[float, float]:
         """Least and most seconds of some work, divided between GPUs, in bfloat16 or float16 (`low`) or in float32.
@@ -247,7 +249,7 @@ def described(config: Any, footprint: Callable[[Any], Plan], gpu: Gpu, gpus: int
     return [
         f"{gpus} GPU{'s' if gpus > 1 else ''}, computed for {', '.join(plan.assumed)}",
         *shown(plan, gpu.memory_gb, gpus),
-        *times(plan, gpu, gpus),
+        *(times(plan, gpu, gpus) if gpu.timed else []),
         *([] if plan.fits(gpu.memory_gb, gpus) else remedies(config, footprint, gpu.memory_gb, gpus)),
     ]
 
@@ -289,7 +291,8 @@ def times(plan: Plan, gpu: Gpu, gpus: int) -> list[str]:
         for work, (least, most) in zip(plan.work, found, strict=True)
     ]
     least, most = plan.seconds(gpu, gpus)
-    return ["a step without rewards and environments:", *lines, f"  {'all':<{width}}  {least:8.3g} to {most:.3g} s"]
+    head = f"a step without rewards and environments, on GPUs of {gpu.tflops:g} TFLOPS:"
+    return [head, *lines, f"  {'all':<{width}}  {least:8.3g} to {most:.3g} s"]
 
 
 def remedies(config: Any, footprint: Callable[[Any], Plan], memory_gb: float, gpus: int) -> list[str]:

@@ -52,12 +52,17 @@ trainer: {{tasks_per_step: 2, samples_per_task: 4, micro_batch: 2}}
 """
     )
     assert main(["train", str(file), "--dry-run", "--gpu-memory", "1"]) == 0
+    assert not [
+        line for line in capsys.readouterr().out.splitlines() if line.endswith(" s") or "a step without" in line
+    ]
+    assert main(["train", str(file), "--dry-run", "--gpu-memory", "1", "--gpu-tflops", "312"]) == 0
     lines = capsys.readouterr().out.splitlines()
     title = next(line for line in lines if line.startswith("1 GPU, computed for"))
     assert "8 images a step and 3 noisy versions of each, the update of 2 images at once" in title
     sizes = {line.split("  ")[1].strip(): line.split() for line in lines if line.endswith(("GB", "update", "sampling"))}
     assert {"reference", "averages of weights", "latents and states", "activations"} <= set(sizes)
     assert any(line.split()[:1] == ["all"] and line.endswith(" s") for line in lines)
+    assert "a step without rewards and environments, on GPUs of 312 TFLOPS:" in lines
     assert not (tmp_path / "run").exists()
 
 

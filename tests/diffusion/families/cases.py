@@ -38,8 +38,6 @@ class Case:
     """Arguments of the pipeline's call for a scale."""
     negative: str | None = NEGATIVE
     """The negative prompt; None where the pipeline's call takes none and has its own, the empty one."""
-    prepare: Callable[[Any], None] = lambda pipeline: None
-    """Changes to the pipeline before its call, such as Euler in place of its solver."""
     pack: Callable[[Any, Tensor], Tensor] = lambda pipeline, latents: latents
     """What the call takes as latents."""
     unpack: Callable[[Any, Tensor, Tensor], Tensor] = lambda pipeline, found, start: found
@@ -109,7 +107,6 @@ def _wan(kind: str, **options: Any) -> Case:
             "guidance_scale": scale,
             **({"guidance_scale_2": 3.0} if options and scale > 1 else {}),
         },
-        prepare=tiny.with_euler,
     )
 
 
@@ -188,7 +185,6 @@ CASES = {
             "complex_human_instruction": INSTRUCTION,
             "use_resolution_binning": False,
         },
-        prepare=tiny.with_euler,
         height=64,
         width=96,
     ),
@@ -199,6 +195,30 @@ CASES = {
     "stable_diffusion_v": Case(
         lambda path: tiny.stable_diffusion(path, "v_prediction"),
         scales=(1.0, 5.0),
+        height=64,
+        width=96,
+        bare=True,
+        variant=True,
+    ),
+    "stable_diffusion_pndm": Case(
+        lambda path: tiny.stable_diffusion(path, scheduler="PNDMScheduler", skip_prk_steps=True),
+        scales=(5.0,),
+        height=64,
+        width=96,
+        bare=True,
+        variant=True,
+    ),
+    "stable_diffusion_clipped": Case(
+        lambda path: tiny.stable_diffusion(path, clip_sample=True),
+        scales=(5.0,),
+        height=64,
+        width=96,
+        bare=True,
+        variant=True,
+    ),
+    "stable_diffusion_xl_euler": Case(
+        lambda path: tiny.stable_diffusion_xl(path, "EulerDiscreteScheduler"),
+        scales=(5.0,),
         height=64,
         width=96,
         bare=True,

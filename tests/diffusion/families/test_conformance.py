@@ -7,16 +7,21 @@ import functools
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from diffusion.families.base import REFERENCE, Family, TextPart, blocks_of
+from diffusion.families.grids import cuts_times, grid_of
+from diffusion.methods.flow_grpo import FlowGrpoConfig
+from diffusion.models.cards import PROMPT, describe_pipeline
 from diffusion.models.pipelines import decode_latents, encode_images, load_pipeline
 from diffusion.models.policy import LoraSettings, ModelConfig, load_policy
 from diffusion.models.saved import LORA_FILE
 from diffusion.sampling.guidance import guided
-from diffusion.sampling.sampler import euler_ode, times_of
-from tests.diffusion.edits import picture, reference
+from diffusion.sampling.sampler import SamplerConfig, euler_ode, sample_latents, times_of
+from mmrl.hub.compat import quiet_transformers
+from tests.diffusion.edits import picture, reference, write_edits
 from tests.diffusion.families.cases import CASES
 from tests.diffusion.families.tiny import LONG, SHORT
 
@@ -117,14 +122,14 @@ def test_control_tokens_are_characters_for_tokenizers_without_a_backend():
     assert text == 'a sign "stop< /s>< extra_id_7>"'
 
 
-def called(case, pipeline, prompts, start, scale, kind):
+def called(case, pipeline, prompts, start, scale, kind, steps=STEPS):
     """What the pipeline's own call gives, as latents or as pixels."""
     if case.alone and kind == "np" and len(start) > 1:
         rows = zip(prompts, start.split(1), strict=True)
         return torch.cat([called(case, pipeline, [prompt], row, scale, kind) for prompt, row in rows])
     negative = {"negative_prompt": [case.negative] * len(start)} if scale != 1 and case.negative else {}
     sizes = {"height": case.height, "width": case.width} | ({"num_frames": case.frames} if case.frames else {})
-    options = {"prompt": [*prompts], "num_inference_steps": STEPS, **sizes, **negative, **case.call}
+    options = {"prompt": [*prompts], "num_inference_steps": steps, **sizes, **negative, **case.call}
     options |= case.guidance(scale) | ({"image": picture(case.height, case.width)} if case.edits else {})
     case.guide(pipeline, scale)
     latents = case.pack(pipeline, start.clone())
@@ -134,8 +139,9 @@ def called(case, pipeline, prompts, start, scale, kind):
 
 @pytest.mark.parametrize("case", CASES, indirect=True)
 def test_the_loop_is_the_pipelines_own(case, policy):
+    """With the released scheduler, of a multistep solver at first order as in an export."""
     start, pipeline = noise(policy), policy.pipeline
-    case.prepare(pipeline)
+    pipeline.scheduler = policy.family.drawing_scheduler()
     for scale in case.scales:
         negative = case.negative or ""
         follow = guided(policy, policy, rows_of(policy), scale, negative)
@@ -147,6 +153,71 @@ def test_the_loop_is_the_pipelines_own(case, policy):
         assert relative(pixels, called(case, pipeline, PROMPTS, start, scale, "np")) < 1e-5
         assert relative(latents, start) > 0.01
         assert pixels.std() > 0.01
+
+
+@pytest.mark.parametrize("steps", [5, 9, 12, 50])
+@pytest.mark.parametrize("case", ["wan", "sana", "hunyuan_video15", "ltx"], indirect=True)
+def test_times_are_those_of_the_released_scheduler(case, policy, steps):
+    """At which the pipeline calls the network, nothing in it changed."""
+    times = []
+    hook = policy.pipeline.transformer.register_forward_pre_hook(
+        lambda _, args, named: times.append(named["timestep"].flatten()[0]), with_kwargs=True
+    )
+    with torch.no_grad(), hook:
+        called(case, policy.pipeline, [SHORT], noise(policy, rows=1), 1.0, "latent", steps=steps)
+        of_pipeline, times = times[:], []
+        text = rows_of(policy, [SHORT])
+        for sigma in times_of(policy, steps)[:-1]:
+            policy(noise(policy, rows=1), sigma[None], text.expanded())
+    assert len(times) == steps
+    assert [float(time) for time in times] == pytest.approx([float(time) for time in of_pipeline], rel=1e-6)
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0, 6.0])
+@pytest.mark.parametrize("kind", ["UniPCMultistepScheduler", "DPMSolverMultistepScheduler"])
+def test_times_are_cut_off_as_the_scheduler_cuts_them(kind, shift):
+    """Also where float32 rounds what it cuts: at shift 1 a step's time is 333, its sigma 0.334."""
+    import diffusers
+
+    scheduler = getattr(diffusers, kind)(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
+    assert cuts_times(scheduler)
+    family = SimpleNamespace(pipeline=SimpleNamespace(scheduler=scheduler), _cuts=None)
+    for steps in range(1, 101):
+        scheduler.set_timesteps(steps)
+        grid = grid_of(scheduler, steps)
+        assert torch.equal(Family.time(family, grid[:-1]).long(), scheduler.timesteps)
+        assert float((grid - scheduler.sigmas).abs().max()) < 1e-7
+
+
+@pytest.mark.parametrize("case", CASES, indirect=True)
+@torch.no_grad()
+def test_the_cards_call_draws_the_evaluations_images(case, config, policy, tmp_path, monkeypatch):
+    scale = max(case.scales)
+    run = FlowGrpoConfig(output_dir="x", model=config)
+    run.sampler = SamplerConfig(steps=STEPS, eval_steps=STEPS, guidance=scale, negative_prompt=case.negative or "")
+    monkeypatch.chdir(tmp_path)
+    edited = picture(2 * case.height, 3 * case.width)
+    edited.save("picture.png")
+    run.data.path = str(write_edits(tmp_path / "data.jsonl", [SHORT], (4, 4)) if case.edits else tmp_path / "none")
+    policy.save_pipeline("out")
+    exported = describe_pipeline(run, policy, "")
+    drawn = {"folder": "out"}
+    with quiet_transformers():
+        exec(exported.load, drawn)
+    drawn["pipeline"].set_progress_bar_config(disable=True)
+    shown = next(line for line in exported.use.splitlines() if line.startswith("drawn = "))
+    exec(exported.use.split("drawn = ")[0] + shown.replace("generator=", 'output_type="np", generator='), drawn)
+    text = policy.embeddings.rows([PROMPT], images=[reference(edited) if case.edits else None])
+    evaluated, without = (
+        policy.family.decode(sample_latents(policy, text, torch.tensor([[0, 1]]), run.sampler, guidance=scale))[0]
+        for scale in (scale, 1.0)
+    )
+    expected = evaluated.clamp(0, 1)
+    assert relative(torch.as_tensor(np.asarray(drawn["drawn"])), expected) < 1e-5
+    if scale != 1:
+        assert relative(without.clamp(0, 1), expected) > 1e-4
+    exec(exported.use.split("drawn = ")[0] + shown, drawn)  # as it is printed
+    assert exported.limits == []
 
 
 def test_rows_alone_equal_rows_together_at_two_times(policy):

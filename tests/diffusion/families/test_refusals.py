@@ -16,7 +16,8 @@ from diffusion.matching.times import TimestepConfig
 from diffusion.matching.velocity import FlowMatching
 from diffusion.models.pipelines import load_pipeline
 from diffusion.models.policy import LoraSettings, ModelConfig, load_policy
-from diffusion.sampling.sampler import SamplerConfig, check_guidance
+from diffusion.sampling.few_steps import warn_of_few_steps
+from diffusion.sampling.sampler import SamplerConfig
 from diffusion.sampling.trajectories import StepConfig, Trajectories
 from mmrl.errors import UserError
 from mmrl.listings import rows_of
@@ -101,12 +102,33 @@ def test_other_schedulers_are_refused_with_those_that_fit(folder, tmp_path):
         load_pipeline(copied)
 
 
-def test_guidance_of_a_model_distilled_to_few_steps_warns(klein, caplog):
-    policy = load_policy(config_of(klein, family_options={"text_layers": [1, 2, 3]}))
-    check_guidance(policy, SamplerConfig(guidance=1.0))
-    assert "distilled" not in caplog.text
-    check_guidance(policy, SamplerConfig(guidance=4.0))
-    assert "sampler.guidance is 4.0, but this model is distilled to few steps" in caplog.text
+DISTILLED = {
+    "klein_distilled": "its model_index.json says is_distilled",
+    "flux": "its transformer has no input for guidance, as that of FLUX.1 schnell",
+    "turbo": "the steps of its scheduler trail, as those of SD-Turbo and SDXL-Turbo",
+    "z-image-turbo": "it is called z-image-turbo",
+}
+
+
+@pytest.mark.parametrize("name", DISTILLED)
+def test_settings_that_do_not_suit_a_model_of_few_steps_warn(name, tmp_path, caplog):
+    case = CASES[{"turbo": "stable_diffusion_xl", "z-image-turbo": "z_image"}.get(name, name)]
+    path = case.build(tmp_path / name.replace("turbo", "model" if name == "turbo" else "turbo"))
+    if name == "turbo":
+        file = path / "scheduler/scheduler_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"timestep_spacing": "trailing"}))
+    policy = load_policy(config_of(path, **case.model))
+    warn_of_few_steps(policy, SamplerConfig(steps=4, eval_steps=4, guidance=1.0))
+    assert caplog.text == ""
+    warn_of_few_steps(policy, SamplerConfig(guidance=4.0, eval_guidance=3.0, steps=20), matched=True)
+    assert caplog.text.count(DISTILLED[name]) == 5
+    for said in ("guidance is 4.0", "eval_guidance is 3.0", "steps is 20", "eval_steps is 40", "it unlearns to draw"):
+        assert said in caplog.text
+
+
+def test_models_of_many_steps_are_not_taken_for_distilled_ones(folder, caplog):
+    warn_of_few_steps(load_policy(config_of(folder)), SamplerConfig(guidance=4.0, steps=50), matched=True)
+    assert caplog.text == ""
 
 
 def test_reading_a_family_draws_nothing_from_the_global_generator(folder):

@@ -54,13 +54,6 @@ def kontext(path: Path) -> Path:
     return written(lambda: FluxKontextPipeline(**parts), path)
 
 
-def with_euler(pipeline: Any) -> None:
-    """Put the plain Euler scheduler in the place of a multistep solver."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    pipeline.scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-
-
 def qwen_tokenizer() -> Any:
     """Bytes and three marks."""
     from tokenizers import pre_tokenizers
@@ -349,9 +342,10 @@ def unet(width: int, **options: Any) -> Any:
     )
 
 
-def stable_diffusion(path: Path, prediction: str = "epsilon") -> Path:
+def stable_diffusion(path: Path, prediction: str = "epsilon", scheduler: str = "DDIMScheduler", **more: Any) -> Path:
     ensure_torchvision()
-    from diffusers import DDIMScheduler, StableDiffusionPipeline
+    import diffusers
+    from diffusers import StableDiffusionPipeline
 
     def assemble() -> Any:
         tokenizer = clip_tokenizer(CORPUS, 700, 32)
@@ -360,7 +354,7 @@ def stable_diffusion(path: Path, prediction: str = "epsilon") -> Path:
             text_encoder=clip_text_model(tokenizer, 32, 2, 4, 32),
             tokenizer=tokenizer,
             unet=unet(32),
-            scheduler=DDIMScheduler(prediction_type=prediction, **DDIM),
+            scheduler=getattr(diffusers, scheduler).from_config(DDIM | {"prediction_type": prediction} | more),
             safety_checker=None,
             feature_extractor=None,
             requires_safety_checker=False,
@@ -369,9 +363,10 @@ def stable_diffusion(path: Path, prediction: str = "epsilon") -> Path:
     return written(assemble, path)
 
 
-def stable_diffusion_xl(path: Path) -> Path:
+def stable_diffusion_xl(path: Path, scheduler: str = "DDIMScheduler") -> Path:
     ensure_torchvision()
-    from diffusers import DDIMScheduler, StableDiffusionXLPipeline
+    import diffusers
+    from diffusers import StableDiffusionXLPipeline
 
     def assemble() -> Any:
         tokenizer = clip_tokenizer(CORPUS, 700, 32)
@@ -383,7 +378,7 @@ def stable_diffusion_xl(path: Path) -> Path:
             tokenizer=tokenizer,
             tokenizer_2=tokenizer,
             unet=unet(64, addition_embed_type="text_time", **sizes),
-            scheduler=DDIMScheduler(**DDIM),
+            scheduler=getattr(diffusers, scheduler).from_config(DDIM | {"timestep_spacing": "leading"}),
         )
 
     return written(assemble, path)

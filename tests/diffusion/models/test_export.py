@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from diffusion.models.adapters import FORMATS
 from diffusion.models.policy import LoraSettings, ModelConfig, load_policy
 from diffusion.toy.pipelines.tiny import TinySd3Sizes, build_tiny_sd3
 from mmrl.cli import main
+from mmrl.config import save
+from mmrl.errors import UserError
 from mmrl.hub.compat import quiet_transformers
 from mmrl.recipes import RECIPES
 from mmrl.report.export import export_run
@@ -119,3 +122,39 @@ def test_the_printed_call_and_the_card_draw_with_a_pipeline_without_t5(tmp_path,
     with quiet_transformers():
         exec(re.search(r"```python\n(.*?)\n```\n", Path("README.md").read_text(), re.DOTALL)[1], made)
     assert made["drawn"].size == (32, 32)
+
+
+def checkpoint_of(config, folder):
+    """The folder of a run with one checkpoint of the policy as it starts."""
+    step = folder / "checkpoints/step-000001"
+    load_policy(config.model).save_pretrained(step / "model")
+    (step / "state.pt").touch()
+    write_manifest(step)
+    save(config, folder / "config.yaml")
+    return folder
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_command_exports_adapters_for_other_programs(tmp_path, pipeline, form, capsys):
+    config = run_config("flow_grpo", tmp_path)
+    config.model = dataclasses.replace(config.model, path=str(pipeline), max_sequence_length=8)
+    run = checkpoint_of(config, tmp_path / "run")
+    assert main(["export", str(run), "--output", str(tmp_path / "out"), "--lora-format", form]) == 0
+    assert f"load it as {tmp_path}/out/README.md shows" in capsys.readouterr().out
+    card = (tmp_path / "out/README.md").read_text()
+    own = {"diffusers": "pipeline.load_lora_weights(folder)", "kohya": "ComfyUI does, in its folder models/loras"}
+    assert own.get(form, "PeftModel.from_pretrained(pipeline.transformer, folder)") in card
+    assert str(tmp_path) not in card
+    assert {file.suffix for file in (tmp_path / "out").iterdir()} == {".safetensors", ".json", ".md"}
+
+
+def test_a_format_of_adapters_needs_adapters_of_an_image_model(tmp_path, pipeline, capsys):
+    config = run_config("flow_grpo", tmp_path)
+    lora = dataclasses.replace(config.model.lora, enabled=False)
+    config.model = dataclasses.replace(config.model, path=str(pipeline), max_sequence_length=8, lora=lora)
+    run = checkpoint_of(config, tmp_path / "run")
+    assert main(["export", str(run), "--output", str(tmp_path / "out"), "--lora-format", "peft"]) == 2
+    assert "--lora-format is for adapters, but this run trained whole weights; leave it out" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match="--lora-format is for runs on image and video models, not for"):
+        RECIPES["reg_grpo"].load_recipe_class().export_adapter(None, tmp_path, tmp_path, "peft")
