@@ -144,6 +144,7 @@ class PolicyWithCritic(ActionPolicy):
     cameras = property(lambda self: self.policy.cameras)  # type: ignore[assignment]
     action_bounds = property(lambda self: self.policy.action_bounds)  # type: ignore[assignment]
     action_range = property(lambda self: self.policy.action_range)  # type: ignore[assignment]
+    interface = property(lambda self: self.policy.interface)  # type: ignore[assignment]
     config = property(lambda self: getattr(self.policy, "config", None))
 
     def act(self, *arguments: Any, **options: Any) -> ActionChoice:

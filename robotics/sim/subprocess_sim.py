@@ -75,6 +75,16 @@ class SubprocessSim:
         """Names of the further cameras."""
         self.action_bounds: Sequence[Sequence[float]] | None = self._hello.get("action_bounds") or None
         """Meaning of -1 and 1 in the environment's own units, A numbers each; None where unknown."""
+        self.action_integer = bool(self._hello.get("action_integer"))
+        """Whether the environment's own units are whole numbers."""
+        self.state_names: Sequence[str] = self._hello.get("state_names") or ()
+        """Names of the entries of the state; empty where unknown."""
+        self.action_names: Sequence[str] = self._hello.get("action_names") or ()
+        """Names of the entries of an action; empty where unknown."""
+        self.camera = str(self._hello.get("camera") or "")
+        """Name of the camera of the images; empty where unknown."""
+        self.control_hz: float | None = self._hello.get("control_hz")
+        """Control steps a second; None where unknown."""
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -355,6 +365,10 @@ def problem_in_hello(hello: Mapping[str, Any]) -> str:
         return f"views is {views!r:.80}; expected the names of further cameras"
     if bounds and np.shape(bounds) != (2, hello["action_size"]):
         return f"action_bounds is {bounds!r:.80}; expected two lists of {hello['action_size']} numbers"
+    for name, size in (("state_names", hello["state_size"]), ("action_names", hello["action_size"])):
+        names = hello.get(name) or []
+        if not isinstance(names, list) or not all(isinstance(one, str) for one in names) or len(names) not in (0, size):
+            return f"{name} is {names!r:.80}; expected {size} names"
     missing = [name for name in ("python", "numpy", "expert") if name not in hello]
     return f"{missing[0]} is missing" if missing else ""
 
