@@ -110,7 +110,7 @@ class GymRow:
         self.action_size, self.action_bounds = int(np.prod(env.action_space.shape)), (self._low, self._high)
         self._observation, _ = env.reset(seed=0)
         self.state_size = len(self.state())
-        self.state_names = self._state_names()
+        self.state_names = self._state_names(state_keys is None)
         self.action_names = _listed_names(self._metadata, "action_names", self.action_size)
         self.image_size = self._image_size()
         self.views = tuple(views or self._metadata.get("views", ()))
@@ -173,9 +173,9 @@ class GymRow:
         scaled = (action - self._low) / np.where(locked, 1.0, width) * 2.0 - 1.0
         return np.where(locked, 0.0, np.clip(scaled, -1.0, 1.0))
 
-    def _state_names(self) -> list[str] | None:
-        """Names of the entries of the state: those of `metadata`, else by the keys of a Dict observation."""
-        listed = _listed_names(self._metadata, "state_names", self.state_size)
+    def _state_names(self, whole: bool) -> list[str] | None:
+        """Names of the entries of the state: those of `metadata`, if it is whole, else by the keys of a Dict."""
+        listed = _listed_names(self._metadata, "state_names", self.state_size) if whole else None
         if listed is not None or self._state_keys is None:
             return listed
         return [name for key in self._state_keys for name in _leaf_names(key, self._observation[key])]

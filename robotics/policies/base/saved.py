@@ -35,6 +35,7 @@ NO_SIZES = ("seed", "first_id")
 """Entries that size nothing."""
 BOUNDS_FILE = "action_bounds.json"
 INTERFACE_FILE = "interface.json"
+EXAMPLE = '{"state": ["x", "y"], "actions": null, "cameras": ["front"], "control_hz": 10}'
 
 
 class Scaled(Protocol):
@@ -110,10 +111,9 @@ def read_units(path: Path, policy: Scaled) -> None:
         policy.interface = RobotInterface.load(interface)
     else:
         LOGGER.warning(
-            '%s has no %s, so nobody can tell whether states, cameras and control rate are those that the policy learned '
-            'from; write one, such as {"state": ["x", "y"], "actions": null, "cameras": ["front"], "control_hz": 10}, '
-            "with null for what is not known",
-            *(path, INTERFACE_FILE),
+            "%s has no %s, so nobody can tell whether states, cameras and control rate are those that the policy "
+            "learned from; write one, such as %s, with null for what is not known",
+            *(path, INTERFACE_FILE, EXAMPLE),
         )
 
 

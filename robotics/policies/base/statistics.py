@@ -82,9 +82,7 @@ class ActionRange:
         return torch.where(width == 0, 0.0, scaled).to(actions.dtype)
 
     def to_data(self, actions: Tensor) -> Tensor:
-        """Convert actions (..., D) of the simulator to the data's, (a + 1) / 2 (high - low) + low, rounded where whole
-        numbers are meant.
-        """
+        """Convert actions (..., D) of the simulator to the data's, (a + 1) / 2 (high - low) + low, rounded if whole."""
         low, width = self._scales(actions)
         found = (actions.double() + 1) / 2 * width + low
         return (found.round() if self.integer else found).to(actions.dtype)
