@@ -29,7 +29,7 @@ TOLERANCE = 1e-3
 """Share of a range by which actions may be outside it, for rounding."""
 FARTHEST = 3.0
 """Actions beyond it, on the scale -1..1, are more than a whole range outside: other units, not a few large commands."""
-LITTLE = 0.05
+LITTLE = 0.1
 """Actions that use at most this share of a range may be in smaller units."""
 
 

@@ -20,7 +20,7 @@ from mmrl.errors import RunError, UserError
 from mmrl.fields import check_fields
 from robotics.scenes.arms import find_arm
 from robotics.scenes.control import ACTION_NAMES, ACTION_SIZE, CartesianController, ControlSettings, check_actions
-from robotics.scenes.tabletop import PHYSICS_STEPS, PROPRIO_NAMES, PROPRIO_SIZE, STATE_NAMES, STATE_SIZE
+from robotics.scenes.tabletop import CONTROL_HZ, PHYSICS_STEPS, PROPRIO_NAMES, PROPRIO_SIZE, STATE_NAMES, STATE_SIZE
 from robotics.scenes.tasks import LAYOUTS, TabletopScene, find_task, layout_seed
 from robotics.scenes.variant import ActionDelay, ObservationDelay, SceneVariant
 from robotics.scenes.videos import VIDEO_SIZE, Caption, VideoRenderer, write_caption
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 Watcher = Callable[["mujoco.MjData", Caption], object]
 ROW = (0,)
-CONTROL_HZ = 10
 LOOKS = ("film", "policy")
 POLICY_SIZE = (256, 256)
 SHOWN_PARTS = 5

@@ -28,6 +28,8 @@ CUBE_HALF_M = 0.025
 PLACE_RADIUS_M = 0.06
 PHYSICS_STEPS = 25
 """Physics steps of 4 ms in a control step: 10 Hz."""
+CONTROL_HZ = 10
+"""Control steps a second."""
 PROPRIO_NAMES = (
     *("grip_x", "grip_y", "grip_z", "grip_yaw", "grip_opening"),
     *("command_x", "command_y", "command_z", "command_yaw", "command_gripper"),
