@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +51,7 @@ class PlainSim(LineSim):
 
     image_size = None
     state_names, action_names, control_hz = ("x", "one"), ("push",), 12.5
-    action_bounds: list[list[float]] | None = [[-0.06], [0.03]]
+    action_bounds: Sequence[Sequence[float]] | None = ((-0.06,), (0.03,))
 
 
 def write(path, actions=(-0.06, 0.0, 0.03), fps=12.5, state=("x", "one"), action=1, **about):
@@ -131,7 +133,7 @@ def test_what_the_dataset_says_of_its_units_counts(tmp_path):
         recipe(tmp_path, scaled, "environment")
     own = recipe(tmp_path, write(tmp_path / "own", units="environment")).demonstrations.actions[0]
     np.testing.assert_allclose(own[:, 0], [-1, 1 / 3, 1], atol=1e-6)
-    with pytest.raises(UserError, match="units is normalised, but .* declares its actions in m"):
+    with pytest.raises(UserError, match=r"units is normalised, but .* declares its actions in m"):
         recipe(tmp_path, write(tmp_path / "si", units=["m"]), "normalised")
     with pytest.raises(UserError, match=r"actions of .* in m reach -0\.06 to 0\.03"):
         recipe(tmp_path, tmp_path / "si")
@@ -227,7 +229,7 @@ def test_a_locked_joint_is_passed_through_everywhere(tmp_path):
     made = recipe(tmp_path, data, "environment", sim)
     assert made.demonstrations.actions[0].tolist() == [[-1, 0], [0.5, 0]]
     assert np.isfinite(made.demonstrations.statistics().normalise(made.demonstrations.actions[0])).all()
-    with pytest.raises(UserError, match="fits -1..1"):  # the locked joint never was at 0.1
+    with pytest.raises(UserError, match=r"fits -1\.\.1"):  # the locked joint never was at 0.1
         recipe(tmp_path, write(tmp_path / "wrong", [(-1, 0.1), (1, 0.1)], fps=10, action=2), "environment", sim)
 
 
@@ -407,15 +409,9 @@ def test_a_run_is_not_evaluated_with_its_state_in_another_order(tmp_path):
     )
     try:
         second.policy.load_weights(tmp_path / "saved")  # as an evaluation of a checkpoint does
-        with pytest.raises(UserError, match="entry 0 of the state is 'speed' in .* and 'x' in the simulator"):
+        with pytest.raises(UserError, match=r"entry 0 of the state is 'speed' in .* and 'x' in the simulator"):
             second.measures(second.policy, "held_out", None)
     finally:
         second.close()
-    with contextlib_closing(open_sim(sim_config("DictCart"))) as sim:
+    with closing(open_sim(sim_config("DictCart"))) as sim:
         assert (sim.control_hz, list(sim.state_names)) == (12.5, ["speed", "x"])
-
-
-def contextlib_closing(thing):
-    import contextlib
-
-    return contextlib.closing(thing)
