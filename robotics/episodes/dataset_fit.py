@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from mmrl.errors import UserError
+from robotics.data import LeRobotReader
 from robotics.data.features import ACTION, STATE, names_of_feature, robot_features
 from robotics.policies.base.statistics import ActionRange
 from robotics.policies.loading import bounds_of, refuse_differences
@@ -89,6 +90,13 @@ def check_dataset(
             "an environment says it by render_fps in its metadata, or sim.options.adapter.control_hz does",
             *(data.control_hz, path),
         )
+
+
+def check_state(path: str, sim: RobotSim, accept_other: Collection[str] = ()) -> None:
+    """Refuse a dataset whose states have a simulator's entries in another order; raises UserError."""
+    info, theirs = LeRobotReader(path).info, interface_of(sim)
+    state = _comparable(dataset_interface(info, ()).state, theirs.state)
+    refuse_differences(RobotInterface(state).differences(theirs), f"the dataset {path}", "the simulator", accept_other)
 
 
 def in_simulator_units(

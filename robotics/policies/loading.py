@@ -39,6 +39,14 @@ OPTIONS = {
     "openvla": "robotics.policies.openvla.folder:OpenVlaConfig",
 }
 """Dataclass of the options of each kind of policy."""
+OWN_UNITS = (
+    "set model.options.action_box=true if these are the environment's own units, else model.options.action_low and "
+    "action_high, [-1, ...] and [1, ...] for -1..1"
+)
+RESCALED = (
+    "wrap the environment so that its actions are a Box of -1..1 with the meaning of the policy's data, as "
+    "gymnasium.wrappers.RescaleAction does for normalised data"
+)
 ONE_CAMERA = ("small", "gaussian", "flow", "vlm")
 
 
@@ -147,6 +155,8 @@ def _served(kind: type[Served], config: ActionPolicyConfig, sim: RobotSim) -> Se
     """Options of a served policy, with the bounds of the environment's own actions where `action_box` asks for them."""
     options = _options(kind, config.options)
     if not options.action_box:
+        if not (options.action_low or options.action_high):
+            _need_units(sim, f"{options.folder} gives actions in the units of its data", OWN_UNITS)
         return options
     bounds = getattr(sim, "action_bounds", None)
     if bounds is None:
@@ -156,6 +166,13 @@ def _served(kind: type[Served], config: ActionPolicyConfig, sim: RobotSim) -> Se
         )
     low, high = (list(bound) for bound in bounds)
     return _options(kind, {**config.options, "action_box": False, "action_low": low, "action_high": high})
+
+
+def _need_units(sim: RobotSim, what: str, way: str) -> None:
+    """Refuse a policy from elsewhere whose units nobody declares, where the simulator's own are not -1..1."""
+    own = bounds_of(sim)
+    if own is not None and not own.same_as(ActionRange((-1.0,) * len(own.low), (1.0,) * len(own.low))):
+        raise UserError(f"{what}, and the environment's own are in {own}; {way}")
 
 
 def _options(kind: type[Options], given: dict[str, Any], where: str = "model.options", **own: int) -> Options:
@@ -172,6 +189,7 @@ def _openvla(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPoli
     from robotics.policies.openvla.tokens import OpenVlaPolicy
 
     settings = _options(OpenVlaConfig, config.options, chunk=config.chunk)
+    _need_units(sim, f"{settings.folder} gives actions in the units of its data, which are taken as -1..1", RESCALED)
     has_head = find_part(expanded(settings.folder), HEAD) is not None
     return (OpenVlaRegressionPolicy if has_head else OpenVlaPolicy)(settings)
 

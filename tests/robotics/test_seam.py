@@ -16,6 +16,7 @@ import torch
 from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
 from mmrl.training.settings import BaseTrainerConfig
+from robotics.episodes.dataset_fit import check_state
 from robotics.episodes.demonstrations import DemonstrationConfig
 from robotics.episodes.evaluation import RobotEvaluationConfig
 from robotics.episodes.recording import build_demonstrations
@@ -24,7 +25,7 @@ from robotics.methods.clone import CloneConfig, CloneRecipe
 from robotics.methods.recipe import RobotConfig
 from robotics.policies.base.policy import open_policy
 from robotics.policies.base.statistics import ActionRange
-from robotics.policies.loading import ActionPolicyConfig, check_fit
+from robotics.policies.loading import ActionPolicyConfig, check_fit, load_action_policy
 from robotics.serving import ServeConfig, open_served_policy
 from robotics.serving.messages import BadMessageError
 from robotics.sim.gym_adapter import EnvError, GymRow
@@ -233,6 +234,15 @@ def test_a_locked_joint_is_passed_through_everywhere(tmp_path):
         recipe(tmp_path, write(tmp_path / "wrong", [(-1, 0.1), (1, 0.1)], fps=10, action=2), "environment", sim)
 
 
+@pytest.mark.parametrize("kind", ["lerobot", "lerobot_flow", "openvla"])
+def test_policies_from_elsewhere_declare_their_units_where_these_are_not_minus_one_to_one(kind):
+    config = ActionPolicyConfig(kind=kind, options={"folder": "anything"})
+    with pytest.raises(
+        UserError, match=r"in the units of its data.* environment's own are in -0\.06\.\.0\.03; (set|wrap)"
+    ):
+        load_action_policy(config, PlainSim(), 0)
+
+
 # order, cameras and rate
 
 
@@ -287,6 +297,12 @@ def test_swapped_cameras_of_a_dataset_are_refused(tmp_path):
         else:
             with pytest.raises(UserError, match="has the camera 'hand', the simulator has 'front'"):
                 found.fitted(about, sim)
+
+
+def test_a_latent_of_states_in_another_order_is_refused(tmp_path):
+    check_state(str(write(tmp_path / "data")), PlainSim())
+    with pytest.raises(UserError, match="entry 0 of the state is 'one'"):
+        check_state(str(write(tmp_path / "other", state=("one", "x"))), PlainSim())
 
 
 def test_an_unknown_rate_is_said(tmp_path, caplog):
