@@ -9,6 +9,7 @@ Source: huggingface/lerobot 0.6.1, src/lerobot/datasets/feature_utils.py, src/le
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +113,23 @@ def image_size(feature: Mapping[str, Any]) -> tuple[int, int]:
     return (shape[1], shape[2]) if channel_first else (shape[0], shape[1])
 
 
+def names_of_feature(feature: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Names of the entries of a feature; None where it does not have a different one for each.
+
+    Datasets from elsewhere have a list, groups of lists such as {"motors": [...]}, or the place of each name.
+    """
+    names, size = feature.get("names"), math.prod(feature.get("shape", ()))
+    if isinstance(names, Mapping):
+        if names and all(isinstance(place, int) for place in names.values()):
+            names = sorted(names, key=lambda name: names[name])
+        else:
+            names = [name for part in names.values() if isinstance(part, list) for name in part]
+    if not isinstance(names, Sequence) or isinstance(names, str) or len(names) != size:
+        return None
+    found = tuple(str(name) for name in names)
+    return found if len(set(found)) == size else None
+
+
 def by_feature(features: Mapping[str, Any], images: Mapping[str, Any]) -> dict[str, Any]:
     """Images by feature instead of by camera; raises ValueError for an unknown camera."""
     cameras = {camera_name(key): key for key, feature in features.items() if feature["dtype"] in IMAGES}
@@ -143,7 +161,7 @@ def frame_tasks(task: str | Sequence[str], length: int) -> list[str]:
 
 
 def bookkeeping(
-    features: Mapping[str, Any], number: int, first: int, fps: int, success: bool | None, task_index: Sequence[int]
+    features: Mapping[str, Any], number: int, first: int, fps: float, success: bool | None, task_index: Sequence[int]
 ) -> dict[str, NDArray]:
     """Bookkeeping columns (T,) of episode `number`, whose first frame has the index `first` in the dataset."""
     length = len(task_index)

@@ -167,7 +167,7 @@ class StorageSettings:
     """Encoder; lerobot's two frames between key frames make single frames quick to read."""
 
 
-def new_info(fps: int, features: dict[str, Any], robot: str | None, settings: StorageSettings) -> dict[str, Any]:
+def new_info(fps: float, features: dict[str, Any], robot: str | None, settings: StorageSettings) -> dict[str, Any]:
     """Content of `meta/info.json` of a dataset without episodes."""
     return {
         "codebase_version": VERSION,

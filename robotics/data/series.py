@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmrl.errors import UserError
-from robotics.data.features import DTYPES, IMAGES, SUCCESS, complete_features
+from robotics.data.features import DTYPES, IMAGES, SUCCESS, complete_features, names_of_feature
 from robotics.data.layout import DATA_PATH, INFO_PATH, VIDEO_PATH, numbered_files
 from robotics.data.tables import count_rows, read_schema, read_table, write_table
 
@@ -41,7 +41,7 @@ class FileSeries:
     limit: int  # bytes that a file of several episodes does not exceed
     chunk: int  # files in a folder chunk-XXX
     join: Callable[[Sequence[Path], Path], None] | None = None  # into one, maybe the first; None: the caller does it
-    fps: int = 0  # of a video, whose rows hold the times of an episode in the file; else 0
+    fps: float = 0  # of a video, whose rows hold the times of an episode in the file; else 0
     number: int = 0  # of the next file
     tail: list[_Segment] = field(default_factory=list)
 
@@ -99,7 +99,7 @@ class FileSeries:
 
 
 def check_appendable(
-    folder: Path, info: Mapping[str, Any], fps: int | None, features: Mapping[str, Any] | None, robot_type: str | None
+    folder: Path, info: Mapping[str, Any], fps: float | None, features: Mapping[str, Any] | None, robot_type: str | None
 ) -> None:
     """Refuse to append to a dataset with other features, rate or robot than the given ones."""
     theirs = {key: (one["dtype"], list(one["shape"])) for key, one in info["features"].items()}
@@ -109,6 +109,10 @@ def check_appendable(
     different = [key for key in ours | theirs if ours.get(key) != theirs.get(key) and key != SUCCESS]
     if different:
         raise UserError(f"{folder} has other features than asked for: {', '.join(different)}")
+    for key, feature in (features or {}).items():
+        wanted, named = names_of_feature(feature), names_of_feature(info["features"].get(key, {}))
+        if wanted and named and wanted != named and feature["dtype"] not in IMAGES:
+            raise UserError(f"{folder} has {key} with the entries {', '.join(named)}, not {', '.join(wanted)}")
     for key, wanted in (("fps", fps), ("robot_type", robot_type)):
         if wanted is not None and info.get(key) != wanted:
             raise UserError(f"{folder} has {key} {info.get(key)!r}, not {wanted!r}")

@@ -13,6 +13,7 @@ stores success. Datasets made by lerobot are appended to as they are, and lerobo
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -78,7 +79,7 @@ class EpisodeWriter:
 
     Args:
         folder: of the dataset; made when missing.
-        fps: frames a second, a whole number; that of the dataset when None.
+        fps: frames a second, also a fraction such as 12.5; that of the dataset when None.
         features: from `robot_features`, or more; those of the dataset when None.
         robot_type: that of the dataset when None.
         settings: sizes of files and the encoder; `StorageSettings()` when None.
@@ -91,14 +92,14 @@ class EpisodeWriter:
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        fps: int | None = None,
+        fps: float | None = None,
         features: Mapping[str, Any] | None = None,
         robot_type: str | None = None,
         settings: StorageSettings | None = None,
     ) -> None:
         require_packages("a LeRobotDataset", ["pyarrow"], "vla")
-        if fps is not None and (fps != int(fps) or fps < 1):
-            raise UserError(f"fps is {fps}; the format takes a whole number of at least 1")
+        if fps is not None and not (math.isfinite(fps) and fps > 0):
+            raise UserError(f"fps is {fps}; expected frames a second, above 0")
         self.folder = Path(folder)
         self.settings = settings or StorageSettings()
         self._tasks: list[str] = []
@@ -119,7 +120,7 @@ class EpisodeWriter:
                 self._info = dict(reader.info)
                 self._continue(reader)
             else:
-                self._info = new_info(int(fps or 0), complete, robot_type, self.settings)
+                self._info = new_info(_rate(fps or 0), complete, robot_type, self.settings)
                 self._open_series()
                 write_json(self._info, self.folder / INFO_PATH)
         except BaseException:
@@ -133,9 +134,9 @@ class EpisodeWriter:
         return features
 
     @property
-    def fps(self) -> int:
+    def fps(self) -> float:
         """Frames a second."""
-        return int(self._info["fps"])
+        return _rate(self._info["fps"])
 
     @property
     def episodes(self) -> int:
@@ -391,6 +392,11 @@ class EpisodeWriter:
             remove_leftovers(series, reader.episodes)
             series.number = max((series.number_in(row) + 1 for row in reader.episodes), default=0)
         remove_joined(self._data, reader.episodes)
+
+
+def _rate(fps: float) -> float:
+    """A rate as lerobot writes it, as a whole number where it is one."""
+    return int(fps) if fps == int(fps) else float(fps)
 
 
 def _row_table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema | None) -> pa.Table:

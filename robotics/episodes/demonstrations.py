@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,19 +16,19 @@ import torch
 from numpy.typing import NDArray
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, rare
+from mmrl.fields import bounded, choice, rare
 from mmrl.files import expanded
 from mmrl.hub.building import build_if_missing
 from mmrl.runs.fingerprint import content_digest
 from robotics.data import EpisodeData, LeRobotReader
+from robotics.episodes.dataset_fit import UNITS, check_dataset, in_simulator_units
 from robotics.policies.base.policy import PolicyInputs
 from robotics.policies.base.statistics import ActionStatistics, StateStatistics
+from robotics.sim.episodes import RobotSim
 
 LOGGER = logging.getLogger("mmrl")
 IMAGES_READ = 256
 """Episodes whose first image enters the digest of the demonstrations."""
-TOLERANCE = 1e-3
-"""Tolerance for actions outside -1..1."""
 
 
 @dataclass
@@ -52,6 +52,10 @@ class DemonstrationConfig:
     """Number of episodes, the first ones; 0 = all."""
     only_success: bool = rare(True)
     """Leave out episodes that are marked as failures."""
+    units: str = choice("", ("", *UNITS))
+    """environment: actions are in the environment's own units, within the bounds of its action space, as robots are
+    usually recorded; normalised: in -1..1. Empty = what the dataset declares; where it declares nothing, it is refused
+    unless the environment's own units are -1..1 too."""
     unscaled: list[int] = field(default_factory=list)
     """Entries of an action that `acting.scale: bounds_q99` does not scale, such as the gripper; -1 is the last one."""
 
@@ -83,7 +87,7 @@ class Demonstrations:
     states: list[NDArray[np.float32]]
     """(T, S) of each episode."""
     actions: list[NDArray[np.float32]]
-    """(T, A) of each episode, in -1..1, or in the units that `acting.scale` normalises."""
+    """(T, A) of each episode, as in the dataset; those of `fitted` are in the simulator's -1..1."""
     images: list[NDArray[np.uint8]] | None
     """(T, H, W, 3) of each episode; None without a camera."""
     instructions: list[str]
@@ -94,6 +98,29 @@ class Demonstrations:
     """T texts by number of the episode, for episodes in which the instruction changes."""
     views: list[list[NDArray[np.uint8]]] = field(default_factory=list)
     """(T, H, W, 3) of each further camera of each episode; empty without any."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """Content of the dataset's `meta/info.json`."""
+
+    def fitted(self, config: DemonstrationConfig, sim: RobotSim, accept_other: Collection[str] = ()) -> Demonstrations:
+        """The demonstrations with actions in a simulator's -1..1.
+
+        Args:
+            config: with the declared units.
+            sim: the simulator, which says its units, order, cameras and rate.
+            accept_other: facts in which both may differ, see `robotics.sim.interface.FACTS`.
+
+        Raises:
+            UserError: both differ in something else, or the units of the actions are unknown or wrong.
+        """
+        used = [config.camera, *config.views] if config.camera else []
+        found = self.actions[0].shape[1]
+        if found != sim.action_size:
+            raise UserError(
+                f"the actions of {config.path} have {found} entries, those of the simulator {sim.action_size}"
+            )
+        check_dataset(config.path, self.info, used, sim, accept_other)
+        actions = in_simulator_units(config.path, self.info, self.actions, config.units, sim)
+        return dataclasses.replace(self, actions=actions)
 
     @property
     def num_transitions(self) -> int:
@@ -138,16 +165,6 @@ class Demonstrations:
                 found.q99[first],
             )
         return found
-
-    def warn_of_large_actions(self) -> None:
-        """Warn of actions outside -1..1, which a policy without action statistics cannot take."""
-        largest = max(float(np.abs(actions).max(initial=0.0)) for actions in self.actions)
-        if largest > 1 + TOLERANCE:
-            LOGGER.warning(
-                "the demonstrations have actions up to %.3g, outside -1..1, which are clipped; acting.scale "
-                "bounds_q99 normalises them",
-                largest,
-            )
 
     def state_statistics(self) -> StateStatistics:
         """Distribution of the states."""
@@ -208,7 +225,7 @@ def load_demonstrations(config: DemonstrationConfig) -> Demonstrations:
     build_if_missing(config, "demonstrations")
     reader = LeRobotReader(expanded(config.path))
     limit = config.max_episodes or len(reader.episodes)
-    found = Demonstrations([], [], [] if config.camera else None, [])
+    found = Demonstrations([], [], [] if config.camera else None, [], info=reader.info)
     for number in range(len(reader.episodes)):
         if len(found.actions) == limit:
             break

@@ -20,6 +20,7 @@ from mmrl.errors import UserError
 from mmrl.fields import check_config
 from mmrl.files import replaced
 from robotics.sim.episodes import EpisodeSpec, RobotSim
+from robotics.sim.interface import interface_of
 from robotics.sim.opening import SimConfig, open_sim
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ LOGGER = logging.getLogger("mmrl")
 CAMERA = "front"
 """Name of the images of a simulator without a choice of cameras, the default of `demonstrations.camera`."""
 FPS = 10
-"""Frames a second of an environment whose metadata has no render_fps."""
+"""Frames a second that a dataset gets of a simulator that does not say its control rate."""
 BATCH = 32
 """Episodes that run at once where the simulator has room for any number."""
 TRIES = 10
@@ -124,7 +125,8 @@ def build_demonstrations(
     Raises:
         UserError: an option is wrong, there is no expert, or too few of its episodes succeed.
     """
-    from robotics.data import EpisodeWriter, robot_features
+    from robotics.data import EpisodeWriter
+    from robotics.episodes.dataset_fit import recorded_features
 
     if episodes < 1:
         raise UserError(f"episodes is {episodes}; must be at least 1")
@@ -133,11 +135,16 @@ def build_demonstrations(
     cameras = [config.camera or CAMERA, *config.views]
     with replaced(Path(path)) as draft, contextlib.closing(open_sim(config)) as opened:
         size, about = opened.image_size if config.image_size else None, opened.describe()
-        features = robot_features(
-            opened.state_size or None, opened.action_size, {} if size is None else dict.fromkeys(cameras, size)
-        )
-        robot, fps = str(about.get("environment", config.kind)), round(about.get("render_fps") or FPS)
-        with EpisodeWriter(draft, fps, features, robot) as writer:
+        features = recorded_features(opened, {} if size is None else dict.fromkeys(cameras, size))
+        rate = interface_of(opened).control_hz
+        if rate is None:
+            LOGGER.warning(
+                "the simulator does not say its control rate; the dataset says %d frames a second. An environment says "
+                "it by render_fps in its metadata, or sim.options.adapter.control_hz does",
+                FPS,
+            )
+        robot = str(about.get("environment", config.kind))
+        with EpisodeWriter(draft, rate or FPS, features, robot) as writer:
             for task, instruction in opened.tasks().items():
                 for seen in _successes(opened, task, instruction, episodes, first_layout):
                     states = np.stack(seen.states) if opened.state_size else None

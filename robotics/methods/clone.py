@@ -35,6 +35,7 @@ from robotics.methods.recipe import RobotDomain, RobotParts
 from robotics.policies.base.draws import RowGenerators
 from robotics.policies.base.policy import ActionPolicy, PolicyInputs
 from robotics.sim.episodes import RobotSim, views_of
+from robotics.sim.opening import open_sim
 
 
 def _trainer() -> BaseTrainerConfig:
@@ -87,21 +88,19 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
 
     def __init__(self, config: CloneConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
         super().__init__(config)
-        self.demonstrations: Demonstrations = load_demonstrations(config.demonstrations)
+        read = load_demonstrations(config.demonstrations)
+        sim = open_sim(config.sim) if sim is None else sim
+        try:  # before a policy is loaded
+            self.demonstrations: Demonstrations = read.fitted(config.demonstrations, sim, config.model.accept_other)
+        except UserError:
+            sim.close()
+            raise
         self.open(config, policy, sim)
-        found = self.demonstrations.actions[0].shape[1]
-        if found != self.sim.action_size:
-            raise UserError(
-                f"the actions of {config.demonstrations.path} have {found} entries, those of the simulator "
-                f"{self.sim.action_size}"
-            )
         self._check_views()
         scaled = config.acting.scale != "none"
         self.policy.statistics = self.demonstrations.statistics(config.demonstrations.unscaled) if scaled else None
         self.policy.scale_states(self.demonstrations.state_statistics())
         self.scale = action_scale(self.policy, config.acting)
-        if self.scale is None:
-            self.demonstrations.warn_of_large_actions()
 
     def _check_views(self) -> None:
         found, wanted = len(self.config.demonstrations.views), self.policy.views

@@ -103,7 +103,7 @@ class RobotDistilRecipe(RobotGrpoRecipe):
         super().__init__(config, policy, sim)
         try:
             self.teacher = load_action_policy(config.teacher, self.sim, config.seed).requires_grad_(False).eval()
-            check_fit(self.teacher, self.sim)
+            check_fit(self.teacher, self.sim, config.teacher.accept_other)
             check_teacher(self.teacher, self.policy)
             if config.distil.divergence:
                 check_divergence(self.policy, config.distil.beta)

@@ -89,6 +89,7 @@ class PolicyWithCritic(ActionPolicy):
     image_fit = property(lambda self: self.policy.image_fit)  # type: ignore[assignment]
     action_bounds = property(lambda self: self.policy.action_bounds)  # type: ignore[assignment]
     action_range = property(lambda self: self.policy.action_range)  # type: ignore[assignment]
+    interface = property(lambda self: self.policy.interface)  # type: ignore[assignment]
     config = property(lambda self: getattr(self.policy, "config", None))
 
     def act(self, *arguments: Any, **options: Any) -> ActionChoice:

@@ -46,10 +46,16 @@ from robotics.episodes.tasks import EpisodeSetConfig, episode_id, list_episodes,
 from robotics.methods.old_policy import OldPolicy
 from robotics.policies.base.policy import ActionPolicy, PolicyInputs, open_policy
 from robotics.policies.base.saved import is_saved_policy
-from robotics.policies.base.statistics import ActionRange
 from robotics.policies.cards import describe_policy, users_policy
-from robotics.policies.loading import ActionPolicyConfig, check_fit, load_action_policy
+from robotics.policies.loading import (
+    ActionPolicyConfig,
+    bounds_of,
+    check_fit,
+    check_interface,
+    load_action_policy,
+)
 from robotics.sim.episodes import EpisodeSpec, RobotSim
+from robotics.sim.interface import interface_of, seen_part
 from robotics.sim.opening import SimConfig, open_sim
 
 LOGGER = logging.getLogger("mmrl")
@@ -151,9 +157,9 @@ class RobotDomain:
             for name, data in config.eval_data.items()
         }
         self.policy = load_action_policy(config.model, self.sim, config.seed) if policy is None else policy
-        check_fit(self.policy, self.sim)
-        bounds = getattr(self.sim, "action_bounds", None)
-        self.policy.action_bounds = None if bounds is None else ActionRange(*map(tuple, bounds))
+        check_fit(self.policy, self.sim, config.model.accept_other)
+        self.policy.action_bounds = bounds_of(self.sim)
+        self.policy.interface = seen_part(interface_of(self.sim), self.policy)
         if config.acting.n_action_steps > self.policy.chunk:
             raise UserError(
                 f"acting.n_action_steps is {config.acting.n_action_steps}; "
@@ -173,6 +179,7 @@ class RobotDomain:
 
     def measures(self, policy: ActionPolicy, split: str, step: Step) -> list[EpisodeMeasure]:
         """Success over fixed initial states, overall and of each task."""
+        check_interface(policy, self.sim, self.config.model.accept_other)  # of a checkpoint that was loaded meanwhile
         measures = [self._measure(policy, split, protocol, step) for protocol in PROTOCOLS]
         return [measure for measure in measures if measure.repeats]
 

@@ -49,6 +49,7 @@ from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import global_advantages, merge_lists, stream_seed, sum_over_processes
 from mmrl.training.recipe import Step
+from robotics.episodes.dataset_fit import check_state
 from robotics.episodes.payload import EpisodePayload
 from robotics.episodes.tasks import episode_id
 from robotics.methods.latents import LATENTS, LatentConfig, StateLatent, make_latent
@@ -101,6 +102,8 @@ class SrpoRecipe(RobotRecipe):
                 f"latent.kind=state was scaled to the {self.latent.state_size} entries of {source}; the simulator's "
                 f"state has {self.sim.state_size}"
             )
+        if isinstance(self.latent, StateLatent) and config.latent.path:
+            check_state(config.latent.path, self.sim, config.model.accept_other)
         self.form = config.progress.form
         self.memory = self.parts["memory"] = SuccessMemory(self.form.memory)
         self.invalid = self.parts["invalid"] = Tally()

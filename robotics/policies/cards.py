@@ -12,6 +12,7 @@ from mmrl.hub.cards import CARD, card_text, fenced, plain, table
 from mmrl.runs.export import Exported
 from mmrl.runs.records import read_jsonl
 from robotics.policies.base.policy import ActionPolicy
+from robotics.sim.interface import RobotInterface
 
 SIMULATED = "The policy was trained and measured in simulation only; it has not driven a real robot."
 TABLETOP_ACTION = "dx, dy, dz, dyaw and gripper (above 0 closes), each in -1..1"
@@ -32,11 +33,14 @@ def users_policy(config: Any) -> Exported:
 def describe_policy(config: Any, policy: ActionPolicy, run_dir: Path, output: Path) -> Exported:
     """Facts about a policy that was exported into a folder; a policy of LeRobot's gets a card for lerobot too."""
     simulator = _simulator(run_dir)
+    known = policy.interface or RobotInterface()
     facts = {
         **_facts(config, simulator),
+        **({"entries of the state": ", ".join(known.state)} if known.state else {}),
+        **({"control rate": f"{known.control_hz:g} Hz"} if known.control_hz else {}),
         "actions": f"chunks of {policy.chunk} control steps with {policy.action_size} entries each"
         + (f": {TABLETOP_ACTION}" if config.sim.kind == "tabletop" else ""),
-        "units of actions": NORMALISED if config.acting.scale != "none" else "",
+        "units of actions": _units(config, policy),
         "executed steps of a chunk": str(config.acting.n_action_steps or policy.chunk),
     }
     use = _acting(config, policy, run_dir) if policy.past == 0 else ""
@@ -45,6 +49,13 @@ def describe_policy(config: Any, policy: ActionPolicy, run_dir: Path, output: Pa
     if (output / INSIDE).is_dir():
         _write_lerobot_card(output / INSIDE, facts)
     return found
+
+
+def _units(config: Any, policy: ActionPolicy) -> str:
+    if config.acting.scale != "none":
+        return NORMALISED
+    bounds = policy.action_bounds
+    return f"-1..1, which are the environment's own {bounds}; `policy.action_bounds` converts them" if bounds else ""
 
 
 def _simulator(run_dir: Path) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeVar
@@ -11,17 +12,20 @@ from typing import Any, TypeVar
 from torch import nn
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, by_kind, choice
+from mmrl.fields import bounded, by_kind, choice, rare
 from mmrl.files import expanded
 from mmrl.rewards.loading import call_function
 from mmrl.runs.export import model_folder
 from robotics.policies.base.encoder import EncoderConfig
 from robotics.policies.base.policy import SAVED_POLICIES, ActionPolicy, open_policy
 from robotics.policies.base.saved import make_config, read_config
+from robotics.policies.base.statistics import ActionRange
 from robotics.policies.lerobot.server import LeRobotServerConfig
 from robotics.policies.module import ModuleAdapter
 from robotics.sim.episodes import RobotSim, views_of
+from robotics.sim.interface import FACTS, interface_of, seen_part
 
+LOGGER = logging.getLogger("mmrl")
 Options = TypeVar("Options")
 Served = TypeVar("Served", bound=LeRobotServerConfig)
 
@@ -35,6 +39,14 @@ OPTIONS = {
     "openvla": "robotics.policies.openvla.folder:OpenVlaConfig",
 }
 """Dataclass of the options of each kind of policy."""
+OWN_UNITS = (
+    "set model.options.action_box=true if these are the environment's own units, else model.options.action_low and "
+    "action_high, [-1, ...] and [1, ...] for -1..1"
+)
+RESCALED = (
+    "wrap the environment so that its actions are a Box of -1..1 with the meaning of the policy's data, as "
+    "gymnasium.wrappers.RescaleAction does for normalised data"
+)
 ONE_CAMERA = ("small", "gaussian", "flow", "vlm")
 
 
@@ -57,6 +69,9 @@ class ActionPolicyConfig:
     )
     """Further options of a new policy's configuration, or arguments of the user's function. With a path only `vlm`:
     changes to the saved model's settings, such as dtype, attention or gradient_checkpointing."""
+    accept_other: list[str] = rare(choice([], FACTS))
+    """Facts that may differ from the simulator's, in a saved policy or in demonstrations: names or order of state or
+    actions, cameras, control_hz, action_bounds; the policy then learns the simulator's."""
 
     def validate(self) -> None:
         """Check that the fields fit together; raises ValueError."""
@@ -140,6 +155,8 @@ def _served(kind: type[Served], config: ActionPolicyConfig, sim: RobotSim) -> Se
     """Options of a served policy, with the bounds of the environment's own actions where `action_box` asks for them."""
     options = _options(kind, config.options)
     if not options.action_box:
+        if not (options.action_low or options.action_high):
+            _need_units(sim, f"{options.folder} gives actions in the units of its data", OWN_UNITS)
         return options
     bounds = getattr(sim, "action_bounds", None)
     if bounds is None:
@@ -149,6 +166,13 @@ def _served(kind: type[Served], config: ActionPolicyConfig, sim: RobotSim) -> Se
         )
     low, high = (list(bound) for bound in bounds)
     return _options(kind, {**config.options, "action_box": False, "action_low": low, "action_high": high})
+
+
+def _need_units(sim: RobotSim, what: str, way: str) -> None:
+    """Refuse a policy from elsewhere whose units nobody declares, where the simulator's own are not -1..1."""
+    own = bounds_of(sim)
+    if own is not None and not own.same_as(ActionRange((-1.0,) * len(own.low), (1.0,) * len(own.low))):
+        raise UserError(f"{what}, and the environment's own are in {own}; {way}")
 
 
 def _options(kind: type[Options], given: dict[str, Any], where: str = "model.options", **own: int) -> Options:
@@ -165,6 +189,7 @@ def _openvla(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPoli
     from robotics.policies.openvla.tokens import OpenVlaPolicy
 
     settings = _options(OpenVlaConfig, config.options, chunk=config.chunk)
+    _need_units(sim, f"{settings.folder} gives actions in the units of its data, which are taken as -1..1", RESCALED)
     has_head = find_part(expanded(settings.folder), HEAD) is not None
     return (OpenVlaRegressionPolicy if has_head else OpenVlaPolicy)(settings)
 
@@ -197,8 +222,8 @@ def _imported(spec: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def check_fit(policy: ActionPolicy, sim: RobotSim) -> None:
-    """Check that a policy's inputs and actions are those of a simulator."""
+def check_fit(policy: ActionPolicy, sim: RobotSim, accept_other: Collection[str] = ()) -> None:
+    """Check that a policy's inputs and actions are those of a simulator, but for facts that may differ."""
     _check_cameras(policy, sim)
     if policy.action_size != sim.action_size:
         raise UserError(
@@ -221,6 +246,51 @@ def check_fit(policy: ActionPolicy, sim: RobotSim) -> None:
         )
     if state_size is not None and state_size != sim.state_size:
         raise UserError(f"the policy reads {state_size} state entries, the simulator has {sim.state_size}")
+    check_interface(policy, sim, accept_other)
+    blind = [] if policy.interface is None else policy.interface.unnamed_in(interface_of(sim))
+    if blind:
+        LOGGER.warning(
+            "the simulator does not say its %s, so what the policy was trained with cannot be compared with it",
+            ", ".join(blind),
+        )
+
+
+def check_interface(policy: ActionPolicy, sim: RobotSim, accept_other: Collection[str] = ()) -> None:
+    """Check that a policy was trained with the order, cameras, rate and units that a simulator has.
+
+    Raises:
+        UserError: something differs that is not in `accept_other`.
+    """
+    sizes = policy.action_size
+    theirs = seen_part(interface_of(sim), policy)
+    found = {} if policy.interface is None else policy.interface.differences(theirs)
+    bounds = bounds_of(sim) or ActionRange((-1.0,) * sizes, (1.0,) * sizes)
+    if policy.interface is not None or policy.action_bounds is not None:
+        own = policy.action_bounds or ActionRange((-1.0,) * sizes, (1.0,) * sizes)
+        if not own.same_as(bounds):
+            found["action_bounds"] = f"the bounds of an action are {own} in {{0}} and {bounds} in {{1}}"
+    refuse_differences(found, "what the policy was trained with", "the simulator", accept_other)
+
+
+def refuse_differences(found: Mapping[str, str], first: str, second: str, accept_other: Collection[str]) -> None:
+    """Refuse differences between two sides, but for the accepted ones; raises UserError."""
+    wrong = {name: text.format(first, second) for name, text in found.items() if name not in accept_other}
+    if wrong:
+        names = ", ".join([*accept_other, *wrong])
+        raise UserError(
+            f"{'; '.join(wrong.values())}. Bring both into line, or accept it with model.accept_other=[{names}]"
+        )
+    for text in found.values():
+        LOGGER.warning("accepted: %s", text.format(first, second))
+
+
+def bounds_of(sim: RobotSim) -> ActionRange | None:
+    """The values of a simulator's own units that are -1 and 1; None where they are -1 and 1."""
+    bounds = getattr(sim, "action_bounds", None)
+    if bounds is None:
+        return None
+    low, high = (tuple(float(value) for value in bound) for bound in bounds)
+    return ActionRange(low, high, bool(getattr(sim, "action_integer", False)))
 
 
 def _check_cameras(policy: ActionPolicy, sim: RobotSim) -> None:

@@ -18,8 +18,8 @@ import numpy as np
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, check_fields, choice
 from robotics.scenes.arms import find_arm
-from robotics.scenes.control import ACTION_SIZE, CartesianController, ControlSettings, check_actions
-from robotics.scenes.tabletop import PHYSICS_STEPS, PROPRIO_SIZE, STATE_SIZE
+from robotics.scenes.control import ACTION_NAMES, ACTION_SIZE, CartesianController, ControlSettings, check_actions
+from robotics.scenes.tabletop import PHYSICS_STEPS, PROPRIO_SIZE, STATE_NAMES, STATE_SIZE
 from robotics.scenes.tasks import LAYOUTS, SPLITS, TASKS, TabletopScene, find_task, layout_seed
 from robotics.scenes.variant import ActionDelay, SceneVariant
 from robotics.scenes.videos import VideoRenderer, video_size
@@ -104,6 +104,7 @@ class TabletopBatch:
     """
 
     action_size: int = ACTION_SIZE
+    action_names = ACTION_NAMES
     full_state_size: int = STATE_SIZE
     capacity: int | None = None
 
@@ -130,6 +131,7 @@ class TabletopBatch:
         self.views = tuple(self.settings.views)
         self.potential_rewards = self.settings.reward == "dense"
         self.state_size = STATES[self.settings.state]
+        self.state_names = STATE_NAMES[: self.state_size]
         self.horizon = max(self._horizon(name) for name in self._tasks)
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
         self.live: NDArray[np.int64] = np.zeros(0, np.int64)

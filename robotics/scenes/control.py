@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from robotics.scenes.arms import ArmModel
 
-ACTION_SIZE = 5
-"""dx, dy, dz, dyaw, gripper."""
+ACTION_NAMES = ("dx", "dy", "dz", "dyaw", "gripper")
+ACTION_SIZE = len(ACTION_NAMES)
 COMMAND_SIZE = 5
 """x, y, z in metres, yaw in radians, gripper (1 closed, -1 open)."""
 CLOSED, OPEN = 1.0, -1.0

@@ -19,8 +19,8 @@ from gymnasium import spaces
 from mmrl.errors import RunError, UserError
 from mmrl.fields import check_fields
 from robotics.scenes.arms import find_arm
-from robotics.scenes.control import ACTION_SIZE, CartesianController, ControlSettings, check_actions
-from robotics.scenes.tabletop import PHYSICS_STEPS, PROPRIO_SIZE, STATE_SIZE
+from robotics.scenes.control import ACTION_NAMES, ACTION_SIZE, CartesianController, ControlSettings, check_actions
+from robotics.scenes.tabletop import CONTROL_HZ, PHYSICS_STEPS, PROPRIO_NAMES, PROPRIO_SIZE, STATE_NAMES, STATE_SIZE
 from robotics.scenes.tasks import LAYOUTS, TabletopScene, find_task, layout_seed
 from robotics.scenes.variant import ActionDelay, ObservationDelay, SceneVariant
 from robotics.scenes.videos import VIDEO_SIZE, Caption, VideoRenderer, write_caption
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 Watcher = Callable[["mujoco.MjData", Caption], object]
 ROW = (0,)
-CONTROL_HZ = 10
 LOOKS = ("film", "policy")
 POLICY_SIZE = (256, 256)
 SHOWN_PARTS = 5
@@ -151,6 +150,11 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         self._outcome: Outcome = ""
         self.action_space = spaces.Box(-1.0, 1.0, (ACTION_SIZE,), np.float32)
         self.observation_space = observation_space([*self.kinds, *(["views"] if views else [])], image_size, len(views))
+        states = {"state": STATE_NAMES, "proprio": PROPRIO_NAMES}
+        named = [kind for kind in self.observation_space if kind in states]
+        known = {"action_names": ACTION_NAMES, "camera": camera}
+        known |= {"state_names": states[named[0]]} if len(named) == 1 else {}
+        self.metadata = {**self.metadata, **known}
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None

@@ -15,8 +15,9 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
 from robotics.scenes.arms import ARMS
 from robotics.scenes.control import ACTION_SIZE
-from robotics.scenes.envs import CONTROL_HZ, SHOWN_PARTS, TabletopEnv
+from robotics.scenes.envs import SHOWN_PARTS, TabletopEnv
 from robotics.scenes.experts import Expert
+from robotics.scenes.tabletop import CONTROL_HZ
 from robotics.scenes.tasks import SPLITS, find_task
 from robotics.scenes.videos import Caption, ImageStrip, VideoRenderer, video_size, write_caption, write_strips
 

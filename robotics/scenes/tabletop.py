@@ -28,10 +28,21 @@ CUBE_HALF_M = 0.025
 PLACE_RADIUS_M = 0.06
 PHYSICS_STEPS = 25
 """Physics steps of 4 ms in a control step: 10 Hz."""
-PROPRIO_SIZE = 10
+CONTROL_HZ = 10
+"""Control steps a second."""
+PROPRIO_NAMES = (
+    *("grip_x", "grip_y", "grip_z", "grip_yaw", "grip_opening"),
+    *("command_x", "command_y", "command_z", "command_yaw", "command_gripper"),
+)
 """Leading entries of the state: the robot's own."""
-STATE_SIZE = 22
+PROPRIO_SIZE = len(PROPRIO_NAMES)
+STATE_NAMES = (
+    *PROPRIO_NAMES,
+    *("first_x", "first_y", "first_z", "first_yaw", "second_x", "second_y", "second_z", "second_yaw"),
+    *("goal_x", "goal_y", "goal_z", "drawer_open"),
+)
 """Entries of `SceneSensors.state`."""
+STATE_SIZE = len(STATE_NAMES)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from mmrl.errors import UserError
 from mmrl.workers.vector.env import row_seeds, rows_to_reset
 from robotics.scenes.batch import BatchSettings, TabletopBatch
 from robotics.scenes.control import ACTION_SIZE
-from robotics.scenes.envs import CONTROL_HZ, observation_space
+from robotics.scenes.envs import observation_space
+from robotics.scenes.tabletop import CONTROL_HZ
 from robotics.scenes.tasks import LAYOUTS, layout_seed
 from robotics.sim.episodes import ChunkResult, EpisodeSpec
 

@@ -11,11 +11,12 @@ import torch
 from mmrl.errors import UserError
 from mmrl.training.processes import make_generator
 from robotics.policies.base.policy import PolicyInputs
-from robotics.scenes.control import ACTION_SIZE
-from robotics.scenes.tabletop import PROPRIO_SIZE, STATE_SIZE
+from robotics.scenes.control import ACTION_NAMES, ACTION_SIZE
+from robotics.scenes.tabletop import CONTROL_HZ, PROPRIO_SIZE, STATE_NAMES, STATE_SIZE
 from robotics.serving.observations import ServeConfig
 from robotics.serving.opening import open_served_policy
 from robotics.serving.queue import choose_chunks
+from robotics.sim.interface import RobotInterface
 from robotics.sim.recent import RecentObservations
 
 if TYPE_CHECKING:
@@ -57,6 +58,10 @@ class PolicyActor:
             known = ", ".join(f"{name} with {entries}" for entries, name in STATES.items())
             raise UserError(f"{folder} reads a state of {state_size} entries; the tabletop has {known}")
         self._state = STATES[state_size] if state_size is not None else ""
+        table = RobotInterface(STATE_NAMES[: state_size or 0] or None, ACTION_NAMES, None, CONTROL_HZ)
+        differences = self._served.format.interface.differences(table)
+        if differences:
+            raise UserError("; ".join(text.format(str(folder), "the tabletop") for text in differences.values()))
         kinds = [*([self._state] if self._state else []), *(["rgb"] if size else [])]
         self.options: dict[str, Any] = {
             "observation": kinds or ["proprio"],

@@ -13,12 +13,15 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
 from robotics.policies.base.policy import PolicyInputs
 from robotics.serving.messages import BadMessageError, describe_value
+from robotics.sim.interface import RobotInterface, as_rate
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
 UNITS = ("environment", "normalised")
+RATE_KEY = "control_hz"
+"""Entry in which a robot may say its control rate; the names of its state may come with `state_key` and `_names`."""
 LONGEST_PROMPT = 10_000
 """Characters of an instruction."""
 
@@ -68,6 +71,7 @@ class ObservationFormat:
     config: ServeConfig  # names of the entries, and the default instruction
     views: int = 0  # V; their entries are the first of `config.view_keys`
     past: int = 0  # P observations before the present one; a robot sends P + 1 of them, or one
+    interface: RobotInterface = field(default_factory=RobotInterface)  # what the policy was trained with
 
     def __post_init__(self) -> None:
         if self.views > len(self.config.view_keys):
@@ -89,6 +93,7 @@ class ObservationFormat:
                 views.append(view)
         state = self._state(message, problems)
         prompt = self._prompt(message, problems)
+        problems += self._contradictions(message)
         counts = {len(part) for part in (image, state, *views) if part is not None}
         if len(counts) > 1:
             problems.append(f"some entries hold {self.past + 1} observations in a row and others one; send all alike")
@@ -102,18 +107,22 @@ class ObservationFormat:
 
     def unused(self, message: Mapping[str, Any]) -> list[str]:
         """Entries that are not read."""
-        return sorted(set(message) - set(self.describe()))
+        return sorted(set(message) - {*self.describe(), self._names_key, RATE_KEY})
 
     def describe(self) -> dict[str, Any]:
-        """Entries that are read, with dtype and shape, None in it for any number.
+        """Entries that are read, with dtype and shape, None in it for any number, and the names of training.
 
         With `n_obs_steps`, as many may be stacked along an axis before those of the shape.
         """
-        image, state = {}, {}
+        image, state, known = {}, {}, self.interface
         if self.image_size is not None:
-            image = dict.fromkeys((self.config.image_key, *self._view_keys), self._kind("uint8", *self.image_size, 3))
+            keys = (self.config.image_key, *self._view_keys)
+            cameras = dict(zip(keys, known.cameras or (), strict=False))
+            named = {key: {"camera": cameras[key]} if cameras.get(key) else {} for key in keys}
+            image = {key: self._kind("uint8", *self.image_size, 3) | named[key] for key in keys}
         if self.state_size is not None:
-            state = {self.config.state_key: self._kind("float32", self.state_size)}
+            names = {"names": list(known.state)} if known.state else {}
+            state = {self.config.state_key: self._kind("float32", self.state_size) | names}
         return {**image, **state, self.config.prompt_key: {"dtype": "text", "default": self.config.prompt or None}}
 
     def example(self) -> PolicyInputs:
@@ -124,6 +133,21 @@ class ObservationFormat:
         if self.past:
             zeros = {key: np.stack([part] * (self.past + 1)) for key, part in zeros.items()}
         return self.read({**zeros, self.config.prompt_key: self.config.prompt or "test"})
+
+    @property
+    def _names_key(self) -> str:
+        return f"{self.config.state_key}_names"
+
+    def _contradictions(self, message: Mapping[str, Any]) -> list[str]:
+        """Differences between what a robot says of itself and what the policy was trained with."""
+        names, rate = message.get(self._names_key), message.get(RATE_KEY)
+        if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            return [f"{self._names_key} is {describe_value(names)}; expected a list of texts"]
+        if rate is not None and as_rate(rate) is None:
+            return [f"{RATE_KEY} is {describe_value(rate)}; expected control steps a second, above 0"]
+        robot = RobotInterface(state=None if names is None else tuple(names), control_hz=as_rate(rate))
+        found = self.interface.differences(robot)
+        return [text.format("what the policy was trained with", "the robot") for text in found.values()]
 
     @property
     def _view_keys(self) -> list[str]:

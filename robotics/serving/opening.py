@@ -26,6 +26,7 @@ from robotics.policies.base.saved import is_saved_policy
 from robotics.policies.base.statistics import ActionRange, ActionStatistics
 from robotics.policies.loading import load_action_policy
 from robotics.serving.observations import ObservationFormat, ServeConfig
+from robotics.sim.interface import RobotInterface
 from robotics.sim.opening import open_sim
 
 ImageSize = tuple[int | None, int | None] | None
@@ -71,7 +72,8 @@ class ServedPolicy:
         """
         scale = "none" if policy.statistics is None else "bounds_q99"
         cameras = (policy.views or 0) if views is None else views
-        read = ObservationFormat(image_size, state_size, config, cameras, policy.past)
+        known = policy.interface or RobotInterface()
+        read = ObservationFormat(image_size, state_size, config, cameras, policy.past, known)
         bounds = policy.action_bounds if config.action_units == "environment" else None
         return cls(policy.eval(), read, config, action_scale(policy, ActingSettings(scale=scale)), bounds)
 

@@ -260,6 +260,9 @@ class PolicyServer:
         steps, size = chunk.actions.shape
         about = self._served.about
         bounds = self._served.bounds or ActionRange((-1.0,) * size, (1.0,) * size)
+        known = self._served.format.interface
+        named = {"names": list(known.actions)} if known.actions else {}
+        units = self._served.config.action_units
         LOGGER.info("policy: %s", about.get("source", type(self._served.policy).__name__))
         LOGGER.info("observation: %s; actions: float32 %s", _in_words(self._served.format.describe()), (steps, size))
         return {
@@ -268,7 +271,8 @@ class PolicyServer:
             "protocol": PROTOCOL,
             "format": FORMAT,
             "observation": self._served.format.describe(),
-            "actions": {"dtype": "float32", "shape": [steps, size], **bounds.as_dict()},
+            "actions": {"dtype": "float32", "shape": [steps, size], "units": units, **bounds.as_dict(), **named},
+            "control_hz": known.control_hz,
             **about,
         }
 

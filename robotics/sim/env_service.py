@@ -49,7 +49,9 @@ class RowEnv(Protocol):
 
     Optional: `expert()`, (A,) the action of an expert of its own; for several cameras `views`, the names of the further
     ones, with `render_views()`, (V, H, W, 3) uint8 RGB in their order; `action_bounds`, two arrays (A,), the meaning of
-    -1 and 1 in its own units.
+    -1 and 1 in its own units, and `action_integer`, whether these are whole numbers; `state_names` and `action_names`,
+    the names of the entries in their order; `camera`, the name of the camera of `render`; `control_hz`, control steps a
+    second.
     """
 
     action_size: int
@@ -125,6 +127,11 @@ class EnvService:
             "layouts": dict(env.layouts()),
             "expert": hasattr(env, "expert"),
             "action_bounds": [[float(value) for value in bound] for bound in getattr(env, "action_bounds", ())],
+            "action_integer": bool(getattr(env, "action_integer", False)),
+            "state_names": [str(name) for name in getattr(env, "state_names", None) or ()],
+            "action_names": [str(name) for name in getattr(env, "action_names", None) or ()],
+            "camera": str(getattr(env, "camera", "")),
+            "control_hz": _number(getattr(env, "control_hz", None)),
             "views": [str(name) for name in self._views],
             "shadow_lights": int(getattr(env, "shadow_lights", 0)) if self._images else 0,
             "fitted_camera": dict(getattr(env, "fitted_camera", {})) if self._images else {},
@@ -240,6 +247,15 @@ class EnvService:
                 f"{(size[0], size[1], 3)}"
             )
         return image
+
+
+def _number(value: Any) -> float | None:
+    """A number as one that JSON can hold; None for anything else, since metadata may hold anything."""
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        return None
+    return found if np.isfinite(found) else None
 
 
 def make_env(factory: str, kwargs: Mapping[str, Any], adapter: Mapping[str, Any]) -> RowEnv:

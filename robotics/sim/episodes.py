@@ -129,7 +129,9 @@ class RobotSim(Protocol):
     """Many episodes at once. A row is live until its episode ends; only live rows take actions.
 
     With several cameras it also has an attribute `views`, see `views_of`; where the environment's own units differ from
-    -1..1, `action_bounds`, two sequences (A,) of its values for -1 and 1. With `potential_rewards = True` its rewards
+    -1..1, `action_bounds`, two sequences (A,) of its values for -1 and 1, and `action_integer = True` where these are
+    whole numbers. `state_names` (S,), `action_names` (A,), `camera` and `control_hz` say what the numbers mean, see
+    `robotics.sim.interface`; policies and datasets are compared with them. With `potential_rewards = True` its rewards
     are a potential of the state, how far the task has come, which recipes read at the end and do not sum. If it keeps a
     past, `reset` takes `past: int = 0`, P, and fills `RobotObservation.past_state` and so on until the next `reset`.
     """

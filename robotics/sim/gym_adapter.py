@@ -23,6 +23,10 @@ else:  # `env_service` has loaded it by its path where this package is not insta
     foreign = sys.modules.get("mmrl_foreign") or importlib.import_module("mmrl.hub.foreign")
 
 LAYOUTS = 1 << 30
+MOST_WHOLE = 1 << 24
+"""Largest whole number of a Box of integers: policies act in float32, which holds every one up to it."""
+UNBOUNDED = 1e30
+"""Bounds beyond it mean none; many environments write float32's largest number."""
 
 
 class EnvError(Exception):
@@ -34,9 +38,13 @@ class EnvError(Exception):
 class GymRow:
     """One Gymnasium environment, its observations split into state and image, its actions scaled from -1..1.
 
+    Actions of a Box of integers are rounded to the nearest whole number. An entry whose bounds are equal, such as a
+    locked joint, is passed through: it always has its only value, which is 0 on the scale -1..1.
+
     Args:
-        env: gymnasium.Env with a Box of actions. Its `metadata` may have `instruction`, and `image_size`, the (H, W) of
-            `render`; without it an image is rendered to find out.
+        env: gymnasium.Env with a Box of actions. Its `metadata` may have `instruction`, `image_size`, the (H, W) of
+            `render`, without which an image is rendered to find out, and `state_names` and `action_names`, the names of
+            the entries in their order.
         task: name of its only task; the registered id when None.
         instruction: language instruction; that of the environment's `metadata` when None.
         state_keys: entries of a Dict observation that make the state, in this order; None = all but images. Nested
@@ -53,6 +61,7 @@ class GymRow:
             `info` by the end of the first episode; "" = these two, and no success where they are missing.
         success_reward: a control step with at least this reward solves the task, where `info` does not report success.
         horizon: control steps of an episode; None = that of the registered id.
+        control_hz: control steps a second; None = `render_fps` of the environment's `metadata`.
         layout_options: whether to pass `reset` the options layout, split, and draw (of the domain randomisation, where
             it is not 0) in addition to the seed.
         expert: function of the environment's observation to an action in its units, which is clipped to its bounds; in
@@ -73,6 +82,7 @@ class GymRow:
         success_key: str | None = None,
         success_reward: float | None = None,
         horizon: int | None = None,
+        control_hz: float | None = None,
         layout_options: bool = False,
         expert: Callable[[Any], Any] | None = None,
     ) -> None:
@@ -81,6 +91,9 @@ class GymRow:
         self._fit, self._camera_size = fit, (0, 0)
         spec = getattr(env, "spec", None)
         self._env, self._low, self._high = env, *_bounds(env.action_space)
+        self.action_integer = np.dtype(env.action_space.dtype).kind != "f"
+        if control_hz is not None and not (np.isfinite(control_hz) and control_hz > 0):
+            raise EnvError(f"control_hz is {control_hz}; expected control steps a second, above 0")
         if expert is not None:
             self.expert = partial(self._expert_action, expert)  # a worker tells by it whether there is one
         # robosuite's wrappers unwrap to objects that are not Gymnasium environments
@@ -88,6 +101,7 @@ class GymRow:
         self._draw: Any = draws[0] or draws[1]
         self._name = task or getattr(spec, "id", None) or type(env).__name__
         self._metadata: Mapping[str, Any] = getattr(env, "metadata", None) or {}
+        self.control_hz = self._metadata.get("render_fps") if control_hz is None else float(control_hz)
         self._instruction = str(self._metadata.get("instruction", "")) if instruction is None else instruction
         self._state_keys, self._image_key = _split_keys(env.observation_space, state_keys, image_key)
         parts = getattr(env.observation_space, "spaces", None)
@@ -101,9 +115,12 @@ class GymRow:
         self.action_size, self.action_bounds = int(np.prod(env.action_space.shape)), (self._low, self._high)
         self._observation, _ = env.reset(seed=0)
         self.state_size = len(self.state())
+        self.state_names = self._state_names(state_keys is None)
+        self.action_names = _listed_names(self._metadata, "action_names", self.action_size)
         self.image_size = self._image_size()
         self.views = tuple(views or self._metadata.get("views", ()))
         self._check_views()
+        self.camera = self._image_key or str(self._metadata.get("camera", ""))
 
     def tasks(self) -> Mapping[str, str]:
         """The only task with its instruction."""
@@ -133,6 +150,8 @@ class GymRow:
         """Act for one control step with (A,) in -1..1; returns reward, success, terminated and truncated."""
         space = self._env.action_space
         scaled = self._low + (np.asarray(action, np.float64) + 1.0) / 2.0 * (self._high - self._low)
+        if self.action_integer:  # a cast alone would cut the fraction off
+            scaled = np.rint(scaled)
         self._observation, reward, terminated, truncated, info = self._env.step(
             scaled.reshape(space.shape).astype(space.dtype)
         )
@@ -152,7 +171,19 @@ class GymRow:
         action = np.ravel(np.asarray(expert(self._observation), np.float64))
         if action.shape != self._low.shape or not np.isfinite(action).all():
             raise EnvError(f"the expert's action is {action}; expected {len(self._low)} finite numbers")
-        return np.clip((action - self._low) / (self._high - self._low) * 2.0 - 1.0, -1.0, 1.0)
+        if self.action_integer:
+            action = np.rint(action)
+        width = self._high - self._low
+        locked = width == 0
+        scaled = (action - self._low) / np.where(locked, 1.0, width) * 2.0 - 1.0
+        return np.where(locked, 0.0, np.clip(scaled, -1.0, 1.0))
+
+    def _state_names(self, whole: bool) -> list[str] | None:
+        """Names of the entries of the state: those of `metadata`, if it is whole, else by the keys of a Dict."""
+        listed = _listed_names(self._metadata, "state_names", self.state_size) if whole else None
+        if listed is not None or self._state_keys is None:
+            return listed
+        return [name for key in self._state_keys for name in _leaf_names(key, self._observation[key])]
 
     def state(self) -> np.ndarray:
         """(S,) float32, the entries of the state one after the other."""
@@ -312,6 +343,23 @@ def _leaves(parts: Sequence[Any]) -> list[np.ndarray]:
     return found
 
 
+def _leaf_names(name: str, part: Any) -> list[str]:
+    """Names of the entries of a part of the observation, in the order of `_leaves`."""
+    if isinstance(part, Mapping):
+        return [leaf for key in sorted(part) for leaf in _leaf_names(f"{name}.{key}", part[key])]
+    size = int(np.size(part))
+    return [name] if size == 1 else [f"{name}[{entry}]" for entry in range(size)]
+
+
+def _listed_names(about: Mapping[str, Any], entry: str, size: int) -> list[str] | None:
+    names = about.get(entry)
+    if names is None:
+        return None
+    if isinstance(names, str) or len(names) != size or len(set(map(str, names))) != size:
+        raise EnvError(f"metadata[{entry!r}] is {names!r}; expected {size} different names, one for each entry")
+    return [str(name) for name in names]
+
+
 def _bounds(space: Any) -> tuple[np.ndarray, np.ndarray]:
     if type(space).__name__ != "Box":
         raise EnvError(
@@ -319,8 +367,24 @@ def _bounds(space: Any) -> tuple[np.ndarray, np.ndarray]:
             "actions are a Box, for discrete ones for instance a preference each of which the largest is taken"
         )
     low, high = np.ravel(space.low).astype(np.float64), np.ravel(space.high).astype(np.float64)
-    if not (np.isfinite(low).all() and np.isfinite(high).all()):
-        raise EnvError(f"actions are {space}; every entry needs finite bounds to be scaled from -1..1")
+    whole = np.dtype(space.dtype).kind != "f"
+    bounded = np.maximum(np.abs(low), np.abs(high)) < UNBOUNDED
+    for side in ("bounded_below", "bounded_above"):  # an unbounded Box of integers has its dtype's limits as bounds
+        bounded &= np.ravel(getattr(space, side, np.ones(space.shape, bool)))
+    if not bounded.all():
+        entry = int(np.flatnonzero(~bounded)[0])
+        raise EnvError(
+            f"actions are {space}; every entry needs finite bounds to be scaled from -1..1, entry {entry} has "
+            f"{low[entry]:g} to {high[entry]:g}. Give the Box the robot's own limits, for instance by a wrapper"
+        )
+    if whole and max(np.abs(low).max(), np.abs(high).max()) > MOST_WHOLE:
+        raise EnvError(
+            f"actions are {space}, whole numbers beyond {MOST_WHOLE}, up to which float32, in which policies act, has "
+            "every one; wrap the environment so that its actions are a Box of floats"
+        )
+    if (low > high).any():
+        entry = int(np.flatnonzero(low > high)[0])
+        raise EnvError(f"actions are {space}; entry {entry} has a low of {low[entry]:g} above its high {high[entry]:g}")
     return low, high
 
 

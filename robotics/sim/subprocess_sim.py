@@ -81,6 +81,16 @@ class SubprocessSim:
             _say_shadows(settings.factory, self._hello["shadow_lights"], self.renderer)
         self.image_fit = _say_fit(settings.factory, self._hello.get("fitted_camera"))
         """How images of a camera that is not square were fitted, pad or stretch; None where nothing was."""
+        self.action_integer = bool(self._hello.get("action_integer"))
+        """Whether the environment's own units are whole numbers."""
+        self.state_names: Sequence[str] = self._hello.get("state_names") or ()
+        """Names of the entries of the state; empty where unknown."""
+        self.action_names: Sequence[str] = self._hello.get("action_names") or ()
+        """Names of the entries of an action; empty where unknown."""
+        self.camera = str(self._hello.get("camera") or "")
+        """Name of the camera of the images; empty where unknown."""
+        self.control_hz: float | None = self._hello.get("control_hz")
+        """Control steps a second; None where unknown."""
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -385,6 +395,10 @@ def problem_in_hello(hello: Mapping[str, Any]) -> str:
         return f"views is {views!r:.80}; expected the names of further cameras"
     if bounds and np.shape(bounds) != (2, hello["action_size"]):
         return f"action_bounds is {bounds!r:.80}; expected two lists of {hello['action_size']} numbers"
+    for name, size in (("state_names", hello["state_size"]), ("action_names", hello["action_size"])):
+        names = hello.get(name) or []
+        if not isinstance(names, list) or not all(isinstance(one, str) for one in names) or len(names) not in (0, size):
+            return f"{name} is {names!r:.80}; expected {size} names"
     missing = [name for name in ("python", "numpy", "expert") if name not in hello]
     return f"{missing[0]} is missing" if missing else ""
 

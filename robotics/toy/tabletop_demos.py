@@ -65,7 +65,8 @@ def build_demonstrations(
             `meta/randomization.jsonl`.
         views: further cameras of the dataset.
     """
-    from robotics.data import EpisodeWriter, robot_features
+    from robotics.data import EpisodeWriter
+    from robotics.episodes.dataset_fit import recorded_features
     from robotics.scenes.batch import BatchSettings, TabletopBatch
 
     if not 0 <= noise_share <= 1:
@@ -77,7 +78,7 @@ def build_demonstrations(
     ends: Counter[str] = Counter()
     check_missing(Path(path))
     with replaced(Path(path)) as partial, TabletopBatch(list(tasks), arm, settings) as sim:
-        features = robot_features(sim.state_size, sim.action_size, cameras)
+        features = recorded_features(sim, cameras)
         with EpisodeWriter(partial, FPS, features, arm) as writer:
             for start in range(0, episodes, BATCH):
                 layouts = range(first_layout + start, first_layout + min(start + BATCH, episodes))

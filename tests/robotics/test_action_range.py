@@ -68,11 +68,11 @@ def test_the_ends_of_a_range_are_minus_one_and_one_in_both_directions():
     [
         ([0, 0], [1], "action_low has 2 entries and action_high 1"),
         (
-            [0, 2],
+            [0, 2.5],
             [1, 2],
-            "entry 1 of action_low is 2 and of action_high 2; both must be finite, and the first one below",
+            "entry 1 of action_low is 2.5 and of action_high 2; both must be finite, and the first one not above",
         ),
-        ([], [1, -1], "entry 1 of action_low is -1.0 and of action_high -1"),
+        ([], [1, -2], "entry 1 of action_low is -1.0 and of action_high -2"),
         ([0.0], [math.inf], "entry 0 of action_low is 0.0 and of action_high inf"),
         ([math.nan], [], "entry 0 of action_low is nan"),
     ],
@@ -82,6 +82,17 @@ def test_bounds_that_are_none_are_refused(low, high, message):
         check_bounds(low, high)
     with pytest.raises(ValueError, match=message):
         LeRobotPolicyConfig("anything", action_low=low, action_high=high).validate()
+
+
+def test_a_locked_entry_is_zero_of_the_simulator_and_whole_numbers_are_rounded():
+    bounds = ActionRange((-2.0, 0.5), (2.0, 0.5))
+    assert bounds.to_sim(torch.tensor([[1.0, 0.5], [-3.0, 9.0]])).tolist() == [[0.5, 0.0], [-1.5, 0.0]]
+    assert bounds.to_data(torch.tensor([[0.5, 0.0], [-1.0, 1.0]])).tolist() == [[1.0, 0.5], [-2.0, 0.5]]
+    check_bounds([0.0, 0.5], [1.0, 0.5])
+    whole = ActionRange((0.0,), (10.0,), integer=True)
+    asked = torch.arange(11.0)[:, None]
+    assert torch.equal(whole.to_data(whole.to_sim(asked)), asked)
+    assert whole.to_data(torch.tensor([[0.67], [-0.71]])).tolist() == [[8.0], [1.0]]
 
 
 def test_actions_come_on_the_simulators_scale_with_the_gaussian_there(policy):

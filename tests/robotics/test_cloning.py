@@ -442,12 +442,12 @@ def test_a_policy_cloned_on_normalised_actions_runs_in_the_simulator(tmp_path, s
     assert protocol["scale"]["mask"] == [True]
 
 
-def test_actions_that_would_be_cut_off_are_warned_of(tmp_path, caplog):
-    folder = demonstrate(tmp_path / "large", episodes=2, stretch=8.0)
+@pytest.mark.parametrize("scale", ["none", "bounds_q99"])
+def test_actions_that_are_cut_off_are_warned_of_and_those_far_outside_are_refused(tmp_path, caplog, scale):
+    acting = ActingSettings(scale=scale)
     with caplog.at_level(logging.WARNING, "mmrl"):
-        CloneRecipe(clone(tmp_path, folder))
-    assert "actions up to 4, outside -1..1" in caplog.text
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, "mmrl"):
-        CloneRecipe(clone(tmp_path, folder, acting=NORMALISED))
-    assert "outside" not in caplog.text
+        CloneRecipe(clone(tmp_path, demonstrate(tmp_path / "large", episodes=2, stretch=4.0), acting=acting))
+    assert "actions of -2 to 2, outside -1..1, in 100.0 %" in caplog.text
+    far = demonstrate(tmp_path / "far", episodes=2, stretch=8.0)
+    with pytest.raises(UserError, match=r"far reach -4 to 4, far outside -1\.\.1.*they are in other units"):
+        CloneRecipe(clone(tmp_path, far, acting=acting))

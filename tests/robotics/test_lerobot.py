@@ -492,5 +492,30 @@ def test_wrong_episodes_are_refused_whole(tmp_path, changes, words):
 def test_features_that_cannot_be_stored_are_named(tmp_path, feature, words):
     with pytest.raises(UserError, match=words):
         EpisodeWriter(tmp_path, FPS, feature)
-    with pytest.raises(UserError, match=r"fps is 12\.5"):
-        EpisodeWriter(tmp_path, 12.5, features())
+    with pytest.raises(UserError, match=r"fps is -12\.5; expected frames a second, above 0"):
+        EpisodeWriter(tmp_path, -12.5, features())
+
+
+@pytest.mark.parametrize("video", [False, True])
+def test_a_fractional_rate_survives(tmp_path, video):
+    with EpisodeWriter(tmp_path, 12.5, features(video), "arm") as writer:
+        assert writer.fps == 12.5
+        for number in range(3):
+            writer.add_episode(*made_episode(number))
+    with EpisodeWriter(tmp_path, 12.5, features(video), "arm") as writer:
+        writer.add_episode(*made_episode(3))
+    with pytest.raises(UserError, match=r"has fps 12\.5, not 12"):
+        EpisodeWriter(tmp_path, 12, features(video))
+    reader = LeRobotReader(tmp_path)
+    assert (reader.fps, json.loads((tmp_path / "meta/info.json").read_text())["fps"]) == (12.5, 12.5)
+    for number, found in enumerate(reader):
+        np.testing.assert_allclose(found.timestamp_s, np.arange(len(found.action)) / 12.5, rtol=1e-6)
+        pictures = made_episode(number)[2]["front"].astype(int)
+        assert np.abs(found.images["front"].astype(int) - pictures).mean((1, 2, 3)).max() <= (2 if video else 0)
+
+
+def test_a_dataset_with_the_same_entries_in_another_order_is_not_continued(tmp_path):
+    write(tmp_path, [0])
+    other = robot_features(["z", "y", "x"], 2, {"front": (16, 24)})
+    with pytest.raises(UserError, match=r"has observation.state with the entries x, y, z, not z, y, x"):
+        EpisodeWriter(tmp_path, FPS, other)

@@ -132,6 +132,7 @@ def test_metadata_and_answers_are_those_of_openpi():
         assert connection.metadata["actions"] == {
             "dtype": "float32",
             "shape": [3, 2],
+            "units": "environment",
             "low": [-1.0] * 2,
             "high": [1.0] * 2,
         }

@@ -40,6 +40,7 @@ from robotics.policies.base.saved import (
     write_weights,
 )
 from robotics.policies.base.statistics import STATE_LIMIT, ActionRange, ActionStatistics, StateStatistics
+from robotics.sim.interface import RobotInterface
 
 WORD = re.compile(r"[a-z0-9]+")
 PADDING, UNKNOWN = 0, 1
@@ -357,6 +358,7 @@ class EncodedPolicy(nn.Module):
     statistics: ActionStatistics | None
     action_size: int
     action_bounds: ActionRange | None
+    interface: RobotInterface | None
 
     @classmethod
     def build(cls, config: Any, instructions: Iterable[str], seed: int = 0) -> Self:

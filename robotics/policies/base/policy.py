@@ -28,6 +28,7 @@ from mmrl.runs.export import model_folder
 from robotics.policies.base.action_tokens import ActionTokenizer, draw_tokens, score_tokens, token_loss
 from robotics.policies.base.saved import read_config
 from robotics.policies.base.statistics import ActionRange, ActionStatistics, StateStatistics
+from robotics.sim.interface import RobotInterface
 
 CALLABLE = ("act", "log_probs", "bc_loss", "means", "divergence", "distributions", "divergence_from")
 INPUT_SHAPES = {
@@ -148,6 +149,9 @@ class ActionPolicy(nn.Module, ABC):
     action_bounds: ActionRange | None = None
     """Values of the environment's own units that are -1 and 1 of the simulator in which the policy was trained; None
     where its actions are -1..1 too. Saved with the policy, for those who drive a robot with it."""
+    interface: RobotInterface | None = None
+    """Names and order of states and actions, cameras and control rate that the policy was trained with; None where it
+    was not. Saved with the policy and compared with every simulator that it acts in."""
     has_means: bool = False
     """Whether decisions are Gaussians of fixed noise, with `means(batch, decisions)` and `divergence(batch, decisions,
     means_old, temperature)`, the exact divergence (B, T) from those of the means `means_old`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,7 +18,9 @@ from mmrl.fields import check_config
 from mmrl.files import read_json_object, replaced, write_atomically
 from mmrl.hub.building import check_finite, sort_header
 from robotics.policies.base.statistics import ActionRange, ActionStatistics
+from robotics.sim.interface import RobotInterface
 
+LOGGER = logging.getLogger("mmrl")
 Config = TypeVar("Config")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -31,14 +34,17 @@ COUNTS = ("layers", "blocks")
 NO_SIZES = ("seed", "first_id")
 """Entries that size nothing."""
 BOUNDS_FILE = "action_bounds.json"
+INTERFACE_FILE = "interface.json"
+EXAMPLE = '{"state": ["x", "y"], "actions": null, "cameras": ["front"], "control_hz": 10}'
 
 
 class Scaled(Protocol):
-    """A policy as far as its units go; see `ActionPolicy`."""
+    """A policy as far as its units and its robot go; see `ActionPolicy`."""
 
     action_size: int
     statistics: ActionStatistics | None
     action_bounds: ActionRange | None
+    interface: RobotInterface | None
 
 
 def write_config(path: Path, kind: str, config: Any, policy: Scaled, **more: Any) -> None:
@@ -50,7 +56,7 @@ def write_config(path: Path, kind: str, config: Any, policy: Scaled, **more: Any
 
 
 def write_units(path: Path, policy: Scaled) -> None:
-    """Write the statistics of a policy's data and the bounds of its actions into its folder, or remove those in it."""
+    """Write a policy's statistics, bounds of actions and interface into its folder, or remove those in it."""
     if policy.statistics is None:
         (path / STATISTICS_FILE).unlink(missing_ok=True)
     else:
@@ -59,6 +65,10 @@ def write_units(path: Path, policy: Scaled) -> None:
         (path / BOUNDS_FILE).unlink(missing_ok=True)
     else:
         write_atomically(path / BOUNDS_FILE, json.dumps(policy.action_bounds.as_dict()) + "\n")
+    if policy.interface is None:
+        (path / INTERFACE_FILE).unlink(missing_ok=True)
+    else:
+        write_atomically(path / INTERFACE_FILE, json.dumps(policy.interface.as_dict()) + "\n")
 
 
 def is_saved_policy(path: Path) -> bool:
@@ -92,11 +102,19 @@ def make_config(kind: type[Config], entries: dict[str, Any], place: str) -> Conf
 
 
 def read_units(path: Path, policy: Scaled) -> None:
-    """Read what `write_units` wrote into a policy; one that has bounds keeps them where the folder has none."""
-    file, bounds = path / STATISTICS_FILE, path / BOUNDS_FILE
+    """Read what `write_units` wrote into a policy; one that has bounds or an interface keeps what the folder lacks."""
+    file, bounds, interface = path / STATISTICS_FILE, path / BOUNDS_FILE, path / INTERFACE_FILE
     policy.statistics = ActionStatistics.load(file) if file.is_file() else None
     if bounds.is_file():
         policy.action_bounds = ActionRange.load(bounds, policy.action_size)
+    if interface.is_file():
+        policy.interface = RobotInterface.load(interface)
+    else:
+        LOGGER.warning(
+            "%s has no %s, so nobody can tell whether states, cameras and control rate are those that the policy "
+            "learned from; write one, such as %s, with null for what is not known",
+            *(path, INTERFACE_FILE, EXAMPLE),
+        )
 
 
 def build_fitting(make: Callable[[], ModuleT], entries: Mapping[str, Any], path: Path) -> ModuleT:

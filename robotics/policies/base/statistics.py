@@ -34,13 +34,16 @@ class ActionRange:
     """Values of other units that are -1 and 1 of the simulator, for each of D entries of an action.
 
     The units are those of a policy's data, which it converts inside, or the environment's own. `ActionStatistics`
-    instead normalise demonstrations and are applied outside the policy.
+    instead normalise demonstrations and are applied outside the policy. An entry whose bounds are equal, such as a
+    locked joint, has one value, which is 0 of the simulator.
     """
 
     low: tuple[float, ...]
     """D values that are -1 of the simulator."""
     high: tuple[float, ...]
     """D values that are 1 of the simulator."""
+    integer: bool = False
+    """Whether the values are whole numbers."""
 
     @classmethod
     def of(cls, low: Sequence[float], high: Sequence[float], size: int, policy: str) -> ActionRange | None:
@@ -67,21 +70,37 @@ class ActionRange:
             )
         if any(least > most for least, most in zip(low, high, strict=True)):
             raise UserError(f"{path} has low {low} and high {high}; no low may be above its high")
-        return cls(tuple(map(float, low)), tuple(map(float, high)))
+        integer = entries.get("integer", False)
+        if not isinstance(integer, bool):
+            raise UserError(f"{path} has integer {integer!r:.40}; expected true or false")
+        return cls(tuple(map(float, low)), tuple(map(float, high)), integer)
 
     def to_sim(self, actions: Tensor) -> Tensor:
         """Convert actions (..., D) of the data to the simulator's, 2 (a - low) / (high - low) - 1, not clipped."""
         low, width = self._scales(actions)
-        return (2 * (actions.double() - low) / width - 1).to(actions.dtype)
+        scaled = 2 * (actions.double() - low) / torch.where(width == 0, 1.0, width) - 1
+        return torch.where(width == 0, 0.0, scaled).to(actions.dtype)
 
     def to_data(self, actions: Tensor) -> Tensor:
-        """Convert actions (..., D) of the simulator to the data's, (a + 1) / 2 (high - low) + low."""
+        """Convert actions (..., D) of the simulator to the data's, (a + 1) / 2 (high - low) + low, rounded if whole."""
         low, width = self._scales(actions)
-        return ((actions.double() + 1) / 2 * width + low).to(actions.dtype)
+        found = (actions.double() + 1) / 2 * width + low
+        return (found.round() if self.integer else found).to(actions.dtype)
 
     def as_dict(self) -> dict[str, Any]:
         """Both bounds as lists."""
-        return {"low": list(self.low), "high": list(self.high)}
+        return {"low": list(self.low), "high": list(self.high), **({"integer": True} if self.integer else {})}
+
+    def same_as(self, other: ActionRange) -> bool:
+        """Whether two ranges are one, within float32's rounding of bounds."""
+        sides = ((self.low, other.low), (self.high, other.high))
+        close = all(np.shape(one) == np.shape(two) and np.allclose(one, two, rtol=1e-6, atol=0) for one, two in sides)
+        return close and self.integer == other.integer
+
+    def __str__(self) -> str:
+        """The bounds as a Box."""
+        pairs = dict.fromkeys(f"{low:.6g}..{high:.6g}" for low, high in zip(self.low, self.high, strict=True))
+        return ", ".join(pairs) + (" (whole numbers)" if self.integer else "")
 
     def _scales(self, like: Tensor) -> tuple[Tensor, Tensor]:
         low, high = (torch.tensor(values, dtype=torch.float64, device=like.device) for values in (self.low, self.high))
@@ -95,10 +114,10 @@ def check_bounds(low: Sequence[float], high: Sequence[float]) -> None:
     size = max(len(low), len(high))
     pairs = zip(low or [-1.0] * size, high or [1.0] * size, strict=True)
     for entry, (least, most) in enumerate(pairs):
-        if not (math.isfinite(least) and math.isfinite(most) and least < most):
+        if not (math.isfinite(least) and math.isfinite(most) and least <= most):
             raise ValueError(
                 f"entry {entry} of action_low is {least} and of action_high {most}; both must be finite, and the first "
-                "one below the second"
+                "one not above the second"
             )
 
 
@@ -168,7 +187,8 @@ class ActionStatistics:
     def normalise(self, actions: Values) -> Values:
         """Normalise actions to -1..1 by their quantiles, clip(2 (a - q01) / (q99 - q01 + 1e-8) - 1).
 
-        Constant entries become 0, and entries outside the mask are unchanged.
+        Constant entries become 0, and entries outside the mask are unchanged. Where only the quantiles are equal, their
+        value becomes -1, and what lies beside it -1 or 1.
 
         Source: openvla/openvla prismatic/vla/datasets/rlds/utils/data_utils.py (BOUNDS_Q99).
         """

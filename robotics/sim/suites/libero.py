@@ -87,6 +87,11 @@ class LiberoRow:
     """One LIBERO scene at a time; arguments as for `make`."""
 
     action_size, state_size = 7, 8
+    state_names = (
+        *("grip_x", "grip_y", "grip_z", "grip_turn_x", "grip_turn_y", "grip_turn_z"),
+        *("finger_0", "finger_1"),
+    )
+    action_names = ("dx", "dy", "dz", "turn_x", "turn_y", "turn_z", "gripper")
 
     def __init__(
         self,
@@ -212,6 +217,9 @@ class LiberoRow:
         for name in (self._camera, *self.views):
             if name not in known:
                 raise SuiteError(f"the scene of {task} has no camera {name!r}; it has: {', '.join(known)}")
+        low, high = getattr(getattr(self._env, "env", None), "action_spec", (-1.0, 1.0))
+        if not (np.allclose(low, -1.0) and np.allclose(high, 1.0)):
+            raise SuiteError(f"the actions of {task} have the bounds {low} to {high}; expected -1..1")
         if not self._shadows:
             self._env.sim.model.light_castshadow[:] = False
         self._starts = load_states(Path(get_libero_path("init_states")) / info.problem_folder / info.init_states_file)

@@ -59,12 +59,13 @@ class MetaWorldRow:
     """One Meta-World scene at a time; arguments as for `make`."""
 
     action_size, state_size = 4, STATE_SIZE
+    action_names = ("dx", "dy", "dz", "gripper")
 
     def __init__(
         self, tasks: list[str], camera: str, size: int, horizon: int, shadows: bool, views: tuple[str, ...] = ()
     ) -> None:
         self._tasks, self._camera, self.image_size, self.horizon = tasks, camera, (size, size), horizon
-        self._shadows, self.views = shadows, views
+        self._shadows, self.views, self.state_names = shadows, views, STATE_NAMES
         self._env: Any = None
         self._expert: Any = None
         self._task = ""
@@ -139,12 +140,17 @@ class MetaWorldRow:
         env._partially_observable, env._freeze_rand_vec, env.seeded_rand_vec = False, False, True
         env.__dict__.pop("sawyer_observation_space", None)
         env._set_task_called = True
+        box = env.action_space
+        if not (np.allclose(box.low, -1.0) and np.allclose(box.high, 1.0)):
+            raise SuiteError(f"the actions of {task} are {box}; expected -1..1")
         if not self._shadows:
             env.model.light_castshadow[:] = False
             env.model.vis.quality.offsamples = 0
         self._env, self._expert, self._task = env, ENV_POLICY_MAP[task + "-v3"](), task
 
 
+_SEEN = ("hand_x", "hand_y", "hand_z", "gripper", *(f"object_{entry}" for entry in range(14)))
+STATE_NAMES = (*_SEEN, *(f"before_{name}" for name in _SEEN), "goal_x", "goal_y", "goal_z")
 CAMERAS = ("corner", "corner2", "corner3", "corner4", "topview", "behindGripper", "gripperPOV")
 
 INSTRUCTIONS = {

@@ -88,7 +88,7 @@ class RobosuiteEnv(GymWrapper):  # type: ignore[misc]
         name = type(self.env).__name__
         instruction = INSTRUCTIONS.get(name, name)
         self.metadata = {"render_fps": env.control_freq, "instruction": instruction, "image_size": (size, size)}
-        self.metadata.update(views=views, suite="robosuite")
+        self.metadata.update(views=views, suite="robosuite", camera=camera)
         self.spec = SimpleNamespace(id=name, max_episode_steps=env.horizon)
         self._camera, self._size, self._shadows = camera, size, shadows
         self._drawn: Any = None

@@ -1,0 +1,216 @@
+"""Whether a dataset fits a simulator: units of its actions, names and order of its entries, cameras, and frame rate.
+
+Numbers alone do not tell: metres of -0.06 to 0.03 also lie in -1..1. So where the simulator's own units are not -1..1,
+they are declared by `demonstrations.units` or by the dataset itself (`info: {units: ...}` of its feature `action`, as
+datasets made here have it), and then compared with the numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mmrl.errors import UserError
+from robotics.data import LeRobotReader
+from robotics.data.features import ACTION, STATE, names_of_feature, robot_features
+from robotics.policies.base.statistics import ActionRange
+from robotics.policies.loading import bounds_of, refuse_differences
+from robotics.sim.episodes import RobotSim
+from robotics.sim.interface import RobotInterface, as_rate, interface_of
+
+LOGGER = logging.getLogger("mmrl")
+UNITS = ("environment", "normalised")
+TOLERANCE = 1e-3
+"""Share of a range by which actions may be outside it, for rounding."""
+FARTHEST = 3.0
+"""Actions beyond it, on the scale -1..1, are more than a whole range outside: other units, not a few large commands."""
+LITTLE = 0.1
+"""Actions that use at most this share of a range may be in smaller units."""
+
+
+def action_units(info: Mapping[str, Any]) -> tuple[str, ActionRange | None]:
+    """Units of the actions that a dataset declares, empty if none, and the bounds that mean -1 and 1."""
+    feature = info["features"].get(ACTION, {})
+    about = feature.get("info") or {}
+    found = about.get("units", feature.get("units", feature.get("unit", "")))
+    texts = found if isinstance(found, list) else list(found.values()) if isinstance(found, Mapping) else [found]
+    low, high = about.get("low"), about.get("high")
+    bounds = None
+    if isinstance(low, list) and isinstance(high, list) and len(low) == len(high) == int(np.prod(feature["shape"])):
+        bounds = ActionRange(tuple(map(float, low)), tuple(map(float, high)), bool(about.get("integer", False)))
+    return ", ".join(dict.fromkeys(str(text) for text in texts if text)), bounds
+
+
+def recorded_features(sim: RobotSim, cameras: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+    """Features of a dataset that is recorded in a simulator, in its -1..1, with the names and units that it says."""
+    known, size = interface_of(sim), sim.action_size
+    features = robot_features(known.state or sim.state_size or None, known.actions or size, cameras)
+    features[ACTION]["info"] = {"units": "normalised", **(bounds_of(sim) or _plain(size)).as_dict()}
+    return features
+
+
+def dataset_interface(info: Mapping[str, Any], cameras: Sequence[str]) -> RobotInterface:
+    """Names and rate of a dataset, and the cameras that are used of it, the policy's image first."""
+    features = info["features"]
+    state, actions = (names_of_feature(features[key]) if key in features else None for key in (STATE, ACTION))
+    return RobotInterface(state, actions, tuple(cameras) or None, as_rate(info["fps"]))
+
+
+def check_dataset(
+    path: str, info: Mapping[str, Any], used: Sequence[str], sim: RobotSim, accept_other: Collection[str] = ()
+) -> None:
+    """Refuse a dataset whose rate, order of entries or cameras are not those of a simulator.
+
+    Args:
+        path: of the dataset, for the message.
+        info: content of its `meta/info.json`.
+        used: its cameras that the policy sees, in that order.
+        sim: the simulator that the policy acts in.
+        accept_other: facts that may differ, see `FACTS`.
+
+    Raises:
+        UserError: something differs.
+    """
+    data, theirs = dataset_interface(info, used), interface_of(sim)
+    # names that nobody shares are other people's for the same entries; a shared one in another place is another order
+    parts = {name: _comparable(getattr(data, name), getattr(theirs, name)) for name in ("state", "actions")}
+    known = {name.removeprefix("observation.images.") for name in info["features"]}
+    shown = tuple(name if name in known else "" for name in theirs.cameras or ())
+    found = replace(data, **parts).differences(replace(theirs, cameras=shown))
+    refuse_differences(found, f"the dataset {path}", "the simulator", accept_other)
+    if theirs.control_hz is None and data.control_hz:
+        LOGGER.warning(
+            "the simulator does not say its control rate, so the %g frames a second of %s cannot be compared with it; "
+            "an environment says it by render_fps in its metadata, or sim.options.adapter.control_hz does",
+            *(data.control_hz, path),
+        )
+
+
+def check_state(path: str, sim: RobotSim, accept_other: Collection[str] = ()) -> None:
+    """Refuse a dataset whose states have a simulator's entries in another order; raises UserError."""
+    info, theirs = LeRobotReader(path).info, interface_of(sim)
+    state = _comparable(dataset_interface(info, ()).state, theirs.state)
+    refuse_differences(RobotInterface(state).differences(theirs), f"the dataset {path}", "the simulator", accept_other)
+
+
+def in_simulator_units(
+    path: str, info: Mapping[str, Any], actions: Sequence[NDArray[np.float32]], units: str, sim: RobotSim
+) -> list[NDArray[np.float32]]:
+    """Actions (T, A) of each episode of a dataset in the simulator's -1..1.
+
+    Args:
+        path: of the dataset, for messages.
+        info: content of its `meta/info.json`.
+        actions: as they are in the dataset.
+        units: of `demonstrations.units`; empty = what the dataset says.
+        sim: the simulator, which reports the bounds of its own units.
+
+    Raises:
+        UserError: the units are declared nowhere and matter, declarations contradict each other or the numbers, or the
+            numbers fit nothing.
+    """
+    size = actions[0].shape[1]
+    own = bounds_of(sim) or _plain(size)
+    said, made_with = action_units(info)
+    if units and said in UNITS and said != units:
+        raise UserError(f"demonstrations.units is {units}, but {path} declares its actions {said} in meta/info.json")
+    if units == "normalised" and said and said not in UNITS:
+        raise UserError(f"demonstrations.units is normalised, but {path} declares its actions in {said}")
+    chosen = units or (said if said in UNITS else "")
+    if chosen == "normalised" and made_with is not None and not made_with.same_as(own):
+        raise UserError(
+            f"{path} has actions in -1..1 of the bounds {made_with}, the simulator has {own}: the same number is "
+            "another command. Record them in this environment, or convert them to its units"
+        )
+    plain = own.same_as(_plain(size))
+    joined = torch.from_numpy(np.concatenate(actions).astype(np.float64))
+    as_env, as_scaled = own.to_sim(joined).numpy(), joined.numpy()
+    fits = {"environment": _fits(as_env, own, joined.numpy()), "normalised": _overshoot(as_scaled) <= TOLERANCE}
+    if not chosen and not plain:
+        raise UserError(_undeclared(path, said, joined.numpy(), own, fits))
+    chosen = chosen or "normalised"
+    other = "normalised" if chosen == "environment" else "environment"
+    scaled = as_env if chosen == "environment" else as_scaled
+    if not fits[chosen] and fits[other] and not plain:
+        raise UserError(
+            f"the actions of {path} are declared {chosen}, but they reach {_span(joined.numpy())}, which fits "
+            f"{'-1..1' if other == 'normalised' else f'the bounds {own} of the environment'} and not "
+            f"{'-1..1' if chosen == 'normalised' else f'its bounds {own}'}; set demonstrations.units={other}"
+        )
+    _check_span(path, scaled, joined.numpy(), own, chosen)
+    if chosen == "normalised" or plain:
+        return list(actions)
+    converted = np.split(as_env.astype(np.float32), np.cumsum([len(part) for part in actions])[:-1])
+    return [np.ascontiguousarray(part) for part in converted]
+
+
+def _plain(size: int) -> ActionRange:
+    return ActionRange((-1.0,) * size, (1.0,) * size)
+
+
+def _comparable(own: tuple[str, ...] | None, theirs: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    return own if own and theirs and set(own) & set(theirs) else None
+
+
+def _overshoot(scaled: NDArray[np.float64]) -> float:
+    return float(np.abs(scaled).max(initial=0.0)) - 1.0
+
+
+def _fits(scaled: NDArray[np.float64], own: ActionRange, values: NDArray[np.float64]) -> bool:
+    """Whether actions lie within the bounds; locked entries have their only value."""
+    low, high = np.array(own.low), np.array(own.high)
+    locked = low == high
+    held = np.allclose(values[:, locked], low[locked], rtol=1e-3, atol=1e-6)
+    return bool(held) and _overshoot(scaled[:, ~locked]) <= 2 * TOLERANCE
+
+
+def _undeclared(path: str, said: str, values: NDArray[np.float64], own: ActionRange, fits: Mapping[str, bool]) -> str:
+    both = [
+        "the environment's own units" if fits["environment"] else "",
+        "-1..1" if fits["normalised"] else "",
+    ]
+    fitting = " and ".join(filter(None, both)) or "neither of both"
+    units = f" in {said}" if said else ""
+    return (
+        f"the actions of {path}{units} reach {_span(values)}, the environment's own are in {own}: the numbers fit "
+        f"{fitting}, and nothing says which is meant. Set demonstrations.units=environment for the environment's own "
+        "units, in which robots are usually recorded, or demonstrations.units=normalised for -1..1"
+    )
+
+
+def _check_span(
+    path: str, scaled: NDArray[np.float64], values: NDArray[np.float64], own: ActionRange, units: str
+) -> None:
+    """Refuse actions far outside the range, and warn of those that are cut off or hardly use it."""
+    largest = 1.0 + _overshoot(scaled)
+    wide = str(own) if units == "environment" or own.same_as(_plain(len(own.low))) else f"-1..1, which is {own} there"
+    if largest > FARTHEST:
+        way = "" if units == "environment" else ", or set demonstrations.units=environment if they are its own"
+        raise UserError(
+            f"the actions of {path} reach {_span(values)}, far outside {wide}: they are in other units. Convert them "
+            f"in the dataset{way}"
+        )
+    if largest > 1.0 + 2 * TOLERANCE:
+        share = float((np.abs(scaled) > 1.0 + 2 * TOLERANCE).any(1).mean())
+        LOGGER.warning(
+            "the demonstrations have actions of %s, outside %s, in %.1f %% of the frames; they are clipped, as the "
+            "simulator clips them",
+            *(_span(values), wide, 100 * share),
+        )
+    spans = np.ptp(scaled, axis=0)
+    moving = [entry for entry in np.flatnonzero(spans > 0) if len(np.unique(scaled[:, entry])) > 2]  # no grippers
+    if moving and max(float(np.abs(scaled[:, entry]).max()) for entry in moving) < LITTLE:
+        LOGGER.warning(
+            "the actions of %s reach %s, less than %g %% of %s; they may be in larger units than the simulator's",
+            *(path, _span(values), 100 * LITTLE, wide),
+        )
+
+
+def _span(values: NDArray[np.float64]) -> str:
+    return f"{values.min():.4g} to {values.max():.4g}"
