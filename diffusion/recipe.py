@@ -38,6 +38,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Stateful, Tally
 from mmrl.errors import UserError
 from mmrl.rewards import RewardResult, RewardSum
+from mmrl.rewards.sum import reward_columns, tell_renamed
 from mmrl.runs.export import Exported
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
@@ -252,6 +253,7 @@ class DiffusionDomain:
             try:
                 edits = any(isinstance(task, DiffusionTask) and task.image is not None for task in tasks)
                 self.rewards.check_columns([*columns_of(tasks), *([REFERENCE] if edits else [])])
+                tell_renamed(key, _passed(tasks))
             except UserError as error:
                 raise UserError(f"{key}: {error}") from error
 
@@ -384,7 +386,7 @@ def score_images(
     rows = [row for row, good in enumerate(finite) if good]
     kept = [tasks[row] for row in rows]
     # the columns of all tasks: a reward's column does not go missing because no row with an image has it
-    columns = {name: [task.columns.get(name) for task in kept] for name in columns_of(tasks)}
+    columns = {other: [task.columns.get(name) for task in kept] for name, other in _passed(tasks).items()}
     if rewards.reads(REFERENCE) and any(task.image for task in kept):
         columns[REFERENCE] = _references(kept, images.shape[-3], images.shape[-2])
     found = rewards.score([task.prompt for task in kept], [images[row] for row in rows], columns)
@@ -414,5 +416,8 @@ def _with_missing(found: RewardResult, rows: Sequence[int], total: int) -> Rewar
 
 def columns_of(tasks: Sequence[DiffusionTask]) -> dict[str, list[Any]]:
     """Columns of rows as lists for the rewards, from the task of each row; None where a task lacks a column."""
-    names = sorted({name for task in tasks for name in task.columns})
-    return {name: [task.columns.get(name) for task in tasks] for name in names}
+    return {other: [task.columns.get(name) for task in tasks] for name, other in _passed(tasks).items()}
+
+
+def _passed(tasks: Sequence[DiffusionTask]) -> dict[str, str]:
+    return reward_columns(sorted({name for task in tasks for name in task.columns}))

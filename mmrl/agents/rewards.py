@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from PIL import Image
@@ -11,10 +11,12 @@ from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.rollout.episodes import Episode
 from mmrl.errors import UserError
 from mmrl.rewards import RewardConfig, RewardResult, RewardSum, TrainerState
+from mmrl.rewards.sum import IMAGES, reward_columns, tell_renamed
 
 OWN_TERMS = ("environment", "format")
 """Reward terms that every agent's recipe has."""
-IMAGES = "images"
+GIVEN = ("completion_ids", "completion_lengths", "environment_reward", "success")
+"""Columns of episodes that the run passes to reward functions besides the entries of the tasks."""
 
 
 def check_names(configs: Sequence[RewardConfig]) -> None:
@@ -37,6 +39,7 @@ class EpisodeRewards:
             for key, own in tasks.items() if configs else ():
                 try:
                     self._sum.check_columns([*_columns([Episode(task) for task in own]), IMAGES])
+                    tell_renamed(key, _names(own), GIVEN)
                 except UserError as error:
                     raise UserError(f"{key}: {error}") from None
         except UserError:
@@ -68,11 +71,17 @@ class EpisodeRewards:
 
 def _columns(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
     """The entries of the tasks, the tokens that the agent wrote, and what the environment gave."""
-    names = sorted({name for episode in episodes for name in episode.task.task})
     tokens = [episode.trajectory.sampled_ids for episode in episodes]
-    return {name: [episode.task.task.get(name) for episode in episodes] for name in names} | {
-        "completion_ids": tokens,
-        "completion_lengths": [len(ids) for ids in tokens],
-        "environment_reward": [episode.total for episode in episodes],
-        "success": [episode.success for episode in episodes],
-    }
+    own: tuple[list[Any], ...] = (
+        tokens,
+        [len(ids) for ids in tokens],
+        [episode.total for episode in episodes],
+        [episode.success for episode in episodes],
+    )
+    given = dict(zip(GIVEN, own, strict=True))
+    passed = reward_columns(_names(episode.task for episode in episodes), given)
+    return {other: [episode.task.task.get(name) for episode in episodes] for name, other in passed.items()} | given
+
+
+def _names(tasks: Iterable[AgentTask]) -> list[str]:
+    return sorted({name for task in tasks for name in task.task})

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 MAX_IMAGE_PIXELS = 64_000_000
 """Largest image that is decoded by default: 192 MB as RGB."""
+ORIENTATION = 0x0112
+"""EXIF tag."""
 PILLOW_LIMIT = 178_956_970
 """Pillow itself refuses more."""
 BYTES_PER_PIXEL = 16
@@ -41,7 +43,7 @@ def check_pixels(width: int, height: int, max_pixels: int, option: str = "") -> 
 
 def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS, option: str = "") -> Image.Image:
     """Decode the content of an image file, upright, unless its header announces more than `max_pixels`."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with warnings.catch_warnings():
@@ -49,7 +51,7 @@ def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS, option: str
             image = Image.open(io.BytesIO(content))
             check_pixels(image.width, image.height, max_pixels, option)
             image.load()
-        return ImageOps.exif_transpose(image)
+        return upright(image)
     except ImageError:
         raise
     except UnidentifiedImageError:
@@ -58,6 +60,13 @@ def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS, option: str
         raise ImageError(f"it has more pixels than {max_pixels}: {error}") from None
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error, EOFError, ...
         raise ImageError(f"{type(error).__name__}: {error}") from None
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """A PIL image turned as its EXIF data say; they lose the note."""
+    from PIL import ImageOps
+
+    return image if image.getexif().get(ORIENTATION, 1) == 1 else ImageOps.exif_transpose(image)
 
 
 def read_image_file(path: Path, max_pixels: int = MAX_IMAGE_PIXELS) -> bytes:

@@ -38,11 +38,16 @@ class ArrowImage:
     column: str
     position: int | None
     """Index inside the cell's list, or None when the cell is a single image."""
+    folder: Path | None = None
+    """Folder that a relative path starts from."""
 
     def read(self) -> Any:
-        """Return the stored {"bytes", "path"} mapping, path or bytes."""
+        """Return the stored {"bytes", "path"} mapping, or bytes."""
         cell = self.dataset[self.row][self.column][0].as_py()
-        return cell if self.position is None else cell[self.position]
+        cell = cell if self.position is None else cell[self.position]
+        if self.folder is None or not isinstance(cell, dict) or cell["bytes"] is not None or not cell["path"]:
+            return cell
+        return {**cell, "path": str(self.folder / cell["path"])}
 
 
 def read_rows(path: str, split: str, subset: str | None, max_line_mb: float = MAX_LINE_MB) -> Iterator[Row]:

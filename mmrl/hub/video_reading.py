@@ -10,12 +10,11 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
-import itertools
 import logging
 import os
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,10 +29,13 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("mmrl")
 
-STEADY = (0.5, 1.5)
-"""Bounds on a frame's duration, in medians, in a video of constant rate."""
-RATE_TOLERANCE = 0.02
-"""Largest relative difference of the container's rate from that of its frames; beyond it the frames are believed."""
+ROUNDING_S = 0.0005
+"""Half of a millisecond, to which many containers round; it remains when a file is put into another container."""
+TICKS, SHARE = 2.0, 0.25
+"""In a video of constant rate, the time of frame n differs from n / fps by at most this many units of the file's time
+or milliseconds, which are rounding, and by at most this share of a frame's duration."""
+SQUARE = 0.02
+"""Pixels whose width and height differ by less are shown as they are stored."""
 LATE_END_S = 1.0
 """A Matroska file whose packets end earlier than its header's duration, by more than this, was cut off."""
 BATCH = 8
@@ -54,28 +56,32 @@ class VideoError(ValueError):
 
 @dataclass(frozen=True)
 class VideoIndex:
-    """The frames of a file on an even grid of times, number i at i / fps seconds after the first.
-
-    Of a video with a constant rate the numbers are those of its frames. One with a variable rate has as many numbers
-    as frames, and a number stands for the frame that is shown at its time.
-    """
+    """The frames of a file, by their index in the order in which they are shown."""
 
     path: str
     fps: float
     """Frames a second, the average of a variable rate."""
-    total: int
-    """Frames."""
+    times_s: list[float]
+    """(T) presentation time of each frame, in seconds from the start of the file."""
+    end_s: float
+    """Time at which the last frame ends."""
+    constant: bool
+    """Whether each frame n is shown from n / fps on, for 1 / fps."""
     pts: list[int] | None
-    """Time of each frame in units of the file, in the order in which they are shown; None where the container has no
-    such times."""
+    """(T) the same times in units of the file, which frames are found by; None where they are found by their order."""
     key_pts: list[int] = field(default_factory=list)
     """Times of the frames that need no other, rising."""
-    shown: list[int] | None = None
-    """Frame that is shown at each number; None where it is the frame of that number."""
+    pixel_aspect: float = 1.0
+    """Width of a stored pixel over its height."""
 
-    def frame_at(self, number: int) -> int:
-        """Index of the frame that is shown at a number of the grid."""
-        return number if self.shown is None else self.shown[number]
+    @property
+    def total(self) -> int:
+        """Number of frames T."""
+        return len(self.times_s)
+
+    def frame_at(self, time_s: float) -> int:
+        """Index of the frame that is shown at a time; the first one where the time is before it."""
+        return max(bisect.bisect_right(self.times_s, time_s + ROUNDING_S) - 1, 0)
 
 
 def read_index(path: str | os.PathLike[str], max_pixels: int = MAX_IMAGE_PIXELS) -> VideoIndex:
@@ -92,27 +98,15 @@ def read_index(path: str | os.PathLike[str], max_pixels: int = MAX_IMAGE_PIXELS)
         _check_whole(container, stream, size, ends)
         if not packets:
             raise VideoError("empty_video", "it has no frames")
-        rate = float(stream.average_rate or stream.guessed_rate or 0)
-        tick, in_order = float(stream.time_base), container.format.name in WITHOUT_TIMES
-    pts = sorted(packet.pts for packet in packets if packet.pts is not None)
-    if len(pts) < len(packets):
-        if not rate:
-            raise VideoError("unreadable_video", "it has neither times of its frames nor a rate")
-        return VideoIndex(path, rate, len(packets), None)
-    fps, shown = _grid([value * tick for value in pts], rate)
-    if in_order:
-        return VideoIndex(path, fps, len(packets), None)
-    keys = sorted(packet.pts for packet in packets if packet.key and packet.pts is not None)
-    return VideoIndex(path, fps, len(pts), pts, keys, shown)
+        return _index(path, container, stream, packets)
 
 
 def decode_frames(index: VideoIndex, numbers: Sequence[int]) -> Iterator[Frame]:
-    """Decode some frames (H, W, 3) uint8 RGB of a video, upright, one at a time."""
-    indices = [index.frame_at(number) for number in numbers]
+    """Decode the frames (H, W, 3) uint8 RGB of some indices, upright and with square pixels, one at a time."""
     decode = _torchcodec_decoder() or _decode_pyav
-    coming = decode(index, list(dict.fromkeys(indices)))
+    coming = decode(index, list(dict.fromkeys(numbers)))
     last, frame = -1, None
-    for wanted in indices:
+    for wanted in numbers:
         if wanted != last:
             frame = None  # let go of it before the next one is decoded
             last, frame = wanted, next(coming)
@@ -123,6 +117,8 @@ def decode_frames(index: VideoIndex, numbers: Sequence[int]) -> Iterator[Frame]:
 @dataclass(frozen=True)
 class _Packet:
     pts: int | None
+    dts: int | None
+    duration: int
     key: bool
 
 
@@ -144,14 +140,15 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Any]:
 
 
 def video_stream(container: Any, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
-    """The first video track, whose frames have at most `max_pixels`; raises VideoError."""
-    if not container.streams.video:
+    """The video track that players show, whose frames have at most `max_pixels`; raises VideoError."""
+    stream = container.streams.best("video")
+    if stream is None or stream.disposition & type(stream.disposition).attached_pic:  # the cover of a sound file
         raise VideoError("empty_video", "it has no video track")
-    stream = container.streams.video[0]
     if stream.codec_context is None:
         raise VideoError("unreadable_video", "the codec of its video track is unknown")
+    width = square_width(stream.codec_context.width, float(stream.sample_aspect_ratio or 1))
     try:
-        check_pixels(stream.codec_context.width, stream.codec_context.height, max_pixels, "data.max_image_pixels")
+        check_pixels(width, stream.codec_context.height, max_pixels, "data.max_image_pixels")
     except ImageError as error:
         raise VideoError("unreadable_video", f"its frames are too large or empty: {error}") from None
     return stream
@@ -165,7 +162,7 @@ def _list_packets(container: Any, stream: Any) -> tuple[list[_Packet], float]:
         if packet.pts is not None and packet.time_base:
             end_s = max(end_s, (packet.pts + (packet.duration or 0)) * float(packet.time_base))
         if packet.stream_index == stream.index and packet.size and not packet.is_discard:
-            packets.append(_Packet(packet.pts, packet.is_keyframe))
+            packets.append(_Packet(packet.pts, packet.dts, packet.duration or 0, packet.is_keyframe))
     return packets, end_s
 
 
@@ -179,21 +176,60 @@ def _check_whole(container: Any, stream: Any, size: int, end_s: float) -> None:
         raise VideoError("truncated_video", f"it ends early: after {end_s:.1f} of {promised_s:.1f} seconds")
 
 
-def _grid(times_s: list[float], rate: float) -> tuple[float, list[int] | None]:
-    """Frames a second, and the index of the frame at each point of an even grid; None if they are equal."""
+def _index(path: str, container: Any, stream: Any, packets: Sequence[_Packet]) -> VideoIndex:
+    rate = float(stream.average_rate or stream.guessed_rate or 0)
+    aspect = float(stream.sample_aspect_ratio or 1)
+    pts = sorted(packet.pts for packet in packets if packet.pts is not None)
+    if len(pts) < len(packets) or container.format.name in WITHOUT_TIMES:
+        # the order of decoding has as many times as that of showing
+        slots = sorted(packet.dts for packet in packets if packet.dts is not None)
+        if len(slots) == len(packets):
+            times = _seconds(slots, slots[0], stream.time_base)
+        elif rate:
+            times = [number / rate for number in range(len(packets))]
+        else:
+            raise VideoError("unreadable_video", "it has neither times of its frames nor a rate")
+        fps, constant = _rate(times, rate, float(stream.time_base))
+        return VideoIndex(path, fps, times, times[-1] + 1 / fps, constant, None, pixel_aspect=aspect)
+    start = _start(container, stream, pts[0])
+    times = _seconds(pts, start, stream.time_base)
+    fps, constant = _rate(times, rate, float(stream.time_base))
+    last = max((packet.duration for packet in packets if packet.pts == pts[-1]), default=0)
+    end_s = times[-1] + (float(last * stream.time_base) or 1 / fps)
+    keys = sorted(packet.pts for packet in packets if packet.key and packet.pts is not None)
+    constant = constant and end_s - times[-1] < 1.5 / fps
+    return VideoIndex(path, fps, times, end_s, constant, pts, keys, aspect)
+
+
+def _start(container: Any, stream: Any, first: int) -> int:
+    """When the file starts, in units of the video's times: with its earliest track, as players show it."""
+    if container.start_time is None:
+        return first
+    return min(first, round(Fraction(container.start_time, 1_000_000) / stream.time_base))
+
+
+def _seconds(values: Sequence[int], start: int, unit: Fraction) -> list[float]:
+    return [(value - start) * unit.numerator / unit.denominator for value in values]
+
+
+def _rate(times_s: Sequence[float], stated: float, tick_s: float) -> tuple[float, bool]:
+    """Frames a second, and whether frame n is shown at n / fps: at the rate that the file states or at the average."""
     if len(times_s) == 1:
-        return rate or 1.0, None
-    lasting = [late - early for early, late in itertools.pairwise(times_s)]
-    usual = statistics.median(lasting)
-    span = times_s[-1] - times_s[0]
-    if usual <= 0 or span <= 0:
+        return stated or 1.0, True
+    span_s = times_s[-1] - times_s[0]
+    if span_s <= 0:
         raise VideoError("unreadable_video", "its frames have no times that rise")
-    fps = (len(times_s) - 1) / span
-    if min(lasting) >= STEADY[0] * usual and max(lasting) <= STEADY[1] * usual:
-        return (rate if abs(rate - fps) <= RATE_TOLERANCE * fps else fps), None
-    rounding = min(lasting) / 2
-    reached = (times_s[0] + number / fps + rounding for number in range(len(times_s)))
-    return fps, [bisect.bisect_right(times_s, time) - 1 for time in reached]
+    average = (len(times_s) - 1) / span_s
+    for fps in (stated, average):
+        if fps and times_s[0] <= 0.5 / fps and _follows(times_s, fps, tick_s):
+            return fps, True
+    return average, False
+
+
+def _follows(times_s: Sequence[float], fps: float, tick_s: float) -> bool:
+    """Whether frames come at a constant rate, but for what the container rounds."""
+    most = min(TICKS * max(tick_s, ROUNDING_S), SHARE / fps) + 1e-9
+    return all(abs(time_s - times_s[0] - number / fps) <= most for number, time_s in enumerate(times_s))
 
 
 def _decode_pyav(index: VideoIndex, indices: Sequence[int]) -> Iterator[Frame]:
@@ -220,9 +256,9 @@ class _MissedError(Exception):
 def _decode_at_times(index: VideoIndex, indices: Sequence[int], *, seeking: bool) -> Iterator[Frame]:
     assert index.pts is not None
     with opened(index.path) as container:
-        stream = container.streams.video[0]
+        stream = video_stream(container)
         coming, last = _decoding(container, stream), None
-        to_array = frame_to_array()
+        to_array = frame_to_array(aspect=index.pixel_aspect)
         for wanted in indices:
             target = index.pts[wanted]
             key = bisect.bisect_right(index.key_pts, target) - 1
@@ -238,8 +274,8 @@ def _decode_at_times(index: VideoIndex, indices: Sequence[int], *, seeking: bool
 
 def _decode_in_order(index: VideoIndex, indices: Sequence[int]) -> Iterator[Frame]:
     with opened(index.path) as container:
-        coming = enumerate(_decoding(container, container.streams.video[0]))
-        to_array = frame_to_array()
+        coming = enumerate(_decoding(container, video_stream(container)))
+        to_array = frame_to_array(aspect=index.pixel_aspect)
         for wanted in indices:
             frame = next((frame for number, frame in coming if number == wanted), None)
             if frame is None:
@@ -247,8 +283,10 @@ def _decode_in_order(index: VideoIndex, indices: Sequence[int]) -> Iterator[Fram
             yield _upright(frame, to_array)
 
 
-def frame_to_array(pixel_format: str = "rgb24") -> Callable[[Any], NDArray[Any]]:
+def frame_to_array(pixel_format: str = "rgb24", aspect: float = 1.0) -> Callable[[Any], NDArray[Any]]:
     """Return a function that turns the frames of one video into (H, W, 3) uint8, or (H, W) uint16 for gray12le.
+
+    Pixels of another aspect (width over height) become square, as players show them: the width changes.
 
     All frames share a converter, for one thread. `av.VideoFrame.to_ndarray` makes one for each frame, with threads of
     its own, which for small frames takes longer than decoding them.
@@ -256,7 +294,17 @@ def frame_to_array(pixel_format: str = "rgb24") -> Callable[[Any], NDArray[Any]]
     from av.video.reformatter import VideoReformatter
 
     converter = VideoReformatter()
-    return lambda frame: converter.reformat(frame, format=pixel_format).to_ndarray()
+
+    def to_array(frame: Any) -> NDArray[Any]:
+        width = square_width(frame.width, aspect)
+        return converter.reformat(frame, width=width, format=pixel_format).to_ndarray()
+
+    return to_array
+
+
+def square_width(width: int, aspect: float) -> int:
+    """Width of a frame with square pixels; the stored one where its pixels are square but for a rounding."""
+    return width if abs(aspect - 1) < SQUARE else max(1, round(width * aspect))
 
 
 def _decoding(container: Any, stream: Any) -> Iterator[Any]:
@@ -290,7 +338,7 @@ def _torchcodec_decoder() -> Callable[[VideoIndex, Sequence[int]], Iterator[Fram
 
 
 def _decode_torchcodec(make_decoder: Any, index: VideoIndex, indices: Sequence[int]) -> Iterator[Frame]:
-    if index.pts is None:
+    if index.pts is None or square_width(1000, index.pixel_aspect) != 1000:
         yield from _decode_pyav(index, indices)
         return
     try:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mmrl.errors import UserError
 from mmrl.hub.compat import ensure_torchvision
 from mmrl.hub.images import MAX_IMAGE_PIXELS
-from mmrl.hub.video_reading import VideoError, decode_frames, read_index
+from mmrl.hub.video_reading import VideoError, VideoIndex, decode_frames, read_index
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -31,6 +31,9 @@ FILE_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "vi
 """Options of a video file, under qwen-vl-utils' names."""
 FRAME_LIST_OPTIONS = ("sample_fps", "raw_fps", "max_frames", *PIXEL_OPTIONS)
 """Options of a list of frames."""
+RANGE = ("video_start", "video_end")
+GRID_HZ = 1000
+"""Points a second of the grid that frames of a variable rate are chosen on."""
 
 
 def sample_file(path: str, options: Mapping[str, Any], patch_size: int, max_pixels: int = MAX_IMAGE_PIXELS) -> Frames:
@@ -44,14 +47,52 @@ def sample_file(path: str, options: Mapping[str, Any], patch_size: int, max_pixe
 
     library = qwen_vl_utils()
     index = read_index(path, max_pixels)
+    if not index.constant:
+        return _sample_by_time(library, index, options, patch_size)
     with _asked():
         start, end, span = library.calculate_video_frame_range(dict(options), index.total, index.fps)
         few = span < library.FRAME_FACTOR
         count = library.FRAME_FACTOR if few else library.smart_nframes(dict(options), span, index.fps)
     numbers = torch.linspace(start, end, count).round().long().tolist()
-    images = (torch.from_numpy(frame).permute(2, 0, 1) for frame in decode_frames(index, numbers))
     metadata = {"fps": index.fps, "frames_indices": numbers, "total_num_frames": max(span, count)}
-    return _resized(library, images, count, options, patch_size), metadata
+    return _decoded(library, index, numbers, options, patch_size), metadata
+
+
+def _sample_by_time(library: Any, index: VideoIndex, options: Mapping[str, Any], patch_size: int) -> Frames:
+    """Choose frames of a variable rate as if the file had one every 1 / GRID_HZ seconds.
+
+    Processors derive times from frames_indices / fps: these are points of the grid, not indices in the file. A frame
+    has the time at which it appears; where it is chosen again, since nothing new has come, the time of the choice.
+    """
+    import torch
+
+    first_s = index.times_s[0]
+    total = max(library.FRAME_FACTOR, round((index.end_s - first_s) * GRID_HZ))
+    asked = {**options, **{name: max(0.0, options[name] - first_s) for name in RANGE if name in options}}
+    with _asked():
+        start, end, span = library.calculate_video_frame_range(asked, total, float(GRID_HZ))
+        count = library.smart_nframes(asked, span, float(GRID_HZ))
+    chosen_s = [first_s + point / GRID_HZ for point in torch.linspace(start, end, count, dtype=torch.float64).tolist()]
+    numbers = [index.frame_at(time_s) for time_s in chosen_s]
+    times_s = [
+        chosen if number in numbers[:place] else index.times_s[number]
+        for place, (number, chosen) in enumerate(zip(numbers, chosen_s, strict=True))
+    ]
+    metadata = {
+        "fps": float(GRID_HZ),
+        "frames_indices": [round(time_s * GRID_HZ) for time_s in times_s],
+        "total_num_frames": span,
+    }
+    return _decoded(library, index, numbers, options, patch_size), metadata
+
+
+def _decoded(
+    library: Any, index: VideoIndex, numbers: Sequence[int], options: Mapping[str, Any], patch_size: int
+) -> Tensor:
+    import torch
+
+    images = (torch.from_numpy(frame).permute(2, 0, 1) for frame in decode_frames(index, numbers))
+    return _resized(library, images, len(numbers), options, patch_size)
 
 
 def sample_frames(images: Iterable[Image.Image], count: int, options: Mapping[str, Any], patch_size: int) -> Frames:
@@ -80,7 +121,9 @@ def sample_frames(images: Iterable[Image.Image], count: int, options: Mapping[st
 
     rate = options.get("sample_fps", library.FPS)
     raw = options.get("raw_fps", rate)
-    metadata = {"fps": raw, "frames_indices": list(range(even)), "total_num_frames": even / rate * raw}
+    # the library numbers them 0, 1, ... at raw_fps too, which makes their times shorter by raw_fps / sample_fps
+    places = [round(number / rate * raw) for number in range(even)]
+    metadata = {"fps": raw, "frames_indices": places, "total_num_frames": even / rate * raw}
     with _asked():
         return _resized(library, fitted(), even, options, patch_size), metadata
 

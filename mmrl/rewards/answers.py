@@ -7,10 +7,14 @@ for an answer equal to the right one, and against long responses.
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date
+from decimal import Decimal
 from functools import lru_cache
+from numbers import Number
 from typing import Any, TypeAlias
 
 Chat: TypeAlias = "str | Sequence[Mapping[str, Any]]"
@@ -159,9 +163,10 @@ def _open_boxes(text: str) -> str:
 
 def gold_text(gold: Any) -> str:
     """Return the right answer of a data set row as text, without the tags or the box around it."""
-    if gold is None or isinstance(gold, bool | list | tuple | dict):
-        raise ValueError(f"the right answer is {gold!r}; expected a text or a number")
-    text = str(gold)
+    if isinstance(gold, bool) or not isinstance(gold, str | Number | date):
+        raise ValueError(f"the right answer is {gold!r:.200}; expected a text or a number")
+    whole = isinstance(gold, float | Decimal) and math.isfinite(gold) and gold == int(gold)
+    text = str(int(gold) if whole else gold)  # tables store 5 as 5.0
     if "####" in text:
         text = text.rpartition("####")[2]
     text = final_answer(text) or text
@@ -299,7 +304,8 @@ def exact_reward(
     r"""Give 1 when the answer equals the right one, apart from case, width, spaces and closing punctuation."""
     rewards = []
     for prompt, completion, gold in zip(prompts, completions, answer, strict=True):
-        right = {normalise(gold_text(one)) for one in (gold if isinstance(gold, list | tuple) else [gold])}
+        golds = gold if isinstance(gold, list | tuple) else [gold]
+        right = {normalise(form) for one in golds for form in (gold_text(one), gold_text(str(one)))}
         if not right or "" in right:
             raise ValueError(f"the right answer {gold!r} is empty")
         found = read_answer(completion, prompt, require_block=require_block)

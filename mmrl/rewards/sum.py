@@ -6,7 +6,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from mmrl.errors import UserError, did_you_mean
 from mmrl.fields import field_problems
 from mmrl.rewards.answers import chat_text, completion_text
 from mmrl.rewards.builtin import REWARDS
-from mmrl.rewards.calling import Batch, Failure, Outcome, Signature, call, signature_of
+from mmrl.rewards.calling import ROWS, Batch, Failure, Outcome, Signature, call, signature_of
 from mmrl.rewards.config import RewardConfig, RewardResult, TrainerState
 from mmrl.rewards.isolated import RewardWorkers
 from mmrl.rewards.loading import load_function
@@ -24,10 +24,38 @@ ROW_COLUMNS = ("answer", "completion_lengths", "grounding")
 STATE = "trainer_state"
 IMAGES, REFERENCE = "images", "reference"
 """Columns of each row's images and of the image that it edits, which are large: only functions that name them get them,
-not those that take **columns."""
+not those that take **columns. The same goes for other columns of images or bytes in a table."""
 SPARE_LIMITS = 10.0
 """Spare time for all rows together, in multiples of timeout_s, besides one timeout_s for each row of a worker."""
 NAN = float("nan")
+
+
+def reward_columns(names: Iterable[str], given: Collection[str] = ()) -> dict[str, str]:
+    """Name under which reward functions get each column of the data: its own, or `data_<name>` where that is taken.
+
+    Args:
+        names: columns of the data.
+        given: names of what the run itself passes besides `prompts`, `completions` and `trainer_state`.
+
+    Raises:
+        UserError: the data has a column of the other name too.
+    """
+    names, taken = list(names), {*ROWS, STATE, *given}
+    passed = {name: f"data_{name}" if name in taken else name for name in names}
+    twice = next((name for name, other in passed.items() if other != name and other in passed), None)
+    if twice is not None:
+        raise UserError(
+            f"the data has the columns {twice!r} and {passed[twice]!r}: rewards get the run's own {twice!r} and the "
+            f"data's as {passed[twice]!r}; rename one of them"
+        )
+    return passed
+
+
+def tell_renamed(key: str, names: Iterable[str], given: Collection[str] = ()) -> None:
+    """Log the columns of a data set, by its key, that reward functions get under another name."""
+    for name, other in reward_columns(names, given).items():
+        if other != name:
+            LOGGER.warning("%s: rewards get the column %r as %r; %r is the run's own", key, name, other, name)
 
 
 class Term(ABC):
@@ -87,12 +115,12 @@ class Term(ABC):
     def _arguments(self, batch: Batch) -> Batch:
         """Select the function's arguments that its options do not replace, as text or chat."""
         named = {*self.signature.required, *self.signature.optional}
-        columns = {
-            name: values
-            for name, values in batch.columns.items()
-            if ((self.signature.takes_all and name not in (IMAGES, REFERENCE)) or name in named)
-            and name not in self.options
-        }
+        columns: dict[str, list[Any]] = {}
+        for name, values in batch.columns.items():
+            stored = any(map(_is_stored, values))
+            large = stored or name in (IMAGES, REFERENCE)
+            if name not in self.options and (name in named or (self.signature.takes_all and not large)):
+                columns[name] = [_opened(value) for value in values] if stored else values
         takes_state = (self.signature.takes_all or STATE in named) and STATE not in self.options
         prompts, completions = batch.prompts, batch.completions
         if self.config.chat is not None:
@@ -155,6 +183,18 @@ class _IsolatedTerm(Term):
         if self.config.batch_timeout_s is not None:
             return self.config.batch_timeout_s
         return self.config.timeout_s * (SPARE_LIMITS + rows / self.workers.size)
+
+
+def _is_stored(cell: Any) -> bool:
+    """Whether a cell is bytes or images that stay in their table until they are read."""
+    return any(map(_is_stored, cell)) if isinstance(cell, list) else hasattr(cell, "read")
+
+
+def _opened(cell: Any) -> Any:
+    """What such a cell holds: bytes, or {"bytes", "path"} of an image."""
+    if isinstance(cell, list):
+        return [_opened(item) for item in cell]
+    return cell.read() if hasattr(cell, "read") else cell
 
 
 def make_term(config: RewardConfig, workers: RewardWorkers, functions: Mapping[str, Callable[..., Any]]) -> Term:
@@ -298,6 +338,26 @@ class RewardSum:
                     f"reward {term.config.name!r} needs {' and '.join(missing)}, given neither as a data column "
                     f"nor in its options; the columns are: {', '.join(sorted(columns)) or 'none'}"
                 )
+
+    def check_answers(self, places: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> None:
+        """Try the built-in rewards on the right answers of some rows, by the rows' names for messages.
+
+        Raises:
+            UserError: a reward can read the answer of none of them.
+        """
+        batch = _make_batch([""] * len(places), [""] * len(places), columns, TrainerState())
+        for term in self._terms:
+            if (term.config.function or term.config.name) not in REWARDS or "answer" not in term.needs:
+                continue
+            outcomes = dict(zip(places, term.score(batch), strict=True))
+            bad = {place: outcome.message for place, outcome in outcomes.items() if isinstance(outcome, Failure)}
+            if not bad:
+                continue
+            place, why = next(iter(bad.items()))
+            found = f"reward {term.config.name!r} cannot judge {len(bad)} of {len(places)} rows, such as {place}: {why}"
+            if len(bad) == len(places):
+                raise UserError(f"{found}; choose another reward, or data.answer_key")
+            LOGGER.warning("%s", found)
 
     def score(
         self,

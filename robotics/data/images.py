@@ -38,28 +38,38 @@ ENCODER, DEPTH_PIXELS = "libx265", "gray12le"
 
 
 def read_clip(
-    path: Path, start_s: float, length: int, fps: float, size: Sequence[int], pixels: str = "rgb24"
+    path: Path,
+    start_s: float,
+    length: int,
+    fps: float,
+    size: Sequence[int],
+    pixels: str = "rgb24",
+    times_s: NDArray[Any] | None = None,
 ) -> tuple[NDArray[Any], NDArray[np.bool_]]:
     """Decode T = length frames of a video from a time on, cropped to (H, W); pixels beyond are padding.
 
-    Returns (T, H, W, 3) uint8, or (T, H, W) uint16 of gray12le, and (T,) whether a frame could be decoded; one that
-    could not repeats the one before it, or the first that could.
+    Frame t is the one whose presentation time is nearest to start_s + times_s[t] (T,), rising; t / fps without times_s.
+
+    Returns (T, H, W, 3) uint8, or (T, H, W) uint16 of gray12le, and (T,) whether a frame could be decoded, within half
+    a frame's duration of its time; one that could not repeats the one before it, or the first that could.
     """
     height, width = size
     shape, kind = PIXELS[pixels]
     frames: NDArray[Any] = np.zeros((length, height, width, *shape), kind)
-    decoded = np.zeros(length, np.bool_)
+    wanted_s = start_s + (np.arange(length) / fps if times_s is None else times_s.astype(np.float64))
+    off_s = np.full(length, np.inf)
     to_array = frame_to_array(pixels)
-    for time_s, frame in _timed_frames(path, start_s):
-        index = round((time_s - start_s) * fps)
-        if index >= length:
+    for time_s, frame in _timed_frames(path, wanted_s[0]):
+        if time_s > wanted_s[-1] + 0.5 / fps:
             break
-        if index < 0:
+        off = np.abs(wanted_s - time_s)
+        nearer = off < np.minimum(off_s, 0.5 / fps)
+        if not nearer.any():
             continue
         if frame.height < height or frame.width < width:
             raise UserError(f"{path} is {frame.width}x{frame.height}; the features say {width}x{height}")
-        frames[index] = to_array(frame)[:height, :width]
-        decoded[index] = True
+        frames[nearer], off_s[nearer] = to_array(frame)[:height, :width], off[nearer]
+    decoded = np.isfinite(off_s)
     if not decoded.any():
         raise UserError(f"{path} has no readable frame from {start_s:.3f} s on, where an episode of {length} should be")
     latest = np.maximum.accumulate(np.where(decoded, np.arange(length), -1))

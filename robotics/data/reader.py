@@ -327,9 +327,10 @@ class LeRobotReader:
             return (lambda: metres_of(read(), unit)) if depth else read
         path = self._path(self.info.get("video_path") or VIDEO_PATH, f"videos/{key}", row, video_key=key)
         start, pixels = row[f"videos/{key}/from_timestamp"], "gray12le" if depth else "rgb24"
+        times_s = column_array(table["timestamp"]).reshape(-1)
 
         def decode() -> NDArray[Any]:
-            frames = self._counted(*read_clip(path, start, row["length"], self.fps, size, pixels))
+            frames = self._counted(*read_clip(path, start, row["length"], self.fps, size, pixels, times_s))
             return DepthCodes.from_info(info).decode(frames) if depth else frames
 
         return decode

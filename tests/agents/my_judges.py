@@ -37,6 +37,12 @@ def words(prompts, completions, **columns):
     return [float(sum(len(turn["content"]) for turn in turns)) for turns in completions]
 
 
+def has_both(prompts, completions, success, data_success, data_completions, **columns):
+    """Entries of tasks with the names of arguments come under others."""
+    assert success == [True] * len(completions)
+    return [float(row == ("wanted", ["a"])) for row in zip(data_success, data_completions, strict=True)]
+
+
 def refuses_some(prompts, completions, trainer_state, **columns):
     return [None if row % 3 == 0 else 1.0 for row in range(len(completions))]
 

@@ -51,7 +51,8 @@ def make_config(folder, model, *rewards, **changes) -> AgentConfig:
         output_dir=str(folder / "run"),
         model=ModelConfig(path=str(model)),
         environment=EnvironmentConfig(factory=CORRIDOR, kwargs=kwargs, workers=3),
-        data=TaskSetConfig(seeds=4, options={"goal": "the right end"}, instruction="Go right."),
+        data=changes.pop("data", None)
+        or TaskSetConfig(seeds=4, options={"goal": "the right end"}, instruction="Go right."),
         eval_data={"heldout": TaskSetConfig(seeds=2, first_seed=100, options={"goal": "the right end"})},
         conversation=ConversationConfig(system="Walk.", history_images=1),
         actions=ActionConfig(format="tag", on_parse_error="noop"),
@@ -122,6 +123,15 @@ def test_an_episode_that_cannot_be_judged_has_no_reward(tmp_path, folder):
     assert metrics["reward/errors/sum/not_applicable"] == 2
     with pytest.raises(RunError, match="every reward of this step failed: fails/raised: RuntimeError: no judge"):
         roll(make_config(tmp_path / "all", folder, judge("fails")))
+
+
+def test_entries_of_tasks_with_the_names_of_arguments_are_passed_under_others(tmp_path, folder, caplog):
+    options = {"goal": "the right end", "success": "wanted", "completions": ["a"]}
+    config = make_config(tmp_path, folder, judge("has_both"), data=TaskSetConfig(seeds=4, options=options))
+    config.eval_data = {}
+    _, scored, _ = roll(config)
+    assert scored.reward_terms["has_both"].tolist() == [1.0] * 6
+    assert "data: rewards get the column 'success' as 'data_success'" in caplog.text
 
 
 def test_a_run_measures_them_on_held_out_tasks(tmp_path, folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -265,6 +266,25 @@ def test_columns_of_rows_without_an_image_are_still_known(tmp_path):
     result = recipe.score_images(tasks, images, [False, True])
     assert [value == value for value in result.total] == [False, True]
     assert recipe.score_images(tasks, images, [False, False]).errors == {"latents/overflow": 2}
+
+
+def test_columns_with_the_names_of_arguments_are_passed_under_others(tmp_path, caplog):
+    row = {"prompt": "a red circle", "completions": "the data's", "trainer_state": 1, "wish": 1}
+    (tmp_path / "prompts.jsonl").write_text((json.dumps(row) + "\n") * 2)
+    config = run_config("awm", tmp_path)
+    config.data.path = str(tmp_path / "prompts.jsonl")
+    recipe = build(config)
+    seen = []
+
+    def mine(prompts, completions, **columns):
+        seen.append(columns)
+        return [1.0] * len(completions)
+
+    with_function(recipe, {"caption_colour": mine, "jpeg_incompressibility": mine})
+    result = recipe.score_images([*recipe.train_tasks], np.zeros((2, 32, 32, 3), np.uint8), [True, True])
+    assert result.errors == {}
+    assert seen[0]["data_completions"] == ["the data's"] * 2
+    assert "data: rewards get the column 'completions' as 'data_completions'" in caplog.text
 
 
 def needs_wish(prompts, completions, wish):

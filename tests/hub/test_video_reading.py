@@ -27,7 +27,7 @@ def only_pyav(monkeypatch):
 def test_the_frames_of_the_numbers(tmp_path, name, bframes):
     options = {"movflags": "frag_keyframe+empty_moov"} if name == "fragments.mp4" else None
     index = read_index(write_clip(tmp_path / name, even_times(40), bframes=bframes, options=options))
-    assert (index.total, index.shown) == (40, None)
+    assert (index.total, index.constant) == (40, True)
     assert index.fps == pytest.approx(10, rel=0.03 if name == "a.avi" else 1e-6)  # its times are those of decoding
     for numbers in ([0], [39], [7, 8, 9], [0, 13, 26, 39], [5, 5, 6], list(range(40))):
         assert numbers_of(decode_frames(index, numbers)) == numbers
@@ -38,20 +38,6 @@ def test_a_rate_that_is_not_a_whole_number(tmp_path):
     index = read_index(write_clip(tmp_path / "a.mkv", even_times(60, 30000 / 1001)))
     assert index.fps == pytest.approx(29.97, rel=0.01)
     assert numbers_of(decode_frames(index, [0, 29, 59])) == [0, 29, 59]
-
-
-def test_a_variable_rate_is_read_by_time(tmp_path):
-    """Ten frames in the first second, then one each second."""
-    times = [*even_times(10), *[1.0 + number for number in range(10)]]
-    index = read_index(write_clip(tmp_path / "a.mp4", times))
-    assert index.total == 20
-    numbers = list(range(20))
-    found = numbers_of(decode_frames(index, numbers))
-    for number, shown in zip(numbers, found, strict=True):
-        late = times[shown + 1] if shown + 1 < len(times) else float("inf")
-        assert times[shown] - 0.051 <= number / index.fps < late
-    assert (found[0], found[-1]) == (0, 19)
-    assert found != numbers
 
 
 QUARTER_CLOCKWISE = [0, 1, -1, 0]

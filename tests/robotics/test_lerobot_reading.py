@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
+from mmrl.hub.video import write_mp4
 from robotics.data import (
     LeRobotReader,
     action_chunks,
@@ -16,6 +17,7 @@ av = pytest.importorskip("av", reason="needs pip install 'mmrl-suite[vlm]'")
 pa = pytest.importorskip("pyarrow", reason="needs pip install 'mmrl-suite[vlm]'")
 pq = pytest.importorskip("pyarrow.parquet")
 
+from robotics.data.images import read_clip  # noqa: E402 - where the packages are there
 from tests.robotics.lerobot_folders import (  # noqa: E402 - where the packages are there
     FPS,
     VIDEO,
@@ -242,3 +244,32 @@ def test_images_are_those_of_pillow(tmp_path):
     write(tmp_path, [0], video=False)
     cell = all_rows(tmp_path, "data")[2][VIDEO]
     np.testing.assert_array_equal(image.open(io.BytesIO(cell["bytes"])), made_episode(0)[2]["front"][2])
+
+
+@pytest.mark.parametrize(
+    ("video_fps", "times_s", "expected"),
+    [
+        (30, [0.0, 0.1, 0.2, 0.3], [6, 9, 12, 15]),  # recorded faster than the rows
+        (30, [0.0, 0.1, 0.24, 0.3], [6, 9, 13, 15]),  # rows at times of their own
+        (10, [0.0, 0.1, 0.2, 0.3], [2, 3, 4, 5]),
+        (5, [0.0, 0.1, 0.2, 0.3], [1, 1, 2, 2]),  # each frame serves two rows
+    ],
+)
+def test_a_row_has_the_frame_of_its_time(tmp_path, video_fps, times_s, expected):
+    """As lerobot, which asks the decoder for from_timestamp + timestamp; the clip begins at 0.2 s."""
+    path = write_mp4(tmp_path / "a.mp4", (np.full((32, 48, 3), 10 * n, np.uint8) for n in range(20)), video_fps)
+    frames, decoded = read_clip(path, 0.2, 4, 10, (32, 48), times_s=np.array(times_s, np.float32))
+    assert np.rint(frames.mean((1, 2, 3)) / 10).tolist() == expected
+    assert decoded.tolist() == ([True, False, True, False] if video_fps == 5 else [True] * 4)
+
+
+def test_times_of_rows_are_read_from_the_data(foreign):
+    """The camera dropped the second frame of episode 1: two rows show the third."""
+    path = foreign / "data/chunk-000/file-000.parquet"
+    table = pq.read_table(path).to_pydict()
+    table["timestamp"][3:] = [0.0, 0.2, 0.2, 0.3]
+    before = LeRobotReader(foreign).images(1, "observation.image")
+    pq.write_table(pa.table(table), path)
+    reader = LeRobotReader(foreign)
+    np.testing.assert_array_equal(reader.images(1, "observation.image"), before[[0, 2, 2, 3]])
+    assert reader.counts["corrupt_frames"] == 0

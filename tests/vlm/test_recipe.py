@@ -104,6 +104,20 @@ def test_runs_repeat_and_resume_bit_for_bit(tmp_path, tiny_folders, options):
         assert all(torch.equal(final[0][key], other[key]) for key in final[0])
 
 
+def test_a_completion_of_trl_is_one_turn_of_the_assistant(tmp_path, tiny_folders):
+    config = run_config(SftConfig, tmp_path, tiny_folders["qwen2_5_vl"])
+    texts = [task.columns["completion"] for task in SftRecipe(config).train_tasks]
+    file = Path(config.data.path)
+    rows = [json.loads(line) for line in file.open()]
+    turns = [row | {"completion": [{"role": "assistant", "content": row["completion"]}]} for row in rows]
+    file.write_text("".join(json.dumps(row) + "\n" for row in turns))
+    assert [task.columns["completion"] for task in SftRecipe(config).train_tasks] == texts
+    turns[2]["completion"].append({"role": "user", "content": "Sure?"})
+    file.write_text("".join(json.dumps(row) + "\n" for row in turns))
+    with pytest.raises(UserError, match=r"q2: column 'completion' has the roles assistant, user"):
+        SftRecipe(config)
+
+
 @pytest.mark.parametrize("action", ["error", "skip"])
 def test_a_completion_with_an_image_token_is_a_bad_row(tmp_path, tiny_folders, action):
     config = run_config(SftConfig, tmp_path, tiny_folders["qwen2_5_vl"])
@@ -270,13 +284,13 @@ def test_reward_that_always_fails_stops_the_run(tmp_path, tiny_folders):
         train(RECIPES["vlm"], config)
 
 
-def test_math_with_answers_in_words_ends_the_run_with_its_reason(tmp_path, tiny_folders):
+def test_math_with_answers_in_words_is_refused_before_the_run(tmp_path, tiny_folders):
     config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
     path = tmp_path / "data/questions.jsonl"
     rows = [json.loads(line) | {"answer": "a red circle"} for line in path.open()]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config.rewards = [RewardConfig(name="math")]
-    with pytest.raises(RunError, match=r"math/raised: ValueError: the right answer 'a red circle' cannot be parsed"):
+    with pytest.raises(UserError, match=r"'math' cannot judge .* rows, .*the right answer 'a red circle' cannot be"):
         train(RECIPES["vlm"], config)
 
 

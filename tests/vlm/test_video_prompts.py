@@ -81,6 +81,16 @@ def test_time_is_in_the_prompt(policies, clip):
     assert texts["qwen2_5_vl", 0.9] == texts["qwen2_5_vl", 2.9]
 
 
+def test_times_in_the_prompt_are_those_of_a_variable_rate(policies, tmp_path):
+    """Ten seconds at a frame a second, then 30 a second: four frames appear at 0, 3 and 7 s and at the end."""
+    times = [*map(float, range(10)), *[10 + number / 30 for number in range(30)]]
+    clip, policy = write_clip(tmp_path / "a.mp4", times), policies["qwen3_vl"]
+    prompt = policy.encode(video_task("t", "Sum?", clip, nframes=4, **pixels_that_fit(policy)))
+    text = policy.processor.tokenizer.decode(prompt.input_ids)
+    pairs = [(0 + 3) / 2, (7 + times[-1]) / 2]
+    assert re.findall(r"<(\d+\.\d) seconds>", text) == [f"{time:.1f}" for time in pairs]
+
+
 def test_a_list_of_frames_is_a_video(policy, tmp_path):
     frames = [noise_image(56, 56, number) for number in range(3)]
     frames[0].save(tmp_path / "0.png")

@@ -20,7 +20,7 @@ from PIL import Image
 
 from mmrl.errors import UserError
 from mmrl.gui.grounding.coords import Box, CoordinateSpace, Point, Resize, Size, from_original, to_original
-from mmrl.hub.images import resize_image
+from mmrl.hub.images import ORIENTATION, resize_image
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -193,14 +193,17 @@ def write_samples(path: str | Path, samples: Iterable[GroundingSample]) -> Path:
 
 
 def image_size(image: Image.Image | bytes | str | Path) -> Size:
-    """Width and height of an upright PIL image, file content or path, from its header alone; raises OSError."""
+    """Width and height of a PIL image, file content or path once upright, from its header alone; raises OSError."""
     if isinstance(image, Image.Image):
-        return image.size
+        return _upright_size(image)
     source = io.BytesIO(image) if isinstance(image, bytes) else image
     with Image.open(source) as opened:
-        width, height = opened.size
-        turned = opened.getexif().get(0x0112) in ROTATED
-    return (height, width) if turned else (width, height)
+        return _upright_size(opened)
+
+
+def _upright_size(image: Image.Image) -> Size:
+    width, height = image.size
+    return (height, width) if image.getexif().get(ORIENTATION) in ROTATED else (width, height)
 
 
 def _box(value: Any) -> Box:

@@ -25,14 +25,17 @@ from mmrl.hub.building import build_if_missing
 from mmrl.hub.images import image_pixels_option
 from mmrl.hub.tables import MAX_LINE_MB, Row, check_split, read_rows
 from mmrl.training.evaluation import parts_of_tasks
-from mmrl.vlm.data.messages import MediaCells, build_messages, has_marks, make_renderer
+from mmrl.vlm.data.messages import MediaCells, build_messages, has_marks, make_renderer, split_conversation
 from mmrl.vlm.data.row_extras import with_budgets
 from mmrl.vlm.data.task import TaskError, VideoOptions, VlmTask
 
 log = logging.getLogger(__name__)
 
 PROMPT_KEYS = ("prompt", "problem", "question", "instruction")
+CHAT_KEYS = ("messages", "conversations")
+"""Columns of whole conversations, whose last turn may be the answer."""
 ANSWER_KEYS = ("answer", "solution", "ground_truth")
+VERL_ANSWER = ("reward_model", "ground_truth")
 IMAGE_KEYS = ("images", "image")
 VIDEO_KEYS = ("videos", "video")
 BAD_ROWS = ("error", "skip")
@@ -52,10 +55,12 @@ class DataConfig:
     subset: str | None = rare(None)
     """Configuration name of a hub data set that has several."""
     prompt_key: str | None = None
-    """Column of the question; empty: the first of prompt, problem, question, instruction that exists."""
+    """Column of the question; empty: the first of prompt, problem, question, instruction, messages, conversations that
+    exists. Of the last two, which hold whole conversations, the last turn of the assistant becomes the column
+    `completion`."""
     answer_key: str | None = None
     """Column of the answer (dots reach into nested columns), passed to the rewards as `answer`; empty: the
-    first of answer, solution, ground_truth that exists."""
+    first of answer, solution, ground_truth, reward_model.ground_truth that exists."""
     image_key: str | None = None
     """Column of the image or images; empty: images or image."""
     video_key: str | None = None
@@ -168,13 +173,15 @@ def load_tasks(config: DataConfig) -> LoadedTasks:
 
 def _find_layout(config: DataConfig, rows: list[Row]) -> _Layout:
     columns = list(dict.fromkeys(key for row in rows for key in row.cells))
-    prompt = _find_key(config.prompt_key, PROMPT_KEYS, columns, "prompt_key")
+    prompt = _find_key(config.prompt_key, (*PROMPT_KEYS, *CHAT_KEYS), columns, "prompt_key")
     if prompt is None:
         raise UserError(
-            f"{config.path} has no column for the question ({', '.join(PROMPT_KEYS)}); its columns are "
-            f"{', '.join(columns)}; set data.prompt_key"
+            f"{config.path} has no column for the question ({', '.join((*PROMPT_KEYS, *CHAT_KEYS))}); its columns are "
+            f"{', '.join(columns)}; set data.prompt_key to one with texts or chat turns (tokens are not read)"
         )
     answer = _find_key(config.answer_key, ANSWER_KEYS, columns, "answer_key")
+    if answer is None and any(_nested(row.cells, VERL_ANSWER) is not None for row in rows):
+        answer = ".".join(VERL_ANSWER)
     if answer is None and prompt == "problem":
         raise UserError(
             f"{config.path} has no answer column; its columns are {', '.join(columns)}; set data.answer_key"
@@ -242,7 +249,9 @@ def _make_task(row: Row, layout: _Layout, config: DataConfig) -> VlmTask:
         marked=layout.marked,
         text_only=True if may_be_bare and config.text_only is not False else config.text_only,
     )
-    prompt = row.cells.get(layout.prompt)
+    prompt, completion = row.cells.get(layout.prompt), None
+    if layout.prompt in CHAT_KEYS:
+        prompt, completion = split_conversation(prompt, place)
     messages, images, videos = build_messages(prompt, media, layout.render, place)
     if config.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": [{"type": "text", "text": config.system_prompt}]})
@@ -250,6 +259,8 @@ def _make_task(row: Row, layout: _Layout, config: DataConfig) -> VlmTask:
     columns = {key: row.cells.get(key) for key in layout.columns if key not in asked}
     if layout.answer is not None:
         columns["answer"] = answer
+    if completion is not None and columns.get("completion") is None:
+        columns["completion"] = completion
     length = sum(len(item.get("text", "")) for message in messages for item in message["content"])
     if length > config.max_prompt_chars:
         message = f"the question has {length} characters, more than {config.max_prompt_chars} (data.max_prompt_chars)"
@@ -270,14 +281,23 @@ def _answer(row: Row, layout: _Layout, place: str) -> Any:
         return None
     value: Any = row.cells.get(layout.answer)
     if value is None and layout.answer not in layout.columns:
-        value = row.cells
-        for part in layout.answer.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
+        value = _nested(row.cells, layout.answer.split("."))
     blank = value is None or (isinstance(value, str) and not value.strip())
     if blank or (isinstance(value, float) and math.isnan(value)):
         found = ", ".join(key for key, cell in row.cells.items() if cell is not None) or "none"
         message = f"no answer in column {layout.answer!r}; the row's columns are: {found}"
         raise TaskError("missing_answer", place, message)
+    if hasattr(value, "read"):
+        message = f"the answer in column {layout.answer!r} is bytes or an image; expected a text or a number"
+        raise TaskError("missing_answer", place, message)
+    return value
+
+
+def _nested(cells: dict[str, Any], path: Sequence[str]) -> Any:
+    """The cell of a nested column; None where a row does not have it."""
+    value: Any = cells
+    for part in path:
+        value = value.get(part) if isinstance(value, dict) else None
     return value
 
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.files import expanded, is_file, without_scheme
-from mmrl.vlm.data.task import ImageSource, TaskError, VideoClip, no_such_file, read_video_cell
+from mmrl.hub.tables import ArrowImage
+from mmrl.vlm.data.task import ImageSource, TaskError, VideoClip, VlmTask, no_such_file, read_video_cell
 
 MARKS = re.compile(r"(<image>|<video>)")
 MEDIA = ("image", "video")
+ROLES = {"human": "user", "gpt": "assistant"} | {
+    role: role for role in ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+}
+"""Roles of turns, with ShareGPT's names; templates write any other name into the prompt without a word."""
 SOURCE_KEYS = ("bytes", "image", "video", "image_url", "url", "path")
 
 
@@ -77,6 +83,34 @@ def build_messages(
     return messages, images, videos
 
 
+def split_conversation(turns: Any, place: str) -> tuple[Any, str | None]:
+    """The turns before a last turn of the assistant, and its text; all turns and None where another one is last."""
+    if not isinstance(turns, list) or not turns or _turn(turns[-1], str, place)["role"] != "assistant":
+        return turns, None
+    items = _turn(turns[-1], str, place)["content"]
+    if any(item["type"] != "text" for item in items):
+        raise TaskError("bad_prompt", place, "the assistant's last turn, which is the answer, holds more than text")
+    return turns[:-1], "".join(item["text"] for item in items)
+
+
+def last_turn(task: VlmTask, name: str, cell: Any) -> str:
+    """The assistant's text of an answer given as chat turns, with or without the question's turns before it."""
+    turns = cell if isinstance(cell, list) else []
+    roles = [turn.get("role") if isinstance(turn, dict) else None for turn in turns]
+    asked = [turn["role"] for turn in task.messages if turn["role"] != "system"]
+    before = [role for role in roles[:-1] if role != "system"]
+    if not roles or roles[-1] != "assistant" or before not in ([], asked):
+        expected = f"a text, or one assistant turn, perhaps behind the question's own turns ({', '.join(asked)})"
+        found = f"the roles {', '.join(map(str, roles))}" if roles else f"a {type(cell).__name__}"
+        raise TaskError("bad_side", task.id, f"column '{name}' has {found}; expected {expected}")
+    content = turns[-1].get("content")
+    items = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [item.get("text") if isinstance(item, dict) and item.get("type") == "text" else None for item in items]
+    if not all(isinstance(text, str) for text in texts):
+        raise TaskError("bad_side", task.id, f"the assistant turn of column '{name}' holds something else than text")
+    return "".join(str(text) for text in texts)
+
+
 def make_renderer(template: str | None) -> Callable[[str], str]:
     """A function that wraps a question's text in the format prompt."""
     if template is None:
@@ -121,6 +155,9 @@ def _turns(prompt: Any, render: Callable[[str], str], place: str) -> list[dict[s
     if isinstance(prompt, str):
         if not prompt.strip():
             raise TaskError("missing_prompt", place, "the question is blank")
+        if _is_written_chat(prompt):
+            message = "the question is a text that spells chat turns in JSON; store the list itself (json.loads)"
+            raise TaskError("bad_prompt", place, message)
         return [{"role": "user", "content": split_marks(render(prompt))}]
     if not isinstance(prompt, list):
         found = type(prompt).__name__
@@ -130,15 +167,34 @@ def _turns(prompt: Any, render: Callable[[str], str], place: str) -> list[dict[s
     return [_turn(turn, render if i == last_user else unchanged, place) for i, turn in enumerate(prompt)]
 
 
+def _is_written_chat(text: str) -> bool:
+    if not text.lstrip().startswith("[{"):
+        return False
+    try:
+        turns = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return all(isinstance(turn, dict) and {*turn} >= {*part} for turn in turns for part in [_parts(turn)])
+
+
+def _parts(turn: dict[str, Any]) -> tuple[str, str]:
+    """Names of a turn's role and content: ShareGPT's are from and value."""
+    return ("from", "value") if "from" in turn and "role" not in turn else ("role", "content")
+
+
 def _role(turn: Any) -> Any:
-    return turn.get("role") if isinstance(turn, dict) else None
+    role = turn.get(_parts(turn)[0]) if isinstance(turn, dict) else None
+    return ROLES.get(role, role) if isinstance(role, str) else None
 
 
 def _turn(turn: Any, render: Callable[[str], str], place: str) -> dict[str, Any]:
-    content = turn.get("content") if isinstance(turn, dict) else None
+    content = turn.get(_parts(turn)[1]) if isinstance(turn, dict) else None
     role = _role(turn)
     if not isinstance(role, str) or not isinstance(content, str | list):
         raise TaskError("bad_prompt", place, f"a chat turn needs a role and a content, found {turn!r:.80}")
+    if role not in ROLES.values():
+        known = ", ".join(dict.fromkeys(ROLES.values()))
+        raise TaskError("bad_prompt", place, f"a chat turn has the role {role!r}; there are: {known}")
     if isinstance(content, str):
         return {"role": role, "content": split_marks(render(content))}
     items = [_item(item, place) for item in content]
@@ -179,6 +235,8 @@ def _take_inline(kind: str, items: list[dict[str, Any]], cell: Any, place: str) 
 
 def _locate(source: Any, folder: Path) -> Any:
     """Make relative paths start from the media folder; leave every other source as it is."""
+    if isinstance(source, ArrowImage):
+        return replace(source, folder=folder)
     if isinstance(source, dict):
         inner = next((source[key] for key in ("image", "image_url", "url") if source.get(key) is not None), None)
         if inner is not None:
@@ -224,5 +282,8 @@ def _check_files(images: list[Any], videos: list[VideoClip], place: str) -> None
         whole = isinstance(clip.source, str)
         files += [("video", clip.source)] if whole else [("image", frame) for frame in clip.source]
     for kind, source in files:
+        if isinstance(source, int | float | list) or source is None:
+            message = f"an image is {source!r:.40}; expected a PIL image, a path, bytes or a mapping with bytes or path"
+            raise TaskError("missing_image", place, message)
         if isinstance(source, str) and not source.startswith("data:") and not is_file(source):
             raise TaskError(f"missing_{kind}", place, no_such_file(source, kind))

@@ -13,7 +13,7 @@ from mmrl.rewards import RewardConfig
 from mmrl.rewards.config import TrainerState
 from mmrl.rewards.sum import RewardSum
 from mmrl.vlm.data.dataset import DataConfig, load_tasks
-from mmrl.vlm.data.task import VlmTask, score_texts
+from mmrl.vlm.data.task import VlmTask, check_columns, score_texts
 
 FORMS = ("{}", "\\boxed{{{}}}", "<think></think><answer>{}</answer>")
 """Forms in which the right answer is scored."""
@@ -40,12 +40,13 @@ def preview(config: Any) -> list[str]:
         tasks = load_tasks(split).tasks
         lines.append(f"{name}: {split.path}: {len(tasks)} questions")
         if name == "data":
-            lines += _first(tasks[0], getattr(config, "rewards", None) or getattr(config.evaluation, "rewards", []))
+            lines += _first(tasks, getattr(config, "rewards", None) or getattr(config.evaluation, "rewards", []))
     return lines
 
 
-def _first(task: VlmTask, rewards: Sequence[RewardConfig]) -> list[str]:
+def _first(tasks: Sequence[VlmTask], rewards: Sequence[RewardConfig]) -> list[str]:
     """The first question, and the rewards of its right answer."""
+    task = tasks[0]
     text = " ".join(item["text"] for turn in task.messages for item in turn["content"] if "text" in item)
     sizes = [f"image {image.width} x {image.height}" for image in task.load_images()]
     shown = ", ".join([*sizes, *(["a video"] * len(task.videos)), repr(text[:SHOWN])])
@@ -56,6 +57,7 @@ def _first(task: VlmTask, rewards: Sequence[RewardConfig]) -> list[str]:
     texts = [""] if answer is None else [form.format(answer) for form in FORMS]  # without one: does the function run?
     terms = RewardSum(rewards, workers=1)
     try:
+        check_columns(terms, {"data": tasks})
         found = score_texts(terms, TrainerState(), [task] * len(texts), [text] * len(texts), texts, [[]] * len(texts))
     finally:
         terms.close()

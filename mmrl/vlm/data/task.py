@@ -17,11 +17,20 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.files import expanded, is_file, without_scheme
 from mmrl.hub.foreign import MalformedError, to_rgb
-from mmrl.hub.images import MAX_IMAGE_PIXELS, ImageError, check_pixels, decode_image, read_image_file, resize_image
+from mmrl.hub.images import (
+    MAX_IMAGE_PIXELS,
+    ImageError,
+    check_pixels,
+    decode_image,
+    read_image_file,
+    resize_image,
+    upright,
+)
+from mmrl.hub.tables import ArrowImage
 from mmrl.hub.video_reading import VideoError
 from mmrl.hub.video_sampling import FILE_OPTIONS, FRAME_LIST_OPTIONS, Frames, frame_times, sample_file, sample_frames
 from mmrl.rewards import RewardResult, RewardSum, TrainerState
-from mmrl.rewards.sum import IMAGES
+from mmrl.rewards.sum import IMAGES, reward_columns, tell_renamed
 from mmrl.vlm.families import MEDIA_TOKENS
 
 LONGEST_NAME = 255
@@ -29,6 +38,10 @@ LONGEST_NAME = 255
 
 
 SOURCE_KEYS = ("video", "path", "url", "frames")
+GIVEN = ("completion_ids", "completion_lengths")
+"""Columns of the answers that the run passes to reward functions."""
+TRIED_ANSWERS = 64
+"""Right answers, spread over a data set, that built-in rewards read before the run."""
 
 
 FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
@@ -138,6 +151,7 @@ def open_image(
         elif raw.width == 0 or raw.height == 0:
             raise TaskError("empty_image", task_id, f"{label} is {raw.width} x {raw.height} pixels")
         check_pixels(raw.width, raw.height, max_pixels, "data.max_image_pixels")
+        raw = upright(raw)
     except ImageError as error:
         raise TaskError("unreadable_image", task_id, f"{label} cannot be decoded: {error}") from None
     try:
@@ -196,9 +210,13 @@ def with_start(start: str, answer: str) -> str:
 
 def columns_of(tasks: Sequence[VlmTask], tokens: Sequence[list[int]]) -> dict[str, list[Any]]:
     """Columns of the rows as lists, one entry a row, for reward functions."""
-    names = sorted({name for task in tasks for name in task.columns})
-    columns = {name: [task.columns.get(name) for task in tasks] for name in names}
-    return columns | {"completion_ids": list(tokens), "completion_lengths": [len(row) for row in tokens]}
+    given = dict(zip(GIVEN, (list(tokens), [len(row) for row in tokens]), strict=True))
+    passed = reward_columns(_names(tasks), given)
+    return {other: [task.columns.get(name) for task in tasks] for name, other in passed.items()} | given
+
+
+def _names(tasks: Sequence[VlmTask]) -> list[str]:
+    return sorted({name for task in tasks for name in task.columns})
 
 
 def _conversation(task: VlmTask, prompt: str, response: str) -> tuple[Any, Any]:
@@ -213,10 +231,13 @@ def _conversation(task: VlmTask, prompt: str, response: str) -> tuple[Any, Any]:
 
 
 def check_columns(rewards: RewardSum, data: Mapping[str, Sequence[VlmTask]]) -> None:
-    """Make sure that the rewards find their columns in the questions of every data set that they will score."""
+    """Make sure that the rewards find their columns, and answers that they can read, in every data set to be scored."""
     for key, tasks in data.items():
         try:
             rewards.check_columns([*columns_of(tasks, []), IMAGES])
+            tell_renamed(key, _names(tasks), GIVEN)
+            some = tasks[:: -(-len(tasks) // TRIED_ANSWERS)]
+            rewards.check_answers([task.id for task in some], columns_of(some, [[]] * len(some)))
         except UserError as error:
             raise UserError(f"{key}: {error}") from error
 
@@ -360,7 +381,7 @@ def _clip(value: Any, folder: Path, place: str) -> VideoClip:
     if isinstance(value, list | tuple) and _are_frames(value):
         if "fps" in options:  # frames that are there already can only have a rate of their own
             options["sample_fps"] = options.pop("fps")
-        frames = [_located(item, folder) if isinstance(item, str) else item for item in value]
+        frames = [_located_frame(item, folder) for item in value]
         return VideoClip(frames, _checked(options, FRAME_LIST_OPTIONS, place))
     raise _bad(place, f"a {type(value).__name__}")
 
@@ -385,6 +406,12 @@ def _is_frame(value: Any) -> bool:
         path = value.get("path")
         return _is_frame(path) if isinstance(path, str) else value.get("bytes") is not None
     return isinstance(value, Image.Image | bytes)
+
+
+def _located_frame(item: Any, folder: Path) -> Any:
+    if isinstance(item, ArrowImage):
+        return replace(item, folder=folder)
+    return _located(item, folder) if isinstance(item, str) else item
 
 
 def _located(path: str, folder: Path) -> str:

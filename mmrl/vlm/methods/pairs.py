@@ -21,6 +21,7 @@ from mmrl.runs.records import Outcome, SampleRecord
 from mmrl.runs.statistics import with_interval
 from mmrl.training.evaluation import Measure, Row, Trial
 from mmrl.vlm.data.dataset import LoadedTasks
+from mmrl.vlm.data.messages import last_turn
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.data.task import TaskError, VlmTask, check_no_media, shortened
 from mmrl.vlm.engine.policy import VlmPolicy
@@ -150,29 +151,11 @@ def _text_of(task: VlmTask, name: str) -> str:
     if cell is None:
         columns = ", ".join(key for key, value in task.columns.items() if value is not None) or "none"
         raise TaskError("missing_side", task.id, f"no answer in column '{name}'; the row's other columns: {columns}")
-    text = cell if isinstance(cell, str) else _last_turn(task, name, cell)
+    text = cell if isinstance(cell, str) else last_turn(task, name, cell)
     if not text.strip():
         raise TaskError("empty_side", task.id, f"the answer in column '{name}' is empty")
     check_no_media(task, name, text, "media_in_side")
     return text
-
-
-def _last_turn(task: VlmTask, name: str, cell: Any) -> str:
-    """The assistant's text of a side given as chat turns, with or without the question's turns before it."""
-    turns = cell if isinstance(cell, list) else []
-    roles = [turn.get("role") if isinstance(turn, dict) else None for turn in turns]
-    asked = [turn["role"] for turn in task.messages if turn["role"] != "system"]
-    before = [role for role in roles[:-1] if role != "system"]
-    if not roles or roles[-1] != "assistant" or before not in ([], asked):
-        expected = f"a text, or one assistant turn, perhaps behind the question's own turns ({', '.join(asked)})"
-        found = f"the roles {', '.join(map(str, roles))}" if roles else f"a {type(cell).__name__}"
-        raise TaskError("bad_side", task.id, f"column '{name}' has {found}; expected {expected}")
-    content = turns[-1].get("content")
-    items = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [item.get("text") if isinstance(item, dict) and item.get("type") == "text" else None for item in items]
-    if not all(isinstance(text, str) for text in texts):
-        raise TaskError("bad_side", task.id, f"the assistant turn of column '{name}' holds something else than text")
-    return "".join(str(text) for text in texts)
 
 
 ORDERS = {"logps/accuracies": "accuracy/likelier", "rewards/accuracies": "accuracy/rewards"}

@@ -23,6 +23,7 @@ from mmrl.training.settings import BaseRunConfig
 from mmrl.training.supervised import SupervisedRecipe
 from mmrl.vlm.config import AnswerScoring, VlmEvaluationConfig, VlmParts, check_scoring, scoring_evaluation
 from mmrl.vlm.data.dataset import LoadedTasks
+from mmrl.vlm.data.messages import last_turn
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.data.task import TaskError, VlmTask, check_no_media
 from mmrl.vlm.domain import Questions, VlmDomain
@@ -77,7 +78,7 @@ class SftConfig(GivenAnswersConfig):
     """A supervised run on a column of completions."""
 
     target_key: str = rare("completion")
-    """Column with the text that the model learns to answer; the end token is added."""
+    """Column with the text that the model learns to answer, or with TRL's assistant turn; the end token is added."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
@@ -103,17 +104,19 @@ class SftRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
             return loaded
         tasks, loaded.tasks = loaded.tasks, []
         for task in tasks:
-            text = task.columns.get(config.target_key)
-            if not isinstance(text, str):
+            cell = task.columns.get(config.target_key)
+            if not isinstance(cell, str | list):
                 raise UserError(
                     f"{config.data.path}: question {task.id} has no text in column '{config.target_key}' (target_key); "
                     f"columns: {', '.join(task.columns)}"
                 )
             try:
+                text = cell if isinstance(cell, str) else last_turn(task, config.target_key, cell)
                 check_no_media(task, config.target_key, text, "media_in_answer")
             except TaskError as error:
                 loaded.leave_out(error)
                 continue
+            task.columns = {**task.columns, config.target_key: text}
             loaded.tasks.append(task)
         loaded.check_left(config.data.path)
         return loaded

@@ -13,7 +13,7 @@ from mmrl.errors import UserError
 from mmrl.hub.video_reading import VideoError
 from mmrl.rewards import RewardResult, RewardSum, TrainerState
 from mmrl.vlm.data.prompt import Prompt, token_lists
-from mmrl.vlm.data.task import TaskError, VlmTask, columns_of, score_texts
+from mmrl.vlm.data.task import TaskError, VlmTask, check_columns, score_texts
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.sampler import Samples, sample
 from mmrl.vlm.tspo.config import AnswererConfig
@@ -91,11 +91,8 @@ class VlmAnswerer:
         self.rewards = RewardSum([replace(config.reward, weight=1.0)])
 
     def check(self, tasks: Sequence[NeedleTask], key: str) -> None:
-        """The reward function has to find its columns."""
-        try:
-            self.rewards.check_columns([*columns_of([task.task for task in tasks], [])])
-        except UserError as error:
-            raise UserError(f"{key}: {error}") from error
+        """The reward function has to find its columns, and answers that it can read."""
+        check_columns(self.rewards, {key: [task.task for task in tasks]})
 
     def answer(self, tasks: Sequence[NeedleTask], picks: Sequence[Sequence[int]], draws: Tensor | None) -> Answers:
         """See `Answerer`."""

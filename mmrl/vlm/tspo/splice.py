@@ -117,6 +117,20 @@ def sampled_numbers(total: int, fps: float) -> list[int]:
     return [int(number) for number in np.linspace(0, total - 1, MOST, dtype=int)]
 
 
+def _numbers_by_time(index: VideoIndex) -> list[int]:
+    """As `sampled_numbers`, for a variable rate: the frames that are shown at each second from the first on."""
+    start_s, end_s = index.times_s[0], index.times_s[-1]
+    numbers = [index.frame_at(start_s + second) for second in range(int(end_s - start_s) + 1)]
+    return numbers if FEWEST <= len(numbers) <= MOST else _spread(index, MOST)
+
+
+def _spread(index: VideoIndex, count: int) -> list[int]:
+    """Evenly spaced frames, by time in a video of variable rate."""
+    if index.constant:
+        return [int(number) for number in np.linspace(0, index.total - 1, count, dtype=int)]
+    return [index.frame_at(time_s) for time_s in np.linspace(index.times_s[0], index.times_s[-1], count)]
+
+
 def _own_video(cells: dict[str, Any], folder: Path) -> Path:
     video = cells.get("videos") or cells.get("video")
     video = video[0] if isinstance(video, list) and video else video
@@ -130,7 +144,7 @@ def _plan(
 ) -> list[_Clip]:
     """Clips in a random order of needle and haystack; each kind keeps its own order."""
     index = _index(own)
-    numbers = sampled_numbers(index.total, index.fps)
+    numbers = sampled_numbers(index.total, index.fps) if index.constant else _numbers_by_time(index)
     length = min(frames, len(numbers))
     needle = [
         _Clip(index, [numbers[i] for i in np.sort(rng.choice(len(numbers), length, replace=False))], True)
@@ -139,7 +153,7 @@ def _plan(
     hay: list[_Clip] = []
     for file in rng.choice(len(pool), clips) if clips else ():
         other = _index(pool[int(file)])
-        hay.append(_Clip(other, [int(n) for n in np.linspace(0, other.total - 1, length, dtype=int)], False))
+        hay.append(_Clip(other, _spread(other, length), False))
     kinds = rng.permutation([True] * len(needle) + [False] * len(hay))
     coming = {True: iter(needle), False: iter(hay)}
     return [next(coming[bool(kind)]) for kind in kinds]

@@ -15,7 +15,7 @@ import numpy as np
 
 from mmrl.files import without_scheme
 from mmrl.hub.images import MAX_IMAGE_PIXELS
-from mmrl.hub.video_reading import VideoError, VideoIndex, decode_frames, read_index
+from mmrl.hub.video_reading import ROUNDING_S, VideoError, VideoIndex, decode_frames, read_index
 from mmrl.vlm.data.dataset import DataConfig, LoadedTasks, load_tasks
 from mmrl.vlm.data.task import TaskError, VideoClip, VlmTask
 
@@ -31,16 +31,14 @@ class Candidates:
     index: VideoIndex
     numbers: tuple[int, ...]
     """(T) rising indices of the frames in the file."""
-    wanted_fps: float
-    max_frames: int
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     @property
     def seconds(self) -> list[float]:
-        """Time of each frame from the start of the video."""
-        return [number / self.index.fps for number in self.numbers]
+        """Presentation time of each frame from the start of the video."""
+        return [self.index.times_s[number] for number in self.numbers]
 
     @property
     def digest(self) -> str:
@@ -50,7 +48,7 @@ class Candidates:
             content = _file_digest(self.index.path, state.st_size, state.st_mtime_ns)
         except OSError as error:
             raise VideoError("missing_video", f"it cannot be read any more: {error}") from None
-        return hashlib.blake2b(f"{content} {self.wanted_fps:g} {self.max_frames}".encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(f"{content} {list(self.numbers)}".encode(), digest_size=16).hexdigest()
 
     def frames(self) -> Iterator[NDArray[np.uint8]]:
         """All candidates, (H, W, 3) uint8, one at a time; raises VideoError."""
@@ -66,14 +64,36 @@ class Candidates:
 
 
 def open_candidates(path: str, fps: float = 1.0, max_frames: int = 0, max_pixels: int = MAX_IMAGE_PIXELS) -> Candidates:
-    """List `fps` (0: all) candidate frames a second of a video, at most `max_frames` (0: no limit), undecoded."""
+    """List `fps` (0: all) candidate frames a second of a video, at most `max_frames` (0: no limit), undecoded.
+
+    Each is a different frame: while a video of variable rate shows one for long, there are no further candidates.
+    """
     index = read_index(path, max_pixels)
+    numbers = _evenly(index, fps) if index.constant else _by_time(index, fps)
+    if max_frames and len(numbers) > max_frames:
+        spread_s = np.linspace(index.times_s[0], index.times_s[-1], max_frames)
+        numbers = (
+            np.linspace(0, index.total - 1, max_frames).round().astype(int)
+            if index.constant
+            else np.unique([index.frame_at(time_s) for time_s in spread_s])
+        )
+    return Candidates(index, tuple(numbers.tolist()))
+
+
+def _evenly(index: VideoIndex, fps: float) -> NDArray[np.int_]:
     step = max(index.fps / fps, 1.0) if fps else 1.0
     count = max(int((index.total - 1) / step + 1e-6) + 1, 1)
-    numbers = np.minimum((np.arange(count) * step).round().astype(int), index.total - 1)
-    if max_frames and count > max_frames:
-        numbers = np.linspace(0, index.total - 1, max_frames).round().astype(int)
-    return Candidates(index, tuple(int(number) for number in numbers), fps, max_frames)
+    return np.minimum((np.arange(count) * step).round().astype(int), index.total - 1)
+
+
+def _by_time(index: VideoIndex, fps: float) -> NDArray[np.int_]:
+    """Frames that are shown at 0, 1 / fps, 2 / fps, ... seconds from the first one."""
+    if not fps:
+        return np.arange(index.total)
+    appears_s = np.array(index.times_s) - index.times_s[0] - ROUNDING_S
+    first_point = np.ceil(appears_s * fps)  # the first of these times that is not before the frame
+    next_point = np.append(first_point[1:], np.floor((index.times_s[-1] - index.times_s[0]) * fps + 1e-6) + 1)
+    return np.flatnonzero(first_point < next_point)
 
 
 def read_needle(value: Any, place: str) -> list[tuple[int, int]]:

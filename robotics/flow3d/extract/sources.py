@@ -14,7 +14,7 @@ from mmrl.errors import UserError
 from mmrl.files import expanded, read_json_object
 from mmrl.hub.foreign import MalformedError, to_rgb
 from mmrl.hub.images import ImageError, decode_image, read_image_file
-from mmrl.hub.video_reading import VideoError, frame_to_array, opened, video_stream
+from mmrl.hub.video_reading import VideoError, decode_frames, read_index
 from robotics.data.features import camera_name, is_depth
 from robotics.data.images import DepthCodes
 from robotics.data.layout import named_errors
@@ -97,15 +97,12 @@ def _depths(place: Path, unit_m: float | None) -> DepthArray | None:
 
 
 def read_frames(path: Path) -> ImageArray:
-    """(L, H, W, 3) frames of a video file; raises UserError where it is none or too large."""
+    """(L, H, W, 3) frames of a video file, upright; raises UserError where it is none or too large."""
     try:
-        with opened(path) as container:
-            frames = list(map(frame_to_array(), container.decode(video_stream(container))))
+        index = read_index(path)
+        return np.stack(list(decode_frames(index, range(index.total))))
     except VideoError as error:
         raise UserError(f"{path} cannot be read as a video: {error}") from error
-    if not frames:
-        raise UserError(f"{path} has no frame that can be decoded")
-    return np.stack(frames)
 
 
 def depth_of(pixels: NDArray[Any], unit_m: float | None, where: str) -> DepthArray:

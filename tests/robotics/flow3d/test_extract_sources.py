@@ -5,6 +5,7 @@ import io
 import json
 import shutil
 
+import av
 import numpy as np
 import pytest
 from PIL import Image
@@ -24,6 +25,7 @@ from robotics.flow3d.extract import (
     read_rgbd_folder,
 )
 from robotics.toy.extracted_clips import build_from_scenes
+from tests.hub.numbered_clips import even_times, write_clip
 from tests.robotics.flow3d.rgbd_scene import rgbd_video
 from tests.robotics.flow3d.test_extract import write_folder
 
@@ -54,6 +56,13 @@ def test_a_folder_with_a_video_file_and_an_archive_of_depth(tmp_path):
     read = read_rgbd_folder(small_folder(tmp_path / "codes", codes, unit=0.001, T_world_cam=moving))
     np.testing.assert_allclose(read.depth_m, metres, atol=0.51e-3)
     assert read.T_world_cams.shape == (5, 4, 4)
+
+
+@pytest.mark.skipif(not hasattr(av.VideoStream, "set_display_rotation"), reason="PyAV writes turned files since 18")
+def test_a_video_from_a_phone_is_upright(tmp_path):
+    folder = small_folder(tmp_path / "phone", np.ones((5, 24, 32), np.float32))
+    write_clip(folder / "rgb.mp4", even_times(5), turned=90, frame=lambda number: np.full((32, 24, 3), 40, np.uint8))
+    assert read_rgbd_folder(folder).rgb.shape == (5, 24, 32, 3)
 
 
 def test_damaged_folders_are_named_with_their_fault(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ from mmrl.hub.video_reading import decode_frames, read_index
 from mmrl.vlm.data.dataset import DataConfig
 from mmrl.vlm.data.task import TaskError
 from mmrl.vlm.toy.needles import build_needles, build_readings
+from mmrl.vlm.tspo import splice
 from mmrl.vlm.tspo.splice import build_spliced, sampled_numbers
 from mmrl.vlm.tspo.tasks import load_needle_tasks, open_candidates, question_without_options, read_needle
+from tests.hub.numbered_clips import numbers_of, write_clip
 from tests.vlm.tspo.builders import FRAMES, data_folder
 
 
@@ -186,3 +189,57 @@ def test_a_video_is_spliced_into_others_of_another_size(tmp_path):
     assert len(list(decode_frames(index, [0, 24]))) == 2
     with pytest.raises(UserError, match="has no video other than"):
         build_spliced(tmp_path / "x.jsonl", questions=str(rows), haystack=str(tmp_path / "nothing"))
+
+
+RATES = {
+    "screen": [*map(float, range(60)), *[60 + number / 30 for number in range(150)]],
+    "dark": [*[number / 22 for number in range(220)], *[10 + number / 30 for number in range(300)]],
+    "slides": [0.0, 7.0, 7.5, 8.0, 30.0, 31.0],
+}
+"""Seconds at which frames are shown: a screen recording, a phone that slows down in the dark, slides."""
+
+
+@pytest.mark.parametrize(
+    ("name", "needle", "candidates", "marked"),
+    [
+        ("screen", [60, 120], 65, [60, 61]),
+        ("dark", [220, 340], 20, [10, 11, 12, 13]),
+        ("slides", [1, 4], 5, [1, 2]),
+    ],
+)
+def test_a_variable_rate_is_picked_and_marked_by_frame_and_time(tmp_path, name, needle, candidates, marked):
+    times = RATES[name]
+    path = write_clip(tmp_path / "a.mp4", times, gop=60)
+    (tmp_path / "q.jsonl").write_text(
+        json.dumps({"problem": "<video>What?", "answer": "1", "videos": ["a.mp4"], "needle": needle}) + "\n"
+    )
+    ((task,), _) = load_needle_tasks(DataConfig(path=str(tmp_path / "q.jsonl")), 1.0, 0)
+    video = task.video
+    assert len(video) == candidates
+    assert list(video.numbers) == numbers_of(video.frames())
+    assert video.seconds == pytest.approx([times[number] for number in video.numbers], abs=1e-3)
+    assert np.flatnonzero(task.needle).tolist() == marked
+    assert [needle[0] <= number < needle[1] for number in video.numbers] == task.needle.tolist()
+    few = open_candidates(str(path), 1.0, 4)
+    assert len(few) <= 4
+    assert few.numbers[-1] == len(times) - 1
+    assert few.digest != video.digest
+    everything = open_candidates(str(path), 0)
+    assert list(everything.numbers) == list(range(len(times)))
+
+
+def test_features_are_not_those_of_other_frames(tmp_path):
+    """A cache is named after the candidates themselves, so that a change of their choice is noticed."""
+    video = open_candidates(str(write_clip(tmp_path / "a.mp4", RATES["slides"])))
+    moved = replace(video, numbers=(0, *video.numbers[2:]))
+    assert moved.digest != replace(moved, numbers=video.numbers).digest == video.digest
+
+
+def test_clips_of_a_variable_rate_are_spliced_by_time(tmp_path):
+    """The needle at a frame a second, the haystack at evenly spaced times."""
+    index = read_index(write_clip(tmp_path / "own.mp4", RATES["dark"]))
+    chosen = splice._numbers_by_time(index)
+    assert len(chosen) == 128
+    assert np.diff([RATES["dark"][number] for number in chosen]).max() < 0.25
+    slides = read_index(write_clip(tmp_path / "slides.mp4", RATES["slides"]))
+    assert splice._spread(slides, 5) == [0, 2, 3, 3, 5]
