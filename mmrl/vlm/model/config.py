@@ -75,6 +75,9 @@ class FrozenModelConfig:
     thinking: bool | None = rare(None)
     """Whether the model thinks before it answers, where its chat template has a switch for it, as those of Qwen3,
     Qwen3.5 and SmolLM3 do; empty: as the template does by itself."""
+    answer_tokens: list[str] | None = rare(None)
+    """Special tokens that belong to answers: rewards read them, and given answers are taught them; empty: those that
+    the chat template writes into an answer, and marks of thoughts such as `</think>`."""
     build: str | None = None
     """Function `module:function` that makes the folder at `path` where there is none yet."""
     build_options: dict[str, Any] = field(default_factory=dict)
