@@ -216,8 +216,7 @@ class VlmPolicy(nn.Module):
             end: that token; None is the template's own end.
 
         Raises:
-            TaskError: the message cannot be encoded.
-            UserError: the template does not show the earlier answer or the results.
+            TaskError: the message cannot be encoded; UserError: the template does not show it.
         """
         last = (self.eos_ids[0] if end is None else end) if answered else None
         return encode_turn(task, self.turns, self.processor, self.layout, end=last)
