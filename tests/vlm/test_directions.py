@@ -70,7 +70,7 @@ def test_the_best_answer_along_the_direction_is_kept(questions, tmp_path, monkey
     """A right answer, a wrong one that is longer, and one on which a reward fails."""
     right = [row["completion"] for row in rows(tmp_path / "asked.jsonl")]
     given = [[text, "<think>" + "1 " * 9 + "</think>", "fails"] for text in right]
-    encode = lambda begin, text: [1] * (99 if "1 1" in text else 3)  # noqa: E731
+    encode = lambda begin, text: [1] * (100 if "1 1" in text else 4)  # noqa: E731
     policy = SimpleNamespace(turns=SimpleNamespace(parts=SimpleNamespace(begin=""), encode_answer=encode))
     monkeypatch.setattr(directions, "load_policy", lambda config: policy)
     monkeypatch.setattr(directions, "write_texts", lambda policy, asked, *_: given)

@@ -105,8 +105,10 @@ class TurnTemplate:
                 found[0][0],
                 ", ".join(self.stops),
             )
-        elif not parts.written_close:
-            LOGGER.info("%s writes no end of the assistant's turn: given answers end with %s", self._blame, found[0][0])
+        elif not parts.ends_itself:
+            LOGGER.info(
+                "%s ends the assistant's turn with no special token: given answers end with %s", self._blame, found[0][0]
+            )
         return tuple(dict.fromkeys([end, *stops]))
 
     @functools.cached_property
@@ -368,7 +370,7 @@ class _Parts:
         """What stands between the head of the turn and its thought; None where the template shows no thoughts."""
         self.written = set[str]()
         """Special tokens that the template writes into an answer."""
-        self.problem = ""
+        self.ends_itself, self.problem = True, ""
         try:
             self.asked = template.render([user_turn(QUESTION)], asks=True)
             whole = template.render([user_turn(QUESTION), assistant_turn(EARLIER)])
@@ -383,7 +385,8 @@ class _Parts:
         self.head = before.removeprefix(self.asked) if before.startswith(self.asked) else ""
         ends = [*special.finditer(self.tail)]
         end = next((match for match in ends if match[0] in template.stops), ends[0] if ends else None)
-        self.close = self.written_close = "" if end is None else self.tail[: end.end()]
+        self.close = self.written_close = self.tail.rstrip() if end is None else self.tail[: end.end()]
+        self.ends_itself = end is not None  # with a special token, at which sampling can stop
         self._read_past(template, special)
         self._read_marks(template, special)
 
@@ -397,8 +400,8 @@ class _Parts:
         asked = OPEN_THINK.sub("", self.asked)
         self.past_head = before[len(asked) :] if before.startswith(asked) else ""
         first = special.search(after.partition(QUESTION)[0])
-        if not self.close:
-            self.close = first[0] if first is not None and first[0] in template.stops else template.stops[0]
+        if not self.ends_itself:
+            self.close += first[0] if first is not None and first[0] in template.stops else template.stops[0]
 
     def _read_marks(self, template: TurnTemplate, special: re.Pattern[str]) -> None:
         """Special tokens of heads, thoughts and calls."""
