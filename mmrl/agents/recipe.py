@@ -27,7 +27,7 @@ from mmrl.agents.rewards import OWN_TERMS, EpisodeRewards, check_names
 from mmrl.agents.rollout.anchors import tabulate_anchors, tabulate_durations
 from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, Episode, EpisodeConfig, Writer, pack_groups
 from mmrl.agents.rollout.gains import add_gains, check_answers, tabulate_gains
-from mmrl.agents.rollout.runner import EpisodeRunner, Fork
+from mmrl.agents.rollout.runner import EpisodeRunner, Fork, check_dropped
 from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.blocks.credit import CriticAdvantage
 from mmrl.core.blocks.turns import ANCHOR, GAIN, InformationGain
@@ -384,6 +384,7 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         if not kept:
             reasons = sorted({episode.reason for episode in episodes if episode.reason})
             raise NoUsableTasksError(f"no episode came to a result: {'; '.join(reasons[:3])}")
+        check_dropped(episodes)
         result = self.add_rewards(episodes, step)
         if result is not None:
             self.errors.count(result)

@@ -125,7 +125,9 @@ def test_several_calls_of_an_answer_are_all_shown(tmp_path, tiny_folders, monkey
         recipe.close()
     for episode in episodes:
         assert (episode.ending, episode.total, episode.trajectory.turns) == ("terminated", 1.0, 2)
-        assert "<|im_start|>tool\n2<|im_end|>\n<|im_start|>tool\n22<|im_end|>" in episode.trajectory.inserts[0].prompt.text
+        assert (
+            "<|im_start|>tool\n2<|im_end|>\n<|im_start|>tool\n22<|im_end|>" in episode.trajectory.inserts[0].prompt.text
+        )
 
 
 def test_tools_and_rewards_of_the_documents(tmp_path):

@@ -18,6 +18,7 @@ DEEPSEEK = ["<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]
 LLAMA = ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]
 GEMMA4 = ["<eos>", "<turn|>", "<|tool_response>"]
 HARMONY = ["<|return|>", "<|endoftext|>", "<|call|>"]
+PHI = ["<|endoftext|>", "<|assistant|>", "<|end|>"]
 MARKS = {
     "cohere2": (["<|END_OF_TURN_TOKEN|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"], ["<|END_OF_TURN_TOKEN|>"]),
     "deepseek_r1_distill": (DEEPSEEK, DEEPSEEK[:1]),
@@ -30,10 +31,7 @@ MARKS = {
     "gptoss": ([*HARMONY, "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>"], HARMONY),
     "llama3_1": ([*LLAMA, "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"], LLAMA),
     "muse_glimmer": (["<|eot|>", "<|eom|>", "<|start|>", "<|message|>"], ["<|eot|>"]),
-    "phi3_5": (
-        ["<|endoftext|>", "<|assistant|>", "<|end|>", "<|user|>"],
-        ["<|endoftext|>", "<|assistant|>", "<|end|>"],
-    ),
+    "phi3_5": ([*PHI, "<|user|>"], PHI),
     "smolvlm": (["<end_of_utterance>"], ["<end_of_utterance>"]),
 }
 """Special tokens of each template's family, and the ends of answers in the order of its generation_config.json."""

@@ -70,10 +70,8 @@ def test_a_given_answer_is_the_templates_own_rendering(name, text):
 def test_heads_and_ends_of_families(name, expected):
     turns = turns_of(name)
     assert written(turns, turns.parts.asked, "42") == expected
-    assert (
-        turns.tokenizer.convert_ids_to_tokens(turns.end_ids([0]))[0]
-        == expected.rpartition("<")[1] + expected.rpartition("<")[2]
-    )
+    end = turns.tokenizer.convert_ids_to_tokens(turns.end_ids([0]))[0]
+    assert end == expected[expected.rindex("<") :]
 
 
 @pytest.mark.parametrize(
@@ -140,9 +138,7 @@ def test_a_run_declares_the_tokens_of_its_answers():
         assert tokenizer.decode(learned) == f"{text}<|eot_id|>"
         for token in ("<think>", "<|mark|>"):
             assert (tokenizer.convert_tokens_to_ids(token) in learned) is (token in kept)
-    with pytest.raises(
-        UserError, match=r"model\.answer_tokens names <\|no\|>, which the tokenizer of it does not have"
-    ):
+    with pytest.raises(UserError, match=r"answer_tokens names <\|no\|>, which the tokenizer of it does not have"):
         _ = TurnTemplate(TextProcessor(tokenizer), {}, stops, "it", ["<|no|>"]).kept_tokens
 
 

@@ -49,6 +49,10 @@ class Fork:
         return _Answer(ids, logp, self.source.answers[turn], "")  # type: ignore[arg-type]
 
 
+FEWEST_DROPPED = 4
+"""Dropped episodes of a step from which on `check_dropped` judges them."""
+
+
 class _Answer(NamedTuple):
     """The tokens of a turn, their log-probabilities in nats, the text, and why it ended."""
 
@@ -388,6 +392,26 @@ def note_overflow(episode: Episode, error: TaskError) -> None:
             f"{error.task_id}: a turn of the episode cannot be written for the model: {error.message}"
         ) from error
     episode.ending, episode.reason = "overflow", str(error)
+
+
+def check_dropped(episodes: Sequence[Episode]) -> None:
+    """Refuse a step whose longer episodes were all dropped, so that training would see the short ones alone.
+
+    Raises:
+        UserError: a quarter of the episodes or more overflowed, and none with a result went on for as long.
+    """
+    dropped = [episode for episode in episodes if episode.ending == "overflow"]
+    if len(dropped) < max(FEWEST_DROPPED, len(episodes) / 4):
+        return
+    turns = min(episode.trajectory.turns for episode in dropped)
+    if any(episode.has_result and episode.trajectory.turns > turns for episode in episodes):
+        return
+    raise UserError(
+        f"every episode that went on behind turn {turns} was dropped, {len(dropped)} of {len(episodes)} in this step: "
+        f"{dropped[0].reason}; training would see the shorter ones alone. Shorten observations and answers, keep fewer "
+        "images (conversation.history_images), set episode.max_turns so that all turns fit, or use a model with more "
+        "positions"
+    )
 
 
 def _rows(slots: dict[int, _Slot] | dict[int, Prompt]) -> Tensor:

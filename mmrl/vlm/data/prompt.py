@@ -236,7 +236,7 @@ def encode_turn(task: VlmTask, turns: TurnTemplate, processor: Any, layout: Prom
     try:
         text = turns.follow(messages, end=end, tools=task.tools, calls=calls)
     except TemplateError as error:
-        raise TaskError("bad_prompt", task.id, f"the chat template refuses it: {error}") from error
+        raise TaskError("bad_prompt", task.id, f"{turns.blame} refuses it: {error}") from error
     return _encode(task, text, hidden, processor, layout, None)
 
 

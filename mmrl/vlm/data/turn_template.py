@@ -101,14 +101,13 @@ class TurnTemplate:
                 "end",
                 "%s ends the assistant's turn with %s, at which the checkpoint does not stop (%s): sampling, given "
                 "answers and exports end there",
-                self._blame,
+                self.blame,
                 found[0][0],
                 ", ".join(self.stops),
             )
         elif not parts.ends_itself:
-            LOGGER.info(
-                "%s ends the assistant's turn with no special token: given answers end with %s", self._blame, found[0][0]
-            )
+            message = "%s ends the assistant's turn with no special token: given answers end with %s"
+            LOGGER.info(message, self.blame, found[0][0])
         return tuple(dict.fromkeys([end, *stops]))
 
     @functools.cached_property
@@ -162,7 +161,7 @@ class TurnTemplate:
         """A given answer behind a prompt as text, its control tokens hidden."""
         parts = self.parts
         if parts.problem:
-            raise UserError(f"{self._blame} cannot write a given answer: {parts.problem}")
+            raise UserError(f"{self.blame} cannot write a given answer: {parts.problem}")
         body = None
         if prompt_text.endswith(parts.begin) and not self._is_native(content):
             body = self._whole(content) if ends else self._started(content)
@@ -214,13 +213,14 @@ class TurnTemplate:
         before = [user_turn(QUESTION), assistant_turn(EARLIER)]
         whole = self.render([*before, *messages], asks=True, tools=tools)
         if whole.count(EARLIER) != 1:
-            raise UserError(f"{self._blame} shows the assistant's turn {whole.count(EARLIER)} times where it is one")
+            raise UserError(f"{self.blame} shows the assistant's turn {whole.count(EARLIER)} times where it is one")
         rest, close = whole.rpartition(EARLIER)[2], self.parts.written_close
         closed = self._length_of_close(rest) if close else 0
         return self._behind(ended, rest[:closed], rest[closed:])
 
     @property
-    def _blame(self) -> str:
+    def blame(self) -> str:
+        """The template, for messages."""
         return f"the chat template of {self._name}"
 
     def _whole(self, content: str) -> str | None:
@@ -250,7 +250,7 @@ class TurnTemplate:
                 "thought",
                 "a given answer begins with a thought, but %s has closed the thought in the prompt already; set "
                 "model.thinking=true, or remove the thoughts from the answers",
-                self._blame,
+                self.blame,
             )
         return behind_open_thought(prompt_text, content)
 
@@ -288,7 +288,7 @@ class TurnTemplate:
         lost = [n for n in range(len(marks)) if shown.count(f"result{n}of") != 1]
         if lost:
             raise UserError(
-                f"{self._blame} loses results of tools: of {len(marks)} results behind a turn with calls of "
+                f"{self.blame} loses results of tools: of {len(marks)} results behind a turn with calls of "
                 f"{', '.join(calls)}, it does not show {len(lost)}; leave conversation.tools out, so that results come "
                 "in the user's turns, or mend the template"
             )
@@ -323,7 +323,7 @@ class TurnTemplate:
         cut = earlier.rpartition(close)[0] if close else earlier
         if not whole.startswith(cut):
             raise UserError(
-                f"{self._blame} rewrites a turn with calls once results follow it; leave conversation.tools out, so "
+                f"{self.blame} rewrites a turn with calls once results follow it; leave conversation.tools out, so "
                 "that results come in the user's turns"
             )
         rest = whole[len(cut) :]
