@@ -29,6 +29,7 @@ from mmrl.vlm.data.prompt import Prompt, PromptLayout, VlmPayload, encode_prompt
 from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.data.turn_template import TurnTemplate
 from mmrl.vlm.engine.attention import ATTENTION_NAME, PromptRow, ResponseRow, prompt_index, response_index
+from mmrl.vlm.engine.capabilities import check_architecture, check_behaviour
 from mmrl.vlm.engine.generic import GenericLane
 from mmrl.vlm.engine.head import Head
 from mmrl.vlm.engine.loading import fast_lane_obstacle, prepare, set_pixels, template_variables
@@ -48,6 +49,7 @@ from mmrl.vlm.families.family import family_of
 from mmrl.vlm.model.config import FrozenModelConfig, ModelConfig
 from mmrl.vlm.model.network import (
     VALUE_HEAD_FILE,
+    architecture,
     build_model_if_missing,
     load_model_weights,
     load_network,
@@ -446,11 +448,7 @@ class VlmPolicy(nn.Module):
             self.processor.save_pretrained(draft)
 
     def load_weights(self, path: Path | str) -> None:
-        """Load the weights that `save_pretrained` of a policy of the same shape wrote, bit for bit.
-
-        Raises:
-            UserError: the folder holds no such weights.
-        """
+        """Load the weights that `save_pretrained` of a policy of this shape wrote, bit for bit; raises UserError."""
         load_model_weights(self.model, Path(path))
         if self.value_head is not None:
             load_value_head(self.value_head, Path(path))
@@ -486,6 +484,7 @@ def load_policy(config: FrozenModelConfig, *, value_head: bool = False, policy_c
     folder = expanded(config.path)
     check_model(folder)
     base, adapter = resolve_model(config.path)
+    check_architecture(*architecture(base))
     network, processor = load_network(config, base), load_processor(str(adapter or base))
     # saved with the model, so that `generate` draws no token either that sampling leaves out
     network.generation_config.suppress_tokens = banned_ids(network, processor.tokenizer).tolist() or None
@@ -497,4 +496,5 @@ def load_policy(config: FrozenModelConfig, *, value_head: bool = False, policy_c
     policy: VlmPolicy = policy_class(model, processor, config, head).eval()
     policy.starts_from_adapter = policy.has_adapter and adapter is not None
     stop_at(network, policy.eos_ids)
+    check_behaviour(policy)
     return policy

@@ -94,6 +94,8 @@ def known_families() -> Mapping[str, Family]:
 
 def family_of(model_type: str) -> Family:
     """The family of a `model_type` of transformers; the default where it has no file."""
+    if "." in model_type:  # kosmos-2.5
+        return Family()
     name = f"{__package__}.{model_type}"
     try:
         found: Family = importlib.import_module(name).FAMILY

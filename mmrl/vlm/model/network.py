@@ -101,6 +101,19 @@ def load_network(config: ModelConfig, base: str) -> Any:
     return network
 
 
+def architecture(base: str) -> tuple[Any, Any]:
+    """Class and configuration of a model, without its weights; raises UserError."""
+    import transformers
+
+    auto = auto_class(_model_type(base), base)
+    try:
+        config = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
+    except Exception as error:  # JSON and configurations each raise their own kinds
+        raise UserError(f"the configuration of {base} cannot be read: {first_line(error)}") from error
+    found = auto._model_mapping[type(config)]
+    return (found[0] if isinstance(found, tuple | list) else found), config
+
+
 def auto_class(model_type: str, base: str) -> Any:
     """AutoModelForImageTextToText or, for language models, AutoModelForCausalLM."""
     import transformers
