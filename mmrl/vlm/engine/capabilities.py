@@ -26,12 +26,16 @@ def check_architecture(model_class: Any, config: Any) -> None:
     if family_of(kind).fast:
         return
     if problem := _problem(model_class, config):
-        fast = ", ".join(name for name, family in known_families().items() if family.fast)
-        raise UserError(
-            f"models of type {kind} ({model_class.__name__}) cannot be trained or sampled here: {problem}. Use a model "
-            f"of another family: {fast} in the fast lane, and any model in transformers' tables of image-text and "
-            "causal language models with a cache of keys and values (docs/vlm.md lists those that are tested)"
-        )
+        raise UserError(_refusal(model_class, kind, problem))
+
+
+def _refusal(model_class: Any, kind: str, problem: str) -> str:
+    fast = ", ".join(name for name, family in known_families().items() if family.fast)
+    return (
+        f"models of type {kind} ({model_class.__name__}) cannot be trained or sampled here: {problem}. Use a model of "
+        f"another family: {fast} in the fast lane, and any model in transformers' tables of image-text and causal "
+        "language models with a cache of keys and values (docs/vlm.md lists those that are tested)"
+    )
 
 
 def _problem(model_class: Any, config: Any) -> str | None:
@@ -41,9 +45,8 @@ def _problem(model_class: Any, config: Any) -> str | None:
         return "it has an encoder and a decoder, and a prompt is no part of the decoder's rows"
     if not set(CACHES) & set(accepted):
         return "its forward pass takes no cache, which a prompt is kept in for its group"
-    if reads_images(model_class, config):
-        if (problem := _image_problem(model_class, config)) is not None:
-            return problem
+    if reads_images(model_class, config) and (problem := _image_problem(model_class, config)) is not None:
+        return problem
     return _cache_problem(config)
 
 
@@ -56,18 +59,24 @@ def reads_images(model_class: Any, config: Any) -> bool:
 
 
 def _image_problem(model_class: Any, config: Any) -> str | None:
-    if not hasattr(model_class, "get_image_features"):
+    if hasattr(model_class, "get_image_features"):
+        return _body_problem(model_class)
+    try:
         with torch.device("meta"):
-            body: Any = model_class(config).base_model
-        if not hasattr(body, "get_image_features"):
-            return (
-                "it has no get_image_features, and images are encoded once for the group of a prompt; its layers "
-                "attend to images on their own (as in Llama 3.2 Vision), or read them as tokens"
-            )
-        accepted = inspect.signature(body.forward).parameters
-    else:
-        accepted = inspect.signature(model_class.forward).parameters
-    if "mm_encoder_outputs" not in accepted:
+            body = model_class(config).base_model
+    except Exception:  # some configurations build on a real device alone; the loaded model is looked at again
+        return None
+    return _body_problem(body)
+
+
+def _body_problem(body: Any) -> str | None:
+    """What a model, or its class, lacks to read features of images that were made before."""
+    if not hasattr(body, "get_image_features"):
+        return (
+            "it has no get_image_features, and images are encoded once for the group of a prompt; its layers attend to "
+            "images on their own (as in Llama 3.2 Vision), or read them as tokens"
+        )
+    if "mm_encoder_outputs" not in inspect.signature(body.forward).parameters:
         return "its forward pass takes no mm_encoder_outputs, the features of images that were encoded before"
     return None
 
@@ -92,7 +101,10 @@ def check_behaviour(policy: Any) -> None:
     """
     if policy.generic is None:
         return
-    lane, kind = policy.generic, policy.network.config.model_type
+    network, lane, kind = policy.network, policy.generic, policy.network.config.model_type
+    seeing = reads_images(type(network), network.config)
+    if seeing and (problem := _body_problem(network.base_model)) is not None:
+        raise UserError(_refusal(type(network), kind, problem))
     banned = {*policy.banned_ids.tolist(), policy.pad_id, *policy.eos_ids}
     entries = min(policy.network.config.get_text_config().vocab_size, 4096)
     tokens = torch.tensor([token for token in range(entries) if token not in banned][:8])
