@@ -39,6 +39,7 @@ from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.fields import rare
 from mmrl.rewards import RewardConfig, RewardResult, TrainerState
+from mmrl.rewards.config import readers_of
 from mmrl.rewards.loading import source_digest
 from mmrl.runs.export import Exported
 from mmrl.runs.records import SampleRecord
@@ -187,6 +188,7 @@ class AgentDomain:
                 )
             self.policy = load_policy(config.model, value_head=value_head)
             self.terms = router_terms(self)
+            self.policy.turns.check_readers(readers_of(rewards, sampler.stop))
             self.policy.check_response_length(sampler.max_new_tokens)
             if kept := config.conversation.history_images:
                 self.policy.check_reads_media(f"conversation.history_images is {kept}")

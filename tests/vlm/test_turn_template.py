@@ -7,6 +7,7 @@ import pytest
 
 from mmrl.errors import UserError
 from mmrl.rewards.answers import completion_text, exact_reward, final_part, format_reward
+from mmrl.rewards.config import RewardConfig, readers_of
 from mmrl.vlm.data.turn_template import TemplateError, TurnTemplate
 from mmrl.vlm.model.processor import TextProcessor
 from tests.vlm.chat_templates import NAMES, TEMPLATES, rendered, tokenizer_of, turns_of
@@ -140,6 +141,27 @@ def test_a_run_declares_the_tokens_of_its_answers():
             assert (tokenizer.convert_tokens_to_ids(token) in learned) is (token in kept)
     with pytest.raises(UserError, match=r"answer_tokens names <\|no\|>, which the tokenizer of it does not have"):
         _ = TurnTemplate(TextProcessor(tokenizer), {}, stops, "it", ["<|no|>"]).kept_tokens
+
+
+def test_a_reader_of_a_token_that_never_arrives_is_told(tmp_path, caplog):
+    (tmp_path / "mine.py").write_text(
+        "import re\n\ndef ends(prompts, completions, **_):\n"
+        "    return [float(bool(re.search(r'<\\|eot_id\\|>$', text))) for text in completions]\n\n"
+        "def thinks(prompts, completions, **_):\n    return [float('</think>' in text) for text in completions]\n"
+    )
+    tokenizer = tokenizer_of("llama3_1")
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<think>", "</think>"]})
+    stops, mine = tokenizer.convert_tokens_to_ids(["<|eot_id|>"]), f"{tmp_path}/mine.py"
+    rewards = [RewardConfig("format"), RewardConfig("ends", f"{mine}:ends"), RewardConfig("thinks", f"{mine}:thinks")]
+    always = [("reward ends", "<|eot_id|>"), ("sampler.stop", "<|eot_id|>")]
+    undeclared = [("reward format", "</think>"), ("reward format", "<think>"), ("reward thinks", "</think>")]
+    for declared, told in ((None, always), ([], always + undeclared)):
+        caplog.clear()
+        turns = TurnTemplate(TextProcessor(tokenizer), {}, stops, "it", declared)
+        for _ in range(2):
+            turns.check_readers(readers_of(rewards, ["<|eot_id|>"]))
+        assert sorted(record.args[:2] for record in caplog.records) == sorted(told)
+        assert all("add it to model.answer_tokens" in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.parametrize("case", json.loads((TEMPLATES / "tails.json").read_text(encoding="utf-8")), ids=str)

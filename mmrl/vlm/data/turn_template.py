@@ -169,6 +169,20 @@ class TurnTemplate:
             body = self._behind_prompt(prompt_text, content)
         return body + (parts.close if ends else "")
 
+    def check_readers(self, sources: Mapping[str, str]) -> None:
+        """Warn of each reader of answers whose source, by name, names a special token that no text will hold."""
+        hidden = control_pattern(self.tokenizer, self._kept_pattern)
+        for name, source in sources.items():
+            for token in sorted({match[0] for match in hidden.finditer(source.replace("\\", ""))}):
+                self._warn_once(
+                    f"{name} {token}",
+                    "%s names %s, a special token of %s that is left out of the texts of answers; add it to "
+                    "model.answer_tokens where answers have it",
+                    name,
+                    token,
+                    self._name,
+                )
+
     def render(self, messages: Sequence[Message], *, asks: bool = False, tools: Sequence[Any] = ()) -> str:
         """The chat as text; contents become plain texts where the template does not show lists of parts."""
         options: dict[str, Any] = {**self._variables, **({"tools": list(tools)} if tools else {})}

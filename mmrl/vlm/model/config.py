@@ -31,7 +31,7 @@ class LoraSettings:
     targets: list[str] = rare(
         field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
     )
-    """Linear layers of the language model's decoder layers that get an adapter; may be empty if vision_targets is not."""
+    """Linear layers of the language model's decoder layers that get an adapter; empty with vision_targets alone."""
     vision_targets: list[str] = rare(field(default_factory=list))
     """Linear layers of the vision tower and the merger that get an adapter, by the ends of their names as in peft's
     `target_modules`, such as qkv, fc1 or merger.mlp.0; all-linear is all of them."""

@@ -19,7 +19,9 @@ SMALL = {
     "num_key_value_heads": 1,
     "vocab_size": 64,
 }
-MLLAMA = {"text_config": SMALL | {"cross_attention_layers": [1]}, "vision_config": {"hidden_size": 32}}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TOWER = {"hidden_size": 32, "attention_heads": 2, "num_hidden_layers": 1, "num_global_layers": 1}
+MLLAMA = {"text_config": SMALL | TOKENS | {"cross_attention_layers": [1]}, "vision_config": TOWER}
 REFUSED = {
     "mllama": (MLLAMA, "MllamaForConditionalGeneration.* it has no get_image_features"),
     "falcon_h1": (SMALL, "its cache has layers of LinearAttentionAndFullAttentionLayer, whose states are not copied"),
@@ -64,6 +66,6 @@ def test_a_model_that_keeps_something_outside_of_its_cache_is_found(language_mod
         raise RuntimeError("no such state")
 
     monkeypatch.setattr(type(policy.generic), "advance", fails)
-    with pytest.raises(UserError, match="models of type qwen3 .* RuntimeError: .*no such state"):
+    with pytest.raises(UserError, match=r"models of type qwen3 .* RuntimeError: .*no such state"):
         load_policy(ModelConfig(path=str(language_model), lane="generic"))
     assert torch.is_grad_enabled()
