@@ -136,9 +136,7 @@ class VlmDomain:
             self.policy = load_policy(config.model, value_head=value_head, policy_class=self.policy_class)
             self.terms = router_terms(self)
             self._check_media()
-            self.policy.turns.check_readers(
-                reward_sources(rewards) | {"sampler.stop": " ".join(getattr(sampler, "stop", ()))}
-            )
+            self.policy.turns.check_readers(readers_of(rewards, getattr(sampler, "stop", ())))
             if trains_on_rewards or self.eval_tasks:
                 self.longest = sampler.max_new_tokens
                 self.policy.check_response_length(self.longest)
