@@ -18,7 +18,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Stateful, Tally
 from mmrl.errors import UserError
 from mmrl.rewards import RewardResult, RewardSum, TrainerState
-from mmrl.rewards.config import about_rewards
+from mmrl.rewards.config import about_rewards, readers_of
 from mmrl.runs.export import Exported
 from mmrl.runs.records import Outcome, SampleRecord, short_digest
 from mmrl.runs.run_log import LONGER, metric_label
