@@ -27,7 +27,7 @@ from mmrl.agents.rewards import OWN_TERMS, EpisodeRewards, check_names
 from mmrl.agents.rollout.anchors import tabulate_anchors, tabulate_durations
 from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, Episode, EpisodeConfig, Writer, pack_groups
 from mmrl.agents.rollout.gains import add_gains, check_answers, tabulate_gains
-from mmrl.agents.rollout.runner import EpisodeRunner, Fork
+from mmrl.agents.rollout.runner import EpisodeRunner, Fork, check_dropped
 from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.blocks.credit import CriticAdvantage
 from mmrl.core.blocks.turns import ANCHOR, GAIN, InformationGain
@@ -39,6 +39,7 @@ from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.fields import rare
 from mmrl.rewards import RewardConfig, RewardResult, TrainerState
+from mmrl.rewards.config import readers_of
 from mmrl.rewards.loading import source_digest
 from mmrl.runs.export import Exported
 from mmrl.runs.records import SampleRecord
@@ -187,6 +188,7 @@ class AgentDomain:
                 )
             self.policy = load_policy(config.model, value_head=value_head)
             self.terms = router_terms(self)
+            self.policy.turns.check_readers(readers_of(rewards, sampler.stop))
             self.policy.check_response_length(sampler.max_new_tokens)
             if kept := config.conversation.history_images:
                 self.policy.check_reads_media(f"conversation.history_images is {kept}")
@@ -384,6 +386,7 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         if not kept:
             reasons = sorted({episode.reason for episode in episodes if episode.reason})
             raise NoUsableTasksError(f"no episode came to a result: {'; '.join(reasons[:3])}")
+        check_dropped(episodes)
         result = self.add_rewards(episodes, step)
         if result is not None:
             self.errors.count(result)

@@ -77,7 +77,8 @@ class MaskedPolicy(VlmPolicy):
     def encode_padded(self, prompt: Prompt, text: str, length: int) -> list[int]:
         """Tokens of a given answer with end tokens up to a length; longer answers lose their end."""
         ids = self.encode_answer(prompt, text)[:length]
-        return ids + [self.eos_ids[0]] * (length - len(ids))
+        end = self.processor.tokenizer.eos_token_id
+        return ids + [self.eos_ids[0] if end is None else int(end)] * (length - len(ids))
 
     def lengths(self, tokens: Tensor) -> Tensor:
         """(B,) int64, tokens of answers (B, L) up to the first end token, L where there is none."""

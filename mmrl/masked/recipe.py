@@ -39,7 +39,7 @@ from mmrl.masked.policy import MaskedPayload, MaskedPolicy, hide_counts
 from mmrl.masked.sampler import MaskedSampler, sample
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
-from mmrl.vlm.data.prompt import VlmPayload, encode_text, given_answer
+from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.methods.replacing import Exchange, ReplacingRecipe
@@ -212,7 +212,7 @@ class MaskedRecipe(ReplacingRecipe):
         found: list[list[int]] = []
         for number, (prompt, task) in enumerate(zip(prompts, tasks, strict=True)):
             text, generator = str(task.columns.get(config.trace_key) or ""), streams.of(number, "hints")
-            trace = encode_text(given_answer(prompt, text), policy.processor.tokenizer) if text else []
+            trace = policy.encode_answer(prompt, text, ends=False) if text else []
             for _ in range(self.config.trainer.samples_per_task):
                 found.append(hinted_answer(trace, width, policy.mask_id, config, generator))
         return torch.tensor(found)

@@ -204,7 +204,7 @@ def _collect(policy: MaskedPolicy, prompts: Sequence[Prompt], group: int, tokens
     length = policy.lengths(tokens)
     mask = (torch.arange(tokens.shape[1], device=tokens.device) < length[:, None]).float()
     rows: list[Any] = [row[:stop] for row, stop in zip(tokens.tolist(), length.tolist(), strict=True)]
-    texts = policy.processor.tokenizer.batch_decode(rows, skip_special_tokens=True)
+    texts = policy.turns.decode(rows)
     ended = torch.isin(tokens, torch.tensor(policy.eos_ids, device=tokens.device)).any(1).tolist()
     starts = [prompt.answer_start for prompt in prompts for _ in range(group)]
     return Samples(

@@ -29,15 +29,56 @@ SPECIAL_TOKEN = re.compile(r"<\|[^|<>]{1,40}\|>")
 ROLE = re.compile(r"\A\s*(?:system|user|assistant)\s*\n")
 
 
+THOUGHTS = (
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<|channel>thought\n", "<channel|>"),
+)
+"""Marks of thoughts besides <think>: those of Magistral, Seed-OSS, Sky-T1 and Gemma 4."""
+MESSAGE = re.compile(
+    r"(?:<\|(?:end|eom)\|>\s{0,4})?(?:<\|start\|>assistant)?(?:<\|channel\|>| to=)"
+    r"(analysis|final|commentary|self|user)\b(?: [^<>|]{0,80})?(?:<\|constrain\|>\w{1,20})?<\|message\|>"
+)
+"""Head of a message of gpt-oss (analysis, commentary, final) or Muse (to itself, to the user)."""
+
+
+def with_think_tags(text: str) -> str:
+    """Return a completion with its thoughts in <think> blocks, whatever marks its model has for them.
+
+    Of the channels of gpt-oss, analysis is the thought and final the answer; commentary, which has calls, stays.
+    """
+    for opened, closed in THOUGHTS:
+        if opened in text or closed in text:
+            text = text.replace(opened, "<think>").replace(closed, "</think>")
+    heads = [*MESSAGE.finditer(text)] if "<|message|>" in text else []
+    if not heads:
+        return text
+    parts, ends = [text[: heads[0].start()]], [head.start() for head in heads[1:]] + [len(text)]
+    for head, end in zip(heads, ends, strict=True):
+        body = text[head.end() : end]
+        if head[1] in ("final", "user"):
+            parts.append(body)
+        elif head[1] == "commentary":
+            parts.append(head[0] + body)
+        else:  # the last one may be unfinished
+            done = end < len(text) or body.endswith(("<|end|>", "<|eom|>"))
+            parts.append(f"<think>{body.removesuffix('<|end|>').removesuffix('<|eom|>')}{'</think>' if done else ''}")
+    return "".join(parts)
+
+
 def completion_text(completion: Chat) -> str:
-    """Return the text of a completion given as a string or as chat turns; of an agent's turns, its last answer."""
+    """Return the text of a completion given as a string or as chat turns; of an agent's turns, its last answer.
+
+    Thoughts are in <think> blocks, whatever marks the model has for them.
+    """
     if isinstance(completion, str):
-        return completion
+        return with_think_tags(completion)
     if isinstance(completion, Sequence):
         roles = [turn.get("role") if isinstance(turn, Mapping) else None for turn in completion]
         if {"user", "tool"} & set(roles) and "assistant" in roles:
-            return _turn_text(completion[len(roles) - 1 - roles[::-1].index("assistant")])
-        return chat_text(completion)
+            return with_think_tags(_turn_text(completion[len(roles) - 1 - roles[::-1].index("assistant")]))
+        return with_think_tags(chat_text(completion))
     raise TypeError(f"a completion is a string or a list of chat turns, not {type(completion).__name__}")
 
 
@@ -73,7 +114,7 @@ def _echoes(prompt: str) -> tuple[str, ...]:
 
 def final_part(text: str) -> str | None:
     """Return the text after the last think block, the whole text without one, None if it ends inside its thinking."""
-    opened, end = False, 0
+    text, opened, end = with_think_tags(text), False, 0
     for tag in TAG.finditer(text):
         if tag[2] == "think":
             opened = not tag[1]

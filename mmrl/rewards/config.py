@@ -8,7 +8,8 @@ from pathlib import PurePath
 from typing import Any
 
 from mmrl.fields import bounded, choice, rare
-from mmrl.rewards.loading import source_digest
+from mmrl.rewards.answers import TAGS
+from mmrl.rewards.loading import function_source, source_digest
 
 SANDBOXES = ("none", "strict")
 ROWS = ("auto", "independent", "together")
@@ -62,6 +63,18 @@ class RewardConfig:
     chat: bool | None = rare(None)
     """Give prompts and completions as lists of chat turns (true) or as text (false); empty: as the data set has its
     questions, as TRL does."""
+
+
+READ_MARKS = ("format", "exact", "choice", "number", "math")
+"""Built-in rewards that look for marks of thoughts and answers."""
+
+
+def readers_of(rewards: Sequence[RewardConfig], stop: Sequence[str] = ()) -> dict[str, str]:
+    """Source of each term's function, or the marks that a built-in one looks for, and the sampler's stop strings."""
+    marks = " ".join(dict.fromkeys(tag for tags in TAGS.values() for tag in tags))
+    functions = {reward.name: reward.function or reward.name for reward in rewards}
+    own = {spec: marks if spec in READ_MARKS else function_source(spec) for spec in functions.values()}
+    return {f"reward {name}": own[spec] for name, spec in functions.items()} | {"sampler.stop": " ".join(stop)}
 
 
 PLACES = ("path", "device")

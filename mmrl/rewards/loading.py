@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.util
 import inspect
@@ -33,6 +34,23 @@ def call_function(spec: str, options: Mapping[str, Any], *args: Any, what: str) 
 
 def source_digest(spec: str) -> str:
     """Digest of the file that defines a function, so that results of changed code differ from earlier ones."""
+    file = _source_file(spec)
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file else ""
+
+
+def function_source(spec: str) -> str:
+    """Source of a function by name, without running anything; empty if it cannot be found."""
+    file, name = _source_file(spec), spec.rpartition(":")[2]
+    try:
+        text = file.read_text(encoding="utf-8") if file else ""
+        defined = [node for node in ast.parse(text).body if getattr(node, "name", None) == name]
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    return ast.get_source_segment(text, defined[-1]) or "" if defined else ""
+
+
+def _source_file(spec: str) -> Path | None:
+    """The file that defines a function."""
     place = spec.rpartition(":")[0]
     file: str | Path | None = Path(place).expanduser()
     if place and not place.endswith(".py"):
@@ -42,4 +60,4 @@ def source_digest(spec: str) -> str:
         except (ImportError, ValueError):
             found = None
         file = found.origin if found else None
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file and Path(file).is_file() else ""
+    return Path(file) if file and Path(file).is_file() else None

@@ -18,7 +18,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Stateful, Tally
 from mmrl.errors import UserError
 from mmrl.rewards import RewardResult, RewardSum, TrainerState
-from mmrl.rewards.config import about_rewards
+from mmrl.rewards.config import about_rewards, readers_of
 from mmrl.runs.export import Exported
 from mmrl.runs.records import Outcome, SampleRecord, short_digest
 from mmrl.runs.run_log import LONGER, metric_label
@@ -136,6 +136,7 @@ class VlmDomain:
             self.policy = load_policy(config.model, value_head=value_head, policy_class=self.policy_class)
             self.terms = router_terms(self)
             self._check_media()
+            self.policy.turns.check_readers(readers_of(rewards, getattr(sampler, "stop", ())))
             if trains_on_rewards or self.eval_tasks:
                 self.longest = sampler.max_new_tokens
                 self.policy.check_response_length(self.longest)

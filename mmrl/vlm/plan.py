@@ -30,6 +30,7 @@ from mmrl.training.plan import (
     state_parts,
 )
 from mmrl.training.recipe import single_update
+from mmrl.vlm.engine.capabilities import check_architecture
 from mmrl.vlm.engine.loading import prepare
 from mmrl.vlm.model.config import FrozenModelConfig, ModelConfig
 from mmrl.vlm.model.network import auto_class, build_model_if_missing, resolve_model, vision_parameters
@@ -163,7 +164,9 @@ def outlined(model: Any) -> Any:
                     f"the architecture of {base} is not known here and cannot be fetched; known: {known}"
                 ) from error
     dtype = getattr(torch, model.dtype)
-    return auto_class(settings.model_type, name).from_config(settings, attn_implementation="sdpa", dtype=dtype)
+    found = auto_class(settings.model_type, name)
+    check_architecture(found._model_mapping[type(settings)], settings)
+    return found.from_config(settings, attn_implementation="sdpa", dtype=dtype)
 
 
 def reference_copies(config: Any) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.agents.environments.environment import Action, ActionConfig, Observation, ParsedAnswer
+from mmrl.agents.environments.environment import Action, ActionConfig, CallResult, Observation, ParsedAnswer
 from mmrl.agents.environments.pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig
 from mmrl.agents.environments.tools import ToolEnvironment
@@ -80,7 +80,8 @@ def test_the_template_describes_tools_and_results_have_their_role(kind, tiny_fol
     conversation = writer.begin(AgentTask("t"), Observation("2 + 3?"))
     assert "# Tools\nadd(a,b)\nfail(text)\n" in conversation.parts[0].prompt.text
     writer.answer(conversation, [7, policy.eos_ids[0]])
-    assert "<|im_start|>tool\n5<|im_end|>" in writer.follow(conversation, Observation("5")).text
+    result = Observation("5", results=(CallResult("add", "5", 0),))
+    assert "<|im_start|>tool\n5<|im_end|>" in writer.follow(conversation, result).text
     writer.answer(conversation, [7, policy.eos_ids[0]])
     assert "<|im_start|>user\nunreadable" in writer.follow(conversation, Observation(), "unreadable").text
 
@@ -124,7 +125,9 @@ def test_several_calls_of_an_answer_are_all_shown(tmp_path, tiny_folders, monkey
         recipe.close()
     for episode in episodes:
         assert (episode.ending, episode.total, episode.trajectory.turns) == ("terminated", 1.0, 2)
-        assert "<|im_start|>tool\n2\n22<|im_end|>" in episode.trajectory.inserts[0].prompt.text
+        assert (
+            "<|im_start|>tool\n2<|im_end|>\n<|im_start|>tool\n22<|im_end|>" in episode.trajectory.inserts[0].prompt.text
+        )
 
 
 def test_tools_and_rewards_of_the_documents(tmp_path):

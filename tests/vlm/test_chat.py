@@ -8,7 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from mmrl.vlm.data.prompt import EARLIER, HIDDEN, Prompt, PromptTooLong
+from mmrl.vlm.data.control import EARLIER, HIDDEN
+from mmrl.vlm.data.prompt import Prompt, PromptTooLong
 from mmrl.vlm.data.task import TaskError, VlmTask
 from mmrl.vlm.engine.policy import load_policy
 from mmrl.vlm.methods.augmentation import augment_task

@@ -70,11 +70,10 @@ def test_the_best_answer_along_the_direction_is_kept(questions, tmp_path, monkey
     """A right answer, a wrong one that is longer, and one on which a reward fails."""
     right = [row["completion"] for row in rows(tmp_path / "asked.jsonl")]
     given = [[text, "<think>" + "1 " * 9 + "</think>", "fails"] for text in right]
-    tokenizer = SimpleNamespace(decode=None)
-    policy = SimpleNamespace(processor=SimpleNamespace(tokenizer=tokenizer), eos_ids=[0])
+    encode = lambda begin, text: [1] * (100 if "1 1" in text else 4)  # noqa: E731
+    policy = SimpleNamespace(turns=SimpleNamespace(parts=SimpleNamespace(begin=""), encode_answer=encode))
     monkeypatch.setattr(directions, "load_policy", lambda config: policy)
     monkeypatch.setattr(directions, "write_texts", lambda policy, asked, *_: given)
-    monkeypatch.setattr(directions, "encode_text", lambda text, tokenizer: [1] * (99 if "1 1" in text else 3))
     options = {"questions": questions, "model": "m", "rewards": REWARDS, "answers": 3}
     found = rows(build_directed(tmp_path / "d.jsonl", spread=80, seed=1, **options))
     for row, own in zip(found, right, strict=True):

@@ -85,7 +85,7 @@ def test_given_answers_continue_the_thought_or_close_it(thinker):
     assert written("<think>\nso</think>4") == "so</think>4"
     assert written("so</think>4") == "so</think>4"
     assert written("4") == "\n</think>\n\n4", "as such templates write an answer without a thought"
-    begun = begin_answer(prompt, "[", tokenizer)
+    begun = begin_answer(prompt, "[", thinker.turns)
     assert (begun.text, begun.answer_start) == (f"{prompt.text}\n</think>\n\n[", "")
     assert tokenizer.decode(begun.input_ids) == tokenizer.decode(prompt.input_ids) + "\n</think>\n\n["
     hinted = thinker.encode(augment_task(make_task("two", "Sum?"), given_start="<think>two and"))

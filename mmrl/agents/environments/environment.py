@@ -254,12 +254,25 @@ MAX_IMAGES = 64
 
 
 @dataclass(frozen=True)
+class CallResult:
+    """What a call of a tool returned."""
+
+    name: str
+    """The tool."""
+    text: str
+    images: int
+    """Number of images."""
+
+
+@dataclass(frozen=True)
 class Observation:
     """Text and images that the agent gets in one turn."""
 
     text: str = ""
     images: tuple[NDArray[np.uint8], ...] = ()
     """(H, W, 3) RGB each."""
+    results: tuple[CallResult, ...] = ()
+    """The parts of it that are results of calls, in the order of the calls; empty where it is none."""
 
 
 @dataclass(frozen=True)

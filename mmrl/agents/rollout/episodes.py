@@ -29,8 +29,8 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
-from mmrl.rewards.answers import final_part
-from mmrl.vlm.data.prompt import MARKUP, Context, Insert, Prompt, VlmPayload, encode_text, join_prompts, leaves
+from mmrl.rewards.answers import final_part, with_think_tags
+from mmrl.vlm.data.prompt import Context, Insert, Prompt, VlmPayload, join_prompts, leaves
 from mmrl.vlm.data.task import ImageSource, VlmTask
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.rows import text_prompt
@@ -72,7 +72,8 @@ class _Part:
     """None for an answer."""
     note: str = ""
     """Text before the observation's text: the instruction, or why an answer could not be read."""
-    answered: bool = True
+    end: int | None = None
+    """Of an observation, the token that ended the answer before it; None where that was cut."""
     spoken: Prompt | None = None
     """An answer without its thoughts, where it has any and they are dropped."""
 
@@ -125,10 +126,10 @@ class Writer:
 
     def follow(self, conversation: Conversation, observation: Observation, note: str = "") -> Prompt:
         """Append the next observation."""
-        last = conversation.parts[-1].prompt.input_ids
-        answered = bool(last[-1] == self._policy.processor.tokenizer.eos_token_id)
-        prompt = self._turn(conversation.task, observation, observation.images, note, answered)
-        conversation.parts.append(_Part(prompt, observation, note, answered))
+        last = int(conversation.parts[-1].prompt.input_ids[-1])
+        end = last if last in self._policy.eos_ids else None
+        prompt = self._turn(conversation.task, observation, observation.images, note, end)
+        conversation.parts.append(_Part(prompt, observation, note, end))
         return prompt
 
     def cut(self, conversation: Conversation) -> Prompt | None:
@@ -147,7 +148,8 @@ class Writer:
             seen.append((last, ""))
         images = [image for observation, _ in seen for image in observation.images]
         observed = [
-            _user_turn(observation, len(observation.images), note) | {"role": self._role(note) if number else "user"}
+            _user_turn(observation, len(observation.images), note)
+            | {"role": "tool" if number and self.tools and observation.results else "user"}
             for number, (observation, note) in enumerate(seen)
         ]
         if not images:  # as in TRL
@@ -157,9 +159,15 @@ class Writer:
         system = [{"role": "system", "content": self._system}] if self._system else []
         return Transcript([*system, turns[0]], turns[1:], images)
 
-    def _role(self, note: str) -> str:
-        """Role of a further observation; results of tools are no words of the user's."""
-        return "tool" if self.tools and not note else "user"
+    def _messages(self, observation: Observation, kept: int, note: str) -> list[dict[str, Any]]:
+        """A further observation with its last `kept` images: a turn of the user, or one for each result of a tool."""
+        if not self.tools or note or not observation.results:
+            return [_user_turn(observation, kept, note)]
+        omitted, turns = len(observation.images) - kept, []
+        for result in observation.results:
+            omitted -= (gone := min(omitted, result.images))
+            turns.append(_turn_of(result.text, gone, result.images - gone) | {"role": "tool", "name": result.name})
+        return turns
 
     def _kept(self, conversation: Conversation, number: int, excess: int) -> Prompt:
         """A part as it stays in the history."""
@@ -172,13 +180,12 @@ class Writer:
 
     def _spoken(self, prompt: Prompt, ids: list[int]) -> Prompt | None:
         """An answer without its thoughts; None where it has none."""
-        tokenizer = self._policy.processor.tokenizer
-        text = prompt.answer_start + tokenizer.decode(ids, skip_special_tokens=True)
+        text = with_think_tags(prompt.answer_start + self._policy.turns.decode([ids])[0])
         spoken = final_part(text)
         if spoken == text:
             return None
-        kept = encode_text((spoken or "").lstrip("\n"), tokenizer, MARKUP)
-        end = ids[-1:] if ids[-1:] == [tokenizer.eos_token_id] else []
+        kept = self._policy.turns.encode_past((spoken or "").lstrip("\n"))
+        end = [token for token in ids[-1:] if token in self._policy.eos_ids]
         return text_prompt(torch.tensor([*kept, *end], dtype=torch.int64))
 
     def _without_open_thought(self, prompt: Prompt) -> Prompt:
@@ -210,20 +217,20 @@ class Writer:
         kept = part.observation.images[gone:]
         if number == 0:
             return self._first(conversation.task, part.observation, kept)
-        return self._turn(conversation.task, part.observation, kept, part.note, part.answered)
+        return self._turn(conversation.task, part.observation, kept, part.note, part.end)
 
     def _first(self, task: AgentTask, observation: Observation, images: tuple) -> Prompt:
         messages = [{"role": "system", "content": self._system}] if self._system else []
         turn = _user_turn(observation, len(images), task.instruction)
         return self._policy.encode(VlmTask(task.id, [*messages, turn], self._sources(images), tools=self.tools))
 
-    def _turn(self, task: AgentTask, observation: Observation, images: tuple, note: str, answered: bool) -> Prompt:
+    def _turn(self, task: AgentTask, observation: Observation, images: tuple, note: str, end: int | None) -> Prompt:
         seen = tuple((image.shape, blake2b(image.tobytes()).digest()) for image in images)
-        key = (note, observation.text, len(observation.images), answered, seen)
+        key = (note, observation.text, observation.results, len(observation.images), end, seen)
         if key not in self._turns:  # one object, so that its images pass the vision tower once, too
-            message = _user_turn(observation, len(images), note) | {"role": self._role(note)}
-            turn = VlmTask(task.id, [message], self._sources(images), tools=self.tools)
-            self._turns[key] = self._policy.encode_turn(turn, answered=answered)
+            messages = self._messages(observation, len(images), note)
+            turn = VlmTask(task.id, messages, self._sources(images), tools=self.tools)
+            self._turns[key] = self._policy.encode_turn(turn, answered=end is not None, end=end)
         return self._turns[key]
 
     def _sources(self, images: tuple) -> list[ImageSource]:
@@ -234,9 +241,12 @@ class Writer:
 
 def _user_turn(observation: Observation, kept: int, front: str) -> dict[str, Any]:
     text = "\n".join(filter(None, (front, observation.text)))
-    omitted = [{"type": "text", "text": f"{OMITTED}\n"}] * (len(observation.images) - kept)
-    images = [{"type": "image"}] * kept
-    return {"role": "user", "content": [*omitted, *images, {"type": "text", "text": text}]}
+    return _turn_of(text, len(observation.images) - kept, kept)
+
+
+def _turn_of(text: str, omitted: int, shown: int) -> dict[str, Any]:
+    left_out = [{"type": "text", "text": f"{OMITTED}\n"}] * omitted
+    return {"role": "user", "content": [*left_out, *[{"type": "image"}] * shown, {"type": "text", "text": text}]}
 
 
 @dataclass

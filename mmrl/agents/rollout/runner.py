@@ -6,7 +6,6 @@ own random numbers, so it does not depend on which others run beside it.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -17,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmrl.agents.environments.environment import Action, ActionConfig, Observation, ParsedAnswer
+from mmrl.agents.environments.action_formats import SAY
+from mmrl.agents.environments.environment import Action, ActionConfig, CallResult, Observation, ParsedAnswer
 from mmrl.agents.environments.pool import EnvPool, TurnResult
 from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.environments.videos import Video
@@ -47,6 +47,10 @@ class Fork:
         own = [index for index, number in enumerate(steps.turn) if number == turn and steps.sampled[index]]
         ids, logp = ([column[index] for index in own] for column in (steps.ids, steps.logp))
         return _Answer(ids, logp, self.source.answers[turn], "")  # type: ignore[arg-type]
+
+
+FEWEST_DROPPED = 4
+"""Dropped episodes of a step from which on `check_dropped` judges them."""
 
 
 class _Answer(NamedTuple):
@@ -187,7 +191,7 @@ class EpisodeRunner:
         try:
             conversation = self._writer.begin(episode.task, result.observation, shared)
         except TaskError as error:
-            episode.ending, episode.reason = "overflow", str(error)
+            note_overflow(episode, error)
             return None
         episode.prompt, episode.last = conversation.parts[0].prompt, result.observation
         episode.anchors.append(number_observation(result.observation, result.info))
@@ -281,7 +285,9 @@ class EpisodeRunner:
             actions = {row: queue.popleft() for row, queue in queues.items() if queue}
             for row, result in self._pool.step(actions).items():
                 self._record(running[row], actions[row], result)
-                results[row] = _with_earlier(results.get(row), result) if self._writer.tools else result
+                if self._writer.tools:
+                    result = _with_earlier(results.get(row), _with_name(actions[row], result))
+                results[row] = result
                 if result.over:
                     queues[row].clear()
         return results
@@ -325,7 +331,7 @@ class EpisodeRunner:
             try:
                 prompt, restarts = self._next_prompt(slot, parsed[row], results.get(row), room)
             except TaskError as error:
-                slot.episode.ending, slot.episode.reason = "overflow", str(error)
+                note_overflow(slot.episode, error)
                 full.append(row)
                 continue
             episode, result = slot.episode, results.get(row)
@@ -352,9 +358,12 @@ class EpisodeRunner:
         """Append the last observation to truncated episodes, where it fits into the model's positions."""
         truncated = {row: slot for row, slot in over.items() if slot.episode.ending == "truncated"}
         for (row, slot), room in zip(sorted(truncated.items()), self._room(truncated, turns), strict=True):
-            with contextlib.suppress(TaskError):
+            try:
                 prompt, restarts = self._next_prompt(slot, parsed[row], results.get(row), room)
-                slot.episode.trajectory.add_bootstrap_observation(prompt, restarts)
+            except TaskError as error:
+                note_overflow(replace(slot.episode), error)  # it has a result all the same
+                continue
+            slot.episode.trajectory.add_bootstrap_observation(prompt, restarts)
 
     def _next_prompt(
         self, slot: _Slot, answer: ParsedAnswer, result: TurnResult | None, room: int
@@ -376,6 +385,35 @@ class EpisodeRunner:
         return turns.room(_rows(slots)) if slots else []
 
 
+def note_overflow(episode: Episode, error: TaskError) -> None:
+    """End an episode whose conversation is too long; raises UserError where it cannot be written for another reason."""
+    if error.kind != "prompt_too_long":
+        raise UserError(
+            f"{error.task_id}: a turn of the episode cannot be written for the model: {error.message}"
+        ) from error
+    episode.ending, episode.reason = "overflow", str(error)
+
+
+def check_dropped(episodes: Sequence[Episode]) -> None:
+    """Refuse a step whose longer episodes were all dropped, so that training would see the short ones alone.
+
+    Raises:
+        UserError: a quarter of the episodes or more overflowed, and none with a result went on for as long.
+    """
+    dropped = [episode for episode in episodes if episode.ending == "overflow"]
+    if len(dropped) < max(FEWEST_DROPPED, len(episodes) / 4):
+        return
+    turns = min(episode.trajectory.turns for episode in dropped)
+    if any(episode.has_result and episode.trajectory.turns > turns for episode in episodes):
+        return
+    raise UserError(
+        f"every episode that went on behind turn {turns} was dropped, {len(dropped)} of {len(episodes)} in this step: "
+        f"{dropped[0].reason}; training would see the shorter ones alone. Shorten observations and answers, keep fewer "
+        "images (conversation.history_images), set episode.max_turns so that all turns fit, or use a model with more "
+        "positions"
+    )
+
+
 def _rows(slots: dict[int, _Slot] | dict[int, Prompt]) -> Tensor:
     return torch.tensor(sorted(slots), dtype=torch.int64)
 
@@ -391,7 +429,18 @@ def _with_earlier(earlier: TurnResult | None, result: TurnResult) -> TurnResult:
     if earlier is None:
         return result
     text = "\n".join(filter(None, (earlier.observation.text, result.observation.text)))
-    return replace(result, observation=Observation(text, earlier.observation.images + result.observation.images))
+    images = earlier.observation.images + result.observation.images
+    named = earlier.observation.results + result.observation.results
+    return replace(result, observation=Observation(text, images, named))
+
+
+def _with_name(action: Action, result: TurnResult) -> TurnResult:
+    """A result with the tool that was called; what was said is no call."""
+    seen = result.observation
+    if action.name == SAY or result.failure is not None:
+        return result
+    named = (CallResult(action.name, seen.text, len(seen.images)),)
+    return replace(result, observation=replace(seen, results=named))
 
 
 def _equal_observations(one: Observation, other: Observation) -> bool:

@@ -14,6 +14,7 @@ import logging
 import math
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmrl.agents.environments.environment import Observation
+from mmrl.agents.environments.action_formats import SAY
+from mmrl.agents.environments.environment import ActionConfig, CallResult, Observation
 from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.rollout.episodes import Episode, Trajectory, Writer
+from mmrl.agents.rollout.runner import note_overflow
 from mmrl.errors import UserError
 from mmrl.files import replaced
 from mmrl.hub.foreign import MalformedError, as_flag, as_image
@@ -202,7 +205,7 @@ def _read_single(file: Path, policy: VlmPolicy) -> Episode:
     for token, turn, sampled in zip(steps.ids, steps.turn, steps.sampled, strict=True):
         if sampled:
             own[turn].append(token)
-    texts = policy.processor.tokenizer.batch_decode(own, skip_special_tokens=True)
+    texts = policy.turns.decode(own)
     # the thought that a prompt opens is part of the answer and no token of it
     if any(
         not answer.endswith(text) or answer.removesuffix(text).strip() not in ("", "<think>")
@@ -224,7 +227,8 @@ def replay_episode(
         read = len(episode.prompt)
         for number, (observation, answer) in enumerate(turns):
             if number:
-                part, cut = writer.follow(conversation, observation), writer.cut(conversation)
+                seen = _as_result(observation, turns[number - 1][1]) if writer.tools else observation
+                part, cut = writer.follow(conversation, seen), writer.cut(conversation)
                 steps.add_given(part) if cut is None else steps.restart(cut)
                 read = read + len(part) if cut is None else len(cut)
             ids = policy.encode_answer(conversation.parts[-1].prompt, answer)
@@ -236,8 +240,16 @@ def replay_episode(
                 problem = f"turn {number + 1} does not fit into the {policy.positions} positions of the model"
                 raise TaskError("prompt_too_long", task.id, problem)
     except TaskError as error:
-        episode.ending, episode.reason = "overflow", str(error)
+        note_overflow(episode, error)
     return episode
+
+
+def _as_result(observation: Observation, answer: str) -> Observation:
+    """An observation as the result of the calls of the answer before it; records have it as one."""
+    calls = [action.name for action in ActionConfig(format="tool_call").parse(answer).actions if action.name != SAY]
+    if not calls or observation.results:
+        return observation
+    return replace(observation, results=(CallResult(calls[0], observation.text, len(observation.images)),))
 
 
 def _episode(row: Row, folder: Path, policy: VlmPolicy, writer: Writer) -> Episode:

@@ -16,8 +16,9 @@ from mmrl.files import is_file
 from mmrl.gui.grounding.coords import CoordinateSpace, coordinate_space
 from mmrl.gui.grounding.samples import GroundingSample
 from mmrl.gui.grounding.tasks import TEMPLATE, THINK_PROMPT, GroundingSettings, template_fields
-from mmrl.vlm.data.prompt import Prompt, given_answer
+from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.data.task import VlmTask
+from mmrl.vlm.data.turn_template import TurnTemplate
 
 FROM_RUN = "run"
 
@@ -114,12 +115,12 @@ def question(sample: GroundingSample, preset: PromptPreset, asks_refusals: bool,
     )
 
 
-def begin_answer(prompt: Prompt, text: str, tokenizer: Any) -> Prompt:
-    """Append the first words of the answer to a prompt."""
+def begin_answer(prompt: Prompt, text: str, turns: TurnTemplate) -> Prompt:
+    """Append the first words of the answer to a prompt, as the chat template begins one."""
     if not text:
         return prompt
-    start = given_answer(prompt, text)
-    ids = torch.tensor(tokenizer.encode(start, add_special_tokens=False), dtype=prompt.input_ids.dtype)
+    start = turns.write(prompt.text, text, ends=False)
+    ids = torch.tensor(turns.tokenizer.encode(start, add_special_tokens=False), dtype=prompt.input_ids.dtype)
     positions = prompt.next_position + torch.arange(len(ids), dtype=prompt.position_ids.dtype)
     return dataclasses.replace(
         prompt,

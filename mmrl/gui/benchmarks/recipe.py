@@ -267,10 +267,10 @@ class GroundingMeasure(Measure[GroundingTask]):
         """Ask about some screens and read the answers."""
         prompts: dict[int, Prompt] = {}
         errors: dict[int, str] = {}
-        tokenizer = self.policy.processor.tokenizer
         for trial in batch:
             try:
-                prompts[trial.index] = begin_answer(self.policy.encode(trial.task.task), self.preset.prefix, tokenizer)
+                asked = self.policy.encode(trial.task.task)
+                prompts[trial.index] = begin_answer(asked, self.preset.prefix, self.policy.turns)
             except TaskError as error:
                 LOGGER.warning("%s cannot be asked and counts as wrong: %s", trial.task.task.id, error)
                 errors[trial.index] = f"{error.kind}: {error.message}"

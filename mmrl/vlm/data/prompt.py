@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,9 @@ from torch import Tensor
 from mmrl.core.payload import Payload, per_decision, per_group, per_row
 from mmrl.errors import UserError
 from mmrl.hub.video_sampling import Frames
+from mmrl.vlm.data.control import PLACEHOLDER, hide_control_tokens, special_tokens
 from mmrl.vlm.data.task import OPEN_THINK, TaskError, VlmTask, load_videos
+from mmrl.vlm.data.turn_template import TemplateError, TurnTemplate
 from mmrl.vlm.families.family import TokenTables
 from mmrl.vlm.families.positions import TEXT
 
@@ -158,15 +159,6 @@ def join_prompts(parts: Sequence[Prompt]) -> Prompt:
     )
 
 
-def given_answer(prompt: Prompt, text: str) -> str:
-    """A given answer as it continues its prompt: where that opened a thought, without the tag, or closing it first."""
-    if not prompt.answer_start:
-        return text
-    if text.startswith("<think>"):
-        return text.removeprefix("<think>").lstrip("\n")
-    return text if "</think>" in text else f"\n</think>\n\n{text}"
-
-
 def leaves(prompt: Prompt) -> tuple[Prompt, ...]:
     """The prompts that a prompt was joined from; itself where it was not joined."""
     return prompt.parts or (prompt,)
@@ -176,16 +168,6 @@ def token_lists(response_ids: Tensor, mask: Tensor) -> list[list[int]]:
     """The tokens (B, T) of each response without the padding, as reward functions get them."""
     lengths = mask.sum(1).int().tolist()
     return [row[:length] for row, length in zip(response_ids.tolist(), lengths, strict=True)]
-
-
-EARLIER = "\u2063turn\u2063"
-"""Stands for the text of earlier turns while the template is rendered."""
-HIDDEN = "\u2063hidden\u2063"
-PLACEHOLDER = re.compile(f"{HIDDEN}(\\d+){HIDDEN}")
-"""Stands for a control token of a text while the template is rendered."""
-MARKUP = re.compile(r"<\|(?:object_ref|box|quad)_(?:start|end)\|>")
-"""Special tokens that mark a part of a text, as in referring questions; they keep their meaning."""
-MARKUP_OR_MEDIA = re.compile(rf"{MARKUP.pattern}|<\|(?:vision_(?:start|end|pad)|(?:image|video)_pad)\|>")
 
 
 TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "second_per_grid_ts")
@@ -247,67 +229,15 @@ def encode_prompt(
     return _encode(task, text + start, hidden, processor, layout, images, videos)
 
 
-def encode_turn(
-    task: VlmTask, processor: Any, layout: PromptLayout, *, answered: bool, images: Sequence[Image.Image] | None = None
-) -> Prompt:
-    """Turn the user's next message into the tokens between two answers; `answered`: the first has its end token."""
-    before = [{"role": "user", "content": EARLIER}, {"role": "assistant", "content": EARLIER}]
+def encode_turn(task: VlmTask, turns: TurnTemplate, processor: Any, layout: PromptLayout, *, end: int | None) -> Prompt:
+    """Turn further messages into the tokens between two answers; `end` is the token that ended the first, or None."""
     hidden, messages = hide_control_tokens(task.messages, processor.tokenizer)
-    whole, alone = (
-        _render(task, processor, turns, {**layout.template, "add_generation_prompt": asks}).rpartition(EARLIER)[2]
-        for turns, asks in ((before + messages, True), (before, False))
-    )
-    end = processor.tokenizer.eos_token
-    if not alone.startswith(end) or not whole.startswith(end):
-        message = f"the chat template does not end the assistant's turn with the end token {end}"
-        raise TaskError("bad_prompt", task.id, message)
-    return _encode(task, whole.removeprefix(end) if answered else whole, hidden, processor, layout, images)
-
-
-def hide_control_tokens(
-    messages: Sequence[Mapping[str, Any]], tokenizer: Any
-) -> tuple[list[str], list[dict[str, Any]]]:
-    """Replace control tokens in the texts of messages, and texts that look like placeholders, by placeholders."""
-    control = control_pattern(tokenizer, MARKUP).pattern
-    pattern, found = re.compile(f"{control}|{EARLIER}|{HIDDEN}"), list[str]()
-
-    def placeholder(match: re.Match[str]) -> str:
-        found.append(match[0])
-        return f"{HIDDEN}{len(found) - 1}{HIDDEN}"
-
-    def hide(content: Any) -> Any:
-        if isinstance(content, str):
-            return pattern.sub(placeholder, content)
-        return [item | {"text": hide(item["text"])} if item.get("type") == "text" else item for item in content]
-
-    return found, [{**turn, "content": hide(turn["content"])} for turn in messages]
-
-
-def control_pattern(tokenizer: Any, kept: re.Pattern[str]) -> re.Pattern[str]:
-    """Finds the texts of a tokenizer's special tokens, such as ends of turns and roles, but for some that are kept."""
-    control = [token for token in special_tokens(tokenizer) if not kept.fullmatch(token)]
-    return re.compile("|".join(map(re.escape, control)) or r"(?!)")
-
-
-def special_tokens(tokenizer: Any) -> list[str]:
-    """Texts of the special tokens."""
-    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-
-
-def encode_text(text: str, tokenizer: Any, kept: re.Pattern[str] = MARKUP_OR_MEDIA) -> list[int]:
-    """Tokens of an answer's text; control tokens but the `kept` ones become their characters.
-
-    By default those of media stay, to be refused.
-    """
-    ids: list[int] = []
-    start = 0
-    for match in [*control_pattern(tokenizer, kept).finditer(text), None]:
-        stop = len(text) if match is None else match.start()
-        ids += tokenizer.encode(text[start:stop], add_special_tokens=False)
-        if match is not None:
-            ids += tokenizer.encode(match[0], add_special_tokens=False, split_special_tokens=True)
-            start = match.end()
-    return ids
+    calls = [str(turn.get("name", "")) for turn in messages if turn["role"] == "tool"]
+    try:
+        text = turns.follow(messages, end=end, tools=task.tools, calls=calls)
+    except TemplateError as error:
+        raise TaskError("bad_prompt", task.id, f"{turns.blame} refuses it: {error}") from error
+    return _encode(task, text, hidden, processor, layout, None)
 
 
 def _encode(

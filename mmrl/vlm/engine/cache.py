@@ -12,21 +12,22 @@ from torch.nn import functional
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
-from mmrl.errors import UserError
-
 
 def new_cache(config: Any) -> DynamicCache:
-    """An empty cache for a model of this configuration; raises UserError where some layers cannot be repeated."""
+    """An empty cache for a model of this configuration."""
     cache = DynamicCache(config=config)
     for layer in cache.layers:
         if type(layer) is LinearAttentionLayer:
             layer.__class__ = AssignedStates
-        elif isinstance(layer, LinearAttentionLayer):
-            raise UserError(
-                f"models of type {config.model_type} keep their states in a {type(layer).__name__}, which cannot be "
-                "repeated for a group; a class beside AssignedStates in mmrl/vlm/engine/cache.py would add them"
-            )
     return cache
+
+
+def unrepeatable(config: Any) -> list[str]:
+    """Kinds of layers in a model's cache whose states cannot be copied for the rows of a group."""
+    layers = new_cache(config).layers
+    kinds = {type(layer) for layer in layers}
+    linear = {kind for kind in kinds if issubclass(kind, LinearAttentionLayer) and kind is not AssignedStates}
+    return sorted(kind.__name__ for kind in linear)
 
 
 def filled_cache(config: Any, keys: Sequence[Tensor], values: Sequence[Tensor]) -> DynamicCache:

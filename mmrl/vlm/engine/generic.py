@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from mmrl.core.transfer import to_device
-from mmrl.errors import UserError
 from mmrl.vlm.data.prompt import Prompt, leaves
 from mmrl.vlm.engine.prefix import CachedPart, CachedPrefix, Prefix
 from mmrl.vlm.engine.rows import Reading, joined_rows
@@ -71,11 +70,6 @@ class GenericLane:
         self._axes = hasattr(body, "get_rope_index")  # positions along three axes, which are always given
         self._family = family_of(network.config.model_type)
         self._config = config
-        if hasattr(body, "get_image_features") and "mm_encoder_outputs" not in self._accepted:
-            raise UserError(
-                f"{type(body).__name__} takes no mm_encoder_outputs, which the generic lane gives it; models of "
-                f"type {network.config.model_type} need a newer transformers"
-            )
         from mmrl.vlm.engine.cache import is_plain, new_cache
 
         self.pads = is_plain(new_cache(network.config)) and {"attention_mask", "position_ids"} <= self._accepted

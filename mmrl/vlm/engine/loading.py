@@ -10,7 +10,7 @@ from mmrl.errors import UserError
 from mmrl.vlm.engine.attention import register_attention
 from mmrl.vlm.families.family import family_of
 from mmrl.vlm.model.config import ModelConfig
-from mmrl.vlm.model.network import add_adapter, vision_parameters
+from mmrl.vlm.model.network import add_adapter, freeze_parts
 from mmrl.vlm.model.vision import multiply_patches
 
 LOGGER = logging.getLogger("mmrl")
@@ -58,12 +58,7 @@ def prepare(network: Any, config: ModelConfig, adapter: Path | None) -> Any:
     model = network
     if config.lora.enabled or adapter is not None:
         model = add_adapter(network, config.lora, adapter)
-    if config.freeze_vision:
-        tower = vision_parameters(network)
-        if not tower:
-            raise UserError(f"model.freeze_vision is true, but {network.config.model_type} has no vision tower")
-        for weight in tower:
-            weight.requires_grad_(False)
+    freeze_parts(network, config)
     if config.patch_product and family_of(network.config.model_type).fast:
         multiply_patches(network.model.visual)
     if obstacle := fast_lane_obstacle(network, config):

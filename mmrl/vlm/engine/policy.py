@@ -25,9 +25,11 @@ from mmrl.hub.video_sampling import Frames
 from mmrl.runs.checkpoint import check_model
 from mmrl.runs.export import model_folder
 from mmrl.training.processes import avoid_refused_instructions
-from mmrl.vlm.data.prompt import Prompt, PromptLayout, VlmPayload, encode_prompt, encode_text, encode_turn, given_answer
+from mmrl.vlm.data.prompt import Prompt, PromptLayout, VlmPayload, encode_prompt, encode_turn
 from mmrl.vlm.data.task import VlmTask
+from mmrl.vlm.data.turn_template import TurnTemplate
 from mmrl.vlm.engine.attention import ATTENTION_NAME, PromptRow, ResponseRow, prompt_index, response_index
+from mmrl.vlm.engine.capabilities import check_architecture, check_behaviour
 from mmrl.vlm.engine.generic import GenericLane
 from mmrl.vlm.engine.head import Head
 from mmrl.vlm.engine.loading import fast_lane_obstacle, prepare, set_pixels, template_variables
@@ -47,6 +49,7 @@ from mmrl.vlm.families.family import family_of
 from mmrl.vlm.model.config import FrozenModelConfig, ModelConfig
 from mmrl.vlm.model.network import (
     VALUE_HEAD_FILE,
+    architecture,
     build_model_if_missing,
     load_model_weights,
     load_network,
@@ -57,7 +60,7 @@ from mmrl.vlm.model.network import (
     save_value_head,
     vision_parameters,
 )
-from mmrl.vlm.model.processor import banned_ids, eos_ids, load_processor
+from mmrl.vlm.model.processor import banned_ids, eos_ids, load_processor, stop_at
 from mmrl.vlm.model.vision import FeatureCache, VisionFeatures, gather_features, weights_state
 
 OUTPUTS = frozenset({"logp", "entropy", "values", "collision", "routes", "states"})
@@ -91,7 +94,10 @@ class VlmPolicy(nn.Module):
         self.value_head = value_head
         self.family = family_of(self.network.config.model_type)
         tokenizer = processor.tokenizer
-        self.eos_ids = eos_ids(self.network, tokenizer)
+        stops = eos_ids(self.network, tokenizer)
+        self._template = template_variables(processor, config, self.family.thinking_switch)
+        self.turns = TurnTemplate(processor, self._template, stops, config.path, config.answer_tokens)
+        self.eos_ids = self.turns.end_ids(stops)
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_ids[0]
         self.register_buffer("banned_ids", banned_ids(self.network, tokenizer), persistent=False)
         self.features = FeatureCache()
@@ -100,7 +106,6 @@ class VlmPolicy(nn.Module):
         """The lane of models that the suite's own attention does not know; None in the fast lane."""
         self.head = Head(self.network, plain=self.generic is None)
         self.routes = Routes(self.network, wanted=config.router_aux_loss_coef > 0)
-        self._template = template_variables(processor, config, self.family.thinking_switch)
         self._adapter_off = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VlmPolicy:
@@ -204,27 +209,23 @@ class VlmPolicy(nn.Module):
         """
         return encode_prompt(task, self.processor, self.layout, images, videos)
 
-    def encode_turn(
-        self, task: VlmTask, images: Sequence[Image.Image] | None = None, *, answered: bool = True
-    ) -> Prompt:
-        """Turn the user's next message into the tokens between two answers of the model.
+    def encode_turn(self, task: VlmTask, *, answered: bool = True, end: int | None = None) -> Prompt:
+        """Turn the user's next message, or results in the role `tool`, into the tokens between two answers.
 
         Args:
-            task: the message, with its images.
-            images: use these in place of the task's.
+            task: the messages, with their images; a result has the `name` of its function.
             answered: whether the answer before it has its end token; else the result begins with one.
-
-        Returns:
-            Tokens and pixels, with positions from 0.
+            end: that token; None is the template's own end.
 
         Raises:
-            TaskError: the message cannot be encoded.
+            TaskError: the message cannot be encoded; UserError: the template does not show it.
         """
-        return encode_turn(task, self.processor, self.layout, answered=answered, images=images)
+        last = (self.eos_ids[0] if end is None else end) if answered else None
+        return encode_turn(task, self.turns, self.processor, self.layout, end=last)
 
-    def encode_answer(self, prompt: Prompt, text: str) -> list[int]:
-        """Tokens of a given answer behind a prompt, with the end token."""
-        return [*encode_text(given_answer(prompt, text), self.processor.tokenizer), self.eos_ids[0]]
+    def encode_answer(self, prompt: Prompt, text: str, *, ends: bool = True) -> list[int]:
+        """Tokens of a given answer behind a prompt, as the chat template writes it; its end only where it `ends`."""
+        return self.turns.encode_answer(prompt.text, text, ends=ends)
 
     def forward(
         self,
@@ -447,11 +448,7 @@ class VlmPolicy(nn.Module):
             self.processor.save_pretrained(draft)
 
     def load_weights(self, path: Path | str) -> None:
-        """Load the weights that `save_pretrained` of a policy of the same shape wrote, bit for bit.
-
-        Raises:
-            UserError: the folder holds no such weights.
-        """
+        """Load the weights that `save_pretrained` of a policy of this shape wrote, bit for bit; raises UserError."""
         load_model_weights(self.model, Path(path))
         if self.value_head is not None:
             load_value_head(self.value_head, Path(path))
@@ -487,6 +484,7 @@ def load_policy(config: FrozenModelConfig, *, value_head: bool = False, policy_c
     folder = expanded(config.path)
     check_model(folder)
     base, adapter = resolve_model(config.path)
+    check_architecture(*architecture(base))
     network, processor = load_network(config, base), load_processor(str(adapter or base))
     # saved with the model, so that `generate` draws no token either that sampling leaves out
     network.generation_config.suppress_tokens = banned_ids(network, processor.tokenizer).tolist() or None
@@ -497,4 +495,6 @@ def load_policy(config: FrozenModelConfig, *, value_head: bool = False, policy_c
         load_value_head(head, folder)
     policy: VlmPolicy = policy_class(model, processor, config, head).eval()
     policy.starts_from_adapter = policy.has_adapter and adapter is not None
+    stop_at(network, policy.eos_ids)
+    check_behaviour(policy)
     return policy

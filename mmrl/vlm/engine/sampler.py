@@ -231,7 +231,7 @@ class GenerationState:
         width = max(*lengths, 1)
         ids, mask, logp, kept = (x[:width].t().contiguous() for x in (self.ids, self.mask, self.logp, self.kept))
         responses = [row[:length] for row, length in zip(found[1].t().tolist(), lengths, strict=True)]
-        texts = self.policy.processor.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        texts = self.policy.turns.decode(responses)
         return Samples(
             response_ids=ids,
             mask=mask,
@@ -245,7 +245,7 @@ class GenerationState:
         # a token has at least one byte, so a string that ends here began within its number of bytes
         reach = max(len(text.encode()) for text in self.config.stop)
         tails = self.ids[max(step + 1 - reach, 0) : step + 1, rows].t().tolist()
-        texts = self.policy.processor.tokenizer.batch_decode(tails, skip_special_tokens=True)
+        texts = self.policy.turns.decode(tails)
         found = [any(stop in text for stop in self.config.stop) for text in texts]
         return torch.tensor(found, device=rows.device)
 

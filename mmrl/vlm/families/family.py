@@ -14,6 +14,13 @@ from torch import Tensor
 
 from mmrl.vlm.families.positions import IMAGE, TEXT, VIDEO
 
+MERGERS = (
+    *("merger", "merger_list", "deepstack_merger_list", "patch_merger", "connector", "aligner", "qformer", "resampler"),
+    *("multi_modal_projector", "mm_projector", "projector", "vision_projector", "visual_projector", "resampler_model"),
+    *("vision_projection", "image_projection", "image_to_text_projection", "embed_vision", "vision_adapter"),
+    *("high_res_vision_proj", "visual_embeddings_table", "image_newline", "view_separator"),
+)
+"""Names of these modules in transformers."""
 TokenTables = Callable[[Mapping[str, Any]], tuple[Tensor, Tensor]]
 """From a processor's output for one prompt to the types (P,) and the positions (3, P) of its tokens."""
 
@@ -30,6 +37,8 @@ class Family:
     """Tokens that no answer may hold, besides those that the configuration names."""
     thinking_switch: str = "enable_thinking"
     """Variable of the chat template that says whether the model thinks before it answers (`model.thinking`)."""
+    mergers: tuple[str, ...] = MERGERS
+    """Modules that turn features of the vision tower into tokens of the language model."""
     points: str = ""
     """Coordinate space, of `mmrl.gui`, in which its released models write points; empty where they write none."""
     image_factor: int = 0
@@ -94,6 +103,8 @@ def known_families() -> Mapping[str, Family]:
 
 def family_of(model_type: str) -> Family:
     """The family of a `model_type` of transformers; the default where it has no file."""
+    if "." in model_type:  # kosmos-2.5
+        return Family()
     name = f"{__package__}.{model_type}"
     try:
         found: Family = importlib.import_module(name).FAMILY

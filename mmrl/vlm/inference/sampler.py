@@ -156,6 +156,7 @@ class EngineSampler:
                 "stop": list(self.config.stop),
                 "stop_token_ids": list(policy.eos_ids),
                 "include_stop_str_in_output": True,
+                "skip_special_tokens": False,  # so that a stop string may name one
             },
         }
         with stopwatch("decode"):
@@ -272,7 +273,7 @@ def _samples(policy: VlmPolicy, prompts: Sequence[Prompt], answer: Any) -> Sampl
     if not bool(torch.isfinite(logp).all()):
         raise RunError("vLLM returned log-probabilities that are not finite; look at its weights and its precision")
     rows = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
-    texts = policy.processor.tokenizer.batch_decode(rows, skip_special_tokens=True)
+    texts = policy.turns.decode(rows)
     device = policy.device
     return Samples(
         response_ids=ids.to(device),

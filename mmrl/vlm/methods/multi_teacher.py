@@ -31,7 +31,8 @@ from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.vlm.config import VlmConfig
-from mmrl.vlm.data.prompt import VlmPayload, encode_text, given_answer
+from mmrl.vlm.data.control import encode_text
+from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.data.task import TaskError, VlmTask, check_no_media
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.methods.replacing import Exchange, ReplacingRecipe
@@ -129,7 +130,7 @@ class MultiTeacherRecipe(ReplacingRecipe):
         for number in marked:
             reasoning, _, rest = texts[number].rpartition(mark)
             space = rest[: len(rest) - len(rest.lstrip())]
-            before.append(encode_text(given_answer(prompt, reasoning + mark + space), tokenizer))
+            before.append(policy.encode_answer(prompt, reasoning + mark + space, ends=False))
         ids = [[*start, *right] for start in before]
         rows = self.rows_of(rollouts, [group] * len(ids), ids, [""] * len(ids), TEACHER)
         starts = torch.tensor([[len(start)] for start in before], device=rows.mask.device)

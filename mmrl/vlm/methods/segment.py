@@ -237,7 +237,7 @@ class SegmentRecipe(VlmRecipe):
         return found
 
     def _texts(self, policy: VlmPolicy, prompts: Sequence[Prompt], branches: Sequence[Branch]) -> list[str]:
-        texts = policy.processor.tokenizer.batch_decode([one.ids for one in branches], skip_special_tokens=True)
+        texts = policy.turns.decode([one.ids for one in branches])
         return [prompts[one.group].answer_start + text for one, text in zip(branches, texts, strict=True)]
 
     def _draws(self, streams: Streams, starts: Sequence[Branch], count: int, purpose: str) -> Tensor:

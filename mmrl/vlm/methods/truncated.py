@@ -185,7 +185,7 @@ class TruncatedRecipe(VlmRecipe):
             length = len(row.ids)
             ids[number, :length], logp[number, :length] = torch.tensor(row.ids), torch.tensor(row.logp)
             mask[number, :length], new[number, length - row.new : length] = 1.0, 1.0
-        texts = policy.processor.tokenizer.batch_decode([row.ids for row in rows], skip_special_tokens=True)
+        texts = policy.turns.decode([row.ids for row in rows])
         texts = [prompts[row.group].answer_start + text for row, text in zip(rows, texts, strict=True)]
         payload = VlmPayload(prompts, tasks, ids, texts, [row.finish for row in rows])
         extras = {TRUNCATED: torch.tensor([float(row.unfinished) for row in rows]), NEW: new}

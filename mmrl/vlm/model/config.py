@@ -21,7 +21,7 @@ class LoraSettings:
     """Low-rank adapters in place of full fine-tuning."""
 
     enabled: bool = False
-    """Train adapters and keep every weight of the model, the vision tower included, as it is."""
+    """Train adapters and keep every weight of the model, the vision tower and the merger included, as it is."""
     rank: int = bounded(16, at_least=1)
     """Width of the adapters."""
     alpha: int = 32
@@ -31,7 +31,10 @@ class LoraSettings:
     targets: list[str] = rare(
         field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
     )
-    """Linear layers of the language model's decoder layers that get an adapter."""
+    """Linear layers of the language model's decoder layers that get an adapter; empty with vision_targets alone."""
+    vision_targets: list[str] = rare(field(default_factory=list))
+    """Linear layers of the vision tower and the merger that get an adapter, by the ends of their names as in peft's
+    `target_modules`, such as qkv, fc1 or merger.mlp.0; all-linear is all of them."""
     seed: int = rare(0)
     """Seed of the adapters' random half; the other half starts at zero, so the model is unchanged at first."""
 
@@ -75,6 +78,9 @@ class FrozenModelConfig:
     thinking: bool | None = rare(None)
     """Whether the model thinks before it answers, where its chat template has a switch for it, as those of Qwen3,
     Qwen3.5 and SmolLM3 do; empty: as the template does by itself."""
+    answer_tokens: list[str] | None = rare(None)
+    """Special tokens that belong to answers: rewards read them, and given answers are taught them; empty: those that
+    the chat template writes into an answer, and marks of thoughts such as `</think>`."""
     build: str | None = None
     """Function `module:function` that makes the folder at `path` where there is none yet."""
     build_options: dict[str, Any] = field(default_factory=dict)
@@ -95,7 +101,13 @@ class ModelConfig(FrozenModelConfig):
     critic: CriticSettings = rare(field(default_factory=CriticSettings))
     """The value head, where the objective has a critic."""
     freeze_vision: bool = False
-    """Keep the vision tower as it is; its features are then computed once for each prompt and step."""
+    """Keep the vision tower as it is, and the merger too unless `freeze_merger` says otherwise; the features are then
+    computed once for each prompt and step."""
+    freeze_merger: bool | None = rare(None)
+    """Keep the merger as it is, which turns the tower's features into tokens (also called projector, connector or
+    aligner); empty: as `freeze_vision` says; false with `freeze_vision` trains the merger and keeps the tower."""
+    freeze_language: bool = rare(False)
+    """Keep the language model with its embeddings and its head as it is."""
     router_aux_loss_coef: float = rare(bounded(0.0, at_least=0))
     """Weight of the load-balancing loss of mixtures of experts, which keeps all experts in use; 0 is without."""
     gradient_checkpointing: bool = False
@@ -105,10 +117,37 @@ class ModelConfig(FrozenModelConfig):
     def validate(self) -> None:
         """Check that the fields fit together; raises UserError."""
         super().validate()
-        if self.lora.enabled and not self.lora.targets:
-            raise UserError("model.lora.targets is empty; name layers such as q_proj, v_proj")
+        self._validate_parts()
         if any(width < 1 for width in self.critic.hidden):
             raise UserError(f"model.critic.hidden is {list(self.critic.hidden)}; each width must be at least 1")
+
+    @property
+    def keeps_merger(self) -> bool:
+        """Whether the merger is kept as it is."""
+        return self.freeze_vision if self.freeze_merger is None else self.freeze_merger
+
+    def _validate_parts(self) -> None:
+        """Refuse parts that nothing trains, and switches that reach nothing."""
+        lora = self.lora
+        if lora.enabled and not (lora.targets or lora.vision_targets):
+            raise UserError("model.lora.targets is empty; name layers such as q_proj, v_proj")
+        if lora.vision_targets and not lora.enabled:
+            raise UserError("model.lora.vision_targets is set, but model.lora.enabled is false")
+        if lora.enabled and (self.freeze_language or self.freeze_merger is not None):
+            raise UserError(
+                "model.lora.enabled keeps every weight of the model, so model.freeze_language and model.freeze_merger "
+                "change nothing; leave them out, and choose parts with model.lora.targets and vision_targets"
+            )
+        if lora.vision_targets and self.freeze_vision:
+            raise UserError(
+                "model.lora.vision_targets trains adapters in the vision tower or the merger, but model.freeze_vision "
+                "is set; leave one of them out"
+            )
+        if self.freeze_vision and self.keeps_merger and self.freeze_language:
+            raise UserError(
+                "model.freeze_vision and model.freeze_language leave nothing to train; model.freeze_merger=false "
+                "trains the merger"
+            )
 
 
 def check_critic(config: ModelConfig, needed: bool) -> None:

@@ -22,6 +22,7 @@ from mmrl.files import expanded, follow_umask, read_json_object
 from mmrl.hub.building import base_entries, base_path, check_finite, first_line, may_be_hub_id, sort_header
 from mmrl.hub.compat import quiet_transformers
 from mmrl.rewards.loading import load_function
+from mmrl.vlm.families.family import family_of
 from mmrl.vlm.model.config import CriticSettings, FrozenModelConfig, LoraSettings, ModelConfig
 
 BASE_FILE = "base.json"
@@ -99,6 +100,19 @@ def load_network(config: ModelConfig, base: str) -> Any:
     check_finite(dict(network.named_parameters()), base)
     network.generation_config = _neutral(network.generation_config)
     return network
+
+
+def architecture(base: str) -> tuple[Any, Any]:
+    """Class and configuration of a model, without its weights; raises UserError."""
+    import transformers
+
+    auto = auto_class(_model_type(base), base)
+    try:
+        config = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
+    except Exception as error:  # JSON and configurations each raise their own kinds
+        raise UserError(f"the configuration of {base} cannot be read: {first_line(error)}") from error
+    found = auto._model_mapping[type(config)]
+    return (found[0] if isinstance(found, tuple | list) else found), config
 
 
 def auto_class(model_type: str, base: str) -> Any:
@@ -209,10 +223,15 @@ def add_adapter(network: Any, settings: LoraSettings, adapter: Path | None) -> A
 def _check_adapter(model: Any, settings: LoraSettings, adapter: Path) -> None:
     """Refuse settings that are not those of the adapter from which training continues."""
     saved = model.active_peft_config
-    layers = model.base_model.model.get_decoder().named_modules()
+    network = model.base_model.model
+    layers = network.get_decoder().named_modules()
     targets = sorted({name.rpartition(".")[2] for name, layer in layers if hasattr(layer, "lora_A")})
-    found = {"rank": saved.r, "alpha": saved.lora_alpha, "targets": targets or sorted(settings.targets)}
+    found = {"rank": saved.r, "alpha": saved.lora_alpha, "targets": targets}
     given = {"rank": settings.rank, "alpha": settings.alpha, "targets": sorted(settings.targets)}
+    seeing = {name for name, layer in vision_linears(network).items() if hasattr(layer, "lora_A")}
+    if seeing != set(_vision_names(network, settings)):
+        found["vision_targets"] = sorted(seeing)
+        given["vision_targets"] = sorted(settings.vision_targets)
     different = [name for name in found if found[name] != given[name]]
     if different:
         said = ", ".join(f"{name} {found[name]} instead of {given[name]}" for name in different)
@@ -232,8 +251,36 @@ def _lora_pattern(network: Any, settings: LoraSettings) -> str:
     if unknown:
         known = ", ".join(name for name in LoraSettings().targets if name in found)
         raise UserError(f"model.lora.targets names {unknown}; a decoder layer has: {known}")
+    seeing = [re.escape(name) for name in _vision_names(network, settings)]
     names = "|".join(re.escape(name) for name in settings.targets)
-    return rf".*{re.escape(place)}\.layers\..*\.({names})"
+    own = [rf".*{re.escape(place)}\.layers\..*\.({names})"] if names else []
+    return "|".join([*own, *seeing])
+
+
+def vision_linears(network: Any) -> dict[str, nn.Module]:
+    """Linear layers outside the language model, by name."""
+    seen = set(vision_parameters(network))
+    return {
+        name: layer
+        for name, layer in network.named_modules()
+        if (isinstance(layer, nn.Linear) or hasattr(layer, "lora_A")) and seen & set(layer.parameters())
+    }
+
+
+def _vision_names(network: Any, settings: LoraSettings) -> list[str]:
+    """Layers of vision tower and merger that get an adapter."""
+    found: dict[str, None] = {}
+    names = vision_linears(network)
+    for target in settings.vision_targets:
+        own = [name for name in names if target == "all-linear" or f".{name}".endswith(f".{target}")]
+        if not own:
+            ends = sorted({re.sub(r"^.*\.\d+\.", "", name) for name in names})
+            raise UserError(
+                f"model.lora.vision_targets names {target}, but vision tower and merger of {network.config.model_type} "
+                f"have no such linear layer; they have: {', '.join(ends) or 'none'}"
+            )
+        found |= dict.fromkeys(own)
+    return list(found)
 
 
 def vision_parameters(network: Any) -> list[nn.Parameter]:
@@ -241,6 +288,33 @@ def vision_parameters(network: Any) -> list[nn.Parameter]:
     outer = (network.get_input_embeddings(), network.get_output_embeddings())
     text = {weight for module in (network.get_decoder(), *outer) for weight in module.parameters()}
     return [weight for weight in network.parameters() if weight not in text]
+
+
+def parts_of(network: Any) -> dict[str, list[tuple[str, nn.Parameter]]]:
+    """Weights of the vision tower, of the merger and of the language model, with their names."""
+    seen, mergers = set(vision_parameters(network)), set(family_of(network.config.model_type).mergers)
+    parts: dict[str, list[tuple[str, nn.Parameter]]] = {"vision": [], "merger": [], "language": []}
+    for name, weight in network.named_parameters():
+        part = "language" if weight not in seen else "merger" if mergers & set(name.split(".")) else "vision"
+        parts[part].append((name, weight))
+    return parts
+
+
+def freeze_parts(network: Any, config: ModelConfig) -> None:
+    """Keep the parts of a model that its settings name as they are; raises UserError where it has none of a kind."""
+    kind, parts = network.config.model_type, parts_of(network)
+    if config.freeze_vision and not (parts["vision"] or parts["merger"]):
+        raise UserError(f"model.freeze_vision is true, but {kind} has no vision tower")
+    if not parts["merger"] and config.freeze_merger is not None:
+        others = sorted({".".join(name.split(".")[:3]) for name, _ in parts["vision"]})
+        raise UserError(
+            f"model.freeze_merger is set, but no module of {kind} is known as its merger; besides the language model "
+            f"it has: {', '.join(others[:12]) or 'nothing'}; `mergers` of a family in mmrl/vlm/families names it"
+        )
+    frozen = {"vision": config.freeze_vision, "merger": config.keeps_merger, "language": config.freeze_language}
+    for part, keeps in frozen.items():
+        for _, weight in parts[part] if keeps else ():
+            weight.requires_grad_(False)
 
 
 def make_value_head(width: int, settings: CriticSettings) -> nn.Module:

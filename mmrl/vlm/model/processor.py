@@ -136,6 +136,14 @@ def eos_ids(network: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
+def stop_at(network: Any, ends: Sequence[int]) -> None:
+    """Have a generation config, which exports hold, name all ends of an answer."""
+    found = getattr(network.generation_config, "eos_token_id", None)
+    named = [] if found is None else [found] if isinstance(found, int) else list(found)
+    if more := [end for end in ends if end not in named]:
+        network.generation_config.eos_token_id = [*named, *more]
+
+
 def banned_ids(network: Any, tokenizer: Any) -> Tensor:
     """Ids that may never be sampled: image markup breaks the next forward pass, unused ids have no text."""
     config, vocabulary = network.config, tokenizer.get_vocab()

@@ -29,7 +29,6 @@ from mmrl.rewards import RewardConfig, RewardSum, TrainerState
 from mmrl.vlm.critic.critiques import write_texts
 from mmrl.vlm.critic.questions import ask_instead, load_source, question_text, write_questions
 from mmrl.vlm.data.messages import make_template
-from mmrl.vlm.data.prompt import encode_text
 from mmrl.vlm.data.task import TaskError, VlmTask, score_texts
 from mmrl.vlm.engine.policy import load_policy
 from mmrl.vlm.engine.sampler import SamplerConfig
@@ -141,8 +140,8 @@ def build_directed(
     config = SamplerConfig(max_new_tokens=max_new_tokens, temperature=temperature)
     written = write_texts(policy, asked, answers, config, seed, "directions")
     rows, missing = list[Row](), 0
-    tokenizer, end = policy.processor.tokenizer, policy.eos_ids[0]
-    scored = _score(terms, tasks, written, lambda text: [*encode_text(text, tokenizer), end])
+    begin = policy.turns.parts.begin
+    scored = _score(terms, tasks, written, lambda text: policy.turns.encode_answer(begin, text))
     for task, question, own, said, texts, values in zip(tasks, asked, weights, words, written, scored, strict=True):
         score = values @ (np.array(own) / 100)
         missing += int(np.isnan(score).sum())

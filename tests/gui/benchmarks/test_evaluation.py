@@ -173,7 +173,7 @@ def test_the_beginning_of_an_answer_is_part_of_the_sequence(models):
     policy = load_policy(ModelConfig(path=str(models["qwen2_5_vl"])))
     prompt = policy.encode(make_task("one", "Sum?", [(64, 64)]))
     tokenizer = policy.processor.tokenizer
-    begun, added = begin_answer(prompt, "[[20", tokenizer), tokenizer.encode("[[20", add_special_tokens=False)
+    begun, added = begin_answer(prompt, "[[20", policy.turns), tokenizer.encode("[[20", add_special_tokens=False)
     count = len(added)
     assert begun.input_ids.tolist() == [*prompt.input_ids.tolist(), *added]
     assert begun.position_ids[:, -count:].tolist() == [[prompt.next_position + i for i in range(count)]] * 3

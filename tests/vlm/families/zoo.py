@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -293,6 +293,13 @@ class Letters:
     """A tokenizer of the ids alone."""
 
     pad_token_id, eos_token_id = PAD, EOS
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+
+    def convert_ids_to_tokens(self, ids: Any) -> Any:
+        return [str(number) for number in ids] if isinstance(ids, list) else str(ids)
+
+    def convert_tokens_to_ids(self, tokens: list[str]) -> list[int]:
+        return [int(token) for token in tokens]
 
     def get_vocab(self) -> dict[str, int]:
         return {str(number): number for number in range(ENTRIES)}
@@ -305,7 +312,10 @@ class Letters:
 
 
 class Processor:
-    tokenizer = Letters()
+    tokenizer, chat_template = Letters(), "none"
+
+    def apply_chat_template(self, messages: Any, **_: Any) -> str:
+        raise ValueError("letters have no turns")
 
 
 def make_model(kind: str) -> nn.Module:

@@ -1,0 +1,78 @@
+"""Control tokens in texts of data: they become their characters, but for those that belong to an answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+EARLIER = "\u2063turn\u2063"
+"""Stands for the text of earlier turns while the template is rendered."""
+HIDDEN = "\u2063hidden\u2063"
+PLACEHOLDER = re.compile(f"{HIDDEN}(\\d+){HIDDEN}")
+"""Stands for a control token of a text while the template is rendered."""
+MARKUP = re.compile(r"<\|(?:object_ref|box|quad)_(?:start|end)\|>")
+"""Special tokens that mark a part of a text, as in referring questions; they keep their meaning."""
+MARKUP_OR_MEDIA = re.compile(rf"{MARKUP.pattern}|<\|(?:vision_(?:start|end|pad)|(?:image|video)_pad)\|>")
+
+
+def hide_control_tokens(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Any, kept: re.Pattern[str] = MARKUP
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """Replace control tokens in the texts of messages, and texts that look like placeholders, by placeholders."""
+    control = control_pattern(tokenizer, kept).pattern
+    pattern, found = re.compile(f"{control}|{EARLIER}|{HIDDEN}"), list[str]()
+
+    def placeholder(match: re.Match[str]) -> str:
+        found.append(match[0])
+        return f"{HIDDEN}{len(found) - 1}{HIDDEN}"
+
+    def hide(content: Any) -> Any:
+        if isinstance(content, str):
+            return pattern.sub(placeholder, content)
+        return [item | {"text": hide(item["text"])} if item.get("type") == "text" else item for item in content]
+
+    return found, [{**turn, "content": hide(turn["content"])} for turn in messages]
+
+
+def control_pattern(tokenizer: Any, kept: re.Pattern[str]) -> re.Pattern[str]:
+    """Finds the texts of a tokenizer's special tokens, such as ends of turns and roles, but for some that are kept."""
+    control = [token for token in special_tokens(tokenizer) if not kept.fullmatch(token)]
+    return re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or r"(?!)")
+
+
+def special_tokens(tokenizer: Any) -> list[str]:
+    """Texts of the special tokens."""
+    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+
+
+def encode_text(text: str, tokenizer: Any, kept: re.Pattern[str] = MARKUP_OR_MEDIA) -> list[int]:
+    """Tokens of an answer's text; control tokens but the `kept` ones become their characters.
+
+    By default those of media stay, to be refused.
+    """
+    hidden, (turn,) = hide_control_tokens([{"content": text}], tokenizer, kept)
+    return encode_rendered(turn["content"], hidden, tokenizer)
+
+
+def encode_rendered(text: str, hidden: Sequence[str], tokenizer: Any) -> list[int]:
+    """Tokens of a text that a template wrote; its placeholders become the characters of the hidden control tokens."""
+    ids: list[int] = []
+    start = 0
+    for match in [*PLACEHOLDER.finditer(text), None]:
+        ids += _encode_inside(text[start : len(text) if match is None else match.start()], tokenizer)
+        if match is not None:
+            ids += tokenizer.encode(hidden[int(match[1])], add_special_tokens=False, split_special_tokens=True)
+            start = match.end()
+    return ids
+
+
+def _encode_inside(text: str, tokenizer: Any) -> list[int]:
+    """Tokens of a text that follows others: tokenizers of Llama's kind put a space before the first word of all."""
+    front = next((t for t in tokenizer.added_tokens_decoder.values() if t.special and not (t.rstrip or t.lstrip)), None)
+    if front is None or not text:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+    first, *ids = tokenizer.encode(front.content + text, add_special_tokens=False)
+    if first != tokenizer.convert_tokens_to_ids(front.content):
+        return list(tokenizer.encode(text, add_special_tokens=False))
+    return ids

@@ -1,0 +1,472 @@
+"""The assistant's turn as the model's chat template writes it: its head, its end, and what follows it.
+
+Turns are rendered, and what surrounds their texts is read from the result:
+
+    [question]                 ... <|im_start|>assistant                                   begin
+    [question, X]              ... <|im_start|>assistant <think></think> X <|im_end|>      head, close
+    [question, X, message]     ...                                       X <|im_end|> <|im_start|>user ...
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mmrl.errors import UserError
+from mmrl.vlm.data.control import (
+    EARLIER,
+    MARKUP_OR_MEDIA,
+    control_pattern,
+    encode_rendered,
+    hide_control_tokens,
+    special_tokens,
+)
+from mmrl.vlm.data.task import OPEN_THINK
+
+LOGGER = logging.getLogger("mmrl")
+QUESTION = "\u2063asked\u2063"
+THOUGHT = "\u2063thought\u2063"
+WHOLE_THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*(.*)\Z", re.DOTALL)
+THINKING_MARKS = re.compile(
+    r"</?think>|\[/?THINK\]|<\|channel>|<channel\|>|<\|(?:begin|end)_of_thought\|>|</?seed:think>|</?answer>"
+)
+"""Marks of thoughts and answers, which are special tokens of some tokenizers."""
+NOTHING = re.compile(r"(?!)")
+PARTS_AS_TEXT = re.compile(r"""\{['"]type['"]: ?['"]text['"]""")
+"""A list of parts that a template wrote as Python or JSON does."""
+Message = dict[str, Any]
+
+
+def user_turn(text: str) -> Message:
+    """A turn of the user, with its text as a list of parts, which templates of image models ask for."""
+    return {"role": "user", "content": [{"type": "text", "text": text}]}
+
+
+def assistant_turn(text: str, **further: Any) -> Message:
+    """The same of the assistant."""
+    return {"role": "assistant", "content": [{"type": "text", "text": text}], **further}
+
+
+class TurnTemplate:
+    """Reads the assistant's turn from the chat template of a processor.
+
+    Args:
+        processor: renders chats and has the tokenizer.
+        variables: of the template.
+        stops: ids at which the checkpoint itself ends an answer, in its order.
+        name: of the model, for messages.
+        answer_tokens: special tokens that belong to answers; None is those that the template writes into one, and
+            marks of thoughts.
+    """
+
+    def __init__(
+        self,
+        processor: Any,
+        variables: Mapping[str, Any],
+        stops: Sequence[int],
+        name: str,
+        answer_tokens: Sequence[str] | None = None,
+    ) -> None:
+        self._processor, self._variables, self._name = processor, variables, name
+        self.stops = [str(token) for token in processor.tokenizer.convert_ids_to_tokens(list(stops))]
+        self._declared = answer_tokens
+        self._read: tuple[str, _Parts] | None = None
+        self._warned, self._shown = set[str](), set[tuple[str, ...]]()
+
+    @property
+    def parts(self) -> _Parts:
+        """What the template writes around an answer, read once."""
+        source = str(self._processor.chat_template or self._processor.tokenizer.chat_template)
+        if self._read is None or self._read[0] != source:
+            self._read = source, _Parts(self)
+        return self._read[1]
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer."""
+        return self._processor.tokenizer
+
+    def end_ids(self, stops: Sequence[int]) -> tuple[int, ...]:
+        """Ids that end a sampled answer: the template's own end, then those of the checkpoint."""
+        parts = self.parts
+        found = [*control_pattern(self.tokenizer, NOTHING).finditer(parts.close)][-1:]
+        if parts.problem or not found:
+            return tuple(stops)
+        end = int(self.tokenizer.convert_tokens_to_ids(found[0][0]))
+        if end not in stops:
+            self._warn_once(
+                "end",
+                "%s ends the assistant's turn with %s, at which the checkpoint does not stop (%s): sampling, given "
+                "answers and exports end there",
+                self.blame,
+                found[0][0],
+                ", ".join(self.stops),
+            )
+        elif not parts.ends_itself:
+            message = "%s ends the assistant's turn with no special token: given answers end with %s"
+            LOGGER.info(message, self.blame, found[0][0])
+        return tuple(dict.fromkeys([end, *stops]))
+
+    @functools.cached_property
+    def kept_tokens(self) -> tuple[str, ...]:
+        """Special tokens that belong to answers: they are read in samples and written in given answers."""
+        special = special_tokens(self.tokenizer)
+        if self._declared is not None:
+            unknown = sorted(set(self._declared) - set(special))
+            if unknown:
+                raise UserError(
+                    f"model.answer_tokens names {', '.join(unknown)}, which the tokenizer of {self._name} does not "
+                    f"have as special tokens; it has: {', '.join(special[:40])}"
+                )
+            return tuple(self._declared)
+        written = self.parts.written
+        return tuple(token for token in special if token in written or THINKING_MARKS.fullmatch(token))
+
+    @functools.cached_property
+    def _kept_pattern(self) -> re.Pattern[str]:
+        own = "|".join(map(re.escape, self.kept_tokens))
+        return re.compile(f"{MARKUP_OR_MEDIA.pattern}|{own}") if own else MARKUP_OR_MEDIA
+
+    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """Texts of answers, without special tokens but those that belong to answers."""
+        tokenizer = self.tokenizer
+        kept = set(tokenizer.convert_tokens_to_ids(list(self.kept_tokens)))
+        if not any(kept.intersection(row) for row in rows):
+            return tokenizer.batch_decode(rows, skip_special_tokens=True)  # type: ignore[no-any-return]
+        left_out = set(tokenizer.convert_tokens_to_ids(special_tokens(tokenizer))) - kept
+        shown = [[token for token in row if token not in left_out] for row in rows]
+        return tokenizer.batch_decode(shown, skip_special_tokens=False)  # type: ignore[no-any-return]
+
+    def encode_answer(self, prompt_text: str, text: str, *, ends: bool = True) -> list[int]:
+        """Tokens of a given answer behind a prompt as the template writes them.
+
+        Args:
+            prompt_text: the prompt as it was rendered.
+            text: the answer; a `<think>` block at its start is a thought in the template's own form.
+            ends: whether it is whole; else it is the start of one, without the end of the turn.
+        """
+        self._warn_of_characters(text)
+        hidden, (given,) = hide_control_tokens([{"content": text}], self.tokenizer, self._kept_pattern)
+        return encode_rendered(self.write(prompt_text, given["content"], ends=ends), hidden, self.tokenizer)
+
+    def encode_past(self, text: str) -> list[int]:
+        """Tokens of an answer without a thought as the template writes it once further turns follow, without an end."""
+        hidden, (given,) = hide_control_tokens([{"content": text}], self.tokenizer)
+        return encode_rendered(self.parts.past_head + given["content"], hidden, self.tokenizer)
+
+    def write(self, prompt_text: str, content: str, *, ends: bool) -> str:
+        """A given answer behind a prompt as text, its control tokens hidden."""
+        parts = self.parts
+        if parts.problem:
+            raise UserError(f"{self.blame} cannot write a given answer: {parts.problem}")
+        body = None
+        if prompt_text.endswith(parts.begin) and not self._is_native(content):
+            body = self._whole(content) if ends else self._started(content)
+        if body is None:
+            body = self._behind_prompt(prompt_text, content)
+        return body + (parts.close if ends else "")
+
+    def check_readers(self, sources: Mapping[str, str]) -> None:
+        """Warn of each reader of answers whose source, by name, names a special token that no text will hold."""
+        hidden = control_pattern(self.tokenizer, self._kept_pattern)
+        for name, source in sources.items():
+            for token in sorted({match[0] for match in hidden.finditer(source.replace("\\", ""))}):
+                self._warn_once(
+                    f"{name} {token}",
+                    "%s names %s, a special token of %s that is left out of the texts of answers; add it to "
+                    "model.answer_tokens where answers have it",
+                    name,
+                    token,
+                    self._name,
+                )
+
+    def render(self, messages: Sequence[Message], *, asks: bool = False, tools: Sequence[Any] = ()) -> str:
+        """The chat as text; contents become plain texts where the template does not show lists of parts."""
+        options: dict[str, Any] = {**self._variables, **({"tools": list(tools)} if tools else {})}
+        options |= {"tokenize": False, "add_generation_prompt": asks}
+        rendered, problem = None, ""
+        for plain in (False, True):
+            turns = [_as_text(turn) if plain else turn for turn in messages]
+            try:
+                rendered = str(self._processor.apply_chat_template(turns, **options))
+            except Exception as error:  # templates raise their own errors
+                problem = str(error)
+                continue
+            if not PARTS_AS_TEXT.search(rendered) and all(_shows(rendered, text) for text in _texts(messages)):
+                return rendered
+        if rendered is None:
+            raise TemplateError(problem)
+        return rendered
+
+    def follow(
+        self,
+        messages: Sequence[Message],
+        *,
+        end: int | None,
+        tools: Sequence[Any] = (),
+        calls: Sequence[str] = (),
+    ) -> str:
+        """What the template writes behind an answer: further messages and the head of the next answer.
+
+        Args:
+            messages: of the user, or the results of the answer's calls, without control tokens.
+            end: the token that ended the answer; None where it was cut, which is then closed.
+            tools: that the template describes.
+            calls: names of the functions that the answer called, one for each result.
+
+        Raises:
+            UserError: the template does not show the earlier answer or the results.
+            TemplateError: it refuses the messages.
+        """
+        ended = None if end is None else str(self.tokenizer.convert_ids_to_tokens(end))
+        if calls:
+            return self._results(messages, ended, tools, calls)
+        before = [user_turn(QUESTION), assistant_turn(EARLIER)]
+        whole = self.render([*before, *messages], asks=True, tools=tools)
+        if whole.count(EARLIER) != 1:
+            raise UserError(f"{self.blame} shows the assistant's turn {whole.count(EARLIER)} times where it is one")
+        rest, close = whole.rpartition(EARLIER)[2], self.parts.written_close
+        closed = self._length_of_close(rest) if close else 0
+        return self._behind(ended, rest[:closed], rest[closed:])
+
+    @property
+    def blame(self) -> str:
+        """The template, for messages."""
+        return f"the chat template of {self._name}"
+
+    def _whole(self, content: str) -> str | None:
+        """A whole answer behind the head of the turn, without its end; None where the template does not show it."""
+        begin = self.parts.begin
+        verbatim = self._body(assistant_turn(content))
+        if verbatim is not None and not _shows(begin + verbatim, content):
+            verbatim = None
+        thought = WHOLE_THOUGHT.match(content)
+        if thought is None:
+            return verbatim
+        if verbatim is not None and (begin + verbatim).count("<think>") > content.count("<think>"):
+            verbatim = None  # the template has put an empty thought before the given one
+        mark = self.parts.thought_mark
+        if mark is not None and (verbatim is None or "<think>" not in mark):
+            inner, rest = thought[1].strip(), thought[2]
+            own = self._body(assistant_turn(rest, reasoning_content=inner, thinking=inner, reasoning=inner))
+            if own is not None and _shows(own, inner) and _shows(own.rpartition(inner)[2], rest):
+                return own
+        return verbatim
+
+    def _behind_prompt(self, prompt_text: str, content: str) -> str:
+        """An answer where the template shows none of the kind behind its own head, such as one that was begun."""
+        closed = prompt_text.rstrip().endswith("</think>")
+        if closed and content.lstrip().startswith("<think>"):
+            self._warn_once(
+                "thought",
+                "a given answer begins with a thought, but %s has closed the thought in the prompt already; set "
+                "model.thinking=true, or remove the thoughts from the answers",
+                self.blame,
+            )
+        return behind_open_thought(prompt_text, content)
+
+    def _body(self, turn: Message) -> str | None:
+        """A turn between the head and the end; None where the template writes others."""
+        parts = self.parts
+        try:
+            whole = self.render([user_turn(QUESTION), turn])
+        except TemplateError:
+            return None
+        if not whole.startswith(parts.asked) or not whole.endswith(parts.tail):
+            return None
+        return whole[len(parts.asked) : len(whole) - len(parts.tail)]
+
+    def _started(self, content: str) -> str | None:
+        """The start of an answer behind the head of the turn."""
+        parts = self.parts
+        if OPEN_THINK.search(parts.begin) or content.lstrip().startswith("<think>"):
+            return None
+        return parts.head + content
+
+    def _is_native(self, content: str) -> bool:
+        """Whether a given answer brings the marks of the template's own head."""
+        first = control_pattern(self.tokenizer, NOTHING).search(self.parts.head)
+        return first is not None and content.lstrip().startswith(first[0]) and first[0] in self.kept_tokens
+
+    def _results(
+        self, messages: Sequence[Message], ended: str | None, tools: Sequence[Any], calls: Sequence[str]
+    ) -> str:
+        """The results of calls, behind a turn that has these calls."""
+        if tuple(calls) in self._shown:
+            return self._behind_calls(messages, ended, tools, calls)
+        marks = [{**turn, "content": [{"type": "text", "text": f"result{n}of"}]} for n, turn in enumerate(messages)]
+        shown = self._behind_calls(marks, ended, tools, calls)
+        lost = [n for n in range(len(marks)) if shown.count(f"result{n}of") != 1]
+        if lost:
+            raise UserError(
+                f"{self.blame} loses results of tools: of {len(marks)} results behind a turn with calls of "
+                f"{', '.join(calls)}, it does not show {len(lost)}; leave conversation.tools out, so that results come "
+                "in the user's turns, or mend the template"
+            )
+        self._shown.add(tuple(calls))
+        return self._behind_calls(messages, ended, tools, calls)
+
+    def _behind_calls(
+        self, messages: Sequence[Message], ended: str | None, tools: Sequence[Any], calls: Sequence[str]
+    ) -> str:
+        called = [
+            {"type": "function", "id": call_id(n), "function": {"name": name, "arguments": {}}}
+            for n, name in enumerate(calls)
+        ]
+        pairs = enumerate(zip(messages, calls, strict=True))
+        results = [turn | {"name": name, "tool_call_id": call_id(n)} for n, (turn, name) in pairs]
+        try:
+            return self._tail(results, called, ended, tools)
+        except TemplateError:
+            if len(called) == 1:
+                raise
+        return self._tail(results, called[:1], ended, tools)  # Llama 3.1 writes one call a turn
+
+    def _tail(self, results: Sequence[Message], called: Sequence[Any], ended: str | None, tools: Sequence[Any]) -> str:
+        # with a thought: Qwen3 leaves out the empty one of a turn once results follow it
+        before = [user_turn(QUESTION), assistant_turn("", reasoning_content=THOUGHT, tool_calls=list(called))]
+        earlier = self.render(before, tools=tools)
+        whole = self.render([*before, *results], asks=True, tools=tools)
+        last = [*control_pattern(self.tokenizer, NOTHING).finditer(earlier)][-1:]
+        close = last[0][0] if last and not earlier[last[0].end() :].strip() else ""
+        if close not in (*self.stops, self.parts.close, ended):  # a token that ends the call, not the turn
+            close = ""
+        cut = earlier.rpartition(close)[0] if close else earlier
+        if not whole.startswith(cut):
+            raise UserError(
+                f"{self.blame} rewrites a turn with calls once results follow it; leave conversation.tools out, so "
+                "that results come in the user's turns"
+            )
+        rest = whole[len(cut) :]
+        close = close if rest.startswith(close) else ""
+        return self._behind(ended, close, rest[len(close) :])
+
+    def _behind(self, ended: str | None, close: str, rest: str) -> str:
+        """What follows an answer that has its own end, or none yet."""
+        if ended is None:
+            return close + rest
+        return rest if close else rest.removeprefix(ended)
+
+    def _length_of_close(self, rest: str) -> int:
+        """Characters of the text behind an answer that end its turn."""
+        if rest.startswith(self.parts.written_close):
+            return len(self.parts.written_close)
+        first = control_pattern(self.tokenizer, NOTHING).search(rest)  # gpt-oss ends earlier turns with another token
+        return 0 if first is None else first.end()
+
+    def _warn_of_characters(self, text: str) -> None:
+        """Say of each special token that a given answer names but does not get."""
+        for match in control_pattern(self.tokenizer, self._kept_pattern).finditer(text):
+            self._warn_once(
+                match[0],
+                "a given answer names the special token %s, which does not belong to answers of %s: its characters are "
+                "learned, not the token; add it to model.answer_tokens where it does",
+                match[0],
+                self._name,
+            )
+
+    def _warn_once(self, key: str, message: str, *values: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            LOGGER.warning(message, *values)
+
+
+class _Parts:
+    """What a template writes around an answer."""
+
+    def __init__(self, template: TurnTemplate) -> None:
+        special = control_pattern(template.tokenizer, NOTHING)
+        self.asked = self.begin = self.head = self.tail = self.close = self.written_close = self.past_head = ""
+        self.thought_mark: str | None = None
+        """What stands between the head of the turn and its thought; None where the template shows no thoughts."""
+        self.written = set[str]()
+        """Special tokens that the template writes into an answer."""
+        self.ends_itself, self.problem = True, ""
+        try:
+            self.asked = template.render([user_turn(QUESTION)], asks=True)
+            whole = template.render([user_turn(QUESTION), assistant_turn(EARLIER)])
+        except TemplateError as error:
+            self.problem = str(error)
+            return
+        self.begin = self.asked.rpartition(QUESTION)[2]
+        if whole.count(EARLIER) != 1:
+            self.problem = "it does not show the assistant's turn"
+            return
+        before, _, self.tail = whole.partition(EARLIER)
+        self.head = before.removeprefix(self.asked) if before.startswith(self.asked) else ""
+        ends = [*special.finditer(self.tail)]
+        end = next((match for match in ends if match[0] in template.stops), ends[0] if ends else None)
+        self.close = self.written_close = self.tail.rstrip() if end is None else self.tail[: end.end()]
+        self.ends_itself = end is not None  # with a special token, at which sampling can stop
+        self._read_past(template, special)
+        self._read_marks(template, special)
+
+    def _read_past(self, template: TurnTemplate, special: re.Pattern[str]) -> None:
+        """Read how the turn is written once another follows; GLM ends it with the next role's mark alone."""
+        try:
+            whole = template.render([user_turn(QUESTION), assistant_turn(EARLIER), user_turn(QUESTION)])
+        except TemplateError:
+            whole = ""
+        before, _, after = whole.partition(EARLIER)
+        asked = OPEN_THINK.sub("", self.asked)
+        self.past_head = before[len(asked) :] if before.startswith(asked) else ""
+        first = special.search(after.partition(QUESTION)[0])
+        if not self.ends_itself:
+            self.close += first[0] if first is not None and first[0] in template.stops else template.stops[0]
+
+    def _read_marks(self, template: TurnTemplate, special: re.Pattern[str]) -> None:
+        """Special tokens of heads, thoughts and calls."""
+        fields = dict.fromkeys(("reasoning_content", "thinking", "reasoning"), THOUGHT)
+        call = {"type": "function", "id": call_id(0), "function": {"name": "f", "arguments": {"a": 1}}}
+        bodies = [self.head]
+        for turn in (assistant_turn(EARLIER, **fields), assistant_turn("", tool_calls=[call])):
+            try:
+                whole = template.render([user_turn(QUESTION), turn])
+            except TemplateError:
+                continue
+            if not whole.startswith(self.asked):
+                continue
+            body = whole[len(self.asked) :]
+            if THOUGHT in body:
+                self.thought_mark = self.begin + body.partition(THOUGHT)[0]
+            bodies.append(body.rpartition(EARLIER)[0] if EARLIER in body else body)
+        stops = {*template.stops, *special.findall(self.tail), *special.findall(self.close)}
+        self.written = {token for body in bodies for token in special.findall(body)} - stops
+
+
+class TemplateError(Exception):
+    """A chat template refuses a chat."""
+
+
+def call_id(number: int) -> str:
+    """Id of a call: nine letters and digits, as Mistral's templates ask for."""
+    return f"call{number:05d}"
+
+
+def behind_open_thought(prompt_text: str, text: str) -> str:
+    """A given answer as it continues its prompt: where that opened a thought, without the tag, or closing it first."""
+    if OPEN_THINK.search(prompt_text) is None:
+        return text
+    if text.startswith("<think>"):
+        return text.removeprefix("<think>").lstrip("\n")
+    return text if "</think>" in text else f"\n</think>\n\n{text}"
+
+
+def _as_text(turn: Message) -> Message:
+    texts = turn["content"]
+    if isinstance(texts, str) or any(part.get("type") != "text" for part in texts):
+        return turn
+    return turn | {"content": "".join(part["text"] for part in texts)}
+
+
+def _texts(messages: Sequence[Message]) -> list[str]:
+    contents = [[turn["content"]] if isinstance(turn["content"], str) else turn["content"] for turn in messages]
+    return [item if isinstance(item, str) else item.get("text", "") for parts in contents for item in parts]
+
+
+def _shows(rendered: str, text: str) -> bool:
+    """Whether a text is in a rendering, whatever white space the template leaves."""
+    return "".join(text.split()) in "".join(rendered.split())

@@ -1,0 +1,71 @@
+"""Families that the generic lane cannot compute are refused by name, before their weights are read."""
+
+import pytest
+import torch
+import transformers
+
+from mmrl.errors import UserError
+from mmrl.vlm.engine.capabilities import check_architecture, check_behaviour
+from mmrl.vlm.engine.policy import load_policy
+from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.model.network import auto_class
+from tests.vlm.families.zoo import ZOO
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 64,
+}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TOWER = {"hidden_size": 32, "attention_heads": 2, "num_hidden_layers": 1, "num_global_layers": 1}
+MLLAMA = {"text_config": SMALL | TOKENS | {"cross_attention_layers": [1]}, "vision_config": TOWER}
+REFUSED = {
+    "mllama": (MLLAMA, "MllamaForConditionalGeneration.* it has no get_image_features"),
+    "falcon_h1": (SMALL, "its cache has layers of LinearAttentionAndFullAttentionLayer, whose states are not copied"),
+    "zamba2": ({}, "its cache has layers of LinearAttentionAndFullAttentionLayer"),
+    "florence2": ({}, "it has an encoder and a decoder"),
+    "rwkv": ({}, "its forward pass takes no cache"),
+    "blip-2": ({}, "its forward pass takes no cache"),
+    "kosmos-2.5": ({}, "takes no mm_encoder_outputs"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_family_is_refused_by_its_configuration_alone(kind, tmp_path):
+    options, message = REFUSED[kind]
+    transformers.AutoConfig.for_model(kind, **options).save_pretrained(tmp_path)  # and no weights
+    with pytest.raises(UserError, match=rf"models of type {kind} .*{message}") as caught:
+        load_policy(ModelConfig(path=str(tmp_path)))
+    assert "qwen3_vl" in str(caught.value), "it says what to use"
+    assert "AssignedStates" not in str(caught.value)
+    assert "mmrl/" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ZOO)
+def test_families_that_are_tested_pass(kind):
+    config = transformers.AutoConfig.for_model(kind, **ZOO[kind].options)
+    check_architecture(auto_class(kind, kind)._model_mapping[type(config)], config)
+
+
+def test_a_model_that_keeps_something_outside_of_its_cache_is_found(language_model, monkeypatch):
+    policy = load_policy(ModelConfig(path=str(language_model), lane="generic"))
+    own = type(policy.generic).advance
+    check_behaviour(policy)
+
+    def forgets(self, policy, tokens, part):
+        return own(self, policy, tokens, part) + 1.0
+
+    monkeypatch.setattr(type(policy.generic), "advance", forgets)
+    with pytest.raises(UserError, match="models of type qwen3: states behind a cache differ from those of whole rows"):
+        load_policy(ModelConfig(path=str(language_model), lane="generic"))
+
+    def fails(self, policy, tokens, part):
+        raise RuntimeError("no such state")
+
+    monkeypatch.setattr(type(policy.generic), "advance", fails)
+    with pytest.raises(UserError, match=r"models of type qwen3 .* RuntimeError: .*no such state"):
+        load_policy(ModelConfig(path=str(language_model), lane="generic"))
+    assert torch.is_grad_enabled()
