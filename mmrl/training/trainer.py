@@ -159,6 +159,7 @@ class Trainer:
         self.updater = Updater(recipe, accelerator, self.reference, run_dir / "failures", self.heap)
         self.log = RunLog(run_dir, accelerator.device, tracker)
         self.log.warnings.variety = recipe.variety
+        self.log.warnings.alarms = getattr(recipe, "alarms", {})  # most recipes have none
         terms = getattr(recipe.config, "rewards", ())
         self.log.warnings.only_logged = [term.name for term in terms if term.weight == 0]
         self.saver = RunSaver(

@@ -46,7 +46,7 @@ from mmrl.agents.methods.digirl_critics import (
     label_episodes,
     step_loss,
 )
-from mmrl.agents.recipe import AgentConfig, AgentRecipe
+from mmrl.agents.recipe import AgentConfig, AgentRecipe, check_rewards
 from mmrl.agents.rollout.episodes import AgentPayload, pack_episodes, pack_groups
 from mmrl.agents.rollout.storage import read_recorded, restore_episode, store_episode
 from mmrl.core.loss import Denominators, Metric, mean_metric
@@ -148,8 +148,7 @@ class DigirlConfig(AgentConfig):
         """Check that the parts fit together; raises ValueError."""
         RunConfig.validate(self)
         self.check_parts(self.trainer.learning_rate)
-        if self.rewards:
-            raise UserError("digirl learns from the environment's rewards alone; leave rewards out")
+        check_rewards(self, "digirl")
         if self.objective != ObjectiveConfig(preset="sft"):
             raise UserError("digirl raises the likelihood of kept steps; leave objective out, or use recipe: agent")
         if self.model.critic != CriticSettings():

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
-from mmrl.agents.environments.environment import Action, as_outcome, as_start, write_answer
+from mmrl.agents.environments.environment import CUT, Action, as_outcome, as_start, write_answer
 from mmrl.agents.environments.experts import (
     MOST_TURNS,
     ExpertEnvironment,
@@ -148,8 +149,8 @@ class AgentRevisionRecipe(AgentCloneRecipe):
     def _actions(self, episode: Episode) -> list[Action]:
         """Actions of an episode's answers, to the first that cannot be read."""
         found: list[Action] = []
-        for answer in episode.answers:
-            parsed = self.config.actions.parse(answer)
+        for answer, error in zip_longest(episode.answers, episode.errors):
+            parsed = self.config.actions.parse(answer, cut=error == CUT)
             if not parsed.actions:
                 break
             found.append(replace(parsed.actions[0], text=answer))
