@@ -45,7 +45,7 @@ def make_config(tmp_path, model, **changes) -> VlDacConfig:
         data=TaskSetConfig(seeds=4),
         conversation=changes.pop("conversation", ConversationConfig(system="Speak.")),
         actions=ActionConfig(format="text", on_parse_error="noop"),
-        sampler=changes.pop("sampler", SamplerConfig(max_new_tokens=4)),
+        sampler=changes.pop("sampler", SamplerConfig(max_new_tokens=4, stop=[*"aeiou"])),
         trainer=TrainerConfig(
             steps=3, tasks_per_step=3, samples_per_task=1, epochs=2, micro_batch=1, learning_rate=1e-3
         ),
