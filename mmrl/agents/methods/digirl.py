@@ -55,7 +55,7 @@ from mmrl.core.returns import turn_starts
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.transfer import to_device, to_host
 from mmrl.errors import UserError
-from mmrl.fields import bounded, choice, rare
+from mmrl.fields import bounded, choice, only_with, rare
 from mmrl.files import expanded
 from mmrl.hub.building import build_if_missing
 from mmrl.runs.run_log import stopwatch
@@ -89,20 +89,20 @@ class DigirlSettings:
     """First steps of the run, in which only the critics learn."""
     gamma: float = rare(bounded(0.5, at_least=0, at_most=1))
     """Discount of the returns that the step critic predicts."""
-    advantage: str = rare(choice("paper", ADVANTAGES))
+    advantage: str = rare(only_with(choice("paper", ADVANTAGES), step_filter=True))
     """Advantage of a step: doubly robust (paper), or V(s') - V(s) - 0.05 + r + return (code)."""
-    lam: float = rare(bounded(0.5, at_least=0, at_most=1))
+    lam: float = rare(only_with(bounded(0.5, at_least=0, at_most=1), step_filter=True, advantage="paper"))
     """Weight of the episode's end in the paper's advantage; the further from it, the higher its power."""
-    threshold: str = rare("auto")
+    threshold: str = rare(only_with("auto", step_filter=True))
     """Threshold that the advantage of a step has to exceed: 1/H with H the steps of its episode, a number, or auto
     (1/H for the paper's advantage, 0 for the code's)."""
     step_filter: bool = rare(True)
     """Whether steps are filtered."""
     instruction_filter: bool = rare(True)
     """Whether episodes are filtered."""
-    quantile: float = bounded(0.9, at_least=0, at_most=1)
+    quantile: float = only_with(bounded(0.9, at_least=0, at_most=1), instruction_filter=True)
     """Episodes that score at least this quantile of all are kept."""
-    min_score: float | None = bounded(None, finite=True)
+    min_score: float | None = only_with(bounded(None, finite=True), instruction_filter=True)
     """Further bound on the score of a kept episode: a reward offline, an advantage afterwards; null = none."""
     clamp: bool = rare(True)
     """Whether token probabilities are kept within 0.001 and 0.99, beyond which a token has no gradient."""

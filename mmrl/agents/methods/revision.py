@@ -68,6 +68,11 @@ class AgentRevisionConfig(AgentParts, BaseRunConfig):
         super().validate()
         self.check_parts(self.trainer.learning_rate)
         check_critic(self.model, needed=False)
+        if self.actions.max_actions > 1:
+            raise ValueError(
+                f"actions.max_actions is {self.actions.max_actions}, but the expert takes one action a turn, and the "
+                "episodes that it revises must, too; leave it at 1"
+            )
 
 
 def revise(
