@@ -134,9 +134,33 @@ def _with_overrides(values: Any, overrides: Sequence[str]) -> Any:
         if not equals or not key.strip():
             raise UserError(f"override '{text}' is not of the form a.b=c")
     try:
-        return OmegaConf.merge(values, OmegaConf.from_dotlist(list(overrides)))
+        return _merged(OmegaConf.create(values), OmegaConf.from_dotlist(list(overrides)))
     except Exception as error:
         raise UserError(f"overrides {list(overrides)} cannot be read: {_first_line(error)}") from error
+
+
+def _merged(base: Any, changes: Any) -> Any:
+    """Merge changes over a configuration; an empty mapping, which would add nothing, empties what is there."""
+    from omegaconf import OmegaConf
+
+    kept = copy.deepcopy(base)
+    _empty(kept, changes)
+    return OmegaConf.merge(kept, changes)
+
+
+def _empty(base: Any, changes: Any) -> None:
+    from omegaconf import DictConfig, OmegaConf
+
+    if not isinstance(changes, DictConfig) or changes._is_none() or changes._is_missing():
+        return
+    for key, change in changes.items_ex(resolve=False):
+        there = base._get_node(key) if key in base else None
+        if not isinstance(there, DictConfig) or not isinstance(change, DictConfig) or change._is_interpolation():
+            continue
+        if len(change) or there._is_none():
+            _empty(there, change)
+        elif not dataclasses.is_dataclass(OmegaConf.get_type(there)):
+            base[key] = {}
 
 
 def _read_yaml(path: Path, parents: tuple[Path, ...]) -> Any:
@@ -158,7 +182,7 @@ def _read_yaml(path: Path, parents: tuple[Path, ...]) -> Any:
         base = content.pop("extends", None)
         if base is None:
             return content
-        return OmegaConf.merge(_read_yaml(path.parent / str(base), (*parents, path.resolve())), content)
+        return _merged(_read_yaml(path.parent / str(base), (*parents, path.resolve())), content)
     except (OmegaConfBaseException, TypeError, ValueError) as error:  # omegaconf passes some of Python's own errors on
         raise UserError(f"{path} does not fit the file that it extends: {_first_line(error)}") from error
 
@@ -170,7 +194,11 @@ def _fill(defaults: Any, values: Any, where: str) -> Any:
 
     structured, schema = OmegaConf.structured(defaults), defaults if isinstance(defaults, type) else type(defaults)
     try:
-        merged = OmegaConf.merge(structured, _with_inherited(schema, _without_nulls(schema, values)))
+        given = _without_nulls(schema, values)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    try:
+        merged = _merged(structured, _with_inherited(schema, given))
         filled: Any = OmegaConf.to_object(merged)
         given = OmegaConf.to_container(merged)
     except ConfigKeyError as error:
@@ -220,16 +248,34 @@ def _references(given: Any, read: Any, path: tuple[Any, ...] = ()) -> Iterator[t
             yield from _references(value, read[key], (*path, key))
 
 
-def _without_nulls(schema: type[Any], values: Any) -> Any:
-    """Leave out null entries of dictionaries of dataclasses, with which a file removes an entry that it inherits."""
+def _without_nulls(schema: type[Any], values: Any, where: str = "") -> Any:
+    """Leave out null entries of dictionaries of dataclasses, with which a file removes an entry that it inherits.
+
+    A dictionary that is null itself is empty; one with a block's options is refused, as it could mean two things.
+    """
     from omegaconf import DictConfig
 
     kept = copy.copy(values)
-    for name, hint in hints_of(schema).items():
-        of_parts = typing.get_origin(hint) is dict and dataclasses.is_dataclass(typing.get_args(hint)[1])
-        if of_parts and isinstance(kept.get(name), DictConfig):
-            kept[name] = {key: part for key, part in kept[name].items() if part is not None}
+    for item in dataclasses.fields(schema):
+        name, hint = item.name, hints_of(schema)[item.name]
+        if name not in kept or kept._is_missing() or kept._get_node(name)._is_interpolation():
+            continue
+        part = kept.get(name)
+        of_dicts = typing.get_origin(hint) is dict
+        if dataclasses.is_dataclass(hint) and isinstance(part, DictConfig):
+            kept[name] = _without_nulls(hint, part, f"{where}{name}.")
+        elif of_dicts and part is None:
+            _refuse_null_block(f"{where}{name}", item.metadata.get("kinds"))
+            kept[name] = {}
+        elif of_dicts and dataclasses.is_dataclass(typing.get_args(hint)[1]) and isinstance(part, DictConfig):
+            kept[name] = {key: each for key, each in part.items() if each is not None}
     return kept
+
+
+def _refuse_null_block(key: str, kinds: Any) -> None:
+    if kinds is not None and kinds.named:
+        off = f"{key}.kind: none switches it off; " if "none" in kinds.table() else ""
+        raise UserError(f"{key} is null, which says neither none nor the preset's; {off}leave it out for the preset's")
 
 
 def _with_inherited(schema: type[Any], values: Any) -> Any:

@@ -15,6 +15,8 @@ from typing import Any, TypedDict, Unpack
 
 from mmrl.errors import ConfigError, did_you_mean
 
+SET, UNSET = object(), object()
+"""Values of other options that `only_with` asks for."""
 LARGEST = 2**63 - 1
 """Whole numbers beyond it fit neither tensors nor files."""
 PLAIN: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (Integral,), float: (Real,), str: (str, os.PathLike)}
@@ -193,6 +195,18 @@ def rare(default: Any) -> Any:
     return item
 
 
+def only_with(default: Any, **others: Any) -> Any:
+    """A dataclass field that nothing reads unless other options of its dataclass have certain values; refused then.
+
+    Args:
+        default: as of `rare`.
+        others: names of these options with their values; `SET` for any but 0, false, none and empty, `UNSET` for these.
+    """
+    item = default if isinstance(default, dataclasses.Field) else _field(default, None)
+    item.metadata = types.MappingProxyType({**item.metadata, "only_with": others})
+    return item
+
+
 def by_kind(
     table: Callable[[], Mapping[str, type[Any]]],
     *,
@@ -227,6 +241,7 @@ def field_problems(config: Any, where: str = "") -> Iterator[str]:
             continue
         if bounds is not None and (problem := bounds.problem(key, value)) is not None:
             yield problem
+        yield from _unread(config, item, where)
         for part_key, part in _nested(value, key):
             yield from field_problems(part, part_key)
 
@@ -258,6 +273,22 @@ def _field(default: Any, bounds: Bounds | None) -> Any:
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def _unread(config: Any, item: dataclasses.Field[Any], where: str) -> Iterator[str]:
+    """A line where an option differs from its default while another one keeps everything from reading it."""
+    default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+    value, front = getattr(config, item.name), f"{where}." if where else ""
+    for name, wanted in item.metadata.get("only_with", {}).items():
+        other = getattr(config, name)
+        fits = bool(other) is (wanted is SET) if wanted in (SET, UNSET) else other == wanted
+        if value != default and not fits:
+            needed = f"unset {front}{name}" if wanted is UNSET else f"set {front}{name}"
+            needed += "" if wanted in (SET, UNSET) else f": {str(wanted).lower() if type(wanted) is bool else wanted}"
+            yield (
+                f"{front}{item.name} is {value!r}, but nothing reads it while {front}{name} is {other!r}; leave it at "
+                f"{default!r}, or {needed}"
+            )
 
 
 def _nested(value: Any, key: str) -> Iterator[tuple[str, Any]]:

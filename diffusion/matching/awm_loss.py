@@ -24,7 +24,7 @@ from diffusion.sampling.trajectories import mean_over_decisions
 from mmrl.core.loss import Denominators, Metric, mean_metric
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded, choice, rare
+from mmrl.fields import bounded, choice, only_with, rare
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.recipe import LossTerm, Reference, Step, TermLoss
 
@@ -35,7 +35,7 @@ class AwmSettings:
 
     weighting: str = choice("ghuber", lambda: WEIGHTINGS)
     """Error to pseudo log-likelihood: uniform, t, t2, huber or ghuber."""
-    power: float = rare(bounded(0.25, above=0))
+    power: float = rare(only_with(bounded(0.25, above=0), weighting="ghuber"))
     """Exponent p of ghuber."""
     average: str = rare(choice("exp_first", lambda: AVERAGING))
     """exp_first: a ratio for each time; sum_first: one of their mean; bgpo: exp_first, but linear where A >= 0."""
@@ -49,6 +49,15 @@ class AwmSettings:
     """Growth of that weight an epoch until the limit; large = at once."""
     off_policy: bool = rare(False)
     """Draw images with the moving average instead of the policy."""
+
+    def validate(self) -> None:
+        """Refuse options of a moving average that nothing reads; raises ValueError."""
+        for name in () if self.ema_coef or self.off_policy else ("ema_limit", "ema_slope"):
+            if getattr(self, name) != getattr(AwmSettings, name):
+                raise ValueError(
+                    f"awm.{name} is {getattr(self, name):g}, but with awm.ema_coef 0 and without awm.off_policy "
+                    "nothing reads a moving average; leave it out"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

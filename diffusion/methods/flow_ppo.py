@@ -70,6 +70,8 @@ class FlowPpoConfig(TrajectoryParts, DiffusionConfig):
         """Refuse an objective that has no place for this critic; raises ValueError."""
         objective = make_objective(self.objective)
         check_objective(objective, (*self.scored, "values", "separate_critic"), None, [r.name for r in self.rewards])
+        if "truncation" in self.objective.advantage:
+            raise ValueError("objective.advantage.truncation is for episodes that a time limit ends; leave it out")
         if not objective.needs_values:
             raise ValueError(f"objective.advantage is '{objective.advantage.kind}', which asks no critic; use gae")
         if "separate_critic" not in objective.needs:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from mmrl.agents.environments.environment import CUT
 from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.environments.videos import Video, write_videos
 from mmrl.agents.rollout.episodes import ENDINGS, Episode
@@ -41,8 +42,8 @@ class AgentMeasure(Measure[AgentTask]):
     """Success over tasks, with greedy or with sampled answers.
 
     The metrics are success/<protocol> with its interval (Wilson for greedy, bootstrap over tasks for sampled), the same
-    for each name of a task, and the means of return, turns, unreadable answers and refused actions. Episodes without a
-    result are counted in episode/no_result and are part of no other number.
+    for each name of a task, and the means of return, turns, unreadable answers, cut ones and refused actions. Episodes
+    without a result are counted in episode/no_result and are part of no other number.
     """
 
     run_episodes: RunEpisodes
@@ -97,7 +98,7 @@ class AgentMeasure(Measure[AgentTask]):
         names = dict.fromkeys(row["name"] for row in rows)
         for own in names if len(names) > 1 else ():
             metrics |= self._success([row for row in valid if row["name"] == own], f"{name}/{metric_label(own)}")
-        for key in ("return", "turns", "unreadable", "refused"):
+        for key in ("return", "turns", "unreadable", "cut", "refused"):
             values = [row[key] for row in valid]
             metrics[f"episode/{key}/{self.protocol}"] = float(np.mean(values)) if values else float("nan")
         for term in dict.fromkeys(term for row in valid for term in row["terms"]):
@@ -175,6 +176,7 @@ def _row(trial: Trial[AgentTask], episode: Episode) -> Row:
         "return": total,
         "turns": episode.trajectory.turns,
         "unreadable": episode.unreadable,
+        "cut": episode.errors.count(CUT),
         "refused": episode.refused,
         "terms": episode.terms,
         "sample": episode_record(episode, total, episode.terms, None),

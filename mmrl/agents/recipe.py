@@ -23,7 +23,8 @@ from mmrl.agents.environments.environment import FORMATS, ActionConfig
 from mmrl.agents.environments.pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig, check_splits, list_tasks
 from mmrl.agents.evaluation import AgentEvaluationConfig, AgentMeasure, episode_record
-from mmrl.agents.rewards import OWN_TERMS, EpisodeRewards, check_names
+from mmrl.agents.monitor import agent_alarms, count_below_silence, count_episodes, episode_metrics
+from mmrl.agents.rewards import OWN_TERMS, EpisodeRewards, check_names, tabulate_failed_answers
 from mmrl.agents.rollout.anchors import tabulate_anchors, tabulate_durations
 from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, Episode, EpisodeConfig, Writer, pack_groups
 from mmrl.agents.rollout.gains import add_gains, check_answers, tabulate_gains
@@ -81,7 +82,7 @@ class AgentRewardConfig:
     environment: float = rare(1.0)
     """Weight of the environment's reward, turn by turn."""
     format: float = rare(0.0)
-    """Penalty if the last answer had no readable action; 0.5 in ARPO."""
+    """Penalty of each answer of which nothing is executed: without a readable action, or cut; 0.5 in ARPO."""
 
 
 @dataclass
@@ -144,6 +145,29 @@ class AgentConfig(AgentParts, RunConfig):
         check_critic(self.model, objective.needs_values)
 
 
+def check_environment(pool: EnvPool, format: str, tools: bool) -> None:
+    """Refuse a format in which no action of an environment can be written, and missing tools; raises UserError."""
+    if tools and not pool.tools:
+        raise UserError(
+            f"conversation.tools: {pool.factory} has no `tools`, a list of JSON schemas; see "
+            "mmrl.agents.environments.tools"
+        )
+    if pool.formats is not None and format in FORMATS and format not in pool.formats:
+        known = ", ".join(list(pool.actions)[:5]) + ("..." if len(pool.actions) > 5 else "")
+        fitting = ", ".join(pool.formats) or "a function of your own (module:function)"
+        raise UserError(
+            f"actions.format is '{format}', in which the actions of {pool.factory} ({known}) cannot all be written, so "
+            f"it would refuse them; formats that fit: {fitting}"
+        )
+
+
+def check_rewards(config: AgentConfig, name: str) -> None:
+    """Refuse rewards that the recipe `name` does not learn from; raises UserError."""
+    for key, default in (("rewards", []), ("reward", AgentRewardConfig())):
+        if getattr(config, key) != default:
+            raise UserError(f"{name} learns from the environment's rewards alone; leave {key} out")
+
+
 class AgentDomain:
     """Model, environments, tasks, evaluation and reports of recipes for agents."""
 
@@ -181,11 +205,7 @@ class AgentDomain:
             undone.callback(self.rewards.close)
             self.pool = EnvPool(config.environment)
             undone.callback(self.pool.close)
-            if config.conversation.tools and not self.pool.tools:
-                raise UserError(
-                    f"conversation.tools: {config.environment.factory} has no `tools`, a list of JSON schemas; see "
-                    "mmrl.agents.environments.tools"
-                )
+            check_environment(self.pool, config.actions.format, config.conversation.tools)
             self.policy = load_policy(config.model, value_head=value_head)
             self.terms = router_terms(self)
             self.policy.turns.check_readers(readers_of(rewards, sampler.stop))
@@ -300,15 +320,9 @@ class AgentDomain:
         """Statistics of the step's episodes, and failures so far, over all processes."""
         seen = sum_over_processes(self._seen)
         self._seen.clear()
-        results = seen.get("results", 0) or math.nan
-        answers = seen.get("answers", 0) or math.nan
         self._totals["overflow"] += int(seen.get("overflow", 0))
         return {
-            "episode/success": seen.get("success", 0) / results,
-            "episode/return": seen.get("return", 0) / results,
-            "episode/turns": seen.get("turns", 0) / results,
-            "episode/unreadable": seen.get("unreadable", 0) / answers,
-            "episode/refused": seen.get("refused", 0) / answers,
+            **episode_metrics(seen),
             "env/episodes_overflown": float(self._totals["overflow"]),
             **self.env_counts.metrics(),
             **self.errors.take(),
@@ -328,19 +342,10 @@ class AgentDomain:
         self.rewards.close()
 
     def _note(self, episodes: Sequence[Episode]) -> None:
-        sound = [episode for episode in episodes if episode.has_result]
-        self._seen["results"] += len(sound)
-        self._seen["success"] += sum(episode.success for episode in sound)
-        self._seen["return"] += sum(episode.total for episode in sound)  # type: ignore[assignment]
-        self._seen["turns"] += sum(episode.trajectory.turns for episode in sound)
-        self._seen["answers"] += sum(len(episode.answers) for episode in sound)
-        self._seen["unreadable"] += sum(episode.unreadable for episode in sound)
-        self._seen["refused"] += sum(episode.refused for episode in sound)
-        for episode in episodes:
-            if not episode.has_result:
-                if episode.ending == "overflow" and not self._totals["overflow"] + self._seen["overflow"]:
-                    LOGGER.warning("an episode has no result (%s): %s", episode.ending, episode.reason)
-                self._seen[episode.ending] += 1
+        overflown = next((episode for episode in episodes if episode.ending == "overflow"), None)
+        if overflown is not None and not self._totals["overflow"] + self._seen["overflow"]:
+            LOGGER.warning("an episode has no result (%s): %s", overflown.ending, overflown.reason)
+        count_episodes(self._seen, episodes)
 
 
 class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
@@ -355,6 +360,7 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         if isinstance(self.objective.advantage, InformationGain):
             check_answers(list_tasks(config.data), self.objective.advantage)
         self.open(config, config.sampler, rewards=config.rewards, value_head=self.objective.needs_values)
+        self.alarms = agent_alarms(config)
         self._engine = open_engine(config.sampler, self.policy)
         self.samples_elsewhere = self._engine is not None
 
@@ -382,6 +388,7 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
                 rows = self.config.sampler.batch_rows
                 add_gains(episodes, self.objective.advantage, policy, lambda x: self._logp(policy, x), rows)
         self._note(episodes)
+        count_below_silence(self._seen, episodes, self.config)
         kept = [own for own in groups if any(episode.has_result for episode in own)]
         if not kept:
             reasons = sorted({episode.reason for episode in episodes if episode.reason})
@@ -417,8 +424,8 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
             return to_device(torch.tensor(values), rollouts.mask.device)
 
         total = column([episode.total for episode in episodes])
-        unreadable = [-1.0 if episode.ending == "unreadable" else 0.0 for episode in episodes]
-        form = torch.where(torch.isnan(total), total, column(unreadable))
+        failed = tabulate_failed_answers(episodes, rollouts.mask)
+        form = torch.where(torch.isnan(total), total, 0.0 - failed.sum(1))
         added = column([episode.added_reward for episode in episodes])
         reward = weights.environment * total + weights.format * form + added
         alone = self._alone(rollouts, reward)
@@ -427,8 +434,8 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
             terms[name] = column([episode.terms.get(name, math.nan) for episode in episodes])
         turns = rollouts.extras["decision_reward"] * weights.environment
         last = rollouts.mask.flip(1).cumsum(1).flip(1) == 1
-        at_end = (weights.format * form + added).nan_to_num()[:, None]
-        turns = turns + torch.where(last & (rollouts.mask > 0), at_end, 0.0)
+        at_end = torch.where(last & (rollouts.mask > 0), added.nan_to_num()[:, None], 0.0)
+        turns = turns + (at_end - weights.format * failed)
         extras = {"decision_reward": turns}
         if "tokens" in self.objective.needs:
             extras[TOKENS] = AgentPayload.of(rollouts).response_ids

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from PIL import Image
+from torch import Tensor
 
 from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.rollout.episodes import Episode
+from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.rewards import RewardConfig, RewardResult, RewardSum, TrainerState
 from mmrl.rewards.sum import IMAGES, reward_columns, tell_renamed
@@ -27,6 +30,15 @@ def check_names(configs: Sequence[RewardConfig]) -> None:
             f"a reward is called '{taken}' like the recipe's own term; give it another name and set "
             f"function: {taken}, or use reward.{taken}"
         )
+
+
+def tabulate_failed_answers(episodes: Sequence[Episode], like: Tensor) -> Tensor:
+    """(B, T), 1 at the last token of each answer of which nothing was executed, in episodes with a result."""
+    table = torch.zeros(like.shape, dtype=like.dtype)
+    for row, episode in enumerate(episodes):
+        ends = zip(episode.trajectory.last_tokens(), episode.errors, strict=False)
+        table[row, [end for end, error in ends if error and episode.has_result]] = 1.0
+    return to_device(table, like.device)
 
 
 class EpisodeRewards:

@@ -244,7 +244,7 @@ def number_answers(groups: Sequence[int], prompts: Sequence[Chat], completions: 
     return found
 
 
-STYLES = ("answer_tags", "boxed")
+STYLES = ("either", "answer_tags", "boxed")
 TAGS = {
     "answer_tags": ("<think>", "</think>", "<answer>", "</answer>"),
     "boxed": ("<think>", "</think>"),
@@ -255,11 +255,14 @@ def format_reward(
     prompts: Sequence[Any],
     completions: Sequence[Chat],
     *,
-    style: str = "answer_tags",
+    style: str = "either",
     rule: str = "one_block",
     **_: Any,
 ) -> list[float]:
-    r"""Give 1 to a think block followed by an answer, 0 to everything else.
+    r"""Give 1 to a think block with a thought, followed by an answer, 0 to everything else.
+
+    The answer is a block <answer>...</answer> (answer_tags), a \boxed{...} (boxed), or either: a block, and a box where
+    there is no tag of a block, as the rewards for right answers read it.
 
     Source: hiyouga/EasyR1 examples/reward_function/{math,r1v}.py and MikeWangWZHL/PAPO (fullmatch);
         Indolent-Kawhi/View-R1 examples/scripts/reward_func.py (one_block).
@@ -269,7 +272,11 @@ def format_reward(
     if rule not in RULES:
         raise ValueError(f"format: rule is {rule!r}; expected one of {', '.join(RULES)}")
     texts = [completion_text(completion) for completion in completions]
-    return [float(RULES[rule](text, style)) for text in texts]
+    return [float(RULES[rule](text, _style_of(text) if style == "either" else style)) for text in texts]
+
+
+def _style_of(text: str) -> str:
+    return "answer_tags" if any(tag[2] == "answer" for tag in TAG.finditer(text)) else "boxed"
 
 
 def _fullmatch(text: str, style: str) -> bool:
@@ -317,7 +324,7 @@ def _around(text: str, style: str) -> tuple[str, str] | None:
         return None
     before, _, rest = text.partition("<think>")
     thought, _, rest = rest.partition("</think>")
-    if not thought:
+    if not thought.strip():
         return None
     if style == "boxed":
         found = boxes(rest)

@@ -22,7 +22,7 @@ class RewardEntry:
 REWARDS: dict[str, RewardEntry] = {
     "format": RewardEntry(
         "mmrl.rewards.answers:format_reward",
-        "1 for a think block followed by an answer block or box, else 0",
+        "1 for a think block with a thought in it, followed by an answer block or box, else 0",
         "EasyR1 examples/reward_function/r1v.py; View-R1 examples/scripts/reward_func.py",
     ),
     "choice": RewardEntry(

@@ -138,12 +138,22 @@ class Term(ABC):
         """Call the function row by row; the batch's time has begun at `time.monotonic() == started`."""
 
 
+LIMITS = ("batch_timeout_s", "memory_mb", "timeout_s", "workers")
+"""Options that hold in worker processes alone."""
+
+
 class _LocalTerm(Term):
     """A function that runs in this process."""
 
     def __init__(self, config: RewardConfig, function: Callable[..., Any]) -> None:
         super().__init__(config, signature_of(function))
         self.function = function
+        for name in LIMITS:
+            if getattr(config, name) != getattr(RewardConfig, name):
+                raise UserError(
+                    f"reward {config.name!r}: {name} is {getattr(config, name)}, but it runs in this process, where "
+                    "that limit does not hold; set isolate: true, or leave it out"
+                )
 
     def call_together(self, batch: Batch) -> list[Outcome] | Failure:
         return call(self.function, batch, self.options)

@@ -21,6 +21,7 @@ from mmrl.core.blocks.advantage import group_std
 from mmrl.core.blocks.filter import zero_variance_groups
 from mmrl.core.rollouts import Rollouts
 from mmrl.files import write_atomically
+from mmrl.runs.alarms import Alarm, AlarmTracks
 from mmrl.runs.folder import forget_after
 from mmrl.runs.metrics import STAGES_BETWEEN
 from mmrl.runs.records import (
@@ -188,10 +189,13 @@ class RunWarnings:
     """Reward terms of weight 0, which may well be constant."""
     variety: str = "a higher temperature"
     """Advice for samples of a task that differ more; empty where no option does that."""
+    alarms: Mapping[str, Alarm] = field(default_factory=dict)
+    """The recipe's own warnings by metrics, by kind."""
     said: dict[str, str] = field(default_factory=dict)
     """Warnings so far by subject."""
     _streaks: dict[str, _Streak] = field(default_factory=dict)
     _agreement: list[float] = field(default_factory=list)
+    _tracks: AlarmTracks = field(default_factory=AlarmTracks)
 
     def watch(self, batches: Iterable[Rollouts]) -> None:
         """Look at the scored samples of a step, before a filter drops any."""
@@ -218,7 +222,7 @@ class RunWarnings:
             self._count("all_cut", metrics["response/finished_fraction"] == 0, 0, math.nan)
         clipped = metrics.get("policy/clipped_at_start", 0.0)
         self._count("clipped", clipped > 0, 0, clipped)
-        for kind, message in self._due().items():
+        for kind, message in (self._due() | self._tracks.due(self.alarms, metrics)).items():
             self.say(step, kind, message)
         return {f"warnings/{kind}": float(count) for kind, count in self._counts().items() if kind in self.said}
 
@@ -241,13 +245,16 @@ class RunWarnings:
     def state_dict(self) -> dict[str, Any]:
         """Warnings given so far, and counts."""
         streaks = {name: [streak.steps, streak.samples, streak.value] for name, streak in self._streaks.items()}
-        return {"said": dict(self.said), "streaks": streaks, "agreement": list(self._agreement)}
+        return {"said": dict(self.said), "streaks": streaks, "agreement": list(self._agreement)} | {
+            "tracks": self._tracks.state_dict()
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`."""
         self.said = dict(state["said"])
         self._streaks = {name: _Streak(*values) for name, values in state["streaks"].items()}
         self._agreement = list(state["agreement"])
+        self._tracks.load_state_dict(state.get("tracks", {}))  # checkpoints of earlier versions have none
 
     def _count(self, name: str, holds: bool, samples: int, value: float) -> None:
         before = self._streaks.get(name, _Streak())

@@ -32,6 +32,8 @@ QUIET_S = 10.0
 """Seconds between two lines where there is no terminal, such as in the log of a batch job."""
 COLUMNS: dict[str, tuple[int, str, *tuple[str, ...]]] = {
     "reward": (8, ".4f", "reward/mean"),
+    "success": (7, ".2f", "episode/success"),
+    "unreadable": (10, ".2f", "episode/unreadable"),
     "loss": (9, ".4f", "loss/total"),
     "KL": (9, ".2e", "policy/kl_ref", "policy/kl_old"),
     "entropy": (8, ".3f", "policy/entropy"),

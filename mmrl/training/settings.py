@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mmrl.fields import bounded, check_fields, choice, parts_of, rare
+from mmrl.fields import SET, bounded, check_fields, choice, only_with, parts_of, rare
 from mmrl.runs.tracking import TrackingConfig
 
 LONGEST_NAME = 255
@@ -55,7 +55,7 @@ class BaseTrainerConfig:
     """Global gradient norm above which gradients are scaled down; 0 = never."""
     on_nonfinite: str = rare(choice("skip", NONFINITE_POLICIES))
     """Reaction to a NaN or infinite loss or gradient: skip that optimiser step, or stop the run."""
-    max_nonfinite: int = rare(10)
+    max_nonfinite: int = rare(only_with(10, on_nonfinite="skip"))
     """Skipped optimiser steps after which the run stops."""
     mixed_precision: str = choice("none", PRECISIONS)
     """Autocast: none, bf16 or fp16, which scales the loss so that small gradients do not become 0."""
@@ -79,6 +79,11 @@ class BaseTrainerConfig:
             raise ValueError(
                 f"trainer.minibatches_per_step is {self.minibatches_per_step} but a step has only "
                 f"{self.tasks_per_step} tasks; minibatches are cut by whole groups"
+            )
+        if self.final_learning_rate and self.schedule == "constant":
+            raise ValueError(
+                f"trainer.final_learning_rate is {self.final_learning_rate:g}, but trainer.schedule is constant; set "
+                "it to linear or cosine, or leave the final rate out"
             )
         if self.gathered != "own" and self.sharding == "none":
             raise ValueError("trainer.gathered is for trainer.sharding=fsdp2, which gathers weights")
@@ -138,7 +143,7 @@ class ReferenceConfig:
     kind: str = choice("auto", REFERENCE_KINDS)
     """auto (where there is a KL term the policy at the start: adapter with a new LoRA adapter, else frozen), none,
     frozen (a copy of the policy at the start), adapter (the policy with its LoRA adapter switched off), or ema."""
-    ema_decay: float = rare(bounded(0.99, at_least=0, below=1))
+    ema_decay: float = rare(only_with(bounded(0.99, at_least=0, below=1), kind="ema"))
     """Weight kept by the moving average at each optimiser step when kind is ema."""
 
 
@@ -202,7 +207,7 @@ class EvaluationConfig:
     """One greedy sample a task."""
     samples: int = bounded(1, at_least=0)
     """Samples a task at `temperature`; 0 = none."""
-    temperature: float = bounded(1.0, above=0)
+    temperature: float = only_with(bounded(1.0, above=0), samples=SET)
     """Temperature of the sampled evaluation."""
     max_tasks: int = bounded(0, at_least=0)
     """Tasks evaluated, the first ones of the split; 0 = all."""

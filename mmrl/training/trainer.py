@@ -149,16 +149,16 @@ class Trainer:
             self.tasks.choose = lambda count, generator: order(len(recipe.train_tasks), count, state, generator)
         recipe.policy.to(accelerator.device)  # before the reference is copied and the optimiser made
         share_weights(recipe.policy, accelerator)
-        self.reference = make_reference(
-            getattr(config, "reference", ReferenceConfig()),  # supervised configurations have none
-            recipe.policy,
-            needed=needs_reference(recipe),
-            start=recipe.start,
-        )
+        reference = getattr(config, "reference", ReferenceConfig())  # supervised configurations have none
+        needed = needs_reference(recipe)
+        if not needed and recipe.start is None and reference.kind not in ("auto", "none"):
+            raise UserError(f"reference.kind is {reference.kind}, but nothing in this run compares with a reference")
+        self.reference = make_reference(reference, recipe.policy, needed=needed, start=recipe.start)
         self.heap = HeapTrimmer(enabled=config.trainer.release_memory and accelerator.device.type == "cpu")
         self.updater = Updater(recipe, accelerator, self.reference, run_dir / "failures", self.heap)
         self.log = RunLog(run_dir, accelerator.device, tracker)
         self.log.warnings.variety = recipe.variety
+        self.log.warnings.alarms = getattr(recipe, "alarms", {})  # most recipes have none
         terms = getattr(recipe.config, "rewards", ())
         self.log.warnings.only_logged = [term.name for term in terms if term.weight == 0]
         self.saver = RunSaver(

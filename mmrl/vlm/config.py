@@ -146,6 +146,11 @@ class VlmConfig(VlmParts, RunConfig):
 
     def check_objective(self) -> None:
         """Check that model and data serve the objective; raises ValueError."""
+        if "truncation" in self.objective.advantage:
+            raise ValueError(
+                "objective.advantage.truncation is for episodes that a time limit ends, and an answer has none; leave "
+                "it out (recipe truncated sets it itself)"
+            )
         objective = make_objective(self.objective)
         names = [reward.name for reward in self.rewards]
         check_objective(objective, self.scored_outputs, self.compared_samples, names, self.trainer.old_logp)

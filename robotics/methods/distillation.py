@@ -31,7 +31,7 @@ from mmrl.core.loss import Denominators, mean_metric, token_mean
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
-from mmrl.fields import bounded
+from mmrl.fields import SET, bounded, only_with
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.recipe import LossTerm, Passes, Step, TermLoss
@@ -53,7 +53,7 @@ class RobotDistilSettings:
     """Weight of logp_teacher - logp_old in the advantage of each decision."""
     divergence: float = bounded(0.0, at_least=0)
     """Weight of the exact divergence from the teacher, for policies whose decisions are tokens or Gaussian actions."""
-    beta: float = bounded(1.0, at_least=0, at_most=1)
+    beta: float = only_with(bounded(1.0, at_least=0, at_most=1), divergence=SET)
     """Kind of the divergence: 0 is KL(teacher || policy), 1 is KL(policy || teacher); for tokens, between them the
     generalised Jensen-Shannon divergence of this mixture."""
     task: float = bounded(0.0, at_least=0)

@@ -41,7 +41,7 @@ def judge(name: str, **options) -> RewardConfig:
 
 @pytest.fixture(autouse=True)
 def _every_answer_steps(monkeypatch):
-    monkeypatch.setattr(ActionConfig, "parse", lambda self, text: ParsedAnswer((Action("right"),)))
+    monkeypatch.setattr(ActionConfig, "parse", lambda self, text, cut=False: ParsedAnswer((Action("right"),)))
 
 
 def make_config(folder, model, *rewards, **changes) -> AgentConfig:

@@ -60,7 +60,9 @@ def test_rates_are_those_of_sampled_episodes_with_a_result(tmp_path, folder, mon
 
 
 def test_failed_episodes_count_for_nothing(tmp_path, folder, monkeypatch):
-    monkeypatch.setattr(ActionConfig, "parse", lambda self, text: ParsedAnswer(error="no_action", detail="-"))
+    monkeypatch.setattr(
+        ActionConfig, "parse", lambda self, text, cut=False: ParsedAnswer(error="no_action", detail="-")
+    )
     config = make_config(tmp_path, folder, kwargs={"length": 30, "side": 168})
     config.episode.max_turns = 30
     recipe = AgentRecipe(config)

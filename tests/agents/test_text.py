@@ -33,7 +33,7 @@ def make_config(folder: Path, model: Path, *, pictures: bool = False, **changes)
         data=TaskSetConfig(seeds=4),
         eval_data={"heldout": TaskSetConfig(seeds=2, first_seed=100)},
         actions=ActionConfig(format="text"),
-        sampler=SamplerConfig(max_new_tokens=4),
+        sampler=SamplerConfig(max_new_tokens=4, stop=[*"aeiou"]),
         trainer=TrainerConfig(steps=2, tasks_per_step=2, samples_per_task=3, learning_rate=1e-3),
         evaluation=AgentEvaluationConfig(records=1, videos=1),
         tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),

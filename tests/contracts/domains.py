@@ -213,11 +213,11 @@ def _agents(name: str, folder: Path) -> Any:
     from mmrl.agents.environments.environment import ActionConfig
     from mmrl.agents.environments.pool import EnvironmentConfig
     from mmrl.agents.environments.tasks import TaskSetConfig
-    from mmrl.vlm.engine.sampler import SamplerConfig
+    from mmrl.vlm.engine.sampler import AnswerSampling, SamplerConfig
     from mmrl.vlm.model.config import ModelConfig
 
     parts: dict[str, Any] = {
-        "sampler": SamplerConfig(max_new_tokens=4),
+        "sampler": SamplerConfig(max_new_tokens=4, stop=[*"aeiou"]),  # an answer that is cut does nothing
         "trainer": TrainerConfig(steps=2, tasks_per_step=2, samples_per_task=3, learning_rate=1e-3),
     }
     if RECIPES[name].supervised:
@@ -235,7 +235,7 @@ def _agents(name: str, folder: Path) -> Any:
     )
     if hasattr(config, "revision"):
         config.revision.thought = ""  # which this format has none of
-        config.evaluation.sampler.max_new_tokens = 4
+        config.evaluation.sampler = AnswerSampling(max_new_tokens=4, stop=[*"aeiou"])
     if hasattr(config, "branching"):
         config.branching.initial = 1  # of the three
     if hasattr(config, "digirl"):

@@ -28,8 +28,8 @@ MOST = 5
 """Other values of an option that are tried until one has an effect."""
 VALUES: dict[str, list[Any]] = {
     "FrozenModelConfig.min_pixels": [6272],
-    "SamplerConfig.stop": [["a", "e", "i", "o", "u", "n", "t"]],
-    "AnswerSampling.stop": [["a", "e", "i", "o", "u", "n", "t"]],
+    "SamplerConfig.stop": [["a", "e", "i", "o", "u", "n", "t"], ["s", "r"]],
+    "AnswerSampling.stop": [["a", "e", "i", "o", "u", "n", "t"], ["s", "r"]],
     "DataConfig.max_prompt_chars": [3],
     "DataConfig.max_line_mb": [1e-6],
     "DataConfig.max_image_pixels": [10],

@@ -73,6 +73,18 @@ def test_boxed_style():
     assert score(GOOD, style="boxed") == 0.0
 
 
+@pytest.mark.parametrize("rule", ["one_block", "strict", "fullmatch"])
+def test_an_answer_block_or_a_box(rule):
+    boxed = "<think>a</think>\\boxed{5}"
+    assert score(boxed, rule=rule) == score(GOOD, rule=rule) == 1.0
+    assert score(boxed, rule=rule, style="answer_tags") == score(GOOD, rule=rule, style="boxed") == 0.0
+    assert score("<think>a</think>\\boxed{5}<answer>5", rule=rule) == 0.0, "a block that is begun is not a box"
+
+
+def test_a_block_of_white_space_holds_no_thought():
+    assert score("<think>\n\n</think><answer>4</answer>") == score("<think> </think>\\boxed{4}") == 0.0
+
+
 FRAGMENTS = ["<think>", "</think>", "<answer>", "</answer>", " ", "4", "\\boxed{", "}", "\n", "< / think >"]
 
 
@@ -92,7 +104,7 @@ def test_fullmatch_equals_the_regular_expressions_of_easyr1():
     assert seen == {"answer_tags": {True, False}, "boxed": {True, False}}
 
 
-@pytest.mark.parametrize("style", ["answer_tags", "boxed"])
+@pytest.mark.parametrize("style", ["either", "answer_tags", "boxed"])
 @pytest.mark.parametrize("rule", ["one_block", "strict", "fullmatch"])
 @pytest.mark.parametrize(
     "piece", [" ", "\n", "< ", "< /", "<think>", "</think>\\boxed{", "<think></think><answer>", "x", " <", "{"]

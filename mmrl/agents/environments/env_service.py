@@ -38,7 +38,7 @@ class EnvService:
         self._env = env
 
     def hello(self) -> dict[str, Any]:
-        """Names and descriptions of the actions, JSON schemas of tools, and whether there is an expert."""
+        """Actions with descriptions, formats that fit, JSON schemas of tools, whether it has an expert."""
         actions = getattr(self._env, "actions", None) or {}
         if isinstance(actions, (list, tuple)):
             actions = dict.fromkeys(actions, "")
@@ -49,7 +49,9 @@ class EnvService:
             )
         has_expert = callable(getattr(self._env, "expert", None))
         described = {str(name): str(text) for name, text in actions.items()}
-        return {"actions": described, "expert": has_expert, "tools": self._tools()}
+        found = {"actions": described, "expert": has_expert, "tools": self._tools()}
+        fitting = getattr(self._env, "fitting_formats", None)
+        return found | ({"formats": list(fitting())} if callable(fitting) else {})
 
     def _tools(self) -> list[dict[str, Any]]:
         """The environment's tools as plain data."""

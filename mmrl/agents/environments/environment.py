@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 MAX_CHARS = 1_000_000
 ON_PARSE_ERROR = ("terminate", "noop")
+CUT = "cut"
+"""Error of an answer that ended at the limit of its length: what it says may be a part of another action."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,16 @@ class ParsedAnswer:
     thought: str = ""
     """Text of the answer besides its actions."""
     error: str | None = None
-    """Key of `PARSE_ERRORS`."""
+    """Key of `PARSE_ERRORS`, or `CUT`."""
     detail: str = ""
     """One line about this answer's error."""
+
+    @property
+    def note(self) -> str:
+        """What the agent is told about an answer of which nothing was executed; empty for any other."""
+        if self.error == CUT:
+            return f"Nothing was executed: {self.detail}."
+        return "" if self.error is None else f"The answer could not be read: {self.detail}."
 
 
 @dataclass(frozen=True)
@@ -107,11 +116,19 @@ class ActionConfig:
     max_actions: int = rare(bounded(1, at_least=1, at_most=64))
     """Actions of one answer; more are an error where strict, and ignored otherwise."""
     on_parse_error: str = choice("terminate", ON_PARSE_ERROR)
-    """terminate: an answer without action ends the episode, unpaid; noop: the turn is spent and the agent gets the
-    reason."""
+    """terminate: an answer without action, or one that was cut at the limit of its length, ends the episode, unpaid;
+    noop: the turn is spent and the agent gets the reason."""
 
-    def parse(self, text: str) -> ParsedAnswer:
-        """Read an answer with `parse_answer`."""
+    def validate(self) -> None:
+        """Refuse options that the format has no use for; raises ValueError."""
+        if self.format == "text" and (self.strict or self.max_actions > 1):
+            name, value = ("strict", "true") if self.strict else ("max_actions", self.max_actions)
+            raise ValueError(f"actions.{name} is {value}, but in actions.format 'text' a whole answer is one action")
+
+    def parse(self, text: str, cut: bool = False) -> ParsedAnswer:
+        """Read an answer with `parse_answer`; one that was cut at the limit of its length has no action."""
+        if cut:
+            return ParsedAnswer(error=CUT, detail="the answer was cut at the limit of its length")
         return parse_answer(text, self.format, strict=self.strict, max_actions=self.max_actions)
 
 

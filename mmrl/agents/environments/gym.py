@@ -12,12 +12,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from mmrl.agents.environments.environment import Action, Observation
+from mmrl.agents.environments.action_formats import SAY
+from mmrl.agents.environments.environment import FORMATS, Action, Observation, write_answer
 from mmrl.errors import UserError
 from mmrl.hub.foreign import as_image, image_form
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+
+NAMES_TRIED = 200
+"""Names of a Discrete space that are written to see whether a format fits."""
 
 
 class NotExecutableError(ValueError):
@@ -48,6 +53,10 @@ class NamedActions:
             raise NotExecutableError(f"The action {action.name} takes no arguments.")
         return self._numbers[action.name]
 
+    def fits(self, format: str) -> bool:
+        """Whether every name can be written in a format of actions."""
+        return all(_can_write(Action(name), format) for name in list(self._numbers)[:NAMES_TRIED])
+
     def write(self, value: Any) -> Action:
         """The action that `read` turns into a number."""
         return Action(next(name for name, number in self._numbers.items() if number == int(value)))
@@ -69,6 +78,10 @@ class TextAction:
             low, high = self._space.min_length, self._space.max_length
             raise NotExecutableError(f"The text must have {low} to {high} characters, of those that are allowed.")
         return text
+
+    def fits(self, format: str) -> bool:
+        """Whether a text can be written in a format of actions; as the name of an action or as its argument it can."""
+        return True
 
     def write(self, value: Any) -> Action:
         """The text as an argument."""
@@ -100,6 +113,11 @@ class ArgumentActions:
                 raise NotExecutableError(f"The argument {name} must be {_described(space)}.")
         return values["value"] if self._single else values
 
+    def fits(self, format: str) -> bool:
+        """Whether an action with these arguments can be written in a format of actions, whatever its name."""
+        arguments = {name: _example(space) for name, space in self._spaces.items()}
+        return any(_can_write(Action(name, arguments), format) for name in ("act", SAY, "type"))
+
     def write(self, value: Any) -> Action:
         """The entries as arguments of an action."""
         entries = {"value": value} if self._single else dict(value)
@@ -122,6 +140,22 @@ def action_reader(space: Any, names: Sequence[str] | None) -> ActionReader:
     if kind == "Dict":
         return ArgumentActions(space.spaces, single=False)
     return ArgumentActions({"value": space}, single=True)
+
+
+def _can_write(action: Action, format: str) -> bool:
+    try:
+        write_answer([action], format)
+    except ValueError:
+        return False
+    return True
+
+
+def _example(space: Any) -> Any:
+    """A member of a Discrete, Box or Text space as an agent writes it."""
+    kind = type(space).__name__
+    if kind == "Text":
+        return "a" * max(int(space.min_length), 1)
+    return int(getattr(space, "start", 0)) if kind == "Discrete" else np.zeros(space.shape).tolist()
 
 
 def _described(space: Any) -> str:
@@ -210,6 +244,10 @@ class GymEnvironment:
             )
         self._images: tuple[NDArray[np.uint8], ...] = ()
         self._text = ""
+
+    def fitting_formats(self) -> list[str]:
+        """Formats in which the environment's actions can be written."""
+        return [name for name in FORMATS if self._reader.fits(name)]
 
     def reset(self, task: Mapping[str, Any], seed: int) -> tuple[Observation, Mapping[str, Any]]:
         """Start an episode; the task is passed as options."""

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded
+from mmrl.fields import UNSET, bounded, only_with
 from mmrl.hub.building import build_if_missing
 from mmrl.hub.tables import Row, read_rows
 
@@ -41,7 +41,7 @@ class TaskSetConfig:
 
     names: list[str] = field(default_factory=list)
     """Names of tasks, passed to `reset` as the entry `name`; empty = the environment's only task."""
-    seeds: int = bounded(100, at_least=1, at_most=LARGEST_SEED)
+    seeds: int = only_with(bounded(100, at_least=1, at_most=LARGEST_SEED), file=UNSET)
     """Seeds of each task."""
     first_seed: int = bounded(0, at_least=0, at_most=LARGEST_SEED)
     """First seed; sets for training and evaluation may not share seeds."""

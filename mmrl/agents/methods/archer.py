@@ -37,7 +37,7 @@ from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.methods.arpo import Fresh, ReplayBuffer, ReplayConfig
 from mmrl.agents.methods.digirl import EPISODES
 from mmrl.agents.methods.digirl_critics import CriticTraining, Fitter, perceptron
-from mmrl.agents.recipe import AgentConfig, AgentRecipe
+from mmrl.agents.recipe import AgentConfig, AgentRecipe, check_rewards
 from mmrl.agents.rollout.episodes import Episode, Trajectory, pack_episodes, pack_groups
 from mmrl.agents.rollout.storage import Record, restore_episode, store_episode
 from mmrl.core.rollouts import Rollouts
@@ -115,8 +115,7 @@ class ArcherConfig(AgentConfig):
 def check_critics(config: AgentConfig, name: str) -> None:
     """Refuse what does not fit the critics of the recipe `name`; raises ValueError."""
     config.check_parts(config.trainer.learning_rate)
-    if config.rewards:
-        raise UserError(f"{name} learns from the environment's rewards alone; leave rewards out")
+    check_rewards(config, name)
     if config.objective != default_objective():
         raise UserError(f"{name}'s critics give the advantages; leave objective out, or use recipe: agent")
     if config.model.critic != CriticSettings():

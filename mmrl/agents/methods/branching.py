@@ -36,7 +36,7 @@ from mmrl.agents.rollout.runner import Fork
 from mmrl.core.blocks.turns import PARENT, SHARED
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.transfer import to_device
-from mmrl.fields import bounded, choice, rare
+from mmrl.fields import bounded, choice, only_with, rare
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
@@ -51,7 +51,7 @@ STREAK = 0.05
 class BranchingSettings:
     """When episodes branch."""
 
-    initial: int = bounded(8, at_least=1)
+    initial: int = only_with(bounded(8, at_least=1), allocation="fixed")
     """Episodes of a task that begin at its start, with allocation: fixed."""
     probability: float = rare(bounded(0.5, at_least=0, at_most=1))
     """Probability of a branch where the entropy is that of the first turn."""

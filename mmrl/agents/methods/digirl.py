@@ -46,7 +46,7 @@ from mmrl.agents.methods.digirl_critics import (
     label_episodes,
     step_loss,
 )
-from mmrl.agents.recipe import AgentConfig, AgentRecipe
+from mmrl.agents.recipe import AgentConfig, AgentRecipe, check_rewards
 from mmrl.agents.rollout.episodes import AgentPayload, pack_episodes, pack_groups
 from mmrl.agents.rollout.storage import read_recorded, restore_episode, store_episode
 from mmrl.core.loss import Denominators, Metric, mean_metric
@@ -55,7 +55,7 @@ from mmrl.core.returns import turn_starts
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.transfer import to_device, to_host
 from mmrl.errors import UserError
-from mmrl.fields import bounded, choice, rare
+from mmrl.fields import bounded, choice, only_with, rare
 from mmrl.files import expanded
 from mmrl.hub.building import build_if_missing
 from mmrl.runs.run_log import stopwatch
@@ -89,20 +89,20 @@ class DigirlSettings:
     """First steps of the run, in which only the critics learn."""
     gamma: float = rare(bounded(0.5, at_least=0, at_most=1))
     """Discount of the returns that the step critic predicts."""
-    advantage: str = rare(choice("paper", ADVANTAGES))
+    advantage: str = rare(only_with(choice("paper", ADVANTAGES), step_filter=True))
     """Advantage of a step: doubly robust (paper), or V(s') - V(s) - 0.05 + r + return (code)."""
-    lam: float = rare(bounded(0.5, at_least=0, at_most=1))
+    lam: float = rare(only_with(bounded(0.5, at_least=0, at_most=1), step_filter=True, advantage="paper"))
     """Weight of the episode's end in the paper's advantage; the further from it, the higher its power."""
-    threshold: str = rare("auto")
+    threshold: str = rare(only_with("auto", step_filter=True))
     """Threshold that the advantage of a step has to exceed: 1/H with H the steps of its episode, a number, or auto
     (1/H for the paper's advantage, 0 for the code's)."""
     step_filter: bool = rare(True)
     """Whether steps are filtered."""
     instruction_filter: bool = rare(True)
     """Whether episodes are filtered."""
-    quantile: float = bounded(0.9, at_least=0, at_most=1)
+    quantile: float = only_with(bounded(0.9, at_least=0, at_most=1), instruction_filter=True)
     """Episodes that score at least this quantile of all are kept."""
-    min_score: float | None = bounded(None, finite=True)
+    min_score: float | None = only_with(bounded(None, finite=True), instruction_filter=True)
     """Further bound on the score of a kept episode: a reward offline, an advantage afterwards; null = none."""
     clamp: bool = rare(True)
     """Whether token probabilities are kept within 0.001 and 0.99, beyond which a token has no gradient."""
@@ -148,8 +148,7 @@ class DigirlConfig(AgentConfig):
         """Check that the parts fit together; raises ValueError."""
         RunConfig.validate(self)
         self.check_parts(self.trainer.learning_rate)
-        if self.rewards:
-            raise UserError("digirl learns from the environment's rewards alone; leave rewards out")
+        check_rewards(self, "digirl")
         if self.objective != ObjectiveConfig(preset="sft"):
             raise UserError("digirl raises the likelihood of kept steps; leave objective out, or use recipe: agent")
         if self.model.critic != CriticSettings():

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
-from mmrl.agents.environments.environment import Action, as_outcome, as_start, write_answer
+from mmrl.agents.environments.environment import CUT, Action, as_outcome, as_start, write_answer
 from mmrl.agents.environments.experts import (
     MOST_TURNS,
     ExpertEnvironment,
@@ -67,6 +68,11 @@ class AgentRevisionConfig(AgentParts, BaseRunConfig):
         super().validate()
         self.check_parts(self.trainer.learning_rate)
         check_critic(self.model, needed=False)
+        if self.actions.max_actions > 1:
+            raise ValueError(
+                f"actions.max_actions is {self.actions.max_actions}, but the expert takes one action a turn, and the "
+                "episodes that it revises must, too; leave it at 1"
+            )
 
 
 def revise(
@@ -148,8 +154,8 @@ class AgentRevisionRecipe(AgentCloneRecipe):
     def _actions(self, episode: Episode) -> list[Action]:
         """Actions of an episode's answers, to the first that cannot be read."""
         found: list[Action] = []
-        for answer in episode.answers:
-            parsed = self.config.actions.parse(answer)
+        for answer, error in zip_longest(episode.answers, episode.errors):
+            parsed = self.config.actions.parse(answer, cut=error == CUT)
             if not parsed.actions:
                 break
             found.append(replace(parsed.actions[0], text=answer))

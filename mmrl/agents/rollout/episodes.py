@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from mmrl.agents.environments.environment import ActionConfig, Observation, find_format
+from mmrl.agents.environments.environment import CUT, ActionConfig, Observation, find_format
 from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.environments.videos import Video
 from mmrl.core.payload import per_row
@@ -375,10 +375,12 @@ class Episode:
     """First turns that it has in common with that one."""
     answers: list[str] = field(default_factory=list)
     """The agent's text of each turn."""
-    unreadable: int = 0
-    """Answers without a readable action."""
+    errors: list[str] = field(default_factory=list)
+    """`ParsedAnswer.error` of each answer; empty where it has actions."""
     refused: int = 0
     """Actions that the environment could not execute."""
+    calls: int = 0
+    """Calls of tools: actions other than saying something."""
     ending: str = ""
     """Key of `ENDINGS`; empty while it runs."""
     reason: str = ""
@@ -403,6 +405,11 @@ class Episode:
         return self.ending not in NO_RESULT
 
     @property
+    def unreadable(self) -> int:
+        """Answers without a readable action, not counting those that were cut."""
+        return sum(error not in ("", CUT) for error in self.errors)
+
+    @property
     def total(self) -> float:
         """Sum of the environment's rewards; NaN where there is no result."""
         return sum(self.rewards) if self.has_result else math.nan
@@ -415,6 +422,7 @@ ENDINGS: dict[str, str] = {
     "terminated": "The environment ended the episode.",
     "truncated": "The environment's limit or episode.max_turns was reached.",
     "unreadable": "An answer had no readable action, and actions.on_parse_error is terminate.",
+    "cut": "An answer was cut at the limit of its length, and actions.on_parse_error is terminate.",
     "failed": "The environment raised, hung, died or returned something malformed: there is no result.",
     "overflow": "The next observation does not fit into the model's positions: there is no result.",
 }

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mmrl.agents.environments.action_formats import SAY
-from mmrl.agents.environments.environment import Action, ActionConfig, CallResult, Observation, ParsedAnswer
+from mmrl.agents.environments.environment import CUT, Action, ActionConfig, CallResult, Observation, ParsedAnswer
 from mmrl.agents.environments.pool import EnvPool, TurnResult
 from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.environments.videos import Video
@@ -46,7 +46,8 @@ class Fork:
         steps = self.source.trajectory
         own = [index for index, number in enumerate(steps.turn) if number == turn and steps.sampled[index]]
         ids, logp = ([column[index] for index in own] for column in (steps.ids, steps.logp))
-        return _Answer(ids, logp, self.source.answers[turn], "")  # type: ignore[arg-type]
+        finish = "length" if self.source.errors[turn] == CUT else ""
+        return _Answer(ids, logp, self.source.answers[turn], finish)  # type: ignore[arg-type]
 
 
 FEWEST_DROPPED = 4
@@ -230,7 +231,7 @@ class EpisodeRunner:
                 above = episode.total > self._limits.success_above
                 reported = above if slot.success is None else slot.success
                 # Where nobody asked for the verdict, a solved screen that was not paid is no success.
-                episode.success = reported and (above or episode.ending != "unreadable")
+                episode.success = reported and (above or episode.ending not in ("unreadable", "cut"))
                 if episode.video is not None:
                     episode.video.end(episode.last, episode.total, episode.success)
                 if self._transcripts:
@@ -273,8 +274,8 @@ class EpisodeRunner:
         episode.seconds.append(seconds)
         episode.finish = answer.finish
         self._writer.answer(slot.conversation, answer.ids)
-        parsed = self._actions.parse(answer.text)
-        episode.unreadable += parsed.error is not None
+        parsed = self._actions.parse(answer.text, cut=answer.finish == "length")
+        episode.errors.append(parsed.error or "")
         return parsed
 
     def _act(self, running: dict[int, _Slot], parsed: dict[int, ParsedAnswer]) -> dict[int, TurnResult]:
@@ -302,6 +303,7 @@ class EpisodeRunner:
         episode.rewards[-1] += result.reward
         episode.seconds[-1] += result.seconds
         episode.refused += "action_error" in result.info
+        episode.calls += action.name != SAY
         episode.last = result.observation
         slot.success = result.info.get("success", slot.success)
 
@@ -311,7 +313,7 @@ class EpisodeRunner:
         if episode.ending:
             return True
         if answer.error is not None and self._actions.on_parse_error == "terminate":
-            episode.ending, episode.reason = "unreadable", answer.detail
+            episode.ending, episode.reason = "cut" if answer.error == CUT else "unreadable", answer.detail
         elif result is not None and result.terminated:
             episode.ending = "terminated"
         elif (result is not None and result.truncated) or episode.trajectory.turns >= self._limits.max_turns:
@@ -369,9 +371,8 @@ class EpisodeRunner:
         self, slot: _Slot, answer: ParsedAnswer, result: TurnResult | None, room: int
     ) -> tuple[Prompt, bool]:
         """The next observation and whether it restarts the conversation; raises TaskError where it does not fit."""
-        note = "" if answer.error is None else f"The answer could not be read: {answer.detail}."
         observation = Observation() if result is None else result.observation
-        part = self._writer.follow(slot.conversation, observation, note)
+        part = self._writer.follow(slot.conversation, observation, answer.note)
         cut = self._writer.cut(slot.conversation)
         if (room - len(part) if cut is None else self._policy.positions - len(cut)) < 1:
             turn = slot.episode.trajectory.turns + 1

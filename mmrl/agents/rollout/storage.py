@@ -45,7 +45,7 @@ DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bf
 FASTEST = 1
 """Level of zlib; higher ones take several times as long to save a few per cent."""
 PLAIN = (
-    *("anchors", "seconds", "gains", "unreadable", "refused", "ending", "reason", "success", "finish"),
+    *("anchors", "seconds", "gains", "errors", "refused", "calls", "ending", "reason", "success", "finish"),
     *("added_reward", "terms"),
 )
 """Fields of an episode that are plain data."""

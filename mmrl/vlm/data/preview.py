@@ -5,6 +5,7 @@ A reward that expects another form of the answer gives 0 to every response. That
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +16,10 @@ from mmrl.rewards.sum import RewardSum
 from mmrl.vlm.data.dataset import DataConfig, load_tasks
 from mmrl.vlm.data.task import VlmTask, check_columns, score_texts
 
-FORMS = ("{}", "\\boxed{{{}}}", "<think></think><answer>{}</answer>")
+FORMS = ("{}", "\\boxed{{{}}}", "<think>why</think>\\boxed{{{}}}", "<think>why</think><answer>{}</answer>")
 """Forms in which the right answer is scored."""
+MARKS = ("<think>", "<answer>", "\\boxed")
+"""Parts of these forms that a prompt asks for by name."""
 SHOWN = 200
 """Characters of a question."""
 
@@ -65,7 +68,24 @@ def _first(tasks: Sequence[VlmTask], rewards: Sequence[RewardConfig]) -> list[st
         f"  {text!r} earns " + ", ".join(f"{name} {_shown(values[number])}" for name, values in found.terms.items())
         for number, text in enumerate(texts)
     ]
-    return [told, *earned, *(f"  {text}" for text in found.examples.values())]
+    return [told, *earned, *_unasked(task, texts, found.total), *(f"  {text}" for text in found.examples.values())]
+
+
+def _unasked(task: VlmTask, texts: Sequence[str], earned: Sequence[float]) -> list[str]:
+    """A line where the form that earns most is one that no part of the prompt asks for."""
+    values = [value if value == value else -math.inf for value in earned]
+    if not max(values) > values[0]:
+        return []
+    asked = "".join(item.get("text", "") for turn in task.messages for item in turn["content"])
+    best = [text for text, value in zip(texts, values, strict=True) if value == max(values)]
+    missing = [[mark for mark in MARKS if mark in text and mark not in asked] for text in best]
+    fewest = min(missing, key=len)
+    if not fewest:
+        return []
+    return [
+        f"  {best[missing.index(fewest)]!r} earns most, but the prompt does not mention {' and '.join(fewest)}; unless "
+        "the model writes it anyway, ask for it in data.format_prompt or data.system_prompt"
+    ]
 
 
 def _shown(value: float) -> str:

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from mmrl.errors import ConfigError
-from mmrl.fields import bounded, choice, rare
+from mmrl.fields import SET, bounded, choice, only_with, rare
 from mmrl.hub.video_sampling import Frames
 from mmrl.vlm.data.task import VlmTask
 
@@ -24,22 +24,22 @@ class AugmentationSettings:
     measure: str = rare(choice("history", ("history", "probe")))
     """Source of a question's own mean reward: history, its last group, so that a question is changed from its second
     time on; probe, samples drawn of it first in every step, which cost as much as others."""
-    probe_samples: int = rare(bounded(4, at_least=1))
+    probe_samples: int = rare(only_with(bounded(4, at_least=1), measure="probe"))
     """Samples of each question that `measure: probe` draws."""
     window: int = rare(bounded(100, at_least=1))
     """Last samples whose mean reward a question is compared with."""
     hint_scale: float = bounded(1.0, at_least=0, finite=True)
     """Share of a trace that is given for a difficulty of 1, in units of the reward; 0 = no hints."""
-    hint_max: float = rare(bounded(0.5, above=0, at_most=1))
+    hint_max: float = rare(only_with(bounded(0.5, above=0, at_most=1), hint_scale=SET))
     """Largest share of a trace that is given."""
-    traces: int = rare(bounded(4, at_least=1))
+    traces: int = rare(only_with(bounded(4, at_least=1), hint_scale=SET))
     """Traces sampled for each hard question with the answer in it; they count in the cost."""
-    max_hinted: int = bounded(0, at_least=0)
+    max_hinted: int = only_with(bounded(0, at_least=0), hint_scale=SET)
     """Most questions of a step, in each process, that traces are sampled for, the hardest first; 0 = all hard ones."""
     hint_place: str = choice("question", ("question", "answer"))
     """question: the hint is text of the question; answer: the answer begins with it, which models that follow no
     instructions can use too."""
-    hint_template: str = rare("{question} Hint: {hint}")
+    hint_template: str = rare(only_with("{question} Hint: {hint}", hint_place="question"))
     """Question with a hint, for `hint_place: question`; {question} is replaced by the text of the question."""
     answer_template: str = "{question} The answer is {answer}. Explain how to find it."
     """Question that traces are sampled for."""
@@ -49,7 +49,7 @@ class AugmentationSettings:
     """Text that a response's reasoning ends with."""
     noise_scale: float = bounded(0.5, at_least=0, finite=True)
     """Standard deviation of the noise, as a share of full contrast, for a difficulty of -1; 0 = no noise."""
-    noise_max: float = rare(bounded(0.3, above=0, finite=True))
+    noise_max: float = rare(only_with(bounded(0.3, above=0, finite=True), noise_scale=SET))
     """Largest standard deviation of the noise."""
 
     @property

@@ -30,7 +30,7 @@ from mmrl.core.loss import Denominators, mean_metric, token_mean
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
-from mmrl.fields import bounded, rare
+from mmrl.fields import SET, bounded, only_with, rare
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
@@ -52,7 +52,7 @@ class DistilSettings:
     """Weight of logp_teacher - logp_old in the advantage of each sampled token."""
     divergence: float = bounded(0.0, at_least=0)
     """Weight of the exact divergence from the teacher over the vocabulary."""
-    beta: float = bounded(0.5, at_least=0, at_most=1)
+    beta: float = only_with(bounded(0.5, at_least=0, at_most=1), divergence=SET)
     """Kind of the divergence: 0 is KL(teacher || policy), 1 is KL(policy || teacher), between them the generalised
     Jensen-Shannon divergence of this mixture."""
     task: float = bounded(0.0, at_least=0)
@@ -66,6 +66,10 @@ class DistilSettings:
         """Check that something is learned; raises ValueError."""
         if not (self.reward or self.divergence):
             raise ValueError("distil.reward and distil.divergence are 0: the teacher teaches nothing; set one of them")
+        if self.on_policy == 1 and self.target_key != DistilSettings.target_key:
+            raise ValueError(
+                f"distil.target_key is '{self.target_key}', but distil.on_policy is 1, so that no given answer is read"
+            )
         if self.on_policy == 0 and not self.divergence:
             raise ValueError(
                 "distil.on_policy is 0, so nothing is sampled; set distil.divergence, which learns from the data"

@@ -32,7 +32,7 @@ from mmrl.core.blocks.divergence import k3
 from mmrl.core.loss import Aggregation, Denominators, masked_sum, mean_metric, token_mean
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded, choice, rare
+from mmrl.fields import bounded, choice, only_with, rare
 from mmrl.hub.video_sampling import Frames
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
@@ -95,9 +95,9 @@ class PapoSettings:
     """Weight of the perception KL."""
     schedule: str = rare(choice("fixed", ("fixed", "annealing")))
     """fixed, or annealing: linear from `gamma` to `gamma_end` over `annealing_ratio` of the steps."""
-    gamma_end: float = rare(0.0)
+    gamma_end: float = rare(only_with(0.0, schedule="annealing"))
     """Weight at the end of annealing."""
-    annealing_ratio: float = rare(bounded(0.5, above=0, at_most=1))
+    annealing_ratio: float = rare(only_with(bounded(0.5, above=0, at_most=1), schedule="annealing"))
     """Share of the run's steps that annealing takes."""
     mask_ratio: float = bounded(0.6, at_least=0, at_most=1)
     """Probability that a patch is black."""
@@ -107,7 +107,7 @@ class PapoSettings:
     """code: unbiased k3 of KL(pi || pi_masked), bounded gradient; paper: the inverse ratio, unbounded."""
     entropy_policy: float = 0.0
     """Weight eta of the entropy of the policy (double entropy); lowers it."""
-    entropy_masked: float = 0.0
+    entropy_masked: float = only_with(0.0, recompute_masked=True)
     """Weight eta of the entropy under the masked image; has a gradient only with `recompute_masked`."""
     entropy: str = rare(choice("sampled", ("sampled", "full")))
     """sampled: minus the log-prob of the sampled token; full: over the vocabulary."""

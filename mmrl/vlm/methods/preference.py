@@ -180,6 +180,13 @@ class PreferenceRunConfig(GivenAnswersConfig):
             )
         if self.chosen_key == self.rejected_key:
             raise ValueError(f"chosen_key and rejected_key are both '{self.chosen_key}'; name two columns")
+        unread = ("chosen_score_key", "rejected_score_key") if not objective.needs_scores else ()
+        unread += ("completion_key", "label_key") if objective.loss.paired or objective.needs_scores else ()
+        for name in unread:
+            if getattr(self, name) != getattr(PreferenceRunConfig, name):
+                raise ValueError(
+                    f"{name} is set, but the loss '{objective.loss.kind}' reads no such column; leave it out"
+                )
         if self.precompute_reference and not objective.needs_reference:
             raise ValueError("precompute_reference is true, but the objective has no reference; leave it out")
         if "kl_baseline" in objective.needs:

@@ -1,0 +1,173 @@
+"""What a step's episodes say of a run: their counts, the metrics of these, and alarms.
+
+A policy that finds out that silence pays answers nothing, and its reward rises all the while. That shows in the share
+of answers of which nothing was executed, and beforehand in episodes that earned less than one without any action.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from mmrl.agents.environments.environment import CUT, find_format
+from mmrl.agents.rollout.episodes import Episode
+from mmrl.runs.alarms import STEPS, WINDOW, Alarm, Track
+
+OFTEN = 0.5
+"""Share of the answers without an effect above which an alarm is given."""
+LITTLE = 0.1
+"""The same where the share has doubled, and the part that is left of calls and entropy below which one is given."""
+BY_ANSWER = ("unreadable", "empty", "cut", "refused", "calls")
+"""Counts that are logged by answer."""
+
+
+def count_episodes(seen: Counter[str], episodes: Sequence[Episode]) -> None:
+    """Add the counts of finished episodes; of those without a result, how they ended."""
+    sound = [episode for episode in episodes if episode.has_result]
+    errors = Counter(error for episode in sound for error in episode.errors)
+    seen["results"] += len(sound)
+    seen["success"] += sum(episode.success for episode in sound)
+    seen["return"] += sum(episode.total for episode in sound)  # type: ignore[assignment]
+    seen["turns"] += sum(episode.trajectory.turns for episode in sound)
+    seen["answers"] += sum(len(episode.answers) for episode in sound)
+    seen["unreadable"] += sum(episode.unreadable for episode in sound)
+    seen["empty"] += errors["empty"]
+    seen["cut"] += errors[CUT]
+    seen["refused"] += sum(episode.refused for episode in sound)
+    seen["calls"] += sum(episode.calls for episode in sound)
+    seen.update(episode.ending for episode in episodes if not episode.has_result)
+
+
+def count_below_silence(seen: Counter[str], episodes: Sequence[Episode], config: Any) -> None:
+    """Add the episodes with actions that earned less than one without any."""
+    weights, silence = config.reward, silent_return(config)
+    for episode in episodes:
+        failed = sum(map(bool, episode.errors))
+        earned = weights.environment * episode.total - weights.format * failed
+        seen["below_silence"] += episode.has_result and failed < len(episode.answers) and earned < silence
+
+
+def silent_return(config: Any) -> float:
+    """Reward of an episode of which no answer is executed: its environment takes no step."""
+    answers = 1 if config.actions.on_parse_error == "terminate" else config.episode.max_turns
+    return 0.0 - config.reward.format * answers
+
+
+def episode_metrics(seen: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of counts over all processes."""
+    results, answers = seen.get("results", 0) or math.nan, seen.get("answers", 0) or math.nan
+    found = {f"episode/{name}": seen.get(name, 0) / results for name in ("success", "return", "turns", "below_silence")}
+    return found | {f"episode/{name}": seen.get(name, 0) / answers for name in BY_ANSWER}
+
+
+def agent_alarms(config: Any) -> dict[str, Alarm]:
+    """The alarms of a run that samples episodes, by kind."""
+    answers = ("episode/unreadable", "episode/empty", "episode/below_silence")
+    found = {
+        "silence_pays": Alarm((*answers, "episode/cut"), partial(_silence_pays, config)),
+        "unreadable": Alarm(answers, partial(_often_unreadable, config)),
+        "more_unreadable": Alarm(answers, partial(_more_unreadable, config)),
+        "cut": Alarm(("episode/cut",), partial(_often_cut, config)),
+        "refused": Alarm(("episode/refused",), partial(_often_refused, config)),
+        "no_success": Alarm(("episode/success", "episode/return"), _never_succeeds),
+        "collapsed": Alarm(("policy/entropy", "episode/success"), _collapsed),
+    }
+    return found | ({"fewer_calls": Alarm(("episode/calls",), _fewer_calls)} if config.conversation.tools else {})
+
+
+def _ways_out(config: Any) -> str:
+    return (
+        f"let reward.format, which is {config.reward.format:g}, take more from an answer without an action than a "
+        "whole episode can lose, or move the environment's negative rewards to the end of episodes that fail"
+    )
+
+
+def _silence_pays(config: Any, unreadable: Track, empty: Track, below: Track, cut: Track) -> str:
+    found = any(value > 0 for track in (unreadable, cut) for value in track.latest)
+    if not found or not any(below.latest):
+        return ""
+    return (
+        f"silence pays: {max(below.latest):.0%} of a step's episodes earned less than {silent_return(config):g}, "
+        f"which is what an episode without a single action earns (on_parse_error: {config.actions.on_parse_error}), so "
+        f"the policy can learn to answer nothing; {_ways_out(config)}"
+    )
+
+
+def _no_actions(config: Any, unreadable: Track, empty: Track, below: Track) -> str:
+    if below.now > 0:
+        cause = f"silence pays here: {_ways_out(config)}"
+    else:
+        manual = find_format(config.actions.format).manual
+        cause = (
+            f"the prompt should ask for actions.format {config.actions.format!r} ({manual!r}); a model that never "
+            "writes it can learn it from examples (recipe: agent_clone)"
+        )
+    return (
+        f"{unreadable.now:.0%} of the answers of the last {STEPS} steps had no readable action, {empty.now:.0%} were "
+        f"empty; look at the samples in the report; {cause}"
+    )
+
+
+def _often_unreadable(config: Any, unreadable: Track, empty: Track, below: Track) -> str:
+    return _no_actions(config, unreadable, empty, below) if unreadable.now > OFTEN else ""
+
+
+def _more_unreadable(config: Any, unreadable: Track, empty: Track, below: Track) -> str:
+    if not unreadable.now > max(LITTLE, 2 * unreadable.start):
+        return ""
+    return f"from {unreadable.start:.0%} in the first {STEPS} steps: {_no_actions(config, unreadable, empty, below)}"
+
+
+def _often_cut(config: Any, cut: Track) -> str:
+    if not cut.now > OFTEN:
+        return ""
+    return (
+        f"{cut.now:.0%} of the answers of the last {STEPS} steps were cut at the limit of their length, nothing of "
+        f"which was executed; raise sampler.max_new_tokens, {config.sampler.max_new_tokens} now, or have the prompt "
+        "ask for shorter answers"
+    )
+
+
+def _often_refused(config: Any, refused: Track) -> str:
+    if not refused.now > OFTEN:
+        return ""
+    return (
+        f"{config.environment.factory} refused {refused.now:.2g} actions an answer over the last {STEPS} steps; look "
+        "at the samples in the report: does the prompt name the actions that it has? {actions} in conversation.system "
+        "lists its `actions`"
+    )
+
+
+def _never_succeeds(success: Track, earned: Track) -> str:
+    if len(earned.latest) < WINDOW or len(success.latest) < WINDOW or any(success.latest):
+        return ""
+    before = sum(earned.latest[:STEPS]) / STEPS
+    if not earned.now > before + LITTLE * abs(before):
+        return ""
+    return (
+        f"no episode of {WINDOW} steps succeeded, while their return rose from {before:.3g} to {earned.now:.3g}: the "
+        "policy earns something else than success; look at the samples in the report, at what the environment pays on "
+        "the way, and at episode.success_above"
+    )
+
+
+def _fewer_calls(calls: Track) -> str:
+    if not calls.now < LITTLE * calls.start:
+        return ""
+    return (
+        f"answers call {calls.now:.2g} tools, in the first {STEPS} steps they called {calls.start:.2g}; look at the "
+        "samples in the report, and at whether the reward needs what the tools return"
+    )
+
+
+def _collapsed(entropy: Track, success: Track) -> str:
+    if not (entropy.now < LITTLE * entropy.start and success.now < OFTEN):
+        return ""
+    return (
+        f"the policy's entropy fell from {entropy.start:.2g} to {entropy.now:.2g} nats a token while {success.now:.0%} "
+        "of the episodes succeed: it hardly explores any more; a lower trainer.learning_rate or an entropy bonus "
+        "(objective.entropy) keeps it up"
+    )
