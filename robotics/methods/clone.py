@@ -89,12 +89,6 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
         super().__init__(config)
         self.demonstrations: Demonstrations = load_demonstrations(config.demonstrations)
         self.open(config, policy, sim)
-        found = self.demonstrations.actions[0].shape[1]
-        if found != self.sim.action_size:
-            raise UserError(
-                f"the actions of {config.demonstrations.path} have {found} entries, those of the simulator "
-                f"{self.sim.action_size}"
-            )
         self._check_views()
         scaled = config.acting.scale != "none"
         self.policy.statistics = self.demonstrations.statistics(config.demonstrations.unscaled) if scaled else None
@@ -102,6 +96,15 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
         self.scale = action_scale(self.policy, config.acting)
         if self.scale is None:
             self.demonstrations.warn_of_large_actions()
+
+    def check_data(self) -> None:
+        """Refuse actions of another length than the simulator's; raises UserError."""
+        found = self.demonstrations.actions[0].shape[1]
+        if found != self.sim.action_size:
+            raise UserError(
+                f"the actions of {self.config.demonstrations.path} have {found} entries, those of the simulator "
+                f"{self.sim.action_size}"
+            )
 
     def _check_views(self) -> None:
         found, wanted = len(self.config.demonstrations.views), self.policy.views
