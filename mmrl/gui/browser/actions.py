@@ -7,10 +7,11 @@ in the environment's coordinate space and are converted here, once.
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mmrl.gui.browser.popups import open_in_page, refusal_of, restore_closed
 from mmrl.gui.grounding.coords import CoordinateSpace, Point, Size, from_original, to_original
 
 if TYPE_CHECKING:
@@ -92,29 +93,45 @@ def read_action(name: str, arguments: Mapping[str, Any], viewpoint: Viewpoint) -
 
 
 def execute_command(command: Command, page: GuardedPage) -> None:
-    """Execute a command; returns when the page has handled the input."""
-    mouse, keyboard = page.page.mouse, page.page.keyboard
+    """Execute a command; returns when the page has handled the input.
+
+    Raises:
+        ActionError: a popup outside of the page is in the way; it is closed.
+    """
     points = [(x / page.scale, y / page.scale) for x, y in command.points]
     with page.browser.limited(f"the action {command.name}"):
-        match command.name:
-            case "click":
-                mouse.click(*points[0])
-            case "double_click":
-                mouse.dblclick(*points[0])
-            case "right_click":
-                mouse.click(*points[0], button="right")
-            case "drag":
-                mouse.move(*points[0])
-                mouse.down()
-                mouse.move(*points[1], steps=DRAG_STEPS)
-                mouse.up()
-            case "scroll":
-                mouse.move(*points[0])
-                mouse.wheel(*command.scroll_px)
-            case "type":
-                keyboard.type(command.text)
-            case "key":
-                keyboard.press(command.text)
+        for point in points[:1]:
+            if refused := refusal_of(page.page, point, page.scale):
+                raise ActionError("native_popup", refused)
+        if command.name in ("click", "double_click"):
+            open_in_page(page.page, points[0])
+        _perform(command, page, points)
+        restore_closed(page.page)
+
+
+def _perform(command: Command, page: GuardedPage, points: Sequence[Point]) -> None:
+    mouse, keyboard = page.page.mouse, page.page.keyboard
+    match command.name:
+        case "click":
+            mouse.click(*points[0])
+        case "double_click":
+            mouse.dblclick(*points[0])
+        case "right_click":
+            mouse.click(*points[0], button="right")
+        case "middle_click":
+            mouse.click(*points[0], button="middle")
+        case "drag":
+            mouse.move(*points[0])
+            mouse.down()
+            mouse.move(*points[1], steps=DRAG_STEPS)
+            mouse.up()
+        case "scroll":
+            mouse.move(*points[0])
+            mouse.wheel(*command.scroll_px)
+        case "type":
+            keyboard.type(command.text)
+        case "key":
+            keyboard.press(command.text)
 
 
 def _at_point(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
