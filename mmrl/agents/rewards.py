@@ -75,4 +75,5 @@ def _columns(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
         "completion_lengths": [len(ids) for ids in tokens],
         "environment_reward": [episode.total for episode in episodes],
         "success": [episode.success for episode in episodes],
+        "final_answer": [episode.final_answer for episode in episodes],
     }

@@ -46,7 +46,8 @@ def test_every_recipe_reads_its_data_and_loads_no_model(name, tmp_path, monkeypa
     for place in (*(f"{module}.load_policy" for module in loaders), "robotics.methods.recipe.load_action_policy"):
         monkeypatch.setattr(place, lambda *_, **__: pytest.fail("a dry run loads no model"))
     lines = read_data(RECIPES[name], config)
-    assert lines and lines[0].startswith("data: ")
+    assert lines
+    assert lines[0].startswith("data: ")
     assert not (tmp_path / "run").exists()
 
 

@@ -296,7 +296,7 @@ class EpisodeRunner:
         episode.rewards[-1] += result.reward
         episode.seconds[-1] += result.seconds
         episode.refused += "action_error" in result.info
-        episode.last = result.observation
+        episode.last, episode.final_answer = result.observation, str(action.arguments.get("answer", ""))
         slot.success = result.info.get("success", slot.success)
 
     def _is_over(self, slot: _Slot, answer: ParsedAnswer, result: TurnResult | None) -> bool:
