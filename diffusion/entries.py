@@ -96,7 +96,9 @@ RECIPES = (
     ),
 )
 PLAN = "diffusion.plan:footprint"
-"""Function for `mmrl train --dry-run`."""
+PREVIEW = "diffusion.plan:preview"
+READER = "diffusion.data.prompts:load_prompts"
+"""Functions for `mmrl train --dry-run`."""
 METRICS = {
     "score/<reward>": "Mean of an optimised reward over held-out images.",
     "heldout/<reward>": "Mean over held-out images of a reward that is never optimised.",

@@ -16,6 +16,7 @@ from diffusion.config import DiffusionConfig, TrajectoryParts
 from diffusion.data.prompts import has_images
 from diffusion.families.base import MASK, REFERENCE
 from diffusion.families.table import find_family
+from diffusion.models.conditioning import TextEncoders
 from diffusion.models.pipelines import outlined_pipeline, quiet_diffusers
 from diffusion.models.policy import DTYPES, ModelConfig, add_adapter, make_family
 from diffusion.models.published import PUBLISHED
@@ -71,6 +72,24 @@ def footprint(config: Any, *, passes: bool = True) -> Plan:
         f"the update of {step.chunk} {kind} at once",
     )
     return Plan(tuple(part for part in parts if part.bytes), assumed, work, model.low)
+
+
+def preview(config: Any, recipe: Any) -> list[str]:
+    """Lines on the prompts that a recipe has read, which are measured if the model's tokenizers are here.
+
+    Raises:
+        UserError: images that the model's family does not take, or prompts of which a part would be lost.
+    """
+    path = pipeline_path(config.model)
+    counts = {"data": recipe.train_tasks} | {f"eval_data.{name}": tasks for name, tasks in recipe.eval_tasks.items()}
+    lines = [f"{name}: {len(tasks)} {'prompts' if name != 'data' else 'tasks'}" for name, tasks in counts.items()]
+    if not expanded(path).is_dir():
+        return [*lines, f"lengths of prompts are not checked: {path} is not on this machine"]
+    ensure_torchvision()
+    with torch.device("meta"), quiet_transformers(), quiet_diffusers():
+        family = make_family(outlined_pipeline(path, config.model.family), config.model)
+    recipe.check_prompts(TextEncoders(family))
+    return lines
 
 
 @dataclass(frozen=True)
@@ -209,11 +228,17 @@ class _Called:
         return self.function(*args, **kwargs)
 
 
-def _pipeline(config: ModelConfig) -> tuple[Any, int]:
-    """The pipeline without values and the number of weights of its text encoders."""
+def pipeline_path(config: ModelConfig) -> str:
+    """Folder or hub id of the pipeline below saved weights."""
     path = model_folder(config.path)
     while (expanded(path) / BASE_FILE).is_file():
         path = str(read_base(expanded(path) / BASE_FILE)["path"])
+    return path
+
+
+def _pipeline(config: ModelConfig) -> tuple[Any, int]:
+    """The pipeline without values and the number of weights of its text encoders."""
+    path = pipeline_path(config)
     if path not in PUBLISHED or expanded(path).exists():
         try:
             pipeline = outlined_pipeline(path, config.family)

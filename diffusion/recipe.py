@@ -24,6 +24,7 @@ from diffusion.evaluation import ImageMeasure, shown_output, training_cost
 from diffusion.families.base import REFERENCE
 from diffusion.models.adapters import save_formatted
 from diffusion.models.cards import describe_pipeline
+from diffusion.models.conditioning import TextEncoders
 from diffusion.models.ema import EMAWeights, EvalAverage, KeepsEvalAverage
 from diffusion.models.pipelines import decode_latents
 from diffusion.models.policy import DiffusionPolicy, load_policy
@@ -39,6 +40,7 @@ from mmrl.core.state import Stateful, Tally
 from mmrl.errors import UserError
 from mmrl.rewards import RewardResult, RewardSum
 from mmrl.rewards.sum import reward_columns, tell_renamed
+from mmrl.runs.dry_run import model_follows
 from mmrl.runs.export import Exported
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
@@ -95,13 +97,13 @@ class DiffusionDomain:
         with ExitStack() as undone:
             undone.callback(self.rewards.close)
             self._check_columns()
+            model_follows(self)
             self.policy = load_policy(config.model, config.seed)
             self.policy.embeddings.encoders.to(process_device())  # the networks follow later
             key = "sampler" if config is scoring else "evaluation.sampler"
             check_guidance(self.policy, scoring.sampler, key)
             warn_of_few_steps(self.policy, scoring.sampler, key, matched=not isinstance(config, TrajectoryParts))
-            self._check_references()
-            self._leave_out_long_prompts()
+            self.check_prompts(self.policy.embeddings.encoders)
             self.policy.embeddings.pad_to(self._prompts(), (scoring.sampler.negative_prompt, ""))
             undone.pop_all()
         if config.model.free_text_encoders:
@@ -257,11 +259,17 @@ class DiffusionDomain:
             except UserError as error:
                 raise UserError(f"{key}: {error}") from error
 
+    def check_prompts(self, encoders: TextEncoders) -> None:
+        """Refuse images that the family does not take, and leave out prompts that its tokenizers would cut."""
+        self._encoders = encoders
+        self._check_references()
+        self._leave_out_long_prompts()
+
     def _check_references(self) -> None:
         """Refuse images to be edited that the family does not take, or that only some rows have."""
         trained = {"data": [task for task in self.train_tasks if isinstance(task, DiffusionTask)]}
         splits = {f"eval_data.{name}": tasks for name, tasks in self.eval_tasks.items()}
-        family = self.policy.family
+        family = self._encoders.family
         for key, tasks in (trained | splits).items():
             edits = [task for task in tasks if task.image is not None]
             if not edits:
@@ -295,7 +303,7 @@ class DiffusionDomain:
 
     def cut_of(self, prompt: str) -> str | None:
         """Part of a prompt that no text encoder reads, as the end of a message; None if one reads all of it."""
-        cuts = self.policy.embeddings.encoders.lost(prompt)
+        cuts = self._encoders.lost(prompt)
         return None if not cuts else f"{cuts[0].tokenizer} would drop {cuts[0].text!r} of the prompt"
 
 

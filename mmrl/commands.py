@@ -101,14 +101,9 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
     if supervised_only and not entry.supervised:
         raise UserError(f"{args.config}: recipe '{entry.name}' learns from rewards; use `mmrl train` for it")
     if args.dry_run:
-        from mmrl.recipes import plan_of, preview_of
-        from mmrl.training.plan import Gpu, described
+        from mmrl.training.run import dry_run
 
-        for line in preview_of(entry)(config):
-            say(line)
-        named = {{"memory": "memory_gb"}.get(name, name): value for name, value in given.items()}
-        gpu = Gpu(**named, timed="tflops" in named)
-        for line in described(config, plan_of(entry), gpu, args.processes or 1):
+        for line in dry_run(entry, config, given, args.processes or 1):
             say(line)
         return 0
     if (args.processes or 1) > 1:

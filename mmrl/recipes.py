@@ -77,9 +77,15 @@ def plan_of(entry: RecipeEntry) -> Any:
 
 
 def preview_of(entry: RecipeEntry) -> Any:
-    """The function of configurations to lines on a run's data; one that says nothing where a package has none."""
+    """The function of a configuration and a recipe without a model to lines on the run's data; None without one."""
     target = _own_entries(entry, "PREVIEW")
-    return load_target(target) if target else lambda config: []
+    return load_target(target) if target else None
+
+
+def reader_of(entry: RecipeEntry) -> Any:
+    """The function that reads a set of a recipe's data on its own; None without one."""
+    target = _own_entries(entry, "READER")
+    return load_target(target) if target else None
 
 
 def _own_entries(entry: RecipeEntry, name: str) -> Any:

@@ -32,6 +32,7 @@ from diffusion.evaluation import shown_output
 from diffusion.matching.times import TimestepConfig
 from diffusion.matching.velocity import FlowMatching, given_rollouts
 from diffusion.methods.fifa import PairFilterConfig, embed_captions, select_pairs
+from diffusion.models.conditioning import TextEncoders
 from diffusion.models.ema import KeepsEvalAverage
 from diffusion.models.pipelines import encode_images
 from diffusion.models.policy import DiffusionPolicy
@@ -109,9 +110,13 @@ class DiffusionDpoRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Dif
         self.open(config, config.evaluation)
         self.process = FlowMatching(self.policy, config.evaluation.sampler, config.timesteps)
         usable = [pair for pair in self.train_tasks if self._fits(pair)]
-        if not usable:
-            raise UserError(f"{config.pairs.path}: no caption of a pair fits the model's tokenizers")
         self.train_tasks = select_pairs(usable, config.filter, embed_captions(self.policy)).pairs
+
+    def check_prompts(self, encoders: TextEncoders) -> None:
+        """See `DiffusionDomain`; also refuses pairs all of whose captions the tokenizers would cut."""
+        super().check_prompts(encoders)
+        if not any(self.cut_of(pair.caption) is None for pair in self.train_tasks):
+            raise UserError(f"{self.config.pairs.path}: no caption of a pair fits the model's tokenizers")
 
     def load_train_tasks(self) -> Sequence[Any]:
         """All pairs; the filter looks at them when the model is there."""

@@ -70,7 +70,8 @@ RECIPES = (
     ),
 )
 PLAN = "mmrl.vlm.plan:footprint"
-"""Function for `mmrl train --dry-run`."""
+READER = "mmrl.agents.environments.tasks:list_tasks"
+"""Functions for `mmrl train --dry-run`."""
 
 METRICS = {
     "time/environment": "Seconds that episodes waited for their environments.",

@@ -42,6 +42,7 @@ from mmrl.fields import rare
 from mmrl.rewards import RewardConfig, RewardResult, TrainerState
 from mmrl.rewards.config import readers_of
 from mmrl.rewards.loading import source_digest
+from mmrl.runs.dry_run import model_follows
 from mmrl.runs.export import Exported
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
@@ -206,6 +207,8 @@ class AgentDomain:
             self.pool = EnvPool(config.environment)
             undone.callback(self.pool.close)
             check_environment(self.pool, config.actions.format, config.conversation.tools)
+            self.check_data()
+            model_follows(self)
             self.policy = load_policy(config.model, value_head=value_head)
             self.terms = router_terms(self)
             self.policy.turns.check_readers(readers_of(rewards, sampler.stop))
@@ -220,6 +223,9 @@ class AgentDomain:
         self.parts |= {"totals": self._totals, "counts": self.env_counts, "errors": self.errors}
         self.added |= {"seen": self._seen, "counts": self.env_counts, "errors": self.errors.step}
         self.added["failures"] = self._failures
+
+    def check_data(self) -> None:
+        """Refuse tasks, environments and records that the method cannot use, before the model is loaded."""
 
     def writer(self, policy: VlmPolicy) -> Writer:
         """Writes the conversations of some episodes."""

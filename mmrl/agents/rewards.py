@@ -18,7 +18,7 @@ from mmrl.rewards.sum import IMAGES, reward_columns, tell_renamed
 
 OWN_TERMS = ("environment", "format")
 """Reward terms that every agent's recipe has."""
-GIVEN = ("completion_ids", "completion_lengths", "environment_reward", "success")
+GIVEN = ("completion_ids", "completion_lengths", "environment_reward", "success", "final_answer")
 """Columns of episodes that the run passes to reward functions besides the entries of the tasks."""
 
 
@@ -89,6 +89,7 @@ def _columns(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
         [len(ids) for ids in tokens],
         [episode.total for episode in episodes],
         [episode.success for episode in episodes],
+        [episode.final_answer for episode in episodes],
     )
     given = dict(zip(GIVEN, own, strict=True))
     passed = reward_columns(_names(episode.task for episode in episodes), given)

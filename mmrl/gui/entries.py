@@ -29,7 +29,8 @@ EVALUATIONS = (
     ),
 )
 PLAN = "mmrl.vlm.plan:footprint"
-"""Function for `mmrl train --dry-run`."""
+READER = "mmrl.vlm.data.dataset:load_tasks"
+"""Functions for `mmrl train --dry-run`."""
 
 METRICS = {
     "aepo/no_signal/<kind>": "Share of groups of one kind of instruction whose answers all earn the same.",

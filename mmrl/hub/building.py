@@ -16,6 +16,7 @@ from typing import Any
 from mmrl.errors import UserError
 from mmrl.files import expanded
 from mmrl.hub.cards import note_build
+from mmrl.runs.dry_run import fetch_follows
 
 LENGTH_BYTES = 8
 ALIGNMENT = 8
@@ -107,6 +108,7 @@ def build_if_missing(config: Any, what: str = "data") -> None:
     path = expanded(config.path)
     if config.build is None or path.exists():
         return
+    fetch_follows(config.path, "the run builds it")
     from mmrl.rewards.loading import load_function
 
     function = load_function(config.build, what=f"{what}.build")

@@ -13,6 +13,7 @@ from typing import Any
 
 from mmrl.errors import UserError, did_you_mean
 from mmrl.files import expanded, is_file
+from mmrl.runs.dry_run import fetch_follows
 
 MAX_LINE_MB = 32
 """Longest line of a .jsonl file in 10^6 bytes, by default."""
@@ -171,6 +172,7 @@ def _read_folder(folder: Path, split: str) -> Iterator[Row]:
 
 
 def _read_hub(name: str, split: str, subset: str | None) -> Iterator[Row]:
+    fetch_follows(name, "a hub id, or not on this machine; not checked")
     datasets = _import_datasets(name)
     try:
         found = datasets.load_dataset(name, subset)

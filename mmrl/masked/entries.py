@@ -22,6 +22,7 @@ RECIPES = (
 
 PLAN = "mmrl.masked.plan:footprint"
 PREVIEW = "mmrl.vlm.data.preview:preview"
+READER = "mmrl.vlm.data.dataset:load_tasks"
 """Functions for `mmrl train --dry-run`."""
 
 METRICS = {

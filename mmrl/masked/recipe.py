@@ -54,11 +54,10 @@ class MaskedRecipe(ReplacingRecipe):
     policy_class = MaskedPolicy
     draw_answers = staticmethod(sample)
 
-    def __init__(self, config: MaskedConfig) -> None:
-        super().__init__(config)
-        key = config.inpainting.trace_key
-        if config.inpainting.replacements and not any(task.columns.get(key) for task in self.train_tasks):
-            self.close()
+    def check_data(self) -> None:
+        """Refuse questions without any worked answer to inpaint; raises UserError."""
+        key = self.config.inpainting.trace_key
+        if self.config.inpainting.replacements and not any(task.columns.get(key) for task in self.train_tasks):
             raise UserError(
                 f"data: no question has a worked answer in a column '{key}' (inpainting.trace_key); columns: "
                 f"{', '.join(self.train_tasks[0].columns)}"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ from mmrl.config import load_run
 from mmrl.entries import load_target
 from mmrl.errors import RunError, UserError
 from mmrl.files import read_json_object
+from mmrl.recipes import plan_of, preview_of, reader_of
+from mmrl.runs.dry_run import DataRead, NotReadError, data_only
 from mmrl.runs.export import chosen_checkpoint
 from mmrl.runs.fingerprint import weights_digest
 from mmrl.runs.folder import RunLock, has_begun
@@ -120,6 +123,93 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
             _report_evaluation(Path(config.output_dir), results)
         accelerator.wait_for_everyone()  # a process that leaves early takes the others' connections with it
         return {f"{split}/{name}": value for split, found in results.items() for name, value in found.metrics.items()}
+
+
+def dry_run(entry: Any, config: Any, gpu: Mapping[str, float], processes: int = 1) -> Iterator[str]:
+    """Lines of `mmrl train --dry-run`: the run's data, read by its own code, and its memory and time.
+
+    Args:
+        entry: the recipe's row of `mmrl.recipes.RECIPES`.
+        config: its filled configuration.
+        gpu: memory in GB and tflops of a GPU, as far as they are given.
+        processes: number of GPUs.
+
+    Raises:
+        UserError: what the run would refuse, after the plan, which may not depend on it.
+    """
+    from mmrl.training.plan import Gpu, described
+
+    refused: UserError | None = None
+    try:
+        yield from read_data(entry, config)
+    except UserError as error:
+        refused = error
+    try:
+        named = {{"memory": "memory_gb"}.get(name, name): value for name, value in gpu.items()}
+        card = Gpu(**named, timed="tflops" in named)
+        yield from described(config, plan_of(entry), card, processes)
+    except UserError as error:
+        refused = refused or error
+    if refused is not None:
+        raise refused
+
+
+def read_data(entry: Any, config: Any) -> list[str]:
+    """Read and check a run's data with the run's own code, up to where it would load its model.
+
+    Returns:
+        Lines on the data; sets that the run itself builds or downloads are named and not read.
+
+    Raises:
+        UserError: what the run would raise.
+    """
+    held_out, left = dict(getattr(config, "eval_data", None) or {}), list[str]()
+    recipe = None
+    while recipe is None:
+        try:
+            with data_only():
+                _open_recipe(entry, config if not left else dataclasses.replace(config, eval_data=held_out))
+            raise RuntimeError(f"the recipe '{entry.name}' never calls model_follows")
+        except DataRead as read:
+            recipe = read.recipe
+        except NotReadError as missing:
+            name = next((name for name, data in held_out.items() if missing.path in _places(data)), None)
+            left.append(f"{f'eval_data.{name}' if name else 'data'}: {missing.path}: {missing.reason}")
+            if name is None:
+                return [*left, *_read_alone(entry, held_out)]
+            del held_out[name]
+    with suppress(AttributeError):  # of what only a whole recipe has
+        recipe.close()
+    preview = preview_of(entry)
+    return [*(_counts(config, recipe) if preview is None else preview(config, recipe)), *left]
+
+
+def _counts(config: Any, recipe: Any) -> list[str]:
+    """Number of tasks of each set."""
+    sets = {"data": (getattr(config, "data", None), recipe.train_tasks)}
+    sets |= {f"eval_data.{name}": (config.eval_data[name], tasks) for name, tasks in recipe.eval_tasks.items()}
+    return [": ".join([key, *_places(data), f"{len(tasks)} tasks"]) for key, (data, tasks) in sets.items()]
+
+
+def _places(data: Any) -> list[str]:
+    """Path of a set, if it has one."""
+    return [path for name in ("path", "file") if isinstance(path := getattr(data, name, None), str) and path]
+
+
+def _read_alone(entry: Any, held_out: Mapping[str, Any]) -> list[str]:
+    """Read the held-out sets of a recipe whose training data are not here."""
+    found, read = list[str](), reader_of(entry)
+    for name, data in held_out.items() if read is not None else ():
+        try:
+            with data_only():
+                loaded = read(data)
+            count = len(getattr(loaded, "tasks", loaded))
+            found.append(": ".join([f"eval_data.{name}", *_places(data), f"{count} tasks"]))
+        except NotReadError as missing:
+            found.append(f"eval_data.{name}: {missing.path}: {missing.reason}")
+        except UserError as error:
+            raise UserError(f"eval_data.{name}: {error}") from error
+    return found
 
 
 @contextmanager
@@ -265,7 +355,6 @@ def _check_memory(entry: Any, config: Any, accelerator: Accelerator) -> None:
     """Refuse a run that is larger than its GPU before it loads weights."""
     if accelerator.device.type != "cuda":
         return
-    from mmrl.recipes import plan_of
     from mmrl.training.plan import GB, check_state
 
     try:

@@ -19,6 +19,7 @@ from mmrl.core.state import Stateful, Tally
 from mmrl.errors import UserError
 from mmrl.rewards import RewardResult, RewardSum, TrainerState
 from mmrl.rewards.config import about_rewards, readers_of
+from mmrl.runs.dry_run import model_follows
 from mmrl.runs.export import Exported
 from mmrl.runs.records import Outcome, SampleRecord, short_digest
 from mmrl.runs.run_log import LONGER, metric_label
@@ -133,6 +134,8 @@ class VlmDomain:
             undone.callback(self.rewards.close)
             scored = {"data": self.train_tasks} if trains_on_rewards else {}
             check_columns(self.rewards, scored | splits_by_key(self.eval_tasks))
+            self.check_data()
+            model_follows(self)
             self.policy = load_policy(config.model, value_head=value_head, policy_class=self.policy_class)
             self.terms = router_terms(self)
             self._check_media()
@@ -141,6 +144,9 @@ class VlmDomain:
                 self.longest = sampler.max_new_tokens
                 self.policy.check_response_length(self.longest)
             undone.pop_all()
+
+    def check_data(self) -> None:
+        """Refuse questions that the method cannot use, before the model is loaded; raises UserError."""
 
     def _check_media(self) -> None:
         """Refuse images, videos and options of them with a language model; raises UserError."""
@@ -239,10 +245,7 @@ class VlmDomain:
             LOGGER.warning(
                 "a prompt of %d tokens leaves %d of the model's %d positions, fewer than sampler.max_new_tokens=%d; "
                 "such prompts are counted in response/beyond_positions; shorten one of the two",
-                len(prompt.input_ids),
-                left,
-                policy.positions,
-                wanted,
+                *(len(prompt.input_ids), left, policy.positions, wanted),
             )
         self.cramped["prompts"] += 1
 

@@ -129,6 +129,7 @@ RECIPES = (
 )
 PLAN = "mmrl.vlm.plan:footprint"
 PREVIEW = "mmrl.vlm.data.preview:preview"
+READER = "mmrl.vlm.data.dataset:load_tasks"
 """Functions for `mmrl train --dry-run`."""
 
 METRICS = {

@@ -102,6 +102,15 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
         self.policy.scale_states(self.demonstrations.state_statistics())
         self.scale = action_scale(self.policy, config.acting)
 
+    def check_data(self) -> None:
+        """Refuse actions of another length than the simulator's; raises UserError."""
+        found = self.demonstrations.actions[0].shape[1]
+        if found != self.sim.action_size:
+            raise UserError(
+                f"the actions of {self.config.demonstrations.path} have {found} entries, those of the simulator "
+                f"{self.sim.action_size}"
+            )
+
     def _check_views(self) -> None:
         found, wanted = len(self.config.demonstrations.views), self.policy.views
         if found != (len(views_of(self.sim)) if wanted is None else wanted):

@@ -31,6 +31,7 @@ from mmrl.errors import UserError
 from mmrl.fields import choice, rare
 from mmrl.recipes import RecipeEntry, find_recipe
 from mmrl.rewards.loading import source_digest
+from mmrl.runs.dry_run import model_follows
 from mmrl.runs.export import Exported
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import metric_label
@@ -156,6 +157,8 @@ class RobotDomain:
             name: list_episodes(data, known, splits, randomized=not randomizes)[:limit]
             for name, data in config.eval_data.items()
         }
+        self.check_data()
+        model_follows(self)
         self.policy = load_action_policy(config.model, self.sim, config.seed) if policy is None else policy
         check_fit(self.policy, self.sim, config.model.accept_other)
         self.policy.action_bounds = bounds_of(self.sim)
@@ -172,6 +175,9 @@ class RobotDomain:
         names = list(dict.fromkeys(getattr(task, "task", "") for task in self.train_tasks))
         self._shown_tasks = names if 1 < len(names) <= SHOWN_TASKS else []
         self.code = {name: source_digest(spec) for name, spec in _users_parts(config).items()}
+
+    def check_data(self) -> None:
+        """Refuse data that do not fit the simulator, before the policy is loaded."""
 
     def load_train_tasks(self) -> Sequence[Any]:
         """Initial states of training."""

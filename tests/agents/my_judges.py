@@ -53,3 +53,7 @@ def fails(prompts, completions, **columns):
 
 def needs_map(prompts, completions, map):
     return [0.0] * len(completions)
+
+
+def answers_four(prompts, completions, final_answer, **columns):
+    return [float(answer == "4") for answer in final_answer]

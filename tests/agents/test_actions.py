@@ -133,8 +133,21 @@ UI_TARS = [
         *[[("scroll", {"point": [1, 2], "direction": "down"})]] * 2,
     ),
     ("Action: wait()", *[[("wait", {})]] * 2),
-    ("Action: finished(content='it is 4')", *[[("finish", {})]] * 2),
+    ("Action: finished(content='it is 4')", *[[("finish", {"answer": "it is 4"})]] * 2),
+    ("Action: finished()", *[[("finish", {})]] * 2),
+    ("Action: finished(content='')", *[[("finish", {})]] * 2),
     ("Action: call_user()", *[[("fail", {})]] * 2),
+    ("Action: call_user(content='which one?')", *[[("fail", {"answer": "which one?"})]] * 2),
+    ("Action: long_press(point='<point>10 20</point>')", *[[("long_press", {"point": [10, 20]})]] * 2),
+    ("Action: open_app(app_name='Maps')", *[[("open_app", {"app_name": "Maps"})]] * 2),
+    ("Action: press_back()", *[[("press_back", {})]] * 2),
+    ("Action: press_home()", *[[("press_home", {})]] * 2),
+    # what an action does not have is handed on, and the environment names it
+    (
+        "Action: click(start_box='(1,2)', end_box='(3,4)')",
+        *[[("click", {"point": [1, 2], "end_box": "(3,4)"})]] * 2,
+    ),
+    ("Action: wait(time=5)", *[[("wait", {"time": 5})]] * 2),
     ("Action: click(start_box='(10)')", "wrong_shape", "wrong_shape"),
     ("Action: fly()", "wrong_shape", "wrong_shape"),
 ]
@@ -146,7 +159,7 @@ PYAUTOGUI = [
     ("pyautogui.moveTo(1, 2)\npyautogui.click()", *[[("click", {"point": [1, 2]})]] * 2),
     (
         "pyautogui.moveTo(1, 2)\npyautogui.scroll(-5)",
-        *[[("scroll", {"direction": "down", "point": [1, 2]})]] * 2,
+        *[[("scroll", {"direction": "down", "amount": 5, "unit": "clicks", "point": [1, 2]})]] * 2,
     ),
     (
         "pyautogui.moveTo(9, 9)\npyautogui.click(1, 2)\npyautogui.dragTo(3, 4)",
@@ -154,24 +167,48 @@ PYAUTOGUI = [
     ),
     (
         "pyautogui.moveTo(1, 2)\npyautogui.dragTo(3, 4)\npyautogui.hscroll(2)",
-        *[[("drag", {"start": [1, 2], "end": [3, 4]}), ("scroll", {"direction": "right", "point": [3, 4]})]] * 2,
+        *[
+            [
+                ("drag", {"start": [1, 2], "end": [3, 4]}),
+                ("scroll", {"direction": "right", "amount": 2, "unit": "clicks", "point": [3, 4]}),
+            ]
+        ]
+        * 2,
     ),
-    ("pyautogui.press('tab', presses=2)", *[[("key", {"key": "tab"})] * 2] * 2),
+    ("pyautogui.press('tab', presses=2)", *[[("key", {"key": ["tab", "tab"]})]] * 2),
     ("pyautogui.press('tab', presses=10**9)", "malformed", "malformed"),
     ("pyautogui.press('tab', presses=1000000)", "wrong_shape", "wrong_shape"),
     ("pyautogui.click(1, 2, clicks=3)", "wrong_shape", "wrong_shape"),
     ("pyautogui.click(1, 2, clicks=2, button='right')", "wrong_shape", "wrong_shape"),
     ("pyautogui.write('a b', interval=0.1)", *[[("type", {"text": "a b"})]] * 2),
     ("pyautogui.hotkey('ctrl', 'c')", *[[("key", {"key": "ctrl+c"})]] * 2),
-    ("pyautogui.press(['tab', 'enter'])", *[[("key", {"key": "tab"}), ("key", {"key": "enter"})]] * 2),
-    ("pyautogui.scroll(-5)", *[[("scroll", {"direction": "down"})]] * 2),
+    ("pyautogui.press(['tab', 'enter'])", *[[("key", {"key": ["tab", "enter"]})]] * 2),
+    ("pyautogui.write(['a', 'enter'])", *[[("key", {"key": ["a", "enter"]})]] * 2),
+    ("pyautogui.scroll(-5)", *[[("scroll", {"direction": "down", "amount": 5, "unit": "clicks"})]] * 2),
+    ("pyautogui.vscroll(3)", *[[("scroll", {"direction": "up", "amount": 3, "unit": "clicks"})]] * 2),
+    ("pyautogui.hscroll(-3)", *[[("scroll", {"direction": "left", "amount": 3, "unit": "clicks"})]] * 2),
+    ("pyautogui.click(1, 2, button='middle')", "wrong_shape", "wrong_shape"),
+    ("pyautogui.click(1, 2, 1, 0.0, 'middle')", "wrong_shape", "wrong_shape"),
+    ("pyautogui.click(1, 2, button=3)", "wrong_shape", "wrong_shape"),
+    ("pyautogui.middleClick(1, 2)", "wrong_shape", "wrong_shape"),
+    ("pyautogui.doubleClick(1, 2, button='right')", "wrong_shape", "wrong_shape"),
+    ("pyautogui.doubleClick(1, 2, button='middle')", "wrong_shape", "wrong_shape"),
+    ("pyautogui.rightClick(1, 2, button='left')", "wrong_shape", "wrong_shape"),
+    ("pyautogui.click(1, 2, clicks=True)", "wrong_shape", "wrong_shape"),
+    ("pyautogui.click(1, 2, times=2)", "wrong_shape", "wrong_shape"),
+    ("pyautogui.click(1, 2, duration=0.5, tween='linear', button='primary')", *[[("click", {"point": [1, 2]})]] * 2),
+    ("pyautogui.moveTo(1, 2)\npyautogui.dragTo(3, 4, button='right')", "wrong_shape", "wrong_shape"),
+    ("pyautogui.moveTo(1, 2)\npyautogui.dragTo(3, 4, mouseDownUp=False)", "wrong_shape", "wrong_shape"),
+    ("pyautogui.hotkey('ctrl', 'c', interval=0.1)", *[[("key", {"key": "ctrl+c"})]] * 2),
+    ("pyautogui.hotkey('ctrl', keys='c')", "wrong_shape", "wrong_shape"),
+    ("pyautogui.keyDown('ctrl')", "wrong_shape", "wrong_shape"),
     ("import pyautogui\npyautogui.rightClick(1, 2)", *[[("right_click", {"point": [1, 2]})]] * 2),
     (
         "pyautogui.click(1, 2)\nx = 3\npyautogui.press('a')",
         "extra_text",
         [("click", {"point": [1, 2]}), ("key", {"key": "a"})],
     ),
-    ("time.sleep(1)", *[[("wait", {})]] * 2),
+    ("time.sleep(1)", *[[("wait", {"seconds": 1})]] * 2),
     ("Done.\nDONE", *[[("finish", {})]] * 2),
     ("pyautogui.click(__import__('os').getpid(), 2)", "malformed", "malformed"),
     ("pyautogui.click(1)", "wrong_shape", "wrong_shape"),
@@ -308,6 +345,18 @@ def test_demonstrations_in_the_formats_of_other_models(format):
     for name, arguments in (("click", POINT), ("double_click", POINT), ("type", {"text": "it's \\n 4"}), ("wait", {})):
         text = write_answer([Action(name, arguments)], format, "look")
         assert found(text, format, True) == [(name, arguments)]
+    more = {
+        "ui_tars": [("finish", {"answer": "4"}), ("long_press", POINT), ("drag", {"start": [1, 2], "end": [3, 4]})],
+        "pyautogui": [
+            *(("scroll", {"direction": way, "amount": 3, "unit": "clicks"}) for way in ("up", "down", "left", "right")),
+            ("scroll", {"direction": "down", "amount": 2, "unit": "clicks", "point": [1, 2]}),
+            ("drag", {"start": [1, 2], "end": [3, 4]}),
+            ("key", {"key": ["tab", "enter"]}),
+            ("wait", {"seconds": 2}),
+        ],
+    }
+    for name, arguments in more.get(format, ()):
+        assert found(write_answer([Action(name, arguments)], format), format, True) == [(name, arguments)]
     if format != "tool_call":
         with pytest.raises(ValueError, match="fly"):
             write_answer([Action("fly", {})], format)
@@ -332,3 +381,15 @@ def test_a_users_function_reads_actions(tmp_path):
 def test_an_unknown_format_is_an_error_with_a_suggestion():
     with pytest.raises(UserError, match="unknown format of actions 'jsn'; did you mean 'json'"):
         find_format("jsn")
+
+
+def test_refused_arguments_are_named():
+    named = {
+        "pyautogui.click(1, 2, button='middle')": "middle",
+        "pyautogui.click(1, 2, clicks=3)": "3 clicks",
+        "pyautogui.doubleClick(1, 2, button='right')": "right button, 2",
+        "pyautogui.click(1, 2, times=2)": "times",
+        "pyautogui.middleClick(1, 2)": "middleClick",
+    }
+    for text, word in named.items():
+        assert word in parse_answer(text, "pyautogui").detail

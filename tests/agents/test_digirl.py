@@ -204,7 +204,7 @@ def test_recorded_episodes_of_an_expert_are_read_as_the_policy_would_have_lived_
     recipe = make_recipe(make_config(tmp_path, folder))
     writer = Writer(recipe.policy, recipe.config.conversation, "Walk.")
     rows = [json.loads(line) for line in (grid_experts(tmp_path / "experts") / "episodes.jsonl").open()]
-    episodes = read_recorded(tmp_path / "experts", recipe.policy, writer)
+    episodes = read_recorded(tmp_path / "experts").episodes(recipe.policy, writer)
     assert len(episodes) == len(rows) == 4
     for row, episode in zip(rows, episodes, strict=True):
         assert episode.trajectory.turns == len(row["turns"])
@@ -226,15 +226,15 @@ def test_recorded_episodes_that_do_not_fit_are_left_out_never_cut(tmp_path, fold
     path = tmp_path / "long/episodes.jsonl"
     path.parent.mkdir()
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (episode,) = read_recorded(path.parent, recipe.policy, writer)
+    (episode,) = read_recorded(path.parent).episodes(recipe.policy, writer)
     assert (episode.task.id, episode.rewards, episode.total) == ("walk/1", [0.5, 0.5], 1.0)
     assert "does not fit into the 512 positions" in caplog.text
     path.write_text(json.dumps(rows[1]) + "\n")
     with pytest.raises(UserError, match="none of its 1 fits"):
-        read_recorded(path.parent, recipe.policy, writer)
+        read_recorded(path.parent).episodes(recipe.policy, writer)
     path.write_text(json.dumps({"turns": [{"text": "no answer"}], "reward": 1}) + "\n")
     with pytest.raises(UserError, match="each turn must have an answer"):
-        read_recorded(path.parent, recipe.policy, writer)
+        read_recorded(path.parent).episodes(recipe.policy, writer)
 
 
 def test_recorded_episodes_of_a_model_are_read_back(tmp_path, folder, make_recipe):
@@ -242,14 +242,14 @@ def test_recorded_episodes_of_a_model_are_read_back(tmp_path, folder, make_recip
     writer = Writer(recipe.policy, recipe.config.conversation, "Walk.")
     episodes = recipe.run_groups(recipe.policy, recipe.train_tasks[:2], Streams(0), Step())[0]
     assert write_recorded(episodes[:1], tmp_path / "own") == write_recorded(episodes[1:], tmp_path / "own") == 1
-    again = read_recorded(tmp_path / "own", recipe.policy, writer)
+    again = read_recorded(tmp_path / "own").episodes(recipe.policy, writer)
     assert [e.trajectory.ids for e in again] == [e.trajectory.ids for e in episodes]
     assert [e.trajectory.logp for e in again] == [e.trajectory.logp for e in episodes]
     (tmp_path / "own/episode-000001.pt").write_bytes(b"broken")
     with pytest.raises(UserError, match=r"episode-000001.pt is no recorded episode"):
-        read_recorded(tmp_path / "own", recipe.policy, writer)
+        read_recorded(tmp_path / "own")
     with pytest.raises(UserError, match=r"no episodes to learn from: no episodes.jsonl"):
-        read_recorded(tmp_path / "nothing", recipe.policy, writer)
+        read_recorded(tmp_path / "nothing")
 
 
 def test_offline_cloning_of_experts_raises_their_likelihood(tmp_path, folder):

@@ -68,6 +68,15 @@ def test_keys_and_text(act):
     assert act("key", "() => text.value", key="Backspace") == "ne"
 
 
+def test_clicks_of_the_wheel_lists_of_keys_and_waiting(act):
+    assert act("scroll", "() => scrollY", direction="down", amount=3, unit="clicks", x=20, y=200) == 360
+    act("scroll", direction="up", amount=3, unit="clicks", x=20, y=200)
+    act("click", x=30, y=130)
+    assert act("key", "() => text.value", key=["a", "b", "ArrowLeft", "c"]) == "acb"
+    start = act("wait", "() => performance.now()")
+    assert act("wait", "() => performance.now()", seconds=0.3) - start >= 300
+
+
 def test_a_native_select_opens_in_the_image_and_is_set_by_keys(act, shown):
     closed = shown.screenshot()
     act("click", x=20, y=170)

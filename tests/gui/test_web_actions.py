@@ -59,7 +59,15 @@ def test_points_of_every_space_mean_the_same_position(space):
         ("key", {"key": "a+b"}, "wrong_arguments"),
         ("key", {"key": "ctrl+control+a"}, "wrong_arguments"),
         ("key", {"key": 3}, "wrong_arguments"),
-        ("wait", {"seconds": 5}, "wrong_arguments"),
+        ("key", {"key": []}, "wrong_arguments"),
+        ("key", {"key": ["Enter", "Foo"]}, "wrong_arguments"),
+        ("scroll", {"direction": "down", "amount": 42, "unit": "clicks"}, "wrong_arguments"),
+        ("scroll", {"direction": "down", "amount": 2, "unit": "pages"}, "wrong_arguments"),
+        ("wait", {"seconds": 60}, "wrong_arguments"),
+        ("wait", {"seconds": None}, "wrong_arguments"),
+        ("finish", {"answer": ["4"]}, "wrong_arguments"),
+        ("long_press", {"point": [1, 2]}, "unknown_action"),
+        ("press_home", {}, "unknown_action"),
     ],
 )
 def test_what_cannot_be_executed_is_named(name, arguments, code):
@@ -93,3 +101,13 @@ def test_the_edge_belongs_to_the_image():
 
 def test_the_manual_covers_every_action():
     assert all(kind.summary.startswith(f"{name}(") for name, kind in ACTIONS.items())
+
+
+def test_amounts_have_their_unit_and_ends_an_answer():
+    down = {"direction": "down"}
+    assert read_action("scroll", down | {"amount": 5, "unit": "clicks"}, PLAIN).scroll_px == (0, 600)
+    assert read_action("scroll", down | {"amount": 5}, PLAIN).scroll_px == (0, 5)
+    assert read_action("scroll", down | {"unit": "clicks"}, PLAIN).scroll_px == (0, 120)
+    assert read_action("key", {"key": ["tab", "ctrl+a"]}, PLAIN).text == "Tab Control+a"
+    assert read_action("wait", {"seconds": 2}, PLAIN).seconds == 2
+    assert read_action("finish", {"answer": "it is 4"}, PLAIN).text == "it is 4"

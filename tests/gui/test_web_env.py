@@ -13,6 +13,7 @@ from mmrl.agents.environments.videos import draw_frames
 from mmrl.errors import ConfigError, UserError
 from mmrl.gui.browser.browser import BrowserFailure
 from mmrl.gui.browser.page import GuardedPage
+from mmrl.gui.browser.page_env import PageEnv, PageEnvSettings, Verdict, WebAgentEnv
 from mmrl.gui.grounding.coords import CoordinateSpace, Resize
 from mmrl.gui.toy.tasks.catalogue import TASKS, Disturbances, make_case
 from mmrl.gui.toy.web_env import ENVIRONMENT_IDS, WebTaskAgentEnv, WebTaskEnv, WebTaskSettings, web_tasks
@@ -117,6 +118,31 @@ def test_an_action_that_cannot_be_executed_costs_a_step_and_is_reported(make_env
     assert (truncated, info["action_error"]) == (True, None)
     with pytest.raises(UserError, match="call reset"):
         env.step(click(1, 1))
+
+
+class Sum(PageEnv):
+    """A question whose answer is what the agent finishes with."""
+
+    def _task(self, options, seed):
+        return {}
+
+    def _begin(self, page, task, seed):
+        page.load_html("<p>2 + 2</p>")
+        return "Read the sum and finish with its value."
+
+    def _after(self, page):
+        page.settle()
+        return Verdict(float(self.answer == "4"), self.answer == "4", False)
+
+
+def test_the_content_of_finished_is_the_answer_and_reaches_the_environment(browser):
+    env = WebAgentEnv(Sum(PageEnvSettings(width_px=160, height_px=80), browser))
+    for content, reward in (("4", 1.0), ("5", 0.0), ("", 0.0)):
+        env.reset({}, 0)
+        (action,) = parse_answer(f"Action: finished(content='{content}')", "ui_tars").actions
+        _, earned, over, _, info = env.step(action)
+        assert (earned, over, info["success"], info.get("answer", "")) == (reward, True, reward > 0, content)
+    env.close()
 
 
 def test_finish_asks_the_page_and_fail_gives_up(make_env):

@@ -63,12 +63,13 @@ def test_a_peak_is_the_larger_phase_and_divided_parts_shrink():
 def file(tmp_path):
     """A run's configuration."""
     path = tmp_path / "run.yaml"
+    (tmp_path / "questions.jsonl").write_text('{"question": "What is 7?", "answer": "7"}\n')
     path.write_text(
         f"""
 recipe: vlm
 output_dir: {tmp_path}/run
 model: {{path: {tiny_vlm()}, max_prompt_tokens: 64}}
-data: {{path: {tmp_path}/none.jsonl}}
+data: {{path: {tmp_path}/questions.jsonl}}
 rewards: [{{name: exact}}]
 sampler: {{max_new_tokens: 16}}
 trainer: {{tasks_per_step: 2, samples_per_task: 4, learning_rate: 1.0e-4}}

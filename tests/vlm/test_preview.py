@@ -106,5 +106,9 @@ def test_a_model_that_the_run_builds_is_built_for_its_plan(folder):
 
 def test_rows_of_masked_models_are_read_too(folder, capsys):
     words = ["sft", str(ROOT / "configs/text/signs_masked_sft.yaml"), "--dry-run", "data.path=train.jsonl"]
+    assert main(words) == 2
+    assert "has no text in column 'completion'" in capsys.readouterr().err
+    row = {"question": "Which lamp is lit?", "answer": "red", "completion": "red"}
+    (folder / "train.jsonl").write_text(json.dumps(row) + "\n")
     assert main(words) == 0
     assert capsys.readouterr().out.startswith("data: train.jsonl: 1 questions\n")

@@ -66,7 +66,10 @@ def write_tool_calls(thought: str, actions: Sequence[NamedAction]) -> str:
 def read_ui_tars(text: str, strict: bool) -> Found:
     """Read `Thought: ...` and `Action: click(start_box='(x,y)')` of UI-TARS, also with `point='<point>x y</point>'`.
 
-    Source: bytedance/UI-TARS codes/ui_tars/prompt.py (COMPUTER_USE_DOUBAO) and action_parser.py.
+    The content of `finished` becomes the argument `answer` of `finish`. Actions of phones keep their names; arguments
+    that an action does not have are handed on, so that the environment names them.
+
+    Source: bytedance/UI-TARS codes/ui_tars/prompt.py (COMPUTER_USE_DOUBAO, MOBILE_USE_DOUBAO) and action_parser.py.
     """
     thought, calls = read_calls(text, strict)
     return thought, [_from_ui_tars(name, arguments) for name, arguments in calls]
@@ -82,22 +85,25 @@ def _from_ui_tars(name: str, arguments: Mapping[str, Any]) -> NamedAction:
         raise UnreadableError("wrong_shape", f"{name} is no action of UI-TARS, which has {', '.join(UI_TARS)}")
     own, given = UI_TARS[name], dict(arguments)
     found: dict[str, Any] = {}
-    for part, places in (("start", ("start_box", "start_point", "point")), ("end", ("end_box", "end_point"))):
-        place = next((place for place in places if place in given), None)
-        if place is not None:
-            found[part if own == "drag" else "point"] = _point(given.pop(place))
-    for peer, argument in (("content", "text"), ("key", "key"), ("direction", "direction")):
-        if peer in given and own not in ("finish", "fail"):
-            found[argument] = given.pop(peer)
-    if own in ("finish", "fail"):
-        given.pop("content", None)
+    places = {"start" if own == "drag" else "point": ("start_box", "start_point", "point")}
+    if own == "drag":
+        places["end"] = ("end_box", "end_point")
+    for argument, peers in places.items():
+        peer = next((peer for peer in peers if peer in given), None)
+        if peer is not None:
+            found[argument] = _point(given.pop(peer))
+    content = given.pop("content", None)
+    if own in ENDS and content not in (None, ""):
+        found["answer"] = content
+    elif own not in ENDS and content is not None:
+        found["text"] = content
     return own, found | given
 
 
 def _to_ui_tars(name: str, arguments: Mapping[str, Any]) -> NamedAction:
     peer = next((peer for peer, own in UI_TARS.items() if own == name), None)
-    names = {"point": "start_box", "start": "start_box", "end": "end_box", "text": "content"}
-    if peer is None or set(arguments) - {*names, "key", "direction"}:
+    names = {"point": "start_box", "start": "start_box", "end": "end_box", "text": "content", "answer": "content"}
+    if peer is None or set(arguments) - {*names, "key", "direction", "app_name"}:
         raise ValueError(f"UI-TARS has no action {name} with the arguments {', '.join(arguments)}")
     boxes = {key: f"({value[0]},{value[1]})" for key, value in arguments.items() if key in ("point", "start", "end")}
     return peer, {names.get(key, key): boxes.get(key, value) for key, value in arguments.items()}
@@ -117,7 +123,8 @@ def _point(value: Any) -> list[float]:
 def read_pyautogui(text: str, strict: bool) -> Found:
     """Read calls of pyautogui, one a line and fenced or not, and OSWorld's WAIT, DONE and FAIL.
 
-    Nothing is run: other lines of code are ignored, where strict they are an error.
+    Nothing is run: other lines of code are ignored, where strict they are an error. Arguments that only time the motion
+    of the mouse or the keys (`duration`, `tween`, `interval`) change nothing; all others are handed on or refused.
 
     Source: xlang-ai/OSWorld mm_agents/prompts.py; asweigart/pyautogui pyautogui/__init__.py (names of arguments).
     """
@@ -156,6 +163,7 @@ def write_pyautogui(thought: str, actions: Sequence[NamedAction]) -> str:
 
 def _named_arguments(name: str, values: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
     if name == "hotkey":
+        _refuse_unknown(name, given, TIMING)
         keys = values[0] if len(values) == 1 and isinstance(values[0], list) else values
         return {"keys": [str(key) for key in keys]}
     if name not in PARAMETERS:
@@ -165,7 +173,14 @@ def _named_arguments(name: str, values: Sequence[Any], given: Mapping[str, Any])
     known = PARAMETERS[name]
     if len(values) > len(known) or set(known[: len(values)]) & set(given):
         raise UnreadableError("wrong_shape", f"{name} takes {', '.join(known)}")
+    _refuse_unknown(name, given, (*known, *TIMING))
     return dict(zip(known, values, strict=False)) | dict(given)
+
+
+def _refuse_unknown(name: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    unknown = next((argument for argument in given if argument not in known), None)
+    if unknown is not None:
+        raise UnreadableError("wrong_shape", f"{name} takes no {unknown[:40]} here; it takes {', '.join(known)}")
 
 
 def _from_pyautogui(name: str, given: Mapping[str, Any], moved: list[float] | None) -> list[NamedAction]:
@@ -173,34 +188,52 @@ def _from_pyautogui(name: str, given: Mapping[str, Any], moved: list[float] | No
     stays = not {"x", "y"} & set(given)
     match name:
         case "click" | "doubleClick" | "rightClick":
-            own = "right_click" if given.get("button") == "right" else CLICKS[name]
-            clicks = given.get("clicks", 1)
-            if own == "click" and clicks == 2:
-                own = "double_click"
-            elif clicks != 1:
-                raise UnreadableError("wrong_shape", f"{name} with {str(clicks)[:20]} clicks is no action here")
+            own = _clicks(name, given)
             return [(own, {"point": moved if moved is not None and stays else _xy(name, given)})]
         case "dragTo":
             if moved is None:
                 raise UnreadableError("wrong_shape", "dragTo needs a moveTo before it, where the drag begins")
+            if _button(name, given) != "left":
+                raise UnreadableError("wrong_shape", "dragTo with another button than the left is no action here")
             return [("drag", {"start": moved, "end": _xy(name, given)})]
         case "write" | "typewrite":
+            if isinstance(given.get("message"), list):  # names of keys
+                return [("key", {"key": given["message"]})]
             return [("type", {"text": given.get("message")})]
         case "press":
             keys, presses = given.get("keys"), given.get("presses", 1)
             if type(presses) is not int or not 1 <= presses <= MOST_PRESSES:
                 raise UnreadableError("wrong_shape", f"press takes 1 to {MOST_PRESSES} presses")
-            return [("key", {"key": key}) for key in (keys if isinstance(keys, list) else [keys]) * presses]
+            pressed = (keys if isinstance(keys, list) else [keys]) * presses
+            return [("key", {"key": pressed[0] if len(pressed) == 1 else pressed})]
         case "hotkey":
             return [("key", {"key": "+".join(given["keys"])})]
-        case "scroll" | "hscroll":
+        case "scroll" | "vscroll" | "hscroll":
             amount = given.get("clicks")
             if not isinstance(amount, (int, float)) or isinstance(amount, bool):
                 raise UnreadableError("wrong_shape", f"{name} takes a number of clicks")
-            direction = ("up" if amount > 0 else "down") if name == "scroll" else ("right" if amount > 0 else "left")
+            ways = ("right", "left") if name == "hscroll" else ("up", "down")
             where = moved if stays else _xy(name, given)
-            return [("scroll", {"direction": direction} | ({} if where is None else {"point": where}))]
-    return [("wait", {})]  # sleep
+            told = {"direction": ways[0] if amount > 0 else ways[1], "amount": abs(amount), "unit": "clicks"}
+            return [("scroll", told | ({} if where is None else {"point": where}))]
+    return [("wait", {"seconds": given.get("seconds")})]  # sleep
+
+
+def _clicks(name: str, given: Mapping[str, Any]) -> str:
+    """The action of a click; raises UnreadableError for buttons and numbers of clicks that are none."""
+    clicks, button = given.get("clicks", 2 if name == "doubleClick" else 1), _button(name, given)
+    own = CLICKS.get((button, clicks)) if type(clicks) is int else None
+    if own is None:
+        pressed = f"{name} with the {button} button, {str(clicks)[:20]} clicks,"
+        raise UnreadableError("wrong_shape", f"{pressed} is no action here")
+    return own
+
+
+def _button(name: str, given: Mapping[str, Any]) -> str:
+    button = given.get("button", "right" if name == "rightClick" else "left")
+    if not isinstance(button, str) or button not in BUTTONS:
+        raise UnreadableError("wrong_shape", f"{name} with the button {str(button)[:20]} is no action here")
+    return BUTTONS[button]
 
 
 def _to_pyautogui(name: str, given: dict[str, Any]) -> str:
@@ -212,6 +245,18 @@ def _to_pyautogui(name: str, given: dict[str, Any]) -> str:
         return f"pyautogui.{calls[name]}(x={given['point'][0]!r}, y={given['point'][1]!r})"
     if name == "type" and [*given] == ["text"]:
         return f"pyautogui.write({given['text']!r})"
+    if name == "scroll" and given.get("unit") == "clicks" and {"direction", "amount"} <= set(given):
+        call = "scroll" if given["direction"] in ("up", "down") else "hscroll"
+        clicks = given["amount"] if given["direction"] in ("up", "right") else -given["amount"]
+        where = "".join(f", {key}={value!r}" for key, value in zip("xy", given.get("point", ()), strict=False))
+        return f"pyautogui.{call}({clicks!r}{where})"
+    if name == "drag" and {*given} == {"start", "end"}:
+        (x, y), (to_x, to_y) = given["start"], given["end"]
+        return f"pyautogui.moveTo({x!r}, {y!r})\npyautogui.dragTo({to_x!r}, {to_y!r})"
+    if name == "wait" and [*given] == ["seconds"]:
+        return f"time.sleep({given['seconds']!r})"
+    if name == "key" and isinstance(given.get("key"), list) and len(given) == 1:
+        return f"pyautogui.press({given['key']!r})"
     if name == "key" and [*given] == ["key"]:
         keys = str(given["key"]).split("+")
         return f"pyautogui.press({keys[0]!r})" if len(keys) == 1 else f"pyautogui.hotkey({', '.join(map(repr, keys))})"
@@ -239,20 +284,32 @@ UI_TARS = {
     "wait": "wait",
     "finished": "finish",
     "call_user": "fail",
+    "long_press": "long_press",
+    "open_app": "open_app",
+    "press_home": "press_home",
+    "press_back": "press_back",
 }
-"""Actions of UI-TARS and those of `mmrl.gui`."""
+"""Actions of UI-TARS and those of `mmrl.gui`; those of phones are for environments that have them."""
+ENDS = ("finish", "fail")
+"""Actions that may have an answer."""
 OSWORLD = {"WAIT": "wait", "DONE": "finish", "FAIL": "fail"}
-CLICKS = {"click": "click", "doubleClick": "double_click", "rightClick": "right_click"}
+BUTTONS = {"left": "left", "primary": "left", "right": "right", "secondary": "right", "middle": "middle"}
+"""Buttons of the mouse by the names of pyautogui."""
+CLICKS = {("left", 1): "click", ("left", 2): "double_click", ("right", 1): "right_click"}
+"""Buttons and numbers of clicks, and their actions."""
+TIMING = ("duration", "tween", "interval", "logScreenshot", "_pause")
+"""Arguments of pyautogui that change no outcome."""
 PARAMETERS = {
-    "click": ("x", "y", "clicks", "interval", "button", "duration"),
-    "doubleClick": ("x", "y", "interval", "button", "duration"),
-    "rightClick": ("x", "y", "interval", "duration"),
-    "moveTo": ("x", "y", "duration"),
-    "dragTo": ("x", "y", "duration", "button"),
+    "click": ("x", "y", "clicks", "interval", "button", "duration", "tween"),
+    "doubleClick": ("x", "y", "interval", "button", "duration", "tween"),
+    "rightClick": ("x", "y", "interval", "duration", "tween"),
+    "moveTo": ("x", "y", "duration", "tween"),
+    "dragTo": ("x", "y", "duration", "tween", "button"),
     "write": ("message", "interval"),
     "typewrite": ("message", "interval"),
     "press": ("keys", "presses", "interval"),
     "scroll": ("clicks", "x", "y"),
+    "vscroll": ("clicks", "x", "y"),
     "hscroll": ("clicks", "x", "y"),
     "sleep": ("seconds",),
 }

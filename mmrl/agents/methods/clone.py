@@ -81,11 +81,13 @@ class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
         super().__init__(config)
         self.open(config, config.evaluation.sampler.config)
         self._known: dict[str, ExpertEpisode] = {}
+
+    def check_data(self) -> None:
+        """Refuse an environment without an expert; raises UserError."""
         if not self.pool.has_expert:
-            self.close()
             raise UserError(
-                f"environment.factory: {config.environment.factory} makes an environment without an expert to clone, a "
-                "method `expert` that returns an Action"
+                f"environment.factory: {self.config.environment.factory} makes an environment without an expert to "
+                "clone, a method `expert` that returns an Action"
             )
 
     def batch(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step) -> Rollouts:

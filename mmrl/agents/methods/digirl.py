@@ -27,7 +27,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,7 +47,7 @@ from mmrl.agents.methods.digirl_critics import (
 )
 from mmrl.agents.recipe import AgentConfig, AgentRecipe, check_rewards
 from mmrl.agents.rollout.episodes import AgentPayload, pack_episodes, pack_groups
-from mmrl.agents.rollout.storage import read_recorded, restore_episode, store_episode
+from mmrl.agents.rollout.storage import RecordedFolder, read_recorded, restore_episode, store_episode
 from mmrl.core.loss import Denominators, Metric, mean_metric
 from mmrl.core.objectives.objective import LossOutput
 from mmrl.core.returns import turn_starts
@@ -197,13 +196,22 @@ class DigirlRecipe(AgentRecipe):
         }
         self._fresh: list[Fresh] = []
         self.added["fresh"] = self._fresh
-        if settings.path is not None:
+        if self._recorded is not None:
             try:
-                build_if_missing(settings, "digirl")
-                self._read(expanded(settings.path))
+                episodes = self._recorded.episodes(self.policy, self.writer(self.policy))
             except BaseException:
                 self.close()
                 raise
+            for episode in episodes:
+                self.store.push(EPISODES, store_episode(episode), step=0)
+
+    def check_data(self) -> None:
+        """Read the recorded episodes; raises UserError."""
+        settings = self.config.digirl
+        self._recorded: RecordedFolder | None = None
+        if settings.path is not None:
+            build_if_missing(settings, "digirl")
+            self._recorded = read_recorded(expanded(settings.path))
 
     def is_offline(self, step: Step) -> bool:
         """Whether the step runs no episodes."""
@@ -275,10 +283,6 @@ class DigirlRecipe(AgentRecipe):
     def _alone(self, rollouts: Rollouts, reward: Tensor) -> Tensor:
         """Episodes are compared with all that are stored, never with their group."""
         return torch.zeros_like(reward, dtype=torch.bool)
-
-    def _read(self, folder: Path) -> None:
-        for episode in read_recorded(folder, self.policy, self.writer(self.policy)):
-            self.store.push(EPISODES, store_episode(episode), step=0)
 
     def _train_critics(self, data: LabelledEpisodes, step: Step) -> None:
         """Some updates of both critics, the same on every process."""

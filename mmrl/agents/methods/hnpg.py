@@ -102,12 +102,16 @@ class HnpgRecipe(ArcherRecipe):
         super().__init__(config)
         self.trust_region = config.hnpg.region
         try:
-            build_if_missing(config.hnpg, "hnpg")
-            episodes = read_recorded(expanded(config.hnpg.path), self.policy, self.writer(self.policy))
+            episodes = self._recorded.episodes(self.policy, self.writer(self.policy))
         except BaseException:
             self.close()
             raise
         self.recorded = [store_episode(episode) for episode in episodes]
+
+    def check_data(self) -> None:
+        """Read the recorded episodes; raises UserError."""
+        build_if_missing(self.config.hnpg, "hnpg")
+        self._recorded = read_recorded(expanded(self.config.hnpg.path))
 
     @staticmethod
     def settings_of(config: HnpgConfig) -> HnpgSettings:

@@ -388,6 +388,8 @@ class Episode:
     success: bool = False
     finish: str = ""
     """Reason why the last answer ended: "eos", "stop" or "length"."""
+    final_answer: str = ""
+    """The argument `answer` of its last action, as of `finish`; empty without one."""
     last: Observation = field(default_factory=Observation)
     """The last observation."""
     video: Video | None = None

@@ -304,7 +304,7 @@ class EpisodeRunner:
         episode.seconds[-1] += result.seconds
         episode.refused += "action_error" in result.info
         episode.calls += action.name != SAY
-        episode.last = result.observation
+        episode.last, episode.final_answer = result.observation, str(action.arguments.get("answer", ""))
         slot.success = result.info.get("success", slot.success)
 
     def _is_over(self, slot: _Slot, answer: ParsedAnswer, result: TurnResult | None) -> bool:

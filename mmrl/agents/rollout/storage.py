@@ -14,7 +14,7 @@ import logging
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -180,27 +180,59 @@ def write_recorded(episodes: Sequence[Episode], folder: Path) -> int:
     return len(valid)
 
 
-def read_recorded(folder: Path, policy: VlmPolicy, writer: Writer) -> list[Episode]:
-    """Read the episodes of a folder."""
-    episodes: list[Episode] = []
-    if (folder / ROWS).is_file():
-        episodes = [_episode(row, folder, policy, writer) for row in read_rows(str(folder / ROWS), "train", None)]
-    for episode in episodes:
-        if not episode.has_result:
-            LOGGER.warning("%s: a recorded episode is left out: %s", folder, episode.reason)
-    valid = [episode for episode in episodes if episode.has_result]
-    valid += [_read_single(file, policy) for file in sorted(folder.glob(SINGLE))]
-    if not valid:
-        reason = f"none of its {len(episodes)} fits into the model" if episodes else f"no {ROWS} and no {SINGLE}"
+@dataclass(frozen=True)
+class RecordedRow:
+    """An episode of `episodes.jsonl`, checked, which belongs to no model yet."""
+
+    task: AgentTask
+    turns: Sequence[tuple[Observation, str]]
+    """Observation and answer of each turn."""
+    rewards: list[float]
+    """Reward of each turn."""
+    success: bool
+
+
+@dataclass(frozen=True)
+class RecordedFolder:
+    """The episodes of a folder, read and checked as far as that needs no model."""
+
+    folder: Path
+    rows: Sequence[RecordedRow]
+    singles: Mapping[Path, Episode]
+    """Episodes of one model, by their files."""
+
+    def episodes(self, policy: VlmPolicy, writer: Writer) -> list[Episode]:
+        """The episodes as those of a policy; raises UserError where none fits into it, or a tokenizer differs."""
+        replayed = [_replayed(row, policy, writer) for row in self.rows]
+        for episode in replayed:
+            if not episode.has_result:
+                LOGGER.warning("%s: a recorded episode is left out: %s", self.folder, episode.reason)
+        valid = [episode for episode in replayed if episode.has_result]
+        valid += [_check_tokenizer(file, episode, policy) for file, episode in self.singles.items()]
+        if not valid:
+            raise UserError(f"{self.folder} has no episodes to learn from: none of its {len(replayed)} fits the model")
+        return valid
+
+
+def read_recorded(folder: Path) -> RecordedFolder:
+    """Read the episodes of a folder; raises UserError for one that is none, and without any."""
+    table = folder / ROWS
+    rows = [_row(row, folder) for row in read_rows(str(table), "train", None)] if table.is_file() else []
+    singles = {file: _read_single(file) for file in sorted(folder.glob(SINGLE))}
+    if not rows and not singles:
+        reason = f"{ROWS} is empty" if table.is_file() else f"no {ROWS} and no {SINGLE}"
         raise UserError(f"{folder} has no episodes to learn from: {reason}")
-    return valid
+    return RecordedFolder(folder, rows, singles)
 
 
-def _read_single(file: Path, policy: VlmPolicy) -> Episode:
+def _read_single(file: Path) -> Episode:
     try:
-        episode = restore_episode(torch.load(file, map_location="cpu", weights_only=True))
+        return restore_episode(torch.load(file, map_location="cpu", weights_only=True))
     except Exception as error:  # a damaged file may raise anything in pickle
         raise UserError(f"{file} is no recorded episode: {type(error).__name__}: {error}") from error
+
+
+def _check_tokenizer(file: Path, episode: Episode, policy: VlmPolicy) -> Episode:
     steps, own = episode.trajectory, [list[int]() for _ in episode.answers]
     for token, turn, sampled in zip(steps.ids, steps.turn, steps.sampled, strict=True):
         if sampled:
@@ -252,7 +284,13 @@ def _as_result(observation: Observation, answer: str) -> Observation:
     return replace(observation, results=(CallResult(calls[0], observation.text, len(observation.images)),))
 
 
-def _episode(row: Row, folder: Path, policy: VlmPolicy, writer: Writer) -> Episode:
+def _replayed(row: RecordedRow, policy: VlmPolicy, writer: Writer) -> Episode:
+    episode = replay_episode(row.task, row.turns, policy, writer)
+    episode.rewards, episode.success = list(row.rewards), row.success
+    return episode
+
+
+def _row(row: Row, folder: Path) -> RecordedRow:
     turns: Any = row.cells.get("turns")
     problem = row.problem
     if problem is None and (not isinstance(turns, list) or not turns):
@@ -264,14 +302,12 @@ def _episode(row: Row, folder: Path, policy: VlmPolicy, writer: Writer) -> Episo
     task = row.cells.get("task") or {}
     name = task.get("name", "task") if isinstance(task, Mapping) else str(task)
     seen = [(_observation(turn, folder, row), str(turn["answer"])) for turn in turns]
-    episode = replay_episode(AgentTask(f"{name}/{row.cells.get('seed', 0)}"), seen, policy, writer)
-    episode.rewards = _rewards(row, turns)
-    success = row.cells.get("success")
+    rewards, success = _rewards(row, turns), row.cells.get("success")
     try:
-        episode.success = sum(episode.rewards) > 0 if success is None else as_flag(success, "success")
+        succeeded = sum(rewards) > 0 if success is None else as_flag(success, "success")
     except MalformedError as error:
         raise UserError(f"{row.place}: {error}") from None
-    return episode
+    return RecordedRow(AgentTask(f"{name}/{row.cells.get('seed', 0)}"), seen, rewards, succeeded)
 
 
 def _rewards(row: Row, turns: Sequence[Mapping[str, Any]]) -> list[float]:

@@ -7,10 +7,11 @@ in the environment's coordinate space and are converted here, once.
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mmrl.gui.browser.popups import open_in_page, refusal_of, restore_closed
 from mmrl.gui.grounding.coords import CoordinateSpace, Point, Size, from_original, to_original
 
 if TYPE_CHECKING:
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 MAX_TEXT_CHARS = 500
 MAX_SCROLL_PX = 5000
 SCROLL_PX = 120
+"""Pixels of a click of the wheel, and of a scroll without an amount."""
+MAX_KEYS = 64
+MAX_WAIT_S = 10
+MAX_ANSWER_CHARS = 4000
 DRAG_STEPS = 4
 
 
@@ -64,9 +69,11 @@ class Command:
     name: str
     points: tuple[Point, ...] = ()
     text: str = ""
-    """Text to type, or a key in playwright's names."""
+    """Text to type, keys in playwright's names with spaces between them, or the answer at the end."""
     scroll_px: Point = (0, 0)
     """Distance in CSS pixels, right and down."""
+    seconds: float = 0.0
+    """Time to wait."""
 
 
 @dataclass(frozen=True)
@@ -92,29 +99,46 @@ def read_action(name: str, arguments: Mapping[str, Any], viewpoint: Viewpoint) -
 
 
 def execute_command(command: Command, page: GuardedPage) -> None:
-    """Execute a command; returns when the page has handled the input."""
-    mouse, keyboard = page.page.mouse, page.page.keyboard
+    """Execute a command; returns when the page has handled the input.
+
+    Raises:
+        ActionError: a popup outside of the page is in the way; it is closed.
+    """
     points = [(x / page.scale, y / page.scale) for x, y in command.points]
     with page.browser.limited(f"the action {command.name}"):
-        match command.name:
-            case "click":
-                mouse.click(*points[0])
-            case "double_click":
-                mouse.dblclick(*points[0])
-            case "right_click":
-                mouse.click(*points[0], button="right")
-            case "drag":
-                mouse.move(*points[0])
-                mouse.down()
-                mouse.move(*points[1], steps=DRAG_STEPS)
-                mouse.up()
-            case "scroll":
-                mouse.move(*points[0])
-                mouse.wheel(*command.scroll_px)
-            case "type":
-                keyboard.type(command.text)
-            case "key":
-                keyboard.press(command.text)
+        for point in points[:1]:
+            if refused := refusal_of(page.page, point, page.scale):
+                raise ActionError("native_popup", refused)
+        if command.name in ("click", "double_click"):
+            open_in_page(page.page, points[0])
+        _perform(command, page, points)
+        restore_closed(page.page)
+
+
+def _perform(command: Command, page: GuardedPage, points: Sequence[Point]) -> None:
+    mouse, keyboard = page.page.mouse, page.page.keyboard
+    match command.name:
+        case "click":
+            mouse.click(*points[0])
+        case "double_click":
+            mouse.dblclick(*points[0])
+        case "right_click":
+            mouse.click(*points[0], button="right")
+        case "drag":
+            mouse.move(*points[0])
+            mouse.down()
+            mouse.move(*points[1], steps=DRAG_STEPS)
+            mouse.up()
+        case "scroll":
+            mouse.move(*points[0])
+            mouse.wheel(*command.scroll_px)
+        case "type":
+            keyboard.type(command.text)
+        case "key":
+            for key in command.text.split(" "):
+                keyboard.press(key)
+        case "wait" if command.seconds:
+            page.page.wait_for_timeout(1000 * command.seconds)
 
 
 def _at_point(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
@@ -128,11 +152,15 @@ def _drag(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
 
 
 def _scroll(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
-    direction, amount = left.pop("direction", None), left.pop("amount", SCROLL_PX)
-    if not isinstance(direction, str) or direction not in DIRECTIONS:
+    direction, unit = left.pop("direction", None), left.pop("unit", "pixels")
+    if not isinstance(direction, str) or direction not in DIRECTIONS or unit not in ("pixels", "clicks"):
         raise _wrong(name)
-    if not _is_number(amount) or not 0 < amount <= MAX_SCROLL_PX:
-        raise ActionError("wrong_arguments", f"The amount of a scroll is 1 to {MAX_SCROLL_PX} pixels.")
+    each = SCROLL_PX if unit == "clicks" else 1
+    amount = left.pop("amount", SCROLL_PX / each)
+    if not _is_number(amount) or not 0 < each * amount <= MAX_SCROLL_PX:
+        most = f"1 to {MAX_SCROLL_PX} pixels, or 1 to {MAX_SCROLL_PX // SCROLL_PX} clicks of the wheel"
+        raise ActionError("wrong_arguments", f"The amount of a scroll is {most}.")
+    amount *= each
     width, height = viewpoint.image_wh
     point = (width / 2, height / 2)
     if left.keys() & {"x", "y", "point"}:
@@ -151,8 +179,17 @@ def _type(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
 
 
 def _key(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
-    """Read keys joined by +, or by spaces as in ARPO's hotkeys."""
+    """Read keys joined by +, or by spaces as in ARPO's hotkeys; or a list of such keys, one after the other."""
     given = left.pop("key", None)
+    if not isinstance(given, list):
+        return Command(name, text=_one_key(given))
+    if not 1 <= len(given) <= MAX_KEYS:
+        raise ActionError("wrong_arguments", f"A list of keys has 1 to {MAX_KEYS} of them.")
+    return Command(name, text=" ".join(map(_one_key, given)))
+
+
+def _one_key(given: Any) -> str:
+    """A key in playwright's names."""
     parts = given.replace("+", " ").split() if isinstance(given, str) and len(given) < 60 else []
     named = [MODIFIERS.get(part.lower(), "") for part in parts[:-1]]
     last = parts[-1] if parts else ""
@@ -162,11 +199,21 @@ def _key(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
             "a character, or Enter, Tab, Escape, Backspace, ArrowDown and the like, after Control+, Shift+ or Alt+"
         )
         raise ActionError("wrong_arguments", f"There is no key {str(given)[:40]!r}; a key is {examples}.")
-    return Command(name, text="+".join([*named, key]))
+    return "+".join([*named, key])
 
 
-def _alone(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
-    return Command(name)
+def _wait(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
+    seconds = left.pop("seconds", 0.0)
+    if not _is_number(seconds) or not 0 <= seconds <= MAX_WAIT_S:
+        raise ActionError("wrong_arguments", f"The seconds of a wait are 0 to {MAX_WAIT_S}.")
+    return Command(name, seconds=float(seconds))
+
+
+def _end(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
+    answer = left.pop("answer", "")
+    if not isinstance(answer, str | int | float) or len(str(answer)) > MAX_ANSWER_CHARS:
+        raise ActionError("wrong_arguments", f"The answer is a text of at most {MAX_ANSWER_CHARS} characters.")
+    return Command(name, text=str(answer))
 
 
 def _point(name: str, left: dict[str, Any], whole: str, parts: tuple[str, str]) -> Point:
@@ -218,8 +265,8 @@ ACTIONS: dict[str, ActionKind] = {
     "scroll": ActionKind(_scroll, "scroll(direction): up, down, left or right; optional amount in pixels, and x, y."),
     "type": ActionKind(_type, "type(text): type into what has the focus; \\n is Enter."),
     "key": ActionKind(_key, "key(key): press a key such as Enter, Tab or Control+a."),
-    "wait": ActionKind(_alone, "wait(): do nothing."),
-    "finish": ActionKind(_alone, "finish(): the task is done."),
-    "fail": ActionKind(_alone, "fail(): the task cannot be done."),
+    "wait": ActionKind(_wait, "wait(): do nothing."),
+    "finish": ActionKind(_end, "finish(): the task is done."),
+    "fail": ActionKind(_end, "fail(): the task cannot be done."),
 }
 """Actions by name."""

@@ -26,6 +26,7 @@ from mmrl.gui.browser.page_env import (
     PageEnvSettings,
     Verdict,
     WebAgentEnv,
+    name_and_arguments,
     register_environments,
     settings_from,
 )
@@ -127,9 +128,9 @@ class MiniWobEnv(PageEnv):
         super().__init__(settings or MiniWobSettings(), browser)
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        """Execute an action; wait takes `wait_s` seconds."""
-        name = action.get("name") if isinstance(action, Mapping) else getattr(action, "name", None)
-        if name == "wait":
+        """Execute an action; wait takes `wait_s` seconds, unless it says how many."""
+        name, arguments = name_and_arguments(action)
+        if name == "wait" and "seconds" not in arguments:
             time.sleep(self.settings.wait_s)
         return super().step(action)
 

@@ -20,6 +20,7 @@ from urllib.request import url2pathname
 import numpy as np
 
 from mmrl.gui.browser.browser import Browser
+from mmrl.gui.browser.popups import content_box
 from mmrl.gui.grounding.coords import Box, Point
 
 if TYPE_CHECKING:
@@ -37,6 +38,25 @@ FREEZE = """async () => {
   // a screenshot shows the last drawn frame, and the first one after loading may still contain motion
   await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
 }"""
+FRAME_CLIP = """(frame, boxes) => {
+  const cut = frame.getBoundingClientRect(), style = getComputedStyle(frame);
+  const gone = style.display === 'none' || style.visibility !== 'visible' || Number(style.opacity) < 0.1;
+  return boxes.map(([x1, y1, x2, y2]) => {
+    const box = [Math.max(x1, cut.left, 0), Math.max(y1, cut.top, 0), Math.min(x2, cut.right, innerWidth),
+      Math.min(y2, cut.bottom, innerHeight)];
+    if (gone) return [box, 'style'];
+    if (box[2] - box[0] < 2 || box[3] - box[1] < 2) return [box, 'outside'];
+    if (frame.closest('[inert]')) return [box, 'inert'];
+    let top = document.elementFromPoint((box[0] + box[2]) / 2, (box[1] + box[3]) / 2);
+    while (top && top.shadowRoot && top !== frame) {
+      const inner = top.shadowRoot.elementFromPoint((box[0] + box[2]) / 2, (box[1] + box[3]) / 2);
+      if (!inner || inner === top) break;
+      top = inner;
+    }
+    return [box, top === frame ? '' : style.pointerEvents === 'none' ? 'inert' : 'covered'];
+  });
+}"""
+"""What a frame shows of boxes of its document, and why a click on their middle does not reach it."""
 SETTLE = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
 
 
@@ -183,7 +203,8 @@ class Element:
     box: Box
     """Visible part in pixels of the screenshot; of a wrapped link the largest line."""
     hidden: str = ""
-    """Reason why it cannot be clicked: style, outside (the window or a frame), covered; empty for a visible one."""
+    """Reason why it cannot be clicked: style, outside (the window or a frame), covered, or inert (also without pointer
+    events); empty for one that can be clicked."""
     visible_share: float = 1.0
     """Visible share of its area."""
     icon_only: bool = False
@@ -213,14 +234,39 @@ class Element:
 
 
 def read_elements(page: GuardedPage) -> list[Element]:
-    """The controls of a page in document order, invisible ones included, with boxes in pixels of the screenshot."""
-    return parse_elements(page.evaluate(read_script()), page.scale)
+    """The controls of a page, invisible ones included, with boxes in pixels of the screenshot.
+
+    They are in document order; those of frames follow those of the page around them.
+    """
+    with page.browser.limited("reading the controls"):
+        entries = _entries_of(page.page.main_frame)
+    return [_element(entry, page.scale) for entry in entries]
+
+
+def _entries_of(frame: Frame) -> list[dict[str, Any]]:
+    """The controls of a frame and of those inside it, with boxes in CSS pixels of the frame's document."""
+    entries: list[dict[str, Any]] = json.loads(frame.evaluate(read_script()))
+    for inner in frame.child_frames:
+        if inner.is_detached():
+            continue
+        element, (left, top, scale) = content_box(inner)
+        found = _entries_of(inner)
+        for entry in found:
+            edges = zip(entry["box"], (left, top, left, top), strict=True)
+            entry["box"] = [offset + scale * edge for edge, offset in edges]
+        answers = element.evaluate(FRAME_CLIP, [entry["box"] for entry in found])
+        for entry, (box, hidden) in zip(found, answers, strict=True):
+            entries.append(entry | {"box": box, "hidden": entry["hidden"] or hidden})
+    return entries
 
 
 def parse_elements(answer: str, scale: float = 1.0) -> list[Element]:
     """The controls in an answer of `read_script`, with boxes in pixels of a screenshot with a scale."""
-    entries: list[dict[str, Any]] = json.loads(answer)
-    return [Element(**entry | {"box": Box(*(edge * scale for edge in entry["box"]))}) for entry in entries]
+    return [_element(entry, scale) for entry in json.loads(answer)]
+
+
+def _element(entry: Mapping[str, Any], scale: float) -> Element:
+    return Element(**{**entry, "box": Box(*(edge * scale for edge in entry["box"]))})
 
 
 @cache

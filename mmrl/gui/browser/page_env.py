@@ -132,6 +132,8 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
         self._browser, self._page = browser, None  # type: Browser | None, GuardedPage | None
         self._broken = self._over = True
         self._steps, self._instruction = 0, ""
+        self.answer = ""
+        """Answer that the agent ended the episode with, for `_after`; empty without one."""
         self._image: NDArray[np.uint8] = np.zeros((image_wh[1], image_wh[0], 3), np.uint8)
 
     @property
@@ -161,6 +163,7 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
         super().reset(seed=seed)
         number = int(self.np_random.integers(2**31)) if seed is None else seed
         task = self._task(_task_of(options), number)
+        self.answer = ""
         for attempt in range(RESET_ATTEMPTS):
             try:
                 self._instruction = self._begin(self._ready_page(), task, number)
@@ -180,7 +183,7 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
             raise UserError("the episode is over: call reset()")
         self._steps += 1
         try:
-            return self._execute(*_name_and_arguments(action))
+            return self._execute(*name_and_arguments(action))
         except BrowserFailure as failure:
             self._broken = self._over = True
             info = {**self._facts(), "action_error": None, "env_error": str(failure)}
@@ -210,7 +213,7 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
 
     @abc.abstractmethod
     def _after(self, page: GuardedPage) -> Verdict:
-        """Let the page settle after an action and read its verdict."""
+        """Let the page settle after an action and read its verdict, which may depend on `self.answer`."""
 
     def _execute(
         self, name: str, arguments: Mapping[str, Any]
@@ -219,6 +222,7 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
         command = Command("wait")
         try:
             command = read_action(name, arguments, self.viewpoint)
+            self.answer = command.text if command.name in ("finish", "fail") else ""
             execute_command(command, self.page)
         except ActionError as error:
             code, message = error.code, str(error)
@@ -230,6 +234,7 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
         self._over = terminated or truncated
         reward = verdict.reward if self._over and command.name != "fail" else 0.0
         info = {**self._facts(), **verdict.info, "success": verdict.success and command.name != "fail"}
+        info |= {"answer": self.answer} if self.answer else {}
         info |= {MARKS: [self._seen_point(point) for point in command.points]}
         info |= {"action_error": code, "action_message": message, "events": self.page.take_events()}
         return self._observation(), reward, terminated, truncated, info
@@ -327,7 +332,8 @@ def _task_of(options: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return task
 
 
-def _name_and_arguments(action: Any) -> tuple[str, Mapping[str, Any]]:
+def name_and_arguments(action: Any) -> tuple[str, Mapping[str, Any]]:
+    """Name and arguments of an `Action`, or of a mapping with both."""
     if isinstance(action, Action):
         return action.name, action.arguments
     if isinstance(action, Mapping) and isinstance(action.get("name"), str):

@@ -51,7 +51,7 @@ class AepoConfig(GroundingParts, VlmConfig):
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
-        self.refuse_videos()
+        self.check_screens()
         VlmConfig.validate(self.scored())
 
     def scored(self) -> AepoConfig:

@@ -23,7 +23,7 @@ class GroundingSftConfig(GroundingParts, SftConfig):
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
-        self.refuse_videos()
+        self.check_screens()
         SftConfig.validate(self.scored())
 
     def scored(self) -> GroundingSftConfig:

@@ -255,9 +255,10 @@ class GroundingParts:
     answer: AnswerRules = field(default_factory=AnswerRules)
     """Required form of an answer and its reward: `point`, with its parts at weight 0."""
 
-    def refuse_videos(self) -> None:
-        """Refuse options of videos, which screens do not have; raises ValueError."""
+    def check_screens(self) -> None:
+        """Refuse options of videos, which screens do not have, and training on held-out screens; raises ValueError."""
         config: Any = self
+        check_held_out(config.data, config.eval_data, config.grounding.seen)
         for data in (config.data, *config.eval_data.values()):
             if data.video != VideoOptions():
                 raise ValueError("data.video is set, but a grounding question has one image and no video; leave it out")
@@ -279,7 +280,6 @@ class Screens(Questions):
     broken_down = BROKEN_DOWN
 
     def __init__(self, config: Any) -> None:
-        check_held_out(config.data, config.eval_data, config.grounding.seen)
         self.settings: GroundingSettings = config.grounding
         self.rules: AnswerRules = config.answer
         self.model: ModelConfig = config.model

@@ -9,12 +9,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mmrl.files import expanded
 from mmrl.rewards import RewardConfig
 from mmrl.rewards.config import TrainerState
 from mmrl.rewards.sum import RewardSum
-from mmrl.vlm.data.dataset import DataConfig, load_tasks
-from mmrl.vlm.data.task import VlmTask, check_columns, score_texts
+from mmrl.vlm.data.task import VlmTask, score_texts
 
 FORMS = ("{}", "\\boxed{{{}}}", "<think>why</think>\\boxed{{{}}}", "<think>why</think><answer>{}</answer>")
 """Forms in which the right answer is scored."""
@@ -24,32 +22,24 @@ SHOWN = 200
 """Characters of a question."""
 
 
-def preview(config: Any) -> list[str]:
-    """Lines on the questions of a run; those that are not on this machine are named and not read.
+def preview(config: Any, recipe: Any) -> list[str]:
+    """Lines on the questions that a recipe has read.
 
     Raises:
-        UserError: rows that cannot be used, an image that cannot be opened, or a reward that cannot be loaded.
+        UserError: an image that cannot be opened, or a reward that cannot be loaded.
     """
-    data = getattr(config, "data", None)
-    if not isinstance(data, DataConfig):
-        return []
-    named = {"data": data} | {f"eval_data.{name}": split for name, split in config.eval_data.items()}
-    lines = []
-    for name, split in named.items():
-        if not expanded(split.path).exists():
-            why = "the run builds it" if split.build else "a hub id, or not on this machine; not checked"
-            lines.append(f"{name}: {split.path}: {why}")
-            continue
-        tasks = load_tasks(split).tasks
-        lines.append(f"{name}: {split.path}: {len(tasks)} questions")
-        if name == "data":
-            lines += _first(tasks, getattr(config, "rewards", None) or getattr(config.evaluation, "rewards", []))
-    return lines
+    first: Any = recipe.train_tasks[0]
+    rewards = getattr(config, "rewards", None) or getattr(config.evaluation, "rewards", [])
+    lines = [f"data: {config.data.path}: {len(recipe.train_tasks)} questions"]
+    lines += _first(first if isinstance(first, VlmTask) else first.task, rewards)
+    held_out = recipe.eval_tasks.items()
+    return lines + [
+        f"eval_data.{name}: {config.eval_data[name].path}: {len(tasks)} questions" for name, tasks in held_out
+    ]
 
 
-def _first(tasks: Sequence[VlmTask], rewards: Sequence[RewardConfig]) -> list[str]:
+def _first(task: VlmTask, rewards: Sequence[RewardConfig]) -> list[str]:
     """The first question, and the rewards of its right answer."""
-    task = tasks[0]
     text = " ".join(item["text"] for turn in task.messages for item in turn["content"] if "text" in item)
     sizes = [f"image {image.width} x {image.height}" for image in task.load_images()]
     shown = ", ".join([*sizes, *(["a video"] * len(task.videos)), repr(text[:SHOWN])])
@@ -60,7 +50,6 @@ def _first(tasks: Sequence[VlmTask], rewards: Sequence[RewardConfig]) -> list[st
     texts = [""] if answer is None else [form.format(answer) for form in FORMS]  # without one: does the function run?
     terms = RewardSum(rewards, workers=1)
     try:
-        check_columns(terms, {"data": tasks})
         found = score_texts(terms, TrainerState(), [task] * len(texts), [text] * len(texts), texts, [[]] * len(texts))
     finally:
         terms.close()

@@ -112,11 +112,14 @@ class ContrastiveRecipe(VlmRecipe):
         super().__init__(config)
         keys = [key for key in (config.contrast.query_key, config.contrast.negative_key) if self._has(key)]
         self.keys = dict(zip((QUERY, NEGATIVE), keys, strict=False))
-        if config.contrast.query_key not in keys:
-            self.close()
+
+    def check_data(self) -> None:
+        """Refuse questions without a query; raises UserError."""
+        key = self.config.contrast.query_key
+        if not self._has(key):
             raise UserError(
-                f"data: question {self.train_tasks[0].id} has no text in column '{config.contrast.query_key}' "
-                f"(contrast.query_key); columns: {', '.join(self.train_tasks[0].columns)}"
+                f"data: question {self.train_tasks[0].id} has no text in column '{key}' (contrast.query_key); columns: "
+                f"{', '.join(self.train_tasks[0].columns)}"
             )
 
     def _has(self, key: str) -> bool:

@@ -54,12 +54,11 @@ class DatasetResetRecipe(VlmRecipe):
 
     config: DatasetResetConfig
 
-    def __init__(self, config: DatasetResetConfig) -> None:
-        super().__init__(config)
-        key = config.reset.reference_key
+    def check_data(self) -> None:
+        """Refuse questions without a reference answer; raises UserError."""
+        key = self.config.reset.reference_key
         without = next((task for task in self.train_tasks if not isinstance(task.columns.get(key), str)), None)
         if without is not None:
-            self.close()
             raise UserError(
                 f"data: question {without.id} has no text in column '{key}' (reset.reference_key), inside which "
                 f"rollouts start; columns: {', '.join(without.columns)}"

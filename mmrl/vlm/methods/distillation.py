@@ -151,8 +151,6 @@ class DistilRecipe(VlmRecipe):
         super().__init__(config)
         try:
             self.teacher = Teacher(config.teacher, self.policy, config.sampler.temperature)
-            config.teacher.check_columns(self.train_tasks)
-            self._check_answers()
         except UserError:
             self.close()
             raise
@@ -200,8 +198,9 @@ class DistilRecipe(VlmRecipe):
             rows.replace(payload=payload, extras=extras, reward=torch.full_like(rows.reward, float("nan")))
         )
 
-    def _check_answers(self) -> None:
-        """Refuse questions without an answer where answers of the data are learned."""
+    def check_data(self) -> None:
+        """Refuse questions without a column of the prompt, or without an answer that is learned; raises UserError."""
+        self.config.teacher.check_columns(self.train_tasks)
         key = self.config.distil.target_key
         if self.config.distil.on_policy == 1.0:
             return

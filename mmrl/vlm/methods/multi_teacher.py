@@ -67,19 +67,15 @@ class MultiTeacherRecipe(ReplacingRecipe):
 
     config: MultiTeacherConfig
 
-    def __init__(self, config: MultiTeacherConfig) -> None:
-        super().__init__(config)
-        try:
-            given = [self._texts(task) for task in self.train_tasks]
-            if not any(given):
-                key, columns = config.teachers.responses_key, ", ".join(self.train_tasks[0].columns)
-                raise UserError(
-                    f"data: no question has teachers' answers in a column '{key}' (teachers.responses_key), a list of "
-                    f"{{model, text}}; columns: {columns}"
-                )
-        except UserError:
-            self.close()
-            raise
+    def check_data(self) -> None:
+        """Refuse questions without any teacher's answer, or with one of another shape; raises UserError."""
+        given = [self._texts(task) for task in self.train_tasks]
+        if not any(given):
+            key, columns = self.config.teachers.responses_key, ", ".join(self.train_tasks[0].columns)
+            raise UserError(
+                f"data: no question has teachers' answers in a column '{key}' (teachers.responses_key), a list of "
+                f"{{model, text}}; columns: {columns}"
+            )
 
     def replacements(
         self, policy: VlmPolicy, rollouts: Rollouts, failed: Sequence[int], streams: Streams, step: Step

@@ -231,6 +231,10 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
             self.terms = [*self.terms, StartReference(self.start_scores)]
         if "kl_baseline" in self.objective.needs:
             self.terms = [*self.terms, MismatchedAnswers(self)]
+
+    def check_data(self) -> None:
+        """Refuse held-out questions of which nothing would be measured; raises UserError."""
+        config = self.config
         for split, tasks in self.eval_tasks.items():
             if not config.scoring.rewards and not has_sides(tasks, self.columns):
                 raise UserError(

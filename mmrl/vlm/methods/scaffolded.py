@@ -81,11 +81,10 @@ class ScaffoldedRecipe(ReplacingRecipe):
 
     config: ScaffoldedConfig
 
-    def __init__(self, config: ScaffoldedConfig) -> None:
-        super().__init__(config)
-        key = config.scaffold.hints_key
+    def check_data(self) -> None:
+        """Refuse questions without any hints; raises UserError."""
+        key = self.config.scaffold.hints_key
         if not any(task.columns.get(key) for task in self.train_tasks):
-            self.close()
             raise UserError(
                 f"data: no question has hints in a column '{key}' (scaffold.hints_key), a list of texts; columns: "
                 f"{', '.join(self.train_tasks[0].columns)}"

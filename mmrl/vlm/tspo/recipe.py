@@ -33,6 +33,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
 from mmrl.hub.building import build_if_missing
 from mmrl.hub.video_reading import VideoError
+from mmrl.runs.dry_run import model_follows
 from mmrl.runs.export import Exported
 from mmrl.runs.fingerprint import content_digest
 from mmrl.runs.records import SampleRecord
@@ -72,6 +73,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         self.eval_tasks = {
             name: self._load(data, f"eval_data.{name}")[:limit] for name, data in config.eval_data.items()
         }
+        model_follows(self)
         features = config.features
         build_if_missing(features, "features")
         clip = ClipEncoder(features.path, features.batch, features.device)

@@ -34,6 +34,7 @@ from diffusion.models.ema import EvalAverage, EvalEmaConfig
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.rewards.config import RewardResult, refuse_weights
+from mmrl.runs.dry_run import model_follows
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
@@ -138,6 +139,7 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
         self.eval_tasks: Mapping[str, Sequence[FlowClip]] = {
             name: load_clips(data, f"eval_data.{name}")[:limit] for name, data in config.eval_data.items()
         }
+        model_follows(self)
         self.policy = FlowWorldModel.from_pretrained(config.model.path)
         self.process = FlowSampling(self.policy, config.timesteps, config.exploration)
         self.judge = FlowJudge([*config.verifiers, *config.heldout_verifiers])

@@ -37,6 +37,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.fields import choice, rare
+from mmrl.runs.dry_run import model_follows
 from mmrl.training.evaluation import Measure
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
@@ -175,6 +176,8 @@ class Flow3dRecipe(FlowDomain, SupervisedRecipe[FlowWorldModel, Any]):
         held_out = {name: load_clips(data, f"eval_data.{name}")[:limit] for name, data in config.eval_data.items()}
         episodes = {name: list_episodes(data)[:limit] for name, data in config.episodes.items()}
         self.eval_tasks: Mapping[str, Sequence[Any]] = held_out | episodes
+        self.train_tasks: Sequence[Any] = clips
+        model_follows(self)
         self.policy = _open_model(config, clips)
         self.clips = TrainingClips(
             clips, self.policy, only_visible=config.loss_mask == "visible", in_memory=config.in_memory
