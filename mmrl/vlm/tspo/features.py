@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,7 +123,7 @@ class FeatureStore:
         self.encoder = encoder
         self.folder = None if folder is None else expanded(folder)
         self.memory_bytes = memory_mb * 1e6
-        self.computed = 0
+        self.counts = Counter(embedded=0)
         """Videos that were embedded rather than read."""
         self._texts: dict[str, Tensor] = {}
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
@@ -141,7 +141,7 @@ class FeatureStore:
         found = None if file is None else _read(file, len(candidates), self.encoder.width)
         if found is None:
             found = self.encoder.frames(candidates.frames())
-            self.computed += 1
+            self.counts["embedded"] += 1
             if file is not None:
                 with replaced(file) as draft:
                     save_file({"features": found.contiguous()}, draft, metadata={"digest": _digest(found)})

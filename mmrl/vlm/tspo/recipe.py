@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from mmrl.core.loss import Metric
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
@@ -204,10 +205,10 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
             )
         return found
 
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Videos that were embedded, questions skipped so far and reward errors of the step."""
         return {
-            "tspo/videos_embedded": float(self.store.computed),
+            "tspo/videos_embedded": float(self.store.counts["embedded"]),
             "data/skipped": float(sum(self.skipped.values())),
         } | self.errors.take()
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from mmrl.errors import RunError, UserError
 from mmrl.training import loss_scale
-from mmrl.training.loss_scale import LossScale
+from mmrl.training.optimizer import LossScale
 from tests.training.conftest import weights
 from tests.training.loop.test_unequal_ranks import run
 from tests.training.toy import ToyRecipe
