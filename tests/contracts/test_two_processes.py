@@ -30,7 +30,7 @@ from tests.contracts.record import note
 from tests.programs import fork_context
 
 STEPS, LIMIT_S = 3, 240
-QUICK = ("sft", "robot_ppo", "flow3d")
+QUICK = ("sft", "distil", "robot_ppo", "flow3d")
 """The others take as long and are run with the slow tests."""
 CONTROLS = {
     "robot_ppo-shuffled": ("robot_ppo", {"reward.potential": 0.0, "shuffle_success": True}),
@@ -243,6 +243,7 @@ def test_three_processes_sample_and_learn_what_one_does(name, tmp_path):
         config.digirl.batch_episodes = 3
     whole = train(config, tmp_path / "one")
     note("three", name, assert_same(train_in_two(config, tmp_path / "three", processes=3), whole))
+    assert_same_metrics(tmp_path / "three", tmp_path / "one", LESS_EXACT.get(name, RELATIVE))
 
 
 @pytest.mark.parametrize("name", every(QUICK[-1:]))
