@@ -124,10 +124,14 @@ class FeatureStore:
         self.folder = None if folder is None else expanded(folder)
         self.memory_bytes = memory_mb * 1e6
         self.counts = Counter(embedded=0)
-        """Videos that were embedded rather than read."""
         self._texts: dict[str, Tensor] = {}
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
         self._bytes = 0
+
+    @property
+    def computed(self) -> int:
+        """Videos that were embedded rather than read."""
+        return self.counts["embedded"]
 
     def frames(self, candidates: Candidates) -> Tensor:
         """Embeddings of a video's candidates (T, D) float32; raises VideoError."""
