@@ -17,7 +17,9 @@ from diffusion.sampling.sampler import TRAINED_STEPS, SamplerConfig
 from diffusion.sampling.schedule import RANDOM_SOLVERS
 from diffusion.sampling.steps import BOUNDED
 from diffusion.sampling.trajectories import StepConfig, check_trajectories
+from mmrl.core.blocks.filter import DropGroups
 from mmrl.core.blocks.order import Epochs
+from mmrl.core.objectives.decoupled import check_decoupled
 from mmrl.errors import UserError
 from mmrl.fields import choice, rare
 from mmrl.rewards import RewardConfig
@@ -201,6 +203,30 @@ class DiffusionConfig(DiffusionParts, RunConfig):
         if not self.compares_samples and self.combine != "sum":
             raise ValueError(f"combine is '{self.combine}'; this recipe reads summed rewards, use sum")
         self.check_objective()
+        if self.combine == "gdpo":
+            self._check_gdpo()
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """Rewards that the images of a prompt are compared by, see `Recipe.compared`."""
+        if not self.compares_samples:
+            return ()
+        return tuple(term.name for term in self.rewards if term.weight) if self.combine == "gdpo" else ("reward",)
+
+    def _check_gdpo(self) -> None:
+        """Refuse parts of the objective that read the summed reward; raises ValueError."""
+        objective = make_objective(self.objective)
+        try:
+            check_decoupled(objective)
+        except ValueError as error:
+            raise ValueError(f"combine is 'gdpo', but {error}") from error
+        chosen = objective.filter
+        bounds = isinstance(chosen, DropGroups) and (chosen.low, chosen.high) != (None, None)
+        if bounds and chosen.reward_key == "reward":
+            raise ValueError(
+                "combine is 'gdpo', but objective.filter.low and high bound the mean of the summed reward; name one of "
+                f"the rewards as objective.filter.key: {', '.join(self.compared)}"
+            )
 
     def check_objective(self) -> None:
         """Refuse an objective that the policy or the rewards cannot serve; raises ValueError."""

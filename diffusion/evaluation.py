@@ -26,7 +26,7 @@ from mmrl.runs.records import Outcome, SampleRecord, film, short_digest
 from mmrl.runs.run_log import metric_label
 from mmrl.runs.statistics import with_interval
 from mmrl.training.evaluation import Measure, Row, Trial, mean_scores, unscored
-from mmrl.training.processes import make_generator, merge_lists, stream_seed
+from mmrl.training.processes import make_generator, stream_seed
 from mmrl.training.recipe import Reference
 from mmrl.training.scoring import describe_failure, failure_of
 from mmrl.training.settings import EvaluationConfig
@@ -205,7 +205,7 @@ def shown_output(image: np.ndarray, task: DiffusionTask | None = None) -> Image:
 def training_cost(policy: DiffusionPolicy, accelerator: Accelerator) -> Iterator[dict[str, float]]:
     """Keep evaluations out of a policy's cost."""
     spent = dict(policy.cost)
-    yield {f"cost/{name}": float(sum(merge_lists([value], accelerator))) for name, value in spent.items()}
+    yield {f"cost/{name}": float(value) for name, value in spent.items()}
     policy.cost.load_state_dict(spent)
 
 

@@ -33,6 +33,7 @@ from diffusion.sampling.few_steps import warn_of_few_steps
 from diffusion.sampling.sampler import check_guidance
 from diffusion.sampling.schedule import RANDOM_SOLVERS
 from diffusion.sampling.trajectories import DiffusionPayload
+from mmrl.core.loss import Metric
 from mmrl.core.objectives.decoupled import decoupled_advantages
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
@@ -186,7 +187,7 @@ class DiffusionDomain:
             )
         return found
 
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Skipped prompts and cost of the run so far, and reward errors of the step."""
         return {
             "data/skipped": float(sum(self.skipped.values())),
@@ -319,6 +320,7 @@ class DiffusionRecipe(KeepsEvalAverage, DiffusionDomain, Recipe[DiffusionPolicy,
     def __init__(self, config: DiffusionConfig) -> None:
         super().__init__(config)
         self.objective = make_objective(config.objective)
+        self.compared = config.compared
         noisy = isinstance(config, TrajectoryParts) or (config.sampler.solver in RANDOM_SOLVERS)
         self.variety = "more noise (sampler.noise_level)" if noisy else ""
         self.open(config, config)
@@ -372,7 +374,7 @@ class DiffusionRecipe(KeepsEvalAverage, DiffusionDomain, Recipe[DiffusionPolicy,
         if self.config.combine == "sum":
             return self.estimate(rollouts, accelerator, step)
         weights = {reward.name: reward.weight for reward in self.config.rewards}
-        estimate = functools.partial(decoupled_advantages, self.objective, weights=weights)
+        estimate = functools.partial(decoupled_advantages, self.objective, weights=weights, state=self.objective_state)
         return global_advantages(estimate, rollouts, accelerator)
 
     @property

@@ -26,7 +26,7 @@ from mmrl.compare.commands import (
     reproduce,
 )
 from mmrl.entries import load_target
-from mmrl.errors import UserError, require_packages
+from mmrl.errors import RunError, UserError, require_packages
 from mmrl.listings import in_columns
 
 DEMOS = {
@@ -111,7 +111,8 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
 
         words = ["--resume"] * args.resume + ["--from-last-good"] * args.from_last_good
         return launch(["train", str(args.config), *args.overrides, *words], args.processes)
-    from mmrl.training.run import train
+    from mmrl.runs.folder import NOTHING_LEARNED
+    from mmrl.training.run import read_result, train
 
     args.run_dir = Path(config.output_dir)  # where a crash leaves its traceback
     if is_first_process():
@@ -119,6 +120,8 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
     run_dir = train(entry, config, resume=args.resume, from_last_good=args.from_last_good)
     if is_first_process():
         say(f"run folder: {run_dir}\nreport: {run_dir / 'report.html'}")
+        if (result := read_result(run_dir)).get("status") == NOTHING_LEARNED:
+            raise RunError(result["reason"])
     return 0
 
 

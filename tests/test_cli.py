@@ -236,6 +236,13 @@ def test_exit_code_of_a_failed_run(outcome, code, message, toy_config, recorded_
     assert one_error_line(capsys) == message
 
 
+def test_a_run_that_learned_nothing_is_a_failed_one(toy_config, recorded_train, capsys, tmp_path):
+    recorded_train.outcome = tmp_path
+    (tmp_path / "result.json").write_text('{"status": "nothing_learned", "reason": "nothing was learned: why"}')
+    assert main(["train", str(toy_config)]) == 1
+    assert one_error_line(capsys) == "mmrl: run failed: nothing was learned: why"
+
+
 def test_interrupt_before_the_first_step_says_how_to_start_again(toy_config, recorded_train, capsys):
     recorded_train.outcome = KeyboardInterrupt()
     assert main(["train", str(toy_config), "slope=2"]) == 130

@@ -22,11 +22,20 @@ from diffusion.models.policy import DiffusionPolicy
 from diffusion.sampling.sampler import text_of
 from diffusion.sampling.trajectories import DiffusionPayload, TrainedDecisions
 from mmrl.core.objectives.objective import Objective
+from mmrl.core.returns import explained_variance
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.transfer import numbers, to_device, to_host
 from mmrl.fields import bounded, choice, rare
 from mmrl.runs.run_log import stopwatch
-from mmrl.training.processes import deal, global_advantages, make_generator, merge_lists, stream_seed, sum_gradients
+from mmrl.training.processes import (
+    deal,
+    from_all,
+    global_advantages,
+    make_generator,
+    merge_lists,
+    stream_seed,
+    sum_gradients,
+)
 from mmrl.training.recipe import Step
 
 SHAPINGS = ("none", "minmax", "running_z", "running_z_tanh", "group_z")
@@ -244,12 +253,6 @@ class CriticTrainer:
         self.updates = int(state["updates"])
 
 
-def explained_variance(returns: Tensor, values: Tensor) -> float:
-    """Share of the variance of returns (M,) that values (M,) explain; NaN where the returns do not differ."""
-    variance = float(returns.var(correction=0)) if len(returns) else 0.0
-    return 1 - float((returns - values).var(correction=0)) / variance if variance > 0 else float("nan")
-
-
 CREDITS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "return": lambda returns, values: returns - values,
     "difference": lambda returns, values: torch.cat([values[:, 1:], returns[:, -1:]], 1) - values,
@@ -318,10 +321,13 @@ class StateCritic(CriticTrainer):
 
 
 def explained_by_time(rollouts: Rollouts, returns: Tensor, values: Tensor) -> dict[str, float]:
-    """Share of the variance of returns (B,) that values (B, T) explain: at all states, and in each half of time."""
+    """Share of the variance of returns (B,) that values (B, T) explain: at all states, and in each half of time.
+
+    The states are those of all processes; every process calls it.
+    """
     columns = (DiffusionPayload.of(rollouts).sigma, rollouts.loss_mask, returns[:, None].expand_as(values), values)
     sigma, mask, wide, values = to_host(columns)
-    trained = mask > 0
-    parts = {"critic/explained": trained, "critic/explained/noisy": trained & (sigma > 0.5)}
-    parts["critic/explained/clean"] = trained & (sigma <= 0.5)
-    return {name: explained_variance(wide[part], values[part]) for name, part in parts.items()}
+    mine = [column[mask > 0] for column in (sigma, wide, values)]
+    sigma, wide, values = map(torch.cat, zip(*from_all(mine), strict=True))
+    parts = {"": sigma >= 0, "/noisy": sigma > 0.5, "/clean": sigma <= 0.5}
+    return {f"critic/explained{name}": explained_variance(wide[part], values[part]) for name, part in parts.items()}

@@ -33,6 +33,7 @@ from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.blocks.credit import CriticAdvantage
 from mmrl.core.blocks.turns import ANCHOR, GAIN, InformationGain
 from mmrl.core.blocks.weight import DURATION
+from mmrl.core.loss import Metric
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import TOKENS, Rollouts
 from mmrl.core.state import Stateful, Tally
@@ -47,7 +48,7 @@ from mmrl.runs.export import Exported
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
-from mmrl.training.processes import SimCounts, Streams, sum_over_processes
+from mmrl.training.processes import SimCounts, Streams
 from mmrl.training.recipe import LossTerm, NoUsableTasksError, Recipe, Step
 from mmrl.training.scoring import EveryRewardFailedError, RewardErrors, failure_of
 from mmrl.training.settings import RunConfig
@@ -322,9 +323,9 @@ class AgentDomain:
             found.append(episode_record(episodes[row], float(rollouts.reward[row]), terms, mean))
         return found
 
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """Statistics of the step's episodes, and failures so far, over all processes."""
-        seen = sum_over_processes(self._seen)
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
+        """Statistics of the step's episodes, and failures so far."""
+        seen = Counter(self._seen)
         self._seen.clear()
         self._totals["overflow"] += int(seen.get("overflow", 0))
         return {
@@ -468,7 +469,7 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         """Teacher-forced scores at the sampling temperature, all turns of an episode in one pass."""
         return policy(rollouts, temperature=self.config.sampler.temperature, outputs=outputs)  # type: ignore[no-any-return]
 
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Adds the share of episodes whose last answer was not cut at the length limit."""
         finished = AgentPayload.of(rollouts).finished_fraction
         return super().step_metrics(rollouts) | {"response/finished_fraction": finished}

@@ -16,7 +16,7 @@ from typing import Any
 from mmrl.compare.experiment import ExperimentConfig, dotted_overrides
 from mmrl.errors import UserError
 from mmrl.files import read_json_object, write_atomically
-from mmrl.runs.folder import owner_of
+from mmrl.runs.folder import FINISHED, owner_of
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ MARKER = "experiment_run.json"
 def is_finished(plan: RunPlan) -> bool:
     """Whether the run is done with the settings that are planned now."""
     result = _read_json(plan, "result.json")
-    if result is None or result.get("status") != "done":
+    if result is None or result.get("status") not in FINISHED:
         return False
     marker = _read_json(plan, MARKER)
     return _agrees_with_config(plan) if marker is None else _same_run(plan, marker)

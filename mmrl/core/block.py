@@ -30,6 +30,9 @@ class Block:
     probabilities, before the update), and entries of `rollouts.extras` that `mmrl.training.objectives.SCORES`
     explains."""
 
+    reads_sum: ClassVar[bool] = False
+    """Whether it reads the total reward of rows where an estimator of advantages may be given one term alone."""
+
     @property
     def inputs(self) -> frozenset[str]:
         """`needs` of a block with these numbers."""

@@ -162,6 +162,11 @@ def mean_metric(x: Tensor, mask: Tensor) -> Metric:
     return Metric(torch.where(mask > 0, x.detach(), 0.0).sum(), mask.sum())
 
 
+def row_metric(x: Tensor) -> Metric:
+    """Mean of numbers of rows (B,); no gradient."""
+    return Metric(x.detach().double().sum(), float(len(x)))
+
+
 def max_metric(x: Tensor, mask: Tensor) -> Metric:
     """Largest of (B, T) terms where the (B, T) mask is 1, -inf if there is none; no gradient."""
     if not x.numel():

@@ -8,6 +8,12 @@ from torch import Tensor
 from mmrl.core.rollouts import Rollouts, turns_before
 
 
+def explained_variance(returns: Tensor, values: Tensor) -> float:
+    """Share of the variance of returns (M,) that values (M,) explain; NaN where the returns do not differ."""
+    variance = float(returns.var(correction=0)) if len(returns) else 0.0
+    return 1 - float((returns - values).var(correction=0)) / variance if variance > 0 else float("nan")
+
+
 def decision_rewards(rollouts: Rollouts) -> Tensor:
     """Return the reward received at each decision.
 

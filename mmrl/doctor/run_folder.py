@@ -12,7 +12,7 @@ from mmrl.errors import UserError
 from mmrl.files import read_json_object
 from mmrl.hub.building import base_path
 from mmrl.runs.checkpoint import Checkpoints
-from mmrl.runs.folder import has_begun, owner_of
+from mmrl.runs.folder import FINISHED, has_begun, owner_of
 from mmrl.runs.records import read_jsonl
 from mmrl.runs.tracking import read_evaluations, read_metrics
 
@@ -148,7 +148,7 @@ def _resume(run_dir: Path) -> list[Finding]:
     whole = [step for step in steps if checkpoints.damage(checkpoints.path(step)) is None]
     command = f"mmrl train {shlex.quote(str(run_dir / 'config.yaml'))} output_dir={shlex.quote(str(run_dir))} --resume"
     result = run_dir / "result.json"
-    if result.is_file() and read_json_object(result).get("status") == "done":
+    if result.is_file() and read_json_object(result).get("status") in FINISHED:
         return [Finding(AREA, "resume", "ok", "the run is finished", f"to go on: {command} trainer.steps=<more>")]
     if not steps:
         return [Finding(AREA, "resume", "ok", "no checkpoint: the run starts again from the beginning", command)]

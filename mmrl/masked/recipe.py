@@ -26,10 +26,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from mmrl.core.blocks.foreign import HINTED, SOURCE
+from mmrl.core.loss import Metric, row_metric
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
@@ -136,22 +136,22 @@ class MaskedRecipe(ReplacingRecipe):
             return None
         return torch.tensor(leaving), rows.select(torch.tensor(chosen))
 
-    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """See `ReplacingRecipe`."""
-        if self.config.inpainting.replacements:
-            found, samples = self.replaced, max(self.replaced["inpainted"], 1)
-            self.noted |= {
-                "inpainting/rescued": found["rescued"] / max(found["groups"], 1),
-                "inpainting/right": found["right"] / samples,
-                "inpainting/given": found["given"] / samples / self.config.sampler.max_new_tokens,
-            }
-        return super().advantages(rollouts, accelerator, step)
-
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Adds the lengths of answers up to their end token, which are not their numbers of decisions."""
         length = MaskedPayload.of(rollouts).length.float()
-        own = {"response/length_mean": float(length.mean()), "response/length_max": float(length.max())}
-        return super().step_metrics(rollouts) | own
+        own = {"response/length_mean": row_metric(length), "response/length_max": Metric(length.max(), 1.0, "max")}
+        return self._inpainting() | super().step_metrics(rollouts) | own
+
+    def _inpainting(self) -> dict[str, float]:
+        """Shares of groups that a filled-in answer rescued, and of these answers."""
+        if not self.config.inpainting.replacements:
+            return {}
+        found, samples = self.replaced, max(self.replaced["inpainted"], 1)
+        return {
+            "inpainting/rescued": found["rescued"] / max(found["groups"], 1),
+            "inpainting/right": found["right"] / samples,
+            "inpainting/given": found["given"] / samples / self.config.sampler.max_new_tokens,
+        }
 
     def describe(self) -> str:
         """The objective's formula, the likelihood and the inpainting."""

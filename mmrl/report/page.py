@@ -82,7 +82,7 @@ def _subtitle(run: RunFolder) -> str:
     if run.metrics:
         parts.append(f"{run.metrics[-1]['step']:,} steps logged")
     if run.result.get("status"):
-        parts.append(f"status: {run.result['status']}")
+        parts.append(f"status: {run.result['status'].replace('_', ' ')}")
     return " · ".join(parts)
 
 

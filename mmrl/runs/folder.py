@@ -33,6 +33,8 @@ MOVED = (
 """Files that a new run adds to or replaces; the two that mark a started run come last. `episodes` stays: its
 rows count for the weights that they were made with."""
 LOGGER = logging.getLogger("mmrl")
+DONE, NOTHING_LEARNED = FINISHED = ("done", "nothing_learned")
+"""Values of `status` in result.json: a run that has come to its last step, with and without an optimiser step."""
 LOCK_FILE = "run.lock"
 
 

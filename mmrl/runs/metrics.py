@@ -52,7 +52,7 @@ METRICS: dict[str, str] = {
     "reward/std_within_groups": "Standard deviation of the total reward within a group, mean over the samples.",
     "reward/errors": "Samples of the step that a reward function failed on; the update leaves them out.",
     "reward/errors/<term>/<kind>": "Samples of the step that one reward function failed on, by what went wrong.",
-    "reward/zero_variance_groups": "Share of groups whose samples all got the same reward.",
+    "reward/zero_variance_groups": "Share of groups whose samples all got the same reward, or each of those compared.",
     "reward/<term>": "Mean of one reward term before its weight.",
     "response/length_mean": "Mean number of sampled decisions (tokens, steps) in a response.",
     "response/length_max": "Longest response of the step in decisions.",

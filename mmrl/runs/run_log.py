@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mmrl.core.blocks.advantage import group_std
-from mmrl.core.blocks.filter import zero_variance_groups
+from mmrl.core.blocks.filter import groups_that_differ
 from mmrl.core.rollouts import Rollouts
 from mmrl.files import write_atomically
 from mmrl.runs.alarms import Alarm, AlarmTracks
@@ -43,6 +43,8 @@ LITTLE_AGREEMENT = 0.1
 NOT_REWARDS = {"groups": "equal_groups", "all_noise": "all_noise", "all_cut": "all_cut", "clipped": "clipped_at_start"}
 """Streaks that are not of one reward, and the warnings that they lead to."""
 LONGER = "raise sampler.max_new_tokens, or look whether the prompt and the chat template ask for answers that end"
+ROWS = ("groups", "kept", "rows", "unscored")
+"""Totals of what was sampled: groups, those that a filter kept, their rows, and rows without a reward."""
 LOOP_STAGES = ("rollout", "score", "old_logp", "ref_logp", "advantages", "forward", "backward", "optimizer", "update")
 """Stages of every run; one that a run does not need takes 0 seconds."""
 
@@ -117,14 +119,17 @@ def metric_label(name: str) -> str:
     return name.replace("/", ".")
 
 
-def batch_metrics(batches: Sequence[Rollouts], rewards: bool) -> dict[str, float]:
-    """Rewards, lengths and zero-variance groups of all that was sampled in a step, before filtering."""
+def batch_metrics(batches: Sequence[Rollouts], compared: Sequence[str]) -> dict[str, float]:
+    """Rewards, lengths and zero-variance groups of all that was sampled in a step, before filtering.
+
+    `compared` are the rewards that groups are compared by, see `Recipe.compared`; empty where there are no rewards.
+    """
     lengths = torch.cat([batch.mask.sum(1) for batch in batches])
     metrics = {
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
     }
-    if not rewards:
+    if not compared:
         return metrics
     reward = torch.cat([batch.reward for batch in batches])
     scored = torch.isfinite(reward)
@@ -134,7 +139,7 @@ def batch_metrics(batches: Sequence[Rollouts], rewards: bool) -> dict[str, float
         "reward/errors": float((~scored).sum()),
     }
     if any(len(batch.group.unique()) < len(batch.group) for batch in batches):
-        flat = torch.cat([~zero_variance_groups(batch) for batch in batches]).float()
+        flat = torch.cat([~groups_that_differ(batch, compared) for batch in batches]).float()
         metrics["reward/zero_variance_groups"] = float(flat.mean())
         metrics["reward/std_within_groups"] = float(torch.cat([_std_in_groups(batch) for batch in batches]).mean())
     for name in batches[0].reward_terms:
@@ -191,6 +196,8 @@ class RunWarnings:
     """Advice for samples of a task that differ more; empty where no option does that."""
     alarms: Mapping[str, Alarm] = field(default_factory=dict)
     """The recipe's own warnings by metrics, by kind."""
+    compared: Sequence[str] = ("reward",)
+    """Rewards that the samples of a task are compared by; empty where advantages come from elsewhere."""
     said: dict[str, str] = field(default_factory=dict)
     """Warnings so far by subject."""
     _streaks: dict[str, _Streak] = field(default_factory=dict)
@@ -200,16 +207,26 @@ class RunWarnings:
     def watch(self, batches: Iterable[Rollouts]) -> None:
         """Look at the scored samples of a step, before a filter drops any."""
         parts = list(batches)
-        for name in ("reward", *(term for term in parts[0].reward_terms if term not in self.only_logged)):
+        total = ("reward",) if "reward" in (self.compared or ("reward",)) else ()  # else each term is read by itself
+        for name in (*total, *(term for term in parts[0].reward_terms if term not in self.only_logged)):
             values = torch.cat([part.reward if name == "reward" else part.reward_terms[name] for part in parts])
             found = values[torch.isfinite(values)]
             same = len(found) > 1 and bool((found == found[0]).all())
             before = self._streaks.get(name, _Streak())
             goes_on = same and (not before.steps or before.value == float(found[0]))
             self._count(name, goes_on, len(found), float(found[0]) if same else math.nan)
-        grouped = any(part.num_rows > part.num_groups for part in parts)
-        equal = grouped and not any(bool(zero_variance_groups(part).any()) for part in parts)
+        grouped = bool(self.compared) and any(part.num_rows > part.num_groups for part in parts)
+        equal = grouped and not any(bool(groups_that_differ(part, self.compared).any()) for part in parts)
         self._count("groups", equal, sum(part.num_rows for part in parts), math.nan)
+
+    @property
+    def sees_equal_groups(self) -> bool:
+        """Whether the samples of every task of the step have had equal rewards."""
+        return self._streaks.get("groups", _Streak()).steps > 0
+
+    def forget_equal_groups(self) -> None:
+        """Take back that equal rewards teach nothing: the step has had advantages all the same."""
+        self._count("groups", False, 0, math.nan)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Warn of conditions that have held for `PATIENCE` steps."""
@@ -317,17 +334,21 @@ class RunLog:
         self.device = device
         self.tracker = tracker
         self.watch = Stopwatch(device)
-        self.totals: dict[str, Any] = {"samples": 0, "tokens": 0, "seconds": 0.0}
+        self.totals: dict[str, Any] = {"samples": 0, "tokens": 0, "seconds": 0.0, **dict.fromkeys(ROWS, 0)}
         self.evaluations: list[dict[str, Any]] = []
         self.failed_checkpoints = 0
         self.warnings = RunWarnings(None if tracker is None else run_dir)
 
-    def count(self, sampled: Iterable[Rollouts], beside: int = 0) -> None:
-        """Add the samples to the totals."""
+    def count(self, sampled: Iterable[Rollouts], kept: int = 0, beside: int = 0) -> None:
+        """Add the samples to the totals; a filter kept so many of their groups."""
         self.totals["samples"] += beside
+        self.totals["kept"] += kept
         for part in sampled:
             self.totals["samples"] += part.num_rows
             self.totals["tokens"] += int(part.mask.sum())
+            self.totals["groups"] += part.num_groups
+            self.totals["rows"] += part.num_rows
+            self.totals["unscored"] += int((~part.scored).sum())
 
     def step(self, step: int, metrics: Mapping[str, float], tokens: float) -> None:
         """Log the metrics of a step with its times and the totals of the run."""
@@ -401,7 +422,7 @@ class RunLog:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`."""
-        self.totals = state["totals"]
+        self.totals |= state["totals"]
         self.evaluations = state["evaluations"]
         self.failed_checkpoints = int(state.get("failed_checkpoints", 0))
         if "warnings" in state:  # checkpoints of earlier versions have none

@@ -35,6 +35,7 @@ from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import InitProcessGroupKwargs, gather_object
 from torch import Tensor, nn
 
+from mmrl.core.loss import Metric
 from mmrl.core.rollouts import PLACE, Rollouts
 from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
@@ -141,10 +142,8 @@ def check_shares(name: str, count: int) -> None:
 
 def sum_over_processes(values: Mapping[str, float]) -> dict[str, float]:
     """Sum numbers over all processes by name; every process calls it, and their names may differ."""
-    if PartialState().num_processes == 1:
-        return dict(values)
     total: Counter[str] = Counter()
-    for part in gather_object([dict(values)]):
+    for part in from_all(dict(values)):
         total.update(part)
     return dict(total)
 
@@ -155,6 +154,11 @@ def all_ranks(flag: bool, accelerator: Accelerator) -> bool:
         return flag
     votes = accelerator.gather(torch.tensor([int(flag)], device=accelerator.device))
     return bool(votes.all())
+
+
+def from_all(mine: ItemT) -> list[ItemT]:
+    """What each process has, by rank, on every process; all of them call it."""
+    return [mine] if PartialState().num_processes == 1 else list(gather_object([mine]))
 
 
 def merge_lists(items: list[ItemT], accelerator: Accelerator) -> list[ItemT]:
@@ -441,12 +445,11 @@ class SimCounts(Mapping[str, int]):
         self._sim = sim
         self._elsewhere: Counter[str] = Counter()
         self._before: dict[str, int] = {}
-        self._latest: dict[str, int] = {}
         if isinstance(sim, InProcesses):
             sim.failures.folder = run_dir / "failures"
 
     def update(self, counts: Mapping[str, int]) -> None:
-        """Add what the environments of rollout workers have counted."""
+        """Add what the environments of rollout workers and of other processes have counted."""
         self._elsewhere.update(counts)
 
     def __getitem__(self, name: str) -> int:
@@ -458,23 +461,17 @@ class SimCounts(Mapping[str, int]):
     def __len__(self) -> int:
         return len(self._sim.counts)
 
-    def metrics(self) -> dict[str, float]:
-        """Totals over all processes, and the memory of this one's largest worker; every process calls it."""
-        self._latest = self._totals(sum_over_processes(self))
-        found = {f"sim/{name}": float(count) for name, count in self._latest.items()}
+    def metrics(self) -> dict[str, float | Metric]:
+        """Totals, and the memory of the largest worker."""
+        found: dict[str, float | Metric] = {f"sim/{name}": float(n) for name, n in self.state_dict().items()}
         if isinstance(self._sim, InProcesses):
-            found["memory/worker_mb"] = self._sim.memory_mb()
+            found["memory/worker_mb"] = Metric(self._sim.memory_mb(), 1.0, "max")
         return found
 
     def state_dict(self) -> dict[str, int]:
-        """Counts for a checkpoint."""
-        # one process knows the counts since its last step; several would have to exchange them first
-        return self._totals(self) if PartialState().num_processes == 1 else dict(self._latest)
+        """Totals since the run began, for a checkpoint."""
+        return {name: self._before.get(name, 0) + count for name, count in self.items()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue from the counts of a checkpoint."""
         self._before = {name: int(count) for name, count in state.items()}
-        self._latest = dict(self._before)
-
-    def _totals(self, counts: Mapping[str, float]) -> dict[str, int]:
-        return {name: self._before.get(name, 0) + int(count) for name, count in counts.items()}

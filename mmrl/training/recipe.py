@@ -85,6 +85,8 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     """Samples drawn besides the rollouts in this step; they count in the run's cost. The trainer resets it."""
     variety: str = "a higher temperature"
     """Advice for samples of a task that differ more; empty where no option does that."""
+    compared: Sequence[str] = ("reward",)
+    """Rewards that samples of a task are compared by: the total `reward`, or terms, each by itself; empty where not."""
     samples_elsewhere: bool = False
     """Whether another engine than the policy samples, whose log-probabilities are compared with the policy's own."""
     scores_apart: bool = True
@@ -97,9 +99,9 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         self.parts: dict[str, Stateful] = {}
         """Objects whose state checkpoints hold, by name."""
         self.added: dict[str, Any] = {}
-        """Counters and lists that `rollout` and `score` add to for later stages, by name; workers send them."""
-        self.noted: dict[str, float] = {}
-        """Metrics of the current step; stages add theirs, and the trainer logs and clears them after the step."""
+        """Counters and lists that stages add to, by name; workers send theirs, processes share their counts."""
+        self.noted: dict[str, float | Metric] = {}
+        """Metrics of the step that stages add; a `Metric` is this process's share, a number that of the whole run."""
 
     @abstractmethod
     def rollout(self, policy: PolicyT, tasks: Sequence[TaskT], streams: Streams, step: Step) -> Rollouts:
@@ -220,11 +222,10 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     @property
     def loss_outputs(self) -> frozenset[str]:
         """Names of the policy outputs that objective and terms read."""
-        known = {"entropy": self.objective.needs_entropy, "values": self.objective.needs_values}
-        exact = self.objective.needs_reference and "kl_ref" in self.objective.needs
-        known |= {"kl_ref": exact, "kl_old": "kl_old" in self.objective.needs}
-        own = {name for name, needed in known.items() if needed}
-        return frozenset({"logp"} | own).union(*(term.outputs for term in self.terms))
+        own = self.objective
+        read = own.needs & ({"entropy", "kl_old", "kl_ref"} if own.needs_reference else {"entropy", "kl_old"})
+        read |= {"values"} if own.needs_values else set()
+        return frozenset({"logp"} | read).union(*(term.outputs for term in self.terms))
 
     def scores_in_chunks(
         self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str], scorer: Scorer | None = None
@@ -240,8 +241,8 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         """Up to `limit` rollouts as text and images for the report, whole groups first."""
         return []
 
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """Metrics of the domain after a step; every process calls it."""
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
+        """Metrics of the domain after a step, see `noted`; counts in `added` are those of all processes."""
         return {}
 
     def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
@@ -256,9 +257,8 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         """Restore `state_dict`."""
         for name in (name for name in self.parts if name in state):
             self.parts[name].load_state_dict(state[name])
-        for term in self.terms:
-            if term.name in state["terms"]:
-                term.load_state_dict(state["terms"][term.name])
+        for term in (term for term in self.terms if term.name in state["terms"]):
+            term.load_state_dict(state["terms"][term.name])
 
     def save_parts(self, folder: Path) -> None:
         """Write further weights into a checkpoint for use outside the run; a resume reads `state_dict` instead."""
@@ -349,8 +349,8 @@ class LossTerm:
         """Lines below the objective's formula in the report."""
         return ""
 
-    def metrics(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
-        """Metrics of a completed step; every process calls it."""
+    def metrics(self, rollouts: Rollouts, step: Step) -> Mapping[str, float | Metric]:
+        """Metrics of a completed step, see `Recipe.noted`; every process calls it."""
         return {}
 
     def on_step_end(self, step: Step) -> None:

@@ -22,6 +22,7 @@ from mmrl.errors import RunError, UserError
 from mmrl.training.evaluation import Evaluation, Row, Trial
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import NoUsableTasksError, Recipe, Step
+from mmrl.training.scoring import EveryRewardFailedError
 
 LOGGER = logging.getLogger("mmrl")
 
@@ -196,9 +197,13 @@ def _without_rows(error: RunError) -> RunError:
 def joined(outcomes: Sequence[Outcome]) -> Rollouts:
     """The rows of all units in order; raises what holds for all of them."""
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+    rows = [outcome.rollouts for outcome in outcomes if outcome.rollouts is not None]
     if len(errors) == len(outcomes):
-        raise next((error for error in errors if not isinstance(error, NoUsableTasksError)), errors[0])
-    return Rollouts.concat([outcome.rollouts for outcome in outcomes if outcome.rollouts is not None])
+        error = next((error for error in errors if not isinstance(error, NoUsableTasksError)), errors[0])
+        if rows and not isinstance(error, NoUsableTasksError):
+            raise EveryRewardFailedError(str(error).partition(": ")[2], Rollouts.concat(rows))
+        raise error
+    return Rollouts.concat(rows)
 
 
 @dataclass(frozen=True)

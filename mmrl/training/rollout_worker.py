@@ -21,6 +21,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from mmrl.core.loss import Metric, merge_metrics
 from mmrl.errors import RunError, UserError
 from mmrl.training.processes import HeapTrimmer, limit_primitive_cache, make_accelerator, seed_everything, versions
 from mmrl.training.recipe import Recipe
@@ -98,7 +99,9 @@ def add_notes(recipe: Recipe[Any, Any], found: Mapping[str, Any]) -> None:
             each.extend(found[name])
         else:
             each.update(found[name])
-    recipe.noted |= found["noted"]
+    shares = {name: value for name, value in found["noted"].items() if isinstance(value, Metric)}
+    before = {name: value for name, value in recipe.noted.items() if name in shares and isinstance(value, Metric)}
+    recipe.noted |= found["noted"] | merge_metrics([before, shares])
     recipe.extra_samples += found["extra_samples"]
 
 

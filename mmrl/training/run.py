@@ -23,7 +23,7 @@ from mmrl.recipes import plan_of, preview_of, reader_of
 from mmrl.runs.dry_run import DataRead, NotReadError, data_only
 from mmrl.runs.export import chosen_checkpoint
 from mmrl.runs.fingerprint import weights_digest
-from mmrl.runs.folder import RunLock, has_begun
+from mmrl.runs.folder import FINISHED, RunLock, has_begun
 from mmrl.runs.ledger import protocol_of, write_ledger
 from mmrl.runs.records import finite_or_none
 from mmrl.trust import remember
@@ -256,7 +256,7 @@ def evaluation_of(
 def finish_run(config: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Path:
     """Train a configuration, continue it where it was interrupted, or leave it where it is done."""
     entry, options = load_run(config, [*overrides, f"output_dir={run_dir}"])
-    if read_result(run_dir).get("status") == "done":
+    if read_result(run_dir).get("status") in FINISHED:
         if changed := _changed_settings(run_dir, options):
             LOGGER.warning("%s is finished and kept, with other settings: %s", run_dir, _listed(changed))
         return run_dir

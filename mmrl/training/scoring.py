@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from mmrl.core.transfer import to_device
 from mmrl.errors import RunError
 from mmrl.rewards.config import RewardResult
 from mmrl.runs.run_log import metric_label
-from mmrl.training.processes import sum_over_processes
+from mmrl.training.processes import from_all
 
 LOGGER = logging.getLogger("mmrl")
 
@@ -42,6 +42,26 @@ def with_rewards(rollouts: Rollouts, result: RewardResult) -> Rollouts:
     if bool(torch.isnan(total).all()):
         raise EveryRewardFailedError(failure_of(result), scored)
     return scored
+
+
+def score_everywhere(score: Callable[[], Rollouts], failure: RunError | None = None) -> Rollouts:
+    """Rows with their rewards; every process calls it.
+
+    Args:
+        score: Scores the rows of this process.
+        failure: Reason why none of them could be scored, where it is known already.
+
+    Raises:
+        EveryRewardFailedError: None of the rows of any process could be scored; else these teach nothing.
+    """
+    try:
+        rollouts = score()
+    except EveryRewardFailedError as error:
+        rollouts, failure = error.rollouts, error
+    if not any(from_all(failure is None)):
+        assert failure is not None
+        raise failure
+    return rollouts
 
 
 def failure_of(result: RewardResult) -> str:
@@ -81,12 +101,12 @@ class RewardErrors:
         self.step.update(result.errors)
 
     def take(self) -> dict[str, float]:
-        """Failures of the step as metrics reward/errors/<term>/<kind>, over all processes; resets the counts.
+        """Failures of the step as metrics reward/errors/<term>/<kind>; resets the counts.
 
-        Every process calls it. A kind that has been seen in the run is there with 0 in steps without it.
+        A kind that has been seen in the run is there with 0 in steps without it.
         """
-        self._logged |= dict.fromkeys(self.step)  # workers have logged these
-        counts = sum_over_processes({name: float(self.step[name]) for name in self._logged})
+        self._logged |= dict.fromkeys(self.step)  # workers and other processes have logged these
+        counts = {name: float(self.step[name]) for name in self._logged}
         self.step.clear()
         parts = {name: name.rpartition("/") for name in counts}
         return {f"reward/errors/{metric_label(parts[name][0])}/{parts[name][2]}": n for name, n in counts.items()}

@@ -39,9 +39,11 @@ from mmrl.training.processes import (
 )
 from mmrl.training.ray_rollers import open_rollers
 from mmrl.training.recipe import NoUsableTasksError, Recipe, Step, make_reference
+from mmrl.training.reporting import RunCounts, collect_metrics, outcome
 from mmrl.training.saving import RunSaver
+from mmrl.training.scoring import EveryRewardFailedError, score_everywhere
 from mmrl.training.settings import BaseRunConfig, ReferenceConfig
-from mmrl.training.update import Updater, needs_reference, unscored, update_constants
+from mmrl.training.update import Updater, has_advantage, needs_reference, unscored, update_constants
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 ECHO_S = 1.0
@@ -159,6 +161,8 @@ class Trainer:
         self.log = RunLog(run_dir, accelerator.device, tracker)
         self.log.warnings.variety = recipe.variety
         self.log.warnings.alarms = getattr(recipe, "alarms", {})  # most recipes have none
+        if not recipe.supervised:
+            self.log.warnings.compared = recipe.compared if "samples" in recipe.objective.advantage.needs else ()
         terms = getattr(recipe.config, "rewards", ())
         self.log.warnings.only_logged = [term.name for term in terms if term.weight == 0]
         self.saver = RunSaver(
@@ -172,6 +176,7 @@ class Trainer:
             log=self.log,
         )
         self.rollers = open_rollers(recipe, config, accelerator, run_dir, entry)
+        self.counts = RunCounts(recipe)
         self.step = 0
         self.resumed = False
 
@@ -219,7 +224,7 @@ class Trainer:
         with self.log.watch.running(), stopwatch("step"):
             rollouts, metrics = self.collect()
             self._look_ahead()
-            rewards, teaches = rollouts.reward, bool(self.group_filter.kept(rollouts).any())
+            rewards, teaches = rollouts.reward, bool(self._kept(rollouts).any())
             if not teaches:
                 rollouts = unscored(rollouts)  # the filter left nothing here: these are logged and teach nothing
             self.heap.trim()
@@ -227,6 +232,8 @@ class Trainer:
                 rollouts = update_constants(self.recipe, self.policy, self.reference, rollouts, step)
             with stopwatch("advantages"):
                 rollouts = self.recipe.advantages(rollouts, self.accelerator, step)
+            if self.log.warnings.sees_equal_groups and not all_ranks(not has_advantage(rollouts), self.accelerator):
+                self.log.warnings.forget_equal_groups()  # such as advantages of turns
             exact = "kl_ref" in self.recipe.loss_outputs  # the loss scores the reference, too
             with stopwatch("update"), self.accelerator.autocast(), self.reference.whole() if exact else nullcontext():
                 metrics |= self.updater.update(rollouts, step)
@@ -236,7 +243,7 @@ class Trainer:
         self.recipe.on_step_end(step, metrics)
         for term in self.recipe.terms:
             term.on_step_end(step)
-        self._log_step(rollouts, metrics, step)
+        self._log_step(rollouts, metrics, step, teaches=teaches)
 
     def collect(self) -> tuple[Rollouts, dict[str, float]]:
         """Sample and score the groups of a step; groups without a signal are dropped or resampled by the filter."""
@@ -249,15 +256,16 @@ class Trainer:
         while not done:
             batch = self._placed(self._sample(attempt=len(sampled)), attempt=len(sampled))
             sampled.append(batch.replace(payload=None).to("cpu"))
-            buffer.add(batch, self.group_filter.kept(sampled[-1]))
+            buffer.add(batch, self._kept(sampled[-1]))
             kept = sum(merge_lists([buffer.counts.kept], self.accelerator))
             done = kept >= wanted or buffer.exhausted
         everywhere = merge_lists(sampled, self.accelerator)
-        self.log.count(everywhere, sum(merge_lists([self.recipe.extra_samples], self.accelerator)))
+        self.log.count(everywhere, min(kept, wanted), sum(merge_lists([self.recipe.extra_samples], self.accelerator)))
         self.recipe.extra_samples = 0
         if not self.recipe.supervised:
             self.log.warnings.watch(everywhere)
-        metrics = batch_metrics(everywhere, not self.recipe.supervised) | {"data/epoch": self.tasks.epoch}
+        compared = () if self.recipe.supervised else self.recipe.compared or ("reward",)
+        metrics = batch_metrics(everywhere, compared) | {"data/epoch": self.tasks.epoch}
         # with nothing kept, the last batch keeps the log going and the processes together
         taken = buffer.take() if buffer.counts.kept else None
         own = [] if taken is None else taken.places or []
@@ -266,6 +274,10 @@ class Trainer:
             mine = torch.tensor([place <= last for place in own])
             return (taken.select_groups(mine) if bool(mine.any()) else unscored(batch)), metrics
         return batch if taken is None else taken, metrics
+
+    def _kept(self, rollouts: Rollouts) -> Tensor:
+        """Mask (N,) of the groups that go into the update."""
+        return self.group_filter.kept(rollouts, self.recipe.compared or ("reward",))
 
     def _placed(self, batch: Rollouts, attempt: int) -> Rollouts:
         """Rollouts that hold the place of each row's task among all that the step has drawn, and its index."""
@@ -290,6 +302,7 @@ class Trainer:
                 if index == 0:
                     self.log.samples(self.step, "eval", result.records)
                 self.heap.trim()
+        self.counts.share()
 
     def save(self) -> None:
         """Write a checkpoint; a full disk is reported; training continues and keeps the older ones."""
@@ -299,6 +312,7 @@ class Trainer:
         """Continue from the newest checkpoint, bit for bit as if the run had never stopped."""
         step = self.saver.resume(from_last_good=from_last_good)
         self.resumed = step is not None
+        self.counts.begin()
         self.step = step or 0
 
     def _sample(self, attempt: int) -> Rollouts:
@@ -310,9 +324,9 @@ class Trainer:
                 raise failure or RunError("another process found no usable task")
         assert rollouts is not None
         with stopwatch("score"):
-            return self.rollers.score(rollouts, self.position)
+            return score_everywhere(lambda: self.rollers.score(rollouts, self.position), failure)
 
-    def _draw(self, attempt: int, draw: int) -> tuple[Rollouts | None, NoUsableTasksError | None]:
+    def _draw(self, attempt: int, draw: int) -> tuple[Rollouts | None, RunError | None]:
         tasks = shard(self.tasks.next(self.config.trainer.tasks_per_step), self.accelerator)
         streams = self._streams(self.step, attempt, draw)
         with stopwatch("batch" if self.recipe.supervised else "rollout"):
@@ -320,6 +334,8 @@ class Trainer:
                 return self.rollers.rollout(tasks, streams, self.position), None
             except NoUsableTasksError as error:
                 return None, error
+            except EveryRewardFailedError as error:  # workers score, too
+                return error.rollouts, error
 
     def _streams(self, step: int, attempt: int, draw: int) -> Streams:
         """Random streams of this process's tasks; `draw` counts down."""
@@ -339,8 +355,10 @@ class Trainer:
         every = self.config.evaluation.every
         return bool(every) and step % every == 0 and step < self.config.trainer.steps
 
-    def _log_step(self, rollouts: Rollouts, metrics: dict[str, float], step: Step) -> None:
-        metrics |= collect_metrics(self.recipe, rollouts, step) | self.rollers.metrics()
+    def _log_step(self, rollouts: Rollouts, metrics: dict[str, float], step: Step, *, teaches: bool) -> None:
+        self.counts.share()
+        metrics |= collect_metrics(self.recipe, rollouts, step, teaches=teaches) | self.rollers.metrics()
+        self.counts.begin()
         tokens = sum(merge_lists([float(rollouts.host.mask.sum())], self.accelerator))
         self.log.step(self.step, metrics, tokens)
         every = self.config.evaluation.every or self.config.trainer.steps
@@ -376,16 +394,8 @@ class Trainer:
         raise RunStopped(self.stop.signum, message, resumable=bool(kept))
 
     def _finish(self) -> dict[str, Any]:
-        if self.step and not self.updater.moved:
-            learning = "critic" if self.recipe.critic_only else "policy"
-            self.log.warnings.say(
-                self.step,
-                "nothing_moved",
-                f"no weight of the {learning} changed in {self.step} steps, of which the optimiser took "
-                f"{self.updater.optimiser_step}; look at the rewards and at the learning rate",
-            )
         found = {
-            "status": "done",
+            **outcome(self.recipe, self.updater, self.log, self.step),
             "recipe": self.config.recipe,
             "objective": self.recipe.own_loss or self.recipe.objective.name,
             "objective_formula": self.recipe.describe(),
@@ -399,15 +409,6 @@ class Trainer:
             "versions": versions(),
         }
         return self.log.result(found, write=self.accelerator.is_main_process)
-
-
-def collect_metrics(recipe: Recipe[Any, Any], rollouts: Rollouts, step: Step) -> dict[str, float]:
-    """Metrics of a completed step from domain, stages and terms; every process calls it."""
-    found = recipe.step_metrics(rollouts) | recipe.noted
-    recipe.noted.clear()
-    for term in recipe.terms:
-        found |= term.metrics(rollouts, step)
-    return found
 
 
 class TaskStream(Generic[TaskT]):

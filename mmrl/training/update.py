@@ -23,9 +23,9 @@ from mmrl.errors import RunError
 from mmrl.files import replaced
 from mmrl.runs.fingerprint import sum_of_bits
 from mmrl.runs.run_log import stopwatch
-from mmrl.training.loss_scale import LossScale
 from mmrl.training.optimizer import (
     FACTOR,
+    LossScale,
     actor_weights,
     check_precision,
     divide,
@@ -322,17 +322,27 @@ class Updater:
             return False
         return all_ranks(minibatch is None or not bool(find(minibatch).any()), self.accelerator)
 
-    def _live(self, minibatch: Rollouts) -> Rollouts:
-        """Groups that the forward pass is needed of; one at least, so that weights in use get a gradient."""
+    def _live(self, minibatch: Rollouts | None) -> Rollouts | None:
+        """Groups that the forward pass is needed of, of all processes one at least: weights in use get a gradient."""
         if self.recipe.supervised or not self.config.skip_zero_advantage_groups:
             return minibatch
-        live = groups_with_gradient(self.recipe, minibatch)
-        if bool(live.all()):
+        live = torch.zeros(0) if minibatch is None else groups_with_gradient(self.recipe, minibatch)
+        if all_ranks(not bool(live.any()), self.accelerator):
+            live = self._longest(minibatch)
+        if minibatch is None or bool(live.all()):
             return minibatch
-        if not bool(live.any()):
-            trained = group_sum(minibatch.loss_mask.sum(1), minibatch.group, minibatch.num_groups)
-            live = torch.arange(minibatch.num_groups) == trained.cpu().argmax()
-        return minibatch.select_groups(live)
+        return minibatch.select_groups(live) if bool(live.any()) else None
+
+    def _longest(self, minibatch: Rollouts | None) -> Tensor:
+        """Mask (N,) of the group with the most trained decisions, the first of those of all processes."""
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        found: list[tuple[float, int]] = []
+        if minibatch is not None:
+            trained = group_sum(minibatch.loss_mask.sum(1), minibatch.group, minibatch.num_groups).tolist()
+            places = minibatch.places or range(rank, rank + world * len(trained), world)
+            found = [(-number, place) for number, place in zip(trained, places, strict=True)]
+        first = min(merge_lists(found, self.accelerator))
+        return torch.tensor([each == first for each in found])
 
     def _settled(self, live: Rollouts | None) -> Rollouts | None:
         """Rows with what the clip rule must know of the whole optimiser step; every process calls it.
@@ -356,11 +366,11 @@ class Updater:
         """Add up the gradients of all micro-batches of all processes; returns this process's loss and metrics."""
         losses = [torch.zeros((), device=self.accelerator.device)]
         parts: list[dict[str, Metric]] = []
-        live = self._settled(None if minibatch is None else self._live(minibatch))
-        if minibatch is not None and live is not None:
-            parts = [
-                {"update/zero_advantage_groups": Metric(minibatch.num_groups - live.num_groups, minibatch.num_groups)}
-            ]
+        live = self._settled(self._live(minibatch))
+        if minibatch is not None:
+            groups, used = minibatch.num_groups, 0 if live is None else live.num_groups
+            parts = [{"update/zero_advantage_groups": Metric(groups - used, groups)}]
+        if live is not None:
             most = self.config.micro_batch or live.num_rows
             chunks = list(self.recipe.micro_batches(live, most, whole_groups=compares_rows(self.recipe)))
             with shared_prefix(self.recipe.policy, chunks) as shared:
@@ -460,6 +470,11 @@ def groups_with_advantage(minibatch: Rollouts) -> Tensor:
         return torch.ones(minibatch.num_groups, dtype=torch.bool)
     moved = ((minibatch.advantage != 0) & (minibatch.loss_mask > 0)).any(1)
     return group_sum(moved.long(), minibatch.group, minibatch.num_groups).cpu() > 0
+
+
+def has_advantage(rollouts: Rollouts) -> bool:
+    """Whether any trained decision has an advantage other than 0."""
+    return rollouts.advantage is not None and bool(groups_with_advantage(rollouts).any())
 
 
 def compares_rows(recipe: Recipe[Any, Any]) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 from PIL.Image import Image
 from torch import Tensor
 
+from mmrl.core.loss import Metric
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Stateful, Tally
 from mmrl.errors import UserError
@@ -209,7 +210,7 @@ class VlmDomain:
             )
         return found
 
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Questions skipped so far, prompts with too little room, and reward errors of the step."""
         cramped = {"response/beyond_positions": float(self.cramped["prompts"])} if self.cramped["prompts"] else {}
         return {"data/skipped": float(sum(self.skipped.values()))} | cramped | self.errors.take()

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from mmrl.core.blocks.baselines import GREEDY_REWARD
+from mmrl.core.loss import Metric, mean_metric
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import ANSWER, TOKENS, Rollouts
 from mmrl.core.state import AdaptiveKL
@@ -132,7 +133,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         """Teacher-forced scores at the sampling temperature."""
         return policy(rollouts, temperature=self.config.sampler.temperature, outputs=outputs)  # type: ignore[no-any-return]
 
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Adds the share of finished responses, the KL coefficient and the sampled share of the distribution."""
         finished = VlmPayload.of(rollouts).finished_fraction
         own = {"response/finished_fraction": finished, "policy/kl_coef": self.objective.kl_coef}
@@ -188,11 +189,9 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
             return KeepPrefill.GRAPH
         return KeepPrefill.VALUES if scores_before_update(self) else KeepPrefill.NOTHING
 
-    def _nucleus_mass(self, rollouts: Rollouts) -> dict[str, float]:
-        if "nucleus_mass" not in rollouts.extras:
-            return {}
-        total = (rollouts.extras["nucleus_mass"] * rollouts.mask).sum() / rollouts.mask.sum().clamp(min=1)
-        return {"response/nucleus_mass": float(total)}
+    def _nucleus_mass(self, rollouts: Rollouts) -> dict[str, Metric]:
+        mass = rollouts.extras.get("nucleus_mass")
+        return {} if mass is None else {"response/nucleus_mass": mean_metric(mass, rollouts.mask)}
 
     def _set_kl_coef(self, value: float) -> None:
         self.objective = self.objective.with_kl_coef(value)

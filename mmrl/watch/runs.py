@@ -16,7 +16,7 @@ import yaml
 from mmrl.errors import UserError
 from mmrl.files import is_file, read_json_object
 from mmrl.report.gallery import readable
-from mmrl.runs.folder import LOCK_FILE
+from mmrl.runs.folder import DONE, LOCK_FILE, NOTHING_LEARNED
 from mmrl.runs.metrics import STAGES, STAGES_BETWEEN, label, measured
 from mmrl.runs.records import STEP_NAME, read_jsonl
 from mmrl.runs.statistics import HEADLINES, SHARES
@@ -68,7 +68,10 @@ class WatchedRun:
         failed = self._json("experiment_run.json").get("failed")
         if failed:
             return "failed", str(failed)
-        if self._json("result.json").get("status") == "done":
+        result = self._json("result.json")
+        if result.get("status") == NOTHING_LEARNED:
+            return "failed", str(result.get("reason", ""))
+        if result.get("status") == DONE:
             return "finished", ""
         crashes = sorted(self.folder.glob("mmrl-crash-*.txt"))
         if crashes:

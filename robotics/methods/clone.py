@@ -169,7 +169,7 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
         """No samples are kept of demonstrations."""
         return []
 
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Number of transitions and of skipped demonstrations."""
         return {
             "data/transitions": float(self.demonstrations.num_transitions),

@@ -22,15 +22,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from torch import Tensor
 
+from mmrl.core.loss import Metric
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Tally
 from mmrl.errors import RunError
 from mmrl.fields import choice
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.processes import sum_over_processes
+from mmrl.training.processes import from_all
 from mmrl.training.recipe import Step
 from robotics.episodes.payload import EpisodePayload
 from robotics.flow3d.reward.following import FlowFollowing, FlowRewardConfig
@@ -83,12 +85,13 @@ class RobotGrpoRecipe(RobotRecipe):
     def __init__(self, config: Any, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
         super().__init__(config, policy, sim)
         self._following: FlowFollowing | None = None
+        self._lost = Tally()
         if config.chosen_reward == "return":
             self.refuse_returns("reward is return; use potential")
         if config.chosen_reward == "flow":
             tasks = dict.fromkeys(episode.task for episode in self.train_tasks)
             self._following = FlowFollowing(config.flow, config.sim, list(tasks), config.seed)
-            self._following.failures = self.parts["flow_failures"] = Tally()
+            self._following.failures = self.parts["flow_failures"] = self.added["flow_failures"] = self._lost
             self.scores_apart = False  # the agreement of flow and own reward is that of the step
 
     def rewards(self, rollouts: Rollouts, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
@@ -100,6 +103,11 @@ class RobotGrpoRecipe(RobotRecipe):
         if self.config.chosen_reward == "sparse":
             return payload.success.float(), terms
         return payload.returns if self.config.chosen_reward == "return" else payload.last_reward, terms
+
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
+        """Adds the initial states and episodes that no flow rewards."""
+        kinds = FAILURES if self._following is not None else ()
+        return super().step_metrics(rollouts) | {f"flow/failed_{name}": float(self._lost[name]) for name in kinds}
 
     def close(self) -> None:
         """End the simulator and free the renderers of first images."""
@@ -113,15 +121,16 @@ class RobotGrpoRecipe(RobotRecipe):
         payload, groups = EpisodePayload.of(rollouts), rollouts.group.cpu().numpy()
         with stopwatch("flow"):
             found = following.score(payload, groups.tolist())
-        if not np.isfinite(found.reward).any():
+        failures = ~payload.success.cpu().numpy() & np.isfinite(found.reward)
+        own, parts = self.own_reward(payload).cpu().numpy(), PartialState()
+        groups = groups * parts.num_processes + parts.process_index
+        mine = np.stack([found.reward[failures], own[failures], groups[failures]])
+        everywhere = from_all((mine, bool(np.isfinite(found.reward).any())))
+        if not any(known for _, known in everywhere):
             raise RunError(
                 "no episode of this step could be compared with a flow; the first reason is in the log above"
             )
-        failures = ~payload.success.cpu().numpy() & np.isfinite(found.reward)
-        own = self.own_reward(payload).cpu().numpy()
-        self.noted["flow/agreement"] = rank_agreement(found.reward[failures], own[failures], groups[failures])
-        lost = sum_over_processes({name: float(following.failures[name]) for name in FAILURES})
-        self.noted |= {f"flow/failed_{name}": lost[name] for name in FAILURES}
+        self.noted["flow/agreement"] = rank_agreement(*np.concatenate([rows for rows, _ in everywhere], axis=1))
         columns = (found.reward, found.reached, found.off_m)
         reward, reached, off_m = (torch.from_numpy(column).to(rollouts.reward) for column in columns)
         return reward, terms | {"flow_reached": reached, "flow_off_m": off_m}

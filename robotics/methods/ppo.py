@@ -41,15 +41,15 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from mmrl.core.objectives.objective import PolicyOutputs
+from mmrl.core.returns import explained_variance
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.transfer import to_device, to_host
 from mmrl.fields import bounded, rare
 from mmrl.training.objectives import ObjectiveConfig, make_objective
-from mmrl.training.processes import make_generator
+from mmrl.training.processes import from_all, make_generator
 from mmrl.training.recipe import LossTerm, Passes, Step
 from mmrl.training.settings import TrainerConfig
 from robotics.episodes.collect import Episodes
@@ -241,8 +241,8 @@ class ChunkCritic(LossTerm):
         recipe = self.recipe
         if not bool(recipe.policy.critic.fitted):  # on the episodes of all processes
             inputs, steps = to_host([recipe.critic_inputs(rollouts), EpisodePayload.of(rollouts).steps])
-            parts = gather_object([inputs[steps > 0]])
-            recipe.policy.critic.fit_scale(to_device(torch.cat(list(parts)), rollouts.mask.device))
+            parts = from_all(inputs[steps > 0])
+            recipe.policy.critic.fit_scale(to_device(torch.cat(parts), rollouts.mask.device))
         with torch.no_grad():
             values = recipe.values(passes.policy, rollouts)
             if recipe.truncation != "bootstrap":
@@ -402,7 +402,7 @@ class _Rows(NamedTuple):
 def _shuffled_everywhere(mine: _Rows, generator: torch.Generator) -> list[bool]:
     """Successes of these rows, shuffled among the rows of all processes in the order in which one process has them."""
     state = PartialState()
-    parts = [mine] if state.num_processes == 1 else list(gather_object([mine]))
+    parts = from_all(mine)
     places = [(group * len(parts) + rank, rank) for rank, part in enumerate(parts) for group in part.groups]
     order = sorted(range(len(places)), key=places.__getitem__)
     episodes = [each for part in parts for each in zip(part.success, part.failed, part.tasks, strict=True)]
@@ -430,10 +430,9 @@ def _at_last_decisions(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def _explained(rollouts: Rollouts) -> float:
-    """Share of the variance of the returns that the critic explained; NaN where they do not differ."""
+    """Share of the variance of the returns of all processes that the critic explained."""
     assert rollouts.returns is not None
     assert rollouts.values is not None
     returns, values, mask = to_host([rollouts.returns, rollouts.values, rollouts.loss_mask])
-    returns, missed = returns[mask > 0], (returns - values)[mask > 0]
-    spread = float(returns.var(correction=0)) if len(returns) else 0.0
-    return 1 - float(missed.var(correction=0)) / spread if spread else float("nan")
+    rows = from_all((returns[mask > 0], values[mask > 0]))
+    return explained_variance(*map(torch.cat, zip(*rows, strict=True)))

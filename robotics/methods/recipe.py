@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.core.blocks.weight import DURATION
+from mmrl.core.loss import Metric
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Stateful, Tally
@@ -36,7 +37,7 @@ from mmrl.runs.export import Exported
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import metric_label
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
-from mmrl.training.processes import SimCounts, Streams, sum_over_processes
+from mmrl.training.processes import SimCounts, Streams
 from mmrl.training.recipe import NoUsableTasksError, Recipe, Step
 from mmrl.training.run import train
 from mmrl.training.settings import RunConfig, TrainerConfig
@@ -193,12 +194,12 @@ class RobotDomain:
         """Whole groups with their last images, rewards and advantages."""
         return [_record(rollouts, row) for row in range(min(limit, rollouts.num_rows))]
 
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """Success (also by task, if they are few) and length of the step's episodes, failures so far, all processes."""
-        seen = sum_over_processes(self._seen)
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
+        """Success (also by task, if they are few) and length of the step's episodes, failures so far."""
+        seen = Counter(self._seen)
         self._seen.clear()
         count = seen.get("episodes", 0) or math.nan
-        found = {f"episode/{name}": seen.get(name, 0) / count for name in ("success", "steps")}
+        found: dict[str, float | Metric] = {f"episode/{name}": seen[name] / count for name in ("success", "steps")}
         for name in self._shown_tasks:
             runs = seen.get(f"episodes/{name}", 0) or math.nan
             found[f"episode/success/{metric_label(name)}"] = seen.get(f"success/{name}", 0) / runs

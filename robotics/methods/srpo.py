@@ -39,15 +39,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
+from mmrl.core.loss import Metric
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Tally
 from mmrl.errors import RunError, UserError
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.processes import global_advantages, merge_lists, stream_seed, sum_over_processes
+from mmrl.training.processes import from_all, global_advantages, stream_seed
 from mmrl.training.recipe import Step
 from robotics.episodes.dataset_fit import check_state
 from robotics.episodes.payload import EpisodePayload
@@ -106,7 +107,7 @@ class SrpoRecipe(RobotRecipe):
             check_state(config.latent.path, self.sim, config.model.accept_other)
         self.form = config.progress.form
         self.memory = self.parts["memory"] = SuccessMemory(self.form.memory)
-        self.invalid = self.parts["invalid"] = Tally()
+        self.invalid = self.parts["invalid"] = self.added["invalid"] = Tally()
         self._first_reason = ""
 
     @property
@@ -120,7 +121,7 @@ class SrpoRecipe(RobotRecipe):
         with stopwatch("latents"):
             self._fit_latent(payload)
             latents, first, valid = self._embed(payload)
-        self._count_invalid(int((~valid & ~payload.failed.cpu().numpy()).sum()))
+        self.invalid["episodes"] += int((~valid & ~payload.failed.cpu().numpy()).sum())
         mine = self._progress_rewards(
             _Rows(
                 latents=latents,
@@ -145,14 +146,13 @@ class SrpoRecipe(RobotRecipe):
         other = global_advantages(self.objective.compute_advantages, own, accelerator)
         failed = (~payload.success).to(rollouts.mask)
         columns = [_row_means(part.advantage, rollouts.loss_mask) for part in (found, other)]
-        rows = merge_lists([torch.stack([*columns, own_reward, failed]).cpu().numpy()], accelerator)
+        rows = from_all(torch.stack([*columns, own_reward, failed]).cpu().numpy())
         self.noted["srpo/advantage_correlation"] = advantage_correlation(*np.concatenate(rows, axis=1))
         return found
 
-    def _count_invalid(self, count: int) -> None:
-        """Count episodes without a latent over all processes; every one of them calls it."""
-        self.invalid["episodes"] += int(sum_over_processes({"now": count})["now"])
-        self.noted["srpo/invalid_latents"] = float(self.invalid["episodes"])
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
+        """Adds the number of episodes without a latent so far."""
+        return super().step_metrics(rollouts) | {"srpo/invalid_latents": float(self.invalid["episodes"])}
 
     def _label(self, episode: EpisodeSpec) -> str:
         """Label of the successes that an episode is compared with."""
@@ -163,10 +163,9 @@ class SrpoRecipe(RobotRecipe):
         if self.latent.size:
             return
         _, paths, _ = self._videos_and_paths(payload)
-        state = PartialState()
         # every process fits, so that all of them raise an error; rounding may differ between machines
-        self.latent.fit(paths if state.num_processes == 1 else list(gather_object(paths)))
-        if state.num_processes > 1:
+        self.latent.fit([path for part in from_all(paths) for path in part])
+        if PartialState().num_processes > 1:
             self.latent.load_state_dict(broadcast_object_list([self.latent.state_dict()])[0])
 
     def _videos_and_paths(self, payload: EpisodePayload) -> tuple[list[np.ndarray | None], list[np.ndarray], list[int]]:
@@ -208,7 +207,7 @@ class SrpoRecipe(RobotRecipe):
         their groups renumbered, and all rewards computed on every process, which then keeps its own part.
         """
         state = PartialState()
-        parts = [mine] if state.num_processes == 1 else list(gather_object([mine]))
+        parts = from_all(mine)
         rank = state.process_index if len(parts) > 1 else 0
         # the groups of all processes in the order in which one process has them
         parts = [part._replace(groups=part.groups * len(parts) + place) for place, part in enumerate(parts)]

@@ -63,7 +63,7 @@ def make_low(name: str, precision: str, folder: Path, monkeypatch: pytest.Monkey
     config.trainer.mixed_precision = precision
     config.evaluation.at_start = config.evaluation.at_end = False
     config.validate()
-    monkeypatch.setattr("mmrl.training.loss_scale.START", 1.0)  # some have gradients above 1e5
+    monkeypatch.setattr("mmrl.training.optimizer.START", 1.0)  # some have gradients above 1e5
     seed_everything(0)
     return config
 

@@ -1,8 +1,10 @@
-"""A run in two processes is the run in one: the same samples, and weights up to the rounding of sums."""
+"""A run in two processes is the run in one: the same samples, weights and metrics up to the rounding of sums."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import signal
 import tempfile
@@ -19,6 +21,7 @@ from accelerate.state import AcceleratorState, PartialState
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunStopped
 from mmrl.recipes import RECIPES
+from mmrl.runs.tracking import build_tracker
 from mmrl.training.processes import make_accelerator, merge_in_order
 from mmrl.training.trainer import StopSignals, Trainer
 from tests.contracts.domains import domain_of, weights
@@ -27,7 +30,7 @@ from tests.contracts.record import note
 from tests.programs import fork_context
 
 STEPS, LIMIT_S = 3, 240
-QUICK = ("sft", "robot_ppo", "flow3d")
+QUICK = ("sft", "distil", "robot_ppo", "flow3d")
 """The others take as long and are run with the slow tests."""
 CONTROLS = {
     "robot_ppo-shuffled": ("robot_ppo", {"reward.potential": 0.0, "shuffle_success": True}),
@@ -40,6 +43,17 @@ advantages; measured are up to 3e-5."""
 LESS_EXACT = {"flow3d_awm": 1e-2, "ac_flow": 1e-2}
 """Instead, for advantages and weights: gradients that cancel in a group (measured 4.4e-3 of the move), and advantages
 that a trained critic shapes (1.0e-3 of the largest)."""
+
+OF_ONE_PROCESS = {
+    "time/": "seconds of the first process",
+    "memory/": "bytes of a process, which holds its share of the tasks",
+    "tokens/per_second": "follows from the seconds",
+    "cost/seconds": "follows from the seconds",
+    "tspo/videos_embedded": "the second run finds the features of the first in its folder",
+}
+"""Beginnings of the names of metrics that hang on the number of processes, and the reason."""
+ABSOLUTE = 1e-4
+"""Of a metric: means of numbers that cancel, such as advantages and the losses made of them, over the three steps."""
 
 NATURAL = ("hnpg",)
 """Recipes of natural-gradient steps, which have no AdamW and refuse weights in parts."""
@@ -65,7 +79,11 @@ def train(config: Any, folder: Path, until: int = STEPS, resume: bool = False) -
     """
     stop = StopAfter(until) if until < config.trainer.steps else None
     recipe = RECIPES[config.recipe].load_recipe_class()(config)
-    trainer = Trainer(recipe, config, folder, make_accelerator(config.trainer.mixed_precision), None, stop)
+    accelerator = make_accelerator(config.trainer.mixed_precision)
+    folder.mkdir(exist_ok=True)
+    writes = accelerator.is_main_process
+    tracker = build_tracker(config.tracking, folder, total_steps=config.trainer.steps) if writes else None
+    trainer = Trainer(recipe, config, folder, accelerator, tracker, stop)
     if stop is not None:
         stop.trainer = trainer
     if resume:
@@ -90,6 +108,8 @@ def train(config: Any, folder: Path, until: int = STEPS, resume: bool = False) -
         trainer.run()
     trainer.rollers.close()
     trainer.recipe.close()
+    if tracker is not None:
+        tracker.close()
     return {"name": config.recipe, "begin": begin, "weights": weights(trainer), "rows": rows}
 
 
@@ -180,6 +200,27 @@ def assert_same(found: dict[str, Any], whole: dict[str, Any], least: float = REL
     return share
 
 
+def assert_same_metrics(found: Path, whole: Path, relative: float) -> None:
+    """Every number that two runs logged is the same up to rounding, but for those of `OF_ONE_PROCESS`."""
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        own, expected = ([without(row) for row in read_rows(folder / name)] for folder in (found, whole))
+        assert len(own) == len(expected)
+        assert own or name != "metrics.jsonl"
+        for one, other in zip(own, expected, strict=True):
+            assert one == pytest.approx(other, rel=relative, abs=ABSOLUTE, nan_ok=True), name
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file that may be missing."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def without(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without the numbers of one process."""
+    kept = {name: row[name] for name in row if name != "time" and not name.startswith(tuple(OF_ONE_PROCESS))}
+    return {name: math.nan if value is None else value for name, value in kept.items()}
+
+
 def every(quick: tuple[str, ...]) -> list[Any]:
     """The names of all runs, those that are not quick marked as slow."""
     names = (*RECIPES, *CONTROLS)
@@ -191,6 +232,7 @@ def test_two_processes_sample_and_learn_what_one_does(name, tmp_path):
     config = make(name, tmp_path)
     whole = train(config, tmp_path / "one")
     note("two", name, assert_same(train_in_two(config, tmp_path / "two"), whole))
+    assert_same_metrics(tmp_path / "two", tmp_path / "one", LESS_EXACT.get(name, RELATIVE))
 
 
 @pytest.mark.slow
@@ -201,6 +243,7 @@ def test_three_processes_sample_and_learn_what_one_does(name, tmp_path):
         config.digirl.batch_episodes = 3
     whole = train(config, tmp_path / "one")
     note("three", name, assert_same(train_in_two(config, tmp_path / "three", processes=3), whole))
+    assert_same_metrics(tmp_path / "three", tmp_path / "one", LESS_EXACT.get(name, RELATIVE))
 
 
 @pytest.mark.parametrize("name", every(QUICK[-1:]))

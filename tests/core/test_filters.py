@@ -19,6 +19,21 @@ def test_groups_with_equal_rewards_are_not_kept():
     assert zero_variance_groups(r).tolist() == [False, False, True, False, True]
 
 
+def test_groups_are_kept_whose_terms_differ_where_each_term_is_compared():
+    """With GDPO rewards of equal sums have advantages, which a filter of the sum would drop."""
+    r, first = with_rewards([1.0, 1.0], [1.0, 1.0], [2.0, 1.0]), torch.tensor([0.2, 0.7, 1.0, 1.0, 1.0, 1.0])
+    r = r.replace(reward_terms={"a": first, "b": 1 - first, "logged": torch.arange(6.0)})
+    for name, compared in (("drop", ("a", "b")), ("resample", ("b",))):
+        assert get("grpo").override({"filter": {"kind": name}}).filter.kept(r, compared).tolist() == [
+            True,
+            False,
+            False,
+        ]
+    chosen = get("grpo").override({"filter": {"kind": "drop", "key": "logged"}}).filter
+    assert chosen.kept(r, ("a", "b")).tolist() == [True, True, True]  # the one that was asked for
+    assert get("grpo").override({"filter": {"kind": "drop"}}).filter.kept(r).tolist() == [False, False, True]
+
+
 def test_groups_without_two_scored_rows_are_not_kept():
     r = with_rewards([math.nan, math.nan], [math.nan, 1.0])
     assert zero_variance_groups(r).tolist() == [False, False]

@@ -141,3 +141,26 @@ def test_responses_of_high_entropy_are_left_out():
         entropy=torch.tensor([[0.3, 0.6, 0.6], [0.9, 0.7, 9.0]]).double(), reward=torch.tensor([1.0, 0.0]).double()
     )
     assert values(EntropyFiltered()(rollouts), rollouts.mask) == [pytest.approx([0.45] * 3), [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", ["gepo", "gtpo", "segment_chain", "remax"])
+def test_blocks_that_know_the_total_reward_only_are_refused_where_each_reward_has_advantages(name):
+    with pytest.raises(ValueError, match="reads the summed reward, but here each reward has its own advantages"):
+        decoupled_advantages(get(name), random_rollouts(), {"accuracy": 1.0})
+
+
+def test_rewards_of_decisions_are_refused_where_each_reward_has_advantages():
+    rollouts = random_rollouts()
+    rollouts = rollouts.replace(extras={"decision_reward": torch.zeros_like(rollouts.mask)})
+    with pytest.raises(ValueError, match="rewards of decisions are those of all terms together"):
+        decoupled_advantages(get("grpo"), rollouts, {"accuracy": 1.0})
+
+
+def test_blocks_that_remember_steps_move_with_advantages_of_several_rewards():
+    """The sum of rewards moves them; each reward by itself did not."""
+    objective = get("entropy_smoothing")
+    state = objective.state()
+    rollouts = random_rollouts().replace(entropy=torch.rand(random_rollouts().mask.shape, dtype=torch.float64))
+    before = str(state.state_dict())
+    decoupled_advantages(objective, rollouts, {"accuracy": 1.0}, state)
+    assert str(state.state_dict()) != before

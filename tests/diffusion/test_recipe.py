@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -16,6 +17,7 @@ from mmrl.config import load_run
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
 from mmrl.rewards import RewardConfig
+from mmrl.runs.run_log import batch_metrics
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import make_accelerator
 from mmrl.training.recipe import Step
@@ -241,6 +243,68 @@ def test_gdpo_with_a_reward_that_applies_nowhere_is_the_other_alone(tmp_path):
     alone = recipe.estimate(rollouts, make_accelerator(), Step()).advantage
     torch.testing.assert_close(found, alone / (alone[:, 0].std() + 1e-4))
     assert bool(found.isfinite().all())
+
+
+def opposed(config):
+    """Rewards whose weighted sum is 1 for every image, as in r and 2 (1 - r) with the weights 1 and 0.5."""
+    config.rewards = [RewardConfig(name="caption_colour"), RewardConfig(name="caption_position", weight=0.5)]
+    config.combine, config.objective.filter = "gdpo", {"kind": "drop"}
+    first = [0.10, 0.12, 0.09, 0.13, 0.11, 0.08, 0.14, 0.10]
+    second = [2 * (1 - one) for one in first]
+    return scored([0] * 4 + [1] * 4, [1.0] * 8, caption_colour=first, caption_position=second)
+
+
+def test_under_gdpo_a_group_is_kept_whose_rewards_differ_though_their_sum_does_not(tmp_path):
+    config = run_config("flow_grpo", tmp_path)
+    rollouts = opposed(config)
+    config.validate()
+    recipe = build(config)
+    assert recipe.compared == ("caption_colour", "caption_position")
+    assert recipe.objective.filter.kept(rollouts, recipe.compared).all()
+    assert batch_metrics([rollouts], recipe.compared)["reward/zero_variance_groups"] == 0
+    # the terms are of opposite order, and their own deviations take away their sizes: 1 - 0.5 of each
+    assert recipe.advantages(rollouts, make_accelerator(), Step()).advantage.abs().min() > 0
+
+
+def test_a_run_under_gdpo_takes_optimiser_steps_where_sums_are_equal(tmp_path, monkeypatch):
+    config = run_config("flow_grpo", tmp_path, minibatches_per_step=1)
+    rollouts = opposed(config)
+    trainer = make_trainer(config, tmp_path)
+
+    def score(drawn, step):
+        rows = torch.arange(drawn.num_rows) % 8
+        terms = {name: values[rows] for name, values in rollouts.reward_terms.items()}
+        return drawn.replace(reward=rollouts.reward[rows], reward_terms=terms)
+
+    monkeypatch.setattr(trainer.recipe, "score", score)
+    trainer.train_step()
+    assert trainer.updater.optimiser_step == 1
+    trainer.recipe.close()
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"filter": {"kind": "drop", "low": 0.1}}, r"objective\.filter\.low and high bound the mean of the summed"),
+        ({"order": {"kind": "category_bandit", "field": "caption"}}, "order 'category_bandit' reads the summed reward"),
+        ({"advantage": {"kind": "smooth_std"}}, "advantage 'smooth_std' remembers the summed reward only"),
+    ],
+)
+def test_parts_that_read_the_sum_are_refused_under_gdpo(tmp_path, part, message):
+    config = run_config("flow_grpo", tmp_path)
+    config.combine = "gdpo"
+    config.objective = dataclasses.replace(config.objective, **part)
+    with pytest.raises(ValueError, match=f"combine is 'gdpo', but {message}"):
+        config.validate()
+    config.combine = "sum"
+    config.validate()
+
+
+def test_a_filter_of_one_reward_is_not_refused_under_gdpo(tmp_path):
+    config = run_config("flow_grpo", tmp_path)
+    config.combine, term = "gdpo", config.rewards[0].name
+    config.objective.filter = {"kind": "drop", "key": term, "low": 0.1}
+    config.validate()
 
 
 def test_the_bound_of_awm_holds_for_the_sum_of_several_rewards(tmp_path):

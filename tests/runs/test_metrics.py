@@ -12,9 +12,9 @@ OF_GROUPS = {"reward/zero_variance_groups", "reward/std_within_groups"}
 
 def test_groups_of_one_have_no_spread_to_report():
     alone = random_rollouts(groups=3, samples=1).replace(reward=torch.tensor([0.0, 1.0, 0.5]))
-    assert not OF_GROUPS & set(batch_metrics([alone], rewards=True))
+    assert not OF_GROUPS & set(batch_metrics([alone], ("reward",)))
     reward = torch.tensor([1.0, 1.0, 1.0, 0.0])
     grouped = random_rollouts(groups=2, samples=2).replace(reward=reward)
-    metrics = batch_metrics([grouped], rewards=True)
+    metrics = batch_metrics([grouped], ("reward",))
     assert metrics["reward/zero_variance_groups"] == 0.5
     assert metrics["reward/std_within_groups"] == 0.25

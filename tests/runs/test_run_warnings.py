@@ -50,6 +50,27 @@ def test_equal_groups_of_a_sampler_without_temperature(tmp_path, variety):
     assert f"more samples_per_task, {variety}{', ' if variety else ''}easier or harder tasks or a finer" in message
 
 
+def test_rewards_that_are_compared_by_themselves_are_watched_by_themselves(tmp_path):
+    """With GDPO terms that add up to a constant tell samples from one another."""
+    apart = batch([1.0, 1.0, 1.0, 1.0], a=[0.2, 0.8, 0.4, 0.6], b=[0.8, 0.2, 0.6, 0.4])
+    warnings = RunWarnings(tmp_path / "apart", compared=("a", "b"))
+    assert not any(run(tmp_path / "apart", [apart] * PATIENCE, warnings=warnings)[1])
+    equal = [batch([1.0] * 4, a=[x, x, y, y], b=[y, y, x, x]) for x, y in [(0.2, 0.8), (0.4, 0.6)]] * PATIENCE
+    warnings = RunWarnings(tmp_path / "equal", compared=("a", "b"))
+    assert "warnings/equal_groups" in run(tmp_path / "equal", equal[:PATIENCE], warnings=warnings)[1][-1]
+
+
+@pytest.mark.parametrize("advantages", ["elsewhere", "all_the_same"])
+def test_equal_groups_that_teach_are_not_complained_of(tmp_path, advantages):
+    """Such as those of a critic, and those of an estimator that compares turns."""
+    warnings = RunWarnings(tmp_path, compared=() if advantages == "elsewhere" else ("reward",))
+    for number in range(2 * PATIENCE):
+        warnings.watch([batch([0.0, 0.0, 1.0, 1.0])])
+        assert warnings.sees_equal_groups is (advantages == "all_the_same")
+        warnings.forget_equal_groups()
+        assert warnings.step(number, {}) == {}
+
+
 def test_answers_that_are_all_cut_are_said_once(tmp_path):
     steps = [batch([0.0, 1.0, 1.0, 0.0])] * (2 * PATIENCE)
     _, rows = run(

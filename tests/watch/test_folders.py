@@ -35,6 +35,7 @@ def only(folder):
         (lambda folder: lock(folder, host="elsewhere"), "running"),
         (lambda folder: lock(folder, process=2**22 + 1), "stopped"),
         (lambda folder: (folder / "result.json").write_text('{"status": "done"}'), "finished"),
+        (lambda folder: (folder / "result.json").write_text('{"status": "nothing_learned", "reason": "no"}'), "failed"),
         (lambda folder: (folder / "experiment_run.json").write_text('{"failed": "out of memory"}'), "failed"),
         (lambda folder: (folder / "mmrl-crash-1.txt").write_text("Traceback\nValueError: broken\n"), "failed"),
         (lambda folder: (folder / "metrics.jsonl").unlink(), "waiting"),

@@ -42,7 +42,7 @@ from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import KEEPS_OLD, Rollouts
 from mmrl.fields import bounded, choice, rare
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.processes import Streams, merge_in_order, sum_over_processes
+from mmrl.training.processes import Streams, merge_in_order
 from mmrl.training.recipe import LossTerm, Passes, Step, TermLoss
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.engine.policy import VlmPolicy
@@ -230,7 +230,7 @@ class Replay(LossTerm):
 
     def metrics(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
         """State of the buffer and of the replays."""
-        seen = sum_over_processes(self.seen)
+        seen = Counter(self.seen)
         self.seen.clear()
         injected = seen.get("injected", 0)
         found = {f"replay/{name}": float(self.buffer.counts[name]) for name in ("added", "expired", "evicted")}

@@ -34,6 +34,7 @@ from mmrl.agents.recipe import SCORES, AgentConfig, AgentRecipe
 from mmrl.agents.rollout.episodes import AgentPayload, Episode, pack_groups
 from mmrl.agents.rollout.runner import Fork
 from mmrl.core.blocks.turns import PARENT, SHARED
+from mmrl.core.loss import Metric, row_metric
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.transfer import to_device
 from mmrl.fields import bounded, choice, only_with, rare
@@ -210,10 +211,10 @@ class BranchingRecipe(AgentRecipe):
         extras = {PARENT: to_device(parent, rollouts.mask.device), SHARED: to_device(shared, rollouts.mask.device)}
         return super().score(rollouts.replace(extras=rollouts.extras | extras), step)
 
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Adds the share of episodes that branched."""
-        branched = rollouts.extras[SHARED] > 0
-        return super().step_metrics(rollouts) | {"episode/branched": float(branched.double().mean())}
+        branched = (rollouts.extras[SHARED] > 0).double()
+        return super().step_metrics(rollouts) | {"episode/branched": row_metric(branched)}
 
 
 def _turn_entropies(entropy: Tensor, episode: Episode, tokens: int, unit: float) -> list[float]:

@@ -33,6 +33,7 @@ from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig
 from mmrl.agents.methods.clone import AgentCloneRecipe, CloneEvaluationConfig, as_episode
 from mmrl.agents.recipe import AgentParts
 from mmrl.agents.rollout.episodes import Episode, Writer
+from mmrl.core.loss import Metric
 from mmrl.fields import bounded
 from mmrl.training.processes import Streams
 from mmrl.training.settings import BaseRunConfig
@@ -127,7 +128,8 @@ class AgentRevisionRecipe(AgentCloneRecipe):
         groups = [played[first : first + own.attempts] for first in range(0, len(played), own.attempts)]
         worst = [min((one for one in group if one.has_result), key=_total, default=None) for group in groups]
         found = [episode for episode in worst if episode is not None]
-        self.noted["revision/failed"] = sum(not episode.success for episode in found) / max(len(found), 1)
+        failed = sum(not episode.success for episode in found)
+        self.noted["revision/failed"] = Metric(float(failed), float(len(found)))
         writer = self.writer(policy)
         return [self._revised(policy, writer, task, one) for task, one in zip(tasks, worst, strict=True)]
 

@@ -169,6 +169,7 @@ class GreedyBaseline(Advantage):
     """
 
     kind = "greedy_baseline"
+    reads_sum = True
     needs = frozenset({"greedy"})
 
     def __call__(self, rollouts: Rollouts) -> Tensor:

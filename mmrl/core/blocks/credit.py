@@ -65,6 +65,7 @@ class SegmentDifference(Advantage):
     """
 
     kind = "segment_difference"
+    reads_sum = True
     needs = frozenset({"samples"})
     std: bool = rare(False)
     """Whether differences are divided by the standard deviation of the values of the segments that begin in the same

@@ -161,6 +161,7 @@ class GroupPreference(BoundedClip):
     """
 
     kind = "group_preference"
+    reads_sum = True
     compares_rows = True
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref"})
     coef: float = rare(bounded(0.01, at_least=0, finite=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -49,6 +49,11 @@ def zero_variance_groups(
     if high is not None:
         keep &= mean < high
     return keep
+
+
+def groups_that_differ(rollouts: Rollouts, compared: Sequence[str]) -> Tensor:
+    """Mask (N,) bool of the groups whose scored rows differ in one of the compared rewards."""
+    return torch.stack([zero_variance_groups(rollouts, key) for key in compared]).any(0)
 
 
 @dataclass
@@ -149,8 +154,13 @@ class GroupFilter(Block):
     resamples: ClassVar[bool] = False
     """Whether further tasks are sampled until the step is full."""
 
-    def kept(self, rollouts: Rollouts) -> Tensor:
-        """Mask (N,) bool of the groups to keep; the rows are whole groups, scored."""
+    def kept(self, rollouts: Rollouts, compared: Sequence[str] = ("reward",)) -> Tensor:
+        """Mask (N,) bool of the groups to keep.
+
+        Args:
+            rollouts: The rows of whole groups, scored.
+            compared: `reward`, or names of the terms that advantages are made of, each by itself.
+        """
         raise NotImplementedError
 
     @property
@@ -170,7 +180,7 @@ class KeepAll(GroupFilter):
 
     kind = "none"
 
-    def kept(self, rollouts: Rollouts) -> Tensor:
+    def kept(self, rollouts: Rollouts, compared: Sequence[str] = ("reward",)) -> Tensor:
         return torch.ones(rollouts.num_groups, dtype=torch.bool)
 
     def formula(self) -> str:
@@ -195,7 +205,9 @@ class DropGroups(GroupFilter):
     def reward_key(self) -> str:
         return self.key
 
-    def kept(self, rollouts: Rollouts) -> Tensor:
+    def kept(self, rollouts: Rollouts, compared: Sequence[str] = ("reward",)) -> Tensor:
+        if self.key == "reward" and self.low is None and self.high is None:
+            return groups_that_differ(rollouts, compared)
         return zero_variance_groups(rollouts, self.key, self.low, self.high)
 
     def formula(self) -> str:

@@ -122,6 +122,7 @@ class CategoryBandit(TaskOrder):
     """
 
     kind = "category_bandit"
+    reads_sum = True
     field: str = "category"
     """Field or column of a task that names its category; the tasks of robots have `task`."""
     rate: float = rare(bounded(0.5, above=0, at_most=1))

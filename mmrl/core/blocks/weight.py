@@ -105,6 +105,7 @@ class ConflictTokens(Weight):
     """
 
     kind = "conflict_tokens"
+    reads_sum = True
     needs = frozenset({"samples", "tokens"})
     factor: float = bounded(2.0, at_least=0)
     """Weight of the conflicts of good responses."""

@@ -11,11 +11,31 @@ from mmrl.core.blocks.advantage import AdvantageScaling
 from mmrl.core.loss import masked_mean
 from mmrl.core.objectives.objective import Objective
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.state import ObjectiveState
 
 STD_EPS = 1e-4
 
 
-def decoupled_advantages(objective: Objective, rollouts: Rollouts, weights: Mapping[str, float]) -> Rollouts:
+def check_decoupled(objective: Objective) -> None:
+    """Refuse blocks that know the total reward only; raises ValueError."""
+    if remembering := objective.advantage.state() and objective.advantage.kind:
+        raise ValueError(f"advantage '{remembering}' remembers the summed reward only. Add the rewards up.")
+    if objective.kl_in_reward or objective.needs_values:
+        raise ValueError(
+            f"The objective '{objective.name}' has {'a critic' if objective.needs_values else 'a KL in the reward'}, "
+            "which knows the summed reward only. Add the rewards up, or use a group estimator and a KL in the loss."
+        )
+    for key, block in objective.blocks.items():
+        if block.reads_sum:
+            raise ValueError(
+                f"{key} '{block.kind}' reads the summed reward, but here each reward has its own advantages. Add the "
+                f"rewards up, or use another {key}."
+            )
+
+
+def decoupled_advantages(
+    objective: Objective, rollouts: Rollouts, weights: Mapping[str, float], state: ObjectiveState | None = None
+) -> Rollouts:
     """Estimate an advantage of each reward, add them up by weight, and normalise the sum over the batch.
 
     A = scaling((S - mean S) / (std S + 1e-4)),    S = sum_k w_k A_k,
@@ -28,25 +48,23 @@ def decoupled_advantages(objective: Objective, rollouts: Rollouts, weights: Mapp
         objective: Supplies the estimator and the scaling.
         rollouts: Scored rows with `reward_terms`; all that a rollout step produced, as for `compute_advantages`.
         weights: Factor of each reward term.
+        state: What `objective.state()` returned at the start of the run, for blocks that remember earlier steps.
 
     Returns:
         A copy with `advantage` (B, T), 0 where nothing is trained.
 
     Raises:
-        ValueError: The objective shapes the summed reward (a divergence in the reward) or has a critic.
+        ValueError: The objective knows the summed reward only, see `check_decoupled`, or the rows have rewards of
+            single decisions.
 
     Gradient: none.
 
     Source: GDPO, arXiv 2601.05242; NVlabs/GDPO trl-GDPO/trl-0.18.0-gdpo/trl/trainer/grpo_trainer.py; terms that do not
         apply as in huggingface/trl, multi_objective_aggregation "normalize_then_sum".
     """
-    if remembering := objective.advantage.state() and objective.advantage.kind:
-        raise ValueError(f"advantage '{remembering}' remembers the summed reward only. Add the rewards up.")
-    if objective.kl_in_reward or objective.needs_values:
-        raise ValueError(
-            f"The objective '{objective.name}' has {'a critic' if objective.needs_values else 'a KL in the reward'}, "
-            "which knows the summed reward only. Add the rewards up, or use a group estimator and a KL in the loss."
-        )
+    check_decoupled(objective)
+    if "decision_reward" in rollouts.extras:
+        raise ValueError("The rewards of decisions are those of all terms together. Add the rewards up.")
     estimator = objective.replace(scaling=AdvantageScaling(), weight=None)
     total = torch.zeros_like(rollouts.mask)
     for name, weight in weights.items():
@@ -54,7 +72,8 @@ def decoupled_advantages(objective: Objective, rollouts: Rollouts, weights: Mapp
         part = estimator.compute_advantages(rollouts.replace(reward=values)).advantage
         assert part is not None
         total = total + weight * part
-    return objective.weighed(rollouts.replace(advantage=objective.scaling(_over_rows(total, rollouts), rollouts)))
+    found = objective.weighed(rollouts.replace(advantage=objective.scaling(_over_rows(total, rollouts), rollouts)))
+    return found if state is None else objective.observed(found, state)
 
 
 def _over_rows(advantage: Tensor, rollouts: Rollouts) -> Tensor:

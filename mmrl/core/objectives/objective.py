@@ -249,8 +249,12 @@ class Objective:
                 returns = torch.where(rollouts.loss_mask > 0, advantage + rollouts.values, 0.0)
             advantage = self.scaling(advantage, rollouts)
             rollouts = self.weighed(rollouts.replace(advantage=advantage.to(rollouts.logp_old.dtype), returns=returns))
-            for key in memory:
-                rollouts = rollouts if key == "advantage" else self.blocks[key].observe(rollouts, memory[key])
+            return self.observed(rollouts, ObjectiveState(memory))
+
+    def observed(self, rollouts: Rollouts, state: ObjectiveState) -> Rollouts:
+        """Move the blocks that remember earlier steps, the estimator aside, by rows with advantages."""
+        for key, memory in state.blocks.items():
+            rollouts = rollouts if key == "advantage" else self.blocks[key].observe(rollouts, memory)
         return rollouts
 
     def weighed(self, rollouts: Rollouts) -> Rollouts:

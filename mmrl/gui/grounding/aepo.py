@@ -24,6 +24,7 @@ import torch
 from accelerate import Accelerator
 
 from mmrl.core.blocks.advantage import group_sum
+from mmrl.core.loss import Metric
 from mmrl.core.rollouts import Rollouts
 from mmrl.gui.grounding.rewards import point_rewards
 from mmrl.gui.grounding.tasks import FIRST_CORRECT, GroundingParts, Screens
@@ -74,7 +75,7 @@ class AepoRecipe(VlmRecipe):
         return super().advantages(rollouts, accelerator, step)
 
 
-def no_signal(rollouts: Rollouts, kinds: list[str]) -> dict[str, float]:
+def no_signal(rollouts: Rollouts, kinds: list[str]) -> dict[str, Metric]:
     """Share of groups without signal by kind of instruction."""
     scored = rollouts.reward.isfinite()
     reward = torch.where(scored, rollouts.reward, torch.zeros_like(rollouts.reward))
@@ -84,7 +85,7 @@ def no_signal(rollouts: Rollouts, kinds: list[str]) -> dict[str, float]:
     away = ((reward - mean[rollouts.group]).abs() > SAME) & scored
     flat = (group_sum(away.long(), rollouts.group, groups) == 0).tolist()
     shares = {kind: [flat[i] for i, other in enumerate(kinds) if other == kind] for kind in sorted(set(kinds)) if kind}
-    return {f"aepo/no_signal/{kind}": sum(values) / len(values) for kind, values in shares.items()}
+    return {f"aepo/no_signal/{kind}": Metric(float(sum(own)), len(own)) for kind, own in shares.items()}
 
 
 SAME = 1e-6

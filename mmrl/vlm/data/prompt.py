@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from mmrl.core.loss import Metric
 from mmrl.core.payload import Payload, per_decision, per_group, per_row
 from mmrl.errors import UserError
 from mmrl.hub.video_sampling import Frames
@@ -134,10 +136,10 @@ class VlmPayload(Payload):
         return [prompt if other is None else other for other, prompt in pairs]
 
     @property
-    def finished_fraction(self) -> float:
+    def finished_fraction(self) -> Metric:
         """Share of the responses that ended before the length limit; NaN without any."""
         ended = [finish != "length" for finish in self.finish if finish]
-        return sum(ended) / len(ended) if ended else math.nan
+        return Metric(float(sum(ended)), float(len(ended)))
 
 
 def join_prompts(parts: Sequence[Prompt]) -> Prompt:

@@ -24,6 +24,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from mmrl.core.blocks.advantage import GroupMeanStd, group_sum
+from mmrl.core.loss import row_metric
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
 from mmrl.rewards.loading import load_function
@@ -119,12 +120,12 @@ class ApoRecipe(VlmRecipe):
         assert rollouts.advantage is not None
         advantage = rollouts.advantage * factor[:, None]
         hardness = difficulty(correct, rollouts.group)
-        self.noted["apo/length_multiplier_mean"] = float(factor.mean())
-        self.noted["apo/difficulty_mean"] = float(hardness.mean())
+        self.noted["apo/length_multiplier_mean"] = row_metric(factor)
+        self.noted["apo/difficulty_mean"] = row_metric(hardness)
         if self.config.apo.dads == "off":
             return rollouts.replace(advantage=advantage)
         weight = kl_weights(advantage[:, 0], hardness, self._shape())
-        self.noted["apo/kl_weight_mean"] = float(weight.mean())
+        self.noted["apo/kl_weight_mean"] = row_metric(weight)
         return rollouts.replace(advantage=advantage, extras={**rollouts.extras, "kl_weight": weight})
 
     def describe(self) -> str:

@@ -14,6 +14,7 @@ holds in each process. Other samples' metrics, such as the mean reward, hold tho
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,10 +24,11 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from mmrl.core.blocks.foreign import SOURCE
-from mmrl.core.rollouts import Rollouts
+from mmrl.core.loss import Metric
+from mmrl.core.rollouts import PLACE, Rollouts
 from mmrl.fields import bounded, rare
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.processes import Streams
+from mmrl.training.processes import Streams, from_all
 from mmrl.training.recipe import Step
 from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import VlmPayload
@@ -78,6 +80,15 @@ class ArbitraryEntropyConfig(VlmConfig):
                 "trainer.old_logp is 'sampler', but some rows are sampled at another temperature than the one they are "
                 "scored at; use recompute"
             )
+
+
+def number_everywhere(marked: Tensor, rollouts: Rollouts) -> Tensor:
+    """(B,) number of each row among the marked ones (B,) bool of all processes, from 1; rows follow their tasks."""
+    places = range(rollouts.num_rows) if PLACE not in rollouts.extras else rollouts.extras[PLACE].tolist()
+    keys = list(zip(places, range(rollouts.num_rows), strict=True))
+    own = [key for key, found in zip(keys, marked.tolist(), strict=True) if found]
+    everywhere = sorted(key for part in from_all(own) for key in part)
+    return torch.tensor([bisect.bisect_right(everywhere, key) for key in keys], device=marked.device)
 
 
 class LastEntropy:
@@ -141,16 +152,18 @@ class ArbitraryEntropyRecipe(VlmRecipe):
         assert rollouts.advantage is not None
         further = rollouts.extras[SOURCE] == TEMPERED
         good = further & ((rollouts.advantage > settings.threshold) & (rollouts.loss_mask > 0)).any(1)
-        taken = good & (good.cumsum(0) <= settings.rows // (2 if self.above else 1))
+        number, most = number_everywhere(good, rollouts), settings.rows // (2 if self.above else 1)
+        taken = good & (number <= most)
         keep = ~further | taken
         if settings.replace_first:
-            keep &= further | ((~further).cumsum(0) > taken.sum())
+            leaving = sum(from_all(int(taken.sum())))
+            keep &= further | (number_everywhere(~further, rollouts) > leaving)
         advantage = torch.where(taken[:, None], settings.weight, rollouts.advantage)
         mask = rollouts.mask * keep[:, None].to(rollouts.mask.dtype)
         self.noted |= {
             "steering/entropy": self.last.value,
             "steering/temperature": settings.cold if self.above else settings.hot,
-            "steering/rows": float(taken.sum()),
+            "steering/rows": Metric.summed(taken.sum()),
         }
         return rollouts.replace(advantage=advantage * (mask > 0), mask=mask)
 

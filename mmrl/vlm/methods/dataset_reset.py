@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mmrl.core.loss import Metric
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
@@ -81,11 +82,12 @@ class DatasetResetRecipe(VlmRecipe):
         start = tokenizer.decode(ids[:taken]).rstrip("\N{REPLACEMENT CHARACTER}")
         return augment_task(task, given_start=start, hint_fraction=taken / len(ids))
 
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Adds the share of questions that started inside an answer, and how far in."""
         tasks = VlmPayload.of(rollouts).tasks
         taken = [task.hint_fraction for task in tasks if isinstance(task, AugmentedTask)]
-        own = {"reset/share": len(taken) / len(tasks), "reset/fraction_mean": sum(taken) / max(len(taken), 1)}
+        number = float(len(taken))
+        own = {"reset/share": Metric(number, len(tasks)), "reset/fraction_mean": Metric(sum(taken), number)}
         return super().step_metrics(rollouts) | own
 
     def describe(self) -> str:

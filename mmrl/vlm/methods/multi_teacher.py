@@ -19,11 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from mmrl.core.blocks.foreign import TEACHER
-from mmrl.core.loss import masked_mean
+from mmrl.core.loss import Metric, masked_mean
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
@@ -104,10 +103,9 @@ class MultiTeacherRecipe(ReplacingRecipe):
         rows = rows.replace(reward=rows.reward.clamp(min=settings.least_reward))  # one that failed stays NaN
         return torch.tensor(leaving), self.with_logp(policy, rows)
 
-    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """See `ReplacingRecipe`."""
-        self.noted["replaced/too_long"] = float(self.replaced["too_long"])
-        return super().advantages(rollouts, accelerator, step)
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
+        """Adds the number of teachers' answers that were too long."""
+        return {"replaced/too_long": float(self.replaced["too_long"])} | super().step_metrics(rollouts)
 
     def comprehension(self, policy: VlmPolicy, rollouts: Rollouts, group: int, texts: Sequence[str]) -> Tensor:
         """(n,) on the host: mean probability of the right answer's tokens behind the reasoning of each text.

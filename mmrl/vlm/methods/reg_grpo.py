@@ -29,6 +29,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from mmrl.core.loss import Metric
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import DifficultyTracker
 from mmrl.errors import UserError
@@ -124,26 +125,26 @@ class RegGrpoRecipe(VlmRecipe):
         for key, rewards in merge_in_order(self._noted_rewards):
             self.tracker.note(key, rewards)
         self._noted_rewards.clear()
-        self._note_changes(VlmPayload.of(rollouts).tasks)
         return super().advantages(rollouts, accelerator, step)
 
-    def _note_changes(self, tasks: Sequence[VlmTask]) -> None:
-        """Log how many questions of the step were changed and how much."""
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
+        """Adds how many questions of the step were changed and how much."""
+        tasks = VlmPayload.of(rollouts).tasks
         changed = [task for task in tasks if isinstance(task, AugmentedTask)]
         hints = [task.hint_fraction for task in changed if task.hint_fraction]
         noise = [task.noise_sigma for task in changed if task.noise_sigma]
-        recent, drawn = self.tracker.recent, self._drawn
-        self.noted |= {
-            "augment/hinted": len(hints) / len(tasks),
-            "augment/noised": len(noise) / len(tasks),
-            "augment/hint_fraction_mean": sum(hints) / max(len(hints), 1),
-            "augment/sigma_mean": sum(noise) / max(len(noise), 1),
+        recent, drawn = self.tracker.recent, Counter(self._drawn)
+        self._drawn.clear()
+        return super().step_metrics(rollouts) | {
+            "augment/hinted": Metric(float(len(hints)), len(tasks)),
+            "augment/noised": Metric(float(len(noise)), len(tasks)),
+            "augment/hint_fraction_mean": Metric(sum(hints), float(len(hints))),
+            "augment/sigma_mean": Metric(sum(noise), float(len(noise))),
             "augment/traces": float(drawn["traces"]),
             "augment/probes": float(drawn["probes"]),
             "augment/traces_unused": float(drawn["unused"]),
             "augment/window_mean": sum(recent) / len(recent) if recent else 0.0,
         }
-        drawn.clear()
 
     def rolls_apart(self, step: Step) -> bool:
         """Unless the hardest questions of a step are chosen among all."""

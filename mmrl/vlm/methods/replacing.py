@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from mmrl.core.blocks.foreign import SOURCE
+from mmrl.core.loss import Metric
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Tally
 from mmrl.training.processes import Streams
@@ -79,15 +79,14 @@ class ReplacingRecipe(VlmRecipe):
         self.replaced["rows"] += len(found[0])
         return scored.exchanged(*found)
 
-    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Advantages as usual; what was exchanged is logged."""
-        groups = max(self.replaced["groups"], 1)
-        self.noted |= {
-            "replaced/failed": self.replaced["failed"] / groups,
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
+        """Adds what was exchanged in the step."""
+        found = {
+            "replaced/failed": self.replaced["failed"] / max(self.replaced["groups"], 1),
             "replaced/rows": float(self.replaced["rows"]),
         }
         self.replaced.clear()
-        return super().advantages(rollouts, accelerator, step)
+        return super().step_metrics(rollouts) | found
 
     def rows_of(
         self, like: Rollouts, groups: Sequence[int], ids: Sequence[Sequence[int]], texts: Sequence[str], source: int

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
+from mmrl.core.loss import Metric
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import ConfigError, UserError
 from mmrl.fields import bounded, choice, rare
@@ -120,10 +120,10 @@ class ScaffoldedRecipe(ReplacingRecipe):
             return leaving, self.with_logp(policy, rows)
         return leaving, behind(rows, [Context(0, asked[number][2]) for number in chosen])
 
-    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """See `ReplacingRecipe`."""
-        self.noted["scaffold/level_mean"] = self.replaced["level"] / max(self.replaced["rows"], 1)
-        return super().advantages(rollouts, accelerator, step)
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
+        """Adds the mean number of hints."""
+        level = self.replaced["level"] / max(self.replaced["rows"], 1)
+        return {"scaffold/level_mean": level} | super().step_metrics(rollouts)
 
     def describe(self) -> str:
         """The objective's formula and the exchange."""

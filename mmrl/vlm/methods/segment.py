@@ -29,6 +29,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from mmrl.core.blocks.credit import VALUE_AFTER, VALUE_BEFORE, VALUE_STD
+from mmrl.core.loss import Metric
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Tally
 from mmrl.core.transfer import to_device
@@ -186,15 +187,19 @@ class SegmentRecipe(VlmRecipe):
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Advantages of the objective over uncertain tokens; the others leave the update."""
-        before, total = rollouts.extras, rollouts.mask.sum().clamp(min=1)
+        before, total = rollouts.extras, rollouts.mask.sum()
         kept = rollouts.logp_old.exp() < self.config.segment.probability
         if OWN in before:
             kept &= (before[OWN] > 0) & (before[VALUE_AFTER] != before[VALUE_BEFORE])
         rollouts = rollouts.replace(mask=rollouts.mask * kept.to(rollouts.mask.dtype))
-        self.noted |= {f"segment/{name}": float(self.counted[name]) for name in ("values", "tokens")}
-        self.noted["segment/trained"] = float(rollouts.mask.sum() / total)
-        self.counted.clear()
+        self.noted["segment/trained"] = Metric(rollouts.mask.sum(), total)
         return super().advantages(rollouts, accelerator, step)
+
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
+        """Adds the values that were estimated, and the tokens that were sampled."""
+        found = {f"segment/{name}": float(self.counted[name]) for name in ("values", "tokens")}
+        self.counted.clear()
+        return super().step_metrics(rollouts) | found
 
     def describe(self) -> str:
         """The objective's formula and the segments."""

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mmrl.core.loss import Metric, mean_metric
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.transfer import to_device
@@ -222,12 +223,12 @@ class SoftRecipe(VlmRecipe):
             found = dataclasses.replace(found, logp=torch.where(soft, density, found.logp))
         return found if "states" in outputs else dataclasses.replace(found, states=None)
 
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Adds the share of soft tokens and the mean weight of their first one."""
         mixed = VlmPayload.of(rollouts).mixed
         soft = functional.pad(rollouts.mask, (0, mixed["soft"].shape[1] - rollouts.num_decisions)) * mixed["soft"]
-        first = float((mixed["weights"][..., 0] * soft).sum() / soft.sum().clamp(min=1))
-        own = {"soft/share": float(soft.sum() / rollouts.mask.sum().clamp(min=1)), "soft/first_weight": first}
+        first = mean_metric(mixed["weights"][..., 0], soft)
+        own = {"soft/share": Metric(soft.sum(), rollouts.mask.sum()), "soft/first_weight": first}
         return super().step_metrics(rollouts) | own
 
     def describe(self) -> str:

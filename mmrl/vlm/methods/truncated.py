@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from mmrl.core.loss import row_metric
 from mmrl.core.returns import decision_rewards, returns_to_go
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded
@@ -210,9 +211,9 @@ class TruncatedRecipe(VlmRecipe):
         self.left.clear()
         continued_rows = (whole * (1 - new)).sum(1) > 0
         self.noted |= {
-            "truncated/unfinished": float(cut.float().mean()),
-            "truncated/continued": float(continued_rows.float().mean()),
-            "truncated/reward_mean": float(rollouts.reward[~cut].nanmean()),
+            "truncated/unfinished": row_metric(cut),
+            "truncated/continued": row_metric(continued_rows),
+            "truncated/reward_mean": row_metric(rollouts.reward[~cut & rollouts.scored]),
         }
         return found.replace(mask=mask, returns=returns)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,11 +123,15 @@ class FeatureStore:
         self.encoder = encoder
         self.folder = None if folder is None else expanded(folder)
         self.memory_bytes = memory_mb * 1e6
-        self.computed = 0
-        """Videos that were embedded rather than read."""
+        self.counts = Counter(embedded=0)
         self._texts: dict[str, Tensor] = {}
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
         self._bytes = 0
+
+    @property
+    def computed(self) -> int:
+        """Videos that were embedded rather than read."""
+        return self.counts["embedded"]
 
     def frames(self, candidates: Candidates) -> Tensor:
         """Embeddings of a video's candidates (T, D) float32; raises VideoError."""
@@ -141,7 +145,7 @@ class FeatureStore:
         found = None if file is None else _read(file, len(candidates), self.encoder.width)
         if found is None:
             found = self.encoder.frames(candidates.frames())
-            self.computed += 1
+            self.counts["embedded"] += 1
             if file is not None:
                 with replaced(file) as draft:
                     save_file({"features": found.contiguous()}, draft, metadata={"digest": _digest(found)})

@@ -28,9 +28,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from mmrl.core.loss import Metric
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
-from mmrl.errors import RunError, UserError
+from mmrl.errors import UserError
 from mmrl.hub.building import build_if_missing
 from mmrl.hub.video_reading import VideoError
 from mmrl.runs.dry_run import model_follows
@@ -40,7 +41,7 @@ from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.processes import Streams, stream_seed
 from mmrl.training.recipe import NoUsableTasksError, Recipe, Step
-from mmrl.training.scoring import RewardErrors, failure_of
+from mmrl.training.scoring import EveryRewardFailedError, RewardErrors, failure_of
 from mmrl.vlm.data.dataset import DataConfig
 from mmrl.vlm.data.task import TaskError
 from mmrl.vlm.domain import Skipped
@@ -66,6 +67,8 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         super().__init__(config)
         self.objective = objective_of(config)
         self.skipped, self.errors = Skipped(), RewardErrors()
+        self._failure = ""
+        """Reason why no answer of the last rollout could be judged."""
         self.parts |= {"skipped": self.skipped, "errors": self.errors}
         self.added |= {"skipped": self.skipped, "errors": self.errors.step}
         self.train_tasks = self._load(config.data, "data")
@@ -78,6 +81,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         build_if_missing(features, "features")
         clip = ClipEncoder(features.path, features.batch, features.device)
         self.store = FeatureStore(clip, features.cache, features.memory_mb)
+        self.added["videos"] = self.store.counts
         reader = load_policy(config.answerer.model) if config.answerer.kind == "vlm" else None
         trained = reader if config.answerer.train else None
         agent = _make_agent(config, self.store.encoder.width)
@@ -162,7 +166,10 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         accuracy = payload.correct.to(rollouts.reward.device)
         locating = torch.tensor(located, device=rollouts.reward.device)
         reward = self.config.accuracy_weight * accuracy + self.config.locating_weight * locating
-        return rollouts.replace(reward=reward, reward_terms={"accuracy": accuracy, "locating": locating})
+        scored = rollouts.replace(reward=reward, reward_terms={"accuracy": accuracy, "locating": locating})
+        if self._failure:
+            raise EveryRewardFailedError(self._failure, scored)
+        return scored
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Log-probability of each pick and of each trained token, at the temperatures of the draw."""
@@ -206,7 +213,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
             )
         return found
 
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Videos that were embedded, questions skipped so far and reward errors of the step."""
         return {
             "tspo/videos_embedded": float(self.store.computed),
@@ -270,8 +277,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         answers = self.answerer.answer(rows, chosen, draws)
         if answers.result is not None:
             self.errors.count(answers.result)
-            if failure := failure_of(answers.result):
-                raise RunError(f"every reward of this step failed: {failure}")
+        self._failure = "" if answers.result is None else failure_of(answers.result)
         return answers
 
     def _joined(self, rollouts: Rollouts, answers: Answers) -> Rollouts:

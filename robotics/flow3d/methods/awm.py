@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from diffusion.matching.awm_loss import AwmLoss, AwmSettings, with_ratio
 from diffusion.matching.times import TimestepConfig, check_times
 from diffusion.models.ema import EvalAverage, EvalEmaConfig
+from mmrl.core.loss import Metric
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.rewards.config import RewardResult, refuse_weights
@@ -196,7 +197,7 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
         """Whole groups as drawn flow with verdicts and advantages."""
         return [self._record(rollouts, row) for row in range(min(limit, rollouts.num_rows))]
 
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Number of scenes, and counts of missing verdicts."""
         return {"data/clips": float(len(self.train_tasks)), **self.errors.take()}
 

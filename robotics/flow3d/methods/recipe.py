@@ -247,7 +247,7 @@ class Flow3dRecipe(FlowDomain, SupervisedRecipe[FlowWorldModel, Any]):
         what = {"eps": "noise", "v": "velocity", "x0": "flow"}[process.parameterisation]
         return f"mean ({what}(x_t, t, image, points, instruction) - {what})^2, {process.kind}"
 
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Number of clips."""
         return {"data/clips": float(len(self.clips))}
 

@@ -13,10 +13,10 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusion.families.grids import scheduler_grid
 from diffusion.matching.states import towards
 from diffusion.matching.times import TimestepConfig
-from diffusion.methods.critic import CREDITS, explained_variance
+from diffusion.methods.critic import CREDITS
 from diffusion.sampling.sampler import sample_latents, sample_states, sample_trajectories, text_of
 from diffusion.sampling.schedule import make_solver, trained_steps
-from mmrl.core.returns import gae
+from mmrl.core.returns import explained_variance, gae
 from mmrl.training.processes import make_accelerator
 from mmrl.training.recipe import Step
 from mmrl.training.trainer import collect_metrics

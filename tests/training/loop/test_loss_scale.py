@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 from mmrl.errors import RunError, UserError
-from mmrl.training import loss_scale
-from mmrl.training.loss_scale import LossScale
+from mmrl.training import optimizer
+from mmrl.training.optimizer import LossScale
 from tests.training.conftest import weights
 from tests.training.loop.test_unequal_ranks import run
 from tests.training.toy import ToyRecipe
 
 
 def test_scales_and_skipped_steps_are_those_of_grad_scaler(monkeypatch):
-    monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL", 3)
+    monkeypatch.setattr(optimizer, "GROWTH_INTERVAL", 3)
     draws = torch.Generator().manual_seed(0)
     ours, theirs = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
     step, peer = torch.optim.SGD([ours], lr=0.1), torch.optim.SGD([theirs], lr=0.1)
@@ -93,7 +93,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(make_trainer, caplog):
 
 
 def test_what_no_scale_can_mend_goes_to_the_guard(make_trainer, monkeypatch):
-    monkeypatch.setattr(loss_scale, "START", 2.0**-13)
+    monkeypatch.setattr(optimizer, "START", 2.0**-13)
     trainer = make_trainer(recipe=Overflowing, mixed_precision="fp16", on_nonfinite="stop")
     trainer.train_step()
     assert trainer.updater.scale.value == 2.0**-14
@@ -105,7 +105,7 @@ def test_what_no_scale_can_mend_goes_to_the_guard(make_trainer, monkeypatch):
 
 
 def test_a_resumed_run_goes_on_with_the_scale(make_trainer, monkeypatch):
-    monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL", 3)
+    monkeypatch.setattr(optimizer, "GROWTH_INTERVAL", 3)
     options = {"recipe": Overflowing, "mixed_precision": "fp16", "minibatches_per_step": 2}
     whole, part = make_trainer(steps=6, **options), make_trainer("part", steps=3, **options)
     whole.run()
