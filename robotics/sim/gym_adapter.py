@@ -269,7 +269,7 @@ class GymRow:
         return any(found)
 
 
-FITS = ("pad", "stretch")
+FITS: tuple[str, ...] = ("pad", "stretch")
 
 
 def resize(image: np.ndarray, size: int, fit: str = "pad") -> np.ndarray:
