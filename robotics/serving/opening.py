@@ -104,7 +104,7 @@ def open_served_policy(folder: Path, config: ServeConfig, step: int | None = Non
 
 def _of_run(run_dir: Path, config: ServeConfig, step: int | None) -> ServedPolicy:
     entry, run = load_run(run_dir / "config.yaml")
-    if not issubclass(type(run), RobotParts):
+    if not isinstance(run, RobotParts):
         folder = RobotParts.__module__.rpartition(".")[0]  # of the recipes that train robots
         kinds = ", ".join(row.name for row in RECIPES.values() if row.target.startswith(f"{folder}."))
         raise UserError(f"{run_dir} is a run of the recipe {entry.name}; policies can be served of: {kinds}")
