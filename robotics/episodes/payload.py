@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mmrl.core.payload import Payload, per_decision, per_group, per_row
+from mmrl.core.rollouts import Rollouts
+from mmrl.runs.records import SampleRecord
+from robotics.episodes.tasks import episode_id
 from robotics.sim.episodes import EpisodeSpec
 
 
@@ -112,3 +115,33 @@ class EpisodePayload(Payload):
         """Positions (F, 3) in metres of the object, before each chunk and at the end; None where that is not known."""
         poses = self.object_poses[row] if self.object_poses else None
         return None if poses is None else poses[:, :3, 3].astype(np.float32)
+
+
+def sample_record(rollouts: Rollouts, row: int) -> SampleRecord:
+    """Record an episode with its last image, reward and advantage."""
+    from PIL import Image
+
+    payload = EpisodePayload.of(rollouts)
+    episode = payload.episodes[int(rollouts.group[row])]
+    last = [] if payload.last_image is None else [Image.fromarray(payload.last_image[row].cpu().numpy())]
+    length = max(float(rollouts.mask[row].sum()), 1.0)
+    advantage = rollouts.advantage
+    return SampleRecord(
+        id=episode_id(episode),
+        prompt=episode.instruction,
+        response=f"{int(payload.lengths[row])} control steps",
+        outputs=last,
+        reward=float(rollouts.reward[row]),
+        terms={name: float(values[row]) for name, values in rollouts.reward_terms.items()},
+        advantage=None if advantage is None else float(advantage[row].sum()) / length,
+        finish=_ending(payload, row),
+        correct=bool(payload.success[row]),
+    )
+
+
+def _ending(payload: EpisodePayload, row: int) -> str:
+    if bool(payload.failed[row]):
+        return "failed"
+    if bool(payload.success[row]):
+        return "success"
+    return payload.reasons[row] or ("terminated" if bool(payload.terminated[row]) else "horizon")

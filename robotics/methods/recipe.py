@@ -43,7 +43,7 @@ from mmrl.training.run import train
 from mmrl.training.settings import RunConfig, TrainerConfig
 from robotics.episodes.collect import ActingSettings, Episodes, run_episodes, swap_layouts
 from robotics.episodes.evaluation import PROTOCOLS, EpisodeMeasure, ReplayVideos, RobotEvaluationConfig
-from robotics.episodes.payload import EpisodePayload
+from robotics.episodes.payload import EpisodePayload, sample_record
 from robotics.episodes.tasks import EpisodeSetConfig, episode_id, list_episodes, own_draw
 from robotics.methods.old_policy import OldPolicy
 from robotics.policies.base.policy import ActionPolicy, PolicyInputs, open_policy
@@ -192,7 +192,7 @@ class RobotDomain:
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
         """Whole groups with their last images, rewards and advantages."""
-        return [_record(rollouts, row) for row in range(min(limit, rollouts.num_rows))]
+        return [sample_record(rollouts, row) for row in range(min(limit, rollouts.num_rows))]
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Success (also by task, if they are few) and length of the step's episodes, failures so far."""
@@ -447,35 +447,6 @@ def _check_usable(rollouts: Rollouts) -> None:
         reasons = sorted({reason for reason in payload.reasons if reason})
         reason = "; ".join(reasons) or "no reason given"
         raise NoUsableTasksError(f"every group had a failed environment: {reason}", rollouts)
-
-
-def _record(rollouts: Rollouts, row: int) -> SampleRecord:
-    from PIL import Image
-
-    payload = EpisodePayload.of(rollouts)
-    episode = payload.episodes[int(rollouts.group[row])]
-    last = [] if payload.last_image is None else [Image.fromarray(payload.last_image[row].cpu().numpy())]
-    length = max(float(rollouts.mask[row].sum()), 1.0)
-    advantage = rollouts.advantage
-    return SampleRecord(
-        id=episode_id(episode),
-        prompt=episode.instruction,
-        response=f"{int(payload.lengths[row])} control steps",
-        outputs=last,
-        reward=float(rollouts.reward[row]),
-        terms={name: float(values[row]) for name, values in rollouts.reward_terms.items()},
-        advantage=None if advantage is None else float(advantage[row].sum()) / length,
-        finish=_ending(payload, row),
-        correct=bool(payload.success[row]),
-    )
-
-
-def _ending(payload: EpisodePayload, row: int) -> str:
-    if bool(payload.failed[row]):
-        return "failed"
-    if bool(payload.success[row]):
-        return "success"
-    return payload.reasons[row] or ("terminated" if bool(payload.terminated[row]) else "horizon")
 
 
 def train_robot(

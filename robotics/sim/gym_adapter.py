@@ -208,7 +208,7 @@ class GymRow:
     @property
     def shadow_lights(self) -> int:
         """Lights that cast shadows in a MuJoCo scene from which the environment draws its images; 0 if not known."""
-        model = getattr(getattr(self._env, "unwrapped", self._env), "model", None)
+        model: Any = getattr(getattr(self._env, "unwrapped", self._env), "model", None)
         own = self._image_key is not None or self._draw is not None  # not known how these are drawn
         if own or type(model).__name__ != "MjModel" or not model.vis.quality.shadowsize:
             return 0
@@ -300,7 +300,7 @@ class GymRow:
         return any(found)
 
 
-FITS = ("pad", "stretch")
+FITS: tuple[str, ...] = ("pad", "stretch")
 
 
 def resize(image: np.ndarray, size: int, fit: str = "pad") -> np.ndarray:
