@@ -159,7 +159,8 @@ def _rows(config: PromptConfig) -> Iterator[tuple[str, dict[str, Any], str | Non
 
 def _text_lines(path: Path) -> Iterator[tuple[str, str]]:
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        with path.open(encoding="utf-8-sig") as file:  # splitlines() would also cut at U+2028 and form feeds
+            lines = [line.removesuffix("\n") for line in file]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     for number, line in enumerate(lines, start=1):

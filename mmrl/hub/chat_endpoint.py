@@ -88,10 +88,13 @@ def _post(url: str, body: dict[str, Any], timeout_s: float, api_key: str) -> str
 
 def _read_answer(url: str, content: bytes) -> str:
     try:
-        message = json.loads(content)["choices"][0]["message"]
+        choice = json.loads(content)["choices"][0]
+        message, cut = choice["message"], choice.get("finish_reason") == "length"
         text, refusal = message.get("content"), message.get("refusal")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise RuntimeError(f"{url} did not answer as a chat endpoint does: {type(error).__name__}: {error}") from error
+    if cut and not str(text or "").strip():
+        raise RuntimeError(f"{url} used all of max_tokens before it answered, as models that think may; raise it")
     if refusal or text is None:
         raise ModelRefused(f"{url} refused to answer: {refusal or 'no content'}")
     return str(text)

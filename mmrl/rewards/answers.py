@@ -206,8 +206,9 @@ def gold_text(gold: Any) -> str:
     """Return the right answer of a data set row as text, without the tags or the box around it."""
     if isinstance(gold, bool) or not isinstance(gold, str | Number | date):
         raise ValueError(f"the right answer is {gold!r:.200}; expected a text or a number")
-    whole = isinstance(gold, float | Decimal) and math.isfinite(gold) and gold == int(gold)
-    text = str(int(gold) if whole else gold)  # tables store 5 as 5.0
+    if isinstance(gold, float | Decimal) and math.isfinite(gold) and gold == int(gold):
+        gold = int(gold)  # tables store 5 as 5.0
+    text = str(gold)
     if "####" in text:
         text = text.rpartition("####")[2]
     text = final_answer(text) or text

@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ import torch
 from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.hub.compat import quiet_transformers
+from mmrl.vlm.engine.loading import set_pixels
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
+from mmrl.vlm.model import processor as processor_module
 from mmrl.vlm.model.config import LoraSettings, ModelConfig
 from mmrl.vlm.model.network import VALUE_HEAD_FILE
+from mmrl.vlm.model.processor import ImageOnlyProcessor, TextProcessor, load_processor
 from mmrl.vlm.toy.tiny import build_tiny_vlm
 from tests.rounding import assert_equal_up_to_rounding
 from tests.vlm.builders import CORPUS, draw, make_task, ragged_tasks
@@ -281,6 +285,33 @@ def test_missing_weights_are_not_made_up(tiny_folders, tmp_path):
 def test_settings_out_of_range(tiny_folders, options, message):
     with pytest.raises(UserError, match=message):
         load_policy(ModelConfig(path=str(tiny_folders["qwen2_5_vl"]), **options))
+
+
+def test_sides_of_images_are_no_areas():
+    """Idefics2 calls the bounds of an image's sides as Qwen-VL calls those of its area."""
+    from transformers import Idefics2ImageProcessorPil, Qwen2VLImageProcessorPil
+
+    config = ModelConfig(path="x", min_pixels=56 * 56, max_pixels=112 * 112)
+    sides = SimpleNamespace(image_processor=Idefics2ImageProcessorPil())
+    with pytest.raises(UserError, match=r"this processor bounds the sides of images: .*980"):
+        set_pixels(sides, config)
+    areas = SimpleNamespace(image_processor=Qwen2VLImageProcessorPil(size={"shortest_edge": 784, "longest_edge": 3136}))
+    set_pixels(areas, config)
+    assert dict(areas.image_processor.size) == {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}
+
+
+def test_without_torchvision_no_other_family_gets_the_processor_of_qwen(tiny_folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(processor_module, "ensure_torchvision", lambda: "absent")
+    assert isinstance(load_processor(str(tiny_folders["qwen2_5_vl"])), ImageOnlyProcessor)
+    shutil.copytree(tiny_folders["qwen2_5_vl"], tmp_path / "other")
+    for file in (tmp_path / "other").glob("*processor_config.json"):
+        file.write_text(file.read_text().replace("Qwen2VLImageProcessor", "SiglipImageProcessor"))
+    with pytest.raises(UserError, match=r"need SiglipImageProcessor.*needs torchvision"):
+        load_processor(str(tmp_path / "other"))
+    shutil.copytree(tiny_folders["qwen2_5_vl"], tmp_path / "text")
+    for file in (tmp_path / "text").glob("*processor_config.json"):
+        file.unlink()
+    assert isinstance(load_processor(str(tmp_path / "text")), TextProcessor)
 
 
 def test_folders_that_are_not_models(tmp_path, tiny_folders, monkeypatch):

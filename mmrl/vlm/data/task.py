@@ -210,7 +210,8 @@ def with_start(start: str, answer: str) -> str:
 
 def columns_of(tasks: Sequence[VlmTask], tokens: Sequence[list[int]]) -> dict[str, list[Any]]:
     """Columns of the rows as lists, one entry a row, for reward functions."""
-    given = dict(zip(GIVEN, (list(tokens), [len(row) for row in tokens]), strict=True))
+    own: tuple[list[Any], ...] = (list(tokens), [len(row) for row in tokens])
+    given = dict(zip(GIVEN, own, strict=True))
     passed = reward_columns(_names(tasks), given)
     return {other: [task.columns.get(name) for task in tasks] for name, other in passed.items()} | given
 

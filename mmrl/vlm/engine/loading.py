@@ -16,6 +16,10 @@ from mmrl.vlm.model.vision import multiply_patches
 LOGGER = logging.getLogger("mmrl")
 
 
+LONGEST_EDGE = 16_384
+"""A `longest_edge` up to this is a side in pixels, a larger one an area."""
+
+
 def set_pixels(processor: Any, config: ModelConfig) -> None:
     """Bound the area of images."""
     if config.min_pixels is None and config.max_pixels is None:
@@ -27,6 +31,12 @@ def set_pixels(processor: Any, config: ModelConfig) -> None:
         raise UserError(
             "model.min_pixels and model.max_pixels are areas, which this processor does not bound: its size is "
             f"{size or 'not set'}; change it in preprocessor_config.json, or leave them out"
+        )
+    usual = dict(getattr(type(processor.image_processor), "size", None) or size)
+    if usual.get("longest_edge", 0) <= LONGEST_EDGE:  # some use the same names for sides, such as Idefics2 with 980
+        raise UserError(
+            "model.min_pixels and model.max_pixels are areas, and this processor bounds the sides of images: its size "
+            f"is {size}; change it in preprocessor_config.json, or leave them out"
         )
     if config.min_pixels is not None:
         size["shortest_edge"] = config.min_pixels

@@ -111,8 +111,12 @@ def load_processor(path: str) -> Any:
 
     try:
         if absent:
-            images = Qwen2VLImageProcessorPil.from_pretrained(path)
-            processor: Any = ImageOnlyProcessor(images, AutoTokenizer.from_pretrained(path, trust_remote_code=False))
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+            kind = _image_processor_of(path)
+            if kind and not kind.startswith("Qwen2VLImageProcessor"):
+                raise UserError(f"its images need {kind}, which needs torchvision: pip install 'mmrl-suite[vlm]'")
+            images = Qwen2VLImageProcessorPil.from_pretrained(path) if kind else None
+            processor: Any = TextProcessor(tokenizer) if images is None else ImageOnlyProcessor(images, tokenizer)
         else:
             ensure_number_words()
             found = AutoProcessor.from_pretrained(path, trust_remote_code=False)
@@ -123,6 +127,17 @@ def load_processor(path: str) -> Any:
         raise UserError(f"{path} has no chat template; add chat_template.jinja to the folder")
     processor.tokenizer.padding_side = "left"
     return processor
+
+
+def _image_processor_of(path: str) -> str:
+    """Name of a model's image processor, by its files; empty for a language model."""
+    from transformers import ImageProcessingMixin
+
+    try:
+        content, _ = ImageProcessingMixin.get_image_processor_dict(path)
+    except OSError:
+        return ""
+    return str(content.get("image_processor_type") or content.get("feature_extractor_type") or "")
 
 
 def eos_ids(network: Any, tokenizer: Any) -> tuple[int, ...]:

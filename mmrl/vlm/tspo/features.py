@@ -101,8 +101,10 @@ class ClipEncoder:
 
     @torch.no_grad()
     def texts(self, texts: Sequence[str]) -> Tensor:
-        """Embed texts, (N, D) float32; those too long for the tokenizer are truncated."""
-        inputs = self.tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt").to(self.model.device)
+        """Embed texts, (N, D) float32; those too long for the model are truncated."""
+        longest = min(self.tokenizer.model_max_length, self.model.config.text_config.max_position_embeddings)
+        inputs = self.tokenizer(list(texts), padding=True, truncation=True, max_length=longest, return_tensors="pt")
+        inputs = inputs.to(self.model.device)
         found = self.model.get_text_features(input_ids=inputs.input_ids, attention_mask=inputs.attention_mask)
         return _embedding(found).float().cpu()
 

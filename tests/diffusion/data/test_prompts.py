@@ -27,6 +27,14 @@ def test_text_files_have_a_prompt_a_line(tmp_path):
     assert found.skipped == {"empty": 1, "too_long": 1}
 
 
+def test_a_line_ends_at_its_line_feed_alone(tmp_path):
+    """str.splitlines() would make five prompts of these two."""
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("a sign:\u2028stop\x0cgo\r\na dog\x85sleeps\n".encode())
+    prompts = [task.prompt for task in load_prompts(PromptConfig(path=str(path))).tasks]
+    assert prompts == ["a sign:\u2028stop\x0cgo", "a dog\x85sleeps"]
+
+
 def test_json_lines_keep_their_columns(tmp_path):
     path = tmp_path / "prompts.jsonl"
     rows = [{"caption": "one", "metadata": {"tag": "x"}}, {"caption": 5}, {"label": 1}, {"caption": "two", "label": 2}]

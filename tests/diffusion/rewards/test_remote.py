@@ -51,6 +51,11 @@ def test_last_score_counts(answer, score):
         ((200, "<html>"), "not answer as a chat endpoint does: JSONDecodeError"),
         ((200, '{"choices": []}'), "not answer as a chat endpoint does: IndexError"),
         ((200, "[]"), "not answer as a chat endpoint does: TypeError"),
+        ((200, '{"choices": [{"finish_reason": "length", "message": {"content": null}}]}'), "used all of max_tokens"),
+        (
+            (200, '{"choices": [{"finish_reason": "length", "message": {"content": " "}}]}'),
+            "as models that think may; raise it",
+        ),
     ],
 )
 def test_failures_raise(chat_server, answer, culprit):

@@ -51,6 +51,13 @@ def test_a_question_that_spells_a_control_token_is_read_to_its_end(encoder):
     assert not torch.equal(one, other)
 
 
+def test_a_long_question_is_cut_to_the_models_positions_where_the_tokenizer_names_no_limit(encoder, monkeypatch):
+    longest = encoder.model.config.text_config.max_position_embeddings
+    long = "red flash " * longest
+    monkeypatch.setattr(encoder.tokenizer, "model_max_length", 10**30)
+    assert encoder.texts([long]).shape == (1, encoder.width)
+
+
 def test_features_are_computed_once_and_read_by_the_next_run(encoder, video, tmp_path):
     first = FeatureStore(encoder, tmp_path)
     features = first.frames(video)
