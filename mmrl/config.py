@@ -123,9 +123,11 @@ def _empty(base: Any, changes: Any) -> None:
         return
     for key, change in changes.items_ex(resolve=False):
         there = base._get_node(key) if key in base else None
-        if not isinstance(there, DictConfig) or not isinstance(change, DictConfig) or change._is_interpolation():
+        if not (isinstance(there, DictConfig) and isinstance(change, DictConfig)):
             continue
-        if len(change) or there._is_none():
+        if there._is_none() or there._is_missing() or there._is_interpolation() or change._is_interpolation():
+            continue
+        if change._is_none() or len(change):
             _empty(there, change)
         elif not dataclasses.is_dataclass(OmegaConf.get_type(there)):
             base[key] = {}
