@@ -80,10 +80,12 @@ def test_an_answer_that_is_cut_executes_nothing(tmp_path, language_model, on_err
 
 @pytest.mark.parametrize(("on_error", "format", "warns"), [("terminate", 0, 1), ("noop", 0, 1), ("terminate", 9, 0)])
 def test_a_run_in_which_silence_pays_says_so(tmp_path, language_model, monkeypatch, on_error, format, warns):
-    def by_length(self, text, cut=False):
-        return ParsedAnswer((Action("say", {"text": text}),)) if len(text) % 2 else ParsedAnswer(error="empty")
+    def all_but_every_fifth(self, text, cut=False):
+        said.append(text)
+        return ParsedAnswer((Action("say", {"text": text}),)) if len(said) % 5 else ParsedAnswer(error="empty")
 
-    monkeypatch.setattr(ActionConfig, "parse", by_length)
+    said = []
+    monkeypatch.setattr(ActionConfig, "parse", all_but_every_fifth)
     config = make_config(tmp_path, language_model)
     config.environment.factory = config.environment.factory.replace(":Talk", ":Costly")
     config.actions.on_parse_error, config.reward.format, config.trainer.steps = on_error, format, 1
