@@ -232,7 +232,7 @@ def _without_nulls(schema: type[Any], values: Any, where: str = "") -> Any:
             continue
         part = kept.get(name)
         of_dicts = typing.get_origin(hint) is dict
-        if dataclasses.is_dataclass(hint) and isinstance(part, DictConfig):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(part, DictConfig):
             kept[name] = _without_nulls(hint, part, f"{where}{name}.")
         elif of_dicts and part is None:
             _refuse_null_block(f"{where}{name}", item.metadata.get("kinds"))
