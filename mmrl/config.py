@@ -155,9 +155,11 @@ def _empty(base: Any, changes: Any) -> None:
         return
     for key, change in changes.items_ex(resolve=False):
         there = base._get_node(key) if key in base else None
-        if not isinstance(there, DictConfig) or not isinstance(change, DictConfig) or change._is_interpolation():
+        if not (isinstance(there, DictConfig) and isinstance(change, DictConfig)):
             continue
-        if len(change) or there._is_none():
+        if there._is_none() or there._is_missing() or there._is_interpolation() or change._is_interpolation():
+            continue
+        if change._is_none() or len(change):
             _empty(there, change)
         elif not dataclasses.is_dataclass(OmegaConf.get_type(there)):
             base[key] = {}
@@ -262,7 +264,7 @@ def _without_nulls(schema: type[Any], values: Any, where: str = "") -> Any:
             continue
         part = kept.get(name)
         of_dicts = typing.get_origin(hint) is dict
-        if dataclasses.is_dataclass(hint) and isinstance(part, DictConfig):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(part, DictConfig):
             kept[name] = _without_nulls(hint, part, f"{where}{name}.")
         elif of_dicts and part is None:
             _refuse_null_block(f"{where}{name}", item.metadata.get("kinds"))

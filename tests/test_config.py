@@ -5,7 +5,7 @@ import random
 import pytest
 from omegaconf import OmegaConf
 
-from mmrl.config import escaped, from_values, load, load_run, save, to_container
+from mmrl.config import escaped, fill, from_values, load, load_run, save, to_container
 from mmrl.errors import UserError
 from mmrl.vlm.data.dataset import DataConfig
 from mmrl.vlm.methods.papo import PapoConfig
@@ -140,6 +140,31 @@ def test_bfloat16_weights_are_fine_with_lora(write):
 def test_missing_file():
     with pytest.raises(UserError, match=r"configuration file not found: nowhere\.yaml"):
         load_run("nowhere.yaml")
+
+
+@pytest.mark.parametrize("nothing", ["{}", "null"])
+def test_nothing_empties_a_mapping_of_the_file(write, tmp_path, nothing):
+    (tmp_path / "base.yaml").write_text(GOOD + "eval_data: {easy: {path: a.jsonl}, hard: {path: b.jsonl}}\n")
+    for path, overrides in (
+        (tmp_path / "base.yaml", [f"eval_data={nothing}"]),
+        (write(f"extends: base.yaml\neval_data: {nothing}\n"), []),
+    ):
+        assert load_run(path, overrides)[1].eval_data == {}
+    _, config = load_run(tmp_path / "base.yaml")
+    assert fill(config, [f"eval_data={nothing}"], "here").eval_data == {}, "of a filled configuration, too"
+    assert load_run(tmp_path / "base.yaml", ["trainer={}"])[1] == config, "a part with defaults stays"
+
+
+@pytest.mark.parametrize(
+    ("block", "way_out"), [("filter", "objective.filter.kind: none switches it off"), ("advantage", "leave it out")]
+)
+def test_null_for_a_block_names_the_way_out(write, block, way_out):
+    for path, overrides in (
+        (write(GOOD), [f"objective.{block}=null"]),
+        (write(GOOD + f"objective: {{{block}: }}"), []),
+    ):
+        with pytest.raises(UserError, match=rf"objective\.{block} is null, .*{way_out}"):
+            load_run(path, overrides)
 
 
 def test_null_takes_back_an_inherited_entry(write, tmp_path):

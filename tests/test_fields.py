@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from mmrl.errors import ConfigError, UserError
-from mmrl.fields import Bounds, bounded, check_config, check_fields, choice, field_problems
+from mmrl.fields import SET, UNSET, Bounds, bounded, check_config, check_fields, choice, field_problems, only_with
 
 TABLE: dict[str, int] = {}
 
@@ -63,6 +63,34 @@ def test_a_value_outside_its_bounds_is_named_with_what_is_allowed(changes, probl
     assert str(caught.value) == problem
     assert isinstance(caught.value, UserError)
     assert isinstance(caught.value, ValueError)
+
+
+@dataclass
+class Switched:
+    kind: str = choice("plain", ("plain", "decayed"))
+    rate: float = only_with(bounded(0.5, above=0), kind="decayed")
+    samples: int = bounded(0)
+    heat: float = only_with(1.0, samples=SET)
+    file: str | None = None
+    seeds: int = only_with(3, file=UNSET)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"rate": 0.2},
+            "x.rate is 0.2, but nothing reads it while x.kind is 'plain'; leave it at 0.5, or set x.kind: ",
+        ),
+        ({"heat": 2.0}, "x.heat is 2.0, but nothing reads it while x.samples is 0; leave it at 1.0, or set x.samples"),
+        ({"file": "a", "seeds": 4}, "x.seeds is 4, but nothing reads it while x.file is 'a'; leave it at 3, or unset"),
+    ],
+)
+def test_an_option_that_nothing_reads_is_refused(changes, problem):
+    (found,) = field_problems(Switched(**changes), "x")
+    assert found.startswith(problem)
+    enough = {"kind": "decayed", "rate": 0.2, "samples": 1, "heat": 2.0, "seeds": 4}
+    assert list(field_problems(Switched(**enough))) == list(field_problems(Switched(file="a"))) == []
 
 
 def test_values_inside_their_bounds_pass():

@@ -81,7 +81,7 @@ METRICS = {
     "episode/empty": "Share of the step's answers that said nothing.",
     "episode/cut": "Share of the step's answers that were cut at the limit of their length, so not executed.",
     "episode/calls": "Calls of tools an answer.",
-    "episode/below_silence": "Share of the step's episodes that earned less than one without a single action.",
+    "episode/below_silence": "Share of the step's episodes of actions alone that earned less than one without any.",
     "episode/refused": "Actions a turn that the environment could not execute.",
     "episode/turns/<greedy|sampled>": "Mean turns of the evaluation's episodes.",
     "episode/unreadable/<greedy|sampled>": "Mean answers of an episode in which no action could be read.",

@@ -42,12 +42,11 @@ def count_episodes(seen: Counter[str], episodes: Sequence[Episode]) -> None:
 
 
 def count_below_silence(seen: Counter[str], episodes: Sequence[Episode], config: Any) -> None:
-    """Add the episodes with actions that earned less than one without any."""
-    weights, silence = config.reward, silent_return(config)
+    """Add the episodes in which every answer acted and that earned less than one without a single action."""
+    silence = silent_return(config)
     for episode in episodes:
-        failed = sum(map(bool, episode.errors))
-        earned = weights.environment * episode.total - weights.format * failed
-        seen["below_silence"] += episode.has_result and failed < len(episode.answers) and earned < silence
+        acted = episode.has_result and not any(episode.errors)
+        seen["below_silence"] += acted and config.reward.environment * episode.total < silence
 
 
 def silent_return(config: Any) -> float:

@@ -35,6 +35,14 @@ class Talk:
         return {"image": image, "text": f"{len(self.said)} said"}
 
 
+class Costly(Talk):
+    """Talk in which every turn costs a tenth."""
+
+    def step(self, action):
+        observation, _, over = super().step(action)
+        return observation, -0.1, over
+
+
 class Failing(Talk):
     """Talk in which no episode succeeds."""
 

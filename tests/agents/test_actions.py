@@ -362,6 +362,17 @@ def test_demonstrations_in_the_formats_of_other_models(format):
             write_answer([Action("fly", {})], format)
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_answer_that_was_cut_has_no_action_in_any_format(format):
+    config = ActionConfig(format)
+    assert config.parse(FORMATS[format].example).actions
+    for length in range(len(FORMATS[format].example) + 1):
+        parsed = config.parse(FORMATS[format].example[:length], cut=True)
+        assert (parsed.actions, parsed.error) == ((), "cut")
+    assert "cut" not in PARSE_ERRORS
+    assert parsed.note.startswith("Nothing was executed: the answer was cut")
+
+
 def test_a_users_function_reads_actions(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(

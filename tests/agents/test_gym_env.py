@@ -3,10 +3,11 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, Text
 
-from mmrl.agents.environments.environment import Action
+from mmrl.agents.environments.environment import FORMATS, Action
 from mmrl.agents.environments.gym import GymEnvironment, NotExecutableError, action_reader
 from mmrl.agents.environments.pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.tasks import AgentTask
+from mmrl.agents.recipe import check_environment
 from mmrl.errors import UserError
 
 PICTURE = Box(0, 255, (4, 6, 3), np.uint8)
@@ -130,6 +131,36 @@ def test_actions_become_members_of_the_space(space, names, action, value):
     read = action_reader(space, names).read(action)
     assert space.contains(read)
     assert np.asarray(read).tolist() == value
+
+
+@pytest.mark.parametrize(
+    ("space", "names", "formats"),
+    [
+        (Discrete(12), None, ["json", "tag", "tool_call"]),
+        (Discrete(2), ("turn left", "go"), ["json", "tag", "tool_call"]),
+        (Discrete(2), ("left", "right"), ["json", "call", "tag", "tool_call"]),
+        (Text(5), None, list(FORMATS)),
+        (BOX, None, ["json", "call", "tag", "tool_call"]),
+        (Box(-np.inf, np.inf, (2,)), None, ["json", "call", "tag", "tool_call"]),
+        (ARGUMENTS, None, ["json", "call", "tag", "tool_call"]),
+        (Dict({"text": Text(5)}), None, [name for name in FORMATS if name != "pyautogui"]),
+    ],
+)
+def test_the_formats_that_fit_a_space(space, names, formats):
+    room = Room(PICTURE)
+    room.action_space = space
+    found = GymEnvironment(room, action_names=names).fitting_formats()
+    assert [name for name in found if name != "pyautogui"] == [name for name in formats if name != "pyautogui"]
+
+
+def test_a_format_without_the_environments_actions_is_refused_before_the_model_is_loaded():
+    kwargs = {"id": "mmrl.agents.toy.grid:mmrl/GridWorld-v0", "size": 3, "cell": 8, "min_distance": 2}
+    with EnvPool(EnvironmentConfig("gymnasium:make", kwargs, workers=1, isolate=False)) as pool:
+        for name in pool.formats:
+            check_environment(pool, name, tools=False)
+        check_environment(pool, "my_formats.py:read", tools=False)
+        with pytest.raises(UserError, match=r"actions.format is 'text'.*formats that fit: json, .*tag, tool_call"):
+            check_environment(pool, "text", tools=False)
 
 
 def test_arguments_become_entries_of_a_dict():

@@ -209,8 +209,15 @@ def test_an_unreadable_answer_ends_the_episode_without_a_verdict_or_spends_the_t
     assert [episode.last.text for episode in AgentPayload.of(rollouts).episodes] == ["step 0"] * 6, "nothing ran"
     assert scored.reward.tolist() == [-0.5] * 6
     assert scored.extras["decision_reward"].sum(1).tolist() == [-0.5] * 6
-    spends = make_config(tmp_path / "b", folder, episode=EpisodeConfig(max_turns=2))
-    rollouts, _, _, _ = roll(spends)
+    spends = make_config(
+        tmp_path / "b", folder, episode=EpisodeConfig(max_turns=2), reward=AgentRewardConfig(format=0.5)
+    )
+    rollouts, scored, _, _ = roll(spends)
+    assert scored.reward.tolist() == [-1.0] * 6, "each of both answers costs a half"
+    assert scored.reward_terms["format"].tolist() == [-2.0] * 6
+    for row, episode in enumerate(AgentPayload.of(rollouts).episodes):
+        paid = torch.nonzero(scored.extras["decision_reward"][row]).flatten().tolist()
+        assert paid == episode.trajectory.last_tokens()
     payload = AgentPayload.of(rollouts)
     assert [episode.trajectory.turns for episode in payload.episodes] == [2] * 6
     assert [episode.ending for episode in payload.episodes] == ["truncated"] * 6

@@ -195,7 +195,6 @@ OWN: dict[str, dict[str, str]] = {
     "masked_sft": TEXT_ALONE,
     "aepo": {**ONE_KIND, **GROUNDING, "model.min_pixels": "the screens of the walk have more"},
     "dataset_reset": {
-        "objective.advantage.truncation": "no answer is cut by a time limit",
         "objective.value.clip": "its run has one update a step, before which the critic does not move",
     },
     "meta_reward": {
@@ -212,7 +211,6 @@ OWN: dict[str, dict[str, str]] = {
     "apo": {"apo.stcr_base": "needs right and wrong answers of different lengths"},
     "vlm": {
         "evaluation.temperature": "no answer of the tiny model is right at any temperature",
-        "objective.advantage.truncation": "no answer is cut by a time limit",
         **dict.fromkeys(
             (
                 *("evaluation.self_critic.shown", "evaluation.self_critic.protocol"),
@@ -245,7 +243,6 @@ OWN: dict[str, dict[str, str]] = {
         "timesteps.share_times": "every image has all times of so short a grid",
     },
     "diffusion_nft": {"nft.old_schedule": "needs more steps", "nft.clip": "the policy moves too little"},
-    "flow_ppo": {"objective.advantage.truncation": "no image ends early"},
     "robot_grpo": {
         "acting.ensemble": "evaluations measure success alone, which is 0; tests/robotics/test_ensemble.py",
         "model.options.cloning": "for learning from demonstrations",

@@ -334,7 +334,7 @@ VARIANTS = [
     Variant(("reference.",), {"reference.kind": "ema", "objective.kl": KL}),
     Variant(("objective.", "reference.", "step.", "awm."), {"objective.kl": EXACT_KL}),
     Variant(("reference.",), {"reference.kind": "ema", "objective.kl": EXACT_KL}),
-    Variant(("reference.",), {"reference.kind": "ema"}),
+    Variant(("reference.",), {"reference.kind": "ema"}, ("preference", "online_preference", "diffusion_dpo")),
     Variant(("objective.scaling.",), {"objective.scaling": {"whiten": "rows"}}),
     Variant(("evaluation.samples", "evaluation.temperature"), {"evaluation.samples": 2}),
     # image questions and their answers

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from mmrl.errors import ConfigError
-from mmrl.fields import SET, bounded, choice, only_with, rare
+from mmrl.fields import bounded, choice, only_with, rare
 from mmrl.hub.video_sampling import Frames
 from mmrl.vlm.data.task import VlmTask
 
@@ -30,11 +30,11 @@ class AugmentationSettings:
     """Last samples whose mean reward a question is compared with."""
     hint_scale: float = bounded(1.0, at_least=0, finite=True)
     """Share of a trace that is given for a difficulty of 1, in units of the reward; 0 = no hints."""
-    hint_max: float = rare(only_with(bounded(0.5, above=0, at_most=1), hint_scale=SET))
+    hint_max: float = rare(bounded(0.5, above=0, at_most=1))
     """Largest share of a trace that is given."""
-    traces: int = rare(only_with(bounded(4, at_least=1), hint_scale=SET))
+    traces: int = rare(bounded(4, at_least=1))
     """Traces sampled for each hard question with the answer in it; they count in the cost."""
-    max_hinted: int = only_with(bounded(0, at_least=0), hint_scale=SET)
+    max_hinted: int = bounded(0, at_least=0)
     """Most questions of a step, in each process, that traces are sampled for, the hardest first; 0 = all hard ones."""
     hint_place: str = choice("question", ("question", "answer"))
     """question: the hint is text of the question; answer: the answer begins with it, which models that follow no
@@ -49,7 +49,7 @@ class AugmentationSettings:
     """Text that a response's reasoning ends with."""
     noise_scale: float = bounded(0.5, at_least=0, finite=True)
     """Standard deviation of the noise, as a share of full contrast, for a difficulty of -1; 0 = no noise."""
-    noise_max: float = rare(only_with(bounded(0.3, above=0, finite=True), noise_scale=SET))
+    noise_max: float = rare(bounded(0.3, above=0, finite=True))
     """Largest standard deviation of the noise."""
 
     @property

@@ -107,7 +107,7 @@ class PapoSettings:
     """code: unbiased k3 of KL(pi || pi_masked), bounded gradient; paper: the inverse ratio, unbounded."""
     entropy_policy: float = 0.0
     """Weight eta of the entropy of the policy (double entropy); lowers it."""
-    entropy_masked: float = only_with(0.0, recompute_masked=True)
+    entropy_masked: float = 0.0
     """Weight eta of the entropy under the masked image; has a gradient only with `recompute_masked`."""
     entropy: str = rare(choice("sampled", ("sampled", "full")))
     """sampled: minus the log-prob of the sampled token; full: over the vocabulary."""

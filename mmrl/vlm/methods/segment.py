@@ -34,7 +34,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Tally
 from mmrl.core.transfer import to_device
 from mmrl.errors import ConfigError
-from mmrl.fields import bounded, choice, only_with
+from mmrl.fields import bounded, choice
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
@@ -61,13 +61,13 @@ class SegmentSettings:
     """chain: cuts of whole answers, valued by further answers from there; tree: answers that branch."""
     probability: float = bounded(0.9, above=0, at_most=1)
     """Tokens that were sampled with at least this probability are not trained, and no chain is cut before them."""
-    interval: int = only_with(bounded(5, at_least=1), kind="chain")
+    interval: int = bounded(5, at_least=1)
     """Uncertain tokens from one cut of a chain to the next."""
-    rollouts: int = only_with(bounded(9, at_least=1), kind="chain")
+    rollouts: int = bounded(9, at_least=1)
     """Answers sampled from each cut of a chain."""
-    tokens: int = only_with(bounded(600, at_least=1), kind="tree")
+    tokens: int = bounded(600, at_least=1)
     """Longest segment of a tree, but for the last ones."""
-    branches: list[int] = only_with(field(default_factory=lambda: [6, 6]), kind="tree")
+    branches: list[int] = field(default_factory=lambda: [6, 6])
     """Continuations of each unfinished branch of a tree, after the first segment, the second, ..."""
 
     def validate(self) -> None:

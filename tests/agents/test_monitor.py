@@ -1,0 +1,100 @@
+"""Alarms of agents: what the metrics of a step's episodes lead to, and when."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from mmrl.agents.environments.environment import ActionConfig
+from mmrl.agents.environments.pool import EnvironmentConfig
+from mmrl.agents.environments.tasks import AgentTask
+from mmrl.agents.monitor import agent_alarms, count_below_silence, count_episodes, episode_metrics, silent_return
+from mmrl.agents.recipe import AgentConfig, AgentRewardConfig
+from mmrl.agents.rollout.episodes import ConversationConfig, Episode, EpisodeConfig
+from mmrl.runs.run_log import RunWarnings
+
+
+def config(on_parse_error="terminate", format=0.0, tools=False):
+    return AgentConfig(
+        environment=EnvironmentConfig("rooms.py:Rooms"),
+        actions=ActionConfig("tool_call" if tools else "tag", on_parse_error=on_parse_error),
+        conversation=ConversationConfig(tools=tools),
+        episode=EpisodeConfig(max_turns=4),
+        reward=AgentRewardConfig(format=format),
+    )
+
+
+def warned(steps, **options):
+    """Steps and kinds of the warnings of a run with such metrics."""
+    warnings, found = RunWarnings(None, alarms=agent_alarms(config(**options))), {}
+    for number, metrics in enumerate(steps, 1):
+        before = set(warnings.said)
+        warnings.step(number, {f"episode/{name}": value for name, value in metrics.items()})
+        found |= dict.fromkeys(warnings.said.keys() - before, number)
+    return found, warnings.said
+
+
+def test_counts_of_episodes_and_of_those_below_silence():
+    said = {"answers": ["a", "b"], "errors": ["", "empty"], "rewards": [-0.1, 0.0], "ending": "unreadable"}
+    tried = {"answers": ["a", "b"], "errors": ["", ""], "rewards": [-0.1, -0.1], "ending": "truncated"}
+    cut = {"answers": ["a", "b"], "errors": ["", "cut"], "rewards": [0.5, 0.0], "ending": "cut", "success": True}
+    silent = {"answers": ["a"], "errors": ["no_action"], "rewards": [0.0], "ending": "unreadable"}
+    lost = {"answers": ["a"], "errors": [""], "rewards": [-9.0], "ending": "failed"}
+    episodes = [Episode(AgentTask("t"), **each) for each in (said, tried, cut, silent, lost)]
+    seen = Counter()
+    count_episodes(seen, episodes)
+    count_below_silence(seen, episodes, config())
+    metrics = episode_metrics(seen)
+    assert (seen["failed"], seen["results"], seen["answers"]) == (1, 4, 7)
+    assert metrics["episode/success"] == metrics["episode/below_silence"] == pytest.approx(1 / 4)
+    assert metrics["episode/unreadable"] == pytest.approx(2 / 7)
+    assert metrics["episode/empty"] == metrics["episode/cut"] == pytest.approx(1 / 7)
+    for format, count in ((0.1, 1), (0.2, 0)):  # the trial cost 0.2
+        seen.clear()
+        count_below_silence(seen, episodes, config(format=format))
+        assert seen["below_silence"] == count
+    assert [silent_return(config(*each)) for each in (("terminate",), ("terminate", 0.5), ("noop", 0.5))] == [
+        0,
+        -0.5,
+        -2,
+    ]
+
+
+@pytest.mark.parametrize("on_parse_error", ["terminate", "noop"])
+def test_silence_that_pays_is_said_as_soon_as_the_policy_can_find_it(on_parse_error):
+    steps = [{"below_silence": 0.6, "unreadable": 0.0}] * 2 + [{"below_silence": 0.5, "unreadable": 0.01}]
+    found, said = warned(steps, on_parse_error=on_parse_error)
+    assert found == {"silence_pays": 3}
+    assert f"on_parse_error: {on_parse_error}" in said["silence_pays"]
+    assert warned([{"below_silence": 0.0, "unreadable": 0.4}] * 3)[0] == {}
+
+
+def test_rising_shares_of_answers_without_effect_are_said_by_step_ten():
+    shares = [0.03 * step + 0.001 for step in range(30)]
+    rising = [{"unreadable": share, "empty": share, "below_silence": 0.0} for share in shares]
+    found, said = warned(rising)
+    assert found == {"more_unreadable": 8, "unreadable": 20}
+    assert "from 6% in the first 5 steps: 15% of the answers" in said["more_unreadable"]
+    for name in ("unreadable", "cut", "refused"):
+        found, _ = warned([{name: 0.98, "below_silence": 0.0}] * 10)
+        assert found == {name: 5}
+    assert warned([{"unreadable": 0.01 * (step > 6), "cut": 0.4, "refused": 0.4} for step in range(40)])[0] == {}
+
+
+def test_a_return_that_rises_without_success_and_tools_that_are_forgotten_are_said():
+    found, _ = warned([{"success": 0.0, "return": 0.1 * step} for step in range(40)])
+    assert found == {"no_success": 20}
+    assert warned([{"success": float(step == 10), "return": 0.1 * step} for step in range(20)])[0] == {}
+    assert warned([{"success": 0.0, "return": 0.3} for _ in range(40)])[0] == {}
+    calls = [{"calls": 1.0} for _ in range(5)] + [{"calls": 0.0} for _ in range(5)]
+    assert warned(calls, tools=True)[0] == {"fewer_calls": 10}
+    assert warned(calls)[0] == {}
+
+
+def test_a_policy_that_stops_exploring_before_it_succeeds_is_said():
+    for success, kinds in ((0.1, {"collapsed"}), (0.9, set())):
+        warnings = RunWarnings(None, alarms=agent_alarms(config()))
+        for step in range(12):
+            warnings.step(step, {"policy/entropy": 2.0 if step < 6 else 0.1, "episode/success": success})
+        assert set(warnings.said) == kinds
