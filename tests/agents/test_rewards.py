@@ -116,7 +116,9 @@ def test_their_weighted_sum_is_added_at_the_end_of_an_episode(tmp_path, folder):
 
 
 def test_the_answer_of_the_last_action_reaches_reward_functions(tmp_path, folder, monkeypatch):
-    monkeypatch.setattr(ActionConfig, "parse", lambda self, text: ParsedAnswer((Action("finish", {"answer": "4"}),)))
+    monkeypatch.setattr(
+        ActionConfig, "parse", lambda self, text, cut=False: ParsedAnswer((Action("finish", {"answer": "4"}),))
+    )
     _, scored, _ = roll(make_config(tmp_path, folder, judge("answers_four")))
     assert scored.reward_terms["answers_four"].tolist() == [1.0] * 6
 
