@@ -77,10 +77,10 @@ def check_dataset(
     """
     data, theirs = dataset_interface(info, used), interface_of(sim)
     # names that nobody shares are other people's for the same entries; a shared one in another place is another order
-    parts = {name: _comparable(getattr(data, name), getattr(theirs, name)) for name in ("state", "actions")}
+    state, moves = _comparable(data.state, theirs.state), _comparable(data.actions, theirs.actions)
     known = {name.removeprefix("observation.images.") for name in info["features"]}
     shown = tuple(name if name in known else "" for name in theirs.cameras or ())
-    found = replace(data, **parts).differences(replace(theirs, cameras=shown))
+    found = replace(data, state=state, actions=moves).differences(replace(theirs, cameras=shown))
     refuse_differences(found, f"the dataset {path}", "the simulator", accept_other)
     if theirs.control_hz is None and data.control_hz:
         LOGGER.warning(
