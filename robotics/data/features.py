@@ -118,12 +118,14 @@ def names_of_feature(feature: Mapping[str, Any]) -> tuple[str, ...] | None:
 
     Datasets from elsewhere have a list, groups of lists such as {"motors": [...]}, or the place of each name.
     """
-    names, size = feature.get("names"), math.prod(feature.get("shape", ()))
+    names: Any = feature.get("names")
+    size = math.prod(feature.get("shape", ()))
     if isinstance(names, Mapping):
-        if names and all(isinstance(place, int) for place in names.values()):
-            names = sorted(names, key=lambda name: names[name])
+        places = dict(names)
+        if places and all(isinstance(place, int) for place in places.values()):
+            names = sorted(places, key=lambda name: places[name])
         else:
-            names = [name for part in names.values() if isinstance(part, list) for name in part]
+            names = [name for part in places.values() if isinstance(part, list) for name in part]
     if not isinstance(names, Sequence) or isinstance(names, str) or len(names) != size:
         return None
     found = tuple(str(name) for name in names)

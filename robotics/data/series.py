@@ -110,9 +110,9 @@ def check_appendable(
     if different:
         raise UserError(f"{folder} has other features than asked for: {', '.join(different)}")
     for key, feature in (features or {}).items():
-        wanted, named = names_of_feature(feature), names_of_feature(info["features"].get(key, {}))
-        if wanted and named and wanted != named and feature["dtype"] not in IMAGES:
-            raise UserError(f"{folder} has {key} with the entries {', '.join(named)}, not {', '.join(wanted)}")
+        own, named = names_of_feature(feature), names_of_feature(info["features"].get(key, {}))
+        if own and named and own != named and feature["dtype"] not in IMAGES:
+            raise UserError(f"{folder} has {key} with the entries {', '.join(named)}, not {', '.join(own)}")
     for key, wanted in (("fps", fps), ("robot_type", robot_type)):
         if wanted is not None and info.get(key) != wanted:
             raise UserError(f"{folder} has {key} {info.get(key)!r}, not {wanted!r}")

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from mmrl.errors import UserError
 from robotics.data import LeRobotReader
 from robotics.data.features import ACTION, STATE, names_of_feature, robot_features
-from robotics.policies.base.statistics import ActionRange
+from robotics.policies.base.statistics import FARTHEST, ActionRange
 from robotics.policies.loading import bounds_of, refuse_differences
 from robotics.sim.episodes import RobotSim
 from robotics.sim.interface import RobotInterface, as_rate, interface_of
@@ -28,8 +28,6 @@ LOGGER = logging.getLogger("mmrl")
 UNITS = ("environment", "normalised")
 TOLERANCE = 1e-3
 """Share of a range by which actions may be outside it, for rounding."""
-FARTHEST = 3.0
-"""Actions beyond it, on the scale -1..1, are more than a whole range outside: other units, not a few large commands."""
 LITTLE = 0.1
 """Actions that use at most this share of a range may be in smaller units."""
 
@@ -79,10 +77,10 @@ def check_dataset(
     """
     data, theirs = dataset_interface(info, used), interface_of(sim)
     # names that nobody shares are other people's for the same entries; a shared one in another place is another order
-    parts = {name: _comparable(getattr(data, name), getattr(theirs, name)) for name in ("state", "actions")}
+    state, moves = _comparable(data.state, theirs.state), _comparable(data.actions, theirs.actions)
     known = {name.removeprefix("observation.images.") for name in info["features"]}
     shown = tuple(name if name in known else "" for name in theirs.cameras or ())
-    found = replace(data, **parts).differences(replace(theirs, cameras=shown))
+    found = replace(data, state=state, actions=moves).differences(replace(theirs, cameras=shown))
     refuse_differences(found, f"the dataset {path}", "the simulator", accept_other)
     if theirs.control_hz is None and data.control_hz:
         LOGGER.warning(

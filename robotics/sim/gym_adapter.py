@@ -120,7 +120,7 @@ class GymRow:
         self.image_size = self._image_size()
         self.views = tuple(views or self._metadata.get("views", ()))
         self._check_views()
-        self.camera = self._image_key or str(self._metadata.get("camera", ""))
+        self.camera = image_key or str(self._metadata.get("camera") or self._image_key or "")
 
     def tasks(self) -> Mapping[str, str]:
         """The only task with its instruction."""

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +26,8 @@ from robotics.methods.clone import CloneConfig, CloneRecipe
 from robotics.methods.recipe import RobotConfig
 from robotics.policies.base.policy import open_policy
 from robotics.policies.base.statistics import ActionRange
+from robotics.policies.lerobot.server import check_data
+from robotics.policies.lerobot.service import data_statistics
 from robotics.policies.loading import ActionPolicyConfig, check_fit, load_action_policy
 from robotics.serving import ServeConfig, open_served_policy
 from robotics.serving.messages import BadMessageError
@@ -243,6 +246,21 @@ def test_policies_from_elsewhere_declare_their_units_where_these_are_not_minus_o
         load_action_policy(config, PlainSim(), 0)
 
 
+def test_a_lerobot_policys_own_statistics_are_read(caplog):
+    data = {"action": {"min": [0.0], "max": [512.0]}, "observation.state": {"min": [0, 1], "max": [1, 1]}}
+    with pytest.raises(UserError, match=r"my_pusht learned from actions of 0 to 512, far outside -1\.\.1"):
+        check_data("my_pusht", data, None)
+    with pytest.raises(UserError, match=r"far outside 0\.\.5"):
+        check_data("my_pusht", data, ActionRange((0.0,), (5.0,)))
+    with caplog.at_level(logging.WARNING, "mmrl"):
+        check_data("my_pusht", data, ActionRange((0.0,), (512.0,)))
+    assert "entries [1] of the state never changed in the data of my_pusht" in caplog.text
+    check_data("my_pusht", {}, None)
+    stats = {"action": {"min": torch.zeros(1), "max": np.ones(1), "mean": [0.5]}, "other": {"min": [0], "max": [1]}}
+    steps = [SimpleNamespace(), SimpleNamespace(stats=stats), SimpleNamespace(stats=None)]
+    assert data_statistics([SimpleNamespace(steps=steps)]) == {"action": {"min": [0.0], "max": [1.0]}}
+
+
 # order, cameras and rate
 
 
@@ -402,6 +420,19 @@ def test_keys_of_an_observation_name_the_state_in_the_order_of_the_run():
     assert GymRow(DictCart(), horizon=9).state_names == ["speed", "x"]
     assert GymRow(DictCart(), horizon=9, state_keys=["x", "speed"]).state_names == ["x", "speed"]
     assert GymRow(DictCart(), horizon=9, control_hz=50).control_hz == 50
+
+
+def test_the_tabletop_says_the_same_of_itself_as_a_simulator_and_as_an_environment():
+    from robotics.scenes.batch import BatchSettings, TabletopBatch
+    from robotics.scenes.envs import TabletopEnv
+
+    row = GymRow(TabletopEnv("reach", observation="proprio"), horizon=9)
+    with TabletopBatch(["reach"], settings=BatchSettings(image_size=None, state="proprio")) as batch:
+        known = interface_of(batch)
+    assert known.control_hz == row.control_hz == 10
+    assert known.state == tuple(row.state_names)
+    assert known.actions == tuple(row.action_names)
+    assert len(known.state) == batch.state_size
 
 
 @pytest.mark.slow

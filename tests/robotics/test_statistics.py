@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import numpy as np
@@ -5,7 +6,9 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
-from robotics.policies.base.statistics import ActionStatistics, libero_gripper
+from robotics.methods.latents import StateLatent, StateSettings
+from robotics.policies.base.encoder import StateScale
+from robotics.policies.base.statistics import ActionStatistics, StateStatistics, libero_gripper
 
 ACTIONS = np.random.default_rng(0).normal([0.0, 5.0, 0.0], [1.0, 0.1, 1.0], (1000, 3))
 ACTIONS[:, 2] = (ACTIONS[:, 2] > 0).astype(float)
@@ -122,3 +125,42 @@ def test_liberos_gripper_is_flipped_and_made_binary():
     expected = [[0.3, -1.0], [0.3, 1.0], [0.3, -1.0], [0.3, 1.0]]
     np.testing.assert_array_equal(libero_gripper(actions), expected)
     np.testing.assert_array_equal(libero_gripper(torch.from_numpy(actions)).numpy(), expected)
+
+
+COLUMNS = {
+    "constant": [0.3, 0.3, 0.3, 0.3],
+    "quantiles equal": [0.3] * 400 + [0.9],
+    "locked at 0": [0.0, 0.0],
+    "almost constant": [0.3, 0.3 + 1e-12],
+    "two values": [0.0, 1.0, 1.0, 0.0],
+}
+
+
+@pytest.mark.parametrize("bounds", ["q99", "min_max"])
+@pytest.mark.parametrize("name", COLUMNS)
+@pytest.mark.parametrize("kind", [np.float32, np.float64, torch.float32])
+def test_a_column_that_hardly_differs_has_a_defined_result_in_both_directions(name, bounds, kind):
+    """As actions of demonstrations, and as OpenVLA's folders have their actions and states, by quantiles or ends."""
+    column = np.array(COLUMNS[name])[:, None]
+    found = ActionStatistics.from_arrays(column)
+    if bounds == "min_max":
+        found = dataclasses.replace(found, q01=found.minimum, q99=found.maximum)
+    values = torch.tensor(column, dtype=kind) if isinstance(kind, torch.dtype) else column.astype(kind)
+    scaled = found.normalise(values)
+    back = found.unnormalise(scaled)
+    assert np.isfinite(np.asarray(scaled)).all()
+    assert np.abs(np.asarray(scaled)).max() <= 1
+    usual = np.abs(column - np.median(column)) < 1e-6 if name == "quantiles equal" and bounds == "q99" else column < 9
+    np.testing.assert_allclose(np.asarray(back)[usual], column[usual], atol=1e-6)
+    if name in ("constant", "locked at 0"):
+        assert not np.asarray(scaled).any()
+
+
+def test_states_that_never_change_are_only_shifted_and_stay_bounded():
+    scale = StateScale(2)
+    scale.set(StateStatistics.from_arrays([[0.3, 0.0], [0.3, 1.0]]))
+    found = scale(torch.tensor([[0.3, 0.0], [0.4, 1.0], [1e6, 0.5]]))
+    torch.testing.assert_close(found[:, 0], torch.tensor([0.0, 0.1, 10.0]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(found[:, 1], torch.tensor([-1.0, 1.0, 0.0]))
+    latent = StateLatent(StateSettings(mean=[0.3, 0.5], std=[0.0, 0.5]))
+    assert np.isfinite(latent._prepare(None, np.array([[0.3, 0.0], [0.4, 1.0]], np.float32))).all()

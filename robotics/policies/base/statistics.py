@@ -25,6 +25,8 @@ RANGE_EPS = 1e-8
 """Added to q99 - q01 in both directions, as in OpenVLA."""
 SMALLEST_STD = 1e-6
 """States with a smaller standard deviation are only shifted."""
+FARTHEST = 3.0
+"""Actions beyond it, on the scale -1..1, are more than a whole range outside: other units, not a few large commands."""
 STATE_LIMIT = 10.0
 """Standardised states are clipped to this."""
 

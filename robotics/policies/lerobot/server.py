@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
+import torch
 
 from mmrl.errors import RunError, UserError
 from mmrl.fields import bounded, check_config, rare
@@ -27,7 +28,7 @@ from robotics.policies.base.saved import (
     write_config,
     write_weights,
 )
-from robotics.policies.base.statistics import ActionRange, check_bounds
+from robotics.policies.base.statistics import FARTHEST, ActionRange, check_bounds
 
 LOGGER = logging.getLogger("mmrl")
 SERVICE = Path(__file__).resolve().with_name("service.py")
@@ -137,6 +138,7 @@ class LeRobotServer:
             self.action_range = ActionRange.of(
                 config.action_low, config.action_high, self.hello["action_size"], str(self.folder)
             )
+            check_data(str(self.folder), self.hello.get("data") or {}, self.action_range)
         except UserError:
             self.pool.close()
             raise
@@ -216,6 +218,39 @@ class LeRobotServer:
 def _program(python: object) -> tuple[dict[str, object], str]:
     """The interpreter that a saved policy names, as content and text of `mmrl.trust`: the folder may be a copy."""
     return {"python": python}, f"python {python}"
+
+
+def check_data(folder: str, data: Mapping[str, Mapping[str, list[float]]], units: ActionRange | None) -> None:
+    """Compare a policy's statistics of its data with the units that its actions are converted from.
+
+    Args:
+        folder: of the policy, for messages.
+        data: min and max by feature; empty where the policy keeps none.
+        units: the values that are -1 and 1 of the simulator; None = -1 and 1.
+
+    Raises:
+        UserError: the data reach more than a whole range outside.
+    """
+    actions, state = data.get("action"), data.get("observation.state")
+    if actions is not None:
+        ends = torch.tensor([actions["min"], actions["max"]], dtype=torch.float64)
+        fitting = units is None or len(units.low) == ends.shape[1]
+        scaled = ends if units is None or not fitting else units.to_sim(ends)
+        if fitting and float(scaled.abs().max()) > FARTHEST:
+            raise UserError(
+                f"{folder} learned from actions of {float(ends.min()):.4g} to {float(ends.max()):.4g}, far outside "
+                f"{units or '-1..1'}, which are to be -1..1 of the simulator; give model.options.action_low and "
+                "action_high, or action_box"
+            )
+    if state is not None:
+        pairs = enumerate(zip(state["min"], state["max"], strict=True))
+        still = [entry for entry, (least, most) in pairs if least == most]
+        if still:
+            LOGGER.warning(
+                "the entries %s of the state never changed in the data of %s; where lerobot normalises states, it "
+                "divides by 1e-8 there, so that any other value in the simulator overwhelms the rest",
+                *(still, folder),
+            )
 
 
 class ServedActionPolicy(ActionPolicy):

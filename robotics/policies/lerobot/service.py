@@ -87,6 +87,7 @@ class LeRobotService:
             "ensemble": getattr(self._config, "temporal_ensemble_coeff", None),
             "history": self._history,
             "lerobot": lerobot.__version__,
+            "data": data_statistics([self._before, self._after]),
         }
 
     def _image_fit(self) -> str | None:
@@ -424,6 +425,17 @@ class FlowService(LeRobotService):
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
+
+
+def data_statistics(processors: list[Any]) -> dict[str, dict[str, list[float]]]:
+    """Smallest and largest action and state of the data that a policy learned from, as its processors keep them."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for step in (step for processor in processors for step in getattr(processor, "steps", ())):
+        for key, part in (getattr(step, "stats", None) or {}).items():
+            if key in (STATE, ACTION):
+                ends = {name: np.ravel(np.asarray(part[name], np.float64)) for name in ("min", "max") if name in part}
+                found.setdefault(key, {}).update({name: values.tolist() for name, values in ends.items()})
+    return {key: part for key, part in found.items() if len(part) == 2}
 
 
 def _at_hand(name: str) -> bool:
