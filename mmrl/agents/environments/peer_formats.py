@@ -85,7 +85,7 @@ def _from_ui_tars(name: str, arguments: Mapping[str, Any]) -> NamedAction:
         raise UnreadableError("wrong_shape", f"{name} is no action of UI-TARS, which has {', '.join(UI_TARS)}")
     own, given = UI_TARS[name], dict(arguments)
     found: dict[str, Any] = {}
-    places = {"start" if own == "drag" else "point": ("start_box", "start_point", "point")}
+    places: dict[str, tuple[str, ...]] = {"start" if own == "drag" else "point": ("start_box", "start_point", "point")}
     if own == "drag":
         places["end"] = ("end_box", "end_point")
     for argument, peers in places.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -13,8 +12,7 @@ from typing import Any, TypeAlias
 from mmrl.files import is_file, read_json_object
 from mmrl.gui.grounding.conventions import BoxForm, corners
 from mmrl.gui.grounding.coords import Box, Size
-from mmrl.gui.grounding.samples import TARGET_COLUMNS, Polygon, Refusal, Target
-from mmrl.vlm.data.dataset import PROMPT_KEYS
+from mmrl.gui.grounding.samples import Polygon, Refusal, Target
 
 Cells: TypeAlias = Mapping[str, Any]
 Groups: TypeAlias = Mapping[str, tuple[str, ...]]
@@ -221,37 +219,6 @@ def read_i2e(cells: Cells, context: RowContext) -> Annotation:
         raise RowError("annotations.instr_type is missing; expected explicit or implicit")
     groups = {"instruction": kind.lower(), "source": str(cells.get("source", "")).lower()}
     return _annotation(cells, context, groups, image=_text(cells, "image"), target=_box(cells, "bounding_box"))
-
-
-def read_own(cells: Cells, context: RowContext) -> Annotation:
-    """A row of own grounding data, whose columns are those of `mmrl.gui.grounding.samples`."""
-    given = [name for name in TARGET_COLUMNS if cells.get(name) not in (None, False)]
-    if len(given) != 1:
-        raise RowError(f"expected one of the columns {', '.join(TARGET_COLUMNS)}, found {', '.join(given) or 'none'}")
-    target: Sequence[float] | Refusal = Refusal()
-    others: Sequence[Sequence[float]] = ()
-    if given == ["bbox"]:
-        target = _box(cells, "bbox")
-    elif given != ["refusal"]:
-        several = cells[given[0]]
-        if not isinstance(several, list | tuple) or not several:
-            raise RowError(f"{given[0]} is {_short(several)}; expected a list of lists of numbers")
-        parts = [_numbers({given[0]: part}, given[0]) for part in several]
-        length, fewest = (4, 1) if given == ["boxes"] else (2, 3)
-        if len(parts) < fewest or any(len(part) != length for part in parts):
-            wrong = _short(list(next((part for part in parts if len(part) != length), parts)))
-            raise RowError(f"{given[0]} holds {wrong}; expected boxes of 4 numbers, or at least 3 corners")
-        target, others = (parts[0], parts[1:]) if length == 4 else (tuple(itertools.chain(*parts)), ())
-    images = cells.get("images") or [_cell(cells, "image")]
-    if not isinstance(images, list | tuple) or len(images) != 1:
-        raise RowError("a grounding question has one image")
-    question = next((cells[key] for key in PROMPT_KEYS if cells.get(key)), None)
-    if question is None:
-        raise RowError(f"no column {', '.join(PROMPT_KEYS)}")
-    form = context.form if given[0] in ("bbox", "boxes") else None
-    name = str(cells.get("id") or f"{context.file.stem}-{context.number}")
-    size = _size(cells, "original_wh")
-    return Annotation(name, context.place, images[0], str(question), target, form, size, other_boxes=others)
 
 
 def _annotation(

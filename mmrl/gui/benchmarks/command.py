@@ -27,6 +27,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
             "suspicious": [{"place": place, "reason": reason} for place, reason in result.suspicious],
             "convention": None if convention is None else {name: getattr(convention, name) for name in columns},
             "notes": result.notes,
+            "refusal": result.refusal,
         }
         say(json.dumps(found, indent=2))
         return 0 if result.is_usable else 2
@@ -41,6 +42,8 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
             say(f"  {place}: {reason}")
         if len(places) > LISTED:
             say(f"  ... and {len(places) - LISTED} more; --json lists all")
+    if result.refusal and not result.malformed:
+        say(f"training refuses it: {result.refusal}")
     say("usable as it is" if result.is_usable else "not usable as it is")
     return 0 if result.is_usable else 2
 

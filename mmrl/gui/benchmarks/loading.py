@@ -15,9 +15,9 @@ from mmrl.fields import bounded, choice, rare
 from mmrl.files import expanded, is_file
 from mmrl.gui.benchmarks.annotations import Annotation, RowContext, RowError, make_target
 from mmrl.gui.benchmarks.table import BENCHMARKS, OWN, Benchmark, Layout, find_benchmark, recognise
-from mmrl.gui.grounding.conventions import Convention, FormedBox, fit_convention, has_area, inside
-from mmrl.gui.grounding.coords import Size
-from mmrl.gui.grounding.samples import GroundingSample, Refusal, image_size
+from mmrl.gui.grounding.conventions import BoxForm, Convention, FormedBox, fit_convention, has_area, inside
+from mmrl.gui.grounding.coords import Box, Size
+from mmrl.gui.grounding.samples import AnyOf, GroundingSample, Polygon, Refusal, Target, image_size
 from mmrl.hub.tables import read_rows
 
 LOGGER = logging.getLogger("mmrl")
@@ -58,12 +58,14 @@ class Validation:
     convention: Convention | None = None
     """None where there is no box."""
     notes: list[str] = field(default_factory=list)
+    refusal: str = ""
+    """What training would say of own data that it refuses; empty if it takes them."""
 
     @property
     def is_usable(self) -> bool:
         """Whether every row can be evaluated and the boxes mean what they are declared to mean."""
         right = self.convention is None or self.convention.verdict in ("right", "ambiguous")
-        return bool(self.rows) and not self.malformed and right
+        return bool(self.rows) and not self.malformed and (not self.refusal if self.benchmark is OWN else right)
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ def load_benchmark(config: BenchmarkConfig) -> list[GroundingSample]:
     samples: list[GroundingSample] = []
     problems: list[Problem] = []
     boxes: list[FormedBox] = []
+    places: list[str] = []
     ids: set[str] = set()
     for row in copy.annotations(config.language):
         if config.max_samples and len(samples) >= config.max_samples:
@@ -113,6 +116,7 @@ def load_benchmark(config: BenchmarkConfig) -> list[GroundingSample]:
             continue
         size = row.size or original_wh
         boxes += [(box, row.form, size) for box in row.boxes if row.form is not None]
+        places += [row.place] * (len(boxes) - len(places))
         name = f"{row.id} ({row.place})" if row.id in ids else row.id  # some copies repeat ids
         ids.add(name)
         meta = {"id": name, "place": row.place, "groups": row.groups, "suspicious": box_problem(row, size) or ""}
@@ -126,8 +130,8 @@ def load_benchmark(config: BenchmarkConfig) -> list[GroundingSample]:
         )
     if not samples:
         raise UserError(f"{benchmark.title}: {', '.join(map(str, copy.files))} has no rows")
-    convention = fit_convention(copy.layout.form, boxes)
-    if convention is not None and convention.verdict in ("wrong", "thousandths"):
+    convention = fit_convention(copy.layout.form, boxes, places)
+    if convention is not None and convention.verdict in ("mixed", "wrong", "thousandths"):
         LOGGER.warning("%s: %s", benchmark.title, convention.sentence)
     return samples
 
@@ -147,7 +151,10 @@ def validate(path: str, benchmark: str | None = None, images: str | None = None)
     Raises:
         UserError: there is no such file, or no benchmark fits it.
     """
-    copy = locate(find_benchmark(benchmark) if benchmark else _recognised(path), path, images)
+    found = find_benchmark(benchmark) if benchmark else _recognised(path)
+    if found is OWN:
+        return _validate_own(path, images)
+    copy = locate(found, path, images)
     result = Validation(copy.benchmark, copy.files)
     folder = None
     if not copy.layout.images or any(root.is_dir() for root in copy.image_roots):
@@ -155,6 +162,7 @@ def validate(path: str, benchmark: str | None = None, images: str | None = None)
     else:
         result.notes.append("no image folder was found: images are not checked, boxes only against the annotated sizes")
     boxes: list[FormedBox] = []
+    places: list[str] = []
     for row in copy.annotations():
         result.rows += 1
         if not isinstance(row, Annotation):
@@ -169,21 +177,58 @@ def validate(path: str, benchmark: str | None = None, images: str | None = None)
             (aw, ah), (sw, sh) = row.size, stored
             swapped = "; the sides are swapped, width comes first" if (ah, aw) == stored else ""
             problem = f"annotated as {aw} x {ah}, the image is {sw} x {sh}{swapped}"
-            # published copies are evaluated all the same, training refuses such rows
-            (result.malformed if copy.benchmark is OWN else result.suspicious).append((row.place, problem))
+            result.suspicious.append((row.place, problem))  # published copies are evaluated all the same
         size = row.size or stored
         if size is None:
             continue
         if wrong := box_problem(row, size):
             result.suspicious.append((row.place, wrong))
         boxes += [(box, row.form, size) for box in row.boxes if row.form is not None]
-    result.convention = fit_convention(copy.layout.form, boxes)
+        places += [row.place] * (len(boxes) - len(places))
+    result.convention = fit_convention(copy.layout.form, boxes, places)
     published = copy.benchmark.size
     if published is not None and published != result.rows:
         result.notes.append(
             f"{result.rows} rows, {copy.benchmark.title} has {published}: its numbers are comparable only when whole"
         )
     return result
+
+
+def _validate_own(path: str, images: str | None) -> Validation:
+    """Check own grounding data with the code that training reads it with, all rows of it."""
+    from mmrl.gui.grounding.tasks import GroundingSettings, sample_of, write_tasks
+    from mmrl.vlm.data.dataset import DataConfig, load_tasks
+    from mmrl.vlm.model.config import ModelConfig
+
+    loaded = load_tasks(DataConfig(path=path, image_dir=images, on_bad_row="skip"))
+    settings = GroundingSettings()
+    written = write_tasks(loaded.tasks, settings, settings.resize(ModelConfig()), training=True)
+    result = Validation(OWN, (expanded(path),), len(loaded.tasks) + len(loaded.problems))
+    result.malformed = [(error.task_id, error.message) for error in (*loaded.problems, *written.bad)]
+    result.convention, result.refusal, result.notes = written.convention, written.refusal, written.doubts
+    left_out = set() if written.refusal else {error.task_id for error in written.dropped}
+    if left_out:
+        reason = written.dropped[0].message
+        result.notes.append(f"training leaves out {len(written.dropped)} of {result.rows} rows: {reason}")
+    bad = {error.task_id for error in written.bad}
+    for task in (task for task in loaded.tasks if task.id not in bad):
+        sample = sample_of(task)
+        wrong = box_problem(_annotation(task.id, sample.target), sample.original_wh)
+        if task.id in left_out:
+            wrong = f"training leaves it out; {wrong}" if wrong else "training leaves it out"
+        if wrong:
+            result.suspicious.append((task.id, wrong))
+    return result
+
+
+def _annotation(place: str, target: Target) -> Annotation:
+    """A target of own data as one of a benchmark, for the same test of it."""
+    parts = target.targets if isinstance(target, AnyOf) else (target,)
+    boxes = [list(part) for part in parts if isinstance(part, Box)]
+    if boxes:
+        return Annotation(place, place, None, "", boxes[0], BoxForm.XYXY, other_boxes=boxes[1:])
+    corners = [number for part in parts if isinstance(part, Polygon) for point in part.points for number in point]
+    return Annotation(place, place, None, "", corners or Refusal(), None)
 
 
 def locate(benchmark: Benchmark, path: str, images: str | None = None) -> BenchmarkFiles:

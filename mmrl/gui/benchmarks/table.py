@@ -15,7 +15,6 @@ from mmrl.gui.benchmarks.annotations import (
     read_i2e,
     read_mmbench_gui,
     read_osworld_g,
-    read_own,
     read_screenspot,
     read_screenspot_parquet,
     read_screenspot_pro,
@@ -228,6 +227,6 @@ OWN = Benchmark(
     name="own",
     title="own grounding data",
     source="",
-    layouts=(Layout(("*.jsonl", "*.json", "*.parquet"), ("",), BoxForm.XYXY, read_own),),
+    layouts=(),
 )
-"""Data to train on, which `mmrl gui validate` checks as well."""
+"""Data to train on, which `mmrl gui validate` reads as training does."""

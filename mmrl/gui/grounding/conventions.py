@@ -16,7 +16,14 @@ MANY = 0.9
 """Smaller shares are more than a few bad boxes."""
 CHANCE = 1e-6
 """Largest probability at which boxes of wide images are still taken to lie below 1000 pixels by chance."""
+FEW = 0.05
+"""Smaller shares of boxes in another convention are bad boxes, unless their unit shows."""
+SCALED = 1.4
+"""Least ratio of screens to the part of them that boxes are in, at which these may be in CSS pixels."""
+NAMED = 5
+"""Rows that a message names."""
 VERDICTS = {
+    "mixed": "rows follow different conventions",
     "right": "the declared convention is right",
     "ambiguous": "these boxes fit both conventions",
     "unsure": "neither fits; look at the boxes",
@@ -72,10 +79,16 @@ class Convention:
     chance_below_1000: float = 1.0
     """Probability that no edge of boxes in pixels, which are anywhere in their images, is beyond 1000 pixels; 1 where
     one is."""
+    mixed: str = ""
+    """Rows of the table that contradict the others, and how; empty where none does."""
+    reach: float = 1.0
+    """Largest share of a side of its image that a right or lower edge is at."""
 
     @property
     def verdict(self) -> str:
         """Key of `VERDICTS`: few or centred boxes may fit both (ambiguous); bad data fit neither (unsure)."""
+        if self.mixed:
+            return "mixed"
         if self._units_are_wrong or (self.fits < ENOUGH <= self.other_fits):
             return "wrong"
         too_far, too_near = self.fits < MANY, self.chance_below_1000 < CHANCE
@@ -88,6 +101,8 @@ class Convention:
     @property
     def sentence(self) -> str:
         """The verdict in a line."""
+        if self.mixed:
+            return f"{VERDICTS['mixed']}: {self.mixed}"
         if self._units_are_wrong:
             unit = "pixels" if self.declared.is_relative else "fractions of the image's sides"
             return f"boxes are declared as {self.declared}, but their numbers are {unit}"
@@ -98,17 +113,32 @@ class Convention:
         return f"{shares}: {VERDICTS[self.verdict]}"
 
     @property
+    def doubt(self) -> str:
+        """A question about boxes in pixels that all are in the upper left of their screens; empty without one."""
+        if self.declared.is_relative or self.verdict in ("mixed", "wrong", "thousandths") or self.reach <= 0:
+            return ""
+        if 1 / self.reach < SCALED or self.reach ** (2 * self.boxes) > CHANCE:
+            return ""
+        return (
+            f"no box of {self.boxes} goes beyond {self.reach:.0%} of its screen: are they in CSS pixels of screens "
+            f"with a device pixel ratio of {1 / self.reach:.1f}? Multiply them by the ratio"
+        )
+
+    @property
     def _units_are_wrong(self) -> bool:
         return self.in_unit_range < 1 - ENOUGH if self.declared.is_relative else self.in_unit_range >= ENOUGH
 
 
-def fit_convention(declared: BoxForm, boxes: Sequence[FormedBox]) -> Convention | None:
+def fit_convention(
+    declared: BoxForm, boxes: Sequence[FormedBox], places: Sequence[str] | None = None
+) -> Convention | None:
     """Count how many boxes fit the declared meaning of their numbers and how many another one.
 
     Args:
         declared: meaning of the boxes of a file.
         boxes: each with its own meaning, since a row may be in pixels where the benchmark's boxes are fractions
             (MMBench-GUI).
+        places: name of the row of each box, for messages.
 
     Returns:
         The counts; None without boxes.
@@ -130,7 +160,56 @@ def fit_convention(declared: BoxForm, boxes: Sequence[FormedBox]) -> Convention 
         boxes=len(boxes),
         in_thousandths=share(lambda row, form, size: fits(row, BoxForm.XYXY, (1000, 1000))),
         chance_below_1000=1.0 if farthest > 1000 else math.prod(1000 / side for side in sides),
+        mixed=_mixture(boxes, places or [f"box {number}" for number in range(1, len(boxes) + 1)]),
+        reach=max(_reach(*box) for box in boxes),
     )
+
+
+def _mixture(boxes: Sequence[FormedBox], places: Sequence[str]) -> str:
+    """The rows that contradict the others: fractions among pixels, sizes among corners, thousandths among pixels."""
+    rows = list(zip(boxes, places, strict=True))
+    units = {
+        "fractions of the image's sides": [place for (box, _, _), place in rows if _is_fraction(box)],
+        "pixels": [place for (box, _, _), place in rows if max(box) > 1],
+    }
+    if all(units.values()):
+        return _told(units, len(rows))
+    if units["fractions of the image's sides"]:
+        return ""
+    forms: dict[str, list[str]] = {}
+    for (box, form, size), place in rows:
+        ways = [way for way in (form, OTHER[form]) if fits(box, way, size)]
+        if len(ways) == 1:
+            forms.setdefault(f"numbers that only fit {ways[0]}", []).append(place)
+    if len(forms) == 2 and min(map(len, forms.values())) > max(1, FEW * len(rows)):
+        return _told(forms, len(rows))
+    scales = {
+        "thousandths of the image's sides": [
+            place
+            for (box, _, (width, height)), place in rows
+            if max(box) <= 1000 and has_area(box, BoxForm.XYXY) and (box[0] >= width or box[1] >= height)
+        ],
+        "numbers above 1000": [place for (box, _, _), place in rows if max(box) > 1000],
+    }
+    return _told(scales, len(rows)) if min(map(len, scales.values())) > max(1, FEW * len(rows)) else ""
+
+
+def _is_fraction(box: Sequence[float]) -> bool:
+    """Whether numbers are fractions for certain: whole numbers up to 1 may be pixels of a corner."""
+    return all(0 <= number <= 1 for number in box) and any(number != int(number) for number in box)
+
+
+def _told(found: dict[str, list[str]], rows: int) -> str:
+    parts = []
+    for kind, places in found.items():
+        shown = ", ".join(places[:NAMED]) + (", ..." if len(places) > NAMED else "")
+        parts.append(f"{len(places)} of {rows} have {kind} ({shown})")
+    return ", ".join(parts)
+
+
+def _reach(numbers: Sequence[float], form: BoxForm, size: Size) -> float:
+    box, (width, height) = corners(numbers, form), ((1, 1) if form.is_relative else size)
+    return max(box.x2 / width, box.y2 / height)
 
 
 def fits(numbers: Sequence[float], form: BoxForm, size: Size) -> bool:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -142,7 +144,10 @@ def target_of(row: Mapping[str, Any]) -> Target:
     """The target of a row, in pixels of the original image; raises ValueError where it is not exactly one."""
     given = [name for name in TARGET_COLUMNS if row.get(name) not in (None, False)]
     if len(given) != 1:
-        raise ValueError(f"expected one of the columns {', '.join(TARGET_COLUMNS)}, found {', '.join(given) or 'none'}")
+        columns = f"none among {', '.join(row) or 'no columns'}"
+        raise ValueError(
+            f"expected one of the columns {', '.join(TARGET_COLUMNS)}, found {', '.join(given) or columns}"
+        )
     value = row[given[0]]
     if given[0] == "bbox":
         return _box(value)
@@ -207,11 +212,19 @@ def _upright_size(image: Image.Image) -> Size:
 
 
 def _box(value: Any) -> Box:
-    if len(value) != 4:
-        raise ValueError(f"a box has 4 numbers [x1, y1, x2, y2], found {value}")
-    return Box(*(float(number) for number in value))
+    return Box(*_numbers(value, 4, "a box has 4 finite numbers [x1, y1, x2, y2]"))
 
 
 def _pair(value: Any) -> Point:
-    x, y = value
-    return float(x), float(y)
+    x, y = _numbers(value, 2, "a corner has 2 finite numbers [x, y]")
+    return x, y
+
+
+def _numbers(value: Any, count: int, expected: str) -> list[float]:
+    """Numbers as they are written: texts and truth values are none."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, str) and len(value) == count
+    if not is_list or any(isinstance(number, bool) or not isinstance(number, Real) for number in value):
+        raise ValueError(f"{expected}, found {repr(value)[:60]}")
+    if not all(math.isfinite(number) for number in value):
+        raise ValueError(f"{expected}, found {repr(value)[:60]}")
+    return [float(number) for number in value]

@@ -14,7 +14,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.files import expanded, is_file
 from mmrl.gui.grounding.answers import answer_text, parse_answer, without_think
-from mmrl.gui.grounding.conventions import BoxForm, FormedBox, fit_convention
+from mmrl.gui.grounding.conventions import BoxForm, Convention, FormedBox, fit_convention
 from mmrl.gui.grounding.coords import (
     Box,
     CoordinateSpace,
@@ -179,24 +179,77 @@ def _system(task: VlmTask, settings: GroundingSettings) -> list[dict[str, Any]]:
     return [{"role": "system", "content": [{"type": "text", "text": "\n".join(texts)}]}] if texts else []
 
 
+@dataclass
+class WrittenTasks:
+    """The questions of a data set, and everything that is wrong with its rows."""
+
+    tasks: list[VlmTask]
+    """Questions that can be asked; those of training with clipped boxes."""
+    bad: list[TaskError]
+    """Rows that cannot be asked about."""
+    dropped: list[TaskError]
+    """Rows that training leaves out for their box."""
+    convention: Convention | None
+    """Test of the boxes of all rows; None without boxes."""
+
+    @property
+    def refusal(self) -> str:
+        """Why no run may use the data set: its first bad row, or the convention of its boxes; empty if it may."""
+        if self.bad:
+            return str(self.bad[0])
+        found = self.convention
+        if found is None or found.verdict not in ("mixed", "wrong", "thousandths"):
+            return ""
+        if found.verdict != "mixed" and found.boxes < ENOUGH_BOXES and found.in_unit_range < 1:
+            return ""  # a coincidence
+        return f"{found.sentence}; bbox and boxes are [left, top, right, bottom] in pixels of the image"
+
+    @property
+    def doubts(self) -> list[str]:
+        """What a user should look at though the data set may be used."""
+        found = self.convention
+        if found is None or self.refusal:
+            return []
+        wrong = [found.sentence] if found.verdict in ("wrong", "thousandths") else []
+        return [*wrong, *filter(None, [found.doubt])]
+
+
+def write_tasks(
+    tasks: Sequence[VlmTask], settings: GroundingSettings, resize: Resize, *, training: bool
+) -> WrittenTasks:
+    """Write the questions of a data set, as runs and `mmrl gui validate` read it; raises nothing for a row."""
+    written: list[VlmTask] = []
+    found = WrittenTasks([], [], [], None)
+    for task in tasks:
+        try:
+            written.append(grounding_task(task, settings, resize))
+        except TaskError as error:
+            found.bad.append(error)
+    found.convention = convention_of(written)
+    for task in written:
+        cleaned = _cleaned(task, settings) if training else task
+        if cleaned is None:
+            found.dropped.append(TaskError("unusable_box", task.id, GROUNDING_ERRORS["unusable_box"]))
+        else:
+            found.tasks.append(cleaned)
+    return found
+
+
 def prepare_tasks(loaded: LoadedTasks, settings: GroundingSettings, resize: Resize, *, training: bool) -> LoadedTasks:
-    """Write the questions of a data set."""
-    try:
-        written = [grounding_task(task, settings, resize) for task in loaded.tasks]
-    except TaskError as error:
-        raise UserError(str(error)) from None
-    check_convention(written)
-    cleaned = [_cleaned(task, settings) if training else task for task in written]
-    tasks = [task for task in cleaned if task is not None]
-    dropped = len(written) - len(tasks)
-    if loaded.tasks and not tasks:
+    """Write the questions of a data set; raises UserError for a bad row and for boxes in another convention."""
+    written = write_tasks(loaded.tasks, settings, resize, training=training)
+    if written.refusal:
+        raise UserError(written.refusal)
+    for doubt in written.doubts:
+        LOGGER.warning("%s", doubt)
+    if loaded.tasks and not written.tasks:
         raise UserError(f"all {len(loaded.tasks)} training boxes are too small or outside their screens; see min_side")
-    if not dropped:
-        return LoadedTasks(tasks, loaded.skipped, loaded.examples)
-    reason = GROUNDING_ERRORS["unusable_box"]
-    LOGGER.warning("%d training boxes were dropped: %s", dropped, reason)
-    skipped = Counter(loaded.skipped) + Counter(unusable_box=dropped)
-    return LoadedTasks(tasks, dict(skipped), {"unusable_box": reason} | loaded.examples)
+    if not written.dropped:
+        return LoadedTasks(written.tasks, loaded.skipped, loaded.examples)
+    reason, first = GROUNDING_ERRORS["unusable_box"], written.dropped[0].task_id
+    LOGGER.warning("%d training boxes were dropped, the first of %s: %s", len(written.dropped), first, reason)
+    skipped = Counter(loaded.skipped) + Counter(unusable_box=len(written.dropped))
+    return LoadedTasks(written.tasks, dict(skipped), {"unusable_box": reason} | loaded.examples)
 
 
 def check_held_out(data: DataConfig, eval_data: Mapping[str, DataConfig], seen: Sequence[str]) -> None:
@@ -218,21 +271,18 @@ def _place(data: DataConfig) -> tuple[object, ...]:
     return (path.resolve(),) if is_file(path) else (data.path, data.split, data.subset)
 
 
-def check_convention(tasks: Sequence[VlmTask]) -> None:
-    """Refuse boxes that are not corners in pixels of their images, as far as all of them together show it."""
+def convention_of(tasks: Sequence[VlmTask]) -> Convention | None:
+    """Test whether boxes are corners in pixels of their images, as far as all of them together show it."""
     boxes: list[FormedBox] = []
+    places: list[str] = []
     for task in tasks:
         needs = task.columns["grounding"]
         target = target_of(needs)
-        found = target.targets if isinstance(target, AnyOf) else (target,)
-        boxes += [(box, BoxForm.XYXY, tuple(needs["original_wh"])) for box in found if isinstance(box, Box)]
-    convention = fit_convention(BoxForm.XYXY, boxes)
-    if convention is None or convention.verdict not in ("wrong", "thousandths"):
-        return
-    if convention.boxes < ENOUGH_BOXES and convention.in_unit_range < 1:
-        LOGGER.warning("%s", convention.sentence)
-        return
-    raise UserError(f"{convention.sentence}; bbox and boxes are [left, top, right, bottom] in pixels of the image")
+        targets = target.targets if isinstance(target, AnyOf) else (target,)
+        found = [(box, BoxForm.XYXY, tuple(needs["original_wh"])) for box in targets if isinstance(box, Box)]
+        boxes += found
+        places += [task.id] * len(found)
+    return fit_convention(BoxForm.XYXY, boxes, places)
 
 
 def _cleaned(task: VlmTask, settings: GroundingSettings) -> VlmTask | None:

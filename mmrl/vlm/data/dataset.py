@@ -106,6 +106,8 @@ class LoadedTasks:
     """The first message of each kind."""
     on_bad_row: str = "error"
     """Treatment of bad rows, as in `DataConfig`."""
+    problems: list[TaskError] = field(default_factory=list)
+    """All rows that were left out."""
 
     def leave_out(self, error: TaskError) -> None:
         """Count a row that cannot be used; raises UserError where bad rows are errors."""
@@ -113,6 +115,7 @@ class LoadedTasks:
             raise UserError(f"{error} (set data.on_bad_row=skip to leave such rows out)") from None
         self.skipped[error.kind] = self.skipped.get(error.kind, 0) + 1
         self.examples.setdefault(error.kind, str(error))
+        self.problems.append(error)
 
     def check_left(self, path: str) -> None:
         """Refuse a data set none of whose rows is usable, and log the omitted rows; raises UserError."""

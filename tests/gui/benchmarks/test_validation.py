@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 import shutil
 
 import pytest
@@ -12,6 +14,9 @@ from mmrl.cli import main
 from mmrl.errors import UserError
 from mmrl.gui.benchmarks.loading import validate
 from mmrl.gui.benchmarks.table import BENCHMARKS
+from mmrl.gui.grounding.coords import Resize
+from mmrl.gui.grounding.tasks import GroundingSettings, prepare_tasks
+from mmrl.vlm.data.dataset import DataConfig, load_tasks
 from tests.gui.benchmarks.copies import BOXES, COPIES, relative, screenspot, screenspot_pro, write_json, xywh
 
 
@@ -138,13 +143,107 @@ def test_all_boxes_of_own_data_are_checked(tmp_path):
         ("own.jsonl line 1", "the box [90, 10, 120, 20] (xyxy) leaves the image of 100 x 50")
     ]
     for target, wrong in (
-        ({"boxes": [good, [1, 2, 3]]}, "boxes holds [1, 2, 3]"),
-        ({"polygon": [[1, 2], [3, 4], [5, 6, 7]]}, "polygon holds [5, 6, 7]"),
-        ({"polygon": [[1, 2], [3, 4]]}, "polygon holds [(1, 2), (3, 4)]"),
+        ({"boxes": [good, [1, 2, 3]]}, "a box has 4 finite numbers [x1, y1, x2, y2], found [1, 2, 3]"),
+        ({"bbox": [1, 2, "3", 4]}, "a box has 4 finite numbers [x1, y1, x2, y2], found [1, 2, '3', 4]"),
+        ({"bbox": [1, 2, True, 4]}, "a box has 4 finite numbers [x1, y1, x2, y2], found [1, 2, True, 4]"),
+        ({"polygon": [[1, 2], [3, 4], [5, 6, 7]]}, "a corner has 2 finite numbers [x, y], found [5, 6, 7]"),
+        ({"polygon": [[1, 2], [3, 4]]}, "a polygon needs at least 3 corners, found 2"),
+        (
+            {"gt_bbox": good, "bbox": None},
+            "expected one of the columns bbox, boxes, polygon, refusal, found none",
+        ),
     ):
         ((place, reason),) = check(**target).malformed
         assert place == "own.jsonl line 1"
-        assert reason == f"{wrong}; expected boxes of 4 numbers, or at least 3 corners"
+        assert reason.startswith(wrong)
+
+
+SIZES = [(1920, 1080), (1080, 2340), (1366, 768), (2560, 1440), (800, 600), (390, 844)]
+FORMS = {
+    "pixels": lambda box, width, height: list(box),
+    "fractions": lambda box, width, height: [
+        value / side for value, side in zip(box, (width, height) * 2, strict=True)
+    ],
+    "thousandths": lambda box, width, height: [
+        round(1000 * value / side) for value, side in zip(box, (width, height) * 2, strict=True)
+    ],
+    "xywh": lambda box, width, height: [box[0], box[1], box[2] - box[0], box[3] - box[1]],
+    "css": lambda box, width, height: [value / 2 for value in box],
+    "outside": lambda box, width, height: [width + 5, height + 5, width + 50, height + 20],
+}
+
+
+def own_table(folder, forms, count=60):
+    """Screens of several sizes, each with a box in one of some forms in turn."""
+    draw, rows = random.Random(1), []
+    for number in range(count):
+        width, height = SIZES[number % len(SIZES)]
+        if not (folder / f"{number % len(SIZES)}.png").exists():
+            Image.new("RGB", (width, height)).save(folder / f"{number % len(SIZES)}.png")
+        w, h = width // 10, height // 20
+        x, y = draw.randrange(width - w), draw.randrange(height - h)
+        box = FORMS[forms[number % len(forms)]]((x, y, x + w, y + h), width, height)
+        rows.append({"image": f"{number % len(SIZES)}.png", "instruction": "the box", "bbox": box})
+    file = folder / "own.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("forms", "said"),
+    [
+        (["pixels"], ""),
+        (["fractions"], "their numbers are fractions"),
+        (
+            ["fractions", "pixels"],
+            r"30 of 60 have fractions of the image's sides \(own.jsonl line 1, own.jsonl line 3",
+        ),
+        (["pixels"] * 7 + ["fractions"], r"7 of 60 have fractions of the image's sides \(own.jsonl line 8, "),
+        (["thousandths"], "are thousandths"),
+        (["thousandths", "pixels"], "have thousandths of the image's sides"),
+        (["xywh"], "the file is in the other convention"),
+        (["xywh", "pixels"], r"\d+ of 60 have numbers that only fit xywh"),
+        (["css"], ""),
+        (["pixels"] * 9 + ["outside"], ""),
+    ],
+    ids=lambda value: "-".join(dict.fromkeys(value)) if isinstance(value, list) else "",
+)
+def test_validation_and_training_agree_on_rows_and_conventions(tmp_path, forms, said, caplog):
+    file = own_table(tmp_path, forms)
+    result, loaded = validate(str(file)), load_tasks(DataConfig(path=str(file)))
+    assert result.is_usable == (not said)
+    if said:
+        with pytest.raises(UserError, match=said):
+            prepare_tasks(loaded, GroundingSettings(), Resize(28), training=True)
+        assert re.search(said, result.convention.sentence)
+        assert result.refusal
+        return
+    kept = prepare_tasks(loaded, GroundingSettings(), Resize(28), training=True)
+    left_out = [place for place, reason in result.suspicious if reason.startswith("training leaves it out")]
+    assert len(kept.tasks) == result.rows - len(left_out)
+    assert not {task.id for task in kept.tasks} & set(left_out)
+    assert len(left_out) == (6 if "outside" in forms else 0)
+    for note in result.notes if "css" in forms else ():
+        assert "a device pixel ratio of 2.0" in note
+        assert note in caplog.text
+    assert bool(result.notes) == (forms != ["pixels"])
+
+
+def test_the_command_names_the_rows_of_a_mixed_table(tmp_path, capsys):
+    file = own_table(tmp_path, ["fractions", "pixels"])
+    assert main(["gui", "validate", str(file)]) == 2
+    out = capsys.readouterr().out
+    assert "rows follow different conventions: 30 of 60 have fractions" in out
+    assert out.endswith("not usable as it is\n")
+
+
+def test_a_whole_number_box_of_one_pixel_is_no_fraction(tmp_path):
+    file = own_table(tmp_path, ["pixels"])
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[0]["bbox"] = [0, 0, 1, 1]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert validate(str(file)).is_usable
+    assert validate(str(file)).suspicious == [("own.jsonl line 1", "training leaves it out")]
 
 
 def test_without_images_sizes_come_from_the_annotation(tmp_path):
