@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -124,6 +125,12 @@ def test_settings_that_do_not_suit_a_model_of_few_steps_warn(name, tmp_path, cap
     assert caplog.text.count(DISTILLED[name]) == 5
     for said in ("guidance is 4.0", "eval_guidance is 3.0", "steps is 20", "eval_steps is 40", "it unlearns to draw"):
         assert said in caplog.text
+
+
+def test_a_network_that_takes_the_guidance_scale_as_an_input_is_refused():
+    pipeline = SimpleNamespace(unet=SimpleNamespace(config={"time_cond_proj_dim": 256}))
+    with pytest.raises(UserError, match="the UNet takes the guidance scale as an input"):
+        FAMILIES["StableDiffusionPipeline"](pipeline)
 
 
 def test_models_of_many_steps_are_not_taken_for_distilled_ones(folder, caplog):
