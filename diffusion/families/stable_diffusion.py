@@ -57,8 +57,8 @@ class StableDiffusionFamily(Family):
         network = getattr(pipeline, "unet", None)
         if network is not None and network.config.get("time_cond_proj_dim"):
             raise UserError(
-                "the UNet takes the guidance scale as an input (time_cond_proj_dim), as latent consistency models do, and "
-                "that is not supported; start from the model that it was distilled from"
+                "the UNet takes the guidance scale as an input (time_cond_proj_dim), as latent consistency models do, "
+                "which is not supported; start from the model that it was distilled from"
             )
 
     def encode(self, prompt: str, *, negative: bool = False) -> Text:
