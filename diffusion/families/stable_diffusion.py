@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from diffusion.families.base import Family, KohyaNames, LatentSides, Text, TextPart
+from mmrl.errors import UserError
 
 NEAR = 0.05
 """Distance of a time from a step of training, in steps, up to which it is that step and its difference rounding."""
@@ -50,6 +51,15 @@ class StableDiffusionFamily(Family):
     text_width = "cross_attention_dim"
     kohya: ClassVar[KohyaNames | None] = KohyaNames()
     settings: ClassVar[tuple[str, ...]] = ("requires_safety_checker",)
+
+    def __init__(self, pipeline: Any, options: Any = None) -> None:
+        super().__init__(pipeline, options)
+        network = getattr(pipeline, "unet", None)
+        if network is not None and network.config.get("time_cond_proj_dim"):
+            raise UserError(
+                "the UNet takes the guidance scale as an input (time_cond_proj_dim), as latent consistency models do, "
+                "which is not supported; start from the model that it was distilled from"
+            )
 
     def encode(self, prompt: str, *, negative: bool = False) -> Text:
         """Tokens (L, D)."""

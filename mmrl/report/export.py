@@ -18,7 +18,7 @@ from mmrl.files import follow_umask
 from mmrl.hub.cards import CARD, hub_id_of
 from mmrl.hub.compat import quiet_transformers
 from mmrl.report.card import model_card
-from mmrl.runs.export import ABOUT_FILE, chosen_checkpoint
+from mmrl.runs.export import ABOUT_FILE, Exported, chosen_checkpoint
 
 SOURCE_KEYS = ("_name_or_path", "name_or_path")
 """Keys of transformers' and diffusers' files that tell where a model was loaded from."""
@@ -52,12 +52,7 @@ def export_run(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        recipe = entry.load_recipe_class()
-        exported = (
-            recipe.export_adapter(config, checkpoint, partial, form)
-            if form
-            else recipe.export(config, checkpoint, partial)
-        )
+        exported = _export(entry, config, checkpoint, partial, form)
         number = int(checkpoint.name.removeprefix("step-"))
         about = {"recipe": entry.name, "step": number, "load": exported.call} | _prompt_format(config)
         (partial / ABOUT_FILE).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
@@ -79,6 +74,19 @@ def export_run(
         return f"{exported.call}({str(output)!r})"
     function, _, options = exported.call.partition("(")
     return f"{function}({str(output)!r}, {options}"
+
+
+def _export(entry: Any, config: Any, checkpoint: Path, folder: Path, form: str) -> Exported:
+    """Have the recipe write the model, or its adapters in a format."""
+    recipe = entry.load_recipe_class()
+    if not form:
+        return recipe.export(config, checkpoint, folder)  # type: ignore[no-any-return]
+    if not hasattr(recipe, "export_adapter"):
+        raise UserError(
+            f"--lora-format is for image and video models, not for the recipe {entry.name}; language models have their "
+            f"adapters in the format of peft already: {checkpoint}/model"
+        )
+    return recipe.export_adapter(config, checkpoint, folder, form)  # type: ignore[no-any-return]
 
 
 def _check_id(repository: str) -> None:

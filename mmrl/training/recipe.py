@@ -272,14 +272,6 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         """Write a checkpoint's model for its own library; returns how it is loaded and used."""
         raise UserError(f"{cls.__name__} has no export of its own; the model as it is saved lies in {checkpoint}/model")
 
-    @classmethod
-    def export_adapter(cls, config: Any, checkpoint: Path, output: Path, form: str) -> Exported:
-        """Write a checkpoint's adapters alone, in a format of other programs; returns how they are loaded and used."""
-        raise UserError(
-            f"--lora-format is for runs on image and video models, not for {cls.__name__}; adapters of language models "
-            f"are in the format of peft already: {checkpoint}/model"
-        )
-
     def close(self) -> None:
         """Free worker processes."""
 

@@ -156,5 +156,7 @@ def test_a_format_of_adapters_needs_adapters_of_an_image_model(tmp_path, pipelin
     assert main(["export", str(run), "--output", str(tmp_path / "out"), "--lora-format", "peft"]) == 2
     assert "--lora-format is for adapters, but this run trained whole weights; leave it out" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    with pytest.raises(UserError, match="--lora-format is for runs on image and video models, not for"):
-        RECIPES["reg_grpo"].load_recipe_class().export_adapter(None, tmp_path, tmp_path, "peft")
+    with pytest.raises(
+        UserError, match="--lora-format is for image and video models, not for the recipe sft; language"
+    ):
+        export_run(RECIPES["sft"], config, run, tmp_path / "out", form="peft")
