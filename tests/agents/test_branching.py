@@ -100,7 +100,7 @@ def test_a_branch_continues_what_it_repeats(tmp_path, folder, monkeypatch, setti
         assert episode.rewards[: episode.shared_turns] == payload.episodes[source].rewards[: episode.shared_turns]
     advantage = recipe.objective.compute_advantages(scored).advantage
     assert torch.equal(advantage[branched[0], 0], advantage[branched[0] - int(scored.extras["parent"][branched[0]]), 0])
-    assert recipe.step_metrics(scored)["episode/branched"] == len(branched) / 8
+    assert recipe.step_metrics(scored)["episode/branched"].value == len(branched) / 8
 
 
 def test_an_environment_that_does_not_repeat_is_refused(tmp_path, folder, monkeypatch):

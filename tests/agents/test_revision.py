@@ -77,7 +77,7 @@ def answers_of(recipe, attempts):
 def test_the_worst_attempt_is_revised_and_the_revision_alone_is_trained(recipe):
     answers_of(recipe, lambda task, number: (["<action>up</action>"] * 3, float(number)))
     rollouts = recipe.batch(recipe.policy, recipe.train_tasks[:3], Streams(0), Step())
-    assert recipe.noted["revision/failed"] == 1.0
+    assert recipe.noted["revision/failed"].value == 1.0
     payload = AgentPayload.of(rollouts)
     tokenizer = recipe.policy.processor.tokenizer
     for row in range(rollouts.num_rows):
@@ -96,7 +96,7 @@ def test_tasks_that_always_succeed_are_learned_as_they_are(recipe):
         path[task.id] = [f"So. {turn.action.text}" for turn in run_expert(env, task.task, task.seed, "tag").turns]
     answers_of(recipe, lambda task, number: (path[task.id], 1.0))
     rollouts = recipe.batch(recipe.policy, recipe.train_tasks[:2], Streams(0), Step())
-    assert recipe.noted["revision/failed"] == 0.0
+    assert recipe.noted["revision/failed"].value == 0.0
     payload = AgentPayload.of(rollouts)
     for row, task in enumerate(recipe.train_tasks[:2]):
         trained = rollouts.mask[row] > 0
@@ -109,7 +109,7 @@ def test_a_task_that_a_step_holds_twice_is_revised_by_its_own_attempts(recipe):
     totals = iter((1.0, 1.0, 0.0, 0.0))
     answers_of(recipe, lambda task, number: ([f"<action>{path_of(task.seed)[0]}</action>"], next(totals)))
     recipe.batch(recipe.policy, recipe.train_tasks[:1] * 2, Streams(0), Step())
-    assert recipe.noted["revision/failed"] == 0.5
+    assert recipe.noted["revision/failed"].value == 0.5
 
 
 def test_a_batch_without_an_episode_that_has_no_result_has_the_places_of_the_others(recipe):

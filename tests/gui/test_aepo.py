@@ -9,6 +9,7 @@ import torch
 
 from mmrl.config import load_run
 from mmrl.core import get
+from mmrl.core.loss import metric_values
 from mmrl.core.rollouts import Rollouts
 from mmrl.gui.grounding.aepo import AepoConfig, AepoRecipe, no_signal
 from mmrl.gui.grounding.answers import answer_text, parse_answer
@@ -145,7 +146,7 @@ def test_groups_without_signal_are_counted_by_kind():
     reward = torch.tensor([0.0, 0.0, 0.5, 0.5, 2.0, 2.0, 2.0, 0.0, float("nan"), 1.0])
     rollouts = Rollouts(group=torch.arange(10) // 2, mask=torch.ones(10, 1), logp_old=torch.zeros(10, 1), reward=reward)
     kinds = ["name", "function", "name", "name", "function"]
-    assert no_signal(rollouts, kinds) == {
+    assert metric_values(no_signal(rollouts, kinds)) == {
         "aepo/no_signal/function": 1.0,
         "aepo/no_signal/name": pytest.approx(2 / 3),
     }

@@ -104,6 +104,6 @@ def test_lists_that_do_not_fit(change):
 def test_the_share_of_finished_responses_is_that_of_those_there_are():
     payload = make_payload(10, groups=1, rows=4, width=2)
     payload.finish = ["eos", "length", "stop", ""]  # the last one is of an episode that did not start
-    assert payload.finished_fraction == 2 / 3
+    assert payload.finished_fraction.value == 2 / 3
     payload.finish = [""] * 4
-    assert math.isnan(payload.finished_fraction), "not 0: nothing was cut"
+    assert math.isnan(payload.finished_fraction.value), "not 0: nothing was cut"

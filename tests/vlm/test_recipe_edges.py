@@ -47,7 +47,7 @@ def test_apo_leaves_unscored_rows_out_of_their_group(tmp_path, tiny_folders):
     reward[3] = NAN  # another term failed
     rollouts = rollouts.replace(reward=reward, reward_terms={"format": exact * 0, "exact": exact})
     rollouts = recipe.advantages(rollouts, make_accelerator(), Step())
-    assert recipe.noted["apo/difficulty_mean"] == (0.5 + 0.75) / 2
+    assert recipe.noted["apo/difficulty_mean"].value == (0.5 + 0.75) / 2
     weight = rollouts.extras["kl_weight"]
     assert float(weight[0]) == pytest.approx(1 - math.exp(-math.e * 0.5), rel=1e-5)
     assert weight[[1, 2, 3]].tolist() == [1.0] * 3

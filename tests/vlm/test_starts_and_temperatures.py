@@ -66,7 +66,7 @@ def test_answers_begin_with_a_part_of_the_reference_that_is_not_trained(opened, 
         for row in torch.nonzero(rows.group == group).flatten().tolist():
             assert seen["replies"][row].startswith(start), "rewards see the whole answer"
             assert int(rows.mask[row].sum()) <= 6, "the loss sees what was sampled"
-    assert recipe.step_metrics(rows)["reset/share"] == sum(started) / 4
+    assert recipe.step_metrics(rows)["reset/share"].value == sum(started) / 4
 
 
 def test_starts_are_spread_over_the_reference_and_left_out_by_probability(opened):
