@@ -136,7 +136,8 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Adds the share of finished responses, the KL coefficient and the sampled share of the distribution."""
         finished = VlmPayload.of(rollouts).finished_fraction
-        own = {"response/finished_fraction": finished, "policy/kl_coef": self.objective.kl_coef}
+        own: dict[str, float | Metric] = {"response/finished_fraction": finished}
+        own["policy/kl_coef"] = self.objective.kl_coef
         return super().step_metrics(rollouts) | own | self._nucleus_mass(rollouts)
 
     def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:

@@ -218,7 +218,8 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         return {
             "tspo/videos_embedded": float(self.store.computed),
             "data/skipped": float(sum(self.skipped.values())),
-        } | self.errors.take()
+            **self.errors.take(),
+        }
 
     def encode(
         self, tasks: Sequence[NeedleTask], *, allow_none: bool = False
