@@ -212,8 +212,10 @@ class VlmDomain:
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Questions skipped so far, prompts with too little room, and reward errors of the step."""
-        cramped = {"response/beyond_positions": float(self.cramped["prompts"])} if self.cramped["prompts"] else {}
-        return {"data/skipped": float(sum(self.skipped.values()))} | cramped | self.errors.take()
+        found: dict[str, float | Metric] = {"data/skipped": float(sum(self.skipped.values()))}
+        if self.cramped["prompts"]:
+            found["response/beyond_positions"] = float(self.cramped["prompts"])
+        return found | self.errors.take()
 
     def encode(
         self, policy: VlmPolicy, tasks: Sequence[VlmTask], *, allow_none: bool = False

@@ -110,7 +110,7 @@ def open_served_policy(
 
 
 def _of_run(run_dir: Path, entry: RecipeEntry, run: Any, config: ServeConfig, step: int | None) -> ServedPolicy:
-    if not isinstance(run, RobotParts):
+    if not issubclass(type(run), RobotParts):
         folder = RobotParts.__module__.rpartition(".")[0]  # of the recipes that train robots
         kinds = ", ".join(row.name for row in RECIPES.values() if row.target.startswith(f"{folder}."))
         raise UserError(f"{run_dir} is a run of the recipe {entry.name}; policies can be served of: {kinds}")

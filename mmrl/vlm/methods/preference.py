@@ -180,7 +180,7 @@ class PreferenceRunConfig(GivenAnswersConfig):
             )
         if self.chosen_key == self.rejected_key:
             raise ValueError(f"chosen_key and rejected_key are both '{self.chosen_key}'; name two columns")
-        unread = ("chosen_score_key", "rejected_score_key") if not objective.needs_scores else ()
+        unread: tuple[str, ...] = () if objective.needs_scores else ("chosen_score_key", "rejected_score_key")
         unread += ("completion_key", "label_key") if objective.loss.paired or objective.needs_scores else ()
         for name in unread:
             if getattr(self, name) != getattr(PreferenceRunConfig, name):
