@@ -67,7 +67,7 @@ def prepare(network: Any, config: ModelConfig, adapter: Path | None) -> Any:
     """Freeze the untrained weights, add adapters and switch on checkpointing and faster kernels."""
     model = network
     if config.lora.enabled or adapter is not None:
-        model = add_adapter(network, config.lora, adapter)
+        model = add_adapter(network, config.lora, adapter, freeze_vision=config.freeze_vision)
     freeze_parts(network, config)
     if config.patch_product and family_of(network.config.model_type).fast:
         multiply_patches(network.model.visual)

@@ -195,8 +195,8 @@ def build_model_if_missing(config: FrozenModelConfig) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def add_adapter(network: Any, settings: LoraSettings, adapter: Path | None) -> Any:
-    """Put LoRA adapters into a model."""
+def add_adapter(network: Any, settings: LoraSettings, adapter: Path | None, *, freeze_vision: bool = False) -> Any:
+    """Put LoRA adapters into a model; with `freeze_vision` a given adapter keeps layers of the tower as they are."""
     import peft
 
     with warnings.catch_warnings(), torch.random.fork_rng():
@@ -208,7 +208,7 @@ def add_adapter(network: Any, settings: LoraSettings, adapter: Path | None) -> A
             saved = peft.PeftConfig.from_pretrained(str(adapter))
             saved.lora_dropout = settings.dropout
             loaded = peft.PeftModel.from_pretrained(network, adapter, is_trainable=True, config=saved)
-            _check_adapter(loaded, settings, adapter)
+            _check_adapter(loaded, settings, adapter, freeze_vision)
             return loaded
         torch.manual_seed(settings.seed)
         lora = peft.LoraConfig(
@@ -220,7 +220,7 @@ def add_adapter(network: Any, settings: LoraSettings, adapter: Path | None) -> A
         return peft.get_peft_model(network, lora)
 
 
-def _check_adapter(model: Any, settings: LoraSettings, adapter: Path) -> None:
+def _check_adapter(model: Any, settings: LoraSettings, adapter: Path, freeze_vision: bool) -> None:
     """Refuse settings that are not those of the adapter from which training continues."""
     saved = model.active_peft_config
     network = model.base_model.model
@@ -229,7 +229,7 @@ def _check_adapter(model: Any, settings: LoraSettings, adapter: Path) -> None:
     found = {"rank": saved.r, "alpha": saved.lora_alpha, "targets": targets}
     given = {"rank": settings.rank, "alpha": settings.alpha, "targets": sorted(settings.targets)}
     seeing = {name for name, layer in vision_linears(network).items() if hasattr(layer, "lora_A")}
-    if seeing != set(_vision_names(network, settings)):
+    if not freeze_vision and seeing != set(_vision_names(network, settings)):
         found["vision_targets"] = sorted(seeing)
         given["vision_targets"] = sorted(settings.vision_targets)
     different = [name for name in found if found[name] != given[name]]
