@@ -162,7 +162,8 @@ class Trainer:
         self.log.warnings.variety = recipe.variety
         self.log.warnings.alarms = getattr(recipe, "alarms", {})  # most recipes have none
         if not recipe.supervised:
-            self.log.warnings.compared = recipe.compared if "samples" in recipe.objective.advantage.needs else ()
+            advantage = getattr(recipe.objective, "advantage", None)  # losses of pairs have none
+            self.log.warnings.compared = recipe.compared if "samples" in getattr(advantage, "needs", ()) else ()
         terms = getattr(recipe.config, "rewards", ())
         self.log.warnings.only_logged = [term.name for term in terms if term.weight == 0]
         self.saver = RunSaver(

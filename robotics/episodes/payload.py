@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mmrl.core.payload import Payload, per_decision, per_group, per_row
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.transfer import to_host
 from mmrl.runs.records import SampleRecord
 from robotics.episodes.tasks import episode_id
 from robotics.sim.episodes import EpisodeSpec
@@ -98,12 +99,14 @@ class EpisodePayload(Payload):
         """The first row that begins unlike the first row of its group (B,), and the part that differs; None if none."""
         numbers = group.tolist()
         firsts = [numbers.index(number) for number in numbers]
-        sound = ~(self.failed | self.failed[firsts])
-        for name, part in (("the state", self.states), ("the image", self.images)):
-            if part is not None:
-                apart = (part[:, 0] != part[firsts, 0]).flatten(1).any(1) & sound
-                if bool(apart.any()):
-                    return int(apart.int().argmax()), name
+        named = [("the state", self.states), ("the image", self.images)]
+        seen = {name: part[:, 0] for name, part in named if part is not None}
+        failed, *parts = to_host([self.failed, *seen.values()])
+        sound = ~(failed | failed[firsts])
+        for name, part in zip(seen, parts, strict=True):
+            apart = (part != part[firsts]).flatten(1).any(1) & sound
+            if bool(apart.any()):
+                return int(apart.int().argmax()), name
         return None
 
     def path(self, row: int) -> NDArray[np.float32]:

@@ -300,7 +300,7 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
         episodes.payload = dataclasses.replace(episodes.payload, episodes=list(tasks))
         group = torch.arange(len(tasks)).repeat_interleave(size)
         self._note(episodes.payload)
-        if size > 1 and self.config.compares_samples and not each:
+        if size > 1 and "samples" in self.objective.advantage.needs and not each:
             self._starts_differ = self._starts_differ or self._warn_of_unequal_starts(episodes.payload, group)
         rollouts = self.pack(episodes, group, policy)
         _check_usable(rollouts)

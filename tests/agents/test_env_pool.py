@@ -190,7 +190,7 @@ def test_counts_and_tracebacks_belong_to_the_run(tmp_path):
         metrics = counts.metrics()
         state = counts.state_dict()
     assert (metrics["sim/raised"], metrics["sim/dropped"], metrics["sim/malformed"]) == (4, 5, 0)
-    assert metrics["memory/worker_mb"] > 0
+    assert metrics["memory/worker_mb"].value > 0
     assert (state["raised"], state["dropped"]) == (4, 5)
     assert len(list((tmp_path / "failures").iterdir())) == 1
     assert [name for name in metrics if describe_metric(name) is None] == []

@@ -220,7 +220,8 @@ def test_entries_of_an_observation_are_views():
     np.testing.assert_array_equal(row.render_views(), np.full((1, 4, 6, 3), 8))
     sized = GymRow(TwoEyes(), horizon=5, views=["wide", "right"], size=4)
     assert sized.render_views().shape == (2, 4, 4, 3)
-    assert sized.render_views()[:, 0, 0, 0].tolist() == [9, 8]
+    assert sized.render_views()[:, 2, 2, 0].tolist() == [9, 8]
+    assert sized.render_views()[:, 0, 0, 0].tolist() == [0, 0]  # bars above images that are wider than high
 
 
 def test_what_an_environment_does_not_show_is_named():
