@@ -137,7 +137,7 @@ class Family(ABC):
     edits: ClassVar[bool] = False
     """Whether the models were made for prompts with an image."""
     kohya: ClassVar[KohyaNames | None] = None
-    """Names in adapter files of kohya-ss's format; None where no program reads such files."""
+    """Names in adapter files of kohya-ss's format; None if no program reads such files."""
     options_class: ClassVar[type[FamilyOptions]] = FamilyOptions
 
     def __init__(self, pipeline: Any, options: Any = None) -> None:
@@ -243,7 +243,7 @@ class Family(ABC):
 
     @property
     def few_steps(self) -> str:
-        """What in the pipeline says that it was distilled to few steps and knows no guidance; empty where nothing."""
+        """Reason, read from the pipeline, why it is a few-step model without guidance; empty if nothing does."""
         return ""
 
     @abstractmethod

@@ -118,7 +118,7 @@ class KontextFamily(FluxFamily):
     edits = True
 
     def call(self, shape: Sequence[int], scale: float, negative: str = "") -> dict[str, Any]:
-        """The pipeline fits the size to an area of its own unless told another."""
+        """The pipeline fits the size to its own area unless told otherwise."""
         found = super().call(shape, scale, negative)
         return found | {"max_area": found["height"] * found["width"]}
 

@@ -17,7 +17,7 @@ NAMED = re.compile(r"turbo|schnell|lightning|hyper-?sd|\blcm\b|distilled", re.IG
 
 
 def sign_of_few_steps(policy: Any) -> str:
-    """What says that a model was distilled to few steps: its pipeline, or its name; empty where nothing does."""
+    """Reason why a model counts as distilled to few steps, from its pipeline or its name; empty if nothing does."""
     if sign := policy.family.few_steps:
         return str(sign)
     names = (policy.config.path, policy.base_path, policy.pipeline.config.get("_name_or_path"))

@@ -1,4 +1,4 @@
-"""What a step's episodes say of a run: their counts, the metrics of these, and alarms.
+"""Counts of a step's episodes, their metrics, and alarms.
 
 A policy that finds out that silence pays answers nothing, and its reward rises all the while. That shows in the share
 of answers of which nothing was executed, and beforehand in episodes that earned less than one without any action.

@@ -156,7 +156,7 @@ def check_environment(pool: EnvPool, format: str, tools: bool) -> None:
         )
     if pool.formats is not None and format in FORMATS and format not in pool.formats:
         known = ", ".join(list(pool.actions)[:5]) + ("..." if len(pool.actions) > 5 else "")
-        fitting = ", ".join(pool.formats) or "a function of your own (module:function)"
+        fitting = ", ".join(pool.formats) or "a custom function (module:function)"
         raise UserError(
             f"actions.format is '{format}', in which the actions of {pool.factory} ({known}) cannot all be written, so "
             f"it would refuse them; formats that fit: {fitting}"

@@ -68,7 +68,7 @@ class VideoIndex:
     constant: bool
     """Whether each frame n is shown from n / fps on, for 1 / fps."""
     pts: list[int] | None
-    """(T) the same times in units of the file, which frames are found by; None where they are found by their order."""
+    """(T) the same times in units of the file, which frames are found by; None if they are found by their order."""
     key_pts: list[int] = field(default_factory=list)
     """Times of the frames that need no other, rising."""
     pixel_aspect: float = 1.0

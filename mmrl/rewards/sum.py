@@ -201,7 +201,7 @@ def _is_stored(cell: Any) -> bool:
 
 
 def _opened(cell: Any) -> Any:
-    """What such a cell holds: bytes, or {"bytes", "path"} of an image."""
+    """Content of such a cell: bytes, or {"bytes", "path"} of an image."""
     if isinstance(cell, list):
         return [_opened(item) for item in cell]
     return cell.read() if hasattr(cell, "read") else cell

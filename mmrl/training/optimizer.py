@@ -38,7 +38,7 @@ ENOUGH = 0.1
 
 START, GROWTH_INTERVAL = 2.0**16, 2000
 LARGEST, SMALLEST = 2.0**127, 2.0**-14
-"""Of the loss scale; beyond them are infinity in float32, and losses of 1 below the normal numbers of fp16."""
+"""Bounds of the loss scale; beyond them are infinity in float32, and losses of 1 below the normal numbers of fp16."""
 
 
 def learning_rate_factor(config: BaseTrainerConfig, optimiser_step: int, waited: int = 0) -> float:
@@ -322,7 +322,7 @@ class LossScale:
         return {"value": self.value, "overflows": self.overflows, "finite": self._finite} if self.enabled else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`; the scale starts anew where the run did not scale losses before."""
+        """Restore `state_dict`; the scale starts again where the run did not scale losses before."""
         if self.enabled and state:
             self.value, self.overflows = float(state["value"]), int(state["overflows"])
             self._finite = int(state["finite"])

@@ -157,7 +157,7 @@ def all_ranks(flag: bool, accelerator: Accelerator) -> bool:
 
 
 def from_all(mine: ItemT) -> list[ItemT]:
-    """What each process has, by rank, on every process; all of them call it."""
+    """Gather a value from every process, in order of rank; every process must call it."""
     return [mine] if PartialState().num_processes == 1 else list(gather_object([mine]))
 
 

@@ -1,4 +1,4 @@
-"""What a run says of its steps and of its end, over all processes."""
+"""Metrics of a step and the outcome of a run, over all processes."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def outcome(recipe: Recipe[Any, Any], updater: Updater, log: RunLog, steps: int)
 
 
 def _causes(recipe: Recipe[Any, Any], updater: Updater, log: RunLog) -> Iterator[str]:
-    """What left no optimiser step, as far as the counts of the run tell."""
+    """Reason why no optimiser step was taken, from the run's counts."""
     totals = log.totals
     if updater.skipped:
         yield f"{updater.skipped} were skipped for numbers that are not finite"

@@ -114,7 +114,7 @@ def image_size(feature: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def names_of_feature(feature: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Names of the entries of a feature; None where it does not have a different one for each.
+    """Names of the entries of a feature; None if it does not have a different one for each.
 
     Datasets from elsewhere have a list, groups of lists such as {"motors": [...]}, or the place of each name.
     """

@@ -62,7 +62,7 @@ class EpisodePayload(Payload):
     full_states: Tensor | None = per_decision(default=None)
     """(B, C, F) float32, full state of the simulator before each chunk, for a critic; None where it reports none."""
     last_full_state: Tensor | None = per_row(default=None)
-    """(B, F) float32, full state at the end of the episode; None where the simulator reports none."""
+    """(B, F) float32, full state at the end of the episode; None if the simulator reports none."""
     chunk_returns: Tensor | None = per_decision(default=None)
     """(B, C) float32, sum of the environment's own rewards over the control steps of each chunk."""
     chunk_last_rewards: Tensor | None = per_decision(default=None)

@@ -26,7 +26,7 @@ class CriticConfig:
     learning_rate_factor: float = rare(bounded(10.0, above=0))
     """Factor on the policy's learning rate."""
     learning_rate: float | None = bounded(None, above=0)
-    """Its own learning rate, in place of `learning_rate_factor`; the schedule's warm-up and decay apply to it in
+    """Its own learning rate, instead of `learning_rate_factor`; the schedule's warm-up and decay apply to it in
     proportion."""
 
     def factor(self, policy_rate: float) -> float:
@@ -80,7 +80,7 @@ def critic_inputs(payload: EpisodePayload, group: Tensor, tasks: Sequence[str], 
 
 
 def last_inputs(payload: EpisodePayload, group: Tensor, tasks: Sequence[str]) -> Tensor | None:
-    """Inputs (B, S + 1 + K) in the state that each episode ended in; None where the simulator does not report it."""
+    """Inputs (B, S + 1 + K) in the state that each episode ended in; None if the simulator does not report it."""
     states = payload.last_state if payload.full_states is None else payload.last_full_state
     if states is None:
         return None

@@ -285,7 +285,7 @@ def refuse_differences(found: Mapping[str, str], first: str, second: str, accept
 
 
 def bounds_of(sim: RobotSim) -> ActionRange | None:
-    """The values of a simulator's own units that are -1 and 1; None where they are -1 and 1."""
+    """The values of a simulator's own units that are -1 and 1; None if they are -1 and 1."""
     bounds = getattr(sim, "action_bounds", None)
     if bounds is None:
         return None

@@ -95,7 +95,7 @@ class ChunkResult:
     """(L, 4, 4) T_world_object of the piece that the task acts on, at the end; NaN where the environment failed, None
     where the simulator does not report it."""
     full_state: NDArray[np.float32] | None = None
-    """(L, F) full state at the end of the chunk or of the episode; None where the simulator does not report it."""
+    """(L, F) full state at the end of the chunk or of the episode; None if the simulator does not report it."""
     drawn: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """Draw of the domain randomisation by row, for episodes that begin."""
 

@@ -24,7 +24,7 @@ else:  # `env_service` has loaded it by its path where this package is not insta
 
 LAYOUTS = 1 << 30
 MOST_WHOLE = 1 << 24
-"""Largest whole number of a Box of integers: policies act in float32, which holds every one up to it."""
+"""Maximum bound of an integer Box: policies act in float32, which represents every integer up to it."""
 UNBOUNDED = 1e30
 """Bounds beyond it mean none; many environments write float32's largest number."""
 

@@ -76,13 +76,13 @@ class RobotInterface:
         return found
 
     def unnamed_in(self, other: RobotInterface) -> list[str]:
-        """What is known here and not there, so that it cannot be compared."""
+        """Facts known here but not there, which cannot be compared."""
         named = {"state": self.state, "actions": self.actions, "control_hz": self.control_hz}
         return [name for name, part in named.items() if part and not getattr(other, name)]
 
 
 def interface_of(sim: RobotSim) -> RobotInterface:
-    """What a simulator says; see `RobotSim`."""
+    """Facts that a simulator reports; see `RobotSim`."""
     about = sim.describe()
     rate = getattr(sim, "control_hz", None) or about.get("control_hz") or about.get("render_fps")
     camera = getattr(sim, "camera", None) or about.get("camera") or about.get("image_key") or ""

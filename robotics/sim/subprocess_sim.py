@@ -80,7 +80,7 @@ class SubprocessSim:
         if self.renderer is not None and self.renderer.on_cpu and self._hello.get("shadow_lights"):
             _say_shadows(settings.factory, self._hello["shadow_lights"], self.renderer)
         self.image_fit = _say_fit(settings.factory, self._hello.get("fitted_camera"))
-        """How images of a camera that is not square were fitted, pad or stretch; None where nothing was."""
+        """How images of a camera that is not square were fitted, pad or stretch; None if nothing was."""
         self.action_integer = bool(self._hello.get("action_integer"))
         """Whether the environment's own units are whole numbers."""
         self.state_names: Sequence[str] = self._hello.get("state_names") or ()
@@ -90,7 +90,7 @@ class SubprocessSim:
         self.camera = str(self._hello.get("camera") or "")
         """Name of the camera of the images; empty where unknown."""
         self.control_hz: float | None = self._hello.get("control_hz")
-        """Control steps a second; None where unknown."""
+        """Control steps a second; None if unknown."""
 
     @property
     def counts(self) -> Mapping[str, int]:

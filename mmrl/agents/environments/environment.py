@@ -82,7 +82,7 @@ class ParsedAnswer:
 
     @property
     def note(self) -> str:
-        """What the agent is told about an answer of which nothing was executed; empty for any other."""
+        """Message to the agent about an answer that executed nothing; empty otherwise."""
         if self.error == CUT:
             return f"Nothing was executed: {self.detail}."
         return "" if self.error is None else f"The answer could not be read: {self.detail}."
@@ -272,7 +272,7 @@ MAX_IMAGES = 64
 
 @dataclass(frozen=True)
 class CallResult:
-    """What a call of a tool returned."""
+    """Result of a tool call."""
 
     name: str
     """The tool."""

@@ -163,7 +163,7 @@ class EnvPool:
         self.tools: list[dict[str, Any]] = list(hello.fields.get("tools") or [])
         """JSON schemas of the environment's tools; empty where it has none."""
         self.formats: list[str] | None = hello.fields.get("formats")
-        """Formats in which its actions can be written; None where it does not say."""
+        """Formats that can express its actions; None if it does not say."""
         self.has_expert = bool(hello.fields.get("expert"))
         """Whether the environment has a method `expert`."""
 

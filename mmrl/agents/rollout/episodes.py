@@ -73,7 +73,7 @@ class _Part:
     note: str = ""
     """Text before the observation's text: the instruction, or why an answer could not be read."""
     end: int | None = None
-    """Of an observation, the token that ended the answer before it; None where that was cut."""
+    """For an observation, the token that ended the previous answer; None if that was cut."""
     spoken: Prompt | None = None
     """An answer without its thoughts, where it has any and they are dropped."""
 

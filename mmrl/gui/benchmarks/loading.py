@@ -59,7 +59,7 @@ class Validation:
     """None where there is no box."""
     notes: list[str] = field(default_factory=list)
     refusal: str = ""
-    """What training would say of own data that it refuses; empty if it takes them."""
+    """Error that training would raise for custom data; empty if it accepts them."""
 
     @property
     def is_usable(self) -> bool:

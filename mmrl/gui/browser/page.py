@@ -56,7 +56,7 @@ FRAME_CLIP = """(frame, boxes) => {
     return [box, top === frame ? '' : style.pointerEvents === 'none' ? 'inert' : 'covered'];
   });
 }"""
-"""What a frame shows of boxes of its document, and why a click on their middle does not reach it."""
+"""The visible part of a frame's boxes, and why a click at their centre does not reach them."""
 SETTLE = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
 
 

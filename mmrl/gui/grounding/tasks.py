@@ -206,7 +206,7 @@ class WrittenTasks:
 
     @property
     def doubts(self) -> list[str]:
-        """What a user should look at though the data set may be used."""
+        """Warnings about a data set that can still be used."""
         found = self.convention
         if found is None or self.refusal:
             return []

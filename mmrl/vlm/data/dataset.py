@@ -297,7 +297,7 @@ def _answer(row: Row, layout: _Layout, place: str) -> Any:
 
 
 def _nested(cells: dict[str, Any], path: Sequence[str]) -> Any:
-    """The cell of a nested column; None where a row does not have it."""
+    """The cell of a nested column; None if a row does not have it."""
     value: Any = cells
     for part in path:
         value = value.get(part) if isinstance(value, dict) else None

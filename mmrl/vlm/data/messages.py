@@ -84,7 +84,7 @@ def build_messages(
 
 
 def split_conversation(turns: Any, place: str) -> tuple[Any, str | None]:
-    """The turns before a last turn of the assistant, and its text; all turns and None where another one is last."""
+    """The turns before a last turn of the assistant, and its text; all turns and None if another one is last."""
     if not isinstance(turns, list) or not turns or _turn(turns[-1], str, place)["role"] != "assistant":
         return turns, None
     items = _turn(turns[-1], str, place)["content"]

@@ -78,7 +78,7 @@ class TurnTemplate:
 
     @property
     def parts(self) -> _Parts:
-        """What the template writes around an answer, read once."""
+        """Text that the template writes around an answer, read once."""
         source = str(self._processor.chat_template or self._processor.tokenizer.chat_template)
         if self._read is None or self._read[0] != source:
             self._read = source, _Parts(self)
@@ -209,11 +209,11 @@ class TurnTemplate:
         tools: Sequence[Any] = (),
         calls: Sequence[str] = (),
     ) -> str:
-        """What the template writes behind an answer: further messages and the head of the next answer.
+        """Text that the template writes after an answer: further messages and the head of the next answer.
 
         Args:
             messages: of the user, or the results of the answer's calls, without control tokens.
-            end: the token that ended the answer; None where it was cut, which is then closed.
+            end: the token that ended the answer; None if it was cut, which is then closed.
             tools: that the template describes.
             calls: names of the functions that the answer called, one for each result.
 
@@ -238,7 +238,7 @@ class TurnTemplate:
         return f"the chat template of {self._name}"
 
     def _whole(self, content: str) -> str | None:
-        """A whole answer behind the head of the turn, without its end; None where the template does not show it."""
+        """A whole answer behind the head of the turn, without its end; None if the template does not show it."""
         begin = self.parts.begin
         verbatim = self._body(assistant_turn(content))
         if verbatim is not None and not _shows(begin + verbatim, content):
@@ -269,7 +269,7 @@ class TurnTemplate:
         return behind_open_thought(prompt_text, content)
 
     def _body(self, turn: Message) -> str | None:
-        """A turn between the head and the end; None where the template writes others."""
+        """A turn between the head and the end; None if the template writes others."""
         parts = self.parts
         try:
             whole = self.render([user_turn(QUESTION), turn])
@@ -345,7 +345,7 @@ class TurnTemplate:
         return self._behind(ended, close, rest[len(close) :])
 
     def _behind(self, ended: str | None, close: str, rest: str) -> str:
-        """What follows an answer that has its own end, or none yet."""
+        """Text after an answer that already has its end token, or has none yet."""
         if ended is None:
             return close + rest
         return rest if close else rest.removeprefix(ended)
@@ -375,13 +375,13 @@ class TurnTemplate:
 
 
 class _Parts:
-    """What a template writes around an answer."""
+    """Text that a template writes around an answer."""
 
     def __init__(self, template: TurnTemplate) -> None:
         special = control_pattern(template.tokenizer, NOTHING)
         self.asked = self.begin = self.head = self.tail = self.close = self.written_close = self.past_head = ""
         self.thought_mark: str | None = None
-        """What stands between the head of the turn and its thought; None where the template shows no thoughts."""
+        """Text between the head of the turn and its thought; None if the template shows no thoughts."""
         self.written = set[str]()
         """Special tokens that the template writes into an answer."""
         self.ends_itself, self.problem = True, ""

@@ -70,7 +70,7 @@ def _image_problem(model_class: Any, config: Any) -> str | None:
 
 
 def _body_problem(body: Any) -> str | None:
-    """What a model, or its class, lacks to read features of images that were made before."""
+    """The missing part of a model, or of its class, to read precomputed image features."""
     if not hasattr(body, "get_image_features"):
         return (
             "it has no get_image_features, and images are encoded once for the group of a prompt; its layers attend to "

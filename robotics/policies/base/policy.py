@@ -142,7 +142,7 @@ class ActionPolicy(nn.Module, ABC):
     cameras: tuple[str, ...] = ()
     """Its names of its cameras, `images` first; empty where it has none."""
     image_fit: str | None = None
-    """What its own processor does with images that are not square: pad or stretch; None where it was trained on images
+    """How its own processor treats non-square images: pad or stretch; None if it was trained on images
     as the simulator gives them."""
     action_range: ActionRange | None = None
     """Values of the policy's own units that are -1 and 1 of the simulator; applied inside the policy."""
@@ -150,7 +150,7 @@ class ActionPolicy(nn.Module, ABC):
     """Values of the environment's own units that are -1 and 1 of the simulator in which the policy was trained; None
     where its actions are -1..1 too. Saved with the policy, for those who drive a robot with it."""
     interface: RobotInterface | None = None
-    """Names and order of states and actions, cameras and control rate that the policy was trained with; None where it
+    """Names and order of states and actions, cameras and control rate that the policy was trained with; None if it
     was not. Saved with the policy and compared with every simulator that it acts in."""
     has_means: bool = False
     """Whether decisions are Gaussians of fixed noise, with `means(batch, decisions)` and `divergence(batch, decisions,

@@ -190,7 +190,7 @@ class ActionStatistics:
         """Normalise actions to -1..1 by their quantiles, clip(2 (a - q01) / (q99 - q01 + 1e-8) - 1).
 
         Constant entries become 0, and entries outside the mask are unchanged. Where only the quantiles are equal, their
-        value becomes -1, and what lies beside it -1 or 1.
+        value becomes -1, and its neighbours -1 or 1.
 
         Source: openvla/openvla prismatic/vla/datasets/rlds/utils/data_utils.py (BOUNDS_Q99).
         """

@@ -91,7 +91,7 @@ class LeRobotService:
         }
 
     def _image_fit(self) -> str | None:
-        """What the policy does with images that are not square; None where it takes them as they are."""
+        """How the policy treats non-square images; None if it takes them as they are."""
         pads = getattr(self._config, "resize_imgs_with_padding", None) or getattr(
             self._config, "image_resolution", None
         )
