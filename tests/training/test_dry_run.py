@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -51,19 +52,32 @@ def test_every_recipe_reads_its_data_and_loads_no_model(name, tmp_path, monkeypa
     assert not (tmp_path / "run").exists()
 
 
-def rewrite(path, change):
-    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+def changed(path):
+    """A new path in the folder of a file, which other tests share and whose rows name its neighbours."""
+    return Path(path).with_name(f"changed-{uuid.uuid4().hex}{Path(path).suffix}")
+
+
+def rewrite(config, change):
+    rows = [json.loads(line) for line in Path(config.data.path).read_text().splitlines()]
     for number, row in enumerate(rows):
         change(number, row)
-    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config.data.path = str(changed(config.data.path))
+    Path(config.data.path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def without_arrays(data, name):
+    stored = dict(np.load(data.path))
+    stored.pop(name)
+    data.path = str(changed(data.path))
+    np.savez(data.path, **stored)
 
 
 def without_answer(config):
-    rewrite(config.data.path, lambda number, row: row.pop("answer") if number == 1 else None)
+    rewrite(config, lambda number, row: row.pop("answer") if number == 1 else None)
 
 
 def without_completion(config):
-    rewrite(config.data.path, lambda number, row: row.pop("completion", None))
+    rewrite(config, lambda number, row: row.pop("completion", None))
 
 
 def half_fractions(config):
@@ -72,7 +86,7 @@ def half_fractions(config):
             width, height = row["original_wh"]
             row["bbox"] = [value / side for value, side in zip(row["bbox"], (width, height) * 2, strict=True)]
 
-    rewrite(config.data.path, halve)
+    rewrite(config, halve)
 
 
 def tasks_with_a_typo(config):
@@ -82,28 +96,27 @@ def tasks_with_a_typo(config):
 
 
 def recorded_without_answers(config):
+    config.hnpg.path = str(Path(config.output_dir).with_name("recorded-badly"))
+    Path(config.hnpg.path).mkdir()
     (Path(config.hnpg.path) / "episodes.jsonl").write_text('{"turns": [{"text": "hello"}], "reward": 1}\n')
 
 
 def too_long_prompts(config):
     config.data.on_bad_row = "error"
+    config.data.path = str(changed(config.data.path))
     Path(config.data.path).write_text("a red circle " * 60 + "\n")
 
 
 def pairs_without_a_side(config):
-    stored = dict(np.load(config.pairs.path))
-    stored.pop("chosen")
-    np.savez(config.pairs.path, **stored)
+    without_arrays(config.pairs, "chosen")
 
 
 def images_without_captions(config):
-    stored = dict(np.load(config.images.path))
-    stored.pop("captions")
-    np.savez(config.images.path, **stored)
+    without_arrays(config.images, "captions")
 
 
 def needles_beyond_the_video(config):
-    rewrite(config.data.path, lambda number, row: row.update(needle=[[900.0, 901.0]]))
+    rewrite(config, lambda number, row: row.update(needle=[[900.0, 901.0]]))
 
 
 def clips_of_another_kind(config):
