@@ -27,6 +27,7 @@ TEACHER = [*QUESTIONS, "teacher.path=t"]
         ("vlm", [*QUESTIONS, "objective.preset=ppo"], "objective.advantage.truncation=mask", None),
         ("papo", QUESTIONS, "papo.annealing_ratio=0.3", "papo.schedule=annealing"),
         ("papo", QUESTIONS, "papo.gamma_end=0.1", "papo.schedule=annealing"),
+        ("tspo", [*PAIRS[1:], "features.path=f", "answerer.kind=oracle"], "data.budgets=[8]", None),
         ("reg_grpo", QUESTIONS, "augmentation.probe_samples=8", "augmentation.measure=probe"),
         ("distil", TEACHER, "distil.beta=0.3", "distil.divergence=1.0"),
         ("distil", TEACHER, "distil.target_key=given", "distil.on_policy=0.5"),

@@ -62,8 +62,11 @@ def make_accelerator(mixed_precision: str = "none", timeout_minutes: float = 240
         avoid_refused_instructions()
     patience = InitProcessGroupKwargs(timeout=timedelta(minutes=timeout_minutes))
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    precision = "no" if mixed_precision == "none" else mixed_precision
+    if world == 1 and is_initialized() and AcceleratorState().mixed_precision != precision:
+        AcceleratorState._reset_state()  # of an earlier run in this process, which accelerate keeps
     accelerator = Accelerator(
-        mixed_precision="no" if mixed_precision == "none" else mixed_precision,
+        mixed_precision=precision,
         cpu=world > 1 and not torch.accelerator.is_available(),  # else each process would run alone, in one folder
         kwargs_handlers=[patience],
     )

@@ -94,6 +94,8 @@ IDLE = {
     "DemonstrationConfig.build": "for demonstrations that are not there yet",
     "DemonstrationConfig.build_options": "for demonstrations that are not there yet",
     "DemonstrationConfig.cache": "a path",
+    "DemonstrationConfig.units": "declares what the tiny data say of themselves; tests/robotics/test_seam.py",
+    "ActionPolicyConfig.accept_other": "needs a policy that was trained on another robot; tests/robotics/test_seam.py",
     "LatentConfig.build": "for an encoder that is not there yet",
     "LatentConfig.build_options": "for an encoder that is not there yet",
     "ClipSetConfig.build": "for clips that are not there yet",

@@ -124,3 +124,10 @@ def test_a_run_without_a_reward_says_so(make_trainer):
 def test_a_run_that_learns_is_done(make_trainer):
     result = make_trainer(steps=1).run()
     assert (result["status"], "reason" in result) == ("done", False)
+
+
+def test_runs_of_one_process_may_differ_in_precision():
+    from mmrl.training.processes import make_accelerator
+
+    assert make_accelerator("bf16").mixed_precision == "bf16"
+    assert make_accelerator("none").mixed_precision == "no"

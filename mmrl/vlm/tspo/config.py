@@ -174,6 +174,8 @@ class TspoConfig(RunConfig):
         for data in (self.data, *self.eval_data.values()):
             if data.video != VideoOptions():
                 raise ValueError("data.video is set, but features.fps and features.max_frames say what is picked from")
+            if data.budgets:
+                raise ValueError("data.budgets is set, but picks of frames have no budget of tokens; leave it out")
             if data.system_prompt and self.answerer.kind == "oracle":
                 raise ValueError("data.system_prompt is set, but answerer.kind is oracle, which reads no prompt")
         if self.picks.final_temperature > self.picks.temperature:
