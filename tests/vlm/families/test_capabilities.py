@@ -29,7 +29,7 @@ REFUSED = {
     "florence2": ({}, "it has an encoder and a decoder"),
     "rwkv": ({}, "its forward pass takes no cache"),
     "blip-2": ({}, "its forward pass takes no cache"),
-    "kosmos-2.5": ({}, "takes no mm_encoder_outputs"),
+    "kosmos-2.5": ({}, "(takes no mm_encoder_outputs|it has no get_image_features)"),  # by the release of transformers
 }
 
 
