@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import importlib
 from typing import Any
 
@@ -13,29 +14,45 @@ from mmrl.workers.loading import LoadError, check_allowed
 
 PACKAGES = ("mmrl.vlm", "mmrl.masked", "mmrl.agents", "mmrl.gui", "diffusion", "robotics")
 """Packages with recipes, in the order of lists; each builds on earlier ones alone."""
+CONTRIB = ("mmrl.contrib.language", "mmrl.contrib.agents", "diffusion.contrib", "robotics.contrib")
+"""Packages with recipes that the library does not promise everything for. Their `entries` are read when the library
+has no recipe of a name; EXTENDS there names the package whose plan, preview, reader and metrics they share."""
 
 
 def find_recipe(name: str, where: str = "configuration") -> RecipeEntry:
-    """Look a recipe up by its name or by `module:RecipeClass:ConfigClass`."""
-    found = RECIPES.get(name) or EVALUATIONS.get(name)
+    """Look a recipe up by its name, in the library and then in contrib, or by `module:RecipeClass:ConfigClass`."""
+    found = RECIPES.get(name) or EVALUATIONS.get(name) or contrib_recipes().get(name)
     if found is not None:
         return found
     if name.count(":") == 2:
         return _user_recipe(name, where)
     raise UserError(
-        f"{where}: unknown recipe '{name}'; {_hint(name)}there are: {', '.join((*RECIPES, *EVALUATIONS))}, or "
-        "module:Recipe:Config"
+        f"{where}: unknown recipe '{name}'; {_hint(name)}there are: "
+        f"{', '.join((*RECIPES, *EVALUATIONS, *contrib_recipes()))}, or module:Recipe:Config"
     )
+
+
+@functools.cache
+def contrib_recipes() -> dict[str, RecipeEntry]:
+    """The recipes of contrib by name."""
+    modules = [importlib.import_module(f"{package}.entries") for package in CONTRIB]
+    return {entry.name: entry for module in modules for entry in module.RECIPES}
+
+
+def all_recipes() -> dict[str, RecipeEntry]:
+    """The recipes of the library, then those of contrib."""
+    return RECIPES | contrib_recipes()
 
 
 def _hint(name: str) -> str:
     """The closest recipe, or where the closest objective of the catalogue belongs."""
     from mmrl.core.catalogue import CATALOGUE  # loads torch, which listing the recipes must not
 
-    close = difflib.get_close_matches(name, [*RECIPES, *EVALUATIONS, *CATALOGUE], n=1)
+    recipes = RECIPES | EVALUATIONS | contrib_recipes()
+    close = difflib.get_close_matches(name, [*recipes, *CATALOGUE], n=1)
     if not close:
         return ""
-    if close[0] in RECIPES or close[0] in EVALUATIONS:
+    if close[0] in recipes:
         return f"did you mean '{close[0]}'? "
     meant = "" if close[0] == name else f"did you mean '{close[0]}'? "
     return (
@@ -63,9 +80,14 @@ def package_tables(name: str) -> list[Any]:
 
 def metric_tables(recipe: str) -> list[dict[str, str]]:
     """The METRICS of the packages up to that of a recipe, which comes last; of all packages for an unknown recipe."""
-    entry = RECIPES.get(recipe) or EVALUATIONS.get(recipe)
-    own = [number for number, package in enumerate(PACKAGES) if entry and entry.target.startswith(f"{package}.")]
-    return package_tables("METRICS")[: own[0] + 1 if own else None]
+    entry = RECIPES.get(recipe) or EVALUATIONS.get(recipe) or contrib_recipes().get(recipe)
+    if entry is None:
+        return package_tables("METRICS")
+    own = _entries_of(entry)
+    base = getattr(own, "EXTENDS", own.__name__.removesuffix(".entries") if own else "")
+    place = PACKAGES.index(base) + 1 if base else None
+    added = [own.METRICS] if hasattr(own, "EXTENDS") and hasattr(own, "METRICS") else []
+    return package_tables("METRICS")[:place] + added
 
 
 def plan_of(entry: RecipeEntry) -> Any:
@@ -89,9 +111,17 @@ def reader_of(entry: RecipeEntry) -> Any:
 
 
 def _own_entries(entry: RecipeEntry, name: str) -> Any:
-    own = [package for package in PACKAGES if entry.target.startswith(f"{package}.")]
-    modules = [importlib.import_module(f"{package}.entries") for package in own[-1:]]
-    return getattr(modules[0], name, None) if modules else None
+    """A value of the `entries` of a recipe's package, or of the package that it extends; None without one."""
+    own = _entries_of(entry)
+    if hasattr(own, name) or not hasattr(own, "EXTENDS"):
+        return getattr(own, name, None)
+    return getattr(importlib.import_module(f"{own.EXTENDS}.entries"), name, None)
+
+
+def _entries_of(entry: RecipeEntry) -> Any:
+    """The module `entries` of the package that a recipe is in; None for a user's own."""
+    own = [package for package in (*PACKAGES, *CONTRIB) if entry.target.startswith(f"{package}.")]
+    return importlib.import_module(f"{max(own, key=len)}.entries") if own else None
 
 
 RECIPES: dict[str, RecipeEntry] = {entry.name: entry for table in package_tables("RECIPES") for entry in table}
