@@ -32,8 +32,10 @@ from mmrl.core.loss import metric_values
 from mmrl.recipes import RECIPES
 from tests.faults.sameness import MEASURED
 
-SECONDS = re.compile(r"\b\d+(\.\d+)? (?:s|min|ms|MB|GB)\b|\d{4}-\d{2}-\d{2}")
+MEASURES = re.compile(r"\b\d+(\.\d+)? (?:s|min|ms|MB|GB)\b|\d{4}-\d{2}-\d{2}")
 """Durations, sizes in memory and dates in a model card."""
+FOLDERS = re.compile(rf"{re.escape(tempfile.gettempdir())}/[^/\s`'\"]+")
+"""Temporary folders of the run and of its tiny models."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     chosen = [name for name in names if name in (given.only or names)]
     found, failed = dict[str, dict[str, str]](), list[str]()
-    with multiprocessing.get_context("spawn").Pool(given.processes, maxtasksperchild=1) as pool:
+    with multiprocessing.get_context("spawn").Pool(given.processes, _prepare) as pool:
         for name, digests, error, seconds in pool.imap_unordered(_measured, chosen, chunksize=1):
             found[name] = digests
             failed += [name] if error else []
@@ -75,11 +77,18 @@ def differences(before: dict[str, dict[str, str]], after: dict[str, dict[str, st
     return lines
 
 
+def _prepare() -> None:
+    """Set a worker process up: one thread, no log, no reports, which take most of the time and hold only charts."""
+    from mmrl.training import run
+
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    run.WRITE_REPORT = "builtins:str"
+
+
 def _measured(name: str) -> tuple[str, dict[str, str], str, float]:
     """Digests of a recipe or of all objectives, with the error and the seconds."""
     start = time.monotonic()
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
     try:
         with tempfile.TemporaryDirectory(prefix="bits-") as folder:
             digests = objective_digests() if name == "objectives" else recipe_digests(name, Path(folder))
@@ -113,10 +122,9 @@ def recipe_digests(name: str, folder: Path) -> dict[str, str]:
     if config.eval_data:
         evaluate(entry, config, run_dir)
         digests["ledger"] = _digest(_rows(run_dir / "ledger.jsonl"))
-    if True:
-        export_run(entry, config, run_dir, folder / "export")
-        digests["export"] = _digest(_tensors(folder / "export"))
-        digests["card"] = _digest([_plain((folder / "export" / "README.md").read_text(), folder)])
+    export_run(entry, config, run_dir, folder / "export")
+    digests["export"] = _digest(_tensors(folder / "export"))
+    digests["card"] = _digest([_plain((folder / "export" / "README.md").read_text())])
     return digests
 
 
@@ -149,9 +157,9 @@ def _rows(path: Path) -> Iterable[Any]:
         yield sorted((key, value) for key, value in row.items() if not key.startswith(MEASURED))
 
 
-def _plain(text: str, folder: Path) -> str:
-    """A model card without its folder, durations and dates."""
-    return SECONDS.sub("_", text.replace(str(folder), "FOLDER"))
+def _plain(text: str) -> str:
+    """A model card without folders, durations and dates."""
+    return MEASURES.sub("_", FOLDERS.sub("FOLDER", text))
 
 
 # Objectives
