@@ -6,7 +6,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-diffusion demo-robot demo-gui demo-flow demo-video bench test test-oldest test-slow test-peers test-gpu test-faults lint format docs site clean
+.PHONY: help setup demo demo-diffusion demo-robot demo-gui demo-flow demo-video bench test test-oldest test-slow test-peers test-gpu test-faults bits lint format docs site clean
 
 help:
 	@echo "make setup           create $(VENV) and install everything that the targets below need"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-peers      the catalogue against the published packages of verl, TRL, SkyRL and OpenRLHF; a table; options: PEERS=--record"
 	@echo "make test-gpu        every recipe, the kernels and a LoRA step of 3B on a GPU; skipped without one"
 	@echo "make test-faults     kill runs, damage inputs, fill disks; at most 20 minutes; options: FAULTS='--kills 600'"
+	@echo "make bits            digests of what every recipe and objective computes; BITS='--against FILE' compares; about 8 minutes"
 	@echo "make lint            ruff (rules and formatting) and mypy"
 	@echo "make format          let ruff fix and format"
 	@echo "make site            documentation and API reference as HTML in build/site; fails on a broken link"
@@ -81,6 +82,9 @@ test-gpu: setup
 
 test-faults: setup
 	@$(BIN)/python -m tests.faults $(FAULTS)
+
+bits: setup
+	@$(TEST_ENV) $(BIN)/python -m tests.bits build/bits.json $(BITS)
 
 lint: setup
 	@$(BIN)/ruff check .
