@@ -32,7 +32,7 @@ from mmrl.core.loss import metric_values
 from mmrl.recipes import RECIPES
 from tests.faults.sameness import MEASURED
 
-MEASURES = re.compile(r"\b\d+(\.\d+)? (?:s|min|ms|MB|GB)\b|\d{4}-\d{2}-\d{2}")
+MEASURES = re.compile(r"\b\d+(\.\d+)? (?:s|min|ms|MB|GB)\b|\d{4}-\d{2}-\d{2}|\d{2}:\d{2} UTC")
 """Durations, sizes in memory and dates in a model card."""
 FOLDERS = re.compile(rf"{re.escape(tempfile.gettempdir())}/[^/\s`'\"]+")
 """Temporary folders of the run and of its tiny models."""
@@ -151,10 +151,10 @@ def _tensors(folder: Path) -> Iterable[Any]:
 
 
 def _rows(path: Path) -> Iterable[Any]:
-    """Rows of a file of JSON lines without what is measured with a clock."""
+    """Rows of a file of JSON lines without times, and without the hash of the protocol, which holds names of code."""
     for line in path.read_text().splitlines() if path.exists() else ():
         row = json.loads(line)
-        yield sorted((key, value) for key, value in row.items() if not key.startswith(MEASURED))
+        yield sorted((key, value) for key, value in row.items() if not key.startswith((*MEASURED, "protocol")))
 
 
 def _plain(text: str) -> str:

@@ -16,8 +16,10 @@ FILES_READ = 256
 """Images, videos and other files whose bytes are read, spread evenly over the data; the names of all count."""
 PLACES = frozenset({"id"})
 """Fields that name a row by its place in a file, which may be renamed."""
-FILE_FIELDS = frozenset({"images", "videos"})
+FILE_FIELDS = frozenset({"images", "videos", "VideoClip.source"})
 """Fields in which a text is a file's path; a folder may be moved, so only the name counts."""
+READ_WHOLE, READ_END = 2**26, 2**20
+"""Largest file that is read whole, and how much is read of both ends of a larger one, in bytes."""
 
 
 def content_digest(items: Iterable[Any]) -> str:
@@ -80,6 +82,9 @@ def _plain(value: Any, files: list[Any]) -> Any:
 
 
 def _plain_object(value: Any, files: list[Any]) -> Any:
+    """Fields of a dataclass, or what an object's own `contents()` says a run depends on."""
+    if callable(getattr(value, "contents", None)):
+        return value.contents()
     found: dict[str, Any] = {"kind": type(value).__name__}  # its text may hold an address in memory
     if callable(getattr(value, "read", None)):
         files.append(value)
@@ -87,7 +92,8 @@ def _plain_object(value: Any, files: list[Any]) -> Any:
         for field in dataclasses.fields(value):
             entry = getattr(value, field.name)
             if field.name not in PLACES and not callable(entry):
-                found[field.name] = _as_files(entry) if field.name in FILE_FIELDS else entry
+                is_file = FILE_FIELDS & {field.name, f"{found['kind']}.{field.name}"}
+                found[field.name] = _as_files(entry) if is_file else entry
     return found
 
 
@@ -101,10 +107,23 @@ def _as_files(sources: Any) -> Any:
 def _content(source: Any) -> Any:
     """Content of a file; None where it cannot be read, which the run reports itself."""
     try:
-        found = source.read_bytes() if isinstance(source, Path) else source.read()
-        return Path(found).read_bytes() if isinstance(found, str) and Path(found).is_file() else found
+        if isinstance(source, Path):
+            return _bytes(source)
+        found = source.read()
+        return _bytes(Path(found)) if isinstance(found, str) and Path(found).is_file() else found
     except Exception:  # each kind of source raises its own
         return None
+
+
+def _bytes(path: Path) -> Any:
+    """Content of a file; of a large one, such as a long video, the size and both ends."""
+    size = path.stat().st_size
+    if size <= READ_WHOLE:
+        return path.read_bytes()
+    with path.open("rb") as file:
+        first = file.read(READ_END)
+        file.seek(-READ_END, 2)
+        return [size, first, file.read(READ_END)]
 
 
 def _digest(data: Any) -> str:

@@ -105,3 +105,32 @@ def test_only_some_of_many_images_are_read(count):
 
 def test_an_unreadable_image_is_left_to_the_run(tmp_path):
     assert content_digest([Task(images=[str(tmp_path / "missing.png")])])
+
+
+def test_a_moved_video_is_the_same_data_another_one_is_not(tmp_path, monkeypatch):
+    from mmrl.runs import fingerprint
+    from mmrl.vlm.data.task import VideoClip
+
+    def digest(folder, content):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "a.mp4").write_bytes(content)
+        return content_digest([VideoClip(str(tmp_path / folder / "a.mp4"))])
+
+    assert digest("here", b"one") == digest("there", b"one") != digest("there", b"two")
+    monkeypatch.setattr(fingerprint, "READ_WHOLE", 8)
+    monkeypatch.setattr(fingerprint, "READ_END", 2)
+    same = digest("here", b"ab......yz")
+    assert same == digest("there", b"ab..,,..yz"), "of a large file the ends are read"
+    assert same != digest("there", b"ab......yx")
+    assert same != digest("there", b"ab.......yz")
+
+
+def test_an_object_may_say_what_a_run_depends_on():
+    @dataclass
+    class Question:
+        path: str
+
+        def contents(self):
+            return {"question": "How many?"}
+
+    assert content_digest([Question("/here")]) == content_digest([Question("/there")])

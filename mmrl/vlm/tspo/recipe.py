@@ -36,7 +36,6 @@ from mmrl.hub.building import build_if_missing
 from mmrl.hub.video_reading import VideoError
 from mmrl.runs.dry_run import model_follows
 from mmrl.runs.export import Exported
-from mmrl.runs.fingerprint import content_digest
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.processes import Streams, stream_seed
@@ -253,10 +252,6 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
     def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
         """Log the temperature of the next step."""
         self.noted["tspo/temperature"] = self.temperature(step.number + 1)
-
-    def data_digest(self) -> str:
-        """Digest of the questions with their videos and needles; the files' folder does not count."""
-        return content_digest([task.contents() for task in self.train_tasks])
 
     @classmethod
     def export(cls, config: TspoConfig, checkpoint: Path, output: Path) -> Exported:
