@@ -1,4 +1,5 @@
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -178,7 +179,9 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "broken_rewards.py").write_text("import not_there_at_all\n")
     (tmp_path / "crashing_rewards.py").write_text("1 / 0\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", list(__import__("sys").path))
+    monkeypatch.setattr("sys.path", list(sys.path))
+    for name in ("my_rewards", "my_helper"):  # tests of documents load modules of these names too
+        monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
 
 
