@@ -28,15 +28,9 @@ from mmrl.compare.commands import (
 from mmrl.entries import load_target
 from mmrl.errors import RunError, UserError, require_packages
 from mmrl.listings import in_columns
+from mmrl.recipes import world_table
 
-DEMOS = {
-    "vlm": ("mmrl.vlm.toy.demo", "runs/demo"),
-    "diffusion": ("diffusion.toy.demo", "runs/diffusion-demo"),
-    "robot": ("robotics.toy.robot_demo", "runs/robot-demo"),
-    "gui": ("mmrl.gui.toy.demo", "runs/gui-demo"),
-    "flow": ("robotics.toy.flow_demo", "runs/flow-demo"),
-    "video": ("mmrl.vlm.toy.video_demo", "runs/video-demo"),
-}
+DEMOS: dict[str, tuple[str, str]] = world_table("DEMOS")
 LISTED = {
     "recipes": ("recipes",),
     "objectives": ("objectives", "preferences"),

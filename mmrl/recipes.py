@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import importlib
+import importlib.util
 from typing import Any
 
 from mmrl.entries import RecipeEntry, load_target
@@ -17,6 +18,8 @@ PACKAGES = ("mmrl.vlm", "mmrl.masked", "mmrl.agents", "mmrl.gui", "diffusion", "
 CONTRIB = ("mmrl.contrib.language", "mmrl.contrib.agents", "diffusion.contrib", "robotics.contrib")
 """Packages with recipes that the library does not promise everything for. Their `entries` are read when the library
 has no recipe of a name; EXTENDS there names the package whose plan, preview, reader and metrics they share."""
+WORLDS = ("toy", "scenes")
+"""Folders of the packages with what is made up to show things. Only their own tables name their modules."""
 
 
 def find_recipe(name: str, where: str = "configuration") -> RecipeEntry:
@@ -76,6 +79,15 @@ def package_tables(name: str) -> list[Any]:
     """Collect a table of each package's `entries` that has it: RECIPES, EVALUATIONS or METRICS."""
     modules = [importlib.import_module(f"{package}.entries") for package in PACKAGES]
     return [getattr(module, name) for module in modules if hasattr(module, name)]
+
+
+def world_table(name: str) -> dict[str, Any]:
+    """Merge a table that worlds have in their `__init__`: DEMOS, EXAMPLES, IMAGE_REWARDS, SIMULATORS, ..."""
+    found: dict[str, Any] = {}
+    for world in (f"{package}.{folder}" for package in PACKAGES for folder in WORLDS):
+        if importlib.util.find_spec(world):
+            found |= getattr(importlib.import_module(world), name, {})
+    return found
 
 
 def metric_tables(recipe: str) -> list[dict[str, str]]:

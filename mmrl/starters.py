@@ -10,6 +10,7 @@ from typing import NamedTuple
 from mmrl.config import escaped
 from mmrl.errors import UserError
 from mmrl.files import write_atomically
+from mmrl.recipes import world_table
 
 
 class Starter(NamedTuple):
@@ -34,7 +35,7 @@ def write_starter(name: str, file: Path, model: str | None, data: str | None, *,
     write_atomically(file, STARTERS[name].filled(model, data, f"runs/{file.stem}"))
 
 
-GRID = "mmrl.agents.toy.grid:GridWorld"
+GRID: str = world_table("EXAMPLES")["agent"]
 PAPO = Starter(
     "Qwen/Qwen2.5-VL-3B-Instruct",
     "data/train.jsonl",

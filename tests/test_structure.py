@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from tests.test_layers import PROJECT, SUITE, imported_modules, module_name
 
 MOST_FILES, MOST_LINES, DEEPEST = 20, 700, 3
 """Files of a folder, lines of a file, steps of inheritance between classes of the packages."""
+WORLD = re.compile(rf"\b({'|'.join(SUITE)})(\.\w+)*\.(toy|scenes)\b[\w.]*")
+"""Dotted name of a module of the worlds, which only their own tables name."""
 
 
 class Library:
@@ -92,6 +95,12 @@ def folder_of(module):
     return module if module.startswith("mmrl.") and module.count(".") == 1 else module.rpartition(".")[0]
 
 
+def package_of(module):
+    """Top folder of a package that a module is in, such as `robotics.flow3d`; the package of loose files."""
+    folder = folder_of(module)
+    return folder if folder in (module, *SUITE) else ".".join(folder.split(".")[:2])
+
+
 def ancestors(name, bases):
     return {name}.union(*(ancestors(base, bases) for base in bases[name]))
 
@@ -106,6 +115,10 @@ def file_circles(library):
 
 def folder_circles(library):
     return circles(library.edges(folder_of))
+
+
+def package_circles(library):
+    return circles(library.edges(package_of))
 
 
 def full_folders(library):
@@ -145,6 +158,26 @@ def toys_in_the_library(library):
     )
 
 
+def worlds_in_strings(library):
+    """Strings of the library that name a module of `toy/` or `scenes/`, apart from docstrings and what faces offer."""
+    return sorted(
+        f"{module} names {name}"
+        for module, tree in library.trees.items()
+        if not {"toy", "scenes", "contrib"} & set(module.split("."))
+        for name in (found[0] for text in strings_of(tree) for found in WORLD.finditer(text))
+    )
+
+
+def strings_of(tree):
+    """Strings that a module computes with, apart from the lazy imports of a face (`_NAMES`)."""
+    lazy = [node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_NAMES"]
+    prose = [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    left_out = {part for node in (*lazy, *prose) for part in ast.walk(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in left_out:
+            yield node.value
+
+
 @pytest.fixture(scope="module")
 def library():
     return Library(PROJECT)
@@ -156,6 +189,10 @@ def test_no_circle_of_files(library):
 
 def test_no_circle_of_folders(library):
     assert folder_circles(library) == []
+
+
+def test_no_circle_of_the_top_folders_of_packages(library):
+    assert package_circles(library) == []
 
 
 def test_no_folder_of_more_than_20_files(library):
@@ -178,12 +215,22 @@ def test_no_library_file_imports_a_toy(library):
     assert toys_in_the_library(library) == []
 
 
+def test_no_library_file_names_a_world_in_a_string(library):
+    assert worlds_in_strings(library) == []
+
+
 PLANTED = {
     "mmrl/a/one.py": "if TYPE_CHECKING:\n    from mmrl.b.two import Two\nclass One: ...\n",
     "mmrl/b/two.py": "from mmrl.a.one import One\nclass Two(One): ...\nclass Left(Two): ...\nclass Right(Two): ...\n",
     "mmrl/b/three.py": "from mmrl.b.two import Left, Right\nfrom mmrl.toy import grid\n"
     "class Both(Left, Right): ...\nclass Last(Both): ...\n",
     "mmrl/toy/grid.py": "x = 1\n" * 701,
+    "mmrl/c/deep/low.py": "from mmrl.d.deep import other\n",
+    "mmrl/d/high.py": "from mmrl.c.table import DEMO\n",
+    "mmrl/d/deep/other.py": "",
+    "mmrl/c/table.py": '"""Of mmrl.toy.grid."""\nDEMO = "mmrl.toy.grid:x"\n"""Not mmrl.toy.grid."""\n'
+    'def open_sim(name): return load(f"robotics.scenes.{name}")\n',
+    "mmrl/c/__init__.py": '_NAMES = {"robotics.scenes.arms": ("ARMS",)}\n',
 }
 
 
@@ -196,11 +243,13 @@ def test_each_check_finds_the_planted_fault(tmp_path):
     planted = Library(tmp_path)
     assert file_circles(planted) == [["mmrl.a.one", "mmrl.b.two"]]
     assert folder_circles(planted) == [["mmrl.a", "mmrl.b"]]
+    assert package_circles(planted) == [["mmrl.a", "mmrl.b"], ["mmrl.c", "mmrl.d"]]
     assert full_folders(planted) == [("mmrl/b", 22)]
     assert long_files(planted) == [("mmrl/toy/grid.py", 701)]
     assert deep_classes(planted) == [("mmrl.b.three.Last", 4)]
     assert diamonds(planted) == ["mmrl.b.three.Both"]
     assert toys_in_the_library(planted) == ["mmrl.b.three imports mmrl.toy.grid"]
+    assert worlds_in_strings(planted) == ["mmrl.c.table names mmrl.toy.grid", "mmrl.c.table names robotics.scenes."]
 
 
 @pytest.mark.parametrize("name", SUITE)

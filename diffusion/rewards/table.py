@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmrl.errors import UserError, did_you_mean
+from mmrl.recipes import world_table
 from mmrl.rewards import RewardConfig, RewardSum
 
 
@@ -109,65 +110,7 @@ def _hint(wanted: str, known: Sequence[str]) -> str:
 COLUMNS = ("metadata", "reference", "box")
 """Arguments of rewards that are columns of the data and no options."""
 
-_DIGITS = "this suite; scans of E. Alpaydin and C. Kaynak, UCI repository, 1998"
 _TABLE = (
-    ImageReward(
-        "shapes_geneval", "diffusion.toy.shapes.geneval:shapes_geneval",
-        "share of what a caption of shapes asks for: shapes, counts, colours, relation, nothing else",
-        "after GenEval, arXiv 2310.11513, but with nothing else; graded as in Flow-GRPO, arXiv 2505.05470", (0.0, 1.0),
-    ),
-    ImageReward(
-        "shapes_geneval_strict", "diffusion.toy.shapes.geneval:shapes_geneval_strict",
-        "1 for exactly what a caption of shapes asks for and nothing else, else 0",
-        "this suite; stricter than GenEval, arXiv 2310.11513, which accepts more objects than were asked for",
-        (0.0, 1.0),
-    ),
-    ImageReward(
-        "shapes_judge", "diffusion.toy.shapes.judge:shapes_judge",
-        "probability of the right counts under a network of another kind; for measuring, not for training",
-        "this suite", (0.0, 1.0), needs="the option path; 40 seconds of training the first time",
-    ),
-    ImageReward(
-        "class_prob", "diffusion.toy.digits:class_prob",
-        "probability of the captioned handwritten digit under a logistic regression", _DIGITS, (0.0, 1.0),
-        needs="scikit-learn",
-    ),
-    ImageReward(
-        "class_log_prob", "diffusion.toy.digits:class_log_prob", "logarithm of class_prob", _DIGITS, (None, 0.0),
-        needs="scikit-learn",
-    ),
-    ImageReward(
-        "class_prob_judge", "diffusion.toy.digits:class_prob_judge",
-        "probability of the captioned digit under a network that saw other scans; for measuring, not for training",
-        _DIGITS, (0.0, 1.0), needs="scikit-learn",
-    ),
-    ImageReward(
-        "moving_digit", "diffusion.toy.clips:moving_digit", "moving_digit_shape times moving_digit_direction", _DIGITS,
-        (0.0, 1.0), video=True, needs="scikit-learn",
-    ),
-    ImageReward(
-        "moving_digit_shape", "diffusion.toy.clips:moving_digit_shape",
-        "probability of the prompt's digit under a logistic regression, in the mean over the frames of a video",
-        _DIGITS, (0.0, 1.0), video=True, needs="scikit-learn",
-    ),
-    ImageReward(
-        "moving_digit_direction", "diffusion.toy.clips:moving_digit_direction",
-        "share of a video's steps in which the centre of brightness goes in the prompt's direction", "this suite",
-        (0.0, 1.0), video=True,
-    ),
-    ImageReward(
-        "moving_digit_judge", "diffusion.toy.clips:moving_digit_judge",
-        "digit and direction as a network that saw other scans and matched frames see them; for measuring, not for "
-        "training", _DIGITS, (0.0, 1.0), video=True, needs="scikit-learn",
-    ),
-    ImageReward(
-        "caption_colour", "diffusion.toy.shapes.colour:caption_colour",
-        "nearness of the pixels to the colours of the caption", "this suite", (0.0, 1.0),
-    ),
-    ImageReward(
-        "caption_position", "diffusion.toy.shapes.colour:caption_position",
-        "distance of two colours' centres of mass along the relation of the caption", "this suite", (-1.0, 1.0),
-    ),
     ImageReward(
         "jpeg_incompressibility", "diffusion.rewards.jpeg:jpeg_incompressibility",
         "size in kB of the image as a JPEG file", "DDPO, arXiv 2305.13301", (0.0, None),
@@ -231,4 +174,7 @@ _TABLE = (
     ),
 )  # fmt: skip
 
-IMAGE_REWARDS: dict[str, ImageReward] = {reward.name: reward for reward in _TABLE}
+IMAGE_REWARDS: dict[str, ImageReward] = {
+    **{name: ImageReward(name, **row) for name, row in world_table("IMAGE_REWARDS").items()},
+    **{reward.name: reward for reward in _TABLE},
+}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 
-COMMANDS = {"screens": "mmrl.gui.toy.pages.command", "validate": "mmrl.gui.benchmarks.command"}
+from mmrl.recipes import world_table
+
+COMMANDS = world_table("GUI_COMMANDS") | {"validate": "mmrl.gui.benchmarks.command"}
 """The modules are light, since they are loaded for every usage of `mmrl`; they import the rest when they run."""
 
 

@@ -19,6 +19,7 @@ from mmrl.config import from_values
 from mmrl.errors import UserError
 from mmrl.fields import check_config
 from mmrl.files import replaced
+from mmrl.recipes import world_table
 from robotics.sim.episodes import EpisodeSpec, RobotSim
 from robotics.sim.interface import interface_of
 from robotics.sim.opening import SimConfig, open_sim
@@ -171,9 +172,10 @@ def _with_expert(config: SimConfig, expert: str) -> SimConfig:
 def _successes(sim: RobotSim, task: str, instruction: str, wanted: int, first_layout: int) -> Iterator[Demonstration]:
     """So many successful episodes of the expert in a task, in the order of their layouts."""
     if not hasattr(sim, "expert_actions"):
+        builder = world_table("DEMONSTRATIONS")["tabletop"]
         raise UserError(
             "this simulator has no expert of its own; sim.kind gymnasium takes one, and those of the tabletop build "
-            "demonstrations by robotics.toy.tabletop_demos:build_demonstrations"
+            f"demonstrations by {builder}"
         )
     ask: Callable[[], NDArray[np.float64]] = sim.expert_actions
     limit, last = sim.layouts()["train"], first_layout + TRIES * wanted

@@ -4,7 +4,7 @@
     env = TabletopEnv("push", arm="ur5e")
 
 `TabletopEnv` runs one scene as a Gymnasium environment, `TabletopVectorEnv` many, `TabletopBatch` many for training.
-Objects and their 3D flow are in `robotics.scenes.objects`. Importing this package does not import mujoco; that happens
+Objects and their 3D flow are in `robotics.flow3d.objects`. Importing this package does not import mujoco; that happens
 when a model is loaded.
 """
 
@@ -22,5 +22,8 @@ _NAMES = {
     "robotics.scenes.tasks": ("TASKS",),
     "robotics.scenes.vector_env": ("TabletopVectorEnv",),
 }
+
+SIMULATORS = {"tabletop": "robotics.scenes.batch:open_tabletop"}
+"""Functions that open a simulator, by `sim.kind`."""
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

@@ -8,18 +8,17 @@ does the import by itself; after `import robotics.scenes.registration` the name 
 from __future__ import annotations
 
 
-def register() -> None:
-    """Register the environments of both tables; a second call changes nothing.
+def register(entry_point: str, ids: dict[str, str]) -> None:
+    """Register an environment of the table under an id for each task; a second call changes nothing.
 
     Every argument but the task can be given to `gymnasium.make`, such as `arm="ur5e"`. The environments truncate
     themselves, so no time limit is wrapped around them.
     """
     import gymnasium
 
-    for entry_point, ids in ENTRY_POINTS.items():
-        for name, task in ids.items():
-            if name not in gymnasium.registry:
-                gymnasium.register(name, entry_point=entry_point, kwargs={"task": task})
+    for name, task in ids.items():
+        if name not in gymnasium.registry:
+            gymnasium.register(name, entry_point=entry_point, kwargs={"task": task})
 
 
 ENVIRONMENT_IDS: dict[str, str] = {
@@ -31,19 +30,6 @@ ENVIRONMENT_IDS: dict[str, str] = {
     "mmrl/Drawer-v0": "drawer",
     "mmrl/DrawerWide-v0": "drawer_wide",
 }
-FLOW_ENVIRONMENT_IDS: dict[str, str] = {
-    "mmrl/Flow3DPlaceRed-v0": "place_red",
-    "mmrl/Flow3DPlaceGreen-v0": "place_green",
-    "mmrl/Flow3DPour-v0": "pour",
-    "mmrl/Flow3DInsertBlue-v0": "insert_blue",
-    "mmrl/Flow3DInsertYellow-v0": "insert_yellow",
-    "mmrl/Flow3DOpenRed-v0": "open_red",
-    "mmrl/Flow3DOpenBlue-v0": "open_blue",
-}
-ENTRY_POINTS = {
-    "robotics.scenes.envs:TabletopEnv": ENVIRONMENT_IDS,
-    "robotics.scenes.objects.envs:FlowTabletopEnv": FLOW_ENVIRONMENT_IDS,
-}
 
 # Gymnasium 1.0 dropped the loading of plug-ins by entry point; it imports the module in `make("module:id")` instead.
-register()
+register("robotics.scenes.envs:TabletopEnv", ENVIRONMENT_IDS)

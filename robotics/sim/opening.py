@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from mmrl.entries import load_target
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
+from mmrl.recipes import world_table
 from mmrl.workers.loading import names_function
 from mmrl.workers.memory import usable_cores
 from robotics.sim.episodes import RobotSim, views_of
@@ -125,14 +126,13 @@ def open_sim(config: SimConfig) -> RobotSim:
 def open_video_sim(config: SimConfig, height: int) -> RobotSim:
     """Start a simulator of the same episodes for videos of a height in pixels, drawn for people where it can."""
     config = replace(config, workers=1, views=[])
-    if config.kind == "tabletop":
-        return _open_tabletop(config, height)
+    if config.kind in SCENES:
+        return _open_scenes(config, height)
     return open_sim(replace(config, image_size=height))
 
 
-def _open_tabletop(config: SimConfig, height: int | None = None) -> RobotSim:
-    # By name: the scenes build on this package.
-    sim: RobotSim = importlib.import_module(TABLETOP).open_tabletop(config, height)
+def _open_scenes(config: SimConfig, height: int | None = None) -> RobotSim:
+    sim: RobotSim = load_target(SCENES[config.kind])(config, height)
     return sim
 
 
@@ -189,7 +189,8 @@ def _known(where: str, given: dict[str, Any], names: tuple[str, ...]) -> dict[st
     return given
 
 
-TABLETOP = "robotics.scenes.batch"
+SCENES: dict[str, str] = world_table("SIMULATORS")
+"""Functions by name, since scenes build on this package."""
 POOL_SETTINGS = (
     *("python", "renderer", "environment", "end_at_success", "memory_mb", "reset_retries", "max_restarts"),
     *("start_timeout_s", "reset_timeout_s", "call_timeout_s", "heartbeat_timeout_s"),
@@ -198,7 +199,7 @@ SUITES = ("libero", "metaworld", "robosuite", "gymnasium_robotics")
 WITHOUT_CAMERAS = ("gymnasium", "gymnasium_robotics")
 
 SIMULATORS: dict[str, Callable[[SimConfig], RobotSim]] = {
-    "tabletop": _open_tabletop,
+    **dict.fromkeys(SCENES, _open_scenes),
     "gymnasium": _open_gymnasium,
     **dict.fromkeys(SUITES, _open_suite),
 }

@@ -15,11 +15,11 @@ from robotics.flow3d.extract.building import write_clips
 from robotics.flow3d.extract.depth import SensorDepth
 from robotics.flow3d.extract.extractor import FlowExtractor
 from robotics.flow3d.extract.simulated import SimSegmentation, SimState
+from robotics.flow3d.objects.demonstrations import DemonstrationConfig
+from robotics.flow3d.objects.demonstrations import videos as recorded_videos
+from robotics.flow3d.objects.scene import SceneConfig
+from robotics.flow3d.objects.tasks import FLOW_TASKS
 from robotics.flow3d.video import RgbdVideo
-from robotics.scenes.objects.demonstrations import DemonstrationConfig
-from robotics.scenes.objects.demonstrations import videos as recorded_videos
-from robotics.scenes.objects.scene import SceneConfig
-from robotics.scenes.objects.tasks import FLOW_TASKS
 
 LOGGER = logging.getLogger("mmrl")
 

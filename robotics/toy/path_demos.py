@@ -19,8 +19,8 @@ from mmrl.errors import RunError, UserError
 from mmrl.files import expanded, replaced
 from robotics.flow3d.clip import frame_indices
 from robotics.flow3d.data import FlowReader
-from robotics.scenes.objects.demonstrator import Demonstration, Demonstrator, Stage, arm_ik
-from robotics.scenes.objects.paths import (
+from robotics.flow3d.objects.demonstrator import Demonstration, Demonstrator, Stage, arm_ik
+from robotics.flow3d.objects.paths import (
     ACTIONS,
     APPROACH_POSES,
     action_of_angles,
@@ -28,7 +28,7 @@ from robotics.scenes.objects.paths import (
     canonical_grip,
     path_state,
 )
-from robotics.scenes.objects.scene import FLOW_ARMS, FlowScene, SceneConfig
+from robotics.flow3d.objects.scene import FLOW_ARMS, FlowScene, SceneConfig
 from robotics.sim.gym_adapter import resize
 
 if TYPE_CHECKING:

@@ -59,7 +59,7 @@ def test_the_module_registers_when_make_imports_it():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "open the drawer"
-    register()
+    register("robotics.scenes.envs:TabletopEnv", ENVIRONMENT_IDS)
     assert set(ENVIRONMENT_IDS.values()) == set(TASKS)
 
 

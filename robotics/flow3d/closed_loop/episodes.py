@@ -10,14 +10,14 @@ from mmrl.fields import bounded, check_config, choice, rare
 from robotics.flow3d.clip import VISIBLE, Observation
 from robotics.flow3d.flow_model import FlowModel
 from robotics.flow3d.geometry import FloatArray
+from robotics.flow3d.objects.demonstrator import Demonstrator
+from robotics.flow3d.objects.scene import FLOW_ARMS, FlowScene, SceneConfig
+from robotics.flow3d.objects.tabletop import FlowTabletop
+from robotics.flow3d.objects.tasks import FLOW_TASKS
 from robotics.flow3d.plan.config import PlannerConfig
 from robotics.flow3d.plan.grasps import PROPOSERS
 from robotics.flow3d.plan.judge import VerifierConfig
 from robotics.flow3d.plan.verdict import PredicateVerifier, Verifier
-from robotics.scenes.objects.demonstrator import Demonstrator
-from robotics.scenes.objects.scene import FLOW_ARMS, FlowScene, SceneConfig
-from robotics.scenes.objects.tabletop import FlowTabletop
-from robotics.scenes.objects.tasks import FLOW_TASKS
 from robotics.scenes.tasks import SPLITS
 
 

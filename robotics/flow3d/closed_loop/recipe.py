@@ -30,7 +30,7 @@ from mmrl.training.recipe import Step
 from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig, LoopConfig, StillPoints, TrueFlow, list_episodes
 from robotics.flow3d.closed_loop.measure import FlowLoopMeasure, LoopEvaluationConfig
 from robotics.flow3d.closed_loop.runner import EpisodeRunner, Source
-from robotics.scenes.objects.scene import find_flow_arm
+from robotics.flow3d.objects.scene import find_flow_arm
 
 LOGGER = logging.getLogger("mmrl")
 TRUTH = "truth"

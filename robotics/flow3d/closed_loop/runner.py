@@ -21,13 +21,13 @@ from robotics.flow3d.drawing import draw_flow, draw_paths
 from robotics.flow3d.flow_model import FlowModel
 from robotics.flow3d.geometry import ImageArray
 from robotics.flow3d.metrics import flow_errors, goal_reached
+from robotics.flow3d.objects.demonstrator import Demonstrator
+from robotics.flow3d.objects.scene import SceneConfig
+from robotics.flow3d.objects.tabletop import FlowTabletop
+from robotics.flow3d.objects.tasks import FLOW_TASKS
 from robotics.flow3d.plan.judge import open_verifier
 from robotics.flow3d.plan.planner import FlowPlanner
 from robotics.flow3d.plan.result import PlanResult, PlanRound, PlanTry
-from robotics.scenes.objects.demonstrator import Demonstrator
-from robotics.scenes.objects.scene import SceneConfig
-from robotics.scenes.objects.tabletop import FlowTabletop
-from robotics.scenes.objects.tasks import FLOW_TASKS
 from robotics.sim.rendering import FrameRenderer, RenderSettings, update_poses
 
 if TYPE_CHECKING:

@@ -12,6 +12,9 @@ from mmrl.fields import bounded, choice, rare
 from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.flow_model import FixedFlow
 from robotics.flow3d.geometry import FloatArray, ImageArray
+from robotics.flow3d.objects.criteria import Outcome
+from robotics.flow3d.objects.scene import NOBODY, FlowScene
+from robotics.flow3d.objects.tasks import FLOW_TASKS
 from robotics.flow3d.plan.config import PlannerConfig
 from robotics.flow3d.plan.prediction import Predictor
 from robotics.flow3d.plan.rendering import render_outcome
@@ -26,9 +29,6 @@ from robotics.flow3d.plan.verdict import (
     closeness,
     judged,
 )
-from robotics.scenes.objects.criteria import Outcome
-from robotics.scenes.objects.scene import NOBODY, FlowScene
-from robotics.scenes.objects.tasks import FLOW_TASKS
 
 VERIFIERS = ("none", "always", "geometric", "oracle", "vlm", "endpoint")
 VALUES = ("ok", "score")

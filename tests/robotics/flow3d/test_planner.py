@@ -13,6 +13,7 @@ from PIL import Image
 from mmrl.errors import ConfigError, RunError, UserError
 from robotics.flow3d.flow_model import FixedFlow, clip_of_points
 from robotics.flow3d.geometry import apply_pose, inverse_pose, lift, project
+from robotics.flow3d.objects.tabletop import FlowTabletop
 from robotics.flow3d.plan.config import PlannerConfig
 from robotics.flow3d.plan.execution import ExecutionSettings, drift_of
 from robotics.flow3d.plan.grasps import Grasp
@@ -21,7 +22,6 @@ from robotics.flow3d.plan.reach import ReachSettings
 from robotics.flow3d.plan.result import Failure
 from robotics.flow3d.plan.verdict import GeometricVerifier, PredicateVerifier, Verdict
 from robotics.flow3d.plan.vlm import ChatEndpoint, VlmVerifier
-from robotics.scenes.objects.tabletop import FlowTabletop
 from tests.robotics.flow3d.bench_arms import BenchArm
 from tests.robotics.flow3d.drawn import CENTRE, SIDE_PX, drawn_sphere
 from tests.robotics.flow3d.fake_robot import FakeRobot, StraightModel, clip_to

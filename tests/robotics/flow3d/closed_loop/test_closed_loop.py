@@ -23,9 +23,9 @@ from robotics.flow3d.closed_loop.episodes import (  # noqa: E402
 )
 from robotics.flow3d.closed_loop.measure import evaluate_flow, loop_metrics, loop_table  # noqa: E402
 from robotics.flow3d.closed_loop.runner import EpisodeRunner  # noqa: E402
+from robotics.flow3d.objects.demonstrator import Demonstrator  # noqa: E402
+from robotics.flow3d.objects.tasks import FLOW_TASKS  # noqa: E402
 from robotics.flow3d.plan.judge import VerifierConfig  # noqa: E402
-from robotics.scenes.objects.demonstrator import Demonstrator  # noqa: E402
-from robotics.scenes.objects.tasks import FLOW_TASKS  # noqa: E402
 
 PLACE = FlowEpisodesConfig(tasks=["place_red"], arms=["free_gripper"], episodes=1, image_size=64)
 
@@ -85,7 +85,7 @@ def test_true_flow_does_the_task_and_has_no_error():
 
 OWN_ARM = """
 import dataclasses
-from robotics.scenes.objects.scene import FLOW_ARMS
+from robotics.flow3d.objects.scene import FLOW_ARMS
 
 def mine():
     return dataclasses.replace(FLOW_ARMS["gen3"], name="mine")

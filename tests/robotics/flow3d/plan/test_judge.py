@@ -5,13 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
+from robotics.flow3d.objects.criteria import Outcome
+from robotics.flow3d.objects.demonstrations import DemonstrationConfig, demonstrations
+from robotics.flow3d.objects.scene import SceneConfig
+from robotics.flow3d.objects.tasks import FLOW_TASKS
 from robotics.flow3d.plan.judge import CriteriaVerifier, FlowJudge, WeightedVerifierConfig
 from robotics.flow3d.plan.verdict import PlanFacts, Verdict
 from robotics.flow3d.rigid_motion import ObjectMotion
-from robotics.scenes.objects.criteria import Outcome
-from robotics.scenes.objects.demonstrations import DemonstrationConfig, demonstrations
-from robotics.scenes.objects.scene import SceneConfig
-from robotics.scenes.objects.tasks import FLOW_TASKS
 
 pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmrl.errors import UserError
-from robotics.scenes.objects.criteria import Outcome, SceneState, inserted, opened, placed, poured_out
-from robotics.scenes.objects.motions import along, moved, over, poured
-from robotics.scenes.objects.shapes import (
+from robotics.flow3d.objects.criteria import Outcome, SceneState, inserted, opened, placed, poured_out
+from robotics.flow3d.objects.motions import along, moved, over, poured
+from robotics.flow3d.objects.shapes import (
     HOLDER_HEIGHT_M,
     SHAPES,
     Shape,

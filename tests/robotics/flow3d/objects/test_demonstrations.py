@@ -11,15 +11,15 @@ from robotics.flow3d.rigid_motion import kabsch
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 
 from robotics.flow3d.data import FlowReader  # noqa: E402
-from robotics.scenes.objects.demonstrations import (  # noqa: E402
+from robotics.flow3d.objects.demonstrations import (  # noqa: E402
     TRAINING_ACTORS,
     DemonstrationConfig,
     demonstrations,
     instructed_clips,
 )
-from robotics.scenes.objects.demonstrator import Demonstrator  # noqa: E402
-from robotics.scenes.objects.scene import FLOW_ARMS, HELD_OUT_ARMS, FlowScene, SceneConfig  # noqa: E402  # noqa: E402
-from robotics.scenes.objects.tasks import FLOW_TASKS  # noqa: E402
+from robotics.flow3d.objects.demonstrator import Demonstrator  # noqa: E402
+from robotics.flow3d.objects.scene import FLOW_ARMS, HELD_OUT_ARMS, FlowScene, SceneConfig  # noqa: E402  # noqa: E402
+from robotics.flow3d.objects.tasks import FLOW_TASKS  # noqa: E402
 from robotics.toy.flow_clips import build_clips  # noqa: E402
 
 SMALL = SceneConfig(width=64, height=64)

@@ -1,6 +1,6 @@
 """The tasks at a table as a simulator of policies whose single action is a whole path of the gripper.
 
-    sim: {kind: "robotics.scenes.objects.path_sim:open_path_sim", tasks: [panda/pour, ur5e/pour], image_size: 64}
+    sim: {kind: "robotics.flow3d.objects.path_sim:open_path_sim", tasks: [panda/pour, ur5e/pour], image_size: 64}
 
 A task is an arm and a task of `FLOW_TASKS`. An episode is one control step: the policy sees the first image, the pose
 of the grip and the object's query points, and the arm follows the poses of its answer as far as it can reach. Criteria,
@@ -18,9 +18,8 @@ import numpy as np
 from mmrl.errors import RunError, UserError
 from robotics.flow3d.clip import FlowEncoding, grid_in_mask
 from robotics.flow3d.geometry import apply_pose, depth_at, lift
-from robotics.flow3d.rigid_motion import interpolate_poses
-from robotics.scenes.objects.demonstrator import arm_ik
-from robotics.scenes.objects.paths import (
+from robotics.flow3d.objects.demonstrator import arm_ik
+from robotics.flow3d.objects.paths import (
     ACTIONS,
     APPROACH_POSES,
     HALF_TURN,
@@ -30,9 +29,10 @@ from robotics.scenes.objects.paths import (
     path_state,
     poses_of_action,
 )
-from robotics.scenes.objects.scene import FLOW_ARMS, SceneConfig
-from robotics.scenes.objects.tabletop import FlowTabletop
-from robotics.scenes.objects.tasks import FLOW_TASKS, find_flow_task
+from robotics.flow3d.objects.scene import FLOW_ARMS, SceneConfig
+from robotics.flow3d.objects.tabletop import FlowTabletop
+from robotics.flow3d.objects.tasks import FLOW_TASKS, find_flow_task
+from robotics.flow3d.rigid_motion import interpolate_poses
 from robotics.scenes.tasks import LAYOUTS, SPLITS
 from robotics.sim.episodes import ChunkResult, EpisodeSpec
 from robotics.sim.gym_adapter import resize

@@ -1,6 +1,6 @@
 """The flow scenes as Gymnasium environments, for policies that act by joints.
 
-    env = gymnasium.make("robotics.scenes.registration:mmrl/Flow3DPour-v0", arm="ur5e")
+    env = gymnasium.make("robotics.flow3d.objects.envs:mmrl/Flow3DPour-v0", arm="ur5e")
     observation, info = env.reset(seed=0, options={"layout": 3})
 
 An action is the change of each joint's target, as a fraction of the joint's range in a control step of 0.1 s, and last
@@ -18,8 +18,9 @@ import numpy as np
 from gymnasium import spaces
 
 from mmrl.errors import UserError
-from robotics.scenes.objects.scene import SceneConfig
-from robotics.scenes.objects.tabletop import FlowTabletop
+from robotics.flow3d.objects.scene import SceneConfig
+from robotics.flow3d.objects.tabletop import FlowTabletop
+from robotics.scenes.registration import register
 from robotics.scenes.tasks import LAYOUTS
 from robotics.sim.rendering import update_poses
 
@@ -162,3 +163,14 @@ KINDS: dict[str, Callable[[FlowTabletop], NDArray[Any]]] = {
     "depth": lambda scene: scene.true_depth().copy(),
     "mask": lambda scene: scene.object_mask().astype(np.uint8),
 }
+FLOW_ENVIRONMENT_IDS: dict[str, str] = {
+    "mmrl/Flow3DPlaceRed-v0": "place_red",
+    "mmrl/Flow3DPlaceGreen-v0": "place_green",
+    "mmrl/Flow3DPour-v0": "pour",
+    "mmrl/Flow3DInsertBlue-v0": "insert_blue",
+    "mmrl/Flow3DInsertYellow-v0": "insert_yellow",
+    "mmrl/Flow3DOpenRed-v0": "open_red",
+    "mmrl/Flow3DOpenBlue-v0": "open_blue",
+}
+
+register("robotics.flow3d.objects.envs:FlowTabletopEnv", FLOW_ENVIRONMENT_IDS)

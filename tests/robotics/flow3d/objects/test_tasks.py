@@ -10,9 +10,9 @@ from robotics.flow3d.geometry import angle_rad, make_pose
 
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 
-from robotics.scenes.objects.motions import along, over  # noqa: E402
-from robotics.scenes.objects.scene import FlowScene, SceneConfig  # noqa: E402
-from robotics.scenes.objects.tasks import FLOW_TASKS, find_flow_task  # noqa: E402
+from robotics.flow3d.objects.motions import along, over  # noqa: E402
+from robotics.flow3d.objects.scene import FlowScene, SceneConfig  # noqa: E402
+from robotics.flow3d.objects.tasks import FLOW_TASKS, find_flow_task  # noqa: E402
 from robotics.scenes.tasks import layout_seed  # noqa: E402
 
 SEEDS = range(12)

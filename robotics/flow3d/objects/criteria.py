@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from robotics.scenes.objects.shapes import HOLDER_HEIGHT_M, HOLDER_INSIDE_M, Shape
+from robotics.flow3d.objects.shapes import HOLDER_HEIGHT_M, HOLDER_INSIDE_M, Shape
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -19,9 +19,9 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, choice
 from robotics.flow3d.clip import Observation
 from robotics.flow3d.geometry import intrinsics, inverse_pose, make_pose
+from robotics.flow3d.objects.criteria import Outcome, SceneState
+from robotics.flow3d.objects.tasks import FLOW_TASKS, FlowTask, find_flow_task
 from robotics.scenes.arms import ARMS, ASSETS, ArmModel
-from robotics.scenes.objects.criteria import Outcome, SceneState
-from robotics.scenes.objects.tasks import FLOW_TASKS, FlowTask, find_flow_task
 from robotics.scenes.tabletop import include_files, place_body
 from robotics.scenes.tasks import SPLITS, layout_seed
 from robotics.sim.rendering import FrameRenderer, RenderSettings, update_poses
@@ -84,7 +84,7 @@ def find_flow_arm(actor: str) -> ArmModel | None:
 
     arm = load_function(actor, what="the arm")()
     if not isinstance(arm, ArmModel):
-        raise UserError(f"{actor} returned a {type(arm).__name__}; expected an ArmModel of robotics.scenes.arms")
+        raise UserError(f"{actor} returned a {type(arm).__name__}; expected an ArmModel of {ArmModel.__module__}")
     try:
         model = arm.load()
     except ValueError as error:

@@ -6,7 +6,7 @@ from scipy.spatial.transform import Rotation
 
 from mmrl.errors import UserError
 from robotics.flow3d.geometry import make_pose
-from robotics.scenes.objects.paths import (
+from robotics.flow3d.objects.paths import (
     HALF_TURN,
     action_of_angles,
     action_of_poses,
@@ -23,10 +23,10 @@ from robotics.data import LeRobotReader
 from robotics.flow3d.clip import FlowEncoding
 from robotics.flow3d.data import FlowReader, FlowWriter
 from robotics.flow3d.kinematics import ArmIk
-from robotics.scenes.objects.demonstrations import DemonstrationConfig, instructed_clips
-from robotics.scenes.objects.demonstrator import Demonstrator
-from robotics.scenes.objects.path_sim import PathSim, open_path_sim
-from robotics.scenes.objects.scene import FlowScene, SceneConfig
+from robotics.flow3d.objects.demonstrations import DemonstrationConfig, instructed_clips
+from robotics.flow3d.objects.demonstrator import Demonstrator
+from robotics.flow3d.objects.path_sim import PathSim, open_path_sim
+from robotics.flow3d.objects.scene import FlowScene, SceneConfig
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.opening import SimConfig
 from robotics.toy.path_demos import build_path_demonstrations, canonical_along, path_frames
@@ -195,11 +195,11 @@ def test_simulator_names_what_does_not_exist():
     with pytest.raises(UserError, match="no shape"):
         PathSim(["panda/pour"], shapes=["elephant"])
     with pytest.raises(UserError, match="allowed: arms, num_frames"):
-        open_path_sim(SimConfig(kind="robotics.scenes.objects.path_sim:open_path_sim", options={"speed": 1}))
+        open_path_sim(SimConfig(kind="robotics.flow3d.objects.path_sim:open_path_sim", options={"speed": 1}))
 
 
 def test_simulator_has_the_tasks_of_the_arms_that_are_named():
-    kind, angles = "robotics.scenes.objects.path_sim:open_path_sim", {"actions": "joints", "arms": ["panda", "gen3"]}
+    kind, angles = "robotics.flow3d.objects.path_sim:open_path_sim", {"actions": "joints", "arms": ["panda", "gen3"]}
     sim = open_path_sim(SimConfig(kind=kind, options=angles))
     assert {name.split("/")[0] for name in sim.tasks()} == {"panda", "gen3"}
     assert sim.action_size == 12 * 8

@@ -21,9 +21,9 @@ import numpy as np
 
 from mmrl.errors import RunError, UserError
 from robotics.flow3d.geometry import inverse_pose
+from robotics.flow3d.objects.criteria import Outcome
+from robotics.flow3d.objects.scene import FLOW_ARMS, FlowScene, SceneConfig, find_flow_arm
 from robotics.scenes.arms import start_arm
-from robotics.scenes.objects.criteria import Outcome
-from robotics.scenes.objects.scene import FLOW_ARMS, FlowScene, SceneConfig, find_flow_arm
 from robotics.sim.rendering import update_poses
 
 if TYPE_CHECKING:

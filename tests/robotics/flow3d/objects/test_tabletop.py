@@ -7,10 +7,10 @@ from mmrl.errors import UserError
 
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 
-from robotics.scenes.objects import scene  # noqa: E402
-from robotics.scenes.objects.demonstrator import arm_path, scripted_grips  # noqa: E402
-from robotics.scenes.objects.scene import FLOW_ARMS  # noqa: E402
-from robotics.scenes.objects.tabletop import FlowTabletop  # noqa: E402
+from robotics.flow3d.objects import scene  # noqa: E402
+from robotics.flow3d.objects.demonstrator import arm_path, scripted_grips  # noqa: E402
+from robotics.flow3d.objects.scene import FLOW_ARMS  # noqa: E402
+from robotics.flow3d.objects.tabletop import FlowTabletop  # noqa: E402
 
 INTO_THE_TABLE = {"panda": (1, 2.2), "ur5e": (1, 2.2), "gen3": (1, 2.1), "free_gripper": (2, -0.45)}
 """Joint and how far it is turned."""

@@ -13,16 +13,14 @@ mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim
 pytest.importorskip("mink", reason="needs pip install 'mmrl-suite[flow3d]'")
 
 from robotics.flow3d.kinematics import ArmIk  # noqa: E402
-from robotics.scenes.objects.envs import FlowTabletopEnv  # noqa: E402
-from robotics.scenes.objects.tasks import FLOW_TASKS  # noqa: E402
-from robotics.scenes.registration import FLOW_ENVIRONMENT_IDS, register  # noqa: E402
+from robotics.flow3d.objects.envs import FLOW_ENVIRONMENT_IDS, FlowTabletopEnv  # noqa: E402
+from robotics.flow3d.objects.tasks import FLOW_TASKS  # noqa: E402
 
 BARE = {"arm": "free_gripper", "image_size": 24}
 UNBOUNDED = "ignore:.*A Box observation space m.*:UserWarning"
 
 
 def test_every_task_has_a_name():
-    register()
     assert set(FLOW_ENVIRONMENT_IDS.values()) == set(FLOW_TASKS)
 
 

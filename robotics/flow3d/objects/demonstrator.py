@@ -15,10 +15,10 @@ from mmrl.errors import RunError, UserError
 from robotics.flow3d.clip import FlowClip, FlowEncoding, frame_indices
 from robotics.flow3d.geometry import apply_pose, inverse_pose, lift, make_pose
 from robotics.flow3d.kinematics import ArmIk
+from robotics.flow3d.objects.motions import along, moved
+from robotics.flow3d.objects.scene import HAND, FlowScene, SceneConfig
+from robotics.flow3d.objects.tasks import FLOW_TASKS, find_flow_task
 from robotics.flow3d.rigid_motion import moved_points, points_in_mask, points_visible
-from robotics.scenes.objects.motions import along, moved
-from robotics.scenes.objects.scene import HAND, FlowScene, SceneConfig
-from robotics.scenes.objects.tasks import FLOW_TASKS, find_flow_task
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from robotics.flow3d.clip import Observation
+    from robotics.flow3d.objects.criteria import SceneState
     from robotics.flow3d.video import RgbdVideo
     from robotics.scenes.arms import ArmModel
-    from robotics.scenes.objects.criteria import SceneState
 
 
 BACK_M = 0.08

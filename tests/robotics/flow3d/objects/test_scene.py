@@ -8,7 +8,7 @@ from robotics.flow3d.geometry import apply_pose, inverse_pose, lift, project
 
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 
-from robotics.scenes.objects.scene import (  # noqa: E402
+from robotics.flow3d.objects.scene import (  # noqa: E402
     FLOOR_RGB,
     OBJECT_RGB,
     FlowScene,
