@@ -7,12 +7,12 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from mmrl import doctor
-from mmrl.cli import main
-from mmrl.doctor import machine, packages
-from mmrl.doctor.machine import Finding, release
-from mmrl.doctor.packages import Requirement
+from mmrl.cli import doctor, main
+from mmrl.cli.doctor import machine, packages
+from mmrl.cli.doctor.machine import release
+from mmrl.cli.doctor.packages import Requirement
 from mmrl.errors import UserError
+from mmrl.findings import Finding
 
 REQUIREMENTS = [Requirement("torch", "2.6", ""), Requirement("peft", "0.17", "vlm"), Requirement("av", "", "vlm")]
 

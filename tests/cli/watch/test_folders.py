@@ -9,12 +9,12 @@ import pytest
 from PIL import Image
 
 from mmrl.cli import main
+from mmrl.cli.watch.charts import charts, differences
+from mmrl.cli.watch.folders import WatchedFolders, planned_runs
+from mmrl.cli.watch.text import lines, sparkline
 from mmrl.errors import UserError
 from mmrl.runs.records import SampleRecord, write_samples
-from mmrl.watch.charts import charts, differences
-from mmrl.watch.folders import WatchedFolders, planned_runs
-from mmrl.watch.text import lines, sparkline
-from tests.watch.runs import append, lock, make_run
+from tests.cli.watch.runs import append, lock, make_run
 
 
 def watched(*folders):

@@ -8,8 +8,8 @@ import shutil
 import pytest
 
 from mmrl.cli import main
+from mmrl.cli.doctor.run_folder import check_run
 from mmrl.config import load_run
-from mmrl.doctor.run_folder import check_run
 from mmrl.runs.folder import RunLock
 from mmrl.training.run import train
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from mmrl.cli.watch.runs import WatchedRun
+from mmrl.cli.watch.tail import short
 from mmrl.report.curves import CHARTS, KINDS, LOGARITHMIC, UNCHARTED, UNITS
 from mmrl.runs.metrics import label, measured
 from mmrl.runs.statistics import HEADLINES, SHARES
 from mmrl.runs.tracking import describe_metric
-from mmrl.watch.runs import WatchedRun
-from mmrl.watch.tail import short
 
 POINTS = 300
 MOST_PROTOCOLS = 3

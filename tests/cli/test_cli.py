@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.cli import COMMANDS, main
+from mmrl.cli import main
+from mmrl.cli.commands import COMMANDS
+from mmrl.cli.listings import LINE_WIDTH, paper_of
 from mmrl.errors import RunError, RunStopped, UserError
-from mmrl.listings import LINE_WIDTH, paper_of
 
-PROJECT = Path(__file__).resolve().parent.parent
+PROJECT = Path(__file__).resolve().parents[2]
 TOY_RECIPE = """
 from dataclasses import dataclass
 from mmrl.training.settings import RunConfig

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     """Follow the runs until Ctrl-C."""
-    from mmrl.watch.folders import WatchedFolders
+    from mmrl.cli.watch.folders import WatchedFolders
 
     if args.once and not args.text:
         raise UserError("--once needs --text; give both")
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
         raise UserError(f"--port is {args.port}; must be from 0 to 65535")
     folders = WatchedFolders(args.runs)
     if args.text:
-        from mmrl.watch.text import follow, lines
+        from mmrl.cli.watch.text import follow, lines
 
         if not args.once and sys.stdout.isatty():
             follow(folders)
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
         for line in lines(folders):
             say(line)
         return 0
-    from mmrl.watch.server import WatchServer
+    from mmrl.cli.watch.server import WatchServer
 
     try:
         server = WatchServer(folders, args.port)

@@ -11,9 +11,9 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from mmrl.doctor import machine, packages
-from mmrl.doctor.machine import Finding, one_line
+from mmrl.cli.doctor import machine, packages
 from mmrl.entries import load_target
+from mmrl.findings import Finding, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -37,7 +37,7 @@ def run(runs_dir: Path, as_json: bool = False) -> int:
 
 def run_on(run_dir: Path, as_json: bool = False) -> int:
     """Check a run folder and print the result; 0 when nothing is damaged, else 1."""
-    from mmrl.doctor.run_folder import check_run
+    from mmrl.cli.doctor.run_folder import check_run
 
     return _show(check_run(run_dir), as_json, RUN)
 

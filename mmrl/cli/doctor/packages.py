@@ -14,7 +14,8 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmrl.doctor.machine import DISTRIBUTION, PROJECT_DIR, Finding, install_command, release
+from mmrl.cli.doctor.machine import release
+from mmrl.findings import DISTRIBUTION, PROJECT_DIR, Finding, install_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from mmrl.cli.listings import configurations
 from mmrl.core.block import Block, unknown_name
 from mmrl.core.blocks.preference import DecisionScore
 from mmrl.core.catalogue import CATALOGUE, PREFERENCES
@@ -18,7 +19,6 @@ from mmrl.core.objectives.objective import Objective
 from mmrl.core.objectives.pairwise import PreferenceObjective
 from mmrl.entries import RecipeEntry, load_target
 from mmrl.errors import UserError
-from mmrl.listings import configurations
 from mmrl.recipes import RECIPES
 from mmrl.training.objectives import SCORES
 
@@ -29,7 +29,7 @@ Row = Objective | PreferenceObjective
 ROWS: dict[str, Row] = {**CATALOGUE, **PREFERENCES}
 
 
-GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden"
+GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden"
 """Golden numbers; a checkout has them, an installed wheel has not."""
 GOLDEN_OF = {
     "distil": ("gkd",),

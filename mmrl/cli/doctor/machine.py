@@ -1,4 +1,4 @@
-"""Findings of `mmrl doctor`, and its checks of devices, libraries, sandbox and disk."""
+"""Checks of `mmrl doctor`: devices, libraries, sandbox and disk."""
 
 from __future__ import annotations
 
@@ -10,47 +10,14 @@ import re
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mmrl.findings import Finding, install_command, one_line
+
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-DISTRIBUTION = "mmrl-suite"
-PROJECT_DIR = Path(__file__).resolve().parents[2]
-CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the table."""
-
-    area: str
-    """Group of lines it belongs to."""
-    name: str
-    """Subject of the check."""
-    state: str
-    """ok, note (optional part absent), warn (works with a limitation) or fail (`mmrl train` cannot work)."""
-    found: str
-    """Version, amount or condition."""
-    advice: str = ""
-    """Remedy; empty where none is needed."""
-
-
-def install_command(extra: str) -> str:
-    """Command that installs an extra: from the checkout when the suite runs from one, by name otherwise."""
-    source = PROJECT_DIR if (PROJECT_DIR / "pyproject.toml").is_file() else DISTRIBUTION
-    editable = "" if source == DISTRIBUTION else "--editable "
-    suffix = f"[{extra}]" if extra else ""
-    return f"pip install {editable}'{source}{suffix}'"
-
-
-def one_line(error: Exception) -> str:
-    """Kind and message of an error, short enough for a table."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
 def release(text: str) -> tuple[int, ...]:
@@ -60,6 +27,7 @@ def release(text: str) -> tuple[int, ...]:
     return tuple([*numbers, 0, 0, 0, 0][:4])
 
 
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 LOW_DISK_GB = 2.0
 GB = 1e9
 RENDER_LIBRARIES = {

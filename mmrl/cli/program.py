@@ -1,4 +1,4 @@
-"""The `mmrl` command: reads the arguments, runs one of `mmrl.commands`, turns errors into exit codes.
+"""The `mmrl` command: reads the arguments, runs one of `mmrl.cli.commands`, turns errors into exit codes.
 
 Exit codes: 0 done, 1 failed run, 2 bad usage or configuration, 128 + n stopped by signal n (130: Ctrl-C). An exception
 that nothing expected is a failed run too: one line, and the traceback in a file. Nothing heavy is imported before a
@@ -20,16 +20,16 @@ import threading
 import warnings
 from typing import TYPE_CHECKING, NoReturn
 
-from mmrl.commands import COMMANDS, in_columns, is_first_process, say
-from mmrl.crash import describe_crash, lasting_streams
+from mmrl.cli.commands import COMMANDS, in_columns, is_first_process, say
+from mmrl.cli.crash import describe_crash, lasting_streams
 from mmrl.errors import RunError, RunStopped, UserError, did_you_mean
+from mmrl.findings import DISTRIBUTION
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
     from types import FrameType
 
-DISTRIBUTION = "mmrl-suite"
 LONGEST_LINE = 4000
 QUIET_ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -236,7 +236,3 @@ def _version(args: argparse.Namespace) -> int:
     except PackageNotFoundError:
         say("mmrl (not installed; run from a checkout)")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,10 +11,10 @@ import pytest
 from omegaconf import MISSING
 
 from mmrl.cli import main
+from mmrl.cli.options import options_of, own_first, select_options
 from mmrl.config import load_run
 from mmrl.errors import UserError
 from mmrl.fields import bounded, by_kind, choice
-from mmrl.options import options_of, own_first, select_options
 from mmrl.recipes import RECIPES
 
 

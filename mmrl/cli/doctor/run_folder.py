@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mmrl.config import foreign_run
-from mmrl.doctor.machine import Finding, one_line
 from mmrl.errors import UserError
 from mmrl.files import read_json_object
+from mmrl.findings import Finding, one_line
 from mmrl.hub.building import base_path
 from mmrl.runs.checkpoint import Checkpoints
 from mmrl.runs.folder import FINISHED, has_begun, owner_of

@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mmrl.cli.watch.folders import WatchedFolders
+from mmrl.cli.watch.runs import WatchedRun
 from mmrl.runs.metrics import label, measured
 from mmrl.runs.statistics import HEADLINES
-from mmrl.watch.folders import WatchedFolders
-from mmrl.watch.runs import WatchedRun
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 40

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from mmrl.watch.server import HOST, PAGE
+from mmrl.cli.watch.server import HOST, PAGE
 
 
 def ask(server, path, token=None, method="GET", **headers):

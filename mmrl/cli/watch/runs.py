@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from mmrl.cli.watch.tail import Columns, Tail
 from mmrl.errors import UserError
 from mmrl.files import is_file, read_json_object
 from mmrl.report.gallery import readable
@@ -20,7 +21,6 @@ from mmrl.runs.folder import DONE, LOCK_FILE, NOTHING_LEARNED
 from mmrl.runs.metrics import STAGES, STAGES_BETWEEN, label, measured
 from mmrl.runs.records import STEP_NAME, read_jsonl
 from mmrl.runs.statistics import HEADLINES, SHARES
-from mmrl.watch.tail import Columns, Tail
 
 LOCK_TEXT = re.compile(r"process (\d+) on (\S+)")
 RECENT_STEPS = 100

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmrl.cli.watch.runs import WatchedRun, interval_text, json_object
 from mmrl.compare.plans import MARKER, sweep_label
 from mmrl.errors import UserError
 from mmrl.runs.statistics import SHARES
-from mmrl.watch.runs import WatchedRun, interval_text, json_object
 
 SIGNS_OF_A_RUN = {"metrics.jsonl", "evaluations.jsonl", "config.yaml", "run.lock", MARKER}
 DEEPEST = 4

@@ -3,8 +3,8 @@
 import pytest
 
 from mmrl.cli import main
+from mmrl.cli.starters import GRID, STARTERS
 from mmrl.config import load_run
-from mmrl.starters import GRID, STARTERS
 
 RECIPES = {"grpo": "vlm", "text": "vlm", "robot": "robot_clone", "screens": "aepo", "video": "tspo"}
 

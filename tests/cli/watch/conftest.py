@@ -4,9 +4,9 @@ import threading
 
 import pytest
 
-from mmrl.watch.folders import WatchedFolders
-from mmrl.watch.server import WatchServer
-from tests.watch.runs import make_run
+from mmrl.cli.watch.folders import WatchedFolders
+from mmrl.cli.watch.server import WatchServer
+from tests.cli.watch.runs import make_run
 
 
 @pytest.fixture

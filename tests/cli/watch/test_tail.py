@@ -7,9 +7,9 @@ import os
 import numpy as np
 import pytest
 
-from mmrl.watch import tail as tails
-from mmrl.watch.tail import Columns, Tail
-from tests.watch.runs import append
+from mmrl.cli.watch import tail as tails
+from mmrl.cli.watch.tail import Columns, Tail
+from tests.cli.watch.runs import append
 
 
 def steps(found):

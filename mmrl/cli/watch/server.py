@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from mmrl.cli.watch.charts import charts, differences
+from mmrl.cli.watch.folders import WatchedFolders
 from mmrl.report.charts import COLOURS
 from mmrl.runs.records import finite_or_none
-from mmrl.watch.charts import charts, differences
-from mmrl.watch.folders import WatchedFolders
 
 HOST = "127.0.0.1"
 PAGE = {

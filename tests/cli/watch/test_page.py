@@ -7,7 +7,7 @@ from PIL import Image
 from mmrl.errors import UserError
 from mmrl.gui.browser.browser import find_chromium, require_chromium
 from mmrl.runs.records import SampleRecord, write_samples
-from tests.watch.runs import append
+from tests.cli.watch.runs import append
 
 HOSTILE = "<img src=x onerror=\"document.title='run'\"><script>document.title='run'</script>"
 

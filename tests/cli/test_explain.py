@@ -7,15 +7,15 @@ import pytest
 import yaml
 
 from mmrl.cli import main
+from mmrl.cli.explain import DOMAINS as GROUPS
+from mmrl.cli.explain import ROWS, explained, find_name, places, usage
 from mmrl.core import CATALOGUE, PREFERENCES
 from mmrl.errors import UserError
-from mmrl.explain import DOMAINS as GROUPS
-from mmrl.explain import ROWS, explained, find_name, places, usage
 from mmrl.recipes import RECIPES
 from tests.contracts.domains import DOMAINS
 from tests.contracts.test_objectives import missing
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("name", [*CATALOGUE, *PREFERENCES])

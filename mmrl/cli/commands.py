@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from mmrl.cli.listings import in_columns
 from mmrl.compare.commands import (
     add_allow_argument,
     add_compare_arguments,
@@ -27,7 +28,6 @@ from mmrl.compare.commands import (
 )
 from mmrl.entries import load_target
 from mmrl.errors import RunError, UserError, require_packages
-from mmrl.listings import in_columns
 
 DEMOS = {
     "vlm": ("mmrl.vlm.toy.demo", "runs/demo"),
@@ -174,7 +174,7 @@ def report(args: argparse.Namespace) -> int:
 
 def list_entries(args: argparse.Namespace) -> int:
     """List the recipes, objectives, rewards and model families with their sources."""
-    from mmrl.listings import markdown, paper_of, rows_of
+    from mmrl.cli.listings import markdown, paper_of, rows_of
 
     kinds = [args.kind] if args.kind else list(LISTED)
     if args.markdown:
@@ -198,7 +198,7 @@ def list_entries(args: argparse.Namespace) -> int:
 
 def options(args: argparse.Namespace) -> int:
     """Print the options of a recipe: sentence, type, bounds and default; --all adds those that few users set."""
-    from mmrl.options import options_of, own_first, select_options
+    from mmrl.cli.options import options_of, own_first, select_options
     from mmrl.recipes import find_recipe
 
     defaults = find_recipe(args.recipe, where="mmrl options").load_defaults()
@@ -219,7 +219,7 @@ def options(args: argparse.Namespace) -> int:
 
 def schema(args: argparse.Namespace) -> int:
     """Print a JSON schema of a recipe's configuration, with which editors complete and check YAML files."""
-    from mmrl.options import json_schema
+    from mmrl.cli.options import json_schema
     from mmrl.recipes import find_recipe
 
     say(json.dumps(json_schema(find_recipe(args.recipe, where="mmrl schema").load_defaults()), indent=1))
@@ -228,7 +228,7 @@ def schema(args: argparse.Namespace) -> int:
 
 def doctor(args: argparse.Namespace) -> int:
     """Check the installation (versions, devices, libraries), or a run folder, and print how to fix problems."""
-    from mmrl.doctor import run, run_on
+    from mmrl.cli.doctor import run, run_on
 
     if args.run_folder is not None:
         return run_on(args.run_folder, as_json=args.json)
@@ -248,7 +248,7 @@ def demo(args: argparse.Namespace) -> int:
 
 def init(args: argparse.Namespace) -> int:
     """Write a short commented configuration for your own model and data."""
-    from mmrl.starters import write_starter
+    from mmrl.cli.starters import write_starter
 
     file = args.file or Path(f"{args.name}.yaml")
     write_starter(args.name, file, args.model, args.data, force=args.force)
@@ -302,7 +302,7 @@ def gui(args: argparse.Namespace) -> int:
 
 def watch(args: argparse.Namespace) -> int:
     """Follow runs or a comparison live: a page on this machine, or text in the terminal."""
-    return int(load_target("mmrl.watch.command:run")(args, say))
+    return int(load_target("mmrl.cli.watch.command:run")(args, say))
 
 
 def select(args: argparse.Namespace) -> int:
@@ -384,7 +384,7 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 def explain(args: argparse.Namespace) -> int:
     """Explain an objective or recipe: formula, sources, domains, checks of its numbers, results, how to use it."""
-    from mmrl.explain import explained
+    from mmrl.cli.explain import explained
 
     say(explained(args.name))
     return 0
@@ -496,7 +496,9 @@ COMMANDS: dict[str, Command] = {
     "report": Command(report, _add_report_arguments, "look at results"),
     "compare": Command(compare, add_compare_arguments, "look at results"),
     "reproduce": Command(reproduce, add_reproduce_arguments, "look at results"),
-    "watch": Command(watch, lambda parser: load_target("mmrl.watch.command:add_arguments")(parser), "look at results"),
+    "watch": Command(
+        watch, lambda parser: load_target("mmrl.cli.watch.command:add_arguments")(parser), "look at results"
+    ),
     "export": Command(export, _add_export_arguments, "use results"),
     "serve": Command(serve, _add_serve_arguments, "use results", takes_overrides=True),
     "list": Command(list_entries, _add_list_arguments, "look something up"),
