@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from mmrl.cli.listings import in_columns
+from mmrl.cli.starters import STARTERS, write_starter
 from mmrl.compare.commands import (
     add_allow_argument,
     add_compare_arguments,
@@ -248,8 +249,6 @@ def demo(args: argparse.Namespace) -> int:
 
 def init(args: argparse.Namespace) -> int:
     """Write a short commented configuration for your own model and data."""
-    from mmrl.cli.starters import write_starter
-
     file = args.file or Path(f"{args.name}.yaml")
     write_starter(args.name, file, args.model, args.data, force=args.force)
     say(f"written: {file}\ncheck it with: mmrl train {file} --dry-run")
@@ -431,8 +430,7 @@ def _add_demo_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_init_arguments(parser: argparse.ArgumentParser) -> None:
-    names = ["papo", "grpo", "text", "sft", "screens", "video", "awm", "robot", "agent"]
-    parser.add_argument("name", choices=names, help="the kind of run")
+    parser.add_argument("name", choices=STARTERS, help="the kind of run")
     parser.add_argument("file", metavar="FILE", type=Path, nargs="?", help="default: the kind and .yaml")
     parser.add_argument("--model", metavar="M", help="folder or hub id; of robots the kind of policy")
     parser.add_argument("--data", metavar="D", help="file, folder or hub id; of agents the environment, module:Class")

@@ -3,7 +3,7 @@
 import pytest
 
 from mmrl.cli import main
-from mmrl.cli.starters import GRID, STARTERS
+from mmrl.cli.starters import STARTERS
 from mmrl.config import load_run
 
 RECIPES = {"grpo": "vlm", "text": "vlm", "robot": "robot_clone", "screens": "aepo", "video": "tspo"}
@@ -32,7 +32,7 @@ def test_model_and_data_are_taken_as_texts(name, tmp_path):
 
 
 def test_only_the_example_environment_gets_its_arguments(tmp_path):
-    main(["init", "agent", str(tmp_path / "a.yaml"), "--data", GRID])
+    main(["init", "agent", str(tmp_path / "a.yaml"), "--data", "mmrl.agents.toy.grid:GridWorld"])
     assert load_run(tmp_path / "a.yaml")[1].environment.kwargs["text"] is True
 
 
