@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +20,10 @@ from diffusion.families.table import find_family
 from diffusion.models.conditioning import TextEncoders
 from diffusion.models.pipelines import outlined_pipeline, quiet_diffusers
 from diffusion.models.policy import DTYPES, ModelConfig, add_adapter, make_family
-from diffusion.models.published import PUBLISHED
 from diffusion.models.saved import BASE_FILE, read_base
 from diffusion.sampling.sampler import SamplerConfig, trained_window
 from mmrl.errors import NoPlan, UserError
-from mmrl.files import expanded
+from mmrl.files import expanded, read_json_object
 from mmrl.hub.building import build_if_missing
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 from mmrl.runs.export import model_folder
@@ -44,6 +44,8 @@ from mmrl.training.recipe import single_update
 
 WORKING = 6
 """Latents of each row, float32, that a loss has in hand: noise, mean, target and their differences."""
+PUBLISHED: dict[str, dict[str, Any]] = read_json_object(Path(__file__).with_name("published.json"))["models"]
+"""Released pipelines by hub id: class, network and autoencoder, parameters of the text encoders in billions."""
 
 
 def footprint(config: Any, *, passes: bool = True) -> Plan:
@@ -250,14 +252,15 @@ def _pipeline(config: ModelConfig) -> tuple[Any, int]:
     import diffusers
 
     known = PUBLISHED[path]
-    kind = find_family(known.pipeline_class, config.family)
-    parts = {kind.networks[0]: known.network, "vae": known.autoencoder}
+    kind = find_family(known["pipeline_class"], config.family)
+    parts = {kind.networks[0]: known["network"], "vae": known["autoencoder"]}
     made = {name: getattr(diffusers, own)(**values) for name, (own, values) in parts.items()}
     with torch.device("cpu"):  # schedulers compute their sigmas
         made["scheduler"] = getattr(diffusers, kind.schedulers[0])()
-    own = getattr(diffusers, known.pipeline_class)
+    own = getattr(diffusers, known["pipeline_class"])
     required = [p.name for p in inspect.signature(own).parameters.values() if p.default is inspect.Parameter.empty]
-    return own(**dict.fromkeys(required) | made | known.settings), round(known.encoder_billions * 1e9)
+    settings = dict.fromkeys(required) | made | known.get("settings", {})
+    return own(**settings), round(sum(known["encoder_billions"].values()) * 1e9)
 
 
 def _weights(model: _Model) -> Iterator[Part]:

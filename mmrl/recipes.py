@@ -82,7 +82,7 @@ def package_tables(name: str) -> list[Any]:
 
 
 def world_table(name: str) -> dict[str, Any]:
-    """Merge a table that worlds have in their `__init__`: DEMOS, EXAMPLES, IMAGE_REWARDS, SIMULATORS, ..."""
+    """Merge a table that worlds have in their `__init__`: DEMOS, IMAGE_REWARDS, SIMULATORS, ..."""
     found: dict[str, Any] = {}
     for world in (f"{package}.{folder}" for package in PACKAGES for folder in WORLDS):
         if importlib.util.find_spec(world):

@@ -214,14 +214,5 @@ def _vlm(config: Any, folder: Path | None) -> _Policy:
 LARGE: dict[str, Callable[[Any, Path | None], _Policy]] = {"openvla": _openvla, "vlm": _vlm}
 """Policies whose weights are only imagined."""
 KINDS = tuple(dict.fromkeys((*ONE_CAMERA, *LARGE)))
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "openvla/openvla-7b": {
-        "timm_model_ids": ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"],
-        "image_sizes": [224, 224],
-        "use_fused_vision_backbone": True,
-        "text_config": {"model_type": "llama", "vocab_size": 32064},
-        "pad_to_multiple_of": 64,
-        "n_action_bins": 256,
-    }
-}
+PUBLISHED: dict[str, dict[str, Any]] = read_json_object(Path(__file__).with_name("published.json"))["models"]
 """The entries of config.json by hub id."""

@@ -12,7 +12,7 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parent.parent
 DRAWING = PROJECT / "docs/architecture.svg"
 ROWS = (  # from the top, in three columns: each row imports from those below it
-    (None, "mmrl.gui", None),
+    ("mmrl.contrib", "mmrl.gui", "mmrl.cli"),
     ("robotics", "mmrl.agents", "mmrl.masked"),
     ("diffusion", "mmrl.vlm", "mmrl.compare"),
     (None, "mmrl.training", "mmrl.report"),
@@ -21,9 +21,11 @@ ROWS = (  # from the top, in three columns: each row imports from those below it
     (None, "mmrl.workers", "mmrl.core"),
 )
 ABOUT = {
+    "mmrl.contrib": "methods of single papers",
     "robotics": "policies, simulation, SRPO, 3D flow",
     "diffusion": "AWM, Flow-GRPO and relatives",
     "mmrl.gui": "screens, grounding, AEPO",
+    "mmrl.cli": "commands, doctor, watch",
     "mmrl.agents": "several turns, ARPO",
     "mmrl.masked": "masked diffusion, BGPO, IGPO",
     "mmrl.vlm": "PAPO, APO, TSPO",

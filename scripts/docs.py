@@ -20,11 +20,11 @@ from pathlib import Path
 
 import evidence  # beside this file
 
+from mmrl.cli.listings import LISTINGS, markdown, markdown_table
+from mmrl.cli.options import Option, options_of, select_options
 from mmrl.core.blocks import BLOCKS, PREFERENCE_BLOCKS
 from mmrl.errors import UserError, did_you_mean
 from mmrl.files import write_atomically
-from mmrl.listings import LISTINGS, markdown, markdown_table
-from mmrl.options import Option, options_of, select_options
 from mmrl.recipes import RECIPES, find_recipe
 
 PROJECT = Path(__file__).resolve().parent.parent

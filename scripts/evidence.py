@@ -8,13 +8,13 @@ import re
 from collections import Counter
 from pathlib import Path
 
+from mmrl.cli.explain import ROWS, domains_of, golden_sources
+from mmrl.cli.listings import markdown_table
 from mmrl.compare.evidence import VERDICTS, FindingConfig
 from mmrl.compare.experiment import ExperimentConfig
 from mmrl.compare.reproduce import evidence_of, findings_by_subject, measured
 from mmrl.core.catalogue import HEADINGS
 from mmrl.entries import RecipeEntry
-from mmrl.explain import ROWS, domains_of, golden_sources
-from mmrl.listings import markdown_table
 from mmrl.recipes import RECIPES
 
 PROJECT = Path(__file__).resolve().parent.parent

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from mmrl.cli.explain import GOLDEN, GOLDEN_OF
 from mmrl.compare.reproduce import evidence_of, measured
 from mmrl.core import CATALOGUE, PREFERENCES
-from mmrl.explain import GOLDEN, GOLDEN_OF
 from mmrl.recipes import RECIPES
 
 PROJECT = Path(__file__).resolve().parent.parent

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from mmrl.cli.doctor.run_folder import check_run
 from mmrl.config import foreign_run, load_run
-from mmrl.doctor.run_folder import check_run
 from mmrl.errors import UserError
 from mmrl.files import CONFIGS
 from mmrl.rewards.loading import load_function

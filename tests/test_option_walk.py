@@ -24,8 +24,8 @@ from pathlib import Path
 
 import pytest
 
+from mmrl.cli.options import options_of
 from mmrl.core.blocks import BLOCKS
-from mmrl.options import options_of
 from mmrl.recipes import RECIPES
 from tests.contracts.domains import domain_of
 from tests.contracts.option_lists import CANNOT, IDLE, OWN

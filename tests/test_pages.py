@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mmrl.cli import COMMANDS, _parse
+from mmrl.cli.program import COMMANDS, _parse
 from mmrl.config import load_run
 from mmrl.recipes import EVALUATIONS, RECIPES
 from mmrl.runs.tracking import describe_metric, metric_definitions

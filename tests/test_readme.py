@@ -16,7 +16,8 @@ import torch
 import yaml
 
 from diffusion.rewards import IMAGE_REWARDS
-from mmrl.cli import COMMANDS, _parse, main
+from mmrl.cli import main
+from mmrl.cli.program import COMMANDS, _parse
 from mmrl.config import load_run
 from mmrl.core import CATALOGUE
 from mmrl.recipes import RECIPES, find_recipe

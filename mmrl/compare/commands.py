@@ -74,7 +74,7 @@ def verify(args: argparse.Namespace) -> int:
     from mmrl.compare.run import say
     from mmrl.compare.verify import verify as check
 
-    return check(args.target, say, args.rows, args.row, args.overrides, args.claim, args.allow)
+    return check(args.target, say, args.rows, args.row, args.overrides, args.allow)
 
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,8 +85,6 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", metavar="N", type=int, default=10, help=text)
     text = "with --verify: repeat these rows, counted from 1"
     parser.add_argument("--row", metavar="I,J", type=_numbers, default=[], help=text)
-    text = 'with --verify: refuse a success rate, such as "43.9 %%", that the ledger does not support'
-    parser.add_argument("--claim", metavar="RATE", default="", help=text)
 
 
 def _numbers(text: str) -> list[int]:

@@ -20,7 +20,7 @@ import torch
 from mmrl.config import foreign_run
 from mmrl.errors import UserError
 from mmrl.files import write_atomically
-from mmrl.runs.ledger import PROTOCOL, RESULT, Claim, Ledger, digest, read_ledger
+from mmrl.runs.ledger import PROTOCOL, RESULT, Ledger, digest, read_ledger
 from mmrl.runs.records import finite_or_none
 from mmrl.training.evaluation import Row, batch_of, ledger_rows
 from mmrl.training.recipe import Step
@@ -43,7 +43,6 @@ def verify(
     rows: int,
     chosen: Sequence[int],
     overrides: Sequence[str],
-    claim: str = "",
     allow: Sequence[str] = (),
 ) -> int:
     """Check a ledger and repeat some of its rows.
@@ -54,38 +53,24 @@ def verify(
         rows: number of rows to repeat, drawn at random.
         chosen: numbers of rows to repeat instead, from 1.
         overrides: options of the configuration for this machine, such as `model.path=...`.
-        claim: a success rate to check, such as "43.9 %".
         allow: code outside the suite that the protocol may name, see `mmrl.trust`.
 
     Returns:
         0 if all rows are the same, 1 if one differs.
 
     Raises:
-        UserError: the ledger cannot be right, does not support the claim, has another policy or protocol, or names code
-            that is not allowed.
+        UserError: the ledger cannot be right, has another policy or protocol, or names code that is not allowed.
     """
     ledger = read_ledger(path)
     if problems := ledger.problems():
         raise UserError("\n  ".join([f"{path} cannot be right:", *problems]))
     say(f"{len(ledger.rows)} rows, protocol {_short(ledger.about)}, policy {_short(ledger.about['policy'])}")
-    claims = ledger.claims()
-    for found in claims:
-        say(f"  {found}")
-    if claim:
-        _check_claim(path, claims, claim)
+    for rate in ledger.success_rates():
+        say(f"  {rate}")
     numbers = list(chosen) or sorted(random.sample(range(1, len(ledger.rows) + 1), min(rows, len(ledger.rows))))
     if wrong := [number for number in numbers if not 1 <= number <= len(ledger.rows)]:
         raise UserError(f"there is no row {wrong[0]}; {path} has rows 1 to {len(ledger.rows)}")
     return _repeat(ledger, numbers, overrides, allow, say) if numbers else 0
-
-
-def _check_claim(path: Path, claims: Sequence[Claim], rate: str) -> None:
-    try:
-        reasons = [found.against(rate) for found in claims]
-    except ValueError as error:
-        raise UserError(f"--claim: {error}") from None
-    if all(reasons):
-        raise UserError(f"{path} does not support {rate}: {'; '.join(dict.fromkeys(reasons)) or 'it has no rate'}")
 
 
 def _short(about: Any) -> str:

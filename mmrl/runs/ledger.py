@@ -23,7 +23,7 @@ from mmrl.errors import UserError
 from mmrl.files import read_json_object, write_atomically
 from mmrl.runs.fingerprint import content_digest
 from mmrl.runs.records import LEDGER, finite_or_none, read_jsonl
-from mmrl.runs.statistics import rate_problem, with_interval
+from mmrl.runs.statistics import with_interval
 from mmrl.trust import remember
 
 PROTOCOL = "protocol.json"
@@ -187,15 +187,16 @@ class Ledger:
             if name in (f"success/{row['decoding']}", f"accuracy/{row['decoding']}", FIRST) and score != success:
                 yield f"success is {success}, its {name} {score}"
 
-    def claims(self) -> list[Claim]:
+    def success_rates(self) -> list[SuccessRate]:
         """Success rates of each split, measure and decoding whose rows have a success."""
         groups: dict[tuple[str, int, str], list[Row]] = {}
         for row in self.rows:
             groups.setdefault((row["split"], row["measure"], row["decoding"]), []).append(row)
         found = [
-            Claim(split, decoding, rows, self._bootstrap(split, n)) for (split, n, decoding), rows in groups.items()
+            SuccessRate(split, decoding, rows, self._bootstrap(split, n))
+            for (split, n, decoding), rows in groups.items()
         ]
-        return [claim for claim in found if claim.scored]
+        return [rate for rate in found if rate.scored]
 
     def _bootstrap(self, split: str, number: int) -> int:
         measure = self.protocol["splits"][split]["measures"][number]
@@ -203,8 +204,8 @@ class Ledger:
 
 
 @dataclass(frozen=True)
-class Claim:
-    """A success rate that rows support, with its interval over initial states."""
+class SuccessRate:
+    """A success rate of rows, with its interval over initial states."""
 
     split: str
     decoding: str
@@ -233,17 +234,6 @@ class Claim:
             f"{self.split}, {self.decoding}: {right} of {n} = {right / n:.1%} [{low:.1%}, {high:.1%}], "
             f"{_count(n, 'row')} from {distinct}{without}"
         )
-
-    def against(self, rate: str) -> str:
-        """Reason why it does not support a rate such as "43.9 %"; empty where it does."""
-        n = len(self.scored)
-        right = sum(row["success"] for row in self.scored)
-        if problem := rate_problem(rate, n):
-            return f"{rate} is impossible: {problem}"
-        decimals = len(rate.replace("%", "").strip().partition(".")[2])
-        shown = 100 * right / n if "%" in rate or float(rate) > 1 else right / n
-        same = abs(shown - float(rate.replace("%", ""))) <= 0.5 * 10**-decimals + 1e-9
-        return "" if same else f"{rate} is not its rate"
 
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:

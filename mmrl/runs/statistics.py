@@ -232,29 +232,6 @@ def with_interval(name: str, values: Sequence[Sequence[float]], rng: np.random.G
     return {name: float(np.mean(flat)), f"{name}/low": low, f"{name}/high": high}
 
 
-def rate_problem(rate: str, n: int) -> str:
-    """Reason why a rate, such as "43.9 %" or "0.439", cannot be a share of n episodes; empty where it can.
-
-    Source: Brown and Heathers 2017, "The GRIM test", for shares.
-    """
-    number, percent = rate.replace("%", "").strip(), "%" in rate
-    try:
-        value, decimals = float(number), len(number.partition(".")[2])
-    except ValueError:
-        value = math.nan
-    percent = percent or value > 1
-    scale = 100 if percent else 1
-    if not 0 <= value <= scale:
-        raise ValueError(f"a rate is a share such as 0.44 or a percentage such as 44.0 %, got {rate!r}")
-    exact = value / scale * n
-    near = [k for k in (math.floor(exact), math.ceil(exact)) if k <= n]
-    if any(abs(k / n * scale - value) <= 0.5 * 10**-decimals + 1e-9 for k in near):
-        return ""
-    unit = " %" if percent else ""
-    known = ", ".join(f"{k} are {k / n * scale:.{decimals}f}{unit}" for k in near)
-    return f"{number}{unit} of {n} would be {exact:g} successes; {known}"
-
-
 def t_quantile(confidence: float, dof: int) -> float:
     """Half-width, in standard errors, of the two-sided Student-t interval of a confidence in (0, 1)."""
     _check_confidence(confidence)

@@ -148,8 +148,7 @@ def outlined(model: Any) -> Any:
 
     name = model_folder(str(model.path))
     if name in PUBLISHED:
-        kind, values = PUBLISHED[name]
-        settings = AutoConfig.for_model(kind, **values)
+        settings = AutoConfig.for_model(**PUBLISHED[name])
     else:
         base, _ = resolve_model(name)
         file = Path(base) / "config.json"
@@ -233,65 +232,5 @@ def _sampling(network: Any, text: Any, trainer: Any, sampler: Any, size: int, lo
     ]
 
 
-def _qwen(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, **more: Any) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-        **more,
-    }
-
-
-def _vision(depth: int, hidden: int, inner: int, out: int, **more: Any) -> dict[str, Any]:
-    return {
-        "depth": depth,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_heads": 16,
-        "out_hidden_size": out,
-        **more,
-    }
-
-
-PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
-    "Qwen/Qwen2.5-VL-3B-Instruct": (
-        "qwen2_5_vl",
-        {
-            "text_config": _qwen(2048, 11008, 36, 16, 2, 151936),
-            "vision_config": _vision(32, 1280, 3420, 2048),
-            "tie_word_embeddings": True,
-        },
-    ),
-    "Qwen/Qwen2.5-VL-7B-Instruct": (
-        "qwen2_5_vl",
-        {
-            "text_config": _qwen(3584, 18944, 28, 28, 4, 152064),
-            "vision_config": _vision(32, 1280, 3420, 3584),
-            "tie_word_embeddings": False,
-        },
-    ),
-    "Qwen/Qwen3-VL-2B-Instruct": (
-        "qwen3_vl",
-        {
-            "text_config": _qwen(2048, 6144, 28, 16, 8, 151936, head_dim=128),
-            "vision_config": _vision(24, 1024, 4096, 2048, deepstack_visual_indexes=[5, 11, 17]),
-            "tie_word_embeddings": True,
-        },
-    ),
-    "Qwen/Qwen3-VL-8B-Instruct": (
-        "qwen3_vl",
-        {
-            "text_config": _qwen(4096, 12288, 36, 32, 8, 151936, head_dim=128),
-            "vision_config": _vision(27, 1152, 4304, 4096, deepstack_visual_indexes=[8, 16, 24]),
-            "tie_word_embeddings": False,
-        },
-    ),
-    "Qwen/Qwen3-4B-Instruct-2507": (
-        "qwen3",
-        _qwen(2560, 9728, 36, 32, 8, 151936, head_dim=128, tie_word_embeddings=True),
-    ),
-}
+PUBLISHED: dict[str, dict[str, Any]] = read_json_object(Path(__file__).with_name("published.json"))["models"]
 """Architectures by hub id, the values of their config.json."""

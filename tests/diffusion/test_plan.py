@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diffusion.models.published import PUBLISHED
-from diffusion.plan import footprint
+from diffusion.plan import PUBLISHED, footprint
 from mmrl.cli import main
 from mmrl.hub.compat import ensure_torchvision
 from tests.contracts.options import with_changes
@@ -95,7 +94,7 @@ def test_architectures_have_the_released_number_of_parameters():
     import diffusers
 
     for name, known in PUBLISHED.items():
-        kind, values = known.network
+        kind, values = known["network"]
         with torch.device("meta"):
             network = getattr(diffusers, kind)(**values)
         assert sum(weight.numel() for weight in network.parameters()) / 1e9 == pytest.approx(BILLIONS[name], abs=0.006)

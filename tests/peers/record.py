@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mmrl.listings import markdown_table
+from mmrl.cli.listings import markdown_table
 
 RECORD = Path(__file__).with_name("record.json")
 

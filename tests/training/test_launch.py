@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl.cli import COMMANDS, _parse
+from mmrl.cli.program import COMMANDS, _parse
 from mmrl.errors import UserError
 from mmrl.runs import launch
 

@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
-from mmrl.doctor.machine import Finding, install_command, one_line
 from mmrl.errors import UserError
+from mmrl.findings import Finding, install_command, one_line
 from mmrl.gui.browser.browser import INSTALL_BROWSER, find_chromium
 
 AREA = "browser"

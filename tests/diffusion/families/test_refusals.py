@@ -20,8 +20,8 @@ from diffusion.models.policy import LoraSettings, ModelConfig, load_policy
 from diffusion.sampling.few_steps import warn_of_few_steps
 from diffusion.sampling.sampler import SamplerConfig
 from diffusion.sampling.trajectories import StepConfig, Trajectories
+from mmrl.cli.listings import rows_of
 from mmrl.errors import UserError
-from mmrl.listings import rows_of
 from tests.diffusion.families.cases import CASES
 
 

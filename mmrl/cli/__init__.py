@@ -1,0 +1,5 @@
+"""The command line: `mmrl`, also as `python -m mmrl.cli`."""
+
+from mmrl.cli.program import main
+
+__all__ = ["main"]

@@ -1,0 +1,238 @@
+"""The `mmrl` command: reads the arguments, runs one of `mmrl.cli.commands`, turns errors into exit codes.
+
+Exit codes: 0 done, 1 failed run, 2 bad usage or configuration, 128 + n stopped by signal n (130: Ctrl-C). An exception
+that nothing expected is a failed run too: one line, and the traceback in a file. Nothing heavy is imported before a
+command runs, so that `mmrl --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import itertools
+import logging
+import os
+import shlex
+import signal
+import sys
+import threading
+import warnings
+from typing import TYPE_CHECKING, NoReturn
+
+from mmrl.cli.commands import COMMANDS, in_columns, is_first_process, say
+from mmrl.cli.crash import describe_crash, lasting_streams
+from mmrl.errors import RunError, RunStopped, UserError, did_you_mean
+from mmrl.findings import DISTRIBUTION
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+    from types import FrameType
+
+LONGEST_LINE = 4000
+QUIET_ENVIRONMENT = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_VERBOSITY": "error",  # else each retry of an unreachable hub is a line
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",  # reward workers are forked; the tokenizer's threads warn about it
+    "PYTHONWARNINGS": "ignore::FutureWarning",  # for worker processes; this process gets a filter below
+}
+NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+"""Errors of a folder or a disk that this user may not write to, or not read."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command."""
+    with lasting_streams():
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from mmrl.training.processes import leave
+
+        leave(code)
+    return code
+
+
+def _run(arguments: list[str]) -> int:
+    args = argparse.Namespace()
+    with _noted_interrupts() as interrupts:
+        try:
+            args = _parse(arguments)
+            _quieten_libraries()
+            _show_log()
+            return int(args.run(args))
+        except SystemExit as stop:  # argparse leaves this way after --help and --version
+            return int(stop.code or 0)
+        except RunStopped as stop:
+            return _stopped(stop, arguments)
+        except BrokenPipeError:  # the reader, such as `head`, has seen enough; nothing may be flushed to it at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
+        except KeyboardInterrupt:
+            return _interrupted(arguments)
+        except Exception as error:
+            return _interrupted(arguments) if interrupts else _failed(error, arguments, getattr(args, "run_dir", None))
+
+
+@contextlib.contextmanager
+def _noted_interrupts() -> Iterator[list[int]]:
+    """The Ctrl-C so far: some libraries make an error of their own of one that comes while they load a model."""
+    noted: list[int] = []
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        noted.append(signum)
+        raise KeyboardInterrupt
+
+    main_thread = threading.current_thread() is threading.main_thread()
+    if not main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield noted
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _interrupted(arguments: list[str]) -> int:
+    return _complain(f"interrupted; {_how_to_continue(arguments)}", code=130)
+
+
+def _failed(error: Exception, arguments: list[str], run_dir: Path | None) -> int:
+    if isinstance(error, UserError):
+        return _complain(f"error: {error}", code=2)
+    if isinstance(error, RunError):
+        return _complain(f"run failed: {error}", code=1)
+    if isinstance(error, OSError) and error.errno in NOT_ALLOWED and error.filename is not None:
+        return _complain(f"error: {os.fsdecode(error.filename)}: {error.strerror}; choose another folder", code=2)
+    return _complain(f"run failed: {describe_crash(error, arguments, run_dir)}", code=1)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; `{self.prog} --help` shows the usage")
+
+
+def _build_parser() -> _Parser:
+    parser = _Parser(
+        prog="mmrl",
+        usage="mmrl [-h] [--version] COMMAND ...",
+        description=_described_commands(),
+        epilog="Exit codes: 0 done, 1 failed run, 2 bad usage or configuration, 128 + n stopped by signal n.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and leave")
+    commands = parser.add_subparsers(prog="mmrl", help=argparse.SUPPRESS)
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(name, description=command.run.__doc__, allow_abbrev=False)
+        command.add_arguments(sub)
+        sub.set_defaults(run=command.run, takes_overrides=command.takes_overrides)
+    return parser
+
+
+def _described_commands() -> str:
+    """Description of the suite, and its commands by group, which argparse cannot show."""
+    lines = ["Reinforcement learning of vision-language models, diffusion models and robot policies."]
+    for group, names in itertools.groupby(COMMANDS, lambda name: COMMANDS[name].group):
+        lines += ["", f"{group}:", *(in_columns(name, COMMANDS[name].run.__doc__ or "", 14) for name in names)]
+    return "\n".join(lines)
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    _check_command(arguments)
+    # argparse stops collecting `a.b=c` at an option, so `train x.yaml --resume a.b=c` leaves some over.
+    args, rest = _build_parser().parse_known_args(arguments)
+    if args.version:
+        args.run = _version
+        return args
+    if not hasattr(args, "run"):
+        raise UserError(f"a command is needed: {', '.join(COMMANDS)}; `mmrl --help` explains them")
+    surplus = [text for text in rest if text.startswith("-") or not args.takes_overrides]
+    if surplus:
+        usage = f"`mmrl {arguments[0]} --help` shows the usage"
+        raise UserError(f"unknown arguments: {' '.join(surplus)}; {usage}")
+    if args.takes_overrides:
+        args.overrides = _checked_overrides([*args.overrides, *rest])
+    return args
+
+
+def _check_command(arguments: list[str]) -> None:
+    name = next(iter(arguments), "-")
+    if name.startswith("-") or name in COMMANDS:
+        return
+    raise UserError(f"unknown command '{name}'; {did_you_mean(name, COMMANDS)}commands: {', '.join(COMMANDS)}")
+
+
+def _checked_overrides(overrides: list[str]) -> list[str]:
+    for text in overrides:
+        key, equals, _ = text.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"override '{text}' is not of the form a.b=c, for example trainer.steps=10")
+    return overrides
+
+
+def _quieten_libraries() -> None:
+    """Silence third-party progress bars and advice; a variable or `-W` option set by the user wins."""
+    for name, value in QUIET_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore", FutureWarning)
+
+
+class _LogLines(logging.Handler):
+    """Write messages to the current streams, which a progress bar redirects; warnings as one line on standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.levelno < logging.WARNING:
+            say(text)
+        else:
+            indent = text[: len(text) - len(text.lstrip(" "))]  # a traceback comes line by line
+            say(f"mmrl: {record.levelname.lower()}: {indent}{' '.join(text.split())}", sys.stderr)
+
+
+def _show_log() -> None:
+    """Show the suite's own messages; of several processes, all but the first show warnings only."""
+    logger = logging.getLogger("mmrl")
+    logger.setLevel(logging.INFO if is_first_process() else logging.WARNING)
+    if not any(isinstance(handler, _LogLines) for handler in logger.handlers):
+        logger.addHandler(_LogLines())
+
+
+def _stopped(stop: RunStopped, arguments: list[str]) -> int:
+    from mmrl.training.processes import leave
+
+    code = 128 + stop.signum
+    if is_first_process():
+        _complain(f"{stop}; {_how_to_continue(arguments, resumable=stop.resumable)}", code)
+    leave(code)
+    return code
+
+
+def _how_to_continue(arguments: list[str], *, resumable: bool = False) -> str:
+    """Command that continues; a run interrupted outside its loop has written nothing since it started."""
+    keeps_finished_parts = bool(arguments) and arguments[0] in ("compare", "demo", "reproduce")
+    resume = ["--resume"] if resumable and not keeps_finished_parts and "--resume" not in arguments else []
+    goes_on = resumable or keeps_finished_parts
+    return f"{'continue' if goes_on else 'start again'} with: {shlex.join(['mmrl', *arguments, *resume])}"
+
+
+def _complain(message: str, code: int) -> int:
+    line = " ".join(message.split())
+    if len(line) > LONGEST_LINE:  # a path or value of that length may be what is wrong
+        line = f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
+    say(f"mmrl: {line}", sys.stderr)
+    return code
+
+
+def _version(args: argparse.Namespace) -> int:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        say(f"mmrl {version(DISTRIBUTION)}")
+    except PackageNotFoundError:
+        say("mmrl (not installed; run from a checkout)")
+    return 0

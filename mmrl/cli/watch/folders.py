@@ -1,0 +1,138 @@
+"""The folders that are watched: runs, folders that hold runs, and the queue of a comparison."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmrl.cli.watch.runs import WatchedRun, interval_text, json_object
+from mmrl.compare.plans import MARKER, sweep_label
+from mmrl.errors import UserError
+from mmrl.runs.statistics import SHARES
+
+SIGNS_OF_A_RUN = {"metrics.jsonl", "evaluations.jsonl", "config.yaml", "run.lock", MARKER}
+DEEPEST = 4
+"""Levels below a given folder at which a run may lie, as `sweep/ARM/VALUE/seed-1` of a comparison."""
+READ_S = 0.6
+"""Seconds of reading before an answer; what is left is read before the next."""
+
+
+class WatchedFolders:
+    """The runs of the given folders, found again at each look, since a comparison starts one after another."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        for folder in folders:
+            if not folder.is_dir():
+                raise UserError(f"there is no folder {folder}; `mmrl watch` takes folders of runs or of comparisons")
+        self.folders = list(dict.fromkeys(folder.resolve() for folder in folders))
+        self.runs: dict[str, WatchedRun] = {}
+        self.behind = False
+        """Whether long files are still being read."""
+
+    def refresh(self, seconds: float = READ_S) -> None:
+        """Find the runs, and read what they have written since."""
+        found = {_name(place, self.folders): place for folder in self.folders for place in _runs_below(folder)}
+        known = self.runs
+        self.runs = {name: known.get(name) or WatchedRun(place, name) for name, place in found.items()}
+        deadline = time.monotonic() + seconds
+        ended = [run.refresh(deadline) for run in self.runs.values()]
+        self.behind = not all(ended)
+
+    def comparisons(self) -> list[dict[str, Any]]:
+        """Queue and results so far of each folder of `mmrl compare`."""
+        return [
+            self._comparison(folder, content)
+            for folder in self.folders
+            if (content := json_object(folder / "comparison.json"))
+        ]
+
+    def _comparison(self, folder: Path, content: dict[str, Any]) -> dict[str, Any]:
+        names = {run.folder.relative_to(folder).as_posix(): run for run in self._below(folder)}
+        planned = list(dict.fromkeys([*(label for label in names if "/" not in label), *planned_runs(content)]))
+        queue = []
+        for label in [*planned, *(label for label in names if label not in planned)]:
+            state, reason = names[label].state() if label in names else ("waiting", "")
+            run = names[label].name if label in names else None
+            queue.append({"label": label, "state": state, "reason": reason, "run": run})
+        return {
+            "name": str(content.get("name", folder.name)),
+            "metric": str(content.get("metric", "")),
+            "difference": "difference, points" if _is_share(content) else "difference",
+            "counts": Counter(entry["state"] for entry in queue),
+            "queue": queue,
+            "arms": list(_arms(content)),
+        }
+
+    def _below(self, folder: Path) -> list[WatchedRun]:
+        return [run for run in self.runs.values() if run.folder.is_relative_to(folder)]
+
+
+def planned_runs(comparison: dict[str, Any]) -> Iterator[str]:
+    """Labels of the runs that a comparison.json knows of, in the order in which they start."""
+    sweep, arms = comparison.get("sweep") or {}, comparison.get("arms") or {}
+    values = [(arm, row["value"]) for arm, entry in sweep.get("arms", {}).items() for row in entry["rows"]]
+    yield from (sweep_label(arm, value, seed) for seed in sweep.get("seeds", ()) for arm, value in values)
+    # an arm may read the runs of another, so the folder in its command tells them, not its name
+    places = [
+        re.search(r"output_dir=.*/(runs/[^/]+)/seed-", _last_output(arm.get("command", ""))) for arm in arms.values()
+    ]
+    folders = dict.fromkeys(place[1] for place in places if place)
+    yield from (f"{folder}/seed-{seed}" for seed in comparison.get("seeds", ()) for folder in folders)
+
+
+def _last_output(command: str) -> str:
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return ""
+    return next((word for word in reversed(words) if word.startswith("output_dir=")), "")
+
+
+def _arms(comparison: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Mean of each arm so far, and its difference from the baseline."""
+    share = _is_share(comparison)
+    differences = comparison.get("differences") or {}
+    for arm, entry in (comparison.get("arms") or {}).items():
+        yield {
+            "arm": arm,
+            "n": entry.get("n", 0),
+            "mean": interval_text(_estimate(entry), share),
+            "difference": interval_text(_estimate(differences.get(arm) or {}), share, "+"),
+            "chosen": ", ".join(f"{key}={value}" for key, value in (entry.get("chosen") or {}).items()),
+        }
+
+
+def _estimate(entry: dict[str, Any]) -> list[Any]:
+    return [entry.get(key) for key in ("mean", "low", "high")]
+
+
+def _is_share(comparison: dict[str, Any]) -> bool:
+    return str(comparison.get("metric", "")).startswith(SHARES)
+
+
+def _runs_below(folder: Path) -> list[Path]:
+    """Run folders below a folder, or itself; the content of a run is not looked through."""
+    found = []
+    for place, names, files in os.walk(folder):
+        if SIGNS_OF_A_RUN & set(files) and "comparison.json" not in files:
+            found.append(Path(place))
+            names.clear()
+        elif len(Path(place).relative_to(folder).parts) >= DEEPEST:
+            names.clear()
+        # a model that a comparison made is no run, and runs of other settings were moved aside
+        names[:] = sorted(name for name in names if not name.startswith(".") and ".replaced-" not in name)
+    return found or ([] if (folder / "comparison.json").exists() else [folder])
+
+
+def _name(place: Path, folders: Sequence[Path]) -> str:
+    """A run's name: from the folder that was given, or as much of its path as tells it from the others."""
+    folder = next(folder for folder in folders if place.is_relative_to(folder))
+    same = sum(other.name == folder.name for other in folders) > 1
+    first = f"{folder.parent.name}/{folder.name}" if same else folder.name
+    return "/".join([first, *place.relative_to(folder).parts])

@@ -1,0 +1,276 @@
+"""A run folder that may still grow: how far the run is, what went wrong, and the samples of a step."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mmrl.cli.watch.tail import Columns, Tail
+from mmrl.errors import UserError
+from mmrl.files import is_file, read_json_object
+from mmrl.report.gallery import readable
+from mmrl.runs.folder import DONE, LOCK_FILE, NOTHING_LEARNED
+from mmrl.runs.metrics import STAGES, STAGES_BETWEEN, label, measured
+from mmrl.runs.records import STEP_NAME, read_jsonl
+from mmrl.runs.statistics import HEADLINES, SHARES
+
+LOCK_TEXT = re.compile(r"process (\d+) on (\S+)")
+RECENT_STEPS = 100
+"""Steps whose speed tells the time left; earlier ones may lie before a pause."""
+SERVED = re.compile(r"samples/step-\d+/[\w-]+\.png|videos/step-\d+[\w.=-]*\.mp4")
+"""Files of a run folder that the page may ask for."""
+MOST_SAMPLES = 32
+SUMMED = ("reward/errors", "rollers/lost", "rollers/again")
+"""Counts of single steps; those below count from the start of the run."""
+COUNTED = ("checkpoint/failed", "optim/skipped", "optim/overflows", "data/skipped", "sim/")
+
+
+class WatchedRun:
+    """Records of one run; `refresh` reads those that its folder got since."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder = folder
+        self.name = name
+        self.metrics = Columns()
+        self.evaluations: list[dict[str, Any]] = []
+        self._tails = Tail(folder / "metrics.jsonl"), Tail(folder / "evaluations.jsonl")
+
+    def refresh(self, deadline: float) -> bool:
+        """Read on until nothing is left or the time is over; returns whether nothing is left."""
+        metrics, evaluations = self._tails
+        while True:
+            anew, records = metrics.read()
+            if anew:
+                self.metrics = Columns()
+            for record in records:
+                self.metrics.append(record)
+            again, found = evaluations.read()
+            self.evaluations = ([] if again else self.evaluations) + [
+                record for record in found if record.get("tag") != "evaluate"
+            ]
+            if not (metrics.behind or evaluations.behind):
+                return True
+            if time.monotonic() > deadline:
+                return False
+
+    def state(self) -> tuple[str, str]:
+        """One of running, finished, failed, stopped, waiting; and the reason of a failure."""
+        if _is_locked(self.folder / LOCK_FILE):
+            return "running", ""
+        failed = self._json("experiment_run.json").get("failed")
+        if failed:
+            return "failed", str(failed)
+        result = self._json("result.json")
+        if result.get("status") == NOTHING_LEARNED:
+            return "failed", str(result.get("reason", ""))
+        if result.get("status") == DONE:
+            return "finished", ""
+        crashes = sorted(self.folder.glob("mmrl-crash-*.txt"))
+        if crashes:
+            return "failed", f"{_last_line(crashes[-1])} ({crashes[-1].name})"
+        return ("stopped" if len(self.metrics) or self.evaluations else "waiting"), ""
+
+    def status(self) -> dict[str, Any]:
+        """Facts about the run for the head of the page."""
+        state, reason = self.state()
+        trainer = self._config().get("trainer")
+        steps = trainer.get("steps", 0) if isinstance(trainer, dict) else 0
+        step = self.metrics.steps[-1] if self.metrics else max((row["step"] for row in self.evaluations), default=0)
+        return {
+            "name": self.name,
+            "state": state,
+            "reason": reason,
+            "step": step,
+            "steps": steps,
+            "left_s": self._seconds_left(steps) if state == "running" else None,
+            "updated": max(_stamp(tail.path) for tail in self._tails) or None,
+            "headline": self._headline(),
+            "stages": self._stages(),
+            "notes": self.notes(),
+            "sample_steps": self.sample_steps(),
+        }
+
+    def notes(self) -> list[str]:
+        """Warnings, counts of what failed, and the reasons of failed environments."""
+        notes = [
+            readable(str(row["message"])) for row in read_jsonl(self.folder / "warnings.jsonl") if "message" in row
+        ]
+        for name in self.metrics.names():
+            if name.startswith(SUMMED) and (total := float(_sum(self.metrics, name))) > 0:
+                notes.append(f"{name}: {total:g} in {len(self.metrics)} steps")
+            elif name.startswith(COUNTED) and (self.metrics.last(name) or 0) > 0:
+                notes.append(f"{name}: {self.metrics.last(name):g}")
+        failures = sorted((self.folder / "failures").glob("*.txt"))
+        return notes + [f"{path.name}: {_last_line(path)}" for path in failures[:10]]
+
+    def sample_steps(self) -> list[int]:
+        """Steps, in rising order, that have samples or videos."""
+        paths = [path for kind in ("samples", "videos") for path in (self.folder / kind).glob("step-*")]
+        return sorted({int(found[1]) for path in paths if (found := STEP_NAME.match(path.name))})
+
+    def samples(self, step: int) -> dict[str, Any]:
+        """Samples and videos of one step."""
+        folder = self.folder / "samples" / f"step-{step:06d}"
+        splits = {path.stem: read_jsonl(path)[:MOST_SAMPLES] for path in sorted(folder.glob("*.jsonl"))}
+        videos = [f"videos/{path.name}" for path in sorted((self.folder / "videos").glob(f"step-{step:06d}*.mp4"))]
+        return {
+            "step": step,
+            "splits": {split: [_sample(row, folder.name) for row in rows] for split, rows in splits.items() if rows},
+            "videos": [path for path in videos if SERVED.fullmatch(path)],
+        }
+
+    def file(self, path: str) -> Path | None:
+        """An image or video of the folder; None for anything else, also for what a link leads out to."""
+        place = self.folder / path
+        if not SERVED.fullmatch(path) or not is_file(place):
+            return None
+        return place if place.resolve().is_relative_to(self.folder.resolve()) else None
+
+    def settings(self) -> dict[str, str]:
+        """Every option with its value."""
+        return dict(_flat(self._config()))
+
+    def _headline(self) -> list[tuple[str, str]]:
+        """The newest number of the first split, then rewards and what tells whether anything is learned."""
+        shown = []
+        for name in measured(self.evaluations, HEADLINES)[:1]:
+            rows = [row for row in self.evaluations if name in row]
+            row = [row for row in rows if row.get("split") == rows[0].get("split")][-1]
+            shown.append((f"{label(name)} on {row.get('split', '')}, step {row['step']}", estimate_text(row, name)))
+        for name, title in (
+            ("reward/mean", "reward"),
+            ("policy/kl_ref", "KL"),
+            ("policy/entropy", "entropy"),
+            ("reward/zero_variance_groups", "equal groups"),
+            ("tokens/per_second", "decisions/s"),
+        ):
+            value = self.metrics.last(name)
+            if value is not None:
+                share, large = title == "equal groups", abs(value) >= 1000
+                shown.append((title, f"{100 * value:.0f} %" if share else f"{value:,.0f}" if large else f"{value:.4g}"))
+        return shown
+
+    def _stages(self) -> list[tuple[str, float]]:
+        times = ((stage, self.metrics.last(f"time/{stage}") or 0.0) for stage in (*STAGES, *STAGES_BETWEEN))
+        return [(stage, round(seconds, 3)) for stage, seconds in times if seconds > 0]
+
+    def _seconds_left(self, steps: int) -> float | None:
+        times = self.metrics.column("time")[-RECENT_STEPS:]
+        recent = self.metrics.steps[-RECENT_STEPS:]
+        if len(recent) < 2 or not recent[-1] > recent[0] or steps < recent[-1]:
+            return None
+        seconds = float(times[-1] - times[0]) / (recent[-1] - recent[0]) * (steps - recent[-1])
+        return round(seconds) if 0 <= seconds < 1e9 else None
+
+    def _json(self, name: str) -> dict[str, Any]:
+        return json_object(self.folder / name)
+
+    def _config(self) -> dict[str, Any]:
+        return _yaml_object(str(self.folder / "config.yaml"), _stamp(self.folder / "config.yaml"))
+
+
+def estimate_text(row: Mapping[str, Any], name: str) -> str:
+    """A number of an evaluation with its interval; shares in per cent."""
+    return interval_text([row.get(key) for key in (name, f"{name}/low", f"{name}/high")], name.startswith(SHARES))
+
+
+def interval_text(values: Sequence[Any], share: bool, sign: str = "") -> str:
+    """A number and the ends of its interval; a share in per cent, a difference of shares, with its sign, in points."""
+    known = [value for value in values if isinstance(value, int | float)]
+    texts = [f"{100 * value:{sign}.1f}" if share else f"{value:{sign}.3g}" for value in known]
+    interval = f" [{texts[1]}, {texts[2]}]" if len(texts) == 3 else ""
+    return f"{texts[0]}{' %' if share and not sign else ''}{interval}" if texts else "–"
+
+
+def _sample(row: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    names = {key: value for key in ("images", "outputs") if isinstance(value := row.get(key), list)}
+    paths = {key: [f"samples/{folder}/{name}" for name in value] for key, value in names.items()}
+    texts = {key: readable(value) for key, value in row.items() if isinstance(value, str)}
+    numbers = {key: row.get(key) for key in ("reward", "advantage", "correct")}
+    terms = row.get("terms")
+    return {
+        **{key: texts.get(key, "") for key in ("id", "prompt", "response", "answer", "finish")},
+        **{key: value for key, value in numbers.items() if isinstance(value, int | float)},
+        "terms": terms if isinstance(terms, dict) else {},
+        **{key: [path for path in value if SERVED.fullmatch(path)] for key, value in paths.items()},
+    }
+
+
+def _is_locked(lock: Path) -> bool:
+    """Whether the process that a lock names runs; that of another machine is believed.
+
+    The lock itself is not tried: a run that starts at that moment would find it taken.
+    """
+    try:
+        found = LOCK_TEXT.match(lock.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return False
+    if found is None or found[2] != socket.gethostname():
+        return True
+    try:
+        os.kill(int(found[1]), 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # another user's
+        pass
+    return True
+
+
+def _stamp(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """A JSON file, read once for each time it was written; empty where it is missing or damaged."""
+    return _json_object(str(path), _stamp(path))
+
+
+@lru_cache(maxsize=1024)
+def _json_object(path: str, stamp: float) -> dict[str, Any]:
+    try:
+        return read_json_object(Path(path)) if stamp else {}
+    except UserError:
+        return {}
+
+
+@lru_cache(maxsize=256)
+def _yaml_object(path: str, stamp: float) -> dict[str, Any]:
+    try:
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+        # in C where there is one: a comparison has many files
+        found = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text).get_single_data()
+    except (OSError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _flat(content: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    found = []
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        found += _flat(value, f"{name}.") if isinstance(value, dict) and value else [(name, str(value))]
+    return found
+
+
+def _sum(metrics: Columns, name: str) -> float:
+    column = metrics.column(name)
+    return float(column[column == column].sum())
+
+
+def _last_line(path: Path) -> str:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        return str(error)
+    return next((readable(line.strip()[:300]) for line in reversed(lines) if line.strip()), "empty")
