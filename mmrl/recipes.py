@@ -7,6 +7,7 @@ import difflib
 import functools
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 from mmrl.entries import RecipeEntry, load_target
@@ -75,9 +76,9 @@ def _user_recipe(name: str, where: str) -> RecipeEntry:
     return dataclasses.replace(entry, supervised=supervised)
 
 
-def package_tables(name: str) -> list[Any]:
+def package_tables(name: str, packages: Sequence[str] = PACKAGES) -> list[Any]:
     """Collect a table of each package's `entries` that has it: RECIPES, EVALUATIONS or METRICS."""
-    modules = [importlib.import_module(f"{package}.entries") for package in PACKAGES]
+    modules = [importlib.import_module(f"{package}.entries") for package in packages]
     return [getattr(module, name) for module in modules if hasattr(module, name)]
 
 
@@ -94,7 +95,7 @@ def metric_tables(recipe: str) -> list[dict[str, str]]:
     """The METRICS of the packages up to that of a recipe, which comes last; of all packages for an unknown recipe."""
     entry = RECIPES.get(recipe) or EVALUATIONS.get(recipe) or contrib_recipes().get(recipe)
     if entry is None:
-        return package_tables("METRICS")
+        return package_tables("METRICS", (*PACKAGES, *CONTRIB))
     own = _entries_of(entry)
     base = getattr(own, "EXTENDS", own.__name__.removesuffix(".entries") if own else "")
     place = PACKAGES.index(base) + 1 if base else None

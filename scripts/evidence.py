@@ -15,7 +15,7 @@ from mmrl.compare.experiment import ExperimentConfig
 from mmrl.compare.reproduce import evidence_of, findings_by_subject, measured
 from mmrl.core.catalogue import HEADINGS
 from mmrl.entries import RecipeEntry
-from mmrl.recipes import RECIPES
+from mmrl.recipes import RECIPES, all_recipes
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -38,7 +38,7 @@ def findings() -> str:
     known = measured()
     subjects = findings_by_subject(known)
     rows = []
-    for name in dict.fromkeys((*ROWS, *RECIPES)):
+    for name in dict.fromkeys((*ROWS, *all_recipes())):
         for stem, found in subjects.get(name, {}).items():
             rows += [_finding(name, stem, known[stem], finding) for finding in found]
     columns = ("method", "setting", "result", "the paper reports", "verdict", "again")

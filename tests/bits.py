@@ -29,11 +29,11 @@ from safetensors.torch import load_file
 
 from mmrl.core import CATALOGUE, PREFERENCES
 from mmrl.core.loss import metric_values
-from mmrl.recipes import RECIPES
+from mmrl.recipes import all_recipes, find_recipe
 from tests.faults.sameness import MEASURED
 
 MEASURES = re.compile(r"\b\d+(\.\d+)? (?:s|min|ms|MB|GB)\b|\d{4}-\d{2}-\d{2}|\d{2}:\d{2} UTC")
-"""Durations, sizes in memory and dates in a model card."""
+"""Durations, sizes in memory, dates and times in a model card."""
 FOLDERS = re.compile(rf"{re.escape(tempfile.gettempdir())}/[^/\s`'\"]+")
 """Temporary folders of the run and of its tiny models."""
 
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="recipes, or 'objectives'")
     parser.add_argument("--processes", type=int, default=2)
     given = parser.parse_args(argv)
-    names = ["objectives", *RECIPES]
+    names = ["objectives", *all_recipes()]
     if unknown := set(given.only or ()) - set(names):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     chosen = [name for name in names if name in (given.only or names)]
@@ -107,7 +107,7 @@ def recipe_digests(name: str, folder: Path) -> dict[str, str]:
     from mmrl.training.processes import seed_everything
     from mmrl.training.run import evaluate, train
 
-    entry = RECIPES[name]
+    entry = find_recipe(name)
     seed_everything(0)
     config = _configured(name, folder)
     config.trainer.steps = 1

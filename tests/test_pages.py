@@ -18,7 +18,7 @@ import yaml
 
 from mmrl.cli.program import COMMANDS, _parse
 from mmrl.config import load_run
-from mmrl.recipes import EVALUATIONS, RECIPES
+from mmrl.recipes import EVALUATIONS, all_recipes
 from mmrl.runs.tracking import describe_metric, metric_definitions
 from mmrl.training.objectives import ObjectiveConfig, PreferenceConfig, make_objective, make_preference
 from tests import example_runs
@@ -167,7 +167,7 @@ def test_files_and_modules_that_are_named_exist(page):
 
 @functools.cache
 def schemas():
-    return {name: entry.load_config_class() for name, entry in {**RECIPES, **EVALUATIONS}.items()}
+    return {name: entry.load_config_class() for name, entry in {**all_recipes(), **EVALUATIONS}.items()}
 
 
 hints_of = functools.cache(typing.get_type_hints)

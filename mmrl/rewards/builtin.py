@@ -68,7 +68,7 @@ REWARDS: dict[str, RewardEntry] = {
         isolate=True,
     ),
     "rubric": RewardEntry(
-        "mmrl.vlm.methods.meta_reward:rubric_reward",
+        "mmrl.vlm.critic.rubric:rubric_reward",
         "score from 0 to 1 by a judge at `url` that reads the column `rubric`, which `recipe: meta_reward` fills",
         "Meta Policy Optimization, arXiv 2504.20157",
         isolate=True,

@@ -63,13 +63,7 @@ _NAMES = {
         "PreferenceRunConfig",
     ),
     "mmrl.vlm.methods.distillation": ("DistilConfig", "DistilRecipe", "DistilSettings"),
-    "mmrl.vlm.methods.arbitrary_entropy": ("ArbitraryEntropyConfig", "ArbitraryEntropyRecipe"),
-    "mmrl.vlm.methods.contrastive": ("ContrastiveConfig", "ContrastiveRecipe"),
-    "mmrl.vlm.methods.dataset_reset": ("DatasetResetConfig", "DatasetResetRecipe"),
     "mmrl.vlm.methods.multi_teacher": ("MultiTeacherConfig", "MultiTeacherRecipe"),
-    "mmrl.vlm.methods.segment": ("SegmentConfig", "SegmentRecipe"),
-    "mmrl.vlm.methods.scaffolded": ("ScaffoldedConfig", "ScaffoldedRecipe", "hint_levels"),
-    "mmrl.vlm.methods.truncated": ("TruncatedConfig", "TruncatedRecipe"),
     "mmrl.vlm.methods.teacher": ("Teacher", "TeacherConfig"),
     "mmrl.vlm.methods.reg_grpo": (
         "RegGrpoConfig",

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmrl.recipes import RECIPES
+from mmrl.recipes import CONTRIB, find_recipe
 from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.processes import make_accelerator, seed_everything
 from mmrl.training.settings import BaseTrainerConfig, CheckpointConfig, TrainerConfig
@@ -46,9 +46,12 @@ class Domain:
 
 
 def domain_of(recipe: str) -> Domain:
-    """The domain of a recipe."""
+    """The domain of a recipe; of one of contrib, that of the package which it extends."""
     rooms = {domain.recipe_module.rpartition(".")[0]: domain for domain in (*DOMAINS.values(), *OTHERS)}
-    target = RECIPES[recipe].target
+    target = find_recipe(recipe).target
+    for package in CONTRIB:
+        if target.startswith(f"{package}."):
+            target = f"{importlib.import_module(f'{package}.entries').EXTENDS}."
     return rooms[max((room for room in rooms if target.startswith(f"{room}.")), key=len)]
 
 
@@ -72,7 +75,7 @@ def run(config: Any, folder: Path, steps: int, resume: bool = False) -> tuple[Tr
     """Train for so many steps in all, without evaluations; returns the trainer and the losses of the steps taken."""
     config.trainer.steps = steps
     accelerator = make_accelerator(config.trainer.mixed_precision)
-    trainer = Trainer(RECIPES[config.recipe].load_recipe_class()(config), config, folder, accelerator, None)
+    trainer = Trainer(find_recipe(config.recipe).load_recipe_class()(config), config, folder, accelerator, None)
     if resume:
         trainer.resume()
     losses: list[float] = []
@@ -125,7 +128,7 @@ def _vlm(name: str, folder: Path) -> Any:
     from tests.vlm.pairs import write_pairs
     from tests.vlm.runs import add_columns, run_config
 
-    entry = RECIPES[name]
+    entry = find_recipe(name)
     config = run_config(entry.load_config_class(), folder, tiny_vlm(), tasks_per_step=2, samples_per_task=3)
     config.recipe, config.eval_data = name, {}
     if hasattr(config, "teacher"):
@@ -139,7 +142,7 @@ def _vlm(name: str, folder: Path) -> Any:
     if name == "contrastive":
         add_columns(Path(config.data.path), query="What is 7?", negative="What is 8?")
     if hasattr(config, "rubric"):
-        config.rubric.interval, config.rubric.meta = 1, "tests/vlm/test_meta_reward.py:longer"
+        config.rubric.interval, config.rubric.meta = 1, "tests/contrib/language/test_meta_reward.py:longer"
     if hasattr(config, "soft"):
         config.model.lane, config.sampler.top_k = "generic", 3
     if hasattr(config, "guidance"):
@@ -176,12 +179,12 @@ def _masked(name: str, folder: Path) -> Any:
         "rewards": rewards,
         "inpainting": InpaintingConfig(replacements=1, min_chunk=1, max_chunk=2, free=2),
     }
-    if RECIPES[name].supervised:
+    if find_recipe(name).supervised:
         parts = {
             "trainer": BaseTrainerConfig(steps=2, tasks_per_step=2, learning_rate=1e-3),
             "evaluation": MaskedScoring(sampler=sampling, rewards=[*rewards, RewardConfig(name="exact")]),
         }
-    return RECIPES[name].load_config_class()(
+    return find_recipe(name).load_config_class()(
         recipe=name,
         output_dir=str(folder / "run"),
         model=ModelConfig(path=str(tiny_masked())),
@@ -220,9 +223,9 @@ def _agents(name: str, folder: Path) -> Any:
         "sampler": SamplerConfig(max_new_tokens=4, stop=[*"aeiou"]),  # an answer that is cut does nothing
         "trainer": TrainerConfig(steps=2, tasks_per_step=2, samples_per_task=3, learning_rate=1e-3),
     }
-    if RECIPES[name].supervised:
+    if find_recipe(name).supervised:
         parts = {"trainer": BaseTrainerConfig(steps=2, tasks_per_step=2, learning_rate=1e-3)}
-    config = RECIPES[name].load_config_class()(
+    config = find_recipe(name).load_config_class()(
         recipe=name,
         output_dir=str(folder / "run"),
         model=ModelConfig(path=str(tiny_vlm())),
@@ -269,7 +272,7 @@ def recorded(folder: Path) -> Path:
 def _diffusion(name: str, folder: Path) -> Any:
     from tests.diffusion.runs import run_config
 
-    if RECIPES[name].supervised:
+    if find_recipe(name).supervised:
         return _pretraining(name, folder)
     if name == "diffusion_dpo":
         from tests.diffusion.pairs import dpo_config
@@ -297,7 +300,7 @@ def _pretraining(name: str, folder: Path) -> Any:
     images = np.random.RandomState(0).randint(0, 256, (4, 32, 32, 3), np.uint8)
     captions = ["a red circle", "a blue square", "a green triangle", "a red square"]
     write_images(folder / "images.npz", images, captions)
-    return RECIPES[name].load_config_class()(
+    return find_recipe(name).load_config_class()(
         recipe=name,
         output_dir=str(folder / "run"),
         model=ModelConfig(path=str(tiny_model()), lora=LoraSettings(enabled=False), max_sequence_length=1),
@@ -327,8 +330,8 @@ def _robotics(name: str, folder: Path) -> Any:
         "checkpoint": CheckpointConfig(every=1),
         "tracking": TrackingConfig(quiet=True, tensorboard=False),
     }
-    kind = RECIPES[name].load_config_class()
-    if RECIPES[name].supervised:
+    kind = find_recipe(name).load_config_class()
+    if find_recipe(name).supervised:
         return kind(**(settings | _cloning(folder)))
     config = kind(**settings, data=EpisodeSetConfig(tasks=["right"], layouts=20))
     if name in ("robot_grpo", "robot_distil"):
@@ -367,7 +370,7 @@ def _flow3d(name: str, folder: Path) -> Any:
     from robotics.flow3d.methods.recipe import WorldModelConfig
     from tests.robotics.flow3d.model.builders import tiny_config
 
-    return RECIPES[name].load_config_class()(
+    return find_recipe(name).load_config_class()(
         recipe=name,
         output_dir=str(folder / "run"),
         model=WorldModelConfig(**vars(tiny_config())),

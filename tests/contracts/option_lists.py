@@ -196,20 +196,6 @@ OWN: dict[str, dict[str, str]] = {
     },
     "masked_sft": TEXT_ALONE,
     "aepo": {**ONE_KIND, **GROUNDING, "model.min_pixels": "the screens of the walk have more"},
-    "dataset_reset": {
-        "objective.value.clip": "its run has one update a step, before which the critic does not move",
-    },
-    "meta_reward": {
-        **dict.fromkeys(("rubric.samples", "rubric.options"), "the meta judge of the walk reads no answers"),
-        "rubric.text": "the reward of the walk reads no rubric; tests/vlm/test_meta_reward.py",
-        "rubric.longest": "the rubrics of the walk are short",
-    },
-    "soft_tokens": {
-        "soft.thinking_end": "the tiny model's answers end in no other token of one text",
-        "model.shared_prefix": "refused otherwise",
-        "sampler.top_p": "of three tokens all are within it",
-    },
-    "segment": {"segment.probability": "the tiny model is never certain of a token"},
     "apo": {"apo.stcr_base": "needs right and wrong answers of different lengths"},
     "vlm": {
         "evaluation.temperature": "no answer of the tiny model is right at any temperature",
@@ -298,7 +284,6 @@ OWN: dict[str, dict[str, str]] = {
         **dict.fromkeys(("digirl.gamma", "digirl.lam", "digirl.clamp"), "the tiny model earns nothing"),
         **dict.fromkeys(("digirl.capacity", "digirl.memory_mb"), "the episodes of a tiny run are fewer"),
     },
-    "value_guided": dict.fromkeys(("guidance.beta", "guidance.top_k"), "a critic of two steps changes no answer"),
     "archer": dict.fromkeys(("archer.capacity", "archer.memory_mb"), "the episodes of a tiny run are fewer"),
     "grounding_sft": {
         **GROUNDING,
@@ -361,12 +346,6 @@ OWN: dict[str, dict[str, str]] = {
         **VIDEOS,
         "objective.likelihood.kind": "its weight is 0 by default",
         "evaluation.rewards[].weight": "only in the samples of the report",
-    },
-    "online_preference": {
-        "trainer.old_logp": "pair losses read no old log-probabilities",
-        "objective.likelihood.kind": "its weight is 0 by default",
-        "adaptive_kl.": "a preference objective has no KL term",
-        "online.opponent": "the walk has runs with others",
     },
     "reg_grpo": {
         "augmentation.max_hinted": "no step has several hard questions",

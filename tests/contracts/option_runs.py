@@ -54,8 +54,6 @@ MOVING_WINDOW = {
 }
 PROBED = {"augmentation.measure": "probe", "augmentation.traces": 8, "trainer.tasks_per_step": 4}
 """Of so many questions one is hard, and of so many traces one is better, whatever the tiny model answers."""
-SHORT_CRITIQUES = {"sampler.max_new_tokens": 1, "trainer.tasks_per_step": 6, "trainer.samples_per_task": 16}
-"""A few of so many are a punctuation mark, which finds no fault."""
 TINY_ENCODER = {"width": 32, "heads": 2, "layers": 1, "channels": 8, "keypoints": 4}
 
 
@@ -129,14 +127,6 @@ def _revision(config: Any, folder: Path) -> Any:
     from mmrl.vlm.critic.revision import RevisionConfig
 
     config.evaluation.revision = RevisionConfig()
-    return config
-
-
-def _rarely_right(config: Any, folder: Path) -> Any:
-    from mmrl.rewards import RewardConfig
-
-    config.rewards = [RewardConfig(name="tests/vlm/user_reward.py:rarely", isolate=False)]
-    config.trainer.steps, config.trainer.tasks_per_step = 4, 4
     return config
 
 
@@ -324,7 +314,6 @@ NEEDED: dict[str, dict[str, Any]] = {
 }
 """Further changes without which a block is refused, or clips nothing."""
 
-SEGMENTS = {"segment.interval": 2, "segment.rollouts": 2, "segment.branches": [2]}
 VARIANTS = [
     Variant(("trainer.", "objective.", "reference."), {"trainer.epochs": 2, "trainer.schedule": "linear"}),
     Variant(("trainer.", "objective."), {"trainer.minibatches_per_step": 2, "trainer.epochs": 2}),
@@ -334,7 +323,7 @@ VARIANTS = [
     Variant(("reference.",), {"reference.kind": "ema", "objective.kl": KL}),
     Variant(("objective.", "reference.", "step.", "awm."), {"objective.kl": EXACT_KL}),
     Variant(("reference.",), {"reference.kind": "ema", "objective.kl": EXACT_KL}),
-    Variant(("reference.",), {"reference.kind": "ema"}, ("preference", "online_preference", "diffusion_dpo")),
+    Variant(("reference.",), {"reference.kind": "ema"}, ("preference", "diffusion_dpo")),
     Variant(("objective.scaling.",), {"objective.scaling": {"whiten": "rows"}}),
     Variant(("evaluation.samples", "evaluation.temperature"), {"evaluation.samples": 2}),
     # image questions and their answers
@@ -349,29 +338,12 @@ VARIANTS = [
     Variant(("distil.",), {"distil.divergence": 1.0, "distil.on_policy": 0.5}, ("distil",)),
     Variant(("teacher.",), _frozen_teacher, ("distil",)),
     Variant(("distil.", "sim.", "data.", "evaluation."), _exact_teacher, ("robot_distil",)),
-    Variant(("steering.",), {"steering.entropy": 4.0, "steering.rows": 2, "trainer.steps": 3}, ("arbitrary_entropy",)),
-    Variant(("segment.",), SEGMENTS, ("segment",)),
-    Variant(("segment.",), SEGMENTS | {"segment.kind": "tree", "segment.tokens": 2}, ("segment",)),
-    Variant(("contrast.",), {"contrast.unfinished": None}, ("contrastive",)),
-    Variant(("critique.gain",), SHORT_CRITIQUES, ("critique_rl",)),
-    Variant(("scaffold.",), _rarely_right, ("scaffolded",)),
     Variant(("teachers.",), _several_teachers, ("multi_teacher",)),
     Variant(("augmentation.",), PROBED),
     Variant(("augmentation.",), PROBED | {"augmentation.hint_place": "answer"}),
     Variant(("objective.", "chosen_", "rejected_"), {"objective.preset": "sppo"}, ("preference",)),
     Variant(("objective.", "chosen_", "rejected_"), {"objective.preset": "refuel"}, ("preference",)),
     Variant(("objective.likelihood.",), {"objective.likelihood": {"kind": "nll", "coef": 0.1}}, ("preference",)),
-    Variant(("online.", "objective."), {"objective.preset": "nash_md"}, ("online_preference",)),
-    Variant(
-        ("online.", "objective."),
-        {"objective.preset": "inpo", "online.extrapolation": 0.5, "trainer.steps": 4},
-        ("online_preference",),
-    ),
-    Variant(
-        ("objective.likelihood.",),
-        {"objective.likelihood": {"kind": "nll", "coef": 0.1}, "sampler.stop": list("aeiount")},
-        ("online_preference",),
-    ),
     Variant(("max_side_tokens",), {"max_side_tokens": 20}),
     Variant(("grounding.",), {"grounding.think": True}),
     # masked-diffusion language models

@@ -1,4 +1,4 @@
-"""Every recipe of the table with its own objective: it trains, repeats and resumes."""
+"""Every recipe, those of contrib too, with its own objective: it trains, repeats and resumes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from mmrl.recipes import RECIPES
+from mmrl.recipes import RECIPES, all_recipes
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from tests.contracts.domains import domain_of, make_low, run, weights
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", all_recipes())
 def test_a_recipe_trains_repeats_and_resumes(name, tmp_path):
     domain = domain_of(name)
     for module in domain.needs:

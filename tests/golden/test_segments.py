@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mmrl.vlm.methods.segment import bounds, chain_cuts, tree_values
+from mmrl.contrib.language.segment import bounds, chain_cuts, tree_values
 from tests.golden.numbers import assert_agrees, load
 
 INPUTS = load("segment_chain").inputs

@@ -12,7 +12,7 @@ import pytest
 
 import mmrl
 from mmrl.errors import UserError
-from mmrl.recipes import EVALUATIONS, RECIPES, metric_tables
+from mmrl.recipes import EVALUATIONS, all_recipes, metric_tables
 from mmrl.runs.metrics import METRICS
 from mmrl.runs.records import JsonLines, read_jsonl
 from mmrl.runs.tracking import (
@@ -141,7 +141,7 @@ def test_ends_of_intervals_and_parts_of_the_data_follow_any_metric():
     assert describe_metric("accuracy/greedy/hint") is None
 
 
-@pytest.mark.parametrize("recipe", ["", *RECIPES, *EVALUATIONS])
+@pytest.mark.parametrize("recipe", ["", *all_recipes(), *EVALUATIONS])
 def test_no_name_fits_two_patterns_equally(recipe):
     """If two patterns match one name, one of them is more specific; only two packages may define the same pattern."""
     owners = {name: number for number, table in enumerate([METRICS, *metric_tables(recipe)]) for name in table}

@@ -1,4 +1,4 @@
-"""Recipes that exchange samples of questions that the policy misses: Scaf-GRPO and AMPO."""
+"""Samples of questions that the policy misses are exchanged for answers of teachers (AMPO)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from mmrl.training.recipe import Step
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.methods.augmentation import augment_task
 from mmrl.vlm.methods.multi_teacher import MultiTeacherConfig, MultiTeacherRecipe, TeachersSettings
-from mmrl.vlm.methods.scaffolded import ScaffoldedConfig, ScaffoldedRecipe, ScaffoldSettings, hint_levels
 from tests.contracts.domains import run
 from tests.vlm.runs import add_columns, run_config, without_images
 
 LETTERS = RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)
-HINTS = ["Add them.", "3 + 4 is 7."]
 TEXTS = ["3 4 <answer>7</answer>", "<think>3 4</think><answer>3</answer>", "no mark at all"]
 
 
@@ -46,11 +44,6 @@ def opened(tmp_path, tiny_folders):
     yield make
     for recipe in made:
         recipe.close()
-
-
-def scaffolded(opened, **settings):
-    part = ScaffoldSettings(**{"warmup_steps": 0} | settings)
-    return opened(ScaffoldedRecipe, ScaffoldedConfig, {"hints": HINTS}, scaffold=part)
 
 
 def multi_teacher(opened, texts=TEXTS, **settings):
@@ -80,54 +73,6 @@ def rolled(recipe, number=0):
 def scores(recipe, rows):
     with torch.no_grad():
         return recipe.policy(rows).logp
-
-
-def test_levels_of_hints_by_hand():
-    assert hint_levels(["a", "b", "c"]) == [["a"], ["a", "b"], ["a", "b", "c"]]
-    assert hint_levels([["a", "b"], ["c"]]) == [["a"], ["a", "b"], ["c"]]
-    assert hint_levels([]) == []
-
-
-@pytest.mark.parametrize("prompt", ["hinted", "bare"])
-def test_the_right_answer_with_the_fewest_hints_takes_the_place_of_a_sample(opened, monkeypatch, prompt):
-    recipe = scaffolded(opened, prompt=prompt)
-    # the first of two questions has a right sample; of the other, only the answer behind both hints is right
-    scoring(recipe, monkeypatch, lambda row: row == 1, lambda row: row == 1)
-    rows = rolled(recipe)
-    payload = VlmPayload.of(rows)
-    assert rows.extras["source"].tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
-    assert rows.reward.tolist() == [0, 1, 0, 0, 1, 0, 0, 0]
-    assert rows.group.tolist() == [0] * 4 + [1] * 4
-    assert len(payload.prompts) == 2
-    if prompt == "hinted":
-        (context,) = payload.contexts[4]
-        assert "Hints: Add them. 3 + 4 is 7." in context.prompt.text
-    else:
-        assert not any(payload.contexts)
-    torch.testing.assert_close(scores(recipe, rows), rows.logp_old * rows.mask, atol=1e-4, rtol=1e-3)
-    assert recipe.extra_samples == 2
-    rows = recipe.advantages(rows, make_accelerator(), Step())
-    metrics = recipe.step_metrics(rows)
-    assert (metrics["scaffold/level_mean"], metrics["replaced/failed"]) == (2.0, 0.5)
-    assert float(rows.advantage[4, 0]) > 0
-
-
-def test_the_prompt_of_an_exchanged_answer_changes_its_log_probabilities(opened, monkeypatch):
-    found = []
-    for prompt in ("hinted", "bare"):
-        recipe = scaffolded(opened, prompt=prompt)
-        scoring(recipe, monkeypatch, lambda row: 0, lambda row: 1)
-        found.append(rolled(recipe))
-    assert VlmPayload.of(found[0]).texts == VlmPayload.of(found[1]).texts
-    assert float((found[0].logp_old - found[1].logp_old)[[0, 4]].abs().max()) > 1e-3
-    assert torch.equal(found[0].logp_old[1:4], found[1].logp_old[1:4])
-
-
-def test_no_hints_before_the_warm_up_ends(opened, monkeypatch):
-    recipe = scaffolded(opened, warmup_steps=3)
-    scoring(recipe, monkeypatch, lambda row: 0, lambda row: 0, lambda row: 1)
-    assert rolled(recipe, number=2).extras["source"].sum() == 0
-    assert rolled(recipe, number=3).extras["source"].sum() == 2
 
 
 def test_comprehension_is_the_mean_probability_behind_the_reasoning(opened):
@@ -166,8 +111,6 @@ def test_teachers_answers_that_cannot_be_used(opened):
         multi_teacher(opened, responses_key="others")
     with pytest.raises(UserError, match=r"a teacher's answer is \{\"model\""):
         multi_teacher(opened, texts=[3])
-    with pytest.raises(UserError, match=r"no question has hints in a column 'ladder'"):
-        scaffolded(opened, hints_key="ladder")
     recipe = multi_teacher(opened, texts=["far too long " * 30])
     assert rolled(recipe).extras["source"].sum() == 0
     assert recipe.replaced["too_long"] == 2

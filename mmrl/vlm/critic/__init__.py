@@ -10,7 +10,6 @@ from mmrl.lazy import lazy_names
 _NAMES = {
     "mmrl.vlm.critic.critiques": ("build_false_answers", "build_pairs"),
     "mmrl.vlm.critic.details": ("critique_score", "f1_reward", "insert_errors", "jaccard_reward"),
-    "mmrl.vlm.critic.loops": ("build_game", "build_refinements"),
     "mmrl.vlm.critic.measures": ("CriticEvaluationConfig",),
     "mmrl.vlm.critic.questions": ("build_questions",),
     "mmrl.vlm.critic.revision": ("PolicyCritic", "Revision", "RevisionConfig", "revise"),

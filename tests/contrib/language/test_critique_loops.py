@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from mmrl.contrib.language import critique_loops
+from mmrl.contrib.language.critique_loops import build_game, build_refinements
 from mmrl.errors import UserError
-from mmrl.vlm.critic import loops
-from mmrl.vlm.critic.loops import build_game, build_refinements
 from mmrl.vlm.data.dataset import DataConfig, load_tasks
 from mmrl.vlm.toy.critic_digits import CRITIQUE, REVISION, SNEAKY, build_readings
 
@@ -33,8 +33,8 @@ def said(monkeypatch):
 
         return [[talk.say(purpose, text(task), number) for number in range(count)] for task in tasks]
 
-    monkeypatch.setattr(loops, "write_texts", write)
-    monkeypatch.setattr(loops, "load_policy", lambda config: config.path)
+    monkeypatch.setattr(critique_loops, "write_texts", write)
+    monkeypatch.setattr(critique_loops, "load_policy", lambda config: config.path)
     return talk
 
 

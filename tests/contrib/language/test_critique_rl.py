@@ -7,17 +7,17 @@ import math
 
 import pytest
 
-from mmrl.fields import check_config
-from mmrl.rewards import RewardConfig
-from mmrl.training.processes import Streams
-from mmrl.training.recipe import Step
-from mmrl.vlm.critic.critique_rl import (
+from mmrl.contrib.language.critique_rl import (
     CritiqueRlConfig,
     CritiqueRlRecipe,
     critique_reward,
     read_verdict,
     revising_evaluation,
 )
+from mmrl.fields import check_config
+from mmrl.rewards import RewardConfig
+from mmrl.training.processes import Streams
+from mmrl.training.recipe import Step
 from mmrl.vlm.critic.revision import RevisionConfig
 from mmrl.vlm.data.prompt import VlmPayload
 from tests.golden.numbers import assert_agrees, load
@@ -69,7 +69,7 @@ def test_both_stages_score_critiques_of_the_answers(tmp_path, tiny_folders, monk
         assert all(task.answer in prompt.text for task, prompt in zip(payload.tasks, payload.prompts, strict=True))
         seen = []
         verdicts = iter([True, False] * rollouts.num_rows)
-        monkeypatch.setattr("mmrl.vlm.critic.critique_rl.read_verdict", lambda _: next(verdicts))
+        monkeypatch.setattr("mmrl.contrib.language.critique_rl.read_verdict", lambda _: next(verdicts))
         monkeypatch.setattr(recipe, "_right", lambda tasks, answers, step: seen.append(answers) or right(answers))
         first = recipe.score(rollouts, Step(0))
         assert first.reward.tolist() == [1.0, -1.0] * (rollouts.num_rows // 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mmrl.contrib.language.segment import EDGE, OWN, Branch, SegmentConfig, SegmentRecipe, SegmentSettings, continued
 from mmrl.core.blocks.credit import VALUE_AFTER, VALUE_BEFORE
 from mmrl.errors import ConfigError
 from mmrl.fields import check_config
@@ -13,7 +14,6 @@ from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step
 from mmrl.vlm.data.prompt import VlmPayload, token_lists
-from mmrl.vlm.methods.segment import EDGE, OWN, Branch, SegmentConfig, SegmentRecipe, SegmentSettings, continued
 from tests.vlm.runs import run_config
 
 LETTERS = RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)

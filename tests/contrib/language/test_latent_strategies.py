@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from mmrl.agents.toy.haggle import stance_payoff
+from mmrl.contrib.language import latent_strategies
+from mmrl.contrib.language.latent_strategies import build_strategy_pairs, clusters_of, regret_matching
 from mmrl.errors import UserError
 from mmrl.vlm.engine.rows import text_prompt
-from mmrl.vlm.methods import latent_strategies
-from mmrl.vlm.methods.latent_strategies import build_strategy_pairs, clusters_of, regret_matching
 
 WORDS = ["firm", "warm", "quick", "what"]
 

@@ -16,7 +16,6 @@ the best of the step; the wording of all questions is this project's own.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,10 +27,10 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
 from mmrl.hub.chat_endpoint import ask_chat, check_url
 from mmrl.rewards import RewardResult
-from mmrl.rewards.answers import Chat, chat_text, completion_text
 from mmrl.rewards.loading import load_function
 from mmrl.training.recipe import Step
 from mmrl.vlm.config import VlmConfig
+from mmrl.vlm.critic.rubric import filled
 from mmrl.vlm.data.dataset import LoadedTasks
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.data.task import VlmTask
@@ -40,10 +39,6 @@ from mmrl.vlm.recipe import VlmRecipe
 LOGGER = logging.getLogger("mmrl")
 RUBRIC = "rubric"
 """Column of reward functions that holds the rubric."""
-JUDGE = (
-    "Score a response to a task by a rubric.\n\nTask:\n{task}\n\nResponse:\n{response}\n\nRubric:\n{rubric}\n\n"
-    "Explain briefly. Then write the score, from 0 to 10, on a last line of its own."
-)
 ANALYSE = (
     "A judge scores responses by a rubric, and a model is trained on the scores. Find out where scores are wrong, "
     "where the model may exploit the rubric, and what the rubric does not ask for.\n\nRubric:\n{rubric}\n\n{samples}"
@@ -211,45 +206,6 @@ def chat_meta(
     limits: dict[str, Any] = {"max_tokens": max_tokens, "timeout_s": request_timeout_s}
     analysis = ask_chat(url, model, filled(ANALYSE, rubric=rubric, samples=shown), **limits)
     return ask_chat(url, model, filled(REFINE, rubric=rubric, analysis=analysis), **limits)
-
-
-def rubric_reward(
-    prompts: Sequence[Chat],
-    completions: Sequence[Chat],
-    *,
-    rubric: Sequence[str],
-    url: str,
-    model: str,
-    max_tokens: int = 1024,
-    request_timeout_s: float = 600.0,
-    **_: Any,
-) -> list[float]:
-    """Score from 0 to 1 by a judge that reads the rubric; a verdict without a score is a failed reward.
-
-    Options: `url`, the judge's address up to /v1; `model`, its name there; `max_tokens` and `request_timeout_s` of a
-    verdict, beside the `timeout_s` of the reward.
-    """
-    check_url(url, "rubric")
-    scores = []
-    for prompt, completion, text in zip(prompts, completions, rubric, strict=True):
-        task = prompt if isinstance(prompt, str) else chat_text(prompt)
-        asked = filled(JUDGE, task=task, response=completion_text(completion), rubric=text)
-        scores.append(read_score(ask_chat(url, model, asked, max_tokens=max_tokens, timeout_s=request_timeout_s)))
-    return scores
-
-
-def read_score(verdict: str) -> float:
-    """The last number of a verdict's last line, from 0 to 10, as a share of 10; raises RuntimeError."""
-    lines = verdict.strip().splitlines()
-    numbers = re.findall(r"-?\d+(?:\.\d+)?", lines[-1].removesuffix("/10")) if lines else []
-    if not numbers or not 0 <= float(numbers[-1]) <= 10:
-        raise RuntimeError(f"the verdict's last line has no score from 0 to 10: {verdict[-200:]!r}")
-    return float(numbers[-1]) / 10
-
-
-def filled(template: str, **values: str) -> str:
-    """A template with {name} replaced, in one pass: texts may hold braces themselves."""
-    return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), template)
 
 
 META: dict[str, Callable[..., str]] = {"chat": chat_meta}

@@ -5,6 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mmrl.contrib.language.arbitrary_entropy import (
+    TEMPERED,
+    ArbitraryEntropyConfig,
+    ArbitraryEntropyRecipe,
+    EntropySettings,
+)
+from mmrl.contrib.language.dataset_reset import DatasetResetConfig, DatasetResetRecipe, ResetSettings
 from mmrl.errors import UserError
 from mmrl.fields import check_config
 from mmrl.rewards import RewardConfig
@@ -12,9 +19,7 @@ from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step
 from mmrl.vlm.data.prompt import VlmPayload
-from mmrl.vlm.methods.arbitrary_entropy import TEMPERED, ArbitraryEntropyConfig, ArbitraryEntropyRecipe, EntropySettings
 from mmrl.vlm.methods.augmentation import AugmentedTask
-from mmrl.vlm.methods.dataset_reset import DatasetResetConfig, DatasetResetRecipe, ResetSettings
 from tests.contracts.domains import run
 from tests.vlm.runs import run_config, without_images
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mmrl.contrib.language.value_guided import (
+    GuidanceConfig,
+    ValueGuidedConfig,
+    ValueGuidedRecipe,
+    augment,
+    sample_guided,
+)
 from mmrl.errors import UserError
-from mmrl.recipes import RECIPES
+from mmrl.recipes import find_recipe
 from mmrl.rewards import RewardConfig
 from mmrl.runs.records import read_warnings
 from mmrl.training.processes import Streams, make_accelerator
@@ -17,13 +24,6 @@ from mmrl.vlm.data.prompt import join_prompts
 from mmrl.vlm.engine.rows import text_prompt
 from mmrl.vlm.engine.sampler import SamplerConfig, sample
 from mmrl.vlm.model.config import CriticSettings
-from mmrl.vlm.online.value_guided import (
-    GuidanceConfig,
-    ValueGuidedConfig,
-    ValueGuidedRecipe,
-    augment,
-    sample_guided,
-)
 from tests.golden.numbers import assert_agrees, inputs_of, load
 from tests.vlm.runs import run_config
 
@@ -103,7 +103,7 @@ def test_a_run_whose_critic_has_learned_ends_without_a_warning_that_nothing_chan
     config = recipe.config
     config.evaluation.at_start = config.evaluation.at_end = False
     config.rewards = [RewardConfig(name="one", function=f"{__name__}:reward_of", isolate=False)]
-    assert not any("changed in 2 steps" in line for line in read_warnings(train(RECIPES["value_guided"], config)))
+    assert not any("changed in 2 steps" in line for line in read_warnings(train(find_recipe("value_guided"), config)))
 
 
 def test_a_critic_whose_gradient_reaches_the_policy_is_refused(recipe):

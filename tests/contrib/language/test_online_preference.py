@@ -5,13 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mmrl.contrib.language.online_preference import (
+    OnlinePreferenceConfig,
+    OnlinePreferenceRecipe,
+    ranked_pairs,
+    sample_mixture,
+)
 from mmrl.core import Rollouts
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Reference, Step
 from mmrl.vlm.engine.generic import GenericLane
 from mmrl.vlm.engine.sampler import SamplerConfig, sample
-from mmrl.vlm.online.mixture import sample_mixture
-from mmrl.vlm.online.recipe import OnlinePreferenceConfig, OnlinePreferenceRecipe, ranked_pairs
 from tests.contracts.domains import tiny_vlm
 from tests.vlm.runs import run_config
 

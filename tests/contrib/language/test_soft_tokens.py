@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 import torch
 
+from mmrl.contrib.language.soft_tokens import EPS, NOISE, SoftConfig, SoftRecipe, mixture_logp
 from mmrl.errors import UserError
 from mmrl.fields import check_config
 from mmrl.rewards import RewardConfig
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.vlm.data.prompt import VlmPayload
-from mmrl.vlm.methods.soft_tokens import EPS, NOISE, SoftConfig, SoftRecipe, mixture_logp
 from tests.golden.numbers import assert_agrees, inputs_of, load
 from tests.rounding import assert_equal_up_to_rounding
 from tests.vlm.runs import run_config
@@ -77,7 +77,7 @@ def test_the_update_scores_what_was_sampled(recipe):
 def test_behind_the_end_of_thinking_tokens_are_ordinary(recipe, monkeypatch):
     first = recipe.rollout(recipe.policy, recipe.train_tasks[:3], Streams(0), Step())
     ends = int(VlmPayload.of(first).response_ids[0, 1])
-    monkeypatch.setattr("mmrl.vlm.methods.soft_tokens.thinking_end", lambda *_: ends)
+    monkeypatch.setattr("mmrl.contrib.language.soft_tokens.thinking_end", lambda *_: ends)
     rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:3], Streams(0), Step())
     payload = VlmPayload.of(rollouts)
     assert payload.mixed["soft"][0].tolist() == [1.0] + [0.0] * (rollouts.num_decisions - 1)

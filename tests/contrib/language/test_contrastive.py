@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl.errors import UserError
-from mmrl.fields import check_config
-from mmrl.rewards import RewardConfig
-from mmrl.training.processes import Streams
-from mmrl.training.recipe import Step
-from mmrl.vlm.data.prompt import VlmPayload
-from mmrl.vlm.methods.contrastive import (
+from mmrl.contrib.language.contrastive import (
     MAIN,
     NEGATIVE,
     QUERY,
@@ -23,6 +17,12 @@ from mmrl.vlm.methods.contrastive import (
     contrastive_terms,
     pooled,
 )
+from mmrl.errors import UserError
+from mmrl.fields import check_config
+from mmrl.rewards import RewardConfig
+from mmrl.training.processes import Streams
+from mmrl.training.recipe import Step
+from mmrl.vlm.data.prompt import VlmPayload
 from tests.golden.numbers import load, tensor
 from tests.vlm.runs import add_columns, run_config
 

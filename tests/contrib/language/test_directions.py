@@ -9,16 +9,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from mmrl.contrib.language import directions
+from mmrl.contrib.language.directions import build_directed, build_stated, draw_direction, rating, stated
 from mmrl.errors import UserError
 from mmrl.vlm.data.dataset import DataConfig, load_tasks
-from mmrl.vlm.online import directions
-from mmrl.vlm.online.directions import build_directed, build_stated, draw_direction, rating, stated
 from mmrl.vlm.toy.countdown import build_problems, length
 from tests.golden.numbers import load
 
 REWARDS = [
     {"name": "solves", "function": "mmrl.vlm.toy.countdown:solves", "isolate": False},
-    {"name": "length", "function": "tests.vlm.test_directions:known_length", "isolate": False},
+    {"name": "length", "function": "tests.contrib.language.test_directions:known_length", "isolate": False},
 ]
 
 

@@ -23,10 +23,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmrl.contrib.language.critique_rl import read_verdict
 from mmrl.errors import UserError
 from mmrl.rewards.answers import final_part
 from mmrl.rewards.budget import right_answers
-from mmrl.vlm.critic.critique_rl import read_verdict
 from mmrl.vlm.critic.critiques import CRITIQUE_TEMPLATE, critique_renderer, critique_task, write_texts
 from mmrl.vlm.critic.questions import ask_instead, load_source, question_text, without_marks, write_questions
 from mmrl.vlm.critic.revision import REVISION_TEMPLATE, Revision, next_turn, revision_renderer

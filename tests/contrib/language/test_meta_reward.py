@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from mmrl.rewards import RewardConfig
-from mmrl.training.processes import Streams, make_accelerator
-from mmrl.training.recipe import Step
-from mmrl.vlm.methods import meta_reward
-from mmrl.vlm.methods.meta_reward import (
+from mmrl.contrib.language import meta_reward
+from mmrl.contrib.language.meta_reward import (
     MetaRewardConfig,
     MetaRewardRecipe,
     RubricSettings,
     chat_meta,
-    read_score,
-    rubric_reward,
     spread,
 )
+from mmrl.rewards import RewardConfig
+from mmrl.training.processes import Streams, make_accelerator
+from mmrl.training.recipe import Step
 from mmrl.vlm.toy.rubrics import CRITERIA, judge, stricter
 from tests.vlm.runs import run_config
 
-HERE = "tests/vlm/test_meta_reward.py"
+HERE = "tests/contrib/language/test_meta_reward.py"
 
 
 def length(prompts, completions, *, rubric, **_):
@@ -87,20 +85,14 @@ def test_the_meta_judge_reads_the_worst_and_the_best():
     assert len(spread(samples, 9)) == 5
 
 
-def test_models_judge_and_rewrite(monkeypatch):
-    asked = []
-    answers = iter(["Too kind.", "Be strict.", "Good work.\n7", "no idea"])
+def test_a_model_rewrites_the_rubric(monkeypatch):
+    asked, answers = [], iter(["Too kind.", "Be strict."])
     monkeypatch.setattr(meta_reward, "ask_chat", lambda url, model, text, **_: asked.append(text) or next(answers))
     sample = {"prompt": "Sum {a}?", "response": "3", "reward": 0.5}
     assert chat_meta("Be kind.", [sample], url="http://judge/v1", model="m") == "Be strict."
     assert "Sum {a}?" in asked[0]
     assert "Score: 0.5" in asked[0]
     assert "Too kind." in asked[1]
-    options = {"url": "http://judge/v1", "model": "m"}
-    assert rubric_reward(["Sum?"], ["3"], rubric=["Be strict."], **options) == [0.7]
-    with pytest.raises(RuntimeError, match="no score from 0 to 10"):
-        rubric_reward(["Sum?"], ["3"], rubric=["Be strict."], **options)
-    assert read_score("fine\nScore: 8.5/10") == 0.85
 
 
 def test_the_judge_of_countdown_gets_stricter():

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from mmrl.contrib.language.segment import continued
 from mmrl.core.loss import row_metric
 from mmrl.core.returns import decision_rewards, returns_to_go
 from mmrl.core.rollouts import Rollouts
@@ -34,7 +35,6 @@ from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
 from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.sampler import sample
-from mmrl.vlm.methods.segment import continued
 from mmrl.vlm.recipe import VlmRecipe
 
 TRUNCATED = "truncated"

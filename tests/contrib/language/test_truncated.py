@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mmrl.contrib.language.truncated import NEW, TRUNCATED, TruncatedConfig, TruncatedRecipe, places_of
 from mmrl.fields import check_config
 from mmrl.rewards import RewardConfig
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step
 from mmrl.vlm.data.prompt import VlmPayload, token_lists
-from mmrl.vlm.methods.truncated import NEW, TRUNCATED, TruncatedConfig, TruncatedRecipe, places_of
 from tests.vlm.runs import run_config
 
 

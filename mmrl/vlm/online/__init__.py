@@ -1,1 +1,0 @@
-"""Preference optimisation on sampled pairs of answers, and the opponents that write them."""
