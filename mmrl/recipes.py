@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 from mmrl.entries import RecipeEntry, load_target
@@ -14,7 +15,7 @@ from mmrl.workers.loading import LoadError, check_allowed
 
 PACKAGES = ("mmrl.vlm", "mmrl.masked", "mmrl.agents", "mmrl.gui", "diffusion", "robotics")
 """Packages with recipes, in the order of lists; each builds on earlier ones alone."""
-CONTRIB = ("mmrl.contrib.language", "mmrl.contrib.agents", "diffusion.contrib", "robotics.contrib")
+CONTRIB = ("mmrl.contrib.language", "mmrl.contrib.agents", "diffusion.contrib")
 """Packages with recipes that the library does not promise everything for. Their `entries` are read when the library
 has no recipe of a name; EXTENDS there names the package whose plan, preview, reader and metrics they share."""
 
@@ -72,9 +73,9 @@ def _user_recipe(name: str, where: str) -> RecipeEntry:
     return dataclasses.replace(entry, supervised=supervised)
 
 
-def package_tables(name: str) -> list[Any]:
+def package_tables(name: str, packages: Sequence[str] = PACKAGES) -> list[Any]:
     """Collect a table of each package's `entries` that has it: RECIPES, EVALUATIONS or METRICS."""
-    modules = [importlib.import_module(f"{package}.entries") for package in PACKAGES]
+    modules = [importlib.import_module(f"{package}.entries") for package in packages]
     return [getattr(module, name) for module in modules if hasattr(module, name)]
 
 
@@ -82,7 +83,7 @@ def metric_tables(recipe: str) -> list[dict[str, str]]:
     """The METRICS of the packages up to that of a recipe, which comes last; of all packages for an unknown recipe."""
     entry = RECIPES.get(recipe) or EVALUATIONS.get(recipe) or contrib_recipes().get(recipe)
     if entry is None:
-        return package_tables("METRICS")
+        return package_tables("METRICS", (*PACKAGES, *CONTRIB))
     own = _entries_of(entry)
     base = getattr(own, "EXTENDS", own.__name__.removesuffix(".entries") if own else "")
     place = PACKAGES.index(base) + 1 if base else None

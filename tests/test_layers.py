@@ -44,7 +44,6 @@ MAY_IMPORT = {room: ROOMS[:place] for place, room in enumerate(ROOMS)}
 MAY_IMPORT |= {
     "mmrl.contrib": ROOMS[: ROOMS.index("diffusion")],
     "diffusion.contrib": ROOMS[: ROOMS.index("robotics")],
-    "robotics.contrib": ROOMS,
 }
 # The command line and its lists import everything; no room may import them.
 TOP = ("mmrl.cli", "mmrl.commands", "mmrl.crash", "mmrl.explain", "mmrl.listings", "mmrl.starters")
