@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -157,23 +158,18 @@ def _row(trial: Trial[AgentTask], episode: Episode) -> Row:
         "cut": episode.errors.count(CUT),
         "refused": episode.refused,
         "terms": episode.terms,
-        "sample": episode_record(episode, total, episode.terms, None),
+        "sample": SampleRecord(reward=total, terms=episode.terms, **about_episode(episode)),
     }
 
 
-def episode_record(
-    episode: Episode, reward: float | None, terms: dict[str, float], advantage: float | None
-) -> SampleRecord:
-    """An episode as a sample for the report: the answers of all turns, and the last image."""
+def about_episode(episode: Episode) -> dict[str, Any]:
+    """Fields of a sample for the report: the answers of all turns, and the last image."""
     turns = [f"[turn {number}] {answer}" for number, answer in enumerate(episode.answers, 1)]
-    return SampleRecord(
-        id=episode.task.id,
-        prompt="" if episode.prompt is None else episode.prompt.text,
-        response="\n".join(turns),
-        outputs=[Image.fromarray(image) for image in episode.last.images[-1:]],
-        reward=reward,
-        terms=terms,
-        advantage=advantage,
-        finish=episode.ending,
-        correct=episode.success if episode.has_result else None,
-    )
+    return {
+        "id": episode.task.id,
+        "prompt": "" if episode.prompt is None else episode.prompt.text,
+        "response": "\n".join(turns),
+        "outputs": [Image.fromarray(image) for image in episode.last.images[-1:]],
+        "finish": episode.ending,
+        "correct": episode.success if episode.has_result else None,
+    }

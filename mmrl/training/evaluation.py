@@ -180,6 +180,12 @@ class Measure(ABC, Generic[TaskT]):
         """
 
 
+def held_out_tasks(config: Any, load: Callable[[Any, str], Sequence[TaskT]]) -> dict[str, Sequence[TaskT]]:
+    """Tasks of each split of `eval_data`, cut to `evaluation.max_tasks`; `load` gets the data and its key."""
+    limit = config.evaluation.max_tasks or None
+    return {name: load(data, f"eval_data.{name}")[:limit] for name, data in config.eval_data.items()}
+
+
 class EpisodeMeasure(Measure[TaskT]):
     """Success over episodes under one protocol of choosing actions.
 

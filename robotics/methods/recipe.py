@@ -36,6 +36,7 @@ from mmrl.runs.dry_run import model_follows
 from mmrl.runs.export import Exported
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import metric_label
+from mmrl.training.evaluation import held_out_tasks
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.processes import SimCounts, Streams
 from mmrl.training.recipe import NoUsableTasksError, Recipe, Step
@@ -153,11 +154,9 @@ class RobotDomain:
         known, splits = self.sim.tasks(), self.sim.layouts()
         randomizes = bool(config.sim.randomization.active())
         self.train_tasks = self.load_train_tasks()
-        limit = config.evaluation.max_tasks or None
-        self.eval_tasks = {
-            name: list_episodes(data, known, splits, randomized=not randomizes)[:limit]
-            for name, data in config.eval_data.items()
-        }
+        self.eval_tasks = held_out_tasks(
+            config, lambda data, _: list_episodes(data, known, splits, randomized=not randomizes)
+        )
         self.check_data()
         model_follows(self)
         self.policy = load_action_policy(config.model, self.sim, config.seed) if policy is None else policy
