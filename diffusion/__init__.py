@@ -51,10 +51,6 @@ _NAMES = {
         "GrpoGuardConfig",
         "GrpoGuardRecipe",
     ),
-    "diffusion.methods.flow_ppo": (
-        "FlowPpoConfig",
-        "FlowPpoRecipe",
-    ),
     "diffusion.methods.nft": (
         "DiffusionNftConfig",
         "DiffusionNftRecipe",

@@ -76,12 +76,6 @@ RECIPES = (
         "AC-Flow, arXiv 2510.18072",
     ),
     RecipeEntry(
-        "flow_ppo",
-        "diffusion.methods.flow_ppo:FlowPpoRecipe:FlowPpoConfig",
-        "PPO over stochastic denoising steps with AC-Flow's critic of the latents",
-        "steps: Flow-GRPO, arXiv 2505.05470; credit: GAE, arXiv 1506.02438; the combination is the suite's own",
-    ),
-    RecipeEntry(
         "diffusion_dpo",
         "diffusion.methods.dpo:DiffusionDpoRecipe:DiffusionDpoConfig",
         "Diffusion-DPO on pairs of images, with FiFA's filter of the pairs",

@@ -45,7 +45,7 @@ from mmrl.runs.dry_run import model_follows
 from mmrl.runs.export import Exported
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
-from mmrl.training.evaluation import Elsewhere, Evaluation, evaluate_tasks
+from mmrl.training.evaluation import Elsewhere, Evaluation, evaluate_tasks, held_out_tasks
 from mmrl.training.objectives import make_objective
 from mmrl.training.processes import Streams, global_advantages, process_device
 from mmrl.training.recipe import Recipe, Reference, Step, start_kind
@@ -90,10 +90,7 @@ class DiffusionDomain:
         self.skipped, self.errors = Tally(), RewardErrors()
         self.scoring = scoring
         self.train_tasks = self.load_train_tasks()
-        limit = config.evaluation.max_tasks or None
-        self.eval_tasks = {
-            name: self._load(data, f"eval_data.{name}").tasks[:limit] for name, data in config.eval_data.items()
-        }
+        self.eval_tasks = held_out_tasks(config, lambda data, key: self._load(data, key).tasks)
         self.rewards = load_rewards(scoring.rewards, scoring.heldout_rewards)
         with ExitStack() as undone:
             undone.callback(self.rewards.close)

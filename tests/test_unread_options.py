@@ -6,7 +6,7 @@ import pytest
 
 from mmrl.config import fill
 from mmrl.errors import UserError
-from mmrl.recipes import RECIPES
+from mmrl.recipes import find_recipe
 from mmrl.rewards.config import RewardConfig
 from mmrl.rewards.sum import RewardSum
 
@@ -54,17 +54,17 @@ TEACHER = [*QUESTIONS, "teacher.path=t"]
     ],
 )
 def test_an_option_without_a_reader_is_refused(recipe, needed, option, makes_sense):
-    if RECIPES[recipe].target.startswith("diffusion."):
+    if find_recipe(recipe).target.startswith("diffusion."):
         pytest.importorskip("diffusers")
     given = [
         *needed,
         {"digirl.lam=0.3": "digirl.advantage=code", "awm.power=0.5": "awm.weighting=t"}.get(option, "seed=0"),
     ]
-    fill(RECIPES[recipe].load_defaults(), given, "here")
+    fill(find_recipe(recipe).load_defaults(), given, "here")
     with pytest.raises(UserError, match=f"{option.partition('=')[0].split('.')[-1]}|leave reward out"):
-        fill(RECIPES[recipe].load_defaults(), [*given, option], "here")
+        fill(find_recipe(recipe).load_defaults(), [*given, option], "here")
     if makes_sense is not None:
-        fill(RECIPES[recipe].load_defaults(), [*given, option, makes_sense], "here")
+        fill(find_recipe(recipe).load_defaults(), [*given, option, makes_sense], "here")
 
 
 @pytest.mark.parametrize("limit", [{"timeout_s": 3.0}, {"memory_mb": 100.0}, {"workers": 2}, {"batch_timeout_s": 9.0}])

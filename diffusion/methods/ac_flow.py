@@ -31,7 +31,7 @@ state decides the image, the exact V is the same at all states of a path, and di
 are refused there. For the same reason a critic of a deterministic path can only average (a baseline a prompt and time)
 and discount what it cannot predict: expect little over a group baseline.
 
-`diffusion.methods.flow_ppo` gives the same critic to the policy gradient of stochastic steps.
+`recipe: flow_ppo` gives the same critic to the policy gradient of stochastic steps.
 """
 
 from __future__ import annotations

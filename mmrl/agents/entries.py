@@ -18,23 +18,10 @@ RECIPES = (
         "ARPO for GUI agents, github.com/dvlab-research/ARPO",
     ),
     RecipeEntry(
-        "agentic_branching",
-        "mmrl.agents.methods.branching:BranchingRecipe:BranchingConfig",
-        "episodes that branch from others where the agent becomes uncertain after an observation",
-        "Dong et al., ARPO, arXiv 2507.19849; allocation: entropy, AEPO, arXiv 2510.14545",
-    ),
-    RecipeEntry(
         "agent_clone",
         "mmrl.agents.methods.clone:AgentCloneRecipe:AgentCloneConfig",
         "supervised warm start of an agent on the environment's own expert",
         "maximum likelihood",
-        supervised=True,
-    ),
-    RecipeEntry(
-        "agent_revision",
-        "mmrl.agents.methods.revision:AgentRevisionRecipe:AgentRevisionConfig",
-        "the policy's own failures, revised from the first error on by the environment's expert (Agent-R in outline)",
-        "Yuan et al., Agent-R, arXiv 2501.11425",
         supervised=True,
     ),
     RecipeEntry(
@@ -44,29 +31,10 @@ RECIPES = (
         "Bredis et al., VL-DAC, arXiv 2508.04280",
     ),
     RecipeEntry(
-        "vl_dac_repo",
-        "mmrl.agents.methods.vl_dac:VlDacRecipe:VlDacConfig",
-        "VL-DAC with the constants of its public code",
-        "Bredis et al., VL-DAC, arXiv 2508.04280; corl-team/VL-DAC configs/miniworld_qwen2vl.yaml",
-        preset="mmrl.agents.methods.vl_dac:repo_preset",
-    ),
-    RecipeEntry(
         "digirl",
         "mmrl.agents.methods.digirl:DigirlRecipe:DigirlConfig",
         "filtered likelihood of an agent's steps, offline then online: two critics, curriculum, filtered cloning",
         "Bai et al., DigiRL, arXiv 2406.11896",
-    ),
-    RecipeEntry(
-        "archer",
-        "mmrl.agents.methods.archer:ArcherRecipe:ArcherConfig",
-        "off-policy critics of whole answers with slow targets, and an actor of tokens that answers stored turns anew",
-        "Zhou et al., ArCHer, arXiv 2402.19446",
-    ),
-    RecipeEntry(
-        "hnpg",
-        "mmrl.agents.methods.hnpg:HnpgRecipe:HnpgConfig",
-        "natural-gradient steps with critics of whole answers that learn from own and from recorded episodes",
-        "Zhou et al., HNPG, arXiv 2311.08384",
     ),
 )
 PLAN = "mmrl.vlm.plan:footprint"
@@ -75,7 +43,6 @@ READER = "mmrl.agents.environments.tasks:list_tasks"
 
 METRICS = {
     "time/environment": "Seconds that episodes waited for their environments.",
-    "revision/failed": "Share of the step's tasks that the policy failed in one of its attempts.",
     "episode/turns": "Mean turns of the step's episodes.",
     "episode/unreadable": "Share of the step's answers in which no action could be read, not counting those cut.",
     "episode/empty": "Share of the step's answers that said nothing.",
@@ -89,7 +56,6 @@ METRICS = {
     "episode/refused/<greedy|sampled>": "Mean actions of an episode that the environment could not execute.",
     "episode/no_result/<greedy|sampled>": "Evaluation episodes that failed with their environment or grew too long.",
     "env/episodes_overflown": "Training episodes so far whose conversation did not fit into the model any more.",
-    "episode/branched": "Share of the step's episodes that branched from another one.",
     "replay/groups_without_success": "Groups of the step in which all trajectories earned little.",
     "replay/injected": "Groups of the step that were given a stored trajectory.",
     "replay/age": "Mean steps since the replayed trajectories of the step were sampled.",
@@ -108,10 +74,4 @@ METRICS = {
     "digirl/instruction_loss": "Cross-entropy of the instruction critic in its last update of the step.",
     "digirl/instruction_value": "Mean probability of success that the instruction critic gives the stored episodes.",
     "digirl/step_loss": "Sum of the four cross-entropies of the step critic in its last update of the step.",
-    "archer/stored": "Episodes that are stored.",
-    "archer/critic_loss": "Sum of the four squared errors of the critics in their last update of the step.",
-    "archer/q": "Mean value that the critics give the policy's own answers to the drawn turns.",
-    "archer/v": "Mean value that the critics give the drawn turns.",
-    "archer/advantage": "Mean advantage of the policy's own answers to the drawn turns.",
-    "archer/advantage_std": "Standard deviation of these advantages.",
 }

@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 from PIL import Image
 
 from mmrl.agents.environments.environment import CUT
@@ -18,9 +18,8 @@ from mmrl.agents.rollout.episodes import ENDINGS, Episode
 from mmrl.fields import bounded
 from mmrl.runs.records import Outcome, SampleRecord, short_digest
 from mmrl.runs.run_log import metric_label
-from mmrl.runs.statistics import with_interval
-from mmrl.training.evaluation import Measure, Row, Trial
-from mmrl.training.processes import stream_seed
+from mmrl.runs.statistics import mean_or_nan
+from mmrl.training.evaluation import EpisodeMeasure, Row, Trial
 from mmrl.training.settings import EvaluationConfig
 
 RunEpisodes = Callable[[Sequence[AgentTask], Sequence[int], bool, Sequence[bool]], list[Episode]]
@@ -38,7 +37,7 @@ class AgentEvaluationConfig(EvaluationConfig):
 
 
 @dataclass
-class AgentMeasure(Measure[AgentTask]):
+class AgentMeasure(EpisodeMeasure[AgentTask]):
     """Success over tasks, with greedy or with sampled answers.
 
     The metrics are success/<protocol> with its interval (Wilson for greedy, bootstrap over tasks for sampled), the same
@@ -60,10 +59,8 @@ class AgentMeasure(Measure[AgentTask]):
     """Start of the videos' names."""
     _videos: list[Video] = field(default_factory=list)
 
-    unit = "episodes"
-
     def __post_init__(self) -> None:
-        self.repeats = int(self.evaluation.greedy) if self.protocol == "greedy" else self.evaluation.samples
+        self.repeats = int(self.evaluation.greedy) if self.greedy else self.evaluation.samples
 
     @property
     def batch_size(self) -> int:
@@ -72,9 +69,9 @@ class AgentMeasure(Measure[AgentTask]):
 
     def run(self, batch: Sequence[Trial[AgentTask]], start: int) -> list[Row]:
         """Run some episodes to their ends; a row has a video if it is one of the first of its outcome."""
-        seeds = [self._seed(trial.task.id, trial.repeat) for trial in batch]
+        seeds = [self.seed_of(trial.task.id, trial.repeat) for trial in batch]
         recorded = [self.folder is not None] * len(batch)
-        episodes = self.run_episodes([trial.task for trial in batch], seeds, self.protocol == "greedy", recorded)
+        episodes = self.run_episodes([trial.task for trial in batch], seeds, self.greedy, recorded)
         rows = [_row(trial, episode) for trial, episode in zip(batch, episodes, strict=True)]
         for success in (True, False):
             found = [number for number, each in enumerate(episodes) if each.video and each.video.success is success]
@@ -93,17 +90,12 @@ class AgentMeasure(Measure[AgentTask]):
     def metrics(self, rows: Sequence[Row], tasks: Sequence[AgentTask]) -> dict[str, float]:
         """Success overall and by task name, and the means over episodes."""
         valid = [row for row in rows if not row["failed"]]
-        name = f"success/{self.protocol}"
-        metrics = self._success(valid, name)
-        names = dict.fromkeys(row["name"] for row in rows)
-        for own in names if len(names) > 1 else ():
-            metrics |= self._success([row for row in valid if row["name"] == own], f"{name}/{metric_label(own)}")
+        metrics = self.success_rates(rows, "name", fewest=2)
         for key in ("return", "turns", "unreadable", "cut", "refused"):
-            values = [row[key] for row in valid]
-            metrics[f"episode/{key}/{self.protocol}"] = float(np.mean(values)) if values else float("nan")
+            metrics[f"episode/{key}/{self.protocol}"] = mean_or_nan([row[key] for row in valid])
         for term in dict.fromkeys(term for row in valid for term in row["terms"]):
             scores = [row["terms"][term] for row in valid if math.isfinite(row["terms"].get(term, math.nan))]
-            metrics[f"terms/{metric_label(term)}/{self.protocol}"] = float(np.mean(scores)) if scores else math.nan
+            metrics[f"terms/{metric_label(term)}/{self.protocol}"] = mean_or_nan(scores)
         return metrics | {f"episode/no_result/{self.protocol}": float(len(rows) - len(valid))}
 
     def record(self, row: Row) -> SampleRecord:
@@ -127,38 +119,25 @@ class AgentMeasure(Measure[AgentTask]):
         """The environment, its limits and how answers are chosen."""
         return {**self.setting, "decodings": {self.protocol: 1}, "bootstrap": self.seed}
 
-    def entries(self, row: Row) -> list[Row]:
-        """The episode; `success` is None where it came to no result."""
-        found = self.outcome(row)
-        return [
-            {
-                "decoding": self.protocol,
-                "task": row["name"],
-                "state": row["state"],
-                "seed": self._seed(row["id"], row["repeat"]),
-                "success": None if found is None else row["success"],
-                "return": row["return"],
-                "length": row["turns"],
-                "ending": row["reason"] or row["ending"],
-                "output": short_digest(row["sample"].response.encode()),
-                **({} if found is None else {"scores": found.scores, "parts": found.parts}),
-            }
-        ]
+    def state_of(self, row: Row) -> str:
+        """The task with its seed."""
+        return row["state"]  # type: ignore[no-any-return]
+
+    def columns(self, row: Row) -> Row:
+        """Task, seed, return, turns, ending and a digest of the answers."""
+        return {
+            "task": row["name"],
+            "seed": self.seed_of(row["id"], row["repeat"]),
+            "return": row["return"],
+            "length": row["turns"],
+            "ending": row["reason"] or row["ending"],
+            "output": short_digest(row["sample"].response.encode()),
+        }
 
     def finish(self, rows: Sequence[Row], saved: object) -> None:
         """Write the videos."""
         if self.folder is not None:
             write_videos(self.folder, self.label, self._videos, self.evaluation.videos)
-
-    def _seed(self, task: str, repeat: int) -> int:
-        return stream_seed(self.seed, "evaluate", self.split, task, repeat)
-
-    def _success(self, rows: Sequence[Row], name: str) -> dict[str, float]:
-        by_task: dict[str, list[float]] = {}
-        for row in rows:
-            by_task.setdefault(row["state"], []).append(float(row["success"]))
-        rng = None if self.protocol == "greedy" else np.random.default_rng(self.seed)
-        return with_interval(name, list(by_task.values()), rng)
 
 
 def _row(trial: Trial[AgentTask], episode: Episode) -> Row:
@@ -179,23 +158,18 @@ def _row(trial: Trial[AgentTask], episode: Episode) -> Row:
         "cut": episode.errors.count(CUT),
         "refused": episode.refused,
         "terms": episode.terms,
-        "sample": episode_record(episode, total, episode.terms, None),
+        "sample": SampleRecord(reward=total, terms=episode.terms, **about_episode(episode)),
     }
 
 
-def episode_record(
-    episode: Episode, reward: float | None, terms: dict[str, float], advantage: float | None
-) -> SampleRecord:
-    """An episode as a sample for the report: the answers of all turns, and the last image."""
+def about_episode(episode: Episode) -> dict[str, Any]:
+    """Fields of a sample for the report: the answers of all turns, and the last image."""
     turns = [f"[turn {number}] {answer}" for number, answer in enumerate(episode.answers, 1)]
-    return SampleRecord(
-        id=episode.task.id,
-        prompt="" if episode.prompt is None else episode.prompt.text,
-        response="\n".join(turns),
-        outputs=[Image.fromarray(image) for image in episode.last.images[-1:]],
-        reward=reward,
-        terms=terms,
-        advantage=advantage,
-        finish=episode.ending,
-        correct=episode.success if episode.has_result else None,
-    )
+    return {
+        "id": episode.task.id,
+        "prompt": "" if episode.prompt is None else episode.prompt.text,
+        "response": "\n".join(turns),
+        "outputs": [Image.fromarray(image) for image in episode.last.images[-1:]],
+        "finish": episode.ending,
+        "correct": episode.success if episode.has_result else None,
+    }

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from mmrl.agents.environments.environment import FORMATS, ActionConfig
 from mmrl.agents.environments.pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig, check_splits, list_tasks
-from mmrl.agents.evaluation import AgentEvaluationConfig, AgentMeasure, episode_record
+from mmrl.agents.evaluation import AgentEvaluationConfig, AgentMeasure, about_episode
 from mmrl.agents.monitor import agent_alarms, count_below_silence, count_episodes, episode_metrics
 from mmrl.agents.rewards import OWN_TERMS, EpisodeRewards, check_names, tabulate_failed_answers
 from mmrl.agents.rollout.anchors import tabulate_anchors, tabulate_durations
@@ -47,10 +47,11 @@ from mmrl.runs.dry_run import model_follows
 from mmrl.runs.export import Exported
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
+from mmrl.training.evaluation import held_out_tasks
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.processes import SimCounts, Streams
 from mmrl.training.recipe import LossTerm, NoUsableTasksError, Recipe, Step
-from mmrl.training.scoring import EveryRewardFailedError, RewardErrors, failure_of
+from mmrl.training.scoring import EveryRewardFailedError, RewardErrors, failure_of, scored_record
 from mmrl.training.settings import RunConfig
 from mmrl.vlm.engine.export import export_model
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
@@ -196,9 +197,7 @@ class AgentDomain:
         """
         self.episode_sampler = sampler
         self.train_tasks = list_tasks(config.data)
-        self.eval_tasks = {
-            name: list_tasks(data)[: config.evaluation.max_tasks or None] for name, data in config.eval_data.items()
-        }
+        self.eval_tasks = held_out_tasks(config, lambda data, _: list_tasks(data))
         check_splits(config.data, self.train_tasks, config.eval_data, self.eval_tasks)
         self.code = source_digest(config.environment.factory)
         with ExitStack() as undone:
@@ -314,14 +313,9 @@ class AgentDomain:
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
         """Whole groups as texts, images, rewards and advantages."""
-        episodes, advantage = AgentPayload.of(rollouts).episodes, rollouts.advantage
-        found = []
-        for row in range(min(limit, rollouts.num_rows)):
-            length = max(float(rollouts.mask[row].sum()), 1.0)
-            terms = {name: float(values[row]) for name, values in rollouts.reward_terms.items()}
-            mean = None if advantage is None else float(advantage[row].sum()) / length
-            found.append(episode_record(episodes[row], float(rollouts.reward[row]), terms, mean))
-        return found
+        episodes = AgentPayload.of(rollouts).episodes
+        rows = range(min(limit, rollouts.num_rows))
+        return [scored_record(rollouts, row, **about_episode(episodes[row])) for row in rows]
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Statistics of the step's episodes, and failures so far."""

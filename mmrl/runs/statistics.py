@@ -208,6 +208,11 @@ def cluster_bootstrap_interval(
     return float(low), float(high)
 
 
+def mean_or_nan(values: Sequence[float]) -> float:
+    """The mean of some numbers; NaN without any."""
+    return float(np.mean(values)) if len(values) else math.nan
+
+
 def with_interval(name: str, values: Sequence[Sequence[float]], rng: np.random.Generator | None) -> dict[str, float]:
     """The mean of some scores and its 95 % interval, in which a task or initial state counts once however often it ran.
 

@@ -21,7 +21,8 @@ from accelerate import Accelerator
 
 from mmrl.runs.records import Outcome, ResumableRows, SampleRecord, load_record, mean_outcomes, store_record
 from mmrl.runs.run_log import metric_label
-from mmrl.training.processes import merge_lists, shard
+from mmrl.runs.statistics import with_interval
+from mmrl.training.processes import merge_lists, shard, stream_seed
 
 MOST_VALUES = 8
 """A column with more values than this is not broken down by unless it is asked for."""
@@ -177,6 +178,69 @@ class Measure(ABC, Generic[TaskT]):
             rows: of all processes.
             saved: what `saved_rows` returned.
         """
+
+
+def held_out_tasks(config: Any, load: Callable[[Any, str], Sequence[TaskT]]) -> dict[str, Sequence[TaskT]]:
+    """Tasks of each split of `eval_data`, cut to `evaluation.max_tasks`; `load` gets the data and its key."""
+    limit = config.evaluation.max_tasks or None
+    return {name: load(data, f"eval_data.{name}")[:limit] for name, data in config.eval_data.items()}
+
+
+class EpisodeMeasure(Measure[TaskT]):
+    """Success over episodes under one protocol of choosing actions.
+
+    A row is an episode with its "success". One that came to no result is "failed": it is counted, its `outcome` is
+    None, and it is part of no other number.
+    """
+
+    unit = "episodes"
+    protocol: str
+    """greedy or sampled, with what a room adds; the last part of the metrics' names."""
+    seed: int
+    split: str
+
+    @abstractmethod
+    def state_of(self, row: Row) -> str:
+        """Name of the initial state, whose repeats are not independent."""
+
+    @abstractmethod
+    def columns(self, row: Row) -> Row:
+        """Columns of the ledger that only the room knows: task, seed, return, length, ending, output."""
+
+    def entries(self, row: Row) -> list[Row]:
+        """The episode; `success` is None if it came to no result."""
+        found = self.outcome(row)
+        success = None if found is None else row["success"]
+        known = {"decoding": self.protocol, "state": self.state_of(row), "success": success, **self.columns(row)}
+        return [known if found is None else known | _scores(found)]
+
+    @property
+    def greedy(self) -> bool:
+        """Whether actions are not drawn, so that an initial state needs one episode."""
+        return self.protocol.startswith("greedy")
+
+    def seed_of(self, *trial: int | str) -> int:
+        """Seed of an episode, the same at every step."""
+        return stream_seed(self.seed, "evaluate", self.split, *trial)
+
+    def success_rates(self, rows: Sequence[Row], column: str, fewest: int = 1) -> dict[str, float]:
+        """success/<protocol> with its interval, also for each value of a column that has `fewest` values or more.
+
+        The interval is Wilson's for greedy episodes, and a bootstrap over initial states for sampled ones.
+        """
+        name = f"success/{self.protocol}"
+        parts = {name: rows}
+        values = dict.fromkeys(row[column] for row in rows)
+        for value in values if len(values) >= fewest else ():
+            parts[f"{name}/{metric_label(value)}"] = [row for row in rows if row[column] == value]
+        rates: dict[str, float] = {}
+        for metric, part in parts.items():
+            by_state: dict[str, list[float]] = {}
+            for row in (row for row in part if not row["failed"]):
+                by_state.setdefault(self.state_of(row), []).append(float(row["success"]))
+            rng = None if self.greedy else np.random.default_rng(self.seed)
+            rates |= with_interval(metric, list(by_state.values()), rng)
+        return rates
 
 
 Batch = tuple[int, Sequence[Trial[Any]]]

@@ -13,6 +13,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.core.transfer import to_device
 from mmrl.errors import RunError
 from mmrl.rewards.config import RewardResult
+from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import metric_label
 from mmrl.training.processes import from_all
 
@@ -42,6 +43,18 @@ def with_rewards(rollouts: Rollouts, result: RewardResult) -> Rollouts:
     if bool(torch.isnan(total).all()):
         raise EveryRewardFailedError(failure_of(result), scored)
     return scored
+
+
+def scored_record(rollouts: Rollouts, row: int, **about: Any) -> SampleRecord:
+    """A row as a sample for the report: its reward, terms and mean advantage, and what a room says about it."""
+    length = max(float(rollouts.mask[row].sum()), 1.0)
+    advantage = rollouts.advantage
+    scored = {
+        "reward": float(rollouts.reward[row]),
+        "terms": {name: float(values[row]) for name, values in rollouts.reward_terms.items()},
+        "advantage": None if advantage is None else float(advantage[row].sum()) / length,
+    }
+    return SampleRecord(**{**scored, **about})
 
 
 def score_everywhere(score: Callable[[], Rollouts], failure: RunError | None = None) -> Rollouts:

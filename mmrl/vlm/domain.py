@@ -37,7 +37,7 @@ from mmrl.training.evaluation import (
 )
 from mmrl.training.processes import Streams, stream_seed
 from mmrl.training.recipe import LossTerm, NoUsableTasksError, Step
-from mmrl.training.scoring import RewardErrors, describe_failure, failure_of
+from mmrl.training.scoring import RewardErrors, describe_failure, failure_of, scored_record
 from mmrl.vlm.config import AnswerScoring, ExtraMeasures, VlmConfig, VlmEvaluationConfig
 from mmrl.vlm.data.dataset import LoadedTasks, load_splits, load_tasks
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
@@ -186,7 +186,7 @@ class VlmDomain:
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
         """Whole groups as text, images, frames of videos, rewards and advantages."""
         payload = VlmPayload.of(rollouts)
-        advantage = rollouts.advantage
+        given: dict[str, Any] = {"reward": None} if self.supervised else {}
         found: list[SampleRecord] = []
         images_of: dict[int, list[Any]] = {}
         for row in range(min(limit, rollouts.num_rows)):
@@ -194,18 +194,17 @@ class VlmDomain:
             task = payload.tasks[group]
             if group not in images_of:
                 images_of[group] = task_images(task, self.policy.layout.patch_size)
-            length = max(float(rollouts.mask[row].sum()), 1.0)
             found.append(
-                SampleRecord(
+                scored_record(
+                    rollouts,
+                    row,
                     id=task.id,
                     prompt=payload.prompts[group].text,
                     response=payload.texts[row],
                     answer=str(task.columns.get("answer", "")),
                     images=images_of[group],
-                    reward=None if self.supervised else float(rollouts.reward[row]),
-                    terms={name: float(values[row]) for name, values in rollouts.reward_terms.items()},
-                    advantage=None if advantage is None else float(advantage[row].sum()) / length,
                     finish=payload.finish[row],
+                    **given,
                 )
             )
         return found

@@ -27,10 +27,8 @@ from mmrl.fields import bounded, rare
 from mmrl.hub.video import write_mp4
 from mmrl.runs.fingerprint import weights_digest
 from mmrl.runs.records import Outcome, ResumableRows, SampleRecord, short_digest
-from mmrl.runs.run_log import metric_label
-from mmrl.runs.statistics import with_interval
-from mmrl.training.evaluation import Measure, Row, Trial
-from mmrl.training.processes import stream_seed
+from mmrl.runs.statistics import mean_or_nan, with_interval
+from mmrl.training.evaluation import EpisodeMeasure, Row, Trial
 from mmrl.training.settings import EvaluationConfig
 from robotics.episodes.collect import ActingSettings, Episodes, action_scale, replay_episode, run_episodes
 from robotics.episodes.tasks import episode_id
@@ -136,7 +134,7 @@ class RobotEvaluationConfig(EvaluationConfig):
 
 
 @dataclass
-class EpisodeMeasure(Measure[EpisodeSpec]):
+class RobotMeasure(EpisodeMeasure[EpisodeSpec]):
     """Success over initial states by one protocol.
 
     The metrics are success/<protocol> with its interval (Wilson for greedy, bootstrap over initial states for sampled),
@@ -161,10 +159,7 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
     """Replays the first failures and successes; None makes no videos."""
     shows_progress: bool = False
 
-    unit = "episodes"
-
     def __post_init__(self) -> None:
-        self.greedy = self.protocol.startswith("greedy")
         self.swapped = self.protocol.endswith("_swapped")
         self.repeats = int(self.evaluation.greedy) if self.greedy else self.evaluation.samples
         if self.swapped and not self.evaluation.swapped:
@@ -185,7 +180,7 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
             self.sim,
             [trial.task for trial in batch],
             self.acting,
-            [self._seed(*trial.key) for trial in batch],
+            [self.seed_of(*trial.key) for trial in batch],
             greedy=self.greedy,
             images_of=[self.others[trial.task] for trial in batch] if self.swapped else (),
         )
@@ -194,12 +189,9 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
     def metrics(self, rows: Sequence[Row], tasks: Sequence[EpisodeSpec]) -> dict[str, float]:
         """Success overall and of each task, and the counts."""
         finished = [row for row in rows if not row["failed"]]
-        name = f"success/{self.protocol}"
-        metrics = self._success(finished, name)
-        for task in dict.fromkeys(row["task"] for row in rows):
-            metrics |= self._success([row for row in finished if row["task"] == task], f"{name}/{metric_label(task)}")
+        metrics = self.success_rates(rows, "task")
         steps = [row["steps"] for row in finished if row["success"]]
-        metrics[f"episode/steps_to_success/{self.protocol}"] = float(np.mean(steps)) if steps else float("nan")
+        metrics[f"episode/steps_to_success/{self.protocol}"] = mean_or_nan(steps)
         return metrics | {f"episode/failed/{self.protocol}": float(len(rows) - len(finished))}
 
     def record(self, row: Row) -> SampleRecord:
@@ -245,24 +237,23 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
             "simulator": described,
         }
 
-    def entries(self, row: Row) -> list[Row]:
-        """The episode; `success` is None where its environment failed."""
-        spec, found = episode_of(row), self.outcome(row)
-        return [
-            {
-                "decoding": self.protocol,
-                "task": row["task"],
-                "state": _state(row),
-                "seed": self._seed(row["index"], row["repeat"]),
-                "success": None if found is None else row["success"],
-                "return": row["return"],
-                "length": row["steps"],
-                "ending": row["reason"] or row["ending"],
-                "output": short_digest(json.dumps(row["actions"]).encode()),
-                "parts": {"task": spec.task},
-                "scores": {} if found is None else found.scores,
-            }
-        ]
+    def state_of(self, row: Row) -> str:
+        """The initial state with its draw of the domain randomisation."""
+        spec = episode_of(row)
+        return episode_id(spec) + (f"/draw {spec.draw}" if spec.draw else "")
+
+    def columns(self, row: Row) -> Row:
+        """Task, seed, return, control steps, ending and a digest of the actions."""
+        return {
+            "task": row["task"],
+            "seed": self.seed_of(row["index"], row["repeat"]),
+            "return": row["return"],
+            "length": row["steps"],
+            "ending": row["reason"] or row["ending"],
+            "output": short_digest(json.dumps(row["actions"]).encode()),
+            "parts": {"task": row["task"]},
+            "scores": {},
+        }
 
     def saved_rows(self, tasks: Sequence[EpisodeSpec], processes: int) -> ResumableRows:
         """The episodes file of these weights, settings and initial states."""
@@ -307,16 +298,6 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
             success_table(rows, bootstrap=None if self.greedy else self.seed),
         )
 
-    def _seed(self, index: int, repeat: int) -> int:
-        return stream_seed(self.seed, "evaluate", self.split, index, repeat)
-
-    def _success(self, rows: Sequence[Row], name: str) -> dict[str, float]:
-        by_state: dict[str, list[float]] = {}
-        for row in rows:
-            by_state.setdefault(_state(row), []).append(float(row["success"]))
-        rng = None if self.greedy else np.random.default_rng(self.seed)
-        return with_interval(name, list(by_state.values()), rng)
-
 
 def success_table(
     rows: Sequence[Row],
@@ -344,12 +325,6 @@ def success_table(
         label = total if kind is None else kind
         lines.append(f"{label:<{width}}  {done:>3}/{len(finished):<3} {share:5.3f}  [{low:.3f}, {high:.3f}]  {ends}")
     return "\n".join(lines)
-
-
-def _state(row: Mapping[str, Any]) -> str:
-    """Name of an episode's initial state, with its draw of the domain randomisation."""
-    spec = episode_of(row)
-    return episode_id(spec) + (f"/draw {spec.draw}" if spec.draw else "")
 
 
 def _row(trial: Trial[EpisodeSpec], episodes: Episodes, row: int) -> Row:

@@ -20,6 +20,7 @@ from mmrl.core.payload import Payload, per_decision, per_group, per_row
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.transfer import to_host
 from mmrl.runs.records import SampleRecord
+from mmrl.training.scoring import scored_record
 from robotics.episodes.tasks import episode_id
 from robotics.sim.episodes import EpisodeSpec
 
@@ -127,16 +128,13 @@ def sample_record(rollouts: Rollouts, row: int) -> SampleRecord:
     payload = EpisodePayload.of(rollouts)
     episode = payload.episodes[int(rollouts.group[row])]
     last = [] if payload.last_image is None else [Image.fromarray(payload.last_image[row].cpu().numpy())]
-    length = max(float(rollouts.mask[row].sum()), 1.0)
-    advantage = rollouts.advantage
-    return SampleRecord(
+    return scored_record(
+        rollouts,
+        row,
         id=episode_id(episode),
         prompt=episode.instruction,
         response=f"{int(payload.lengths[row])} control steps",
         outputs=last,
-        reward=float(rollouts.reward[row]),
-        terms={name: float(values[row]) for name, values in rollouts.reward_terms.items()},
-        advantage=None if advantage is None else float(advantage[row].sum()) / length,
         finish=_ending(payload, row),
         correct=bool(payload.success[row]),
     )

@@ -36,13 +36,14 @@ from mmrl.runs.dry_run import model_follows
 from mmrl.runs.export import Exported
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import metric_label
+from mmrl.training.evaluation import held_out_tasks
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.processes import SimCounts, Streams
 from mmrl.training.recipe import NoUsableTasksError, Recipe, Step
 from mmrl.training.run import train
 from mmrl.training.settings import RunConfig, TrainerConfig
 from robotics.episodes.collect import ActingSettings, Episodes, run_episodes, swap_layouts
-from robotics.episodes.evaluation import PROTOCOLS, EpisodeMeasure, ReplayVideos, RobotEvaluationConfig
+from robotics.episodes.evaluation import PROTOCOLS, ReplayVideos, RobotEvaluationConfig, RobotMeasure
 from robotics.episodes.payload import EpisodePayload, sample_record
 from robotics.episodes.tasks import EpisodeSetConfig, episode_id, list_episodes, own_draw
 from robotics.methods.old_policy import OldPolicy
@@ -153,11 +154,9 @@ class RobotDomain:
         known, splits = self.sim.tasks(), self.sim.layouts()
         randomizes = bool(config.sim.randomization.active())
         self.train_tasks = self.load_train_tasks()
-        limit = config.evaluation.max_tasks or None
-        self.eval_tasks = {
-            name: list_episodes(data, known, splits, randomized=not randomizes)[:limit]
-            for name, data in config.eval_data.items()
-        }
+        self.eval_tasks = held_out_tasks(
+            config, lambda data, _: list_episodes(data, known, splits, randomized=not randomizes)
+        )
         self.check_data()
         model_follows(self)
         self.policy = load_action_policy(config.model, self.sim, config.seed) if policy is None else policy
@@ -184,7 +183,7 @@ class RobotDomain:
         """Initial states of training."""
         return list_episodes(self.config.data, self.sim.tasks(), self.sim.layouts())
 
-    def measures(self, policy: ActionPolicy, split: str, step: Step) -> list[EpisodeMeasure]:
+    def measures(self, policy: ActionPolicy, split: str, step: Step) -> list[RobotMeasure]:
         """Success over fixed initial states, overall and of each task."""
         check_interface(policy, self.sim, self.config.model.accept_other)  # of a checkpoint that was loaded meanwhile
         measures = [self._measure(policy, split, protocol, step) for protocol in PROTOCOLS]
@@ -221,7 +220,7 @@ class RobotDomain:
         """End the simulator's threads and processes."""
         self.sim.close()
 
-    def _measure(self, policy: ActionPolicy, split: str, protocol: str, step: Step) -> EpisodeMeasure:
+    def _measure(self, policy: ActionPolicy, split: str, protocol: str, step: Step) -> RobotMeasure:
         config, run_dir = self.config, Path(self.config.output_dir)
         headline = protocol == "greedy" and split == next(iter(self.eval_tasks))
         videos = ReplayVideos(
@@ -234,7 +233,7 @@ class RobotDomain:
             size=config.evaluation.video_size,
             chunk=policy.chunk,
         )
-        return EpisodeMeasure(
+        return RobotMeasure(
             policy=policy,
             sim=self.sim,
             protocol=protocol,

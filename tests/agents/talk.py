@@ -41,10 +41,3 @@ class Costly(Talk):
     def step(self, action):
         observation, _, over = super().step(action)
         return observation, -0.1, over
-
-
-class Failing(Talk):
-    """Talk in which no episode succeeds."""
-
-    def step(self, action):
-        return *super().step(action), {"success": False}

@@ -17,7 +17,7 @@ from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, Episo
 from mmrl.agents.rollout.turns import TurnSampler
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.errors import UserError
-from mmrl.recipes import RECIPES
+from mmrl.recipes import RECIPES, find_recipe
 from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.processes import Streams
@@ -229,7 +229,7 @@ def test_both_presets_are_those_of_the_table():
         "vl_dac_repo": (1e-6, 1e-8, 0.5, 0.04, 0.9, 0.95),
     }
     for name, numbers in expected.items():
-        config = RECIPES[name].default_config()
+        config = find_recipe(name).default_config()
         objective, trainer = make_objective(config.objective), config.trainer
         gae = objective.advantage
         rates = (trainer.learning_rate, trainer.final_learning_rate)

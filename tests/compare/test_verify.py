@@ -16,7 +16,7 @@ from mmrl.runs.ledger import read_ledger
 from mmrl.runs.records import read_jsonl
 from mmrl.training.run import evaluate, train
 from mmrl.trust import named_code
-from robotics.episodes.evaluation import EpisodeMeasure, RobotEvaluationConfig
+from robotics.episodes.evaluation import RobotEvaluationConfig, RobotMeasure
 from tests.robotics.test_robot_recipes import grpo, trainer
 
 
@@ -79,14 +79,14 @@ def test_a_row_that_names_another_initial_state_or_seed_differs(evaluated, said)
 
 def test_rows_that_differ_by_rounding_are_the_same_in_their_batch(evaluated, said, monkeypatch):
     """A policy whose sums depend on what is computed with them, here by the number of episodes."""
-    run, alone = EpisodeMeasure.run, []
+    run, alone = RobotMeasure.run, []
 
     def rounded(self, batch, start):
         rows = run(self, batch, start)
         alone.append(len(batch))
         return [row | {"return": row["return"] + 1e-7 * (len(batch) == 1)} for row in rows]
 
-    monkeypatch.setattr(EpisodeMeasure, "run", rounded)
+    monkeypatch.setattr(RobotMeasure, "run", rounded)
     assert verify(evaluated[0], said.append, 0, [4], ()) == 0
     assert alone == [1, 3]
     assert "1 of 1 rows are the same (1 of them in the batch in which they were computed, by rounding)" in said[-1]

@@ -87,8 +87,6 @@ IDLE = {
     "TaskSetConfig.build": "for a file that is not there yet",
     "TaskSetConfig.build_options": "for a file that is not there yet",
     "TrustRegionConfig.backtracks": "the longest step of a tiny run gains enough",
-    "HnpgSettings.build": "for episodes that are not there yet",
-    "HnpgSettings.build_options": "for episodes that are not there yet",
     "DigirlSettings.build": "for episodes that are not there yet",
     "DigirlSettings.build_options": "for episodes that are not there yet",
     "DemonstrationConfig.build": "for demonstrations that are not there yet",
@@ -277,14 +275,12 @@ OWN: dict[str, dict[str, str]] = {
         "objective.score.kind": "there is one kind",
         "objective.likelihood.kind": "its weight is 0 by default",
     },
-    "agentic_branching": {"branching.tokens": "the answers of a tiny run are shorter"},
     "arpo": dict.fromkeys(("replay.size", "replay.memory_mb"), "the episodes of a tiny run are fewer"),
     "vl_dac": {"objective.advantage.truncation": "no episode is cut"},
     "digirl": {
         **dict.fromkeys(("digirl.gamma", "digirl.lam", "digirl.clamp"), "the tiny model earns nothing"),
         **dict.fromkeys(("digirl.capacity", "digirl.memory_mb"), "the episodes of a tiny run are fewer"),
     },
-    "archer": dict.fromkeys(("archer.capacity", "archer.memory_mb"), "the episodes of a tiny run are fewer"),
     "grounding_sft": {
         **GROUNDING,
         "evaluation.temperature": "no answer of the tiny model is right at any temperature",

@@ -16,7 +16,7 @@ from mmrl.training.sharding import is_part, saving
 from mmrl.training.trainer import Trainer
 from tests.contracts.options import with_changes
 from tests.contracts.record import note
-from tests.contracts.test_two_processes import NATURAL, STEPS, assert_same, make, train, train_in_two
+from tests.contracts.test_two_processes import STEPS, assert_same, make, train, train_in_two
 
 FSDP2 = {"trainer.sharding": "fsdp2"}
 GATHERED = {
@@ -48,7 +48,7 @@ def configured(name: str, folder: Path) -> Any:
 
 
 def every() -> list[Any]:
-    names = [name for name in (*RECIPES, *VARIANTS) if name not in NATURAL]  # which refuses to be divided
+    names = (*RECIPES, *VARIANTS)
     return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 

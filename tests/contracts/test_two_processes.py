@@ -58,9 +58,6 @@ ABSOLUTE = 1e-4
 FIRST_STEP = ("flow3d_awm",)
 """Recipes whose gradients cancel: their metrics are compared after the first step alone, before rounding grows."""
 
-NATURAL = ("hnpg",)
-"""Recipes of natural-gradient steps, which have no AdamW and refuse weights in parts."""
-
 
 class StopAfter(StopSignals):
     """Asks a run to stop after a step, as a signal would."""
@@ -169,8 +166,7 @@ def make(name: str, folder: Path, tasks: int = 4) -> Any:
         pytest.importorskip(module)
     config = with_changes(domain.make_config(name, folder), changes)
     config.trainer.steps, config.trainer.tasks_per_step, config.trainer.threads = STEPS, tasks, 1
-    if name not in NATURAL:
-        config.trainer.adam_eps, config.trainer.learning_rate = 1.0, 0.1
+    config.trainer.adam_eps, config.trainer.learning_rate = 1.0, 0.1
     config.checkpoint.every = 1
     config.validate()
     assert PartialState().num_processes == 1

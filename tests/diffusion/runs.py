@@ -17,7 +17,7 @@ from diffusion.evaluation import DiffusionEvaluationConfig
 from diffusion.models.policy import LoraSettings, ModelConfig
 from diffusion.toy.shapes import building
 from mmrl.core.rollouts import Rollouts
-from mmrl.recipes import RECIPES
+from mmrl.recipes import find_recipe
 from mmrl.rewards import RewardConfig
 from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.processes import Streams, make_accelerator, stream_seed
@@ -55,7 +55,7 @@ def write_prompts(path: Path, prompts: Sequence[str] = PROMPTS) -> Path:
 def run_config(name: str, folder: Path, **trainer: Any) -> Any:
     """A two-step run of a recipe on two prompts, four images each, four denoising steps."""
     config = dataclasses.replace(
-        RECIPES[name].default_config(),
+        find_recipe(name).default_config(),
         recipe=name,
         output_dir=str(folder / "run"),
         model=ModelConfig(path=str(tiny_model()), lora=LoraSettings(rank=4, alpha=8), max_sequence_length=1),
@@ -78,7 +78,7 @@ def run_config(name: str, folder: Path, **trainer: Any) -> Any:
 
 def build(config: Any) -> Any:
     """The recipe of a configuration."""
-    return RECIPES[config.recipe].load_recipe_class()(config)
+    return find_recipe(config.recipe).load_recipe_class()(config)
 
 
 def make_trainer(config: Any, folder: Path) -> Trainer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mmrl.agents.methods.archer import critic_loss, default_objective, move_average, targets, utterance_advantages
+from mmrl.contrib.agents.archer import critic_loss, default_objective, move_average, targets, utterance_advantages
 from mmrl.core.loss import Denominators
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts

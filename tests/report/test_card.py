@@ -13,7 +13,7 @@ from huggingface_hub import DatasetCard, ModelCard, ModelCardData
 from mmrl.errors import UserError
 from mmrl.hub.building import build_if_missing
 from mmrl.hub.cards import card_text, code, fenced, plain, portable, table, without_paths, write_dataset_card
-from mmrl.recipes import RECIPES
+from mmrl.recipes import RECIPES, find_recipe
 from mmrl.report.card import at_step, model_card, start_of
 from mmrl.report.export import export_run
 from mmrl.report.folder import read_run
@@ -117,7 +117,7 @@ def test_papers_of_an_objective_are_cited_without_invented_titles(run):
     assert card_of(run, 9).count("@misc{") == 1
     papo = model_card(RECIPES["papo"], Config("papo"), run.folder, 9, EXPORTED)
     assert "  title = {Perception-Aware Policy Optimization},\n  year = {2025},\n  eprint = {2507.06448}" in papo
-    hnpg = model_card(RECIPES["hnpg"], Config("hnpg"), run.folder, 9, EXPORTED)
+    hnpg = model_card(find_recipe("hnpg"), Config("hnpg"), run.folder, 9, EXPORTED)
     assert "note = {HNPG}" in hnpg
 
 

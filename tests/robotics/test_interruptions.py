@@ -47,7 +47,7 @@ def killed_run(folder, monkeypatch, place):
         else:  # in the evaluation after the first step, with the first batches done
             import robotics.episodes.evaluation as evaluation
 
-            run = evaluation.EpisodeMeasure.run
+            run = evaluation.RobotMeasure.run
             evaluate = RobotRecipe.evaluate
 
             def counted(self, *arguments):
@@ -60,7 +60,7 @@ def killed_run(folder, monkeypatch, place):
                 return run(self, batch, start)
 
             patch.setattr(RobotRecipe, "evaluate", counted)
-            patch.setattr(evaluation.EpisodeMeasure, "run", cut)
+            patch.setattr(evaluation.RobotMeasure, "run", cut)
         with pytest.raises(KilledError):
             train(find_recipe("robot_grpo"), config_of(folder))
 

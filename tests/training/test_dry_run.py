@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from mmrl.recipes import RECIPES
+from mmrl.recipes import RECIPES, find_recipe
 from mmrl.runs.dry_run import model_follows
 from mmrl.training.run import _open_recipe, read_data
 from tests.contracts.domains import domain_of
@@ -20,7 +20,6 @@ QUICK = (
     "tspo",
     "masked",
     "agent",
-    "hnpg",
     "aepo",
     "awm",
     "diffusion_dpo",
@@ -46,7 +45,7 @@ def test_every_recipe_reads_its_data_and_loads_no_model(name, tmp_path, monkeypa
     loaders = ("mmrl.vlm.domain", "mmrl.agents.recipe", "mmrl.vlm.tspo.recipe", "diffusion.recipe")
     for place in (*(f"{module}.load_policy" for module in loaders), "robotics.methods.recipe.load_action_policy"):
         monkeypatch.setattr(place, lambda *_, **__: pytest.fail("a dry run loads no model"))
-    lines = read_data(RECIPES[name], config)
+    lines = read_data(find_recipe(name), config)
     assert lines
     assert lines[0].startswith("data: ")
     assert not (tmp_path / "run").exists()
@@ -160,9 +159,9 @@ def test_a_dry_run_refuses_the_tables_that_the_run_refuses(room, tmp_path):
     config = make(name, tmp_path)
     spoil(config)
     with pytest.raises(UserError, match=said) as dry:
-        read_data(RECIPES[name], config)
+        read_data(find_recipe(name), config)
     with pytest.raises(UserError) as real:
-        _open_recipe(RECIPES[name], config)
+        _open_recipe(find_recipe(name), config)
     assert str(dry.value) == str(real.value)
 
 

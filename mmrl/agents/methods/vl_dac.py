@@ -5,7 +5,7 @@ value of a turn is read off the model's last state before the first token of the
 gradient ends there. The first updates train that network alone (`warmup_updates`). The objective is the row `vl_dac` of
 the catalogue; this recipe adds the warm-up and the defaults.
 
-Defaults: `vl_dac` has those of the paper's table (appendix B), `vl_dac_repo` those of the public configuration for
+Defaults: those of the paper's table (appendix B); `recipe: vl_dac_repo` has those of the public configuration for
 MiniWorld. Where the table gives two numbers the first one is meant (gamma 0.99 and 1, lambda 0.95 and 0.99); the clip
 range, which it leaves out, is the public code's.
 
@@ -32,13 +32,12 @@ Source: Bredis et al., Enhancing Vision-Language Model Training with Reinforceme
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from mmrl.agents.recipe import AgentConfig, AgentRecipe
-from mmrl.agents.rollout.episodes import ConversationConfig, EpisodeConfig
+from mmrl.agents.rollout.episodes import ConversationConfig
 from mmrl.core.loss import Denominators
 from mmrl.core.objectives.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
@@ -134,23 +133,3 @@ class VlDacRecipe(AgentRecipe):
         if step.number >= self.config.warmup_updates:
             return super().loss(policy, minibatch, denominators, step)
         return self.objective.critic_loss(self.scores(policy, minibatch, CRITIC_ALONE), minibatch, denominators)
-
-
-def repo_preset() -> VlDacConfig:
-    """The constants of the public configuration for MiniWorld.
-
-    An optimiser step takes one of 16 episodes, where the code adds up 16 of 256 turns.
-
-    Source: corl-team/VL-DAC configs/miniworld_qwen2vl.yaml.
-    """
-    changes: dict[str, Any] = {
-        "advantage": {"gamma": 0.9, "lam": 0.95},
-        "kl": {"coef": 0.04},
-        "value": {"coef": 0.5},
-    }
-    trainer = replace(paper_trainer(), learning_rate=1e-6, final_learning_rate=1e-8, minibatches_per_step=16)
-    return VlDacConfig(
-        objective=ObjectiveConfig(preset="vl_dac", **changes),
-        episode=EpisodeConfig(max_turns=128),
-        trainer=replace(trainer, steps=100),
-    )

@@ -38,9 +38,10 @@ from mmrl.runs.dry_run import model_follows
 from mmrl.runs.export import Exported
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
+from mmrl.training.evaluation import held_out_tasks
 from mmrl.training.processes import Streams, stream_seed
 from mmrl.training.recipe import NoUsableTasksError, Recipe, Step
-from mmrl.training.scoring import EveryRewardFailedError, RewardErrors, failure_of
+from mmrl.training.scoring import EveryRewardFailedError, RewardErrors, failure_of, scored_record
 from mmrl.vlm.data.dataset import DataConfig
 from mmrl.vlm.data.task import TaskError
 from mmrl.vlm.domain import Skipped
@@ -71,10 +72,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         self.parts |= {"skipped": self.skipped, "errors": self.errors}
         self.added |= {"skipped": self.skipped, "errors": self.errors.step}
         self.train_tasks = self._load(config.data, "data")
-        limit = config.evaluation.max_tasks or None
-        self.eval_tasks = {
-            name: self._load(data, f"eval_data.{name}")[:limit] for name, data in config.eval_data.items()
-        }
+        self.eval_tasks = held_out_tasks(config, self._load)
         model_follows(self)
         features = config.features
         build_if_missing(features, "features")
@@ -191,22 +189,19 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
         """Whole groups as strips of the frames that were picked."""
         payload = TspoPayload.of(rollouts)
-        advantage = rollouts.advantage
         found = []
         for row in range(min(limit, rollouts.num_rows)):
             task = payload.tasks[int(rollouts.group[row])]
             picks = sorted(payload.picks[row][payload.pick_mask[row] > 0].tolist())
-            length = max(float(rollouts.mask[row].sum()), 1.0)
             found.append(
-                SampleRecord(
+                scored_record(
+                    rollouts,
+                    row,
                     id=task.id,
                     prompt=task.query,
                     response=payload.texts[row],
                     answer=task.answer,
                     outputs=picked_strip(task, picks),
-                    reward=float(rollouts.reward[row]),
-                    terms={name: float(values[row]) for name, values in rollouts.reward_terms.items()},
-                    advantage=None if advantage is None else float(advantage[row].sum()) / length,
                     finish=f"{len(picks)} of {len(task.video)} frames",
                 )
             )

@@ -18,8 +18,8 @@ from torch import nn
 from mmrl.fields import bounded
 from mmrl.runs.fingerprint import content_digest
 from mmrl.runs.records import Outcome, ResumableRows, SampleRecord, short_digest
-from mmrl.runs.statistics import with_interval
-from mmrl.training.evaluation import Measure, Trial, part_metric
+from mmrl.runs.statistics import mean_or_nan, with_interval
+from mmrl.training.evaluation import EpisodeMeasure, Trial, part_metric
 from mmrl.training.settings import EvaluationConfig
 from robotics.episodes.evaluation import success_table
 from robotics.flow3d.closed_loop.episodes import FlowEpisode, LoopConfig
@@ -56,7 +56,7 @@ class LoopEvaluationConfig(SampledEvaluationConfig):
 
 
 @dataclass
-class FlowLoopMeasure(Measure[FlowEpisode]):
+class FlowLoopMeasure(EpisodeMeasure[FlowEpisode]):
     """Success of a source of flow over episodes; `loop_metrics` lists the metrics."""
 
     runner: EpisodeRunner
@@ -67,7 +67,7 @@ class FlowLoopMeasure(Measure[FlowEpisode]):
     """Settings and digest of the model, on which stored rows depend in addition to the episodes."""
     shows_progress: bool = False
 
-    unit = "episodes"
+    protocol = "closed_loop"
 
     def __post_init__(self) -> None:
         self._recorded: Counter[tuple[str, str]] = Counter()
@@ -123,20 +123,13 @@ class FlowLoopMeasure(Measure[FlowEpisode]):
         version = f"mujoco {settings.get('mujoco', '')}".strip()
         return {"suite": "flow3d", "version": version, "decodings": {"closed_loop": 1}, "settings": settings}
 
-    def entries(self, row: Row) -> list[Row]:
-        """The episode; `success` is None where it failed with an error."""
-        found = self.outcome(row)
-        return [
-            {
-                "decoding": "closed_loop",
-                "task": row["task"],
-                "state": row["id"],
-                "success": None if found is None else row["success"],
-                "length": len(row["tries"]),
-                "ending": _ending(row),
-                **({} if found is None else {"scores": found.scores, "parts": found.parts}),
-            }
-        ]
+    def state_of(self, row: Row) -> str:
+        """The episode's scene and instruction."""
+        return row["id"]  # type: ignore[no-any-return]
+
+    def columns(self, row: Row) -> Row:
+        """Task, tries and ending."""
+        return {"task": row["task"], "length": len(row["tries"]), "ending": _ending(row)}
 
     def saved_rows(self, tasks: Sequence[FlowEpisode], processes: int) -> ResumableRows:
         """The episodes file of this model, these settings and episodes."""
@@ -204,13 +197,13 @@ def loop_metrics(rows: Sequence[Row]) -> dict[str, float]:
         np.mean([row["success"] for row in valid if row["family"] == name])
         for name in dict.fromkeys(row["family"] for row in valid)
     ]
-    found["success/of_families"] = float(np.mean(families)) if families else float("nan")
+    found["success/of_families"] = mean_or_nan(families)
     for name in ("ade_cm", "fde_cm", "rotation_deg"):
         known = [row[name] for row in valid if row[name] is not None]
         middle = np.median if name == "rotation_deg" else np.mean
         found[f"flow/{name}"] = float(middle(known)) if known else float("nan")
     found |= swap_metrics(valid) | _verifier(valid)
-    found["plan/tries"] = float(np.mean([len(row["tries"]) for row in valid])) if valid else float("nan")
+    found["plan/tries"] = mean_or_nan([len(row["tries"]) for row in valid])
     found["episode/failed/closed_loop"] = float(len(rows) - len(valid))
     for reason, count in Counter(row["failure"] for row in valid if row["failure"]).most_common():
         found[f"plan/ended/{reason}"] = float(count)
@@ -247,8 +240,8 @@ def _verifier(rows: Sequence[Row]) -> dict[str, float]:
         return {}
     accepted, right = [meets for ok, meets in judged if ok], [ok for ok, meets in judged if meets]
     return {
-        "verifier/precision": float(np.mean(accepted)) if accepted else float("nan"),
-        "verifier/recall": float(np.mean(right)) if right else float("nan"),
+        "verifier/precision": mean_or_nan(accepted),
+        "verifier/recall": mean_or_nan(right),
         "verifier/accepts": len(accepted) / len(judged),
         "verifier/judged": float(len(judged)),
     }

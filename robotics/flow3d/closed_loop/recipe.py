@@ -25,7 +25,7 @@ from mmrl.fields import bounded, check_fields, choice, parts_of
 from mmrl.files import expanded
 from mmrl.runs.export import chosen_checkpoint, is_run
 from mmrl.runs.records import short_digest
-from mmrl.training.evaluation import Evaluation, evaluate_tasks
+from mmrl.training.evaluation import Evaluation, evaluate_tasks, held_out_tasks
 from mmrl.training.recipe import Step
 from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig, LoopConfig, StillPoints, TrueFlow, list_episodes
 from robotics.flow3d.closed_loop.measure import FlowLoopMeasure, LoopEvaluationConfig
@@ -101,8 +101,7 @@ class Flow3dEvaluation:
 
     def __init__(self, config: Flow3dEvaluationConfig) -> None:
         self.config = config
-        limit = config.evaluation.max_tasks or None
-        self.eval_tasks = {name: list_episodes(data)[:limit] for name, data in config.eval_data.items()}
+        self.eval_tasks = held_out_tasks(config, lambda data, _: list_episodes(data))
         self._folder = model_folder(config.model.path)
         self.policy: nn.Module = nn.Identity()
         self._source: Source = TrueFlow

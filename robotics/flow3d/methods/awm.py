@@ -38,6 +38,7 @@ from mmrl.rewards.config import RewardResult, refuse_weights
 from mmrl.runs.dry_run import model_follows
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
+from mmrl.training.evaluation import held_out_tasks
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.processes import Streams, make_generator
 from mmrl.training.recipe import Recipe, Step
@@ -136,10 +137,7 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
         super().__init__(config)
         self.objective = make_objective(with_ratio(config.objective, config.awm))
         self.train_tasks: Sequence[FlowClip] = load_clips(config.data, "data")
-        limit = config.evaluation.max_tasks or None
-        self.eval_tasks: Mapping[str, Sequence[FlowClip]] = {
-            name: load_clips(data, f"eval_data.{name}")[:limit] for name, data in config.eval_data.items()
-        }
+        self.eval_tasks: Mapping[str, Sequence[FlowClip]] = held_out_tasks(config, load_clips)
         model_follows(self)
         self.policy = FlowWorldModel.from_pretrained(config.model.path)
         self.process = FlowSampling(self.policy, config.timesteps, config.exploration)

@@ -38,7 +38,7 @@ from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.fields import choice, rare
 from mmrl.runs.dry_run import model_follows
-from mmrl.training.evaluation import Measure
+from mmrl.training.evaluation import Measure, held_out_tasks
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig
@@ -173,7 +173,7 @@ class Flow3dRecipe(FlowDomain, SupervisedRecipe[FlowWorldModel, Any]):
         super().__init__(config)
         clips = load_clips(config.data, "data")
         limit = config.evaluation.max_tasks or None
-        held_out = {name: load_clips(data, f"eval_data.{name}")[:limit] for name, data in config.eval_data.items()}
+        held_out = held_out_tasks(config, load_clips)
         episodes = {name: list_episodes(data)[:limit] for name, data in config.episodes.items()}
         self.eval_tasks: Mapping[str, Sequence[Any]] = held_out | episodes
         self.train_tasks: Sequence[Any] = clips

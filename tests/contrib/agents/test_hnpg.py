@@ -7,16 +7,16 @@ import torch
 
 from mmrl.agents.methods.digirl import EPISODES
 from mmrl.agents.methods.digirl_critics import CriticTraining
-from mmrl.agents.methods.hnpg import HnpgConfig, HnpgRecipe, HnpgSettings
 from mmrl.agents.rollout.episodes import AgentPayload
+from mmrl.contrib.agents.hnpg import HnpgConfig, HnpgRecipe, HnpgSettings
 from mmrl.errors import UserError
 from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step, make_reference
 from mmrl.training.settings import ReferenceConfig, TrainerConfig
 from mmrl.training.update import Updater, update_constants
-from tests.agents.test_archer import config as archer_config
 from tests.agents.test_recipe import by_length
 from tests.contracts.domains import recorded
+from tests.contrib.agents.test_archer import config as archer_config
 
 
 def config(folder, model, **trainer) -> HnpgConfig:

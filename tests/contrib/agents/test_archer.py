@@ -8,7 +8,9 @@ import torch
 from mmrl.agents.environments.environment import ActionConfig
 from mmrl.agents.environments.pool import EnvironmentConfig
 from mmrl.agents.environments.tasks import TaskSetConfig
-from mmrl.agents.methods.archer import (
+from mmrl.agents.methods.digirl_critics import CriticTraining, Fitter, label_episodes
+from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig
+from mmrl.contrib.agents.archer import (
     ArcherConfig,
     ArcherRecipe,
     ArcherSettings,
@@ -18,8 +20,6 @@ from mmrl.agents.methods.archer import (
     critic_loss,
     read_answers,
 )
-from mmrl.agents.methods.digirl_critics import CriticTraining, Fitter, label_episodes
-from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig
 from mmrl.errors import UserError
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams, make_accelerator

@@ -9,9 +9,9 @@ import pytest
 from mmrl.agents.environments.environment import Action
 from mmrl.agents.environments.experts import run_expert
 from mmrl.agents.environments.gym import GymEnvironment
-from mmrl.agents.methods.revision import AgentRevisionConfig, AgentRevisionRecipe, RevisionSettings, revise
 from mmrl.agents.rollout.episodes import AgentPayload, Episode
 from mmrl.agents.toy.grid import GridWorld
+from mmrl.contrib.agents.agent_revision import AgentRevisionConfig, AgentRevisionRecipe, RevisionSettings, revise
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import NoUsableTasksError, Step
 from tests.agents.test_cloning import make_config

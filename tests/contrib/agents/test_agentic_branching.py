@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from mmrl.agents.environments.environment import ActionConfig
-from mmrl.agents.methods.branching import (
+from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig
+from mmrl.contrib.agents.agentic_branching import (
     BranchingConfig,
     BranchingRecipe,
     BranchingSettings,
     choose_forks,
     initial_episodes,
 )
-from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig
 from mmrl.errors import UserError
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams

@@ -15,7 +15,7 @@ Differences from the paper and its code: an action is an answer of a language mo
 ten numbers and a policy for every control step. The Fisher matrix is that of the sampled answers, as in the paper's
 least-squares problem; the code takes the second derivative of the KL, which equals its mean. V is a head, where the
 code averages Q over ten of the policy's actions; there are two heads of each with slow averages, as in ArCHer, whose
-critics these are (`mmrl.agents.methods.archer`). The paper's advantage Q - V serves both halves; the code has GAE on
+critics these are (`mmrl.contrib.agents.archer`). The paper's advantage Q - V serves both halves; the code has GAE on
 the policy's own.
 """
 
@@ -26,7 +26,12 @@ from typing import Any
 
 import torch
 
-from mmrl.agents.methods.archer import (
+from mmrl.agents.methods.arpo import ReplayBuffer, ReplayConfig
+from mmrl.agents.methods.digirl import EPISODES
+from mmrl.agents.methods.digirl_critics import CriticTraining
+from mmrl.agents.recipe import AgentConfig
+from mmrl.agents.rollout.storage import read_recorded, store_episode
+from mmrl.contrib.agents.archer import (
     ArcherRecipe,
     Drawn,
     UtteranceSettings,
@@ -34,11 +39,6 @@ from mmrl.agents.methods.archer import (
     default_objective,
     draw_turns,
 )
-from mmrl.agents.methods.arpo import ReplayBuffer, ReplayConfig
-from mmrl.agents.methods.digirl import EPISODES
-from mmrl.agents.methods.digirl_critics import CriticTraining
-from mmrl.agents.recipe import AgentConfig
-from mmrl.agents.rollout.storage import read_recorded, store_episode
 from mmrl.errors import UserError
 from mmrl.fields import bounded
 from mmrl.files import expanded

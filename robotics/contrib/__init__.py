@@ -1,1 +1,0 @@
-"""Methods of single papers for robots."""

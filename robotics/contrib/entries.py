@@ -1,8 +1,0 @@
-"""Recipes of single papers for robots; loads none of the modules that it names."""
-
-from __future__ import annotations
-
-from mmrl.entries import RecipeEntry
-
-RECIPES: tuple[RecipeEntry, ...] = ()
-EXTENDS = "robotics"
