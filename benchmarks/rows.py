@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.report import print_each
 from mmrl.config import load_run
-from mmrl.core import CATALOGUE, PolicyOutputs, Rollouts, get
+from mmrl.core import PolicyOutputs, Rollouts, all_objectives, get
 from mmrl.training.processes import Streams, seed_everything
 from mmrl.training.recipe import Step
 
@@ -114,4 +114,4 @@ def compare(row: str, rows: int, decisions: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print_each(compare, tuple(CATALOGUE), rows=4096, decisions=1024)
+    print_each(compare, tuple(all_objectives()), rows=4096, decisions=1024)

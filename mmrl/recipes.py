@@ -50,10 +50,10 @@ def all_recipes() -> dict[str, RecipeEntry]:
 
 def _hint(name: str) -> str:
     """The closest recipe, or where the closest objective of the catalogue belongs."""
-    from mmrl.core.catalogue import CATALOGUE  # loads torch, which listing the recipes must not
+    from mmrl.core.catalogue import all_objectives  # loads torch, which listing the recipes must not
 
     recipes = RECIPES | EVALUATIONS | contrib_recipes()
-    close = difflib.get_close_matches(name, [*recipes, *CATALOGUE], n=1)
+    close = difflib.get_close_matches(name, [*recipes, *all_objectives()], n=1)
     if not close:
         return ""
     if close[0] in recipes:

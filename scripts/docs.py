@@ -22,7 +22,8 @@ import evidence  # beside this file
 
 from mmrl.cli.listings import LISTINGS, markdown, markdown_table
 from mmrl.cli.options import Option, options_of, select_options
-from mmrl.core.blocks import BLOCKS, PREFERENCE_BLOCKS
+from mmrl.core.block import Block
+from mmrl.core.blocks import BLOCKS, PREFERENCE_BLOCKS, all_kinds
 from mmrl.errors import UserError, did_you_mean
 from mmrl.files import write_atomically
 from mmrl.recipes import RECIPES, find_recipe
@@ -72,12 +73,25 @@ def table(name: str) -> str:
 
 def _blocks(part: str) -> str:
     """The kinds of block that a part of an objective takes, each with its options and the first line about it."""
-    rows = []
-    for kind, block in (BLOCKS | PREFERENCE_BLOCKS)[part].items():
-        options = ", ".join(f"`{item.name}` {str(item.default).lower()}" for item in fields(block))
-        about = re.sub(r"; see [^.]*(?:\.\w[^.]*)*\.$", ".", (block.__doc__ or "").strip().splitlines()[0])
-        rows.append((f"`{kind}`", options, about))
+    rows = [(f"`{kind}`", *_about_block(block)) for kind, block in (BLOCKS | PREFERENCE_BLOCKS)[part].items()]
     return markdown_table((f"`{part}`", "options and defaults", "what it is"), rows)
+
+
+def _contrib_blocks() -> str:
+    """The kinds of block of contrib, by the part of an objective that takes them."""
+    rows = [
+        (f"`{part}`", f"`{kind}`", *_about_block(block))
+        for part, own in (BLOCKS | PREFERENCE_BLOCKS).items()
+        for kind, block in all_kinds(part).items()
+        if kind not in own
+    ]
+    return markdown_table(("part", "kind", "options and defaults", "what it is"), rows)
+
+
+def _about_block(block: type[Block]) -> tuple[str, str]:
+    """The options of a block with their defaults, and the first line about it."""
+    options = ", ".join(f"`{item.name}` {str(item.default).lower()}" for item in fields(block))
+    return options, re.sub(r"; see [^.]*(?:\.\w[^.]*)*\.$", ".", (block.__doc__ or "").strip().splitlines()[0])
 
 
 def _options(recipe: str, prefix: str = "") -> str:
@@ -194,6 +208,7 @@ def _plans() -> str:
 TABLES: dict[str, Callable[..., str]] = {
     **{name: partial(markdown, name) for name in LISTINGS},
     "blocks": _blocks,
+    "contrib_blocks": _contrib_blocks,
     "evidence": evidence.table,
     "options": _options,
     "model_families": _model_families,

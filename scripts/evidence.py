@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from mmrl.cli.explain import ROWS, domains_of, golden_sources
@@ -13,9 +14,9 @@ from mmrl.cli.listings import markdown_table
 from mmrl.compare.evidence import VERDICTS, FindingConfig
 from mmrl.compare.experiment import ExperimentConfig
 from mmrl.compare.reproduce import evidence_of, findings_by_subject, measured
-from mmrl.core.catalogue import HEADINGS
+from mmrl.core.catalogue import CATALOGUE, PREFERENCES, all_headings
 from mmrl.entries import RecipeEntry
-from mmrl.recipes import RECIPES, all_recipes
+from mmrl.recipes import RECIPES, all_recipes, contrib_recipes
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -28,21 +29,35 @@ def table(part: str) -> str:
 def counts() -> str:
     """How many objectives and recipes have which verdict."""
     known = _verdicts()
-    best = Counter(verdict for name in {**ROWS, **RECIPES} for verdict in known.get(name, ["not measured"]))
+    library = {**CATALOGUE, **PREFERENCES, **RECIPES}
+    lines = [_counted("In the library", len(CATALOGUE | PREFERENCES), len(RECIPES), known, list(library))]
+    rest = [name for name in {**ROWS, **contrib_recipes()} if name not in library]
+    lines += [_counted("In contrib", len(ROWS) - len(CATALOGUE | PREFERENCES), len(contrib_recipes()), known, rest)]
+    return "".join(lines)
+
+
+def _counted(where: str, rows: int, recipes: int, known: dict[str, list[str]], names: list[str]) -> str:
+    best = Counter(verdict for name in names for verdict in known.get(name, ["not measured"]))
     said = ", ".join(f"{verdict} {best[verdict]}" for verdict in (*VERDICTS, "not measured"))
-    return f"{len(ROWS)} objectives and {len(RECIPES)} recipes; one may have several verdicts: {said}.\n"
+    return f"- {where}: {rows} objectives and {recipes} recipes; one may have several verdicts: {said}.\n"
 
 
 def findings() -> str:
     """Each difference that was measured, beside what the paper reports."""
     known = measured()
     subjects = findings_by_subject(known)
-    rows = []
-    for name in dict.fromkeys((*ROWS, *all_recipes())):
-        for stem, found in subjects.get(name, {}).items():
-            rows += [_finding(name, stem, known[stem], finding) for finding in found]
     columns = ("method", "setting", "result", "the paper reports", "verdict", "again")
-    return markdown_table(columns, rows)
+
+    def table_of(names: Iterable[str]) -> str:
+        rows = []
+        for name in names:
+            for stem, found in subjects.get(name, {}).items():
+                rows += [_finding(name, stem, known[stem], finding) for finding in found]
+        return markdown_table(columns, rows)
+
+    library = dict.fromkeys((*CATALOGUE, *PREFERENCES, *RECIPES))
+    contrib = [name for name in {**ROWS, **contrib_recipes()} if name not in library]
+    return f"{table_of(library)}\n### contrib\n\n{table_of(contrib)}"
 
 
 def _finding(name: str, stem: str, experiment: ExperimentConfig, found: FindingConfig) -> tuple[str, ...]:
@@ -56,12 +71,12 @@ def _finding(name: str, stem: str, experiment: ExperimentConfig, found: FindingC
 def objectives() -> str:
     """Every row of the catalogue, by family: promise, code, source of the numbers, rooms and verdict."""
     columns = ("objective", "paper", "promise", "code", "numbers from", "trains in", "measured here")
-    verdicts, sizes, own = _verdicts(links=True), _row_lines(), _own_lines()
+    verdicts, sizes, own, headings = _verdicts(links=True), _row_lines(), _own_lines(), all_headings()
     text = ""
-    for heading in dict.fromkeys(HEADINGS.values()):
+    for heading in dict.fromkeys(headings.values()):
         rows = []
         for name, row in ROWS.items():
-            if HEADINGS[name] == heading:
+            if headings[name] == heading:
                 file, lines = sizes[name]
                 code = f"[{file.name}](../{file}) {lines}{f' + {own[name]}' if own[name] else ''}"
                 here = "; ".join(verdicts.get(name, ["not measured"]))
@@ -74,8 +89,8 @@ def recipes() -> str:
     """Every recipe: what it does, code, source of the numbers and verdict."""
     columns = ("recipe", "paper", "what it does", "code", "numbers from", "measured here")
     verdicts = _verdicts(links=True)
-    rows = [
-        (
+    rows = {
+        name: (
             f"`{name}`",
             _paper(entry.citation),
             entry.summary,
@@ -83,9 +98,10 @@ def recipes() -> str:
             ", ".join(golden_sources(name)) or "none of its own",
             "; ".join(verdicts.get(name, ["not measured"])),
         )
-        for name, entry in RECIPES.items()
-    ]
-    return markdown_table(columns, rows)
+        for name, entry in all_recipes().items()
+    }
+    library, contrib = ([rows[name] for name in table] for table in (RECIPES, contrib_recipes()))
+    return f"{markdown_table(columns, library)}\n### contrib\n\n{markdown_table(columns, contrib)}"
 
 
 def _verdicts(links: bool = False) -> dict[str, list[str]]:
@@ -109,7 +125,7 @@ def _paper(citation: str) -> str:
 def _row_lines() -> dict[str, tuple[Path, int]]:
     """File of each row, from the project's folder, and its number of lines."""
     found = {}
-    for path in (PROJECT / "mmrl" / "core" / "catalogue").glob("*.py"):
+    for path in (path for folder in ("core/catalogue", "contrib/rows") for path in PROJECT.glob(f"mmrl/{folder}/*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("Objective", "PreferenceObjective"):
                 name = node.args[0]

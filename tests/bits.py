@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from mmrl.core import CATALOGUE, PREFERENCES
+from mmrl.core import all_objectives, all_preferences, get, get_preference
 from mmrl.core.loss import metric_values
 from mmrl.recipes import all_recipes, find_recipe
 from tests.faults.sameness import MEASURED
@@ -167,14 +167,14 @@ def _plain(text: str) -> str:
 
 def objective_digests() -> dict[str, str]:
     """Digests of advantages, loss, gradients and metrics of each row of the catalogue on one batch of tensors."""
-    digests = {name: _digest(_one_step(name)) for name in CATALOGUE}
-    return digests | {f"pairs/{name}": _digest(_one_pair_step(name)) for name in PREFERENCES}
+    digests = {name: _digest(_one_step(name)) for name in all_objectives()}
+    return digests | {f"pairs/{name}": _digest(_one_pair_step(name)) for name in all_preferences()}
 
 
 def _one_step(name: str) -> Iterable[Any]:
     from tests.core.test_objective import batch, gradients, scored, scores_of
 
-    objective = CATALOGUE[name]
+    objective = get(name)
     rollouts, tensors = scored(objective, batch())
     output = objective.loss(scores_of(tensors), rollouts, objective.denominators(rollouts))
     yield rollouts.advantage
@@ -187,7 +187,7 @@ def _one_step(name: str) -> Iterable[Any]:
 def _one_pair_step(name: str) -> Iterable[Any]:
     from tests.core.test_preference import pairs, value
 
-    objective, (rollouts, logp) = PREFERENCES[name], pairs()
+    objective, (rollouts, logp) = get_preference(name), pairs()
     logp.requires_grad_()
     loss = value(objective, rollouts, logp)
     yield loss.detach()

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.cli.explain import GOLDEN, GOLDEN_OF
+from mmrl.cli.explain import GOLDEN, GOLDEN_OF, ROWS
 from mmrl.compare.reproduce import evidence_of, measured
-from mmrl.core import CATALOGUE, PREFERENCES
-from mmrl.recipes import RECIPES, all_recipes
+from mmrl.recipes import all_recipes
 
 PROJECT = Path(__file__).resolve().parent.parent
 RESULTS = PROJECT / "docs" / "results"
@@ -20,7 +19,7 @@ def section(title):
     return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
-@pytest.mark.parametrize(("title", "names"), [("Objectives", {**CATALOGUE, **PREFERENCES}), ("Recipes", RECIPES)])
+@pytest.mark.parametrize(("title", "names"), [("Objectives", ROWS), ("Recipes", all_recipes())])
 def test_everything_has_a_row_with_its_promise_its_code_and_a_verdict(title, names):
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", section(title), re.MULTILINE))
     assert list(rows) == [*dict.fromkeys(rows)]
@@ -33,7 +32,7 @@ def test_everything_has_a_row_with_its_promise_its_code_and_a_verdict(title, nam
 
 
 def test_every_objective_has_a_promise_of_one_line():
-    for name, row in {**CATALOGUE, **PREFERENCES}.items():
+    for name, row in ROWS.items():
         assert 20 < len(row.claim) < 120, name
         assert not row.claim.endswith("."), name
 

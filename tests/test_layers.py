@@ -125,6 +125,17 @@ def test_every_part_of_the_suite_is_known_to_the_checker():
         ("robotics/methods/srpo.py", "from mmrl.cli import main", "robotics imports mmrl.cli"),
         ("mmrl/errors.py", "import mmrl.core", "mmrl.errors imports mmrl.core"),
         ("mmrl/__init__.py", "from mmrl.core import Rollouts", "mmrl imports mmrl.core"),
+        (
+            "mmrl/core/catalogue/group.py",
+            "from mmrl.contrib.rows import tracked",
+            "mmrl.core imports mmrl.contrib.rows",
+        ),
+        ("mmrl/vlm/recipe.py", "def f():\n    import mmrl.contrib.rows", "mmrl.vlm imports mmrl.contrib.rows"),
+        (
+            "robotics/methods/ppo.py",
+            "from diffusion.contrib import entries",
+            "robotics imports diffusion.contrib.entries",
+        ),
     ],
 )
 def test_checker_catches_a_planted_arrow(tmp_path, file, line, rooms):
@@ -168,7 +179,9 @@ HEAVY = (
     [
         ("import mmrl", ("torch", "omegaconf", *HEAVY)),
         ("import mmrl.rewards", ("torch", *HEAVY)),
-        ("import mmrl.core", ("accelerate", "omegaconf", *HEAVY)),
+        ("import mmrl.core", ("accelerate", "omegaconf", "mmrl.contrib", *HEAVY)),
+        ("from mmrl.core import get; get('grpo').override({'clip': {'kind': 'gspo'}})", ("mmrl.contrib",)),
+        ("from mmrl.config import load_run; load_run('configs/vlm/digits_papo.yaml')", ("mmrl.contrib",)),
         ("import mmrl.config, mmrl.recipes", ("torch", *HEAVY)),
         ("import diffusion", ("torch", *HEAVY)),
         ("import robotics", ("torch", *HEAVY)),

@@ -33,8 +33,8 @@ from mmrl.recipes import world_table
 
 DEMOS: dict[str, tuple[str, str]] = world_table("DEMOS")
 LISTED = {
-    "recipes": ("recipes",),
-    "objectives": ("objectives", "preferences"),
+    "recipes": ("recipes", "contrib_recipes"),
+    "objectives": ("objectives", "preferences", "contrib_objectives", "contrib_preferences"),
     "rewards": ("rewards", "image_rewards"),
     "families": ("families",),
 }
@@ -181,7 +181,8 @@ def list_entries(args: argparse.Namespace) -> int:
         say(json.dumps([{"kind": kind, **row._asdict()} for kind, row in rows], indent=2))
         return 0
     for (kind, group), members in itertools.groupby(rows, lambda found: (found[0], found[1].group)):
-        say(f"{group}:" if kind == "objectives" else f"{kind} for {group}:")
+        _, wall, subject = group.rpartition("contrib: ")
+        say(f"{group}:" if kind == "objectives" else f"{wall}{kind} for {subject}:")
         for _, row in members:
             if kind == "objectives":
                 say(in_columns(row.name, paper_of(row.source)))

@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING, NamedTuple
 from mmrl.cli.listings import configurations
 from mmrl.core.block import Block, unknown_name
 from mmrl.core.blocks.preference import DecisionScore
-from mmrl.core.catalogue import CATALOGUE, PREFERENCES
+from mmrl.core.catalogue import all_objectives, all_preferences, contrib_objectives, contrib_preferences
 from mmrl.core.objectives.objective import Objective
 from mmrl.core.objectives.pairwise import PreferenceObjective
 from mmrl.entries import RecipeEntry, load_target
 from mmrl.errors import UserError
-from mmrl.recipes import RECIPES
+from mmrl.recipes import all_recipes, contrib_recipes
 from mmrl.training.objectives import SCORES
 
 if TYPE_CHECKING:
+    from mmrl.compare.evidence import FindingConfig
     from mmrl.compare.experiment import ExperimentConfig
 
 Row = Objective | PreferenceObjective
-ROWS: dict[str, Row] = {**CATALOGUE, **PREFERENCES}
+ROWS: dict[str, Row] = {**all_objectives(), **all_preferences()}
 
 
 GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden"
@@ -91,7 +92,7 @@ def find_name(name: str) -> str:
     Raises:
         UserError: No objective or recipe, or several, begin like this.
     """
-    known = [*ROWS, *(recipe for recipe in RECIPES if recipe not in ROWS)]
+    known = [*ROWS, *(recipe for recipe in all_recipes() if recipe not in ROWS)]
     if name in known:
         return name
     found = [other for other in known if other.startswith(name)]
@@ -135,9 +136,12 @@ def _place(row: Objective, domain: Domain) -> Place:
 
 def explained(name: str) -> str:
     """Explain an objective, a recipe, or both where they share a name."""
-    name = find_name(name)
+    name, recipes = find_name(name), all_recipes()
     parts = [_row_explained(ROWS[name])] if name in ROWS else []
-    return "\n\n".join([*parts, *([_recipe_explained(RECIPES[name])] if name in RECIPES else [])])
+    parts += [_recipe_explained(recipes[name])] if name in recipes else []
+    if name in {**contrib_objectives(), **contrib_preferences(), **contrib_recipes()}:
+        parts[0] = f"contrib: {'; '.join(verdicts_of(name)) or 'not measured'}\n{parts[0]}"
+    return "\n\n".join(parts)
 
 
 def _recipe_explained(entry: RecipeEntry) -> str:
@@ -185,7 +189,9 @@ def _row_explained(row: Row) -> str:
 
 def usage(row: Row) -> list[str]:
     """Write the lines of a configuration that name the objective."""
-    recipe = row.name if row.name in RECIPES else next((place.recipe for place in places(row) if place.recipe), "vlm")
+    recipe = (
+        row.name if row.name in all_recipes() else next((place.recipe for place in places(row) if place.recipe), "vlm")
+    )
     lines = [f"recipe: {recipe}", f"objective: {{preset: {row.name}}}"]
     if "values" in row.needs:
         return [*lines, "model: {value_head: true}"] if recipe in ("vlm", "agent") else lines
@@ -194,12 +200,21 @@ def usage(row: Row) -> list[str]:
 
 def results_of(name: str) -> Iterator[str]:
     """Write each measured difference about an objective, with its verdict and page."""
+    yield from (f"  {found.shown}: {found.verdict}, docs/results/{page}.md" for found, page in _findings(name))
+
+
+def verdicts_of(name: str) -> list[str]:
+    """The different verdicts on an objective or a recipe."""
+    return list(dict.fromkeys(found.verdict for found, _ in _findings(name)))
+
+
+def _findings(name: str) -> Iterator[tuple[FindingConfig, str]]:
+    """Each measured difference about a name, with its page."""
     from mmrl.compare.reproduce import evidence_of, findings_by_subject
 
     known = _measured()
     for stem, findings in findings_by_subject(known).get(name, {}).items():
-        page = f"docs/results/{evidence_of(known[stem]).page}.md"
-        yield from (f"  {found.shown}: {found.verdict}, {page}" for found in findings)
+        yield from ((found, evidence_of(known[stem]).page) for found in findings)
 
 
 @cache

@@ -6,9 +6,9 @@ import re
 import shutil
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mmrl.entries import load_target
 from mmrl.files import CONFIGS
@@ -22,7 +22,7 @@ class Row(NamedTuple):
     """One entry of a list."""
 
     group: str
-    """Its purpose; of a recipe, its domain."""
+    """Its purpose; of a recipe, its domain. Those of contrib begin with "contrib: "."""
     name: str
     summary: str
     source: str
@@ -30,17 +30,28 @@ class Row(NamedTuple):
 
 def rows_of(name: str) -> list[Row]:
     """Read the entries of a list."""
-    target, _, group = LISTINGS[name]
-    headings = load_target("mmrl.core.catalogue:HEADINGS") if name in CATALOGUES else {}
+    group, headings = LISTINGS[name][2], load_target("mmrl.core.catalogue:all_headings")() if name in CATALOGUES else {}
     return [
         Row(
-            group or headings.get(key) or entry.target.split(".")[1 if entry.target.startswith("mmrl.") else 0],
+            group or headings.get(key) or _domain_of(entry.target),
             key,
             entry.parts() if hasattr(entry, "parts") else entry.summary,
             entry.citation,
         )
-        for key, entry in load_target(target).items()
+        for key, entry in _table(name).items()
     ]
+
+
+def _table(name: str) -> Mapping[str, Any]:
+    """The entries of a list, by name."""
+    found = load_target(LISTINGS[name][0])
+    return found() if callable(found) else found  # type: ignore[no-any-return]
+
+
+def _domain_of(target: str) -> str:
+    """Package of a recipe, such as "vlm", "robotics" or "contrib: agents"."""
+    parts = target.partition(":")[0].removeprefix("mmrl.").split(".")
+    return f"contrib: {next(part for part in parts if part != 'contrib')}" if "contrib" in parts else parts[0]
 
 
 def paper_of(source: str) -> str:
@@ -75,9 +86,9 @@ def markdown(name: str) -> str:
     """Write a list as a Markdown table; recipes with their configurations."""
     columns, rows = LISTINGS[name][1], [(f"`{row.name}`", row.summary, row.source) for row in rows_of(name)]
     if name in CATALOGUES:
-        differs = [(entry.differs,) for entry in load_target(LISTINGS[name][0]).values()]
+        differs = [(entry.differs,) for entry in _table(name).values()]
         return markdown_table((*columns, "differs"), [a + b for a, b in zip(rows, differs, strict=True)])
-    if name != "recipes":
+    if not name.endswith("recipes"):
         return markdown_table(columns, rows)
     files = {key: [f"`{Path(file).name}`" for file in found] for key, found in configurations().items()}
     return markdown_table(
@@ -110,14 +121,26 @@ def _cell(text: str) -> str:
     return linked.replace("|", "\\|")
 
 
-CATALOGUES = ("objectives", "preferences")
+CATALOGUES = ("objectives", "preferences", "contrib_objectives", "contrib_preferences")
 """Lists of objectives, grouped by family."""
 LISTINGS = {
     "recipes": ("mmrl.recipes:RECIPES", ("recipe", "what it does", "source"), ""),
+    "contrib_recipes": ("mmrl.recipes:contrib_recipes", ("contrib recipe", "what it does", "source"), ""),
     "objectives": ("mmrl.core.catalogue:CATALOGUE", ("objective", "parts", "source"), ""),
     "preferences": ("mmrl.core.catalogue:PREFERENCES", ("preference objective", "parts", "source"), ""),
+    "contrib_objectives": (
+        "mmrl.core.catalogue:contrib_objectives",
+        ("contrib objective", "parts", "source"),
+        "",
+    ),
+    "contrib_preferences": (
+        "mmrl.core.catalogue:contrib_preferences",
+        ("contrib preference objective", "parts", "source"),
+        "",
+    ),
     "rewards": ("mmrl.rewards:REWARDS", ("reward", "what earns it", "source"), "answers"),
     "image_rewards": ("diffusion.rewards:IMAGE_REWARDS", ("reward", "what earns it", "source"), "images"),
     "families": ("diffusion.families.table:FAMILIES", ("pipeline", "released models", "source"), "pipelines"),
 }
-"""Lists by name: the table as `module:name`, imported when it is shown, the columns in Markdown, and the group."""
+"""Lists by name: the table, or a function that returns it, as `module:name`, imported when it is shown, the columns in
+Markdown, and the group."""

@@ -119,10 +119,10 @@ def signed(value: float, unit: str) -> str:
 
 def check_subjects(evidence: EvidenceConfig, where: str) -> None:
     """Refuse findings about something that is neither a row of the catalogue nor a recipe."""
-    from mmrl.core.catalogue import CATALOGUE, PREFERENCES
+    from mmrl.core.catalogue import all_objectives, all_preferences
     from mmrl.recipes import all_recipes
 
-    known = {**CATALOGUE, **PREFERENCES, **all_recipes()}
+    known = {**all_objectives(), **all_preferences(), **all_recipes()}
     for name in (name for found in evidence.findings for name in found.about):
         if name not in known:
             hint = did_you_mean(name, known)

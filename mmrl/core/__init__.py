@@ -15,7 +15,7 @@ from mmrl.core.blocks.credit import value_loss
 from mmrl.core.blocks.divergence import entropy_from_logits, entropy_sampled, k1, k1p, k2, k3, k3p, kl_full
 from mmrl.core.blocks.filter import DynamicSamplingBuffer, FilterCounts, drop, zero_variance_groups
 from mmrl.core.blocks.preference import Pairs, pair_rows
-from mmrl.core.catalogue import CATALOGUE, PREFERENCES, get, get_preference
+from mmrl.core.catalogue import CATALOGUE, PREFERENCES, all_objectives, all_preferences, get, get_preference
 from mmrl.core.logprobs import LogProbs, gaussian_step_logprob, linear_logprobs, logprobs_from_logits
 from mmrl.core.loss import (
     Denominators,
@@ -54,6 +54,8 @@ __all__ = [
     "PolicyOutputs",
     "PreferenceObjective",
     "Rollouts",
+    "all_objectives",
+    "all_preferences",
     "clipped_loss",
     "count",
     "decision_rewards",

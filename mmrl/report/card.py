@@ -281,9 +281,9 @@ def _limits(run: RunFolder, step: int, settings: Mapping[str, Any], start: Start
 
 def _citation(entry: Any, run: RunFolder) -> list[str]:
     """BibTeX of the papers of the recipe and of the objective."""
-    from mmrl.core.catalogue import CATALOGUE, PREFERENCES
+    from mmrl.core.catalogue import all_objectives, all_preferences
 
-    row = {**CATALOGUE, **PREFERENCES}.get(run.result.get("objective", ""))
+    row = {**all_objectives(), **all_preferences()}.get(run.result.get("objective", ""))
     cited = getattr(row, "citation", "")
     if entry.name not in GENERIC or "arXiv" not in cited:  # a general recipe cites what its objectives may use
         cited = f"{entry.citation}; {cited}"

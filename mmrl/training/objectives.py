@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.core.blocks import BLOCKS, PREFERENCE_BLOCKS
+from mmrl.core.blocks import BLOCKS, PREFERENCE_BLOCKS, all_kinds
 from mmrl.core.blocks.preference import CHOSEN
 from mmrl.core.catalogue import get, get_preference
 from mmrl.core.loss import Denominators, mean_metric
@@ -32,37 +32,37 @@ class ObjectiveConfig:
 
     preset: str = "grpo"
     """Name in `mmrl list objectives`."""
-    advantage: dict[str, Any] = by_kind(lambda: BLOCKS["advantage"], named=True, default_from=PRESET)
+    advantage: dict[str, Any] = by_kind(lambda: all_kinds("advantage"), named=True, default_from=PRESET)
     """Estimator: group_mean_std, group_mean, leave_one_out, whitened_returns, gae, ..."""
-    scaling: dict[str, Any] = by_kind(lambda: BLOCKS["scaling"], named=True, default_from=PRESET)
+    scaling: dict[str, Any] = by_kind(lambda: all_kinds("scaling"), named=True, default_from=PRESET)
     """Processing of advantages after that: whiten, clip, scale."""
-    ratio: dict[str, Any] = rare(by_kind(lambda: BLOCKS["ratio"], named=True, default_from=PRESET))
+    ratio: dict[str, Any] = rare(by_kind(lambda: all_kinds("ratio"), named=True, default_from=PRESET))
     """Level of the importance ratio: token, sequence, sequence_full, sequence_product."""
-    clip: dict[str, Any] = by_kind(lambda: BLOCKS["clip"], named=True, default_from=PRESET)
+    clip: dict[str, Any] = by_kind(lambda: all_kinds("clip"), named=True, default_from=PRESET)
     """Clip rule with its bounds: ppo_clip (low, high, dual), gspo, cispo, gmpo, sapo, policy_gradient, unclipped,
     dppo_tv, dppo_kl, ..."""
-    kl: dict[str, Any] = by_kind(lambda: BLOCKS["kl"], named=True, default_from=PRESET)
+    kl: dict[str, Any] = by_kind(lambda: all_kinds("kl"), named=True, default_from=PRESET)
     """Divergence from the reference or the old policy: k1, k2, k3, full (exact) or none, with coef, to, in_reward and
     aggregation."""
-    entropy: dict[str, Any] = rare(by_kind(lambda: BLOCKS["entropy"], named=True, default_from=PRESET))
+    entropy: dict[str, Any] = rare(by_kind(lambda: all_kinds("entropy"), named=True, default_from=PRESET))
     """Entropy bonus: sampled, full, smoothed (a band around its history), target (a weight that moves) or
     none, with coef."""
-    aggregation: dict[str, Any] = by_kind(lambda: BLOCKS["aggregation"], named=True, default_from=PRESET)
+    aggregation: dict[str, Any] = by_kind(lambda: all_kinds("aggregation"), named=True, default_from=PRESET)
     """token_mean, sequence_mean, sequence_sum or fixed_length (length)."""
-    filter: dict[str, Any] = by_kind(lambda: BLOCKS["filter"], named=True, default_from=PRESET)
+    filter: dict[str, Any] = by_kind(lambda: all_kinds("filter"), named=True, default_from=PRESET)
     """Groups that go into the update: none (all), drop or resample, with key, low, high and max_tries."""
-    value: dict[str, Any] = rare(by_kind(lambda: BLOCKS["value"], named=True, default_from=PRESET))
+    value: dict[str, Any] = rare(by_kind(lambda: all_kinds("value"), named=True, default_from=PRESET))
     """Loss of the critic, for estimators that have one: squared_error (coef, clip), or separate where the recipe trains
     it apart."""
-    weight: dict[str, Any] = rare(by_kind(lambda: BLOCKS["weight"], named=True, default_from=PRESET))
+    weight: dict[str, Any] = rare(by_kind(lambda: all_kinds("weight"), named=True, default_from=PRESET))
     """Weight of each decision in the policy loss, computed once a step: top_entropy (share), duration, ... or none."""
-    correction: dict[str, Any] = rare(by_kind(lambda: BLOCKS["correction"], named=True, default_from=PRESET))
+    correction: dict[str, Any] = rare(by_kind(lambda: all_kinds("correction"), named=True, default_from=PRESET))
     """Weight of each decision where the sampler's log-probabilities are not the trainer's: truncated (TIS), masked
     (MIS, IcePop) or none, with low, high and level (token, sequence, geometric)."""
-    gate: dict[str, Any] = rare(by_kind(lambda: BLOCKS["gate"], named=True, default_from=PRESET))
+    gate: dict[str, Any] = rare(by_kind(lambda: all_kinds("gate"), named=True, default_from=PRESET))
     """Decisions that are left out where they differ too much: token, sequence, geometric (with low and high),
     off_policy (with limit) or none."""
-    order: dict[str, Any] = rare(by_kind(lambda: BLOCKS["order"], named=True, default_from=PRESET))
+    order: dict[str, Any] = rare(by_kind(lambda: all_kinds("order"), named=True, default_from=PRESET))
     """Choice of the tasks that come next: epochs (each once an epoch), uncertain (those that succeed about half of the
     time), or category_bandit (field) by what is left to learn in each category."""
 
@@ -93,7 +93,7 @@ def check_objective(
     for key, block in objective.blocks.items():
         missing = sorted((block.inputs & SCORES.keys()) - set(scores)) if objective.needs & block.inputs else []
         if missing:
-            usable = [kind for kind, other in BLOCKS[key].items() if not (other.needs & SCORES.keys()) - set(scores)]
+            usable = [kind for kind, other in all_kinds(key).items() if not (other.needs & SCORES.keys()) - set(scores)]
             tip = f"use {', '.join(usable)}" if usable else "leave it out"
             raise ValueError(f"objective.{key} is '{block.kind}', which needs {SCORES[missing[0]]}; {tip}")
     if objective.correction is not None and old_logp == "sampler":
@@ -111,7 +111,7 @@ def check_objective(
 def check_group_size(samples_per_task: int, objective: Objective, scores: Collection[str]) -> None:
     """Refuse an estimator that compares the samples of a group where groups have one."""
     if "samples" in objective.advantage.needs and samples_per_task < 2:
-        alone = sorted(kind for kind, block in BLOCKS["advantage"].items() if block.needs <= set(scores))
+        alone = [kind for kind, block in all_kinds("advantage").items() if block.needs <= set(scores)]
         raise ValueError(
             f"samples_per_task is {samples_per_task}, but the advantage '{objective.advantage.kind}' compares the "
             f"samples of a group, so every advantage would be 0; use 2 or more, or an estimator that works "
@@ -129,11 +129,11 @@ class PreferenceConfig:
 
     preset: str = "dpo"
     """Name in `mmrl list objectives`, one of those for pairs."""
-    loss: dict[str, Any] = rare(by_kind(lambda: PREFERENCE_BLOCKS["loss"], named=True, default_from=PRESET))
+    loss: dict[str, Any] = rare(by_kind(lambda: all_kinds("loss"), named=True, default_from=PRESET))
     """Loss of a pair: sigmoid, robust, hinge, ipo, sppo, kto, refuel, ..., or none (supervised)."""
-    score: dict[str, Any] = rare(by_kind(lambda: PREFERENCE_BLOCKS["score"], named=True, default_from=PRESET))
+    score: dict[str, Any] = rare(by_kind(lambda: all_kinds("score"), named=True, default_from=PRESET))
     """Score by which answers are compared: sum or mean of log-probabilities, or decision (noisy versions of images)."""
-    likelihood: dict[str, Any] = by_kind(lambda: PREFERENCE_BLOCKS["likelihood"], named=True, default_from=PRESET)
+    likelihood: dict[str, Any] = by_kind(lambda: all_kinds("likelihood"), named=True, default_from=PRESET)
     """Likelihood of the preferred answers as a further term: nll or none, with coef and average."""
 
 

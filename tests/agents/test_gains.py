@@ -12,7 +12,7 @@ from mmrl.agents.environments.tasks import TaskSetConfig
 from mmrl.agents.recipe import AgentRecipe
 from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig
 from mmrl.agents.rollout.gains import add_gains, contexts_before_turns
-from mmrl.core.blocks.turns import TurnNormalised
+from mmrl.contrib.rows.agentic import TurnNormalised
 from mmrl.errors import UserError
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.vlm.data.prompt import join_prompts

@@ -446,15 +446,15 @@ def test_demo_prints_its_lines(tmp_path, monkeypatch, capsys):
 def test_list_shows_everything_with_its_citation(capsys):
     from diffusion.families.table import FAMILIES
     from diffusion.rewards import IMAGE_REWARDS
-    from mmrl.core.catalogue import CATALOGUE, PREFERENCES
-    from mmrl.recipes import RECIPES
+    from mmrl.core.catalogue import all_objectives, all_preferences
+    from mmrl.recipes import all_recipes
     from mmrl.rewards import REWARDS
 
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     names = [line.split()[0] for line in lines if line.startswith("  ") and not line.startswith("   ")]
-    tables = (RECIPES, CATALOGUE, PREFERENCES, REWARDS, IMAGE_REWARDS, FAMILIES)
-    assert names == [name for table in tables for name in table]
+    tables = (all_recipes(), all_objectives(), all_preferences(), REWARDS, IMAGE_REWARDS, FAMILIES)
+    assert sorted(names) == sorted(name for table in tables for name in table)
     assert max(map(len, lines)) <= LINE_WIDTH
     text = " ".join(" ".join(lines).split())
     for entry in (entry for table in tables for entry in table.values()):
@@ -473,23 +473,27 @@ def test_list_shows_everything_with_its_citation(capsys):
 def test_list_of_one_kind_by_group(kind, groups, capsys):
     assert main(["list", kind]) == 0
     headings = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("  ")]
-    assert headings == [f"{kind} for {group}:" for group in groups]
+    library = [heading for heading in headings if not heading.startswith("contrib: ")]
+    assert library == headings[: len(library)] == [f"{kind} for {group}:" for group in groups]
     assert main(["list", kind, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert list(dict.fromkeys(row["group"] for row in rows)) == groups
+    assert list(dict.fromkeys(row["group"] for row in rows))[: len(groups)] == groups
     assert all(row["kind"] == kind and row["name"] and row["summary"] and row["source"] for row in rows)
 
 
 @pytest.mark.parametrize("columns", ["60", "80", "120"])
 def test_objectives_are_listed_by_family_one_a_line(capsys, monkeypatch, columns):
-    from mmrl.core.catalogue import CATALOGUE, PREFERENCES
+    from mmrl.core.catalogue import CATALOGUE, PREFERENCES, all_objectives, all_preferences
 
     monkeypatch.setenv("COLUMNS", columns)
     assert main(["list", "objectives"]) == 0
     lines = capsys.readouterr().out.splitlines()
     headings = [line for line in lines if not line.startswith("  ")]
     assert headings[0] == "Objectives that compare the samples of a group:"
-    assert len(lines) == len(headings) + len(CATALOGUE) + len(PREFERENCES)
+    assert len(lines) == len(headings) + len(all_objectives()) + len(all_preferences())
+    wall = next(place for place, line in enumerate(lines) if line.startswith("contrib: "))
+    assert {line.split()[0] for line in lines[:wall] if line not in headings} == {*CATALOGUE, *PREFERENCES}
+    assert all(line.startswith("contrib: ") for line in lines[wall:] if line in headings)
     rows = {line.split()[0]: line.split()[-1] for line in lines if line.startswith("  ")}
     assert (rows["dapo"], rows["aspo_tir"]) == ("2503.14476", "2508.19201")
 

@@ -290,7 +290,6 @@ def _blocks(recipe: str) -> list[Variant]:
 
 
 EXTRA: dict[str, dict[str, Any]] = {
-    "category_bandit": {"field": "id"},
     **{kind: {"coef": 0.1} for kind in (*BLOCKS["kl"], *BLOCKS["entropy"])},
     "fixed_length": {"length": 4},
 }
@@ -301,9 +300,7 @@ WHOLE_ROWS = {"objective.ratio": {"kind": "sequence_product"}, **MOVING}
 NEEDED: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("gae", "squared_error"), CRITIC),
     "gspo": {"objective.ratio": {"kind": "sequence"}, **MOVING},
-    "uncertain": {"objective.advantage": {"kind": "tracked_value"}},
     "group_regression": WHOLE_ROWS,
-    "joint_pairs": WHOLE_ROWS,
     "vespo": WHOLE_ROWS,
 }
 """Further changes without which a block is refused, or clips nothing."""

@@ -1,4 +1,4 @@
-"""Every row of the catalogue in every domain: it trains, repeats and resumes, or it is refused with a reason.
+"""Every row of the catalogue and contrib in every domain: it trains, repeats and resumes, or is refused with a reason.
 
 Which of the two is derived from what the row's blocks need and what the room's policies score, so that a new row or
 block is covered without a change here.
@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 
-from mmrl.core import CATALOGUE
+from mmrl.core import all_objectives, get
 from mmrl.training.objectives import SCORES, ObjectiveConfig
 from tests.contracts.domains import DOMAINS, Domain, run, weights
 from tests.contracts.option_runs import TINY_ENCODER
@@ -22,7 +22,7 @@ CHEAPEST_FIRST = ("robotics", "diffusion", "vlm", "masked", "agents")
 
 def missing(domain: Domain, row: str) -> list[str]:
     """Requirements of the row's blocks that the domain's policies do not score."""
-    return sorted((CATALOGUE[row].needs & SCORES.keys()) - domain.scores)
+    return sorted((get(row).needs & SCORES.keys()) - domain.scores)
 
 
 def rooms_of(row: str) -> list[str]:
@@ -37,7 +37,7 @@ def case(room: str, row: str):
     return pytest.param(DOMAINS[room], row, id=f"{room}-{row}", marks=pytest.mark.slow if slow else ())
 
 
-CASES = [case(room, row) for room in DOMAINS for row in CATALOGUE]
+CASES = [case(room, row) for room in DOMAINS for row in all_objectives()]
 
 
 def configured(domain: Domain, row: str, folder):
@@ -47,12 +47,12 @@ def configured(domain: Domain, row: str, folder):
     config.objective = ObjectiveConfig(preset=row)
     if row == "sec":  # tasks of these rooms have no field "category"
         config.objective.order = {"field": "task" if domain is DOMAINS["robotics"] else "id"}
-    if "kl_old" in CATALOGUE[row].needs and domain is DOMAINS["robotics"]:
+    if "kl_old" in get(row).needs and domain is DOMAINS["robotics"]:
         config.model.kind, config.model.chunk, config.trainer.learning_rate = "flow", 2, 1e-3
         config.model.options = {"encoder": {**TINY_ENCODER, "image_size": None}}
     if row == "gtpo":  # whose limit is below the entropy of an untrained model
         config.objective.advantage = {"limit": 100.0}
-    if "values" in CATALOGUE[row].needs and hasattr(config.model, "value_head"):
+    if "values" in get(row).needs and hasattr(config.model, "value_head"):
         config.model.value_head = True
     return config
 
@@ -79,7 +79,7 @@ def test_a_row_trains_repeats_and_resumes_or_is_refused(domain, row, tmp_path):
     assert not torch.equal(weights(second), start), "the second step moves the weights"
 
 
-@pytest.mark.parametrize("row", CATALOGUE)
+@pytest.mark.parametrize("row", all_objectives())
 def test_every_row_trains_in_some_room(row):
     assert rooms_of(row)
 

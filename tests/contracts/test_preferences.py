@@ -1,4 +1,4 @@
-"""Every preference objective of the catalogue in every domain that learns from pairs."""
+"""Every preference objective of the catalogue and of contrib in every domain that learns from pairs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from mmrl.core import PREFERENCES
+from mmrl.core import all_preferences, get_preference
 from mmrl.core.blocks.preference import DecisionScore
 from mmrl.training.objectives import SCORES, PreferenceConfig
 from tests.contracts.domains import domain_of, run, weights
@@ -23,7 +23,7 @@ LACKING = {
 CASES = [
     pytest.param(recipe, row, marks=[] if row in OFTEN and recipe != "online_preference" else pytest.mark.slow)
     for recipe in ("preference", "diffusion_dpo", "online_preference")
-    for row in PREFERENCES
+    for row in all_preferences()
 ]
 
 
@@ -34,11 +34,11 @@ def test_a_row_trains_or_is_refused(recipe, row, tmp_path):
         pytest.importorskip(module)
     config = domain.make_config(recipe, tmp_path)
     config.objective = PreferenceConfig(preset=row)
-    if recipe != "diffusion_dpo" and isinstance(PREFERENCES[row].score, DecisionScore):
+    if recipe != "diffusion_dpo" and isinstance(get_preference(row).score, DecisionScore):
         with pytest.raises(ValueError, match="noisy versions of images"):
             config.validate()
         return
-    if missing := PREFERENCES[row].needs & LACKING[recipe]:
+    if missing := get_preference(row).needs & LACKING[recipe]:
         with pytest.raises(ValueError, match=re.escape(SCORES[min(missing)])):
             config.validate()
         return

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from mmrl.core import Objective, Rollouts, decision_rewards, gae, masked_whiten, returns_to_go, turn_means, turn_starts
-from mmrl.core.blocks import BLOCKS
+from mmrl.core.blocks import all_kinds
 from mmrl.core.blocks.advantage import AdvantageScaling
 from mmrl.training.objectives import check_group_size
 from tests.core.builders import random_rollouts
@@ -18,7 +18,7 @@ def rows(reward, group=None, mask=None, dtype=torch.float64):
 
 
 def estimate(name, rollouts, **options):
-    return BLOCKS["advantage"][name](**options)(rollouts)
+    return all_kinds("advantage")[name](**options)(rollouts)
 
 
 def test_group_mean_std_by_hand():
@@ -151,7 +151,7 @@ def test_terminal_reward_lands_on_the_last_trained_decision():
 @pytest.mark.parametrize("name", GROUP_CONSTANT)
 def test_equal_rewards_give_exactly_zero(name):
     # 0.1 + 0.1 + 0.1 is not 0.3 in binary, so a mean that is rounded would not cancel.
-    options = {"eps": 0.0} if "eps" in BLOCKS["advantage"][name].options() else {}
+    options = {"eps": 0.0} if "eps" in all_kinds("advantage")[name].options() else {}
     advantage = estimate(name, rows([0.1] * 3 + [0.7] * 7, group=[0] * 3 + [1] * 7), **options)
     assert (advantage == 0).all()
 
@@ -175,7 +175,7 @@ def test_leave_one_out_is_a_multiple_of_the_group_mean():
     torch.testing.assert_close(estimate("leave_one_out", r), 5 / 4 * estimate("group_mean", r))
 
 
-@pytest.mark.parametrize("name", BLOCKS["advantage"])
+@pytest.mark.parametrize("name", all_kinds("advantage"))
 def test_unscored_rows_count_nowhere(name):
     r = random_rollouts(groups=3, samples=4)
     reward = r.reward.clone()
@@ -186,7 +186,7 @@ def test_unscored_rows_count_nowhere(name):
     torch.testing.assert_close(with_nan[kept], estimate(name, r.select(kept)))
 
 
-@pytest.mark.parametrize("name", BLOCKS["advantage"])
+@pytest.mark.parametrize("name", all_kinds("advantage"))
 def test_untrained_decisions_get_zero(name):
     r = random_rollouts()
     off = r.mask == 0
@@ -210,7 +210,7 @@ def test_group_order_does_not_matter():
     r = random_rollouts(groups=5, samples=4)
     order = torch.randperm(20, generator=torch.Generator().manual_seed(3))
     by_place = {"regrouped_by_length", "bundled_risk"}  # halves of rows of one length, bundles of neighbours
-    for name in BLOCKS["advantage"].keys() - by_place:
+    for name in all_kinds("advantage").keys() - by_place:
         torch.testing.assert_close(estimate(name, r.select(order)), estimate(name, r)[order])
 
 
@@ -227,9 +227,9 @@ def test_whitening():
     assert (masked_whiten(r.values, single) == 0).all()
 
 
-@pytest.mark.parametrize("name", [name for name, block in BLOCKS["advantage"].items() if "samples" in block.needs])
+@pytest.mark.parametrize("name", [name for name, block in all_kinds("advantage").items() if "samples" in block.needs])
 def test_group_estimators_refuse_one_sample(name):
-    objective = Objective("mine", BLOCKS["advantage"][name]())
+    objective = Objective("mine", all_kinds("advantage")[name]())
     everything = ("values", "turns")
     with pytest.raises(ValueError, match=f"samples_per_task is 1.*'{name}'.*gae, gae_turn,.* whitened_returns"):
         check_group_size(1, objective, everything)
@@ -238,8 +238,8 @@ def test_group_estimators_refuse_one_sample(name):
 
 def test_one_sample_advises_only_what_the_domain_can_score():
     for scores, advised in (
-        ((), "tracked_value, whitened_returns"),
-        (("values",), "gae, tracked_value, whitened_returns"),
+        ((), "whitened_returns, tracked_value"),
+        (("values",), "gae, whitened_returns, tracked_value"),
     ):
         with pytest.raises(ValueError, match=f"works with one sample: {advised}$"):
             check_group_size(1, Objective("mine"), scores)
@@ -247,7 +247,7 @@ def test_one_sample_advises_only_what_the_domain_can_score():
 
 @pytest.mark.parametrize("name", ["whitened_returns", "gae", "gae_turn"])
 def test_other_estimators_work_with_one_sample(name):
-    check_group_size(1, Objective("mine", BLOCKS["advantage"][name]()), ())
+    check_group_size(1, Objective("mine", all_kinds("advantage")[name]()), ())
 
 
 def test_missing_values_and_turns_are_named():

@@ -23,30 +23,20 @@ NEEDED = {
     "gae_turn": {"value": ValueLoss()},
     "squared_error": {"advantage": {"kind": "gae"}},
     "gspo": {"ratio": {"kind": "sequence"}},
-    **{kind: {"ratio": {"kind": "sequence_product"}} for kind in ("group_regression", "joint_pairs", "vespo")},
+    **{kind: {"ratio": {"kind": "sequence_product"}} for kind in ("group_regression", "vespo")},
     "sequence_product": {"clip": {"kind": "ppo_clip", "high": 1e9}},
-    "uncertain": {"advantage": {"kind": "tracked_value"}},
 }
 """Further parts without which a block is refused, or cannot be seen."""
 OPTIONS = {
-    "category_bandit": {"field": "level"},
     "fixed_length": {"length": 4},
     "scaling": {"whiten": "rows"},
-    "bapo": {"target": 1.6},
     **{kind: {"coef": 0.1} for kind in (*BLOCKS["kl"], *BLOCKS["entropy"])},
     "target": {"coef": 0.1, "start": 0.05, "target": 0.8},
-    "smoothed": {"coef": 0.1, "penalty": "indicator"},
 }
 """Options that a block cannot do without."""
 VALUES = {"field": ["length"], "key": ["accuracy"], "ratio_limit": [1.0001], "dual": [1.0001], "cap": [10.5, 30.0]}
 """Other values of options, by name, where those that follow from type and bounds do not fit."""
-ELSEWHERE = {
-    **dict.fromkeys(
-        ((kind, name) for kind in ("turn_normalised", "per_position") for name in ("entry", "before", "log")),
-        "the recipe scores the answers",
-    ),
-    ("resample", "max_tries"): "the trainer samples further tasks",
-}
+ELSEWHERE = {("resample", "max_tries"): "the trainer samples further tasks"}
 """Options that no number here depends on."""
 
 

@@ -1,11 +1,10 @@
 import pytest
 
-from mmrl.core import CATALOGUE, Objective, get
-from mmrl.core.block import changed as changed_block
-from mmrl.core.blocks import BLOCKS
+from mmrl.contrib.rows.bgpo import Bgpo
+from mmrl.core import CATALOGUE, Objective, all_objectives, get
+from mmrl.core.blocks import BLOCKS, all_kinds
 from mmrl.core.blocks.advantage import AdvantageScaling, GroupMeanGlobalStd, GroupMeanStd
 from mmrl.core.blocks.clip import (
-    Bgpo,
     Cispo,
     GspoClip,
     PolicyGradient,
@@ -19,9 +18,10 @@ from mmrl.core.blocks.divergence import K1, K2, K3, ExactKl, FullEntropy, K3Stra
 from mmrl.core.blocks.filter import DropGroups, KeepAll, ResampleGroups
 from mmrl.core.blocks.order import Epochs
 from mmrl.core.loss import FixedLength, SequenceMean, TokenMean
+from mmrl.core.objectives.parts import changed as changed_block
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("name", all_objectives())
 def test_rows_are_valid_and_cite_their_paper(name):
     objective = get(name)
     objective.validate()
@@ -149,8 +149,8 @@ def test_overrides_change_numbers_and_exchange_blocks():
 
 @pytest.mark.parametrize("part", BLOCKS)
 def test_every_block_states_its_formula_and_is_found_by_its_kind(part):
-    for kind, block in BLOCKS[part].items():
-        made = changed_block(None, {"kind": kind} | NEEDED.get(kind, {}), BLOCKS[part], part)
+    for kind, block in all_kinds(part).items():
+        made = changed_block(None, {"kind": kind} | NEEDED.get(kind, {}), part)
         assert type(made) is block
         assert list(made.problems(part)) == []
         assert made.formula() or made in (KeepAll(), AdvantageScaling(), Epochs())

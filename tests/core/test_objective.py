@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from mmrl.core import CATALOGUE, Denominators, Objective, PolicyOutputs, get, merge_metrics
-from mmrl.core.blocks.adaptive_clip import ENTROPY_LEVEL, HapoClip
+from mmrl.contrib.rows.adaptive import ENTROPY_LEVEL, HapoClip
+from mmrl.contrib.rows.bgpo import Bgpo
+from mmrl.core import Denominators, Objective, PolicyOutputs, all_objectives, get, merge_metrics
 from mmrl.core.blocks.advantage import AdvantageScaling, GroupMean, GroupMeanGlobalStd
 from mmrl.core.blocks.clip import (
-    Bgpo,
     Cispo,
     GroupRegression,
     PolicyGradient,
@@ -52,7 +52,7 @@ EXTRA = {
     "durations": Objective("durations", weight=Duration(), aggregation=SequenceMean()),
     "score function": Objective("score function", clip=PolicyGradient(), advantage=GroupMean()),
 }
-OBJECTIVES = CATALOGUE | EXTRA
+OBJECTIVES = all_objectives() | EXTRA
 OF_A_PASS = {"clip_cov", "kl_cov"}
 """Rows with a rule on the decisions that pass the policy together, as in their code: micro-batches change it."""
 SHARED_OUT = [name for name in OBJECTIVES if name not in OF_A_PASS]
@@ -386,7 +386,7 @@ def test_a_batch_without_any_signal_gives_a_zero_gradient():
 def test_a_batch_without_any_scored_row_gives_a_finite_zero():
     r = random_rollouts()
     unscored = r.replace(reward=torch.full_like(r.reward, float("nan")))
-    for name in CATALOGUE:
+    for name in all_objectives():
         rollouts, tensors = scored(get(name), unscored)
         loss = get(name).loss(scores_of(tensors), rollouts, get(name).denominators(rollouts)).loss
         assert loss.item() == 0.0

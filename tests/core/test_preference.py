@@ -7,9 +7,16 @@ import math
 import pytest
 import torch
 
-from mmrl.core import PREFERENCES, Denominators, PolicyOutputs, PreferenceObjective, Rollouts, get, get_preference
-from mmrl.core.block import changed
-from mmrl.core.blocks import PREFERENCE_BLOCKS
+from mmrl.core import (
+    Denominators,
+    PolicyOutputs,
+    PreferenceObjective,
+    Rollouts,
+    all_preferences,
+    get,
+    get_preference,
+)
+from mmrl.core.blocks import PREFERENCE_BLOCKS, all_kinds
 from mmrl.core.blocks.preference import (
     BASELINE,
     CHOSEN,
@@ -26,6 +33,7 @@ from mmrl.core.blocks.preference import (
     SumScore,
     pair_rows,
 )
+from mmrl.core.objectives.parts import changed
 
 
 def pairs(seed: int = 0, groups: int = 4, width: int = 5) -> tuple[Rollouts, torch.Tensor]:
@@ -53,8 +61,8 @@ def value(objective: PreferenceObjective, rollouts: Rollouts, logp: torch.Tensor
 
 
 def test_rows_are_valid_cite_their_paper_and_state_their_formula():
-    assert {"dpo", "ipo", "slic", "robust_dpo", "rpo", "sppo", "refuel", "diffusion_dpo"} < set(PREFERENCES)
-    for name, objective in PREFERENCES.items():
+    assert {"dpo", "ipo", "slic", "robust_dpo", "rpo", "sppo", "refuel", "diffusion_dpo"} < set(all_preferences())
+    for name, objective in all_preferences().items():
         objective.validate()
         assert objective.name == name
         assert "arXiv" in objective.citation
@@ -81,8 +89,8 @@ def test_descriptions_show_the_constants():
 
 @pytest.mark.parametrize("part", PREFERENCE_BLOCKS)
 def test_every_block_states_its_formula(part):
-    for kind in PREFERENCE_BLOCKS[part]:
-        made = changed(None, {"kind": kind}, PREFERENCE_BLOCKS[part], part)
+    for kind in all_kinds(part):
+        made = changed(None, {"kind": kind}, part)
         assert list(made.problems(part)) == []
         assert made.formula() or isinstance(made, NoPairLoss)
 
@@ -115,14 +123,14 @@ def test_dpo_by_hand():
 def test_sides_are_found_by_their_mark_not_their_position():
     rollouts, logp = pairs()
     order = torch.tensor([1, 0, 2, 3, 5, 4, 7, 6])
-    for objective in PREFERENCES.values():
+    for objective in all_preferences().values():
         assert float(value(objective, rollouts.select(order), logp[order])) == pytest.approx(
             float(value(objective, rollouts, logp)), rel=1e-12
         )
     assert [side.tolist() for side in pair_rows(rollouts)] == [[0, 3, 4, 7], [1, 2, 5, 6]]
 
 
-@pytest.mark.parametrize("name", PREFERENCES)
+@pytest.mark.parametrize("name", all_preferences())
 @pytest.mark.parametrize("likelihood", [None, ChosenLikelihood(0.3), ChosenLikelihood(0.3, "decisions")])
 def test_micro_batches_padding_and_tokens_after_an_answer_change_nothing(name, likelihood):
     objective = get_preference(name).replace(likelihood=likelihood)
@@ -163,7 +171,7 @@ def test_the_reference_and_the_scores_are_constants():
     # small, since diffusion_dpo multiplies margins by thousands and a sigmoid that is 1 has no gradient
     leaves = [(-1e-3 * torch.rand(m, generator=generator, dtype=torch.float64)).requires_grad_() for _ in range(4)]
     scores = torch.rand(2, m, generator=generator, dtype=torch.float64)
-    for name in PREFERENCES:
+    for name in all_preferences():
         more = {"previous_w": scores[0], "previous_l": scores[1], "own_w": torch.tensor([True, False, True])}
         more |= {"drift_w": leaves[0], "drift_l": leaves[1]}
         loss = get_preference(name).loss(Pairs(*leaves, *scores, **more)).sum()
@@ -173,9 +181,9 @@ def test_the_reference_and_the_scores_are_constants():
         assert reference == [None, None], name
 
 
-@pytest.mark.parametrize("kind", PREFERENCE_BLOCKS["loss"])
+@pytest.mark.parametrize("kind", all_kinds("loss"))
 def test_pairs_far_from_the_reference_have_finite_losses_where_they_are_right(kind):
-    loss = changed(None, {"kind": kind}, PREFERENCE_BLOCKS["loss"], "loss")
+    loss = changed(None, {"kind": kind}, "loss")
     certain, hopeless = torch.tensor([0.0, -1e-9, -1.0]), torch.full((3,), -1e5)
     sides = certain.requires_grad_(), hopeless.requires_grad_()
     more = {"previous_w": hopeless, "previous_l": certain, "own_w": torch.tensor([True, False, True])}
@@ -188,7 +196,7 @@ def test_pairs_far_from_the_reference_have_finite_losses_where_they_are_right(ki
 
 @pytest.mark.parametrize("kind", ["sigmoid", "discopop", "nca", "bco"])
 def test_pairs_far_on_the_wrong_side_cost_in_proportion(kind):
-    loss = changed(None, {"kind": kind}, PREFERENCE_BLOCKS["loss"], "loss")
+    loss = changed(None, {"kind": kind}, "loss")
     chosen = torch.tensor([-1e4, -2e4], dtype=torch.float64).requires_grad_()
     zero = torch.zeros(2, dtype=torch.float64)
     once, twice = loss(Pairs(chosen, zero, zero, zero))

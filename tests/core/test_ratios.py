@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from mmrl.core import policy_loss
-from mmrl.core.blocks import BLOCKS
+from mmrl.core.blocks import BLOCKS, all_kinds
 from mmrl.core.blocks.clip import Clip
 from tests.core.builders import random_rollouts
 
-OF_DECISIONS = [name for name, kind in BLOCKS["clip"].items() if kind.__call__ is not Clip.__call__ and not kind.needs]
+OF_DECISIONS = [
+    name for name, kind in all_kinds("clip").items() if kind.__call__ is not Clip.__call__ and not kind.needs
+]
 OF_DECISIONS.remove("vespo")  # the weight of a row has no gradient
 """Rules that read nothing but ratios, log-probabilities and advantages, and that differences can check."""
 
@@ -22,7 +24,7 @@ def one(ratio, advantage, name="ppo_clip", **bounds):
     logp = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
     logp_old = torch.tensor([[-1.0 - math.log(ratio)]], dtype=torch.float64)
     advantages = torch.tensor([[advantage]], dtype=torch.float64)
-    loss, indicators = policy_loss(logp, logp_old, advantages, torch.ones_like(logp), BLOCKS["clip"][name](**bounds))
+    loss, indicators = policy_loss(logp, logp_old, advantages, torch.ones_like(logp), all_kinds("clip")[name](**bounds))
     (slope,) = torch.autograd.grad(loss.sum(), logp)
     clipped = tuple(int(value.item()) for value in indicators.values())
     return loss.item(), slope.item(), clipped
@@ -93,7 +95,7 @@ def test_bgpo_bounds_the_ratio_of_the_mean_log_likelihood_and_touches_it(advanta
     # Samples of one bound on a log-likelihood, all with the same advantage.
     difference = torch.randn(50, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     constant = torch.full_like(difference, advantage)
-    bgpo = BLOCKS["clip"]["bgpo"]()
+    bgpo = all_kinds("clip")["bgpo"]()
     bound = bgpo(difference, difference, constant)[0].mean(1)
     assert (bound > -advantage * difference.mean(1).exp()).all()
     here = torch.zeros_like(difference, requires_grad=True)
@@ -123,7 +125,9 @@ def test_gradients_match_finite_differences(name, level):
     move = 0.1 * torch.randn(4, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     logp = (r.logp_old + move).requires_grad_()
     fixed = logp.detach().clone()
-    clip = BLOCKS["clip"][name](**({"low": 0.05, "high": 0.05} if "low" in BLOCKS["clip"][name].options() else {}))
+    clip = all_kinds("clip")[name](
+        **({"low": 0.05, "high": 0.05} if "low" in all_kinds("clip")[name].options() else {})
+    )
 
     def loss(x):
         log_rho = log_ratio(x, r.logp_old, r.mask, level)
@@ -161,7 +165,7 @@ def test_the_two_sequence_forms_have_equal_gradients_for_row_means():
 
     def gradient(level):
         logp = (r.logp_old + 0.3).requires_grad_()
-        ratio, unclipped = BLOCKS["ratio"][level](), BLOCKS["clip"]["unclipped"]()
+        ratio, unclipped = BLOCKS["ratio"][level](), all_kinds("clip")["unclipped"]()
         loss = policy_loss(logp, r.logp_old, row_advantage, r.mask, unclipped, ratio)[0]
         row_means = (loss * r.mask).sum(1) / r.lengths
         return torch.autograd.grad(row_means.mean(), logp)[0]

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from mmrl.core import CATALOGUE, PolicyOutputs, get
-from mmrl.core.blocks import BLOCKS
+from mmrl.core import PolicyOutputs, all_objectives, get
+from mmrl.core.blocks import all_kinds
 from tests.core import reference
 from tests.core.builders import reference_numbers, rollouts_from
 from tests.golden.numbers import PAPERS, load
@@ -28,7 +28,7 @@ def estimator(case):
     name, *pairs = case.split()
     values = dict(pair.split("=") for pair in pairs)
     kinds = {"singleton": str, "mask_carry": str, "ddof": int}
-    return BLOCKS["advantage"][name](**{key: kinds.get(key, float)(value) for key, value in values.items()})
+    return all_kinds("advantage")[name](**{key: kinds.get(key, float)(value) for key, value in values.items()})
 
 
 def test_the_file_equals_the_references_numbers():
@@ -46,10 +46,10 @@ def test_advantages(case, dtype, tolerance):
 
 def test_every_estimator_has_a_case():
     """Here, or in the golden file of a row that has it, or is given it by a peer's changes, or in a test of its own."""
-    changes = [(row, peer.get("changes", {})) for row in CATALOGUE if row in PAPERS for peer in load(row).peers]
+    changes = [(row, peer.get("changes", {})) for row in all_objectives() if row in PAPERS for peer in load(row).peers]
     checked = {get(row).override(changed).advantage.kind for row, changed in changes}
     checked |= {"group_branches"}  # tests/core/test_turns.py
-    missing = set(BLOCKS["advantage"]) - checked - {case.split()[0] for case in DATA["advantages"]}
+    missing = set(all_kinds("advantage")) - checked - {case.split()[0] for case in DATA["advantages"]}
     assert missing <= {"smooth_std"}, "its row follows"
 
 

@@ -8,11 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mmrl.contrib.rows.tracked import (
+    BundledRisk,
+    CategoryBandit,
+    SmoothedEntropy,
+    SmoothStandardised,
+    TrackedValue,
+    Uncertain,
+    fields_of,
+)
 from mmrl.core import PolicyOutputs, Rollouts, get
 from mmrl.core.blocks.advantage import GroupMeanStd, group_mean_std
-from mmrl.core.blocks.entropy import SmoothedEntropy, TargetEntropy
-from mmrl.core.blocks.order import CategoryBandit, Uncertain, fields_of
-from mmrl.core.blocks.tracked import BundledRisk, SmoothStandardised, TrackedValue
+from mmrl.core.blocks.entropy import TargetEntropy
 from mmrl.core.rollouts import PLACE
 from mmrl.core.state import ObjectiveState
 from mmrl.training.trainer import TaskStream

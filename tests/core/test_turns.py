@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mmrl.contrib.rows.agentic import GroupBranches
 from mmrl.core import Rollouts
 from mmrl.core.blocks.advantage import GroupMean, GroupMeanStd
-from mmrl.core.blocks.turns import GroupBranches, GroupInGroup
+from mmrl.core.blocks.turns import GroupInGroup
 
 MASK = torch.tensor([[1.0, 1, 0, 1, 1], [1, 0, 1, 1, 0], [1, 1, 1, 0, 0], [1, 1, 0, 0, 0]], dtype=torch.float64)
 TURN = torch.tensor([[0, 0, 1, 1, 2], [0, 1, 1, 2, -1], [0, 0, 1, -1, -1], [0, 1, -1, -1, -1]])

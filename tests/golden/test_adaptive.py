@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mmrl.contrib.rows.adaptive import BOUNDS, Bapo
+from mmrl.contrib.rows.tracked import DcpoClip
 from mmrl.core import Objective, PolicyOutputs, Rollouts
-from mmrl.core.blocks.adaptive_clip import BOUNDS, Bapo, DcpoClip
 from tests.golden.numbers import assert_agrees, inputs_of, load, tensor
 
 

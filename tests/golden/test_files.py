@@ -7,20 +7,21 @@ from importlib.util import find_spec
 
 import pytest
 
-from mmrl.core import CATALOGUE, PREFERENCES
+from mmrl.core import all_objectives, all_preferences
 from tests.core import reference
 from tests.golden.numbers import FOLDER, PAPERS, load
 from tests.golden.test_tokens import METHODS
 from tests.peers.adaptor import made_by_packages
 from tests.peers.record import RECORD, read_record
 
+ROWS = all_objectives() | all_preferences()
 SHARED = {"flow_grpo_fast": "flow_grpo"}
 """Rows that differ from another one in constants only."""
 
 
-@pytest.mark.parametrize("name", [*CATALOGUE, *PREFERENCES])
+@pytest.mark.parametrize("name", ROWS)
 def test_every_row_of_the_catalogue_has_a_file(name):
-    paper, verified = SHARED.get(name, name), (CATALOGUE | PREFERENCES)[name].verified
+    paper, verified = SHARED.get(name, name), ROWS[name].verified
     if verified == "hand computation" and paper not in PAPERS:
         assert name in reference.METHODS, f"tests/golden/{paper}.json is missing: see tests/golden/README.md"
         return
@@ -47,14 +48,13 @@ def test_a_file_names_program_version_and_command(paper):
 
 def test_the_comparison_with_other_trainers_is_that_of_these_packages_and_rows():
     record, pinned = read_record(), RECORD.with_name("requirements.txt").read_text(encoding="utf-8")
-    rows = CATALOGUE | PREFERENCES
-    assert record["rows"].keys() <= rows.keys()
+    assert record["rows"].keys() <= ROWS.keys()
     for program in (program for program in record["programs"] if "openrlhf" not in program):
         assert program.replace(" ", "==") in pinned
     for name, peers in record["rows"].items():
         for package, found in peers.items():
             assert found["apart"] < 1e-6 or found.get("differs"), (name, package)
-            verified = rows[name].verified
+            verified = ROWS[name].verified
             assert package in verified or package not in ("verl", "trl") or found.get("differs"), (name, package)
 
 

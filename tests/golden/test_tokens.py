@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.core import CATALOGUE, PolicyOutputs, Rollouts, get
+from mmrl.core import PolicyOutputs, Rollouts, all_objectives, get
 from tests.golden.numbers import PAPERS, assert_agrees, inputs_of, load, tensor
 
 OWN_TESTS = {"papo", "apo", "srpo", "icepop"}
 """Rows whose recipes do a part of the computation, or whose files hold more than the row."""
 TOKENS = {"group", "mask", "reward", "logp_old", "logp", "values_new"}
 STANDARD = [name for name in PAPERS if load(name).inputs.keys() >= TOKENS]
-METHODS = [name for name in CATALOGUE if name in STANDARD and name not in OWN_TESTS]
+METHODS = [name for name in all_objectives() if name in STANDARD and name not in OWN_TESTS]
 CASES = [(name, i) for name in METHODS for i in range(len(load(name).peers))]
 GIVEN = ("logp_ref", "logp_rollout", "values", "turn")
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mmrl.contrib.rows.tracked import phase_weight
 from mmrl.core import Rollouts, get
-from mmrl.core.blocks.entropy import phase_weight
 from tests.golden.numbers import assert_agrees, inputs_of, load
 
 

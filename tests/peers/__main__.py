@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mmrl.core import CATALOGUE, PREFERENCES, PolicyOutputs
+from mmrl.core import PolicyOutputs, all_objectives, all_preferences
 from mmrl.files import write_atomically
 from tests.golden.make.peers import gradient, tensors
 from tests.golden.test_preference import compute as compute_pairs
@@ -27,7 +27,7 @@ ORDER = ("verl", "trl", "skyrl", "openrlhf")
 
 def main() -> int:
     """Compare, print, record."""
-    rows: dict[str, dict[str, Any]] = {name: {} for name in (*CATALOGUE, *PREFERENCES)}
+    rows: dict[str, dict[str, Any]] = {name: {} for name in (*all_objectives(), *all_preferences())}
     programs, bad = set(), []
     for name, inputs, peer in answers():
         package = peer["program"].split()[0]
@@ -51,7 +51,7 @@ def main() -> int:
 
 def difference(name: str, inputs: dict[str, Any], peer: dict[str, Any]) -> float:
     """Largest difference of advantages, loss and gradient, each as a share of the peer's largest number."""
-    if name in PREFERENCES:
+    if name in all_preferences():
         ours = pairwise(name, inputs, peer)
     else:
         ours = compute(name, peer.get("changes", {}), vars(tensors(inputs)))

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 from torch import Tensor, nn
 
-from mmrl.core import CATALOGUE, PREFERENCES
+from mmrl.core import all_objectives, all_preferences
 from tests.golden.make import pairs
 from tests.golden.make.peers import Wheel, gradient
 from tests.golden.make.tokens import SkyRl, Trl, Verl, batch
@@ -31,7 +31,7 @@ PLAIN = {"kl": {"kind": "none"}}
 
 def made_by_packages() -> list[str]:
     """Names of the golden files that the installed packages make."""
-    names = (name for name in (*METHODS, *PREFERENCES) if name in PAPERS and name not in GONE)
+    names = (name for name in (*METHODS, *all_preferences()) if name in PAPERS and name not in GONE)
     return [name for name in names if len(load(name).command.split()) == 3]
 
 
@@ -148,5 +148,5 @@ def answers() -> Iterator[tuple[str, Answer, Answer]]:
     given = pairs.pairs()
     dpo = pairs.trl(given, ["sigmoid"], [1.0], beta=0.1, smoothing=0.0) | {"options": {"beta": 0.1}}
     for name, inputs, peer in (*recomputed(), *further(), ("dpo", given, dpo)):
-        assert name in CATALOGUE or name in PREFERENCES, name
+        assert name in all_objectives() | all_preferences(), name
         yield name, inputs, peer

@@ -1,22 +1,22 @@
 """The blocks that objectives are made of, a file for each kind, and the table of all of them.
 
-A block needs no entry here: every class of these files that has a `kind` is found by it.
+A block needs no entry here: every class of these files that has a `kind` is found by it. Kinds that the library has
+not are looked for in contrib.
 """
+
+import functools
+import importlib
+from typing import Any
 
 from mmrl.core.block import Block, kinds
 
 # these are imported so that `kinds` finds their classes
 from mmrl.core.blocks import (  # noqa: F401
-    adaptive_clip,
     baselines,
-    discriminative,
-    downsampling,
     entropy,
     foreign,
     pair_losses,
-    shaping,
     smooth_clip,
-    tracked,
     turns,
     weight,
 )
@@ -31,28 +31,48 @@ from mmrl.core.blocks.preference import ChosenLikelihood, PairLoss, PairScore
 from mmrl.core.blocks.weight import Weight
 from mmrl.core.loss import Aggregation
 
-__all__ = ["BLOCKS", "PREFERENCE_BLOCKS"]
+__all__ = ["BLOCKS", "PREFERENCE_BLOCKS", "all_kinds", "contrib"]
 
-BLOCKS: dict[str, dict[str, type[Block]]] = {
-    "advantage": kinds(Advantage),
-    "scaling": kinds(AdvantageScaling),
-    "ratio": kinds(Ratio),
-    "clip": kinds(Clip),
-    "kl": kinds(Divergence),
-    "entropy": kinds(Entropy),
-    "aggregation": kinds(Aggregation),
-    "filter": kinds(GroupFilter),
-    "value": kinds(CriticLoss),
-    "weight": kinds(Weight),
-    "correction": kinds(Correction),
-    "gate": kinds(Gate) | kinds(OffPolicyGate),
-    "order": kinds(TaskOrder),
+PARTS: dict[str, tuple[type[Block], ...]] = {
+    "advantage": (Advantage,),
+    "scaling": (AdvantageScaling,),
+    "ratio": (Ratio,),
+    "clip": (Clip,),
+    "kl": (Divergence,),
+    "entropy": (Entropy,),
+    "aggregation": (Aggregation,),
+    "filter": (GroupFilter,),
+    "value": (CriticLoss,),
+    "weight": (Weight,),
+    "correction": (Correction,),
+    "gate": (Gate, OffPolicyGate),
+    "order": (TaskOrder,),
 }
-"""Field of an objective to the kinds of block that it takes."""
+"""Field of an objective to the base classes of the blocks that it takes."""
+PREFERENCE_PARTS: dict[str, tuple[type[Block], ...]] = {
+    "loss": (PairLoss,),
+    "score": (PairScore,),
+    "likelihood": (ChosenLikelihood,),
+}
+"""Field of a preference objective to the base classes of the blocks that it takes."""
+BLOCKS = {part: kinds(*bases) for part, bases in PARTS.items()}
+"""Field of an objective to the library's kinds of block for it."""
+PREFERENCE_BLOCKS = {part: kinds(*bases) for part, bases in PREFERENCE_PARTS.items()}
+"""Field of a preference objective to the library's kinds of block for it."""
 
-PREFERENCE_BLOCKS: dict[str, dict[str, type[Block]]] = {
-    "loss": kinds(PairLoss),
-    "score": kinds(PairScore),
-    "likelihood": kinds(ChosenLikelihood),
-}
-"""Field of a preference objective to the kinds of block that it takes."""
+CONTRIB = "mmrl.contrib.rows"
+"""Package with the objectives and kinds of block that the library does not promise everything for."""
+
+
+@functools.cache
+def contrib() -> Any:
+    """The package `CONTRIB`, imported when a name is not the library's."""
+    return importlib.import_module(CONTRIB)
+
+
+def all_kinds(part: str) -> dict[str, type[Block]]:
+    """The kinds of block that a field takes: those of the library by name, then those of contrib."""
+    inside = f"{contrib().__name__}."
+    found = kinds(*(PARTS | PREFERENCE_PARTS)[part])
+    added = {kind: block for kind, block in found.items() if block.__module__.startswith(inside)}
+    return dict(sorted((BLOCKS | PREFERENCE_BLOCKS)[part].items())) | dict(sorted(added.items()))

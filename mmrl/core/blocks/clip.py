@@ -7,7 +7,7 @@ inside a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,6 +21,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
 
 LOG_RATIO_LIMIT = 20.0
+
 SEQUENCE_LOG_RATIO_LIMIT = 10.0
 
 
@@ -229,6 +230,29 @@ class Clip(Block):
         yield from ()
 
 
+@dataclass(frozen=True)
+class StepClip(Clip):
+    """A rule that must know more decisions than those of a micro-batch."""
+
+    surveys: ClassVar[bool] = False
+    """Whether it must know all decisions of an optimiser step as the policy now scores them, once it has moved."""
+
+    def constants(self, rollouts: Rollouts) -> dict[str, Tensor]:
+        """Entries of `extras` for the loss, computed once a step from all rows with their advantages."""
+        return {}
+
+    def survey(self, log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+        """Numbers about a part of an optimiser step, from log-ratios, advantages and the mask (B, T)."""
+        raise NotImplementedError
+
+    def settle(self, parts: Sequence[Tensor], rollouts: Rollouts) -> Rollouts:
+        """Rows of an optimiser step with what the loss must know of all of it, given the `survey` of its parts.
+
+        There are no parts before the policy has moved: then all ratios are 1.
+        """
+        raise NotImplementedError
+
+
 def clip_indicators(ratio: Tensor, low: float, high: float, signed: Tensor | None = None) -> dict[str, Tensor]:
     """Mask (B, T) of the decisions at a bound; with advantages `signed`, only those whose gradient stops."""
     ratio = ratio.detach()
@@ -407,27 +431,6 @@ class DivergenceMask(Clip):
 
     def formula(self) -> str:
         return f"[0 where D_it >= {self.limit:g} and (r_it - 1) A_it > 0, -A_it r_it elsewhere]"
-
-
-@dataclass(frozen=True)
-class Bgpo(Clip):
-    """Bound of the importance-weighted loss that is linear in Monte Carlo samples of a log-likelihood bound.
-
-    -A (1 + d) where A >= 0, -A exp(d) where A < 0, d the log-ratio of a sample: never below -A exp(mean d) on average
-    (exp(x) >= 1 + x, Jensen), the same to first order at d = 0. Samples may be backpropagated one at a time.
-
-    Source: BGPO, arXiv 2510.11683.
-    """
-
-    kind = "bgpo"
-    needs = frozenset({"draws"})
-
-    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
-        advantage = advantage.detach()
-        return -advantage * torch.where(advantage < 0, log_ratio.exp(), 1.0 + log_ratio), {}
-
-    def formula(self) -> str:
-        return "[-A_it (1 + log r_it) where A_it >= 0, -A_it r_it elsewhere]"
 
 
 def group_deviations(x: Tensor, group: Tensor, valid: Tensor, ddof: int = 1) -> tuple[Tensor, Tensor]:

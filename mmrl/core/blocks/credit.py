@@ -1,4 +1,4 @@
-"""Credit along a row: returns to go, generalised advantage estimation, differences between values of its segments."""
+"""Credit along a row: returns to go, generalised advantage estimation, losses of critics."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.block import Block
-from mmrl.core.blocks.advantage import Advantage, group_mean, masked_whiten
-from mmrl.core.loss import required
+from mmrl.core.blocks.advantage import Advantage, masked_whiten
 from mmrl.core.returns import decision_rewards, gae, gae_over_turns, returns_to_go
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
@@ -52,43 +51,6 @@ class WhitenedReturns(Advantage):
 VALUE_BEFORE, VALUE_AFTER, VALUE_STD = "value_before", "value_after", "value_std"
 """Extras (B, T): values of the states in which a decision's segment begins and ends, and the deviation of the values of
 the segments that begin in the same state."""
-
-
-@dataclass(frozen=True)
-class SegmentDifference(Advantage):
-    """Value at the end of a decision's segment minus that at its beginning, as the recipe has estimated them.
-
-    Where no values are given a row is one segment, and the mean reward of its group is the value of its beginning.
-
-    Source: SPO, arXiv 2505.23564; AIFrameResearch/SPO math_episode_generator_with_mc_advantages.py (chain),
-        tree_episode_generator.py (tree).
-    """
-
-    kind = "segment_difference"
-    reads_sum = True
-    needs = frozenset({"samples"})
-    std: bool = rare(False)
-    """Whether differences are divided by the standard deviation of the values of the segments that begin in the same
-    state (`adv_method: grpo` of the public code)."""
-
-    @property
-    def level(self) -> str:
-        return "decision"
-
-    def __call__(self, rollouts: Rollouts) -> Tensor:
-        extras, mask = rollouts.extras, rollouts.loss_mask
-        if VALUE_AFTER not in extras:
-            rows = group_mean(rollouts.reward, rollouts.group, valid=rollouts.scored)
-            return torch.where(mask > 0, rows[:, None], 0.0)
-        found = extras[VALUE_AFTER] - extras[VALUE_BEFORE]
-        if self.std:
-            why = "advantage 'segment_difference' divides by it"
-            found = found / (required(extras.get(VALUE_STD), f'rollouts.extras["{VALUE_STD}"]', why) + 1e-8)
-        return torch.where(mask > 0, found.to(mask.dtype), 0.0)
-
-    def formula(self) -> str:
-        over = " / (std of V over the segments that begin there + 1e-8)" if self.std else ""
-        return f"A_it = (V(end of t's segment) - V(its beginning)){over}"
 
 
 @dataclass(frozen=True)

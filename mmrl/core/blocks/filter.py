@@ -143,7 +143,7 @@ def _values(rollouts: Rollouts, key: str) -> Tensor:
     if key == "reward":
         return rollouts.reward
     if key not in rollouts.reward_terms:
-        raise ValueError(unknown_name(key, ["reward", *rollouts.reward_terms], "reward term"))
+        raise ValueError(unknown_name(key, sorted(["reward", *rollouts.reward_terms]), "reward term"))
     return rollouts.reward_terms[key].to(rollouts.reward.dtype)
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmrl.core.blocks.preference import MARGIN, BetaPair, PairLoss, Pairs
-from mmrl.fields import bounded, choice, rare
+from mmrl.core.blocks.preference import MARGIN, BetaPair, Pairs
+from mmrl.fields import bounded, rare
 
 
 @dataclass(frozen=True)
@@ -92,118 +92,6 @@ class KtoPair(BetaPair):
         good = f"{self.desirable:g} sigmoid({self.beta:g} (z - r)) of preferred answers"
         bad = f"{self.undesirable:g} sigmoid({self.beta:g} (r - z)) of rejected ones"
         return f"{good}, {bad}, r = logp - logp_ref, z = max(mean r of answers to other questions, 0)"
-
-
-@dataclass(frozen=True)
-class InpoPair(BetaPair):
-    """IPO against the reference and the policy of an iteration before (INPO, arXiv 2407.00617, eq. 8)."""
-
-    kind = "inpo"
-    needs: ClassVar[frozenset[str]] = frozenset({"logp_ref", "logp_previous"})
-    beta: float = rare(bounded(7.5e-3, above=0, finite=True))
-    """The paper's eta: the margin is drawn to 1 / (2 beta)."""
-    previous: float = rare(bounded(2 / 3, at_least=0, at_most=1))
-    """Share of the previous policy in the policy that the margin is measured from (1 - tau / eta)."""
-
-    def __call__(self, pairs: Pairs) -> Tensor:
-        assert pairs.previous_w is not None
-        assert pairs.previous_l is not None
-        moved = pairs.logp_w - pairs.previous_w.detach() - pairs.logp_l + pairs.previous_l.detach()
-        margin = self.previous * moved + (1 - self.previous) * pairs.margin
-        return (margin - 1 / (2 * self.beta)).square()
-
-    def formula(self) -> str:
-        return f"({1 - self.previous:g} {MARGIN} + {self.previous:g} h_previous - {1 / (2 * self.beta):g})^2"
-
-
-@dataclass(frozen=True)
-class XpoPair(BetaPair):
-    """DPO, and less likelihood for the opponent's answers, so that the policy explores (XPO, arXiv 2405.21046)."""
-
-    kind = "xpo"
-    needs: ClassVar[frozenset[str]] = frozenset({"logp_ref", "own_answers"})
-    opponent: ClassVar[str] = "reference"
-    alpha: float = rare(bounded(1e-5, at_least=0, finite=True))
-    """Weight of the log-probability of the opponent's answer."""
-
-    def __call__(self, pairs: Pairs) -> Tensor:
-        assert pairs.own_w is not None
-        other = torch.where(pairs.own_w, pairs.logp_l, pairs.logp_w)
-        return self.alpha * other - functional.logsigmoid(self.beta * pairs.margin)
-
-    def formula(self) -> str:
-        return f"-log sigmoid({self.beta:g} {MARGIN}) + {self.alpha:g} logp of the opponent's answer"
-
-
-@dataclass(frozen=True)
-class NashPair(BetaPair):
-    """Policy gradient on the probability to win against an opponent, with a KL to the reference (arXiv 2312.00886).
-
-    Only the policy's own answer is learnt from. TRL's loss, `beta` the weight of the KL.
-    """
-
-    kind = "nash"
-    needs: ClassVar[frozenset[str]] = frozenset({"logp_ref", "pair_scores", "own_answers"})
-    opponent: ClassVar[str] = "mixture"
-    probability: str = rare(choice("sigmoid", ("sigmoid", "linear")))
-    """Probability to win of a difference of scores d: sigmoid(d) (TRL), or (1 + d) / 2, for scores that are shares."""
-
-    def __call__(self, pairs: Pairs) -> Tensor:
-        assert pairs.own_w is not None
-        assert pairs.drift_w is not None
-        assert pairs.drift_l is not None
-        assert pairs.score_w is not None
-        assert pairs.score_l is not None
-        ahead = torch.where(pairs.own_w, pairs.score_w - pairs.score_l, pairs.score_l - pairs.score_w)
-        wins = torch.sigmoid(ahead) if self.probability == "sigmoid" else (1 + ahead) / 2
-        logp = torch.where(pairs.own_w, pairs.logp_w, pairs.logp_l)
-        drift = torch.where(pairs.own_w, pairs.drift_w, pairs.drift_l)
-        return self.beta * drift - (wins.detach().to(logp.dtype) - 0.5) * logp
-
-    def formula(self) -> str:
-        wins = "sigmoid(d)" if self.probability == "sigmoid" else "(1 + d) / 2"
-        gain = f"({wins} - 0.5) logp of the own answer, d = its score - the opponent's"
-        return f"{self.beta:g} KL(policy, reference) - {gain}"
-
-
-@dataclass(frozen=True)
-class AdvantagePair(PairLoss):
-    """Policy gradient of each side that has a positive advantage, its score in the data (A-LoL, arXiv 2305.14718).
-
-    The weight is the ratio of the whole answer to the reference, within bounds and without a gradient.
-    """
-
-    kind = "advantage"
-    needs: ClassVar[frozenset[str]] = frozenset({"logp_ref", "pair_scores"})
-    paired: ClassVar[bool] = False
-    clip: float = rare(bounded(0.9, above=0, below=1))
-    """Distance of the ratio from 1 at which it is bounded."""
-
-    def __call__(self, pairs: Pairs) -> Tensor:
-        low, high = math.log1p(-self.clip), math.log1p(self.clip)
-        ratios = (pairs.log_ratio_w, pairs.log_ratio_l)
-        ratio = torch.cat([x.detach().clamp(low, high).exp() for x in ratios])
-        return -_scores(pairs).clamp(min=0).to(ratio.dtype) * ratio * torch.cat([pairs.logp_w, pairs.logp_l])
-
-    def formula(self) -> str:
-        ratio = f"clip(exp(logp - logp_ref), {1 - self.clip:g}, {1 + self.clip:g})"
-        return f"-max(A, 0) {ratio} logp of each side, the ratio a constant"
-
-
-@dataclass(frozen=True)
-class RegressionPair(BetaPair):
-    """Squared distance of each side's implicit reward to its advantage, its score in the data (arXiv 2412.18279)."""
-
-    kind = "regression"
-    needs: ClassVar[frozenset[str]] = frozenset({"logp_ref", "pair_scores"})
-    paired: ClassVar[bool] = False
-
-    def __call__(self, pairs: Pairs) -> Tensor:
-        reward = self.beta * torch.cat([pairs.log_ratio_w, pairs.log_ratio_l])
-        return 0.5 * (reward - _scores(pairs).to(reward.dtype)).square()
-
-    def formula(self) -> str:
-        return f"0.5 ({self.beta:g} r - A)^2 of each side, r = logp - logp_ref"
 
 
 @dataclass(frozen=True)
@@ -290,34 +178,6 @@ class OddsRatioPair(BetaPair):
 
     def formula(self) -> str:
         return f"-{self.beta:g} log sigmoid(o_w - o_l), o = logp - log(1 - exp(logp))"
-
-
-@dataclass(frozen=True)
-class ClippedRatioPair(PairLoss):
-    """PPO's clipped loss with reward 1 for w and -1 for l, on the ratio to the reference (SPC, arXiv 2504.19162).
-
-    The ratio is that of a whole answer; with a mean over its decisions, the geometric mean of theirs.
-    """
-
-    kind = "clipped_ratio"
-    clip: float = rare(bounded(0.2, above=0, below=1))
-    """Distance of the ratio from 1 at which its gradient stops."""
-
-    def __call__(self, pairs: Pairs) -> Tensor:
-        # bounds on the logarithms: the gradient of a clamped exp that overflows is 0 * inf
-        good = pairs.log_ratio_w.clamp(max=math.log1p(self.clip)).exp()
-        return 0.5 * (pairs.log_ratio_l.clamp(min=math.log1p(-self.clip)).exp() - good)
-
-    def formula(self) -> str:
-        low, high = f"{1 - self.clip:g}", f"{1 + self.clip:g}"
-        return f"0.5 [max(rho_l, {low}) - min(rho_w, {high})], rho = exp(logp - logp_ref)"
-
-
-def _scores(pairs: Pairs) -> Tensor:
-    """Scores of the preferred, then of the rejected sides."""
-    assert pairs.score_w is not None
-    assert pairs.score_l is not None
-    return torch.cat([pairs.score_w, pairs.score_l])
 
 
 def _log_odds(logp: Tensor) -> Tensor:

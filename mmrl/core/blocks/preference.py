@@ -19,12 +19,16 @@ from mmrl.fields import bounded, choice, rare
 
 CHOSEN = "chosen"
 """Key of `Rollouts.extras` (B,): 1 on the preferred row of a group, 0 on the rejected one."""
+
 SCORE = "pair_score"
 """Key of `Rollouts.extras` (B,): the score that a judge or reward model gave the row, where a loss reads it."""
+
 OWN = "own_answer"
 """Key of `Rollouts.extras` (B,): 1 where the policy wrote the answer, 0 where an opponent did."""
+
 PREVIOUS = "logp_previous"
 """Key of `Rollouts.extras` (B, T): log-probabilities in nats under the policy of an iteration before."""
+
 BASELINE = "kl_baseline"
 """Key of `Rollouts.extras` (B,): mean log-ratio of answers to questions that are not theirs, the same in every row."""
 
@@ -264,31 +268,6 @@ class SppoHardPair(SppoPair):
     @property
     def _probability(self) -> str:
         return f"{0.5 / self.beta:g}"
-
-
-@dataclass(frozen=True)
-class RefuelPair(PairLoss):
-    """Squared distance of the margin to the difference of the two scores (REFUEL, arXiv 2410.04612, one turn).
-
-    The reference is the policy that drew the answers.
-    """
-
-    kind = "refuel"
-    needs: ClassVar[frozenset[str]] = frozenset({"logp_ref", "pair_scores"})
-    eta: float = rare(bounded(1.0, above=0, finite=True))
-    """Nats that a difference of 1 in the scores is worth; the public runs use 1000 with normalised rewards."""
-
-    def __call__(self, pairs: Pairs) -> Tensor:
-        assert pairs.score_w is not None
-        assert pairs.score_l is not None
-        return (pairs.margin - self.eta * (pairs.score_w - pairs.score_l).to(pairs.margin.dtype)).square()
-
-    @property
-    def reward_scale(self) -> float:
-        return 1 / self.eta
-
-    def formula(self) -> str:
-        return f"({MARGIN} - {self.eta:g} (score_w - score_l))^2"
 
 
 @dataclass(frozen=True)

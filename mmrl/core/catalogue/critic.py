@@ -34,17 +34,6 @@ ROWS = (
         verified="corl-team/VL-DAC at 5da27838c573",
     ),
     Objective(
-        "tppo",
-        Gae(gamma=1.0, lam=0.95, truncation="repeat"),
-        PpoClip(),
-        TokenMean(),
-        value=ValueLoss(coef=0.1, clip=0.2),
-        claim="updates on unfinished answers make training up to 2.5 times as efficient as PPO's",
-        citation="Fan et al., T-PPO, arXiv 2506.15050, EGAE; clip 0.2, lambda 0.95 and the critic as in ppo",
-        verified="hand computation",
-        differs="the loss alone: windows and the critic's targets belong to recipe truncated; the parts share a loss",
-    ),
-    Objective(
         "reinforce_pp",
         WhitenedReturns(),
         PpoClip(),

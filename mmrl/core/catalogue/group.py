@@ -13,6 +13,7 @@ from mmrl.core.blocks.clip import (
 from mmrl.core.blocks.divergence import K1, K2, K3
 from mmrl.core.blocks.filter import ResampleGroups
 from mmrl.core.blocks.mismatch import Masked
+from mmrl.core.blocks.turns import GroupInGroup
 from mmrl.core.loss import FixedLength, SequenceMean, TokenMean
 from mmrl.core.objectives.objective import Objective
 
@@ -179,5 +180,16 @@ ROWS = (
         claim="an agent trained from rewards picks the frames of a long video that a question needs",
         citation="TSPO, arXiv 2508.04369; its public trainer (mean of the picks' ratios, no clip, no KL)",
         verified="Hui-design/TSPO at 19f4ecb2331b",
+    ),
+    Objective(
+        "gigpo",
+        GroupInGroup(),
+        PpoClip(dual=3.0),
+        TokenMean(),
+        kl=K3(0.01),
+        claim="comparing actions taken from the same state assigns credit to single turns without a critic",
+        citation="Feng et al., GiGPO, arXiv 2505.10978, eq. 3-8; its public scripts (w 1, gamma 0.95, k3 0.01)",
+        verified="langfengQ/DrMAS at 1bc15d2e5756",
+        differs="a group of one episode gets 0, not its reward; the penalty of unreadable answers is reward.format",
     ),
 )

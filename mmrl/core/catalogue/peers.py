@@ -10,8 +10,10 @@ from mmrl.core.blocks.baselines import (
     OptimalToken,
 )
 from mmrl.core.blocks.clip import GspoClip, PolicyGradient, PpoClip, SequenceProductRatio, SequenceRatio
+from mmrl.core.blocks.filter import ResampleGroups
 from mmrl.core.blocks.mismatch import OffPolicyGate
 from mmrl.core.blocks.smooth_clip import ClipCov, DppoKl, DppoTv, Dro, Gmpo, KlCov, Sapo, Vespo
+from mmrl.core.blocks.weight import TopEntropy
 from mmrl.core.loss import SequenceMean, SequenceSum, TokenMean
 from mmrl.core.objectives.objective import Objective
 
@@ -189,5 +191,17 @@ ROWS = (
         verified="verl 0.9.1",
         differs="a group with one scored row gets advantage 0, in verl its return; without the weights of a sampler's "
         "mismatch in the norms",
+    ),
+    Objective(
+        "high_entropy_tokens",
+        GroupMeanStd(),
+        PpoClip(high=0.28),
+        TokenMean(),
+        filter=ResampleGroups(),
+        weight=TopEntropy(0.2),
+        claim="training on the 20 % of tokens with the highest entropy matches or beats training on all of them",
+        citation="Wang et al., Beyond the 80/20 Rule, arXiv 2506.01939 (DAPO on the 20 % of highest entropy)",
+        verified="trl 1.16.0",
+        differs="entropies before the update, and a threshold of the whole step",
     ),
 )

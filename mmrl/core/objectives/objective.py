@@ -12,9 +12,8 @@ from torch import Tensor
 
 from mmrl.core.block import Block
 from mmrl.core.blocks import BLOCKS
-from mmrl.core.blocks.adaptive_clip import StepClip
 from mmrl.core.blocks.advantage import Advantage, AdvantageScaling, GroupMeanStd
-from mmrl.core.blocks.clip import LOG_RATIO_LIMIT, Clip, PpoClip, Ratio, TokenRatio
+from mmrl.core.blocks.clip import LOG_RATIO_LIMIT, Clip, PpoClip, Ratio, StepClip, TokenRatio
 from mmrl.core.blocks.credit import CriticLoss, ValueLoss
 from mmrl.core.blocks.divergence import Divergence, Entropy, entropy_sampled, k3, row_weights
 from mmrl.core.blocks.filter import GroupFilter, KeepAll

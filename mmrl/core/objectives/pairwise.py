@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mmrl.core.block import Block, changed, weighted
+from mmrl.core.block import Block
 from mmrl.core.blocks import PREFERENCE_BLOCKS
 from mmrl.core.blocks.filter import GroupFilter, KeepAll
 from mmrl.core.blocks.order import Epochs, TaskOrder
@@ -30,6 +30,7 @@ from mmrl.core.blocks.preference import (
     side_rows,
 )
 from mmrl.core.loss import Denominators, LossOutput, Metric, PolicyOutputs, count, masked_mean, masked_sum, required
+from mmrl.core.objectives.parts import changed, weighted
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import ObjectiveState
 
@@ -120,7 +121,7 @@ class PreferenceObjective:
             if key not in PREFERENCE_BLOCKS:
                 known = ", ".join(PREFERENCE_BLOCKS)
                 raise ValueError(f"A preference objective has no part '{key}'; its parts: {known}.")
-            parts[key] = changed(getattr(self, key), options, PREFERENCE_BLOCKS[key], key)
+            parts[key] = changed(getattr(self, key), options, key)
         if "likelihood" in parts:
             parts["likelihood"] = weighted(parts["likelihood"], changes["likelihood"], "likelihood")
         return self.replace(**parts)

@@ -1,22 +1,34 @@
-"""Clip rules whose bounds depend on the batch, the entropy or the probability of a decision."""
+"""Objectives whose clip bounds, weights or coefficients adapt to the batch or the step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from mmrl.core.blocks.advantage import Advantage, group_extremes, group_mean_std, group_sum
-from mmrl.core.blocks.clip import Clip, Loss
-from mmrl.core.loss import PolicyOutputs, required
-from mmrl.core.rollouts import Rollouts
+from mmrl.core.blocks.advantage import (
+    Advantage,
+    GroupMean,
+    GroupMeanStd,
+    group_center,
+    group_extremes,
+    group_mean_std,
+    group_sum,
+)
+from mmrl.core.blocks.clip import Loss, PolicyGradient, StepClip, Unclipped
+from mmrl.core.blocks.divergence import K3
+from mmrl.core.blocks.filter import ResampleGroups
+from mmrl.core.blocks.weight import Weight
+from mmrl.core.loss import PolicyOutputs, SequenceMean, TokenMean, masked_mean, required
+from mmrl.core.objectives.objective import Objective
+from mmrl.core.rollouts import TOKENS, Rollouts
 from mmrl.fields import bounded, choice, rare
 
 BOUNDS = ("clip_low", "clip_high")
 """Keys of `Rollouts.extras` (B,): bounds of the ratio that hold for an optimiser step."""
+
 ENTROPY_LEVEL = "entropy_level"
 """Key of `Rollouts.extras` (B, T): entropy of each decision on the scale of `HapoClip`."""
 
@@ -39,29 +51,6 @@ def tried(first: float, last: float, step: float) -> list[float]:
     while found[-1] < last:
         found.append(min(found[-1] + step, last))
     return found
-
-
-@dataclass(frozen=True)
-class StepClip(Clip):
-    """A rule that must know more decisions than those of a micro-batch."""
-
-    surveys: ClassVar[bool] = False
-    """Whether it must know all decisions of an optimiser step as the policy now scores them, once it has moved."""
-
-    def constants(self, rollouts: Rollouts) -> dict[str, Tensor]:
-        """Entries of `extras` for the loss, computed once a step from all rows with their advantages."""
-        return {}
-
-    def survey(self, log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
-        """Numbers about a part of an optimiser step, from log-ratios, advantages and the mask (B, T)."""
-        raise NotImplementedError
-
-    def settle(self, parts: Sequence[Tensor], rollouts: Rollouts) -> Rollouts:
-        """Rows of an optimiser step with what the loss must know of all of it, given the `survey` of its parts.
-
-        There are no parts before the policy has moved: then all ratios are 1.
-        """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -150,42 +139,6 @@ class Bapo(StepClip):
     @property
     def _highs(self) -> list[float]:
         return tried(self.upper, self.upper_max, self.upper_step)
-
-
-@dataclass(frozen=True)
-class DcpoClip(Clip):
-    """Clipped surrogate whose bounds are wider for decisions that were unlikely.
-
-    With q the old probability, |r - 1| r q is bounded, not |r - 1|: r may lie between (1 + sqrt(max(1 - 4 low / q, 0)))
-    / 2 and (1 + sqrt(1 + 4 high / q)) / 2, at most `cap`.
-
-    Source: DCPO, arXiv 2509.02333, section 3.1; lime-RL/DCPO verl/trainer/ppo/core_algos.py get_clip_low_high.
-    """
-
-    kind = "dcpo_clip"
-    low: float = rare(bounded(0.16, at_least=0))
-    """Bound on (1 - r) r q."""
-    high: float = rare(bounded(0.2, at_least=0))
-    """Bound on (r - 1) r q."""
-    cap: float = rare(bounded(10.0, at_least=1))
-    """Largest upper bound of the ratio."""
-    dual: float | None = rare(bounded(10.0, above=1))
-    """Bound c on the loss -A c where the advantage is negative; none switches it off."""
-
-    def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
-        """See `Clip`; the old probabilities are those of `rollouts`."""
-        old = torch.where(rollouts.loss_mask > 0, rollouts.logp_old.detach(), 0.0)
-        inverse = (-old).exp()  # infinite where a probability is 0 in floating point
-        low = (1.0 + (1.0 - 4.0 * self.low * inverse).clamp(min=0).sqrt()) / 2.0
-        high = ((1.0 + (1.0 + 4.0 * self.high * inverse).sqrt()) / 2.0).clamp(max=self.cap)
-        return bounded_loss(log_ratio, advantage, low, high, self.dual)
-
-    def formula(self) -> str:
-        capped = "" if self.dual is None else f", where A_it < 0 at most -{self.dual:g} A_it"
-        return (
-            f"[max(-A_it r_it, -A_it clip(r_it, (1 + sqrt(max(1 - {4 * self.low:g} / q_it, 0))) / 2, min((1 + sqrt(1 + "
-            f"{4 * self.high:g} / q_it)) / 2, {self.cap:g}))){capped}], q_it = exp(logp_old_it)"
-        )
 
 
 @dataclass(frozen=True)
@@ -295,3 +248,137 @@ class HapoClip(StepClip):
             f"and r is outside (1 - l/2, 1 + u/2) or h <= 0 and r inside, A elsewhere; h = log entropy less its "
             f"{self.pivot:g} quantile, scaled ({self.sign})"
         )
+
+
+@dataclass(frozen=True)
+class ConflictTokens(Weight):
+    """Spares the tokens that good and bad responses of a group begin or end with.
+
+    In the runs of conflicts from either end, bad responses do not learn and good ones learn `factor` times, or its
+    square where both runs meet. A token is in conflict where a response with a reward above the mean of its group and
+    one with a reward below it have it at the same place from that end. The weights of a response are divided by the
+    number of its conflicts.
+
+    Source: GTPO, arXiv 2508.03772; winstonsmith1897/GTPO gtpo/gtpo_training.py build_conflict_mask.
+    """
+
+    kind = "conflict_tokens"
+    reads_sum = True
+    needs = frozenset({"samples", "tokens"})
+    factor: float = bounded(2.0, at_least=0)
+    """Weight of the conflicts of good responses."""
+    count: str = rare(choice("both", ("both", "longest")))
+    """Conflicts that weights are divided by: those of "both" runs, or of the "longest" one, as released."""
+
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        found = rollouts.extras.get(TOKENS)
+        tokens = required(found, f"rollouts.extras['{TOKENS}']", "weight 'conflict_tokens' reads it")
+        mask, centred = rollouts.loss_mask, group_center(rollouts.reward, rollouts.group, rollouts.scored)
+        place = (mask.cumsum(1) - 1).long()
+        places = (place, mask.sum(1).long()[:, None] - 1 - place)
+        runs = [self._runs(tokens, mask, rollouts.group, centred, one) for one in places]
+        inside = [(one < run[:, None]) & (mask > 0) for one, run in zip(places, runs, strict=True)]
+        number = torch.stack(inside).sum(0)
+        weight = torch.where((centred > 0)[:, None], self.factor ** number.to(mask.dtype), (number == 0).to(mask.dtype))
+        total = torch.maximum(*runs) if self.count == "longest" else (number > 0).sum(1)
+        return weight / total.clamp(min=1).to(mask.dtype)[:, None]
+
+    def _runs(self, tokens: Tensor, mask: Tensor, group: Tensor, centred: Tensor, place: Tensor) -> Tensor:
+        """Length (B,) of each response's run of conflicts at the places 0, 1, ... of place (B, T)."""
+        # on the host, which stops at the first place without a conflict; most runs are short
+        tokens, trained, group, place = (x.cpu() for x in (tokens, mask > 0, group, place))
+        sides = torch.stack([centred > 0, centred < 0]).cpu()
+        rows, width = tokens.shape
+        spread = torch.where(trained, place, width)  # untrained tokens go to a column that is not read
+        packed = torch.full((rows, width + 1), -1).scatter(1, spread, tokens)
+        run, alive = torch.zeros(rows, dtype=torch.int64), sides.any(0)
+        for column in packed[:, :width].unbind(1):
+            pairs = torch.unique(torch.stack([group, column]), dim=1, return_inverse=True)[1]
+            for side in sides:
+                alive = alive & (column >= 0) & (group_sum(side.long(), pairs, rows)[pairs] > 0)
+            if not bool(alive.any()):
+                break
+            run += alive
+        return run.to(mask.device)
+
+    def formula(self) -> str:
+        return (
+            f"u_it = {self.factor:g}^k where R_i > mean_g R, [k = 0] where R_i < mean_g R, over the number of i's "
+            f"conflicts ({self.count}); k of the two runs from the ends hold t, runs of tokens that a response above "
+            "and one below the mean have at the same place"
+        )
+
+
+@dataclass(frozen=True)
+class EntropyFiltered(Advantage):
+    """Reward minus group mean, less a share of the response's mean entropy; 0 for responses with a high one.
+
+    Source: GTPO, arXiv 2508.03772; winstonsmith1897/GTPO gtpo/gtpo_training.py, with the updated policy's entropies.
+    """
+
+    kind = "entropy_filtered"
+    needs = frozenset({"samples", "entropy_old"})
+    limit: float = rare(bounded(0.7, above=0))
+    """Mean entropy in nats above which a response is left out."""
+    coef: float = rare(bounded(0.1, at_least=0))
+    """Factor of the entropy."""
+
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        entropy = required(rollouts.entropy, "rollouts.entropy", "advantage 'entropy_filtered' reads it")
+        mask, mean = rollouts.loss_mask, masked_mean(entropy, rollouts.loss_mask)
+        centred = group_center(rollouts.reward, rollouts.group, rollouts.scored)
+        rows = torch.where(mean <= self.limit, centred - self.coef * mean, 0.0)
+        return torch.where(mask > 0, rows.detach()[:, None], 0.0)
+
+    def formula(self) -> str:
+        return (
+            f"A_it = R_i - mean_g R - {self.coef:g} H_i where the mean entropy H_i before the update is at most "
+            f"{self.limit:g}, 0 elsewhere"
+        )
+
+
+ROWS: tuple[Objective, ...] = (
+    Objective(
+        "bapo",
+        GroupMeanStd(),
+        Bapo(),
+        TokenMean(),
+        claim="clip bounds adapted to balance positive and negative updates keep off-policy training stable",
+        citation="BAPO, arXiv 2510.18927; ranges of its README (low 0.6 to 0.9, high 1.2 to 3, share 0.5)",
+        verified="WooooDyy/BAPO at 7287044444d5, recipe/bapo/policy_loss.py",
+        differs="bounds of the whole optimiser step on all processes, the upper one first; the code: of a micro-batch",
+    ),
+    Objective(
+        "hapo",
+        TokenGroupMeanStd(),
+        HapoClip(),
+        TokenMean(),
+        filter=ResampleGroups(),
+        claim="advantages and clip bounds that depend on a token's entropy let uncertain tokens move more",
+        citation="HAPO, arXiv 2509.16591; its public scripts (clip 0.2, dual clip 10, pivot 0.8, dynamic sampling)",
+        verified="starriver030515/HAPO at 7671dde3e268, verl/trainer/ppo/core_algos.py",
+        differs="entropies before the update and of the whole step, signed; the temperature does not adapt",
+    ),
+    Objective(
+        "mirror_descent",
+        GroupMean(),
+        Unclipped(),
+        TokenMean(),
+        kl=K3(1.0, to="old", anneal=True, importance=True, clamp=False),
+        claim="mirror descent, a proximal KL in place of the clip, matches or beats TRPO and PPO",
+        citation="Tomar et al., Mirror Descent Policy Optimization, arXiv 2005.09814, eq. 9 (t_k = 1 - k/K)",
+        verified="manantomar/Mirror-Descent-Policy-Optimization at c9bd3ba080e3, mdpo_on/mdpo.py",
+        differs="KL estimated on the decisions taken, r k3, without every logit; t_k at least 0.05; no critic",
+    ),
+    Objective(
+        "gtpo",
+        EntropyFiltered(),
+        PolicyGradient(),
+        SequenceMean(),
+        weight=ConflictTokens(),
+        claim="protecting tokens that right and wrong answers share, and an entropy filter, replace the KL",
+        citation="GTPO, arXiv 2508.03772 (conflict tokens, entropy limit 0.7 and coefficient 0.1 of its code, no KL)",
+        verified="winstonsmith1897/GTPO at 5d33811e8ea1, gtpo/gtpo_training.py",
+        differs="rows are averaged, not summed; conflicts of both ends are counted; entropies before the update",
+    ),
+)

@@ -1,4 +1,4 @@
-"""Policy losses that compare the rows of a group by their likelihood."""
+"""Objectives that compare the rows of a group by their likelihood."""
 
 from __future__ import annotations
 
@@ -10,10 +10,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmrl.core.blocks.adaptive_clip import StepClip
-from mmrl.core.blocks.advantage import group_count, group_extremes, group_sum
-from mmrl.core.blocks.clip import LOG_RATIO_LIMIT, BoundedClip, Loss, Ratio, clip_indicators, clipped_loss
-from mmrl.core.loss import PolicyOutputs, masked_mean, masked_sum, required
+from mmrl.core.blocks.advantage import GroupMean, GroupMeanStd, group_count, group_extremes, group_sum
+from mmrl.core.blocks.clip import (
+    LOG_RATIO_LIMIT,
+    BoundedClip,
+    Loss,
+    PpoClip,
+    Ratio,
+    SequenceProductRatio,
+    StepClip,
+    clip_indicators,
+    clipped_loss,
+)
+from mmrl.core.loss import (
+    PolicyOutputs,
+    SequenceMean,
+    masked_mean,
+    masked_sum,
+    required,
+)
+from mmrl.core.objectives.objective import Objective
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
 
@@ -198,3 +214,61 @@ class GroupPreference(BoundedClip):
         preference = f"-log sigmoid(mean s_w - mean s_l) + {self.variance:g} Var(s_w)"
         scores = f"s = {self.beta:g} sum_t (logp_t - logp_ref_t), w above and l below the mean reward of g"
         return f"max(-A_it r_it, -A_it {self.clipped()}) + {self.coef:g} [{preference}], {scores}"
+
+
+ROWS: tuple[Objective, ...] = (
+    Objective(
+        "p3o_separate",
+        GroupMean(),
+        PpoClip(),
+        SequenceMean(),
+        ratio=SequenceProductRatio(),
+        claim="policy gradients on reward differences of a pair ignore the rewards' offset (each ratio clipped)",
+        citation="Wu et al., P3O, arXiv 2310.00212, separate clipping (clip 0.2)",
+        verified="hand computation",
+        differs="groups may have more than the paper's two rows, whose advantages are (R_1 - R_2) / 2 and its negative",
+    ),
+    Objective(
+        "p3o_joint",
+        GroupMean(),
+        JointPairs(),
+        SequenceMean(),
+        ratio=SequenceProductRatio(),
+        claim="policy gradients on reward differences of a pair ignore the rewards' offset (joint ratio clipped)",
+        citation="Wu et al., P3O, arXiv 2310.00212, joint clipping (clip 0.2)",
+        verified="hand computation",
+        differs="the mean over all pairs of a group, each in both orders, where the paper has one pair",
+    ),
+    Objective(
+        "gepo",
+        GroupMeanStd(),
+        GroupPreference(),
+        SequenceMean(),
+        claim="preferences between groups of equivalent and other programs add a finer signal to unit-test rewards",
+        citation="Wu et al., OORL with GEPO, arXiv 2505.12723 (weights 0.01 and 1)",
+        verified="hand computation",
+        differs="beside GRPO, where the paper has REINFORCE++; beta and the divisor of the variance are not stated",
+    ),
+    Objective(
+        "disco",
+        GroupMean(),
+        Discriminative(),
+        SequenceMean(),
+        claim="scoring right answers above wrong ones removes GRPO's bias by question difficulty",
+        citation="Li et al., DisCO, arXiv 2505.12366; constants of its scripts/train/run_disco_logL_1.5b_8k.sh",
+        verified="Optimization-AI/DisCO at bd2b07812934",
+        differs="rows above their group's mean are good and those below bad, which is 1 and 0 for binary rewards; the "
+        "code reports another value with the same gradient, and takes the divergence of a micro-batch",
+    ),
+    Objective(
+        "decoupled_reward",
+        GroupMean(),
+        # 0.1 of the paper's longest answer
+        Discriminative(length_scale=819.2),
+        SequenceMean(),
+        claim="length rewards normalised among right answers alone shorten them without making any of them negative",
+        citation="DRPO, arXiv 2510.04474; constants of its run_drpo_1.5b_8k.sh (lambda 0.1 of 8,192 tokens)",
+        verified="Optimization-AI/DRPO at 405f70268c79",
+        differs="as disco",
+    ),
+)

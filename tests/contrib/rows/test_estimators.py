@@ -6,10 +6,9 @@ from itertools import combinations
 import pytest
 import torch
 
+from mmrl.contrib.rows.estimators import BetaNormalised, RegroupedByLength, VirtualBest, max_variance_rows
 from mmrl.core import Rollouts, get
 from mmrl.core.blocks.advantage import GroupMean
-from mmrl.core.blocks.downsampling import max_variance_rows
-from mmrl.core.blocks.shaping import BetaNormalised, RegroupedByLength, VirtualBest
 
 NAN = float("nan")
 

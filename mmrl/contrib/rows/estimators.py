@@ -1,11 +1,11 @@
-"""Estimators of single papers: what one of them adds to the difference between a reward and its group's mean."""
+"""Objectives of papers whose core is an estimator, or a reward."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,14 +13,22 @@ from torch import Tensor
 from mmrl.core.blocks.advantage import (
     Advantage,
     GroupEstimator,
+    GroupMean,
+    GroupMeanStd,
     group_center,
     group_count,
     group_extremes,
     group_mean_std,
     group_sum,
 )
-from mmrl.core.loss import masked_mean, required
+from mmrl.core.blocks.clip import PpoClip
+from mmrl.core.blocks.divergence import K3
+from mmrl.core.blocks.filter import DropGroups, ResampleGroups
+from mmrl.core.blocks.weight import WEIGHT, Weight, quantile
+from mmrl.core.loss import FixedLength, SequenceSum, TokenMean, masked_mean, required
+from mmrl.core.objectives.objective import Objective
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.state import Tally
 from mmrl.fields import bounded, rare
 
 LARGEST_WEIGHT = 1e6
@@ -351,3 +359,218 @@ def spread(rows: Tensor, rollouts: Rollouts) -> Tensor:
 def extra(rollouts: Rollouts, name: str, kind: str) -> Tensor:
     """Data (B,) that an estimator needs; raises ValueError where they are missing."""
     return required(rollouts.extras.get(name), f"rollouts.extras['{name}']", f"advantage '{kind}' reads it")
+
+
+STEPS = "steps"
+
+
+def max_variance_rows(values: list[float], number: int) -> list[int]:
+    """Indices of that many values whose variance is largest: some of the lowest and some of the highest.
+
+    Source: Xu et al., Not All Rollouts are Useful, arXiv 2504.13818, theorem 1.
+    """
+    order = sorted(range(len(values)), key=lambda index: values[index])
+
+    def chosen(low: int) -> list[int]:
+        return order[:low] + order[len(order) - (number - low) :]
+
+    def spread(low: int) -> float:
+        found = [values[index] for index in chosen(low)]
+        mean = sum(found) / len(found)
+        return sum((x - mean) ** 2 for x in found)
+
+    return chosen(max(range(number + 1), key=spread))
+
+
+@dataclass(frozen=True)
+class DownSampled(Weight):
+    """Learns from the rows of each group whose advantages vary most, and in them from decisions of high |A| H.
+
+    H is the entropy before the update. What is kept weighs all decisions over the kept ones, so that a mean over all
+    decisions of the step is one over these. All rows still pass the policy.
+
+    Source: D3S, arXiv 2509.22115.
+    """
+
+    kind = "down_sampled"
+    needs = frozenset({"samples", "entropy_old"})
+    rows: float = rare(bounded(0.5, above=0, at_most=1))
+    """Share of a group's rows that is kept at the start, at least 2 rows."""
+    decisions: float = rare(bounded(0.2, above=0, at_most=1))
+    """Share of the decisions of these rows that is kept at the start."""
+    relax_steps: int = rare(bounded(0, at_least=0))
+    """Steps over which both shares grow linearly to 1; 0 keeps them."""
+
+    def state(self) -> Tally:
+        """Steps so far."""
+        return Tally()
+
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        """See `Weight`; the weights of a first step."""
+        return self.at(rollouts, 0)
+
+    def observe(self, rollouts: Rollouts, state: Any) -> Rollouts:
+        """Give the rows the weights of this step, and count it."""
+        weight = self.at(rollouts, state[STEPS]).to(rollouts.logp_old.dtype)
+        state[STEPS] += 1
+        return rollouts.replace(extras=rollouts.extras | {WEIGHT: weight})
+
+    def at(self, rollouts: Rollouts, step: int) -> Tensor:
+        """Weights (B, T) after so many steps."""
+        entropy = required(rollouts.entropy, "rollouts.entropy", f"weight '{self.kind}' selects by it")
+        advantage = required(rollouts.advantage, "rollouts.advantage", "weights are computed after advantages")
+        relaxed = min(step / self.relax_steps, 1.0) if self.relax_steps else 0.0
+        rows, decisions = (share + (1.0 - share) * relaxed for share in (self.rows, self.decisions))
+        mask = rollouts.loss_mask
+        kept = mask * self._rows(rollouts, masked_mean(advantage, mask), rows)[:, None]
+        score = advantage.abs() * entropy
+        kept = kept * (score >= quantile(score, kept, 1.0 - decisions))
+        return kept * mask.sum() / kept.sum().clamp(min=1)
+
+    def _rows(self, rollouts: Rollouts, advantage: Tensor, share: float) -> Tensor:
+        members: dict[int, list[int]] = {}
+        for row, (group, valid) in enumerate(zip(rollouts.group.tolist(), rollouts.scored.tolist(), strict=True)):
+            if valid:
+                members.setdefault(group, []).append(row)
+        values, kept = advantage.tolist(), torch.zeros(len(advantage), dtype=rollouts.mask.dtype)
+        for found in members.values():
+            number = min(len(found), max(2, round(share * len(found))))
+            kept[[found[index] for index in max_variance_rows([values[row] for row in found], number)]] = 1.0
+        return kept.to(advantage.device)
+
+    def formula(self) -> str:
+        grows = f", both growing to all over {self.relax_steps} steps" if self.relax_steps else ""
+        return (
+            f"u_it = all / kept decisions in the {100 * self.decisions:g} % of highest |A_it| H_it of those "
+            f"{100 * self.rows:g} % of a group's rows whose A_i vary most, 0 elsewhere{grows}"
+        )
+
+
+ROWS: tuple[Objective, ...] = (
+    Objective(
+        "bnpo",
+        BetaNormalised(),
+        PpoClip(high=0.28, dual=10.0),
+        SequenceSum(),
+        claim="normalising by a Beta distribution fitted to the policy's success rates lowers the gradient's variance",
+        citation="Xiao et al., BNPO, arXiv 2506.02864; clip 0.2/0.28 and dual clip 10 of its recipe/bnpo/run.sh",
+        verified="changyi7231/BNPO at a9c51b984828",
+        differs="several rewards are summed first, without the paper's advantage decomposition; where all group means "
+        "are equal, the code divides 0 by 0 and the row weighs them by 1",
+    ),
+    Objective(
+        "ngrpo",
+        VirtualBest(),
+        PpoClip(low=0.16, high=0.24),
+        TokenMean(),
+        filter=DropGroups(high=1.0),
+        claim="a virtual right answer added to each group gives groups that are all wrong a signal",
+        citation="NGRPO, arXiv 2509.18851; clip 0.16/0.24 and groups that all succeed left out as in its script",
+        verified="nangongrui-ngr/NGRPO at e7a380415a64",
+    ),
+    Objective(
+        "canon_entropy",
+        RegroupedByEntropy(),
+        PpoClip(high=0.28, dual=3.0),
+        FixedLength(8192),
+        claim="comparing high-entropy with low-entropy answers rewards the better kind without presuming which it is",
+        citation="CANON, arXiv 2509.23962, eq. 5 and 8; constants of its scripts/setups.sh",
+        verified="biuboomc/CANON at 7d6f814fb71f",
+        differs="mu is constant, without the paper's schedules; 8192 becomes the longest answer of the sampler",
+    ),
+    Objective(
+        "canon_length",
+        RegroupedByLength(),
+        PpoClip(high=0.28, dual=3.0),
+        FixedLength(8192),
+        claim="comparing long answers with short ones rewards the better kind without presuming which it is",
+        citation="CANON, arXiv 2509.23962, eq. 5 and 8, by length; constants of its scripts/setups.sh",
+        verified="biuboomc/CANON at 7d6f814fb71f",
+        differs="mu is constant, without the paper's schedules; 8192 becomes the longest answer of the sampler",
+    ),
+    Objective(
+        "hbpo",
+        BudgetTarget(),
+        PpoClip(high=0.28, dual=3.0),
+        TokenMean(),
+        claim="subgroups with different token budgets teach a model to fit its reasoning length to the question",
+        citation="HBPO, arXiv 2507.15844; clip 0.2/0.28 and dual clip 3 as in its code",
+        verified="ZJU-REAL/HBPO at 5c8991d66483",
+        differs="the code adds the budget's term twice and fails on groups of one; a question has one budget, while "
+        "the paper samples all four in one group",
+    ),
+    Objective(
+        "copo",
+        ConsistencyBlend(),
+        PpoClip(high=0.28),
+        TokenMean(),
+        claim="an advantage over the whole batch gives groups of equal rewards a signal",
+        citation="Han et al., COPO, arXiv 2508.04138 (gamma 20, rho 1.5)",
+        verified="hand computation",
+        differs="blends the two advantages, with entropies in nats, on DAPO's loss; the authors' code blends the two "
+        "clipped losses, with entropies in bits, and its scripts clip at 0.2 and average over rows",
+    ),
+    Objective(
+        "seed_grpo",
+        EntropyDamped(),
+        PpoClip(),
+        TokenMean(),
+        claim="smaller updates on questions whose answers disagree in meaning (semantic entropy) raise accuracy",
+        citation="Chen et al., SEED-GRPO, arXiv 2505.12346, with its linear function",
+        verified="hand computation",
+        differs="clusters are equal answers, counted without their probabilities; alpha is 0.5, as no code states one",
+    ),
+    Objective(
+        "aspo_tir",
+        EarlyCode(),
+        PpoClip(high=0.28),
+        TokenMean(),
+        claim="a bounded bonus added to the advantage makes a model call tools earlier without lowering accuracy",
+        citation="ASPO in Understanding Tool-Integrated Reasoning, arXiv 2508.19201 (delta -2, k 0.7)",
+        verified="hand computation",
+    ),
+    Objective(
+        "d3s",
+        GroupMeanStd(),
+        PpoClip(high=0.28),
+        TokenMean(),
+        weight=DownSampled(),
+        claim="training on the samples of highest advantage variance and the most important tokens learns faster",
+        citation="D3S, arXiv 2509.22115, on DAPO's loss",
+        verified="hand computation",
+        differs="the rows of largest variance are those of each group, and all rows pass the policy; the shares are "
+        "examples, as no code states them, and grow with weight.relax_steps",
+    ),
+    Objective(
+        "selfplay_winrate",
+        GroupMean(),
+        PpoClip(),
+        TokenMean(),
+        claim="win rates against the policy's own answers replace a trained reward model",
+        citation="Swamy et al., SPO, arXiv 2401.04056, with the reward winrate",
+        verified="hand computation",
+        differs="the paper leaves the policy gradient open; this is PPO's clip on rewards minus their group's mean",
+    ),
+    Objective(
+        "fapo",
+        GroupMeanStd(),
+        PpoClip(high=0.28, dual=10.0),
+        TokenMean(),
+        filter=ResampleGroups(),
+        claim="penalising right answers reached by wrong steps makes reasoning more reliable",
+        citation="FAPO, arXiv 2510.22543, with the reward flawless (DAPO with dual clip 10)",
+        verified="hand computation",
+        differs="DAPO's penalty of long responses is a reward of its own, overlong",
+    ),
+    Objective(
+        "demo_regularised",
+        GroupMean(),
+        PpoClip(),
+        TokenMean(),
+        kl=K3(0.05),
+        claim="a KL to a cloned policy provably lowers the number of samples, the more demonstrations the lower",
+        citation="Tiapkin et al., Demonstration-Regularized RL, arXiv 2310.17303, starting from a cloned policy",
+        verified="hand computation",
+        differs="the paper leaves the policy gradient open and its 1 / eta, here 0.05, to the task",
+    ),
+)

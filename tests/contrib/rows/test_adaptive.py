@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from mmrl.contrib.rows.adaptive import BOUNDS, ENTROPY_LEVEL, Bapo, HapoClip, TokenGroupMeanStd
 from mmrl.core import Objective, PolicyOutputs, get
-from mmrl.core.blocks.adaptive_clip import BOUNDS, ENTROPY_LEVEL, Bapo, HapoClip, TokenGroupMeanStd
 from mmrl.core.loss import metric_values
 from tests.core.builders import random_rollouts
 
