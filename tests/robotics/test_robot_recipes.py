@@ -201,16 +201,6 @@ def test_grpo_learns(tmp_path):
     assert after["success/greedy"] >= 0.8
 
 
-@pytest.mark.slow
-def test_resumed_run_is_the_uninterrupted_one(tmp_path):
-    whole = train(find_recipe("srpo"), srpo(tmp_path / "a"))
-    cut = srpo(tmp_path / "b", trainer=trainer(steps=1))
-    train(find_recipe("srpo"), cut)
-    resumed = train(find_recipe("srpo"), srpo(tmp_path / "b"), resume=True)
-    weights = [path / "checkpoints" / "step-000003" / "model" / "model.safetensors" for path in (whole, resumed)]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-
-
 def test_srpo_ranks_failures_by_the_end_of_their_path(tmp_path):
     recipe = SrpoRecipe(srpo(tmp_path, trainer=trainer(samples_per_task=16)))
     rollouts = collected(recipe)
