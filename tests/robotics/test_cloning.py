@@ -267,16 +267,16 @@ def test_demonstrations_that_cannot_be_used_are_named(tmp_path, recorded, about,
         CloneRecipe(clone(tmp_path, recorded, demonstrations=about, acting=NORMALISED))
 
 
-def test_data_without_a_success_is_refused(tmp_path):
-    folder = demonstrate(tmp_path / "failed", episodes=2, failures=[0, 1])
-    with pytest.raises(UserError, match="has no usable episode; 2 were left out"):
-        CloneRecipe(clone(tmp_path, folder))
-
-
-def test_empty_data_set_is_refused(tmp_path):
-    folder = demonstrate(tmp_path / "empty", episodes=0)
-    with pytest.raises(UserError, match="has no usable episode"):
-        CloneRecipe(clone(tmp_path, folder))
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"episodes": 2, "failures": [0, 1]}, "has no usable episode; 2 were left out"),
+        ({"episodes": 0}, "has no usable episode"),
+    ],
+)
+def test_data_without_a_success_is_refused(tmp_path, data, message):
+    with pytest.raises(UserError, match=message):
+        CloneRecipe(clone(tmp_path, demonstrate(tmp_path / "data", **data)))
 
 
 def test_actions_of_another_robot_are_refused(tmp_path, demos):

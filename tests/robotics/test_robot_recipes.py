@@ -28,6 +28,7 @@ from robotics.methods.srpo import SrpoConfig, SrpoRecipe
 from robotics.policies.loading import ActionPolicyConfig
 from robotics.sim.episodes import ChunkResult
 from robotics.sim.opening import SimConfig
+from tests.contracts.options import with_changes
 from tests.robotics.line_sim import LineSim
 
 SAMPLED = RobotEvaluationConfig(greedy=False, samples=1)
@@ -328,13 +329,7 @@ def test_another_protocol_has_its_own_file(tmp_path, change):
         config = grpo(tmp_path)
         config.evaluation.greedy, config.evaluation.samples = False, 1
         config.acting = ActingSettings(ensemble=0.0)
-        for key, value in changes.items():
-            owner = config
-            *parents, name = key.split(".")
-            for parent in parents:
-                owner = getattr(owner, parent)
-            setattr(owner, name, value)
-        evaluate(find_recipe("robot_grpo"), config)
+        evaluate(find_recipe("robot_grpo"), with_changes(config, changes))
         return len(list((tmp_path / "run" / "episodes").glob("*.jsonl")))
 
     assert measured({}) == 1
@@ -463,14 +458,10 @@ def test_bad_settings(tmp_path, changes, message):
             "first=493 and layouts=8 exceed the 500 layouts",
         ),
         (EpisodeSetConfig(split="all"), "there is no split all; this simulator has: train, held_out"),
+        (EpisodeSetConfig(tasks=["fly"]), "unknown task fly; this simulator has: right, left"),
     ],
 )
 def test_initial_states_that_the_simulator_lacks_are_refused_at_the_start(tmp_path, data, message):
     for changes in ({"data": data}, {"eval_data": {"held_out": data}}):
         with pytest.raises(UserError, match=message):
             RobotGrpoRecipe(grpo(tmp_path, **changes))
-
-
-def test_unknown_task_lists_existing_ones(tmp_path):
-    with pytest.raises(UserError, match="unknown task fly; this simulator has: right, left"):
-        RobotGrpoRecipe(grpo(tmp_path, data=EpisodeSetConfig(tasks=["fly"])))
