@@ -1,24 +1,22 @@
 """Which functions of which package compute a row of the catalogue, and where they follow another convention.
 
 A peer's answer has some of "advantage", "loss" and "gradient", how exact its numbers are ("relative"), and the
-"changes" of the row that it computes. Most come from the scripts in `tests/golden/make`, run anew.
+"changes" of the row that it computes. Most come from `tests/golden/make`, run again.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 from torch import Tensor, nn
 
 from mmrl.core import all_objectives, all_preferences
 from tests.golden.make import pairs
+from tests.golden.make.__main__ import made
 from tests.golden.make.peers import Wheel, gradient
-from tests.golden.make.tokens import SkyRl, Trl, Verl, batch
+from tests.golden.make.tokens import SkyRl, Trl, Verl, batch, near
 from tests.golden.numbers import PAPERS, load
 from tests.golden.test_tokens import METHODS
 
@@ -32,32 +30,21 @@ PLAIN = {"kl": {"kind": "none"}}
 def made_by_packages() -> list[str]:
     """Names of the golden files that the installed packages make."""
     names = (name for name in (*METHODS, *all_preferences()) if name in PAPERS and name not in GONE)
-    return [name for name in names if len(load(name).command.split()) == 3]
+    return [name for name in names if len(load(name).command.split()) == 4]
 
 
 def recomputed() -> Iterator[tuple[str, Answer, Answer]]:
     """Yield row, inputs and answer of all golden files that installed packages make."""
     for name in made_by_packages():
-        module = importlib.import_module(f"tests.golden.make.{name}")
-        found: list[tuple[Answer, list[Answer]]] = []
-        write = patch.object(module, "write", lambda _, __, inputs, peers, found=found: found.append((inputs, peers)))
-        with write, patch.object(sys, "argv", [name]):
-            module.main()
-        programs = ((name, inputs, peer) for inputs, peers in found for peer in peers)
-        yield from (each for each in programs if each[2]["program"] != "hand computation")
+        _, inputs, peers = made(name)
+        yield from ((name, inputs, peer) for peer in peers if peer["program"] != "hand computation")
 
 
 def further() -> Iterator[tuple[str, Answer, Answer]]:
     """Yield the same for rows that a package computes besides."""
     for (row, _), make in FURTHER.items():
-        inputs = near(batch()) if row in ("gspo", "luspo") else batch()
+        inputs = near() if row in ("gspo", "luspo") else batch()
         yield row, inputs, make(inputs, Verl(inputs))
-
-
-def near(inputs: Answer) -> Answer:
-    """The inputs with log-probabilities so near that the bounds of GSPO hold most rows."""
-    pairs = [zip(*rows, strict=True) for rows in zip(inputs["logp_old"], inputs["logp"], strict=True)]
-    return inputs | {"logp": [[round(a + 0.002 * (b - a), 6) for a, b in row] for row in pairs]}
 
 
 def grpo_advantage(verl: Verl, **options: Any) -> Tensor:

@@ -219,17 +219,12 @@ def test_what_is_no_policy_is_named(kind, message):
         ("small", {"encoder": {**BLIND, "width": 20}}, "width=20 must be a multiple"),
         ("small", {"encoder": {**BLIND, "state_size": -1}}, "state_size is -1; must be at least 1"),
         ("small", {"encoder": {**BLIND, "words": -1}}, "words is -1; must be at least 1"),
+        (f"{__name__}:make_nothing", {"width": 3}, r"make_nothing' does not take the options {'width': 3}.*'width'"),
     ],
 )
 def test_unknown_options_list_allowed_ones(kind, options, message):
     config = ActionPolicyConfig(kind=kind, options=options)
     with pytest.raises(UserError, match=message):
-        load_action_policy(config, LineSim(), 0)
-
-
-def test_options_that_a_users_policy_does_not_take_are_named():
-    config = ActionPolicyConfig(kind=f"{__name__}:make_nothing", options={"width": 3})
-    with pytest.raises(UserError, match=r"make_nothing' does not take the options {'width': 3}.*'width'"):
         load_action_policy(config, LineSim(), 0)
 
 

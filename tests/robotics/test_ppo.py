@@ -108,11 +108,6 @@ def test_weights_left_out_are_those_of_the_simulator_or_zero(given, kind, weight
     assert ChunkRewardConfig(**given).weights(kind) == weights
 
 
-def test_sums_of_a_potential_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"reward\.environment is 1; use reward\.potential: .* potentials"):
-        RobotPpoRecipe(ppo(tmp_path, reward=ChunkRewardConfig(environment=1.0)))
-
-
 def test_the_control_pays_as_many_successes_and_counts_the_real_ones(tmp_path):
     paid, counted = {}, {}
     for shuffle in (False, True):
@@ -249,6 +244,13 @@ def test_a_policy_with_a_critic_is_described_as_the_policy_alone():
         assert getattr(both, name) == getattr(policy, name), name
 
 
-def test_a_reward_of_nothing_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"reward\.environment and reward\.potential are all 0"):
-        ppo(tmp_path, reward=ChunkRewardConfig(success=0.0))
+@pytest.mark.parametrize(
+    ("reward", "error", "message"),
+    [
+        ({"environment": 1.0}, UserError, r"reward\.environment is 1; use reward\.potential: .* potentials"),
+        ({"success": 0.0}, ValueError, r"reward\.environment and reward\.potential are all 0"),
+    ],
+)
+def test_rewards_that_cannot_be_summed_are_refused(tmp_path, reward, error, message):
+    with pytest.raises(error, match=message):
+        RobotPpoRecipe(ppo(tmp_path, reward=ChunkRewardConfig(**reward)))

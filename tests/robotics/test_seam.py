@@ -92,19 +92,6 @@ def test_metres_and_normalised_actions_become_the_same_targets(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("actions", "fits"),
-    [
-        ((-0.06, 0.03), "the environment's own units and -1..1"),
-        ((-1.0, 1.0), "-1..1"),
-        ((-0.06, 7.0), "neither of both"),
-    ],
-)
-def test_undeclared_units_are_asked_for(tmp_path, actions, fits):
-    with pytest.raises(UserError, match=rf"own are in -0\.06\.\.0\.03: the numbers fit {fits}, and nothing says"):
-        recipe(tmp_path, write(tmp_path / "data", actions))
-
-
-@pytest.mark.parametrize(
     ("actions", "units", "message"),
     [
         (
@@ -114,9 +101,16 @@ def test_undeclared_units_are_asked_for(tmp_path, actions, fits):
         ),
         ((-60.0, 30.0), "environment", r"reach -60 to 30, far outside -0\.06\.\.0\.03: they are in other units"),
         ((-60.0, 30.0), "normalised", r"far outside -1\.\.1.*or set demonstrations.units=environment"),
+        (
+            (-0.06, 0.03),
+            "",
+            r"own are in -0\.06\.\.0\.03: the numbers fit the environment's own units and -1\.\.1, and nothing says",
+        ),
+        ((-1.0, 1.0), "", r"own are in -0\.06\.\.0\.03: the numbers fit -1\.\.1, and nothing says"),
+        ((-0.06, 7.0), "", r"own are in -0\.06\.\.0\.03: the numbers fit neither of both, and nothing says"),
     ],
 )
-def test_a_declaration_that_the_numbers_contradict_is_refused(tmp_path, actions, units, message):
+def test_units_that_are_undeclared_or_contradicted_by_the_numbers_are_asked_for(tmp_path, actions, units, message):
     with pytest.raises(UserError, match=message):
         recipe(tmp_path, write(tmp_path / "data", actions), units)
 

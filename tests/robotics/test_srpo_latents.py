@@ -136,13 +136,6 @@ def test_a_step_without_any_latent_stops_with_the_reason(tmp_path, folders, monk
     assert "an episode has no latent and is left out of the update: out of memory" in caplog.text
 
 
-def test_a_latent_of_other_states_is_refused_at_the_start(tmp_path):
-    scale = {"mean": [0.0] * 3, "std": [1.0] * 3}
-    message = r"scaled to the 3 entries of latent\.options; the simulator's state has 2"
-    with pytest.raises(UserError, match=message):
-        SrpoRecipe(srpo(tmp_path, latent=LatentConfig(kind="state", options=scale)))
-
-
 BY_STATE = ProgressSettings(preset="initial_state", min_samples=10_000)
 FITTED = LatentConfig(kind="state", frames="chunk")
 
@@ -286,11 +279,15 @@ def test_remembered_successes_survive_an_interruption(tmp_path, progress):
         (LatentConfig(kind="pixels", options={"sides": 3}), "latent.options has sides; options of pixels are: side"),
         (LatentConfig(kind="video"), "latent.kind=video needs latent.path"),
         (LatentConfig(kind="pixels", frames="all"), "latent.frames is 'all'; allowed: step, chunk"),
+        (
+            LatentConfig(kind="state", options={"mean": [0.0] * 3, "std": [1.0] * 3}),
+            r"scaled to the 3 entries of latent\.options; the simulator's state has 2",
+        ),
     ],
 )
 def test_bad_latents(tmp_path, latent, message):
     with pytest.raises(UserError, match=message):
-        srpo(tmp_path, latent=latent)
+        SrpoRecipe(srpo(tmp_path, latent=latent))
 
 
 # ---- two processes ----

@@ -87,10 +87,8 @@ def test_reloaded_checkpoint_gives_the_same_logits(tmp_path, tiny_folders):
         assert torch.equal(model(**inputs).logits, policy.network.eval()(**inputs).logits)
 
 
-@pytest.mark.parametrize(
-    "options", [pytest.param({}, marks=pytest.mark.slow), {"minibatches_per_step": 3, "epochs": 2, "micro_batch": 5}]
-)
-def test_runs_repeat_and_resume_bit_for_bit(tmp_path, tiny_folders, options):
+def test_runs_in_parts_of_a_batch_repeat_and_resume_bit_for_bit(tmp_path, tiny_folders):
+    options = {"minibatches_per_step": 3, "epochs": 2, "micro_batch": 5}
     final = []
     for name in ("first", "second", "resumed"):
         config = run_config(PapoConfig, tmp_path / name, tiny_folders["qwen2_5_vl"], steps=3, **options)

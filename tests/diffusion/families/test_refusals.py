@@ -63,11 +63,6 @@ def test_a_family_of_the_users_takes_the_place_of_the_suites(folder):
         load_policy(config_of(folder, family="diffusion.families.flux:FluxFamily"))
 
 
-def test_a_target_of_the_family_without_a_layer_is_an_error(folder):
-    with pytest.raises(UserError, match=r"names \['to_qkv_mlp_proj'\]; a block of the network has: .*attn.to_q"):
-        load_policy(config_of(folder, family=f"{__name__}:Lacking"))
-
-
 def test_blocks_with_adapters_are_counted(folder, caplog):
     with caplog.at_level(logging.INFO, "mmrl"):
         load_policy(config_of(folder))
@@ -88,6 +83,7 @@ def test_blocks_with_adapters_are_counted(folder, caplog):
         ({"family_options": {"shift": 3}}, "shift"),
         ({"family_options": {"max_sequence_length": 3}}, "which is model.max_sequence_length"),
         ({"networks": ["unet"]}, r"model.networks names \['unet'\]; .* has transformer"),
+        ({"family": f"{__name__}:Lacking"}, r"names \['to_qkv_mlp_proj'\]; a block of the network has: .*attn.to_q"),
     ],
 )
 def test_options_that_do_not_fit_are_named(folder, options, culprit):

@@ -1,4 +1,5 @@
-"""Scripts that compute the golden numbers, one a paper: `python -m tests.golden.make.PAPER [CLONE ...]`.
+"""Golden numbers, made by `python -m tests.golden.make NAME [CLONE ...]`.
 
-Each calls the public code of somebody else and writes tests/golden/PAPER.json; see tests/golden/README.md.
+`packages` is the table of those that installed packages compute, `by_hand` has formulas of papers without public code,
+and each other file calls the public code of somebody else; see tests/golden/README.md.
 """

@@ -1,22 +1,18 @@
-"""A-LoL's loss by its public code; the scores of the sides are advantages.
+"""A-LoL's loss by its public code; the scores of the sides are advantages."""
 
-python -m tests.golden.make.a_lol LoL-RL
-"""
-
-import sys
 from copy import deepcopy
 from types import SimpleNamespace
 
 from tests.golden.make.pairs import pairs
-from tests.golden.make.peers import Clone, doubles, gradient, tensors, write
+from tests.golden.make.peers import Clone, Made, doubles, gradient, tensors
 
 COMMIT = "9f8d81660bfa0bad17ae5d7835185987f028812e"
 FILE = "lolrl_qlora_llama_hh.py"
 RATIO, LOSS = (865, 875), (876, 905)
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "abaheti95/LoL-RL", COMMIT)
+def make(path: str) -> Made:
+    clone = Clone(path, "abaheti95/LoL-RL", COMMIT)
     inputs = pairs()
     b = tensors(inputs)
     logp, model = b.logp.requires_grad_(), SimpleNamespace(device="cpu")
@@ -39,8 +35,4 @@ def main() -> None:
     calls = [f"{FILE}:{first}-{last}" for first, last in (RATIO, LOSS)]
     peer = {"program": clone.name, "calls": calls, "relative": 1e-12, "options": {}}
     peer |= {"loss": loss.detach(), "gradient": gradient(loss, logp)}
-    write("a_lol", "A-LoL, arXiv 2305.14718", inputs, [peer], clone)
-
-
-if __name__ == "__main__":
-    main()
+    return "A-LoL, arXiv 2305.14718", inputs, [peer], clone

@@ -1,15 +1,11 @@
-"""AEPO by its public code: RLOO's advantages and the actor's loss, one response a micro-batch, as its script runs it.
+"""AEPO by its public code: RLOO's advantages and the actor's loss, one response a micro-batch, as its script runs."""
 
-python -m tests.golden.make.aepo InfiGUI-G1
-"""
-
-import sys
 from collections import defaultdict
 from types import SimpleNamespace
 
 import torch
 
-from tests.golden.make.peers import Clone, gradient, tensors, write
+from tests.golden.make.peers import Clone, Made, gradient, tensors
 from tests.golden.make.tokens import batch
 
 REPOSITORY, COMMIT = "InfiXAI/InfiGUI-G1", "22208e4d4826626731292fa08bb73ec9fc6f9b15"
@@ -26,8 +22,8 @@ class Script(SimpleNamespace):
 SCRIPT = Script(clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=0.4, tis_imp_ratio_cap=-1)
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], REPOSITORY, COMMIT)
+def make(path: str) -> Made:
+    clone = Clone(path, REPOSITORY, COMMIT)
     inputs = batch()
     b = tensors(inputs)
     b.logp.requires_grad_()
@@ -58,8 +54,4 @@ def main() -> None:
         "loss": loss.detach(),
         "gradient": gradient(loss, b.logp),
     }
-    write("aepo", "AEPO, arXiv 2508.05731", inputs, [peer], clone)
-
-
-if __name__ == "__main__":
-    main()
+    return "AEPO, arXiv 2508.05731", inputs, [peer], clone

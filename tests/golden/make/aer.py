@@ -1,17 +1,13 @@
-"""AEPO's reward by its public code, on hits and misses of every rank and on answers in every wrong shape.
-
-python -m tests.golden.make.aer InfiGUI-G1
-"""
+"""AEPO's reward by its public code, on hits and misses of every rank and on answers in every wrong shape."""
 
 import contextlib
 import io
 import logging
 import runpy
-import sys
 from itertools import product
 
 from tests.golden.make.aepo import COMMIT, REPOSITORY
-from tests.golden.make.peers import Clone, write
+from tests.golden.make.peers import Clone, Made
 
 FILE = "recipe/infigui-g1/reward_fn.py"
 BOX = {"x1": 10, "y1": 20, "x2": 30, "y2": 40}
@@ -53,8 +49,8 @@ BLOCKS = [
 ]
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], REPOSITORY, COMMIT)
+def make(path: str) -> Made:
+    clone = Clone(path, REPOSITORY, COMMIT)
     reward = runpy.run_path(str(clone.path / FILE))["aer_gui_reward_function"]
     logging.disable(logging.CRITICAL)  # it logs the answers that make it raise
     cases = [{"text": text, "no_think": no_think} for text, no_think in _texts()]
@@ -62,7 +58,7 @@ def main() -> None:
         found = [reward("point", case["text"], BOX, {"no_think": case["no_think"]}) for case in cases]
     peer = {"program": clone.name, "calls": [f"{FILE}:aer_gui_reward_function"], "relative": 1e-12}
     numbers = {key: [float(row[key]) for row in found] for key in found[0] if key != "pred"}
-    write("aer", "AEPO, arXiv 2508.05731", {"box": BOX, "cases": cases}, [peer | numbers], clone)
+    return "AEPO, arXiv 2508.05731", {"box": BOX, "cases": cases}, [peer | numbers], clone
 
 
 def _texts() -> list[tuple[str, bool]]:
@@ -76,7 +72,3 @@ def _answer(answers: int, rank: int) -> str:
     """Answers with only the one of the given rank inside; none for rank 0."""
     points = [HIT if place == rank else MISSES[place - 1] for place in range(1, answers + 1)]
     return str([{"point_2d": point} for point in points]).replace("'", '"')
-
-
-if __name__ == "__main__":
-    main()

@@ -1,23 +1,19 @@
-"""ARPO (agentic) by its public code: group advantages over all leaves, and the loss of its actor.
+"""ARPO (agentic) by its public code: group advantages over all leaves, and the loss of its actor."""
 
-python -m tests.golden.make.agentic_branching ARPO
-"""
-
-import sys
 from collections import defaultdict
 from types import SimpleNamespace
 
 import torch
 
-from tests.golden.make.peers import Clone, gradient, tensors, write
+from tests.golden.make.peers import Clone, Made, gradient, tensors
 from tests.golden.make.tokens import batch
 
 REPOSITORY, COMMIT = "dongguanting/ARPO", "e257337d1f105ba685057cb662c75e509d1c7b34"
 FOLDER = "ARPO/verl_arpo_entropy"
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], REPOSITORY, COMMIT)
+def make(path: str) -> Made:
+    clone = Clone(path, REPOSITORY, COMMIT)
     torch.set_default_dtype(torch.float64)  # it makes tensors of lists
     inputs = batch()
     code = Code(clone, FOLDER)
@@ -27,7 +23,7 @@ def main() -> None:
     policy_loss = clone.function(code.core, "compute_policy_loss", **code.names)
     loss = policy_loss(b.logp_old, b.logp, advantage, b.mask, cliprange=0.2, clip_ratio_c=3.0)[0]
     peer = code.answer("compute_policy_loss", b, advantage, loss)
-    write("agentic_branching", "ARPO, arXiv 2507.19849", inputs, [peer], clone)
+    return "ARPO, arXiv 2507.19849", inputs, [peer], clone
 
 
 class Code:
@@ -56,7 +52,3 @@ class Code:
             "loss": loss.detach(),
             "gradient": gradient(loss, b.logp),
         }
-
-
-if __name__ == "__main__":
-    main()

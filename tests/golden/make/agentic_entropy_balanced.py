@@ -1,22 +1,17 @@
-"""AEPO (agentic) by its public code: entropies in the advantages, and an upper bound that keeps its gradient.
-
-python -m tests.golden.make.agentic_entropy_balanced ARPO
-"""
-
-import sys
+"""AEPO (agentic) by its public code: entropies in the advantages, and an upper bound that keeps its gradient."""
 
 import torch
 
 from tests.golden.make.agentic_branching import Code
-from tests.golden.make.peers import Clone, numbers, tensors, write
+from tests.golden.make.peers import Clone, Made, numbers, tensors
 from tests.golden.make.tokens import batch
 
 REPOSITORY, COMMIT = "mowenruan/ARPO", "410211f8a3ea148dea608a089dd3af392ec8a1d0"
 NAME = "compute_policy_loss_entropy_balanced_clipping"
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], REPOSITORY, COMMIT)
+def make(path: str) -> Made:
+    clone = Clone(path, REPOSITORY, COMMIT)
     torch.set_default_dtype(torch.float64)  # it makes tensors of lists
     inputs = batch() | {"entropy_old": numbers(10, 12, 6, low=0.1, high=2.5)}
     code = Code(clone, "AEPO/verl_aepo_entropy")
@@ -28,8 +23,4 @@ def main() -> None:
         b.logp_old, b.logp, b.entropy_old, advantage, b.mask, True, True, cliprange=0.2, clip_ratio_c=3.0
     )[0]
     peer = code.answer(NAME, b, advantage, loss)
-    write("agentic_entropy_balanced", "AEPO, arXiv 2510.14545", inputs, [peer], clone)
-
-
-if __name__ == "__main__":
-    main()
+    return "AEPO, arXiv 2510.14545", inputs, [peer], clone

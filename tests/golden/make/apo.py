@@ -1,22 +1,18 @@
-"""APO by its public code, View-R1: difficulty weights of the divergence, length factors, and the actor's loss.
-
-python -m tests.golden.make.apo View-R1
-"""
+"""APO by its public code, View-R1: difficulty weights of the divergence, length factors, and the actor's loss."""
 
 import math
-import sys
 from types import SimpleNamespace
 
 import torch
 
-from tests.golden.make.peers import Clone, doubles, gradient, tensors, write
+from tests.golden.make.peers import Clone, Made, doubles, gradient, tensors
 from tests.golden.make.tokens import batch
 
 COMMIT = "093f2d82eee37e76594486831c122d7d19161c07"
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "Indolent-Kawhi/View-R1", COMMIT)
+def make(path: str) -> Made:
+    clone = Clone(path, "Indolent-Kawhi/View-R1", COMMIT)
     inputs = batch()
     # One question without a right answer; lengths are those of the rows, thousands of tokens where it matters.
     inputs["reward"] = [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
@@ -42,7 +38,7 @@ def main() -> None:
         "loss": loss.detach(),
         "gradient": gradient(loss, b.logp),
     }
-    write("apo", "APO, arXiv 2506.21655", inputs, [peer], clone)
+    return "APO, arXiv 2506.21655", inputs, [peer], clone
 
 
 def factors(clone: Clone, inputs: dict) -> SimpleNamespace:
@@ -82,7 +78,3 @@ def actor_loss(clone: Clone, b: SimpleNamespace, advantage: torch.Tensor, weight
         KL_weights=weights,
     )
     return policy_loss()(b.logp, b.logp_old, advantage, b.mask) + 1e-3 * found.kl_loss
-
-
-if __name__ == "__main__":
-    main()

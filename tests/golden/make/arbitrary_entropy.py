@@ -1,21 +1,17 @@
-"""The objective of AEPO (arbitrary entropy) by its public code, a fork of EasyR1: GRPO with a clip in log space.
+"""The objective of AEPO (arbitrary entropy) by its public code, a fork of EasyR1: GRPO with a clip in log space."""
 
-python -m tests.golden.make.arbitrary_entropy AEPO
-"""
-
-import sys
 from collections import defaultdict
 from types import SimpleNamespace
 
 from tests.golden.make.forks import COUNT_EPS, token_rewards
-from tests.golden.make.peers import Clone, gradient, tensors, write
+from tests.golden.make.peers import Clone, Made, gradient, tensors
 from tests.golden.make.tokens import batch
 
 CORE, ESTIMATE, LOSS = "verl/trainer/core_algos.py", "compute_grpo_outcome_advantage", "compute_policy_loss"
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "597358816/AEPO", "b353a05441e9cedaed154d29aa75bcae472a6a27")
+def make(path: str) -> Made:
+    clone = Clone(path, "597358816/AEPO", "b353a05441e9cedaed154d29aa75bcae472a6a27")
     inputs = batch()
     b, mean = tensors(inputs), clone.function("verl/utils/torch_functional.py", "masked_mean")
     estimate = clone.function(CORE, ESTIMATE, defaultdict=defaultdict)
@@ -24,8 +20,4 @@ def main() -> None:
     loss = compute(b.logp_old, logp, advantage, b.mask, 0.2, 0.2, 3.0)[0]
     answer = {"advantage": advantage, "loss": loss.detach(), "gradient": gradient(loss, logp)}
     peer = {"program": clone.name, "calls": [f"{CORE}:{ESTIMATE}", f"{CORE}:{LOSS}"]} | COUNT_EPS | answer
-    write("arbitrary_entropy", "AEPO (arbitrary entropy), arXiv 2510.08141", inputs, [peer], clone)
-
-
-if __name__ == "__main__":
-    main()
+    return "AEPO (arbitrary entropy), arXiv 2510.08141", inputs, [peer], clone

@@ -1,22 +1,18 @@
-"""ArCHer by its public code: losses of critics and actor with their gradients, the average's move.
+"""ArCHer by its public code: losses of critics and actor with their gradients, the average's move."""
 
-python -m tests.golden.make.archer ArCHer
-"""
-
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from tests.golden.make.peers import Clone, numbers, tensors, write
+from tests.golden.make.peers import Clone, Made, numbers, tensors
 
 FILE = "archer/algorithms/archer/trainer.py"
 AGENT = "archer/models/archer_agent.py"
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "YifeiZhou02/ArCHer", "7c771a7610cb34e54ba53d69d1fb7337103e5648")
+def make(path: str) -> Made:
+    clone = Clone(path, "YifeiZhou02/ArCHer", "7c771a7610cb34e54ba53d69d1fb7337103e5648")
     inputs: dict[str, Any] = {
         "q": numbers(1, 2, 6, low=-1, high=2),
         "v": numbers(2, 2, 6, low=-1, high=2),
@@ -32,7 +28,7 @@ def main() -> None:
     }
     peer = {"program": clone.name, "calls": [f"{FILE}:ArcherTrainer", f"{AGENT}:ArcherAgent"], "relative": 1e-6}
     peer |= {"because": "rewards pass through float32", **losses(clone, tensors(inputs))}
-    write("archer", "ArCHer, arXiv 2402.19446", inputs, [peer], clone)
+    return "ArCHer, arXiv 2402.19446", inputs, [peer], clone
 
 
 def losses(clone: Clone, b: SimpleNamespace) -> dict[str, Any]:
@@ -66,7 +62,3 @@ def losses(clone: Clone, b: SimpleNamespace) -> dict[str, Any]:
         "actor_gradient": b.token_logp.grad,
         "average": average[0].detach(),
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -1,19 +1,15 @@
-"""ARPO for GUI agents by its public code: advantage, actor's loss, and which groups get a replayed trajectory.
-
-python -m tests.golden.make.arpo ARPO
-"""
+"""ARPO for GUI agents by its public code: advantage, actor's loss, and which groups get a replayed trajectory."""
 
 import json
 import math
 import random
-import sys
 from collections import defaultdict
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from tests.golden.make.peers import Clone, doubles, gradient, tensors, write
+from tests.golden.make.peers import Clone, Made, doubles, gradient, tensors
 from tests.golden.make.tokens import COUNT_EPS, batch
 
 COMMIT = "7489ae309e90d8b3b9e823f495b63e5116434060"
@@ -35,8 +31,8 @@ OUTCOMES = [
 """Task and outcomes of groups, one after another."""
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "dvlab-research/ARPO", COMMIT)
+def make(path: str) -> Made:
+    clone = Clone(path, "dvlab-research/ARPO", COMMIT)
     inputs = batch() | {"tasks": [task for task, _ in OUTCOMES], "outcomes": [row for _, row in OUTCOMES]}
     with doubles():
         advantage, loss, slope = update(clone, inputs)
@@ -56,7 +52,7 @@ def main() -> None:
         "injected": injected,
         "stored": stored,
     }
-    write("arpo", "ARPO for GUI agents, dvlab-research/ARPO", inputs, [peer], clone)
+    return "ARPO for GUI agents, dvlab-research/ARPO", inputs, [peer], clone
 
 
 def update(clone: Clone, inputs: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -102,7 +98,3 @@ def replay(clone: Clone) -> tuple[list[bool], list[list[float]]]:
             buffer.update_replay_buffer({"task_id": task}, outcome, outcome)
         stored.append(list(buffer.pos_dataset[task]) if task in buffer.pos_dataset else [])
     return injected, stored
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,5 @@
-"""Advantage weighted matching by its public code: pseudo log-likelihoods, and the update's loss.
+"""Advantage weighted matching by its public code: pseudo log-likelihoods, and the update's loss."""
 
-python -m tests.golden.make.awm advantage_weighted_matching
-"""
-
-import sys
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.golden.make.images import update
-from tests.golden.make.peers import Clone, doubles, gradient, numbers, tensors, write
+from tests.golden.make.peers import Clone, Made, doubles, gradient, numbers, tensors
 
 COMMIT = "be5137232e33a21b449ed65a533211d0deb97ed8"
 ROOT = "advantage_weighted_matching"
@@ -31,8 +27,8 @@ CONFIG = {
 }
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "scxue/advantage_weighted_matching", COMMIT)
+def make(path: str) -> Made:
+    clone = Clone(path, "scxue/advantage_weighted_matching", COMMIT)
     kept = ("prompts", "reward")
     inputs = {key: value for key, value in update().items() if key in kept}
     inputs |= {
@@ -54,7 +50,7 @@ def main() -> None:
         "likelihood": likelihood,
         "losses": losses,
     }
-    write("awm", "AWM, arXiv 2509.25050", inputs, [peer], clone)
+    return "AWM, arXiv 2509.25050", inputs, [peer], clone
 
 
 def advantages(clone: Clone, inputs: dict[str, Any]) -> torch.Tensor:
@@ -100,7 +96,3 @@ def loss(clone: Clone, inputs: dict[str, Any], kind: str) -> dict[str, torch.Ten
     names = {"accelerator": SimpleNamespace(is_main_process=False), "info": defaultdict(list)}
     found = clone.lines(FILE, 1292, 1354, sample=sample, config=config, **names).loss
     return {"loss": found.detach(), "gradient": gradient(found, velocity).reshape(b.velocity.shape)}
-
-
-if __name__ == "__main__":
-    main()

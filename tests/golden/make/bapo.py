@@ -1,15 +1,11 @@
-"""BAPO by its public code, with the ranges of its README and of its script, and the lower bound first.
+"""BAPO by its public code, with the ranges of its README and of its script, and the lower bound first."""
 
-python -m tests.golden.make.bapo BAPO
-"""
-
-import sys
 from types import SimpleNamespace
 
 import torch
 
 from tests.golden.make.forks import COUNT_EPS
-from tests.golden.make.peers import Clone, doubles, gradient, tensors, write
+from tests.golden.make.peers import Clone, Made, doubles, gradient, tensors
 from tests.golden.make.tokens import Verl, batch
 
 FILE = "recipe/bapo/policy_loss.py"
@@ -17,15 +13,15 @@ README = {"lower": (0.6, 0.9, 0.05), "upper": (1.2, 3.0, 0.05), "target": 1.0}
 SCRIPT = {"lower": (0.8, 0.95, 0.05), "upper": (1.2, 2.0, 0.1), "target": 0.5}
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "WooooDyy/BAPO", "7287044444d5d578529ea464b45f090a36e8da3a")
+def make(path: str) -> Made:
+    clone = Clone(path, "WooooDyy/BAPO", "7287044444d5d578529ea464b45f090a36e8da3a")
     inputs = batch()
     advantage = Verl(inputs).advantage("compute_grpo_outcome_advantage")
     with doubles():
         # the first bounds are enough; the upper one moves half-way; no bounds are enough
         cases = (README, SCRIPT, README | {"target": 1.21}, SCRIPT | {"target": 1.6})
         peers = [run(clone, inputs, advantage, options) for options in cases]
-    write("bapo", "BAPO, arXiv 2510.18927", inputs, peers, clone)
+    return "BAPO, arXiv 2510.18927", inputs, peers, clone
 
 
 def run(clone: Clone, inputs: dict, advantage: torch.Tensor, options: dict) -> dict:
@@ -66,7 +62,3 @@ def run(clone: Clone, inputs: dict, advantage: torch.Tensor, options: dict) -> d
         "loss": loss.detach(),
         "gradient": gradient(loss, logp),
     }
-
-
-if __name__ == "__main__":
-    main()

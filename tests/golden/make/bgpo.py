@@ -1,25 +1,21 @@
 """BGPO by the port of its authors' code in DARE, which credits THU-KEG/BGPO; that repository itself could not be had.
 
 A decision is one of the draws of an answer's log-likelihood; all answers have as many. The port is called once for each
-draw, as its actor does, with one token for an answer: there all tokens of an answer have the same number.
+draw, as its actor does, with one token for an answer: there all tokens of an answer have the same number."""
 
-python -m tests.golden.make.bgpo DARE
-"""
-
-import sys
 from collections import defaultdict
 from types import SimpleNamespace
 
 import torch
 
-from tests.golden.make.peers import Clone, gradient, tensors, write
+from tests.golden.make.peers import Clone, Made, gradient, tensors
 from tests.golden.make.tokens import COUNT_EPS, NEVER, batch
 
 FOLDER = "verl/trainer/ppo"
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "yjyddq/DARE", "83ae8a305a53a914cce563aedceeac88566891cb")
+def make(path: str) -> Made:
+    clone = Clone(path, "yjyddq/DARE", "83ae8a305a53a914cce563aedceeac88566891cb")
     inputs = batch() | {"mask": [[1.0] * 6] * 12}
     b = tensors(inputs)
     b.logp.requires_grad_()
@@ -43,8 +39,4 @@ def main() -> None:
     calls += [f"{FOLDER}/dllm_core_algos.py:compute_policy_loss_bgpo, bounds that nothing reaches"]
     peer = {"program": clone.name, "calls": calls, **COUNT_EPS, "advantage": advantage.expand(-1, 6)}
     peer |= {"loss": loss.detach(), "gradient": gradient(loss, b.logp)}
-    write("bgpo", "BGPO, arXiv 2510.11683", inputs, [peer], clone)
-
-
-if __name__ == "__main__":
-    main()
+    return "BGPO, arXiv 2510.11683", inputs, [peer], clone

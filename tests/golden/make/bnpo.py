@@ -1,33 +1,24 @@
-"""BNPO by its public code: its estimator, and the policy loss of its fork of verl with the constants of its run.sh.
+"""BNPO by its public code: its estimator, and the policy loss of its fork of verl with the constants of its run.sh."""
 
-python -m tests.golden.make.bnpo BNPO
-"""
-
-import sys
 from collections import defaultdict
 
 from tests.golden.make.forks import CORE, fork_loss, token_rewards
-from tests.golden.make.peers import Clone, tensors, write
+from tests.golden.make.peers import Clone, Made, tensors
 from tests.golden.make.tokens import batch
 
 FILE, NAME = "recipe/bnpo/src/bnpo_ray_trainer.py", "compute_bnpo_outcome_advantage"
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "changyi7231/BNPO", "a9c51b9848283286ff3c51afbba2a867977a2e36")
+def make(path: str) -> Made:
+    clone = Clone(path, "changyi7231/BNPO", "a9c51b9848283286ff3c51afbba2a867977a2e36")
     inputs = batch()
     estimate = clone.function(FILE, NAME, defaultdict=defaultdict)
     advantage = estimate(token_rewards(inputs), tensors(inputs).mask, inputs["group"])[0]
     answer = {"advantage": advantage} | fork_loss(clone, inputs, advantage, "seq-mean-token-sum", 0.2, 0.28, 10.0)
     calls = [f"{FILE}:{NAME}", f"{CORE}:compute_policy_loss"]
-    write(
-        "bnpo",
+    return (
         "BNPO, arXiv 2506.02864",
         inputs,
         [{"program": clone.name, "calls": calls, "relative": 1e-12} | answer],
         clone,
     )
-
-
-if __name__ == "__main__":
-    main()

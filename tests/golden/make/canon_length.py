@@ -1,14 +1,10 @@
-"""CANON by its public code: its estimators by length or by entropy, and the policy loss of its fork of verl.
+"""CANON by its public code: its estimators by length or by entropy, and the policy loss of its fork of verl."""
 
-python -m tests.golden.make.canon_length CANON
-"""
-
-import sys
 from collections import defaultdict
 from typing import Any
 
 from tests.golden.make.forks import CORE, fork_loss, fork_names, token_rewards
-from tests.golden.make.peers import Clone, tensors, write
+from tests.golden.make.peers import Clone, Made, tensors
 from tests.golden.make.tokens import batch
 
 COMMIT = "7d6f814fb71f3d6a30e5312f68973c5207bd142c"
@@ -16,10 +12,10 @@ CASES = ({}, {"inter": 0.5, "alpha": 0.9, "beta": 0.1})
 """Changes of the estimator; the first is its script's."""
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "biuboomc/CANON", COMMIT)
+def make(path: str) -> Made:
+    clone = Clone(path, "biuboomc/CANON", COMMIT)
     peers = answers(clone, batch(), "compute_dr_length_on_mean_group_outcome_advantage")
-    write("canon_length", "CANON, arXiv 2509.23962", batch(), peers, clone)
+    return "CANON, arXiv 2509.23962", batch(), peers, clone
 
 
 def answers(clone: Clone, inputs: dict[str, Any], name: str, **given: Any) -> list[dict[str, Any]]:
@@ -40,7 +36,3 @@ def answers(clone: Clone, inputs: dict[str, Any], name: str, **given: Any) -> li
         peer = {"program": clone.name, "calls": calls, "relative": 1e-12}
         peers.append(peer | {"changes": {"advantage": case}, "advantage": found[0][0]} | loss)
     return peers
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,8 @@
-"""Rewards of critiques by Critique-RL's own code.
-
-python -m tests.golden.make.critique_rl Critique-RL
-"""
+"""Rewards of critiques by Critique-RL's own code."""
 
 import itertools
-import sys
 
-from tests.golden.make.peers import Clone, write
+from tests.golden.make.peers import Clone, Made
 
 FILE = "RL/Critique-RL/reward/reward_func.py"
 LINES = {
@@ -22,8 +18,8 @@ class Base:
         self.template = template
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "WooooDyy/Critique-RL", "06283864a725c41f964eaccf2f170b09f9e4d21b")
+def make(path: str) -> Made:
+    clone = Clone(path, "WooooDyy/Critique-RL", "06283864a725c41f964eaccf2f170b09f9e4d21b")
     cases = list(itertools.product((1.0, 0.0), LINES, (1.0, 0.0)))
     before, critiques = [case[0] for case in cases], [LINES[case[1]] for case in cases]
     names = {"RewardFunc": Base, "BaseChatTemplate": object}
@@ -44,8 +40,4 @@ def main() -> None:
     inputs = {"before": before, "after": [case[2] for case in cases], "critiques": critiques}
     calls = [f"{FILE}:DiscriminationRewardFunc.get_reward", f"{FILE}:RefineRewardFunc.reward_score_func"]
     peer = {"program": clone.name, "calls": calls, "relative": 1e-12} | numbers
-    write("critique_rl", "Critique-RL, arXiv 2510.24320", inputs, [peer], clone)
-
-
-if __name__ == "__main__":
-    main()
+    return "Critique-RL, arXiv 2510.24320", inputs, [peer], clone

@@ -1,15 +1,11 @@
-"""DanceGRPO by its public code: the SDE step, advantages of the group and the update's loss.
-
-python -m tests.golden.make.dance_grpo DanceGRPO
-"""
+"""DanceGRPO by its public code: the SDE step, advantages of the group and the update's loss."""
 
 import math
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 from tests.golden.make.images import STEPS, latents, mean_of_steps, update
-from tests.golden.make.peers import Clone, gradient, tensors, write
+from tests.golden.make.peers import Clone, Made, gradient, tensors
 
 COMMIT = "15cc71d53cc2e6e18a68ee607d5fb6ba9a99e344"
 FILE = "fastvideo/train_grpo_flux.py"
@@ -17,8 +13,8 @@ SIGMAS = [1.0, 0.92, 0.75, 0.5, 0.3, 0.0]
 INDEX, ETA = 2, 0.3
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "XueZeyue/DanceGRPO", COMMIT)
+def make(path: str) -> Made:
+    clone = Clone(path, "XueZeyue/DanceGRPO", COMMIT)
     inputs = latents(40) | update() | {"sigmas": SIGMAS, "index": INDEX, "eta": ETA}
     peer = {
         "program": clone.name,
@@ -26,9 +22,7 @@ def main() -> None:
         "relative": 1e-6,
         "because": "it takes the log-probability of a step in float32",
     }
-    write(
-        "dance_grpo", "DanceGRPO, arXiv 2505.07818", inputs, [peer | step(clone, inputs) | loss(clone, inputs)], clone
-    )
+    return "DanceGRPO, arXiv 2505.07818", inputs, [peer | step(clone, inputs) | loss(clone, inputs)], clone
 
 
 def step(clone: Clone, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +51,3 @@ def loss(clone: Clone, inputs: dict[str, Any]) -> dict[str, Any]:
         steps.append(clone.lines(FILE, 589, 603, **names).loss)
     total = mean_of_steps(steps)
     return {"advantage": advantage, "loss": total.detach(), "gradient": gradient(total, b.logp)}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,21 +1,17 @@
-"""The objective of DR-PO by lines of its public code: rewards with the divergence, GAE, the losses of both parts.
+"""The objective of DR-PO by lines of its public code: rewards with the divergence, GAE, the losses of both parts."""
 
-python -m tests.golden.make.dataset_reset drpo
-"""
-
-import sys
 from types import SimpleNamespace
 
 import torch
 
-from tests.golden.make.peers import Clone, tensors, write
+from tests.golden.make.peers import Clone, Made, tensors
 from tests.golden.make.tokens import batch
 
 FILE = "src/tldr/drpo.py"
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "Cornell-RL/drpo", "bd825df853cea7ca94ec67a4dfb6bc0c7aad2d92")
+def make(path: str) -> Made:
+    clone = Clone(path, "Cornell-RL/drpo", "bd825df853cea7ca94ec67a4dfb6bc0c7aad2d92")
     inputs = batch()
     inputs["mask"] = [[1.0] * 6] * 12  # the code has no padding
     b = tensors(inputs)
@@ -34,8 +30,4 @@ def main() -> None:
     answer |= {"gradient": slope, "gradient_values": slope_values}
     calls = [f"{FILE}:808-813", f"{FILE}:820-829", f"{FILE}:867-889"]
     peer = {"program": clone.name, "calls": calls, "relative": 1e-12, "changes": {"scaling": {"whiten": "none"}}}
-    write("dataset_reset", "DR-PO, arXiv 2404.08495", inputs, [peer | answer], clone)
-
-
-if __name__ == "__main__":
-    main()
+    return "DR-PO, arXiv 2404.08495", inputs, [peer | answer], clone

@@ -1,9 +1,5 @@
-"""DCPO by its public code: statistics of three visits, and its loss.
+"""DCPO by its public code: statistics of three visits, and its loss."""
 
-python -m tests.golden.make.dcpo DCPO
-"""
-
-import sys
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -11,7 +7,7 @@ import numpy as np
 import torch
 
 from tests.golden.make.forks import CORE, fork_names, token_rewards
-from tests.golden.make.peers import Clone, gradient, tensors, write
+from tests.golden.make.peers import Clone, Made, gradient, tensors
 from tests.golden.make.tokens import batch
 
 
@@ -22,9 +18,9 @@ class Options(SimpleNamespace):
         return getattr(self, name, default)
 
 
-def main() -> None:
+def make(path: str) -> Made:
     torch.set_default_dtype(torch.float64)
-    clone = Clone(sys.argv[1], "lime-RL/DCPO", "01787b0f61580961162faeb492defeb39f1eba53")
+    clone = Clone(path, "lime-RL/DCPO", "01787b0f61580961162faeb492defeb39f1eba53")
     inputs = batch()
     # the first question was answered alike before, the second one is now
     before = [[0.0] * 4 + [1.0, 0.0, 0.25, 0.0] + [0.0, 0.0, 1.0, 0.3], [0.0] * 4 + [0.5] * 4 + [1.0, 0.0, 1.0, 0.0]]
@@ -52,8 +48,4 @@ def main() -> None:
         answer = {"advantage": found["advantages"], "loss": loss.detach(), "gradient": gradient(loss, logp)}
         exact = {"relative": 1e-8, "because": "it adds 1e-8 to the number of tokens that a mean is taken over"}
         peers.append(program | exact | {"changes": {"aggregation": {"kind": ours}}} | answer)
-    write("dcpo", "DCPO, arXiv 2509.02333", inputs, peers, clone)
-
-
-if __name__ == "__main__":
-    main()
+    return "DCPO, arXiv 2509.02333", inputs, peers, clone

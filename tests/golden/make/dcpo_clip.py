@@ -1,30 +1,20 @@
-"""The clip rule of DCPO by its public code, with the bounds of its paper and of its script.
+"""The clip rule of DCPO by its public code, with the bounds of its paper and of its script."""
 
-python -m tests.golden.make.dcpo_clip DCPO
-"""
-
-import sys
 from types import SimpleNamespace
 
 from tests.golden.make.forks import CORE, COUNT_EPS, fork_names
-from tests.golden.make.peers import Clone, gradient, numbers, tensors, write
+from tests.golden.make.peers import Clone, Made, gradient, numbers, tensors
 from tests.golden.make.tokens import batch
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "lime-RL/DCPO", "01787b0f61580961162faeb492defeb39f1eba53")
+def make(path: str) -> Made:
+    clone = Clone(path, "lime-RL/DCPO", "01787b0f61580961162faeb492defeb39f1eba53")
     inputs = batch() | {"advantage": numbers(8, 12, 6)}
     # decisions so unlikely that the upper bound is capped, and a ratio beyond the dual clip
     inputs["logp_old"][0][0], inputs["logp"][0][0] = -7.0, -4.2
     inputs["logp_old"][1][1], inputs["logp"][1][1] = -6.0, -3.2
     inputs["logp_old"][3][2], inputs["logp"][3][2] = -8.0, -5.1
-    write(
-        "dcpo_clip",
-        "DCPO, arXiv 2509.02333",
-        inputs,
-        [run(clone, inputs, 0.16, 0.2), run(clone, inputs, 0.2, 0.28)],
-        clone,
-    )
+    return "DCPO, arXiv 2509.02333", inputs, [run(clone, inputs, 0.16, 0.2), run(clone, inputs, 0.2, 0.28)], clone
 
 
 def run(clone: Clone, inputs: dict, low: float, high: float) -> dict:
@@ -46,7 +36,3 @@ def run(clone: Clone, inputs: dict, low: float, high: float) -> dict:
         "loss": loss.detach(),
         "gradient": gradient(loss, logp),
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,6 @@
-"""DDPO by its public code: the DDIM step, advantages over a prompt's history and the update's loss.
-
-python -m tests.golden.make.ddpo ddpo-pytorch
-"""
+"""DDPO by its public code: the DDIM step, advantages over a prompt's history and the update's loss."""
 
 import math
-import sys
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +8,15 @@ from typing import Any
 import torch
 
 from tests.golden.make.images import STEPS, latents, mean_of_steps, update
-from tests.golden.make.peers import Clone, gradient, package, tensors, write
+from tests.golden.make.peers import Clone, Made, gradient, package, tensors
 
 COMMIT = "1958463f020112c9a7bc85768d296daacc2e1b4b"
 TIMES = [981, 521, 61]
 """Three times of a grid of fifty steps."""
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "kvablack/ddpo-pytorch", COMMIT)
+def make(path: str) -> Made:
+    clone = Clone(path, "kvablack/ddpo-pytorch", COMMIT)
     inputs = latents(50) | update()
     answers = step(clone, inputs) | loss(clone, inputs)
     inputs |= {"alphas": answers.pop("alphas"), "later": later_rewards()}
@@ -35,7 +31,7 @@ def main() -> None:
         "because": "it adds log(sqrt(2 pi)) in float32",
         "later_advantages": history(clone, inputs),
     }
-    write("ddpo", "DDPO, arXiv 2305.13301", inputs, [peer | answers], clone)
+    return "DDPO, arXiv 2305.13301", inputs, [peer | answers], clone
 
 
 def step(clone: Clone, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +89,3 @@ def history(clone: Clone, inputs: dict[str, Any]) -> list[Any]:
 
 def _no_noise(shape: Any, **_: Any) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.float64)
-
-
-if __name__ == "__main__":
-    main()

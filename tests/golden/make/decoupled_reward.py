@@ -1,22 +1,13 @@
-"""DRPO by its public code; see disco.py.
-
-python -m tests.golden.make.decoupled_reward DRPO
-"""
-
-import sys
+"""DRPO by its public code; see disco.py."""
 
 from tests.golden.make.disco import answer, moved
-from tests.golden.make.peers import Clone, write
+from tests.golden.make.peers import Clone, Made
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "Optimization-AI/DRPO", "405f70268c7943f4e1fb253fd50170bca0de772b")
+def make(path: str) -> Made:
+    clone = Clone(path, "Optimization-AI/DRPO", "405f70268c7943f4e1fb253fd50170bca0de772b")
     inputs, peers = moved(), []
     for share in (0.1, 0.5):  # of the six tokens of the longest answer
         found = answer(clone, inputs, "compute_policy_loss_drpo", tau=10.0, Lambda=share)
         peers.append(found | {"changes": {"clip": {"length_scale": 6 * share}}})
-    write("decoupled_reward", "DRPO, arXiv 2510.04474", inputs, peers, clone)
-
-
-if __name__ == "__main__":
-    main()
+    return "DRPO, arXiv 2510.04474", inputs, peers, clone

@@ -1,16 +1,12 @@
-"""Diffusion-DPO on noise predictions by its public code, and on velocities by Flow-GRPO's.
+"""Diffusion-DPO on noise predictions by its public code, and on velocities by Flow-GRPO's."""
 
-python -m tests.golden.make.diffusion_dpo DiffusionDPO flow_grpo
-"""
-
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from tests.golden.make.peers import Clone, doubles, gradient, numbers, tensors, write
+from tests.golden.make.peers import Clone, Made, doubles, gradient, numbers, tensors
 
 NOISE = ("SalesforceAIResearch/DiffusionDPO", "5233e75919f912f3f631958ee4ebb5b5204382d9", "train.py", 1123, 1145)
 FLOW = ("yifan123/flow_grpo", "ac4c86e8cae021841f1fde853d340e0db67690dd", "scripts/train_sd3_dpo.py", 924, 939)
@@ -18,8 +14,8 @@ PAIRS = 3
 SHAPE = (2 * PAIRS, 2, 3, 3)
 
 
-def main() -> None:
-    clones = [Clone(path, *source[:2]) for path, source in zip(sys.argv[1:3], (NOISE, FLOW), strict=True)]
+def make(*paths: str) -> Made:
+    clones = [Clone(path, *source[:2]) for path, source in zip(paths, (NOISE, FLOW), strict=True)]
     shared = numbers(31, PAIRS, *SHAPE[1:], low=-2.0, high=2.0)
     inputs = {
         "latents": numbers(30, *SHAPE, low=-2.0, high=2.0),  # preferred images, then rejected ones
@@ -29,7 +25,7 @@ def main() -> None:
         "beta": 4.0,
     }
     peers = [by_noise(clones[0], inputs), by_velocity(clones[1], inputs)]
-    write("diffusion_dpo", "Diffusion-DPO, arXiv 2311.12908", inputs, peers, *clones)
+    return "Diffusion-DPO, arXiv 2311.12908", inputs, peers, *clones
 
 
 def by_noise(clone: Clone, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +74,3 @@ def answer(clone: Clone, source: tuple[Any, ...], kind: str, loss: torch.Tensor,
     numbers_of = {"loss": loss.mean().detach(), "gradient": gradient(loss.mean(), leaf)}
     call = f"{source[2]}:{source[3]}-{source[4]}"
     return {"program": clone.name, "calls": [call], "predicts": kind, "relative": 1e-12, **numbers_of}
-
-
-if __name__ == "__main__":
-    main()

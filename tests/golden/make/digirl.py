@@ -1,21 +1,17 @@
-"""DigiRL by its public code: returns, filters, critics' losses and the actor's loss.
-
-python -m tests.golden.make.digirl digirl
-"""
+"""DigiRL by its public code: returns, filters, critics' losses and the actor's loss."""
 
 import random
-import sys
 from types import SimpleNamespace
 
 import torch
 
-from tests.golden.make.peers import Clone, numbers, tensors, write
+from tests.golden.make.peers import Clone, Made, numbers, tensors
 
 COMMIT = "c74ec34029eb5092bf17a64211f2d0284c7d1ba8"
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "DigiRL-agent/digirl", COMMIT)
+def make(path: str) -> Made:
+    clone = Clone(path, "DigiRL-agent/digirl", COMMIT)
     inputs = {
         "rewards": [[0.0, 0.0, 0.0, 1.0], [0.0, 0.5, 0.0, 0.25], [1.0, 0.0, 0.0, 0.0]],
         "gamma": 0.5,
@@ -49,7 +45,7 @@ def main() -> None:
         "kept_of_rare": filtered(clone, inputs["rare"], None),
         **losses(clone, b),
     }
-    write("digirl", "DigiRL, arXiv 2406.11896", inputs, [peer], clone)
+    return "DigiRL, arXiv 2406.11896", inputs, [peer], clone
 
 
 def returns(clone: Clone, rewards: list[float], gamma: float) -> list[float]:
@@ -128,7 +124,3 @@ def losses(clone: Clone, b: SimpleNamespace) -> dict:
     actor = trainer.actor_loss(**given, pi_action=None, advantage=None)
     found |= {"actor_loss": actor["pg.loss"], "actor_gradient": b.token_logits.grad}
     return found | {"kept_steps": [bool((b.token_logits.grad[i] != 0).any()) for i in range(8)]}
-
-
-if __name__ == "__main__":
-    main()

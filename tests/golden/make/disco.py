@@ -1,15 +1,11 @@
-"""DisCO by its public code: its losses on log-probabilities and on ratios.
+"""DisCO by its public code: its losses on log-probabilities and on ratios."""
 
-python -m tests.golden.make.disco DisCO
-"""
-
-import sys
 from typing import Any
 
 import torch
 
 from tests.golden.make.forks import fork_names
-from tests.golden.make.peers import Clone, gradient, tensors, write
+from tests.golden.make.peers import Clone, Made, gradient, tensors
 from tests.golden.make.tokens import batch
 
 CORE = "verl/verl/trainer/ppo/core_algos.py"
@@ -34,16 +30,12 @@ def answer(clone: Clone, inputs: dict[str, Any], name: str, **given: Any) -> dic
     return {"program": clone.name, "calls": [f"{CORE}:{name}"], **FLOOR, "gradient": gradient(loss, logp)}
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "Optimization-AI/DisCO", "bd2b078129347a87c10fbb64df12ed50dce59947")
+def make(path: str) -> Made:
+    clone = Clone(path, "Optimization-AI/DisCO", "bd2b078129347a87c10fbb64df12ed50dce59947")
     inputs, none = moved(), torch.zeros(0)
     ratio = {"changes": {"clip": {"score": "ratio", "temperature": 1.0}}}
     peers = [
         answer(clone, inputs, "compute_policy_loss_disco_logL", tau=10.0, advantages=none),
         answer(clone, inputs, "compute_policy_loss_disco_Lratio", tau=1.0, advantages=none) | ratio,
     ]
-    write("disco", "DisCO, arXiv 2505.12366", inputs, peers, clone)
-
-
-if __name__ == "__main__":
-    main()
+    return "DisCO, arXiv 2505.12366", inputs, peers, clone

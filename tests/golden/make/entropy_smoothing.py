@@ -1,16 +1,12 @@
-"""EPO by its public code: the penalty with a history of three steps, and the losses of its fork of verl.
+"""EPO by its public code: the penalty with a history of three steps, and the losses of its fork of verl."""
 
-python -m tests.golden.make.entropy_smoothing EPO
-"""
-
-import sys
 from collections import defaultdict
 
 import numpy as np
 import torch
 
 from tests.golden.make.forks import CORE, COUNT_EPS, fork_names, token_rewards
-from tests.golden.make.peers import Clone, gradient, numbers, tensors, write
+from tests.golden.make.peers import Clone, Made, gradient, numbers, tensors
 from tests.golden.make.tokens import batch
 
 ACTOR = "verl/workers/actor/dp_actor.py"
@@ -19,9 +15,9 @@ ROWS = [row % 3 for row in range(12)]
 """Step of the environment in which each row was sampled: a row is a step there."""
 
 
-def main() -> None:
+def make(path: str) -> Made:
     torch.set_default_dtype(torch.float64)
-    clone = Clone(sys.argv[1], "WujiangXu/EPO", "5b6fa98e034639b95afbfb24f98d1cb1e5197542")
+    clone = Clone(path, "WujiangXu/EPO", "5b6fa98e034639b95afbfb24f98d1cb1e5197542")
     inputs = batch()
     mask = np.array(inputs["mask"])
     inputs |= {
@@ -56,8 +52,4 @@ def main() -> None:
         found = {"advantage": advantage, "loss": loss.detach(), "gradient": gradient(loss, logp)}
         peers.append({"program": clone.name, "calls": calls, "changes": {"entropy": changes}} | COUNT_EPS | found)
     peers[-1]["phase"] = [phase(None, step, 15) for step in range(17)]
-    write("entropy_smoothing", "EPO, arXiv 2509.22576", inputs, peers, clone)
-
-
-if __name__ == "__main__":
-    main()
+    return "EPO, arXiv 2509.22576", inputs, peers, clone

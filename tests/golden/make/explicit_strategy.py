@@ -1,21 +1,16 @@
-"""EPO's scores of turns by its own preprocessing.
-
-python -m tests.golden.make.explicit_strategy EPO
-"""
-
-import sys
+"""EPO's scores of turns by its own preprocessing."""
 
 import torch
 
 from tests.golden.make.gigpo import turns_of
-from tests.golden.make.peers import Clone, numbers, write
+from tests.golden.make.peers import Clone, Made, numbers
 from tests.golden.make.tokens import batch
 
 FILE = "LLaMA-Factory/data_new/utils/preprocessing.py"
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "lxqpku/EPO", "e363c7619dd259f3717913fca288d2f39f6511d3")
+def make(path: str) -> Made:
+    clone = Clone(path, "lxqpku/EPO", "e363c7619dd259f3717913fca288d2f39f6511d3")
     inputs = batch()
     turns, earned = turns_of(inputs["mask"]), numbers(9, 12, 3)
     inputs["turn"] = [[-1] * 6 for _ in range(12)]
@@ -34,8 +29,4 @@ def main() -> None:
             advantage[row, trained] = score
     calls = [f"{FILE}:compute_discounted_scores", f"{FILE}:max_abs_normalize"]
     peer = {"program": clone.name, "calls": calls, "relative": 1e-12, "advantage": advantage}
-    write("explicit_strategy", "EPO, arXiv 2502.12486", inputs, [peer], clone)
-
-
-if __name__ == "__main__":
-    main()
+    return "EPO, arXiv 2502.12486", inputs, [peer], clone

@@ -1,22 +1,18 @@
-"""Flow-DPPO's loss by its public code.
+"""Flow-DPPO's loss by its public code."""
 
-python -m tests.golden.make.flow_dppo UniRL
-"""
-
-import sys
 from typing import Any
 
 import torch
 
-from tests.golden.make.peers import Clone, doubles, gradient, numbers, tensors, write
+from tests.golden.make.peers import Clone, Made, doubles, gradient, numbers, tensors
 
 COMMIT = "1a7b501e8fe8517b432a130220d2ff462f9b5afa"
 FILE = "unirl/algorithms/flowdppo.py"
 LIMIT = 1e-5
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "Tencent-Hunyuan/UniRL", COMMIT)
+def make(path: str) -> Made:
+    clone = Clone(path, "Tencent-Hunyuan/UniRL", COMMIT)
     shape = (6, 3, 2, 3, 3)
     inputs: dict[str, Any] = {
         "means": numbers(70, *shape, low=-2, high=2),
@@ -29,7 +25,7 @@ def main() -> None:
     with doubles():
         answers = loss(clone, inputs)
     peer = {"program": clone.name, "calls": [f"{FILE}:_flowdppo_kl_adv_loss"], "relative": 1e-12}
-    write("flow_dppo", "Flow-DPPO, arXiv 2606.11025", inputs, [peer | answers], clone)
+    return "Flow-DPPO, arXiv 2606.11025", inputs, [peer | answers], clone
 
 
 def loss(clone: Clone, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -52,7 +48,3 @@ def loss(clone: Clone, inputs: dict[str, Any]) -> dict[str, Any]:
     names = {"kl_new_old_mean": "divergence", "pos_rm_fraction": "above", "neg_rm_fraction": "below"}
     found = {"loss": total.detach(), "gradient": gradient(total, mean)}
     return found | {own: metrics[name] for name, own in names.items()}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,17 +1,13 @@
-"""Flow-GRPO by its public code: the SDE step, advantages of the epoch, the update's loss and the decay of the average.
-
-python -m tests.golden.make.flow_grpo flow_grpo
-"""
+"""Flow-GRPO by its code: the SDE step, advantages of an epoch, the update's loss and the decay of an average."""
 
 import math
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from tests.golden.make.images import STEPS, latents, mean_of_steps, update
-from tests.golden.make.peers import Clone, doubles, gradient, numbers, package, tensors, write
+from tests.golden.make.peers import Clone, Made, doubles, gradient, numbers, package, tensors
 
 COMMIT = "ac4c86e8cae021841f1fde853d340e0db67690dd"
 INDICES = [0, 4, 8]
@@ -20,8 +16,8 @@ NOISE_LEVEL = 0.7
 CONFIG = {"adv_clip_max": 5, "clip_range": 1e-4, "beta": 0.04}
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "yifan123/flow_grpo", COMMIT)
+def make(path: str) -> Made:
+    clone = Clone(path, "yifan123/flow_grpo", COMMIT)
     inputs = latents() | update() | {"means": numbers(32, 2, 12, STEPS, 2, 3, 3), "std": [0.9, 0.7, 0.4]}
     with doubles():
         stepped, sigmas = step(clone, inputs)
@@ -38,7 +34,7 @@ def main() -> None:
         "because": "it adds log(sqrt(2 pi)) in float32",
     }
     inputs |= {"sigmas": sigmas, "indices": INDICES, "noise_level": NOISE_LEVEL}
-    write("flow_grpo", "Flow-GRPO, arXiv 2505.05470", inputs, [peer | answers], clone)
+    return "Flow-GRPO, arXiv 2505.05470", inputs, [peer | answers], clone
 
 
 def step(clone: Clone, inputs: dict[str, Any]) -> tuple[dict[str, Any], list[float]]:
@@ -88,7 +84,3 @@ def loss(clone: Clone, inputs: dict[str, Any]) -> dict[str, Any]:
 def decays(clone: Clone) -> list[float]:
     average = clone.function("flow_grpo/ema.py", "EMAModuleWrapper")([], decay=0.9)
     return [average.get_current_decay(step) for step in range(0, 120, 7)]
-
-
-if __name__ == "__main__":
-    main()

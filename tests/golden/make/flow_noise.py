@@ -1,17 +1,13 @@
-"""A step of Flow-Noise by RLinf's code: mean, standard deviation, log-density and entropy.
-
-python -m tests.golden.make.flow_noise RLinf
-"""
+"""A step of Flow-Noise by RLinf's code: mean, standard deviation, log-density and entropy."""
 
 import math
-import sys
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import torch
 
-from tests.golden.make.peers import Clone, doubles, numbers, tensors, write
+from tests.golden.make.peers import Clone, Made, doubles, numbers, tensors
 
 COMMIT = "a3816b596478dcd8a5c69a6ec1468c9519f77b5b"
 NOISE = "rlinf/models/embodiment/modules/explore_noise_net.py"
@@ -20,8 +16,8 @@ BOUNDS = [0.08, 0.16]
 FIRST, LAST = 1169, 1197
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "RLinf/RLinf", COMMIT)
+def make(path: str) -> Made:
+    clone = Clone(path, "RLinf/RLinf", COMMIT)
     shape = (3, 2, 2)  # rows, control steps, numbers of an action
     inputs: dict[str, Any] = {
         "latents": numbers(95, *shape, low=-2, high=2),
@@ -36,7 +32,7 @@ def main() -> None:
         answers = step(clone, inputs)
     calls = [f"{NOISE}:ExploreNoiseNet.post_process", f"{MODEL}:{FIRST}-{LAST}", f"{MODEL}:get_logprob_norm"]
     peer = {"program": clone.name, "calls": calls, "relative": 1e-6, "because": "its bounds are float32"}
-    write("flow_noise", "pi_RL, arXiv 2510.25889", inputs, [peer | answers], clone)
+    return "pi_RL, arXiv 2510.25889", inputs, [peer | answers], clone
 
 
 def step(clone: Clone, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -65,7 +61,3 @@ def step(clone: Clone, inputs: dict[str, Any]) -> dict[str, Any]:
     settings = SimpleNamespace(config=SimpleNamespace(safe_get_logprob=False))
     logp = model.get_logprob_norm(settings, b.following, mean, std)
     return {"mean": mean, "std": std, "logp": logp, "entropy": model.gaussian_entropy(settings, std)}
-
-
-if __name__ == "__main__":
-    main()

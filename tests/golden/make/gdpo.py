@@ -1,21 +1,17 @@
-"""GDPO's advantages of two rewards by its public code.
+"""GDPO's advantages of two rewards by its public code."""
 
-python -m tests.golden.make.gdpo GDPO
-"""
-
-import sys
 from types import SimpleNamespace
 
 import torch
 
-from tests.golden.make.peers import Clone, numbers, tensors, write
+from tests.golden.make.peers import Clone, Made, numbers, tensors
 
 COMMIT = "b080e63d0126870ad08acc8ebc3f04b728175a9e"
 FILE = "trl-GDPO/trl-0.18.0-gdpo/trl/trainer/grpo_trainer.py"
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "NVlabs/GDPO", COMMIT)
+def make(path: str) -> Made:
+    clone = Clone(path, "NVlabs/GDPO", COMMIT)
     inputs = {
         "group": [0] * 4 + [1] * 4 + [2] * 4,
         "right": [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0],
@@ -27,8 +23,4 @@ def main() -> None:
     rewards = torch.stack([b.right, b.length], dim=1)
     found = clone.lines(FILE, 1225, 1249, self=trainer, rewards_per_func=rewards, device="cpu")
     peer = {"program": clone.name, "calls": [f"{FILE}:1225-1249"], "relative": 1e-12, "advantage": found.advantages}
-    write("gdpo", "GDPO, arXiv 2601.05242", inputs, [peer], clone)
-
-
-if __name__ == "__main__":
-    main()
+    return "GDPO, arXiv 2601.05242", inputs, [peer], clone

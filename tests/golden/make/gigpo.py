@@ -1,9 +1,5 @@
-"""GiGPO by its authors' code: advantages of turns, and the loss of their actor.
+"""GiGPO by its authors' code: advantages of turns, and the loss of their actor."""
 
-python -m tests.golden.make.gigpo DrMAS
-"""
-
-import sys
 import uuid
 from collections import defaultdict
 from functools import partial
@@ -12,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from tests.golden.make.peers import Clone, gradient, numbers, tensors, write
+from tests.golden.make.peers import Clone, Made, gradient, numbers, tensors
 from tests.golden.make.tokens import batch
 
 REPOSITORY, COMMIT = "langfengQ/DrMAS", "1bc15d2e5756feab090fc3ba015f285dab9ee166"
@@ -20,8 +16,8 @@ GIGPO, CORE, MASKED = "gigpo/core_gigpo.py", "verl/trainer/ppo/core_algos.py", "
 GAMMA, WEIGHT = 0.95, 1.0
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], REPOSITORY, COMMIT)
+def make(path: str) -> Made:
+    clone = Clone(path, REPOSITORY, COMMIT)
     torch.set_default_dtype(torch.float64)  # it makes tensors of lists
     inputs = make_inputs()
     peers = [
@@ -30,7 +26,7 @@ def main() -> None:
         run(clone, inputs, "mean_std_norm", over_turns=False)
         | {"changes": {"advantage": {"std": True, "episode_mean": "episodes"}}},
     ]
-    write("gigpo", "GiGPO, arXiv 2505.10978", inputs, peers, clone)
+    return "GiGPO, arXiv 2505.10978", inputs, peers, clone
 
 
 def make_inputs() -> dict:
@@ -113,7 +109,3 @@ def actor_loss(clone: Clone, b: SimpleNamespace, advantage: torch.Tensor) -> tor
     divergence = clone.function(CORE, "kl_penalty")(b.logp, b.logp_ref, "low_var_kl")
     policy = policy_loss(b.logp_old, b.logp, advantage, b.mask, cliprange=0.2, clip_ratio_c=3.0)[0]
     return policy + 0.01 * agg_loss(divergence, b.mask, "token-mean")
-
-
-if __name__ == "__main__":
-    main()

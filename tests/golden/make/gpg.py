@@ -1,12 +1,8 @@
-"""GPG by lines of its authors' trainer: advantages, the share of questions with a gradient, and the loss.
+"""GPG by lines of its authors' trainer: advantages, the share of questions with a gradient, and the loss."""
 
-python -m tests.golden.make.gpg GPG
-"""
-
-import sys
 from types import SimpleNamespace
 
-from tests.golden.make.peers import Clone, gradient, tensors, write
+from tests.golden.make.peers import Clone, Made, gradient, tensors
 from tests.golden.make.tokens import batch
 
 FILE = "open-r1/src/open_r1/gpg_trainer.py"
@@ -14,8 +10,8 @@ LINES = ((541, 551), (554, 554), (614, 615), (619, 626))
 """Advantages and `inverse_alpha` in `_generate_and_score_completions`."""
 
 
-def main() -> None:
-    inputs, clone = batch(), Clone(sys.argv[1], "AMAP-ML/GPG", "e096da8ce527a1636272469cee383ba71ec4a511")
+def make(path: str) -> Made:
+    inputs, clone = batch(), Clone(path, "AMAP-ML/GPG", "e096da8ce527a1636272469cee383ba71ec4a511")
     b = tensors(inputs)
     trainer = SimpleNamespace(num_generations=4, args=SimpleNamespace(scale_rewards=False, adjust_gd=True), beta=0.0)
     names = {"self": trainer, "rewards": b.reward, "mean_grouped_rewards": b.reward.view(-1, 4).mean(1)}
@@ -28,8 +24,4 @@ def main() -> None:
         names |= vars(clone.lines(FILE, first, last, **names))
     peer = {"program": clone.name, "calls": [f"{FILE} lines 541-626, 299-316"], "relative": 1e-12}
     peer |= {"loss": names["loss"].detach(), "gradient": gradient(names["loss"], b.logp)}
-    write("gpg", "GPG, arXiv 2504.02546", inputs, [peer], clone)
-
-
-if __name__ == "__main__":
-    main()
+    return "GPG, arXiv 2504.02546", inputs, [peer], clone

@@ -1,24 +1,20 @@
-"""GRACE by its public code: the objective of its fork of verl, and the reward from embeddings.
+"""GRACE by its public code: the objective of its fork of verl, and the reward from embeddings."""
 
-python -m tests.golden.make.grace GRACE
-"""
-
-import sys
 from collections import defaultdict
 
 import torch
 from torch.nn import functional
 
 from tests.golden.make.forks import CORE, COUNT_EPS, fork_loss, fork_names, token_rewards
-from tests.golden.make.peers import Clone, numbers, tensors, write
+from tests.golden.make.peers import Clone, Made, numbers, tensors
 from tests.golden.make.tokens import batch
 
 FILE, CLASS, ESTIMATE = "verl/workers/reward_manager/grace.py", "HiddenRewardManager", "compute_grpo_outcome_advantage"
 SETTINGS = {"temperature": 0.1, "clustering_weight": 0.2, "cross_group_weight": 0.2, "exclude_system_prompt": False}
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "GasolSun36/GRACE", "f636fdc72a3d54c875454193929b130ef15eb698")
+def make(path: str) -> Made:
+    clone = Clone(path, "GasolSun36/GRACE", "f636fdc72a3d54c875454193929b130ef15eb698")
     inputs = batch()
     estimate = clone.function(CORE, ESTIMATE, defaultdict=defaultdict, **fork_names(clone))
     given = (token_rewards(inputs), tensors(inputs).mask, tensors(inputs).group.numpy())
@@ -39,8 +35,4 @@ def main() -> None:
     lines = clone.lines(FILE, 862, 928, self=own, group_dict=groups, F=functional, **given)
     inputs["reward_parts"] = {name: value.tolist() for name, value in states.items()}
     inputs["reward_parts"] |= {"supervised": supervised.tolist(), "unsupervised": lines.total_rewards.tolist()}
-    write("grace", "GRACE, arXiv 2510.04506", inputs, [peer], clone)
-
-
-if __name__ == "__main__":
-    main()
+    return "GRACE, arXiv 2510.04506", inputs, [peer], clone

@@ -1,17 +1,12 @@
-r"""Scores of made-up grounding answers by the benchmarks' own metric code.
-
-python -m tests.golden.make.grounding_benchmarks ScreenSpot-Pro-GUI-Grounding UI-Vision MMBench-GUI InfiGUI-G1 FocusUI \
-    SeeClick
-"""
+"""Scores of made-up grounding answers by the benchmarks' own metric code."""
 
 import itertools
 import re
-import sys
 from typing import Any
 
 import numpy as np
 
-from tests.golden.make.peers import Clone, write
+from tests.golden.make.peers import Clone, Made
 
 PRO = (
     "likaixin2000/ScreenSpot-Pro-GUI-Grounding",
@@ -27,8 +22,8 @@ SAMPLES = 60
 WH, MODEL_WH = (1920, 1080), (1932, 1092)
 
 
-def main() -> None:
-    clones = [Clone(path, name, commit) for path, (name, commit, _) in zip(sys.argv[1:], PEERS, strict=True)]
+def make(*paths: str) -> Made:
+    clones = [Clone(path, name, commit) for path, (name, commit, _) in zip(paths, PEERS, strict=True)]
     pro, vision, mmbench, infi, focus, seeclick = clones
     samples = make_samples()
     inputs = {"original_wh": WH, "model_wh": MODEL_WH, "samples": samples, "shapes": make_shapes()}
@@ -40,7 +35,7 @@ def main() -> None:
         osworld_g(focus, inputs["shapes"]),
         seeclick_table(seeclick),
     ]
-    write("grounding_benchmarks", "GUI grounding: hits, groups and averages of six benchmarks", inputs, peers, *clones)
+    return "GUI grounding: hits, groups and averages of six benchmarks", inputs, peers, *clones
 
 
 def make_samples() -> list[dict[str, Any]]:
@@ -236,6 +231,3 @@ def seeclick_table(clone: Clone) -> dict[str, Any]:
 
 
 PEERS = (PRO, VISION, MMBENCH, INFI, FOCUS, SEECLICK)
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,5 @@
-"""DGPO, CRD and the modes of DiffusionNFT's advantages by the code of Flow-Factory and verl-omni.
+"""DGPO, CRD and the modes of DiffusionNFT's advantages by the code of Flow-Factory and verl-omni."""
 
-python -m tests.golden.make.group_losses Flow-Factory verl-omni
-"""
-
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.golden.make.peers import Clone, doubles, gradient, numbers, tensors, write
+from tests.golden.make.peers import Clone, Made, doubles, gradient, numbers, tensors
 
 COMMITS = ("a0b2bc5a2b4fbf9125429b3fb70c0c5d7631047c", "a1139bafffb5b9711f0a6b6edff8ecaa60bfff30")
 DGPO, CRD = (f"src/flow_factory/trainers/{name}.py" for name in ("dgpo", "crd"))
@@ -22,9 +18,9 @@ CLIP, BETA = 0.05, {"dgpo": 10.0, "crd": 0.5}
 TEMPERATURES = (None, 0.3)
 
 
-def main() -> None:
+def make(*paths: str) -> Made:
     names = ("X-GenGroup/Flow-Factory", "verl-project/verl-omni")
-    factory, omni = (Clone(*given) for given in zip(sys.argv[1:3], names, COMMITS, strict=True))
+    factory, omni = (Clone(*given) for given in zip(paths, names, COMMITS, strict=True))
     shape = (6, 2, 4, 4)  # two prompts of three images
     small = (0.1 * torch.tensor(numbers(93, *shape, low=-2, high=2), dtype=torch.float64)).tolist()
     inputs: dict[str, Any] = {
@@ -57,7 +53,7 @@ def main() -> None:
         | found,
         {"program": omni.name, "calls": [f"{NFT}:DiffusionNFTLoss"], "relative": 1e-12, "weights": modes},
     ]
-    write("group_losses", "DGPO, arXiv 2510.08425; CRD, arXiv 2603.14128", inputs, peers, factory, omni)
+    return "DGPO, arXiv 2510.08425; CRD, arXiv 2603.14128", inputs, peers, factory, omni
 
 
 def dgpo(clone: Clone, b: Any, reference: Tensor) -> dict[str, Tensor]:
@@ -111,7 +107,3 @@ def weighed_distance(clone: Clone, b: Any) -> Tensor:
     reward = (b.advantage.clamp(-5.0, 5.0) / 5.0 / 2.0 + 0.5).clamp(0, 1)
     given = {"forward_pred": b.velocity, "ref_pred": b.velocity_ref, "adv_cur_rank": reward}
     return clone.lines(CRD, 811, 820, self=own, **given).kl_loss
-
-
-if __name__ == "__main__":
-    main()

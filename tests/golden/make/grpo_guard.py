@@ -1,17 +1,13 @@
-"""GRPO-Guard's ratio and Flow-CPS's step by Flow-Factory.
-
-python -m tests.golden.make.grpo_guard Flow-Factory
-"""
+"""GRPO-Guard's ratio and Flow-CPS's step by Flow-Factory."""
 
 import math
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from tests.golden.make.images import latents
-from tests.golden.make.peers import Clone, doubles, gradient, numbers, tensors, write
+from tests.golden.make.peers import Clone, Made, doubles, gradient, numbers, tensors
 
 COMMIT = "a0b2bc5a2b4fbf9125429b3fb70c0c5d7631047c"
 SCHEDULER = "src/flow_factory/scheduler/flow_match_euler_discrete.py"
@@ -20,8 +16,8 @@ CPS_NOISE = 0.8
 CLIP = 1e-5
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "X-GenGroup/Flow-Factory", COMMIT)
+def make(path: str) -> Made:
+    clone = Clone(path, "X-GenGroup/Flow-Factory", COMMIT)
     inputs = latents(60) | {
         "means": numbers(63, 3, 2, 4, 4, low=-2, high=2),
         "sigmas": [[0.9, 0.75], [0.6, 0.5], [0.3, 0.1]],
@@ -32,7 +28,7 @@ def main() -> None:
         answers = guard(clone, inputs) | cps(clone, inputs)
     peer = {"program": clone.name, "calls": [f"{TRAINER}:497-510", f"{SCHEDULER}:323-420"], "relative": 1e-7}
     peer["because"] = "it takes the angle of Flow-CPS's noise in float32"
-    write("grpo_guard", "GRPO-Guard, arXiv 2510.22319; Flow-CPS, arXiv 2509.05952", inputs, [peer | answers], clone)
+    return "GRPO-Guard, arXiv 2510.22319; Flow-CPS, arXiv 2509.05952", inputs, [peer | answers], clone
 
 
 def guard(clone: Clone, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +81,3 @@ def cps(clone: Clone, inputs: dict[str, Any]) -> dict[str, Any]:
     return {
         f"cps_{key}": value for key, value in (answers | {"logp": found.log_prob.detach(), "gradient": slope}).items()
     }
-
-
-if __name__ == "__main__":
-    main()

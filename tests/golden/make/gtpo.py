@@ -1,23 +1,19 @@
-"""GTPO by its public code: advantages, conflict weights and the loss of each response.
+"""GTPO by its public code: advantages, conflict weights and the loss of each response."""
 
-python -m tests.golden.make.gtpo GTPO
-"""
-
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from tests.golden.make.peers import Clone, gradient, numbers, tensors, write
+from tests.golden.make.peers import Clone, Made, gradient, numbers, tensors
 from tests.golden.make.tokens import batch
 
 FILE, VOCABULARY, PAD = "gtpo/gtpo_training.py", 5, 0
 NAMES = {"print": lambda *_: None, "PAD_ID": PAD, "W_RAW": 2.0}
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "winstonsmith1897/GTPO", "5d33811e8ea1cf76c665db65b247cef9d1e436dd")
+def make(path: str) -> Made:
+    clone = Clone(path, "winstonsmith1897/GTPO", "5d33811e8ea1cf76c665db65b247cef9d1e436dd")
     inputs = batch() | {"entropy_old": numbers(9, 12, 6, low=0.0, high=1.2)}
     inputs["logp"] = [
         [round(x - 0.3, 3) for x in row] for row in inputs["logp"]
@@ -26,7 +22,7 @@ def main() -> None:
     tokens = np.random.RandomState(10).randint(1, 3, (12, 6))
     tokens[8:, :3], tokens[:4, 0] = [1, 2, 1], 1
     inputs["extras"] = {"tokens": np.where(np.array(inputs["mask"]) > 0, tokens, PAD).tolist()}
-    write("gtpo", "GTPO, arXiv 2508.03772", inputs, [run(clone, inputs)], clone)
+    return "GTPO, arXiv 2508.03772", inputs, [run(clone, inputs)], clone
 
 
 def run(clone: Clone, inputs: dict) -> dict:
@@ -56,7 +52,3 @@ def run(clone: Clone, inputs: dict) -> dict:
         # it adds the losses of responses up; the row averages them
         "gradient": gradient(total / 12, logp),
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -1,29 +1,25 @@
-"""HAPO by its public code, with the numbers of its scripts.
-
-python -m tests.golden.make.hapo HAPO
-"""
+"""HAPO by its public code, with the numbers of its scripts."""
 
 import math
-import sys
 from collections import defaultdict
 
 import numpy as np
 
 from tests.golden.make.forks import CORE, COUNT_EPS, fork_names, token_rewards
-from tests.golden.make.peers import Clone, doubles, gradient, numbers, tensors, write
+from tests.golden.make.peers import Clone, Made, doubles, gradient, numbers, tensors
 from tests.golden.make.tokens import batch
 
 NAMES = ("floor", "ceil")
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "starriver030515/HAPO", "7671dde3e268779a949954ec75ed3edda45f7e0a")
+def make(path: str) -> Made:
+    clone = Clone(path, "starriver030515/HAPO", "7671dde3e268779a949954ec75ed3edda45f7e0a")
     inputs = batch() | {"entropy_old": numbers(7, 12, 6, low=0.01, high=2.0)}
     # the short row of the first group has an advantage beyond 5 among its tokens, so that the group counts rows
     inputs["group"], inputs["reward"] = [0] * 8 + [1] * 4, [0.0, 0.0, 1.0, *[0.0] * 5, 0.0, 1.0, 1.0, 0.25]
     with doubles():
         peer = run(clone, inputs)
-    write("hapo", "HAPO, arXiv 2509.16591", inputs, [peer], clone)
+    return "HAPO, arXiv 2509.16591", inputs, [peer], clone
 
 
 def run(clone: Clone, inputs: dict) -> dict:
@@ -62,7 +58,3 @@ def run(clone: Clone, inputs: dict) -> dict:
         "loss": loss.detach(),
         "gradient": gradient(loss, logp),
     }
-
-
-if __name__ == "__main__":
-    main()

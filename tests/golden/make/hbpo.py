@@ -1,22 +1,18 @@
-"""HBPO by its public code: lines of its estimator, and the policy loss of its fork of verl with its own constants.
+"""HBPO by its public code: lines of its estimator, and the policy loss of its fork of verl with its own constants."""
 
-python -m tests.golden.make.hbpo HBPO
-"""
-
-import sys
 from collections import defaultdict
 
 import torch
 
 from tests.golden.make.forks import CORE, fork_loss, token_rewards
-from tests.golden.make.peers import Clone, tensors, write
+from tests.golden.make.peers import Clone, Made, tensors
 from tests.golden.make.tokens import batch
 
 PI = {"relative": 1e-5, "because": "it writes pi as 3.1416"}
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "ZJU-REAL/HBPO", "5c8991d66483202d8c30b6f76e2aff7a7d561351")
+def make(path: str) -> Made:
+    clone = Clone(path, "ZJU-REAL/HBPO", "5c8991d66483202d8c30b6f76e2aff7a7d561351")
     inputs = batch() | {"extras": {"budget": [512, 2048] * 4 + [1024, 1024, 2560, 2560]}}
     peers = []
     # the last line adds the term of the budget once more
@@ -35,8 +31,4 @@ def main() -> None:
         loss = fork_loss(clone, inputs, advantage, "token-mean", 0.2, 0.28, 3.0)
         calls = [f"{CORE}:127-{last}", f"{CORE}:compute_policy_loss"]
         peers.append({"program": clone.name, "calls": calls, **PI, "changes": changes, "advantage": advantage} | loss)
-    write("hbpo", "HBPO, arXiv 2507.15844", inputs, peers, clone)
-
-
-if __name__ == "__main__":
-    main()
+    return "HBPO, arXiv 2507.15844", inputs, peers, clone

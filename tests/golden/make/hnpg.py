@@ -1,20 +1,16 @@
 """HNPG by its public code: conjugate gradients, and natural-gradient steps of a Gaussian policy.
 
 The actions of each state are the points of a Gauss-Hermite quadrature with three points, repeated by their weights
-(1, 4, 1), so that the Fisher matrix of the sampled actions is the second derivative of the KL, which the code takes.
-
-python -m tests.golden.make.hnpg HNPG
-"""
+(1, 4, 1), so that the Fisher matrix of the sampled actions is the second derivative of the KL, which the code takes."""
 
 import math
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.golden.make.peers import Clone, numbers, tensors, write
+from tests.golden.make.peers import Clone, Made, numbers, tensors
 
 STEPS, TOOLS, GRADIENTS = "trpo.py", "utils.py", "conjugate_gradients.py"
 POINTS = [-math.sqrt(3), 0.0, 0.0, 0.0, 0.0, math.sqrt(3)]
@@ -35,8 +31,9 @@ class Gaussian(nn.Module):
         return mean, log_std, log_std.exp()
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "YifeiZhou02/HNPG", "7d7ace151c379497b0acc249ce8457b4e17b860d")
+def make(path: str) -> Made:
+    torch.set_default_dtype(torch.float64)
+    clone = Clone(path, "YifeiZhou02/HNPG", "7d7ace151c379497b0acc249ce8457b4e17b860d")
     inputs: dict[str, Any] = {
         "first": numbers(1, 2, 3),
         "bias": numbers(2, 3),
@@ -55,7 +52,7 @@ def main() -> None:
     peer |= {"relative": 1e-7, "because": "a central difference is compared with a second derivative"}
     peer |= {"solved": solver(clone)(lambda v: b.matrix @ v, b.target, 3)}
     found = [step(clone, b, max_kl) for max_kl in inputs["max_kl"]]
-    write("hnpg", "HNPG, arXiv 2311.08384", inputs, [peer | {"step": torch.stack(found)}], clone)
+    return "HNPG, arXiv 2311.08384", inputs, [peer | {"step": torch.stack(found)}], clone
 
 
 def solver(clone: Clone) -> Any:
@@ -77,8 +74,3 @@ def step(clone: Clone, b: SimpleNamespace, max_kl: float) -> Tensor:
     update = clone.function(STEPS, "update_policy", **names)
     update(policy, states, actions, b.advantage[:, None], max_kl, float(b.damping), "cpu")
     return flat["get_flat_params_from"](policy) - before
-
-
-if __name__ == "__main__":
-    torch.set_default_dtype(torch.float64)
-    main()

@@ -1,7 +1,4 @@
-"""IcePop by verl, and the other weights and gates between sampler and trainer by verl and TRL.
-
-python -m tests.golden.make.icepop
-"""
+"""IcePop by verl, and the other weights and gates between sampler and trainer by verl and TRL."""
 
 import inspect
 import textwrap
@@ -10,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tests.golden.make.peers import numbers, package, tensors, write
+from tests.golden.make.peers import Made, numbers, package, tensors
 from tests.golden.make.tokens import COUNT_EPS, Trl, Verl, batch
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -18,14 +15,14 @@ FIRST, LAST = "per_token_logps_diff = (old_per_token_logps", "# Compute the per-
 """The lines of `GRPOTrainer._generate_and_score_completions` that make weights of log-probabilities."""
 
 
-def main() -> None:
+def make() -> Made:
     inputs = batch() | {"logp_rollout": rollout_logps(batch()["logp_old"])}
     peers = [icepop(inputs)]
     peers += [weights(inputs, level, bounds) for level in ("token", "sequence") for bounds in (2.0, "0.5_5.0")]
     gates = {"token_k1": (0.5, 2.0), "seq_sum_k1": (0.5, 2.0), "seq_mean_k1": (0.9, 1.2)}
     peers += [gate(inputs, kind, low, high) for kind, (low, high) in gates.items()]
     peers += [trl(inputs, mode, low, high) for mode in MODES for low, high in ((None, 3.0), (0.5, 2.0))]
-    write("icepop", "IcePop in Ring-1T, arXiv 2510.18855; TIS and MIS as in verl and TRL", inputs, peers)
+    return "IcePop in Ring-1T, arXiv 2510.18855; TIS and MIS as in verl and TRL", inputs, peers
 
 
 def rollout_logps(old: list[list[float]]) -> list[list[float]]:
@@ -101,7 +98,3 @@ def trl(inputs: dict[str, Any], mode: str, low: float | None, high: float) -> di
     answer = Trl(inputs).grpo(advantage, "grpo", mismatch=ratio)
     calls = ["trl.GRPOTrainer._generate_and_score_completions, ratios", *answer["calls"]]
     return answer | {"calls": calls, "options": options, "weight": ratio.expand_as(b.mask) * b.mask}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,16 +1,12 @@
-"""IGPO by its public code: the estimator of the first release, and that of the later one.
+"""IGPO by its public code: the estimator of the first release, and that of the later one."""
 
-python -m tests.golden.make.information_gain IGPO IGPO
-"""
-
-import sys
 from collections import defaultdict
 
 import numpy as np
 import torch
 
 from tests.golden.make.gigpo import make_inputs, turns_of
-from tests.golden.make.peers import Clone, numbers, tensors, write
+from tests.golden.make.peers import Clone, Made, numbers, tensors
 
 FIRST = "GuoqingWang1/IGPO", "bff163b72718a8b8f9175ce019ec7114ad6bd59a"
 LATER = "debajoycs98/IGPO", "866019637ff3cc61fd093b0e7acbdd2442af0733"
@@ -18,8 +14,8 @@ CORE, NAME = "verl/trainer/ppo/core_algos.py", "compute_grpo_outcome_advantage"
 GAMMA = 0.9
 
 
-def main() -> None:
-    clones = [Clone(path, *source) for path, source in zip(sys.argv[1:], (FIRST, LATER), strict=True)]
+def make(*paths: str) -> Made:
+    clones = [Clone(path, *source) for path, source in zip(paths, (FIRST, LATER), strict=True)]
     torch.set_default_dtype(torch.float64)  # it makes tensors without a type
     inputs = with_gains(make_inputs())
     peers = [
@@ -28,7 +24,7 @@ def main() -> None:
         run(clones[1], inputs, gamma=GAMMA, info_gain_norm_mode="separate")
         | {"changes": {"advantage": {"gamma": GAMMA, "apart": True}}},
     ]
-    write("information_gain", "IGPO, arXiv 2510.14967", inputs, peers, *clones)
+    return "IGPO, arXiv 2510.14967", inputs, peers, *clones
 
 
 def with_gains(inputs: dict) -> dict:
@@ -57,7 +53,3 @@ def run(clone: Clone, inputs: dict, **options) -> dict:
     present = (b.turn >= 0).to(b.mask.dtype)
     advantage = clone.function(CORE, NAME, **names)(rewards, present, np.array(inputs["group"]), **options)[0]
     return {"program": clone.name, "calls": [f"{CORE}:{NAME}"], "relative": 1e-12, "advantage": advantage * b.mask}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,23 +1,19 @@
-"""IGPO (inpainting) by its public code: advantages, the filter of given tokens, and the loss.
+"""IGPO (inpainting) by its public code: advantages, the filter of given tokens, and the loss."""
 
-python -m tests.golden.make.inpainting_guided igpo
-"""
-
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from tests.golden.make.peers import Clone, gradient, numbers, tensors, write
+from tests.golden.make.peers import Clone, Made, gradient, numbers, tensors
 from tests.golden.make.tokens import batch
 
 TRAINER = "trainer_igpo.py"
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "facebookresearch/igpo", "e85eaea1508c9062991b44ca2e44d5d12ebc64be")
+def make(path: str) -> Made:
+    clone = Clone(path, "facebookresearch/igpo", "e85eaea1508c9062991b44ca2e44d5d12ebc64be")
     inputs = batch() | {"mask": [[1.0] * 6] * 12, "entropy_old": numbers(9, 12, 6, low=0.0, high=2.0)}
     hinted = (np.random.RandomState(11).uniform(size=(12, 6)) < 0.5).astype(float)
     hinted[[1, 6, 7]] = 0.0  # own samples
@@ -25,7 +21,7 @@ def main() -> None:
     inputs["extras"] = {"hinted": hinted.tolist()}
     peers = [update(clone, inputs, hinted, 0.2, 0.0), update(clone, inputs, hinted * 0, 0.2, 0.01)]
     peers += [update(clone, inputs, hinted, 0.5, 0.0)]
-    write("inpainting_guided", "IGPO (inpainting), arXiv 2509.10396", inputs, peers, clone)
+    return "IGPO (inpainting), arXiv 2509.10396", inputs, peers, clone
 
 
 def update(clone: Clone, inputs: dict, hinted: np.ndarray, share: float, beta: float) -> dict[str, Any]:
@@ -73,7 +69,3 @@ def update(clone: Clone, inputs: dict, hinted: np.ndarray, share: float, beta: f
         "loss": loss.detach(),
         "gradient": gradient(loss, b.logp),
     }
-
-
-if __name__ == "__main__":
-    main()

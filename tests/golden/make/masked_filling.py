@@ -1,27 +1,21 @@
-"""Filling in masked answers by the public code of IGPO: where chunks of a worked answer go, and the likeliest answers.
-
-python -m tests.golden.make.masked_filling igpo
-"""
+"""Filling in masked answers by the code of IGPO: where chunks of a worked answer go, and the likeliest answers."""
 
 import random
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from tests.golden.make.peers import Clone, numbers, write
+from tests.golden.make.peers import Clone, Made, numbers
 
 GENERATE, MASK = "utils/generate.py", 0
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "facebookresearch/igpo", "e85eaea1508c9062991b44ca2e44d5d12ebc64be")
+def make(path: str) -> Made:
+    clone = Clone(path, "facebookresearch/igpo", "e85eaea1508c9062991b44ca2e44d5d12ebc64be")
     inputs = {"length": 96, "free": 30, "max_gap": 20, "words": 7, "block": 4}
-    write(
-        "masked_filling", "sampling and hints of IGPO, arXiv 2509.10396", inputs, [places(clone), sampled(clone)], clone
-    )
+    return "sampling and hints of IGPO, arXiv 2509.10396", inputs, [places(clone), sampled(clone)], clone
 
 
 class Tokenizer:
@@ -100,7 +94,3 @@ def sampled(clone: Clone) -> dict[str, Any]:
             answers.append({"steps": steps, "hint": hint, "answer": out[0, 1:].tolist()})
     calls = [f"{GENERATE}:generate_inpainting"]
     return {"program": clone.name, "calls": calls, "relative": 1e-12, "table": table, "move": move, "answers": answers}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,20 +1,16 @@
-"""Mirror descent policy optimisation by its public code, with the exact divergence, after half of its steps.
+"""Mirror descent policy optimisation by its public code, with the exact divergence, after half of its steps."""
 
-python -m tests.golden.make.mirror_descent Mirror-Descent-Policy-Optimization
-"""
-
-import sys
 from types import SimpleNamespace
 
 import torch
 
-from tests.golden.make.peers import Clone, gradient, numbers, tensors, write
+from tests.golden.make.peers import Clone, Made, gradient, numbers, tensors
 from tests.golden.make.tokens import Verl, batch
 
 
-def main() -> None:
+def make(path: str) -> Made:
     commit = "c9bd3ba080e34f94e104ffe7633167e246dd63c6"
-    clone = Clone(sys.argv[1], "manantomar/Mirror-Descent-Policy-Optimization", commit)
+    clone = Clone(path, "manantomar/Mirror-Descent-Policy-Optimization", commit)
     inputs = batch() | {"kl_old": numbers(6, 12, 6, low=0.0, high=0.4)}
     verl = Verl(inputs)
     advantage = verl.advantage("compute_grpo_outcome_advantage", norm_adv_by_std_in_grpo=False)
@@ -34,8 +30,4 @@ def main() -> None:
     # the row's own divergence is an estimate of the exact one, and its coefficient after half of the run is 1 / 0.5
     peer |= {"changes": {"kl": {"kind": "full", "coef": 2.0, "importance": False, "anneal": False}}}
     peer |= {"loss": loss.detach(), "gradient": gradient(loss, logp)}
-    write("mirror_descent", "MDPO, arXiv 2005.09814", inputs, [peer], clone)
-
-
-if __name__ == "__main__":
-    main()
+    return "MDPO, arXiv 2005.09814", inputs, [peer], clone

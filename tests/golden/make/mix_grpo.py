@@ -1,13 +1,9 @@
-"""Places of MixGRPO's window by its public code, and by UniRL's scheduler, which needs no counter.
+"""Places of MixGRPO's window by its public code, and by UniRL's scheduler, which needs no counter."""
 
-python -m tests.golden.make.mix_grpo MixGRPO UniRL
-"""
-
-import sys
 from types import SimpleNamespace
 from typing import Any
 
-from tests.golden.make.peers import Clone, write
+from tests.golden.make.peers import Clone, Made
 
 COMMITS = ("e5cdd6a427778d8c8b2e7a48ce16972141adbe7c", "1a7b501e8fe8517b432a130220d2ff462f9b5afa")
 STATES = "fastvideo/utils/grpo_states.py"
@@ -27,10 +23,10 @@ ROUNDS = [
 ITERATIONS = 60
 
 
-def main() -> None:
+def make(*paths: str) -> Made:
     mix, unirl = (
         Clone(path, f"Tencent-Hunyuan/{name}", commit)
-        for path, name, commit in zip(sys.argv[1:3], ("MixGRPO", "UniRL"), COMMITS, strict=True)
+        for path, name, commit in zip(paths, ("MixGRPO", "UniRL"), COMMITS, strict=True)
     )
     inputs = {"first_rounds": CASES, "rounds": ROUNDS}
     peers = [
@@ -39,7 +35,7 @@ def main() -> None:
         {"program": unirl.name, "calls": [f"{SCHEDULER}:WindowScheduler"], "relative": 1e-12}
         | {"windows": [windows(unirl, case) for case in ROUNDS]},
     ]
-    write("mix_grpo", "MixGRPO, arXiv 2507.21802", inputs, peers, mix, unirl)
+    return "MixGRPO, arXiv 2507.21802", inputs, peers, mix, unirl
 
 
 def first_round(clone: Clone, case: dict[str, Any]) -> list[int]:
@@ -75,7 +71,3 @@ def windows(clone: Clone, case: dict[str, Any]) -> list[list[int]]:
     )
     scheduler = kind(case["steps"], config)
     return [sorted(scheduler.get_sde_indices(step)) for step in range(ITERATIONS)]
-
-
-if __name__ == "__main__":
-    main()

@@ -1,15 +1,11 @@
-"""The objective of AMPO by its public code: GRPO without the standard deviation, and the loss of its train_ampo.sh.
+"""The objective of AMPO by its public code: GRPO without the standard deviation, and the loss of its train_ampo.sh."""
 
-python -m tests.golden.make.multi_teacher AMPO
-"""
-
-import sys
 from collections import defaultdict
 
 import torch
 
 from tests.golden.make.forks import fork_names, token_rewards
-from tests.golden.make.peers import Clone, gradient, tensors, write
+from tests.golden.make.peers import Clone, Made, gradient, tensors
 from tests.golden.make.tokens import batch
 
 FOLDER = "ampo/verl/verl"
@@ -23,8 +19,8 @@ class Config(dict):
     __getattr__ = dict.__getitem__
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "SII-Enigma/AMPO", "b88d365654e03b94d8316226a5a67e0f7b64048f")
+def make(path: str) -> Made:
+    clone = Clone(path, "SII-Enigma/AMPO", "b88d365654e03b94d8316226a5a67e0f7b64048f")
     inputs = batch()
     inputs["extras"] = {"source": [0, 2, 0, 2, 0, 0, 0, 0, 2, 0, 0, 1]}
     b, names = tensors(inputs), fork_names(clone, "ampo/verl/")
@@ -42,8 +38,4 @@ def main() -> None:
     answer = {"advantage": advantage, "loss": loss.detach(), "gradient": gradient(loss, logp)}
     calls = [f"{CORE}:{ESTIMATE}", f"{FILE}:{NAME}"]
     peer = {"program": clone.name, "calls": calls, "relative": 1e-12, "changes": {"aggregation": {"length": 6}}}
-    write("multi_teacher", "AMPO, arXiv 2510.02227", inputs, [peer | answer], clone)
-
-
-if __name__ == "__main__":
-    main()
+    return "AMPO, arXiv 2510.02227", inputs, [peer | answer], clone

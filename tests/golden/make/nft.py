@@ -1,23 +1,19 @@
-"""DiffusionNFT by its public code: the two-sided loss and the schedules of the sampling policy.
+"""DiffusionNFT by its public code: the two-sided loss and the schedules of the sampling policy."""
 
-python -m tests.golden.make.nft DiffusionNFT
-"""
-
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from tests.golden.make.peers import Clone, doubles, numbers, tensors, write
+from tests.golden.make.peers import Clone, Made, doubles, numbers, tensors
 
 COMMIT = "24af5554898d85e93efa492f42b5e9cdf4156e9b"
 FILE = "scripts/train_nft_sd3.py"
 BETA, REFERENCE = 0.5, 1e-4
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "NVlabs/DiffusionNFT", COMMIT)
+def make(path: str) -> Made:
+    clone = Clone(path, "NVlabs/DiffusionNFT", COMMIT)
     shape = (6, 2, 4, 4)
     inputs: dict[str, Any] = {
         "clean": numbers(80, *shape, low=-2, high=2),
@@ -37,7 +33,7 @@ def main() -> None:
         answers = loss(clone, inputs)
     calls = [f"{FILE}:910-970", f"{FILE}:return_decay"]
     peer = {"program": clone.name, "calls": calls, "relative": 1e-12, "decay": decays}
-    write("nft", "DiffusionNFT, arXiv 2509.16117", inputs, [peer | answers], clone)
+    return "DiffusionNFT, arXiv 2509.16117", inputs, [peer | answers], clone
 
 
 def loss(clone: Clone, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -64,7 +60,3 @@ def loss(clone: Clone, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
     # the lines add the distance in place to what they call the policy's loss
     slope = torch.autograd.grad(found.loss, b.velocity)[0]
     return {"weight": found.r, "loss": found.loss.detach(), "gradient": slope}
-
-
-if __name__ == "__main__":
-    main()

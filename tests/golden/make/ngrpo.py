@@ -1,18 +1,14 @@
-"""NGRPO by its public code: its estimator, and the policy loss of its fork of verl with the bounds of its script.
+"""NGRPO by its public code: its estimator, and the policy loss of its fork of verl with the bounds of its script."""
 
-python -m tests.golden.make.ngrpo NGRPO
-"""
-
-import sys
 from collections import defaultdict
 
 from tests.golden.make.forks import CORE, fork_names, token_rewards
-from tests.golden.make.peers import Clone, gradient, tensors, write
+from tests.golden.make.peers import Clone, Made, gradient, tensors
 from tests.golden.make.tokens import batch
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "nangongrui-ngr/NGRPO", "e7a380415a64cd8ac102504c38a5f86069022f35")
+def make(path: str) -> Made:
+    clone = Clone(path, "nangongrui-ngr/NGRPO", "e7a380415a64cd8ac102504c38a5f86069022f35")
     # the second question has no right answer
     inputs = batch() | {"reward": [1.0, 0.0, 0.1, 0.7, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.25]}
     b, rewards = tensors(inputs), token_rewards(inputs)
@@ -24,8 +20,4 @@ def main() -> None:
     calls = [f"{CORE}:{name}" for name in ("compute_ngrpo_outcome_advantage", "compute_policy_loss")]
     answer = {"advantage": advantage, "loss": loss.detach(), "gradient": gradient(loss, b.logp)}
     peer = {"program": clone.name, "calls": calls, "relative": 1e-12} | answer
-    write("ngrpo", "NGRPO, arXiv 2509.18851", inputs, [peer], clone)
-
-
-if __name__ == "__main__":
-    main()
+    return "NGRPO, arXiv 2509.18851", inputs, [peer], clone

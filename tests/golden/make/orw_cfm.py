@@ -1,23 +1,19 @@
-"""ORW-CFM-W2 by its public code: reward-weighted matching with the distance to the start model.
+"""ORW-CFM-W2 by its public code: reward-weighted matching with the distance to the start model."""
 
-python -m tests.golden.make.orw_cfm orw-cfm
-"""
-
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from tests.golden.make.peers import Clone, gradient, numbers, tensors, write
+from tests.golden.make.peers import Clone, Made, gradient, numbers, tensors
 
 COMMIT = "de9c766f22075f6eb8b1ab7290abd325bdf085bc"
 TAU, ALPHA = 1.0, 0.7
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "markerthu/orw-cfm", COMMIT)
+def make(path: str) -> Made:
+    clone = Clone(path, "markerthu/orw-cfm", COMMIT)
     shape = (6, 2, 4, 4)
     inputs: dict[str, Any] = {
         "target": numbers(90, *shape, low=-2, high=2),
@@ -42,7 +38,7 @@ def main() -> None:
     loss, _ = trainer.compute_loss(stub, b.target, weight)
     peer = {"program": clone.name, "calls": ["finetune_fm.py:137", "finetune_fm.py:compute_loss"], "relative": 1e-12}
     peer |= {"weight": weight, "loss": loss.detach(), "gradient": gradient(loss, b.velocity)}
-    write("orw_cfm", "ORW-CFM-W2, arXiv 2502.06061", inputs, [peer], clone)
+    return "ORW-CFM-W2, arXiv 2502.06061", inputs, [peer], clone
 
 
 def trainer_class(clone: Clone) -> Any:
@@ -55,7 +51,3 @@ def trainer_class(clone: Clone) -> Any:
         if isinstance(node, ast.ClassDef) and any(getattr(part, "name", "") == "compute_loss" for part in node.body)
     ]
     return clone.function("finetune_fm.py", name, nn=nn, torch=torch)
-
-
-if __name__ == "__main__":
-    main()

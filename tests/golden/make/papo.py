@@ -1,15 +1,11 @@
-"""PAPO by its public code: one micro-batch of the actor's update, with and without the optional terms.
+"""PAPO by its public code: one micro-batch of the actor's update, with and without the optional terms."""
 
-python -m tests.golden.make.papo PAPO
-"""
-
-import sys
 from collections import defaultdict
 from types import SimpleNamespace
 
 import torch
 
-from tests.golden.make.peers import Clone, doubles, gradient, numbers, tensors, write
+from tests.golden.make.peers import Clone, Made, doubles, gradient, numbers, tensors
 from tests.golden.make.tokens import COUNT_EPS, Verl, batch
 
 COMMIT = "fb63bf4533b78da5a2bb17bc812375dcb620887d"
@@ -43,8 +39,8 @@ SHARE = {"use_kl_prcp_token_level_mask": True, "kl_prcp_token_level_mask_top_p":
 CLIP = {"use_kl_prcp_clipping": True, "kl_prcp_clipping": 0.2}
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "MikeWangWZHL/PAPO", COMMIT)
+def make(path: str) -> Made:
+    clone = Clone(path, "MikeWangWZHL/PAPO", COMMIT)
     inputs = batch() | {"logp_masked": numbers(6, 12, 6, low=-3.5, high=-0.3)}
     inputs |= {"weight": [1.0] * 8 + [0.0] * 4, "correct": [1.0, 0.0, 0.0, 0.0] * 2 + [0.0, 1.0, 1.0, 0.0]}
     advantage = Verl(inputs).advantage("compute_grpo_outcome_advantage")
@@ -54,7 +50,7 @@ def main() -> None:
     with doubles():
         peers = [run(clone, inputs, advantage, {}, 0.02) | {"case": "script"}]
         peers += [run(clone, inputs, advantage, more, 0.01) | {"case": case} for case, more in cases.items()]
-    write("papo", "PAPO, arXiv 2507.06448", inputs | {"advantage": advantage.tolist()}, peers, clone)
+    return "PAPO, arXiv 2507.06448", inputs | {"advantage": advantage.tolist()}, peers, clone
 
 
 def run(clone: Clone, inputs: dict, advantage: torch.Tensor, options: dict, coef: float) -> dict:
@@ -92,7 +88,3 @@ def run(clone: Clone, inputs: dict, advantage: torch.Tensor, options: dict, coef
         "loss": found.pg_loss.detach(),
         "gradient": gradient(found.pg_loss, b.logp),
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
-import json
-import re
 import subprocess
 import textwrap
 from collections.abc import Iterator
@@ -18,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-GOLDEN = Path(__file__).resolve().parents[1]
+Made = tuple[Any, ...]
+"""Citation, inputs, peers and the clones that computed them."""
 
 
 class Clone:
@@ -104,41 +103,6 @@ def gradient(loss: Tensor, leaf: Tensor) -> Tensor:
 def numbers(seed: int, *shape: int, low: float = -1.0, high: float = 1.0) -> Any:
     """Nested lists of reproducible numbers with three decimals."""
     return np.random.RandomState(seed).uniform(low, high, shape).round(3).tolist()
-
-
-def write(paper: str, citation: str, inputs: dict[str, Any], peers: list[dict[str, Any]], *clones: Clone) -> None:
-    """Write tests/golden/PAPER.json.
-
-    Args:
-        paper: name of the file and of the script.
-        citation: what is computed, and where it was published.
-        inputs: what the peers were given.
-        peers: for each of them "program", "calls", "relative" (how exact its numbers are; "because" says why, where it
-            is not float64) and what it returned.
-        clones: the clones that the command is given, in order.
-    """
-    data = {
-        "citation": citation,
-        "command": " ".join(["python -m", f"tests.golden.make.{paper}", *(x.repository.split("/")[1] for x in clones)]),
-        "made_with": [package("torch"), package("numpy")],
-        "inputs": inputs,
-        "peers": [_plain(peer) for peer in peers],
-    }
-    text = json.dumps(data, indent=1, allow_nan=False)
-    (GOLDEN / f"{paper}.json").write_text(_compact(text) + "\n", encoding="utf-8")
-
-
-def _compact(text: str) -> str:
-    """A row of numbers in one line."""
-    return re.sub(r"\[\s+([^\[\]{}\"]*?)\s+\]", lambda m: "[" + re.sub(r"\s+", " ", m.group(1)) + "]", text)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor | np.ndarray):
-        return value.tolist()
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    return value.item() if isinstance(value, np.generic) else value
 
 
 def _tensor(value: Any) -> Any:

@@ -1,20 +1,16 @@
-"""The default loss of prime-rl, whose gradient is compared: its policy loss is -A r, which has the same one.
+"""The default loss of prime-rl, whose gradient is compared: its policy loss is -A r, which has the same one."""
 
-python -m tests.golden.make.prime_rl prime-rl
-"""
-
-import sys
 from types import SimpleNamespace
 
-from tests.golden.make.peers import Clone, gradient, write
+from tests.golden.make.peers import Clone, Made, gradient
 from tests.golden.make.tokens import Verl, batch
 
 FILE = "src/prime_rl/trainer/rl/loss.py"
 
 
-def main() -> None:
+def make(path: str) -> Made:
     inputs = batch()
-    clone = Clone(sys.argv[1], "PrimeIntellect-ai/prime-rl", "559b44772e471d1538537b8805cc77f3824a5e64")
+    clone = Clone(path, "PrimeIntellect-ai/prime-rl", "559b44772e471d1538537b8805cc77f3824a5e64")
     names = {name: clone.function(FILE, name) for name in ("_safe_mean", "compute_importance_ratio_and_mismatch_kl")}
     rule = clone.function(FILE, "default_loss_fn", LossOutputs=SimpleNamespace, **names)
     verl = Verl(inputs)
@@ -28,8 +24,4 @@ def main() -> None:
         numbers = {"gradient": gradient(loss, verl.b.logp), "relative": 1e-12}
         changes = {"clip": {"low": bound, "high": bound, "squared": tau}}
         peers.append({"program": clone.name, "calls": [f"{FILE} default_loss_fn"], "changes": changes} | numbers)
-    write("prime_rl", "default loss of prime-rl", inputs, peers, clone)
-
-
-if __name__ == "__main__":
-    main()
+    return "default loss of prime-rl", inputs, peers, clone

@@ -1,21 +1,17 @@
-"""REFUEL's loss of one turn by its public code.
+"""REFUEL's loss of one turn by its public code."""
 
-python -m tests.golden.make.refuel REFUEL
-"""
-
-import sys
 from types import SimpleNamespace
 
 from tests.golden.make.pairs import PAIRS, pairs
-from tests.golden.make.peers import Clone, gradient, tensors, write
+from tests.golden.make.peers import Clone, Made, gradient, tensors
 
 COMMIT = "b76c5343211c375f572f2e75bcd54b98a4cb3a36"
 FILE = "setting_one/refuel.py"
 FIRST, LAST = 415, 419
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "ZhaolinGao/REFUEL", COMMIT)
+def make(path: str) -> Made:
+    clone = Clone(path, "ZhaolinGao/REFUEL", COMMIT)
     inputs = pairs()
     b = tensors(inputs)
     logp = b.logp.requires_grad_()
@@ -31,8 +27,4 @@ def main() -> None:
     )
     peer = {"program": clone.name, "calls": [f"{FILE}:{FIRST}-{LAST}"], "relative": 1e-12, "options": {}}
     peer |= {"loss": found.loss.detach(), "gradient": gradient(found.loss, logp)}
-    write("refuel", "REFUEL, arXiv 2410.04612", inputs, [peer], clone)
-
-
-if __name__ == "__main__":
-    main()
+    return "REFUEL, arXiv 2410.04612", inputs, [peer], clone

@@ -1,9 +1,5 @@
-"""RiskPO by its public code: estimator, tracker of quantiles and loss.
+"""RiskPO by its public code: estimator, tracker of quantiles and loss."""
 
-python -m tests.golden.make.riskpo RiskPO
-"""
-
-import sys
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +8,7 @@ import numpy as np
 import torch
 
 from tests.golden.make.forks import CORE, COUNT_EPS, fork_loss, token_rewards
-from tests.golden.make.peers import Clone, tensors, write
+from tests.golden.make.peers import Clone, Made, tensors
 from tests.golden.make.tokens import batch
 
 NAME = "compute_grpo_bundle_rvar_outcome_advantage_quantile_tracking"
@@ -45,9 +41,9 @@ def steps(clone: Clone, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
     return advantage
 
 
-def main() -> None:
+def make(path: str) -> Made:
     torch.set_default_dtype(torch.float64)
-    clone = Clone(sys.argv[1], "RTkenny/RiskPO", "65ec40c935f5726aa2d80160d9056b1236d5551e")
+    clone = Clone(path, "RTkenny/RiskPO", "65ec40c935f5726aa2d80160d9056b1236d5551e")
     inputs = batch() | {
         "group": [row // 3 for row in range(12)],
         "reward": [1, 0, 0.1, 0.7, 0.5, 1, 0, 1, 0, 1, 1, 0.25],
@@ -63,8 +59,4 @@ def main() -> None:
                 {"program": clone.name, "calls": calls, "changes": changes, "advantage": advantage} | COUNT_EPS
             )
     peers[0] |= fork_loss(clone, inputs, peers[0]["advantage"], "token-mean", 0.2, 0.2, 3.0)
-    write("riskpo", "RiskPO, arXiv 2510.00911", inputs, peers, clone)
-
-
-if __name__ == "__main__":
-    main()
+    return "RiskPO, arXiv 2510.00911", inputs, peers, clone

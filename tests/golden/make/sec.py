@@ -1,22 +1,18 @@
-"""SEC by its public code: values and chances of categories after three steps.
-
-python -m tests.golden.make.sec cofa
-"""
+"""SEC by its public code: values and chances of categories after three steps."""
 
 import random
-import sys
 from collections import defaultdict
 from types import SimpleNamespace
 
 import torch
 
-from tests.golden.make.peers import Clone, write
+from tests.golden.make.peers import Clone, Made
 
 FILE = "sec/verl/verl/utils/auto_curriculum/priority.py"
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "Vincent-La/cofa", "8b685cbb5ad651a4015df8653ea28fb4ec2c2bbb")
+def make(path: str) -> Made:
+    clone = Clone(path, "Vincent-La/cofa", "8b685cbb5ad651a4015df8653ea28fb4ec2c2bbb")
     mean = clone.function("sec/verl/verl/utils/torch_functional.py", "masked_mean")
     names = {"BasePriority": clone.function(FILE, "BasePriority"), "random": random, "defaultdict": defaultdict}
     names["verl_F"] = SimpleNamespace(masked_mean=mean)
@@ -43,8 +39,4 @@ def main() -> None:
     calls = [f"{FILE}:{name}" for name in ("JointBandit.update", "JointBandit.get_probs")]
     answer = {"q": bandit.q_values, "chances": bandit.get_probs("boltzmann"), "names": list(bandit.group_to_arm)}
     peer = {"program": clone.name, "calls": calls, "relative": 1e-12} | answer
-    write("sec", "SEC, arXiv 2505.14970", inputs, [peer], clone)
-
-
-if __name__ == "__main__":
-    main()
+    return "SEC, arXiv 2505.14970", inputs, [peer], clone

@@ -1,7 +1,4 @@
-"""The objective of SPO-chain by its public code: cuts, advantages of segments, mask, whitening, loss.
-
-python -m tests.golden.make.segment_chain SPO
-"""
+"""The objective of SPO-chain by its public code: cuts, advantages of segments, mask, whitening, loss."""
 
 import sys
 from types import SimpleNamespace
@@ -9,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from tests.golden.make.peers import Clone, gradient, numbers, tensors, write
+from tests.golden.make.peers import Clone, Made, gradient, numbers, tensors
 from tests.golden.make.tokens import batch
 
 EPISODES = "src/treetune/episode_generators/math_episode_generator_with_mc_advantages.py"
@@ -18,8 +15,8 @@ TOOLS, TRAINER = "src/treetune/trainers/utils.py", "src/treetune/trainers/ppo_tr
 CERTAIN = ((0, 0), (0, 3), (1, 2), (4, 1), (5, 5), (8, 1), (9, 0), (9, 1), (11, 1))
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "AIFrameResearch/SPO", "b9fc6a263dec54e28137fd488a9b9c0e0d026025")
+def make(path: str) -> Made:
+    clone = Clone(path, "AIFrameResearch/SPO", "b9fc6a263dec54e28137fd488a9b9c0e0d026025")
     inputs = batch()
     for row, place in CERTAIN:
         inputs["logp_old"][row][place] = -0.05  # more certain than 0.9
@@ -47,7 +44,7 @@ def main() -> None:
     before, after = values_around(cuts, b.cut_value.tolist(), inputs["reward"], lengths)
     inputs |= {"extras": {"value_before": before, "value_after": after}}
     inputs["parts"] = {"lengths": lengths, "cuts": cuts, "advantage": advantage.tolist()}
-    write("segment_chain", "SPO-chain, arXiv 2505.23564", inputs, [chain], clone)
+    return "SPO-chain, arXiv 2505.23564", inputs, [chain], clone
 
 
 def of_segments(clone, probability, cuts, values, reward):
@@ -85,7 +82,3 @@ def values_around(cuts, values, rewards, lengths):
             after[row, token] = known[min(later)] if later else rewards[row]
             before[row, token] = after[row, token] if known[last] is None else known[last]
     return before.tolist(), after.tolist()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,5 @@
-"""SPO by its recipe: two earlier steps of the tracker, advantages and weights of prompts; the loss by a fork of verl.
+"""SPO by its recipe: two earlier steps of its tracker, advantages, weights of prompts; the loss by a fork of verl."""
 
-python -m tests.golden.make.single_stream verl-recipe RiskPO
-"""
-
-import sys
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.golden.make.forks import CORE, COUNT_EPS, fork_loss
-from tests.golden.make.peers import Clone, tensors, write
+from tests.golden.make.peers import Clone, Made, tensors
 from tests.golden.make.tokens import batch
 
 GITHUB = "github.com/"
@@ -28,9 +24,9 @@ class Doubles:
         return getattr(torch, name)
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "verl-project/verl-recipe", "48ea0a797fa29867ea0ad92aff7d284eec7d4be3")
-    fork = Clone(sys.argv[2], "RTkenny/RiskPO", "65ec40c935f5726aa2d80160d9056b1236d5551e")
+def make(*paths: str) -> Made:
+    clone = Clone(paths[0], "verl-project/verl-recipe", "48ea0a797fa29867ea0ad92aff7d284eec7d4be3")
+    fork = Clone(paths[1], "RTkenny/RiskPO", "65ec40c935f5726aa2d80160d9056b1236d5551e")
     before = [[1, 0, 1, 0, 1, 1, 0, 0, 1, 0, 0, 1], [1, 0, 0, 0, 1, 0, 0, 1, 1, 1, 0, 0]]
     rows = list(range(12))
     inputs = batch() | {"group": rows, "reward": [1.0, 0, 1, 1, 0, 0, 0, 1, 1, 0, 1, 0]}
@@ -59,8 +55,4 @@ def main() -> None:
     }
     answer = {"advantage": advantage, "weights": list(scope["prompt2weight"].values())}
     answer |= fork_loss(fork, inputs, advantage, "token-mean", 0.2, 0.28, 10.0)
-    write("single_stream", "SPO, arXiv 2509.13232", inputs, [program | COUNT_EPS | answer], clone, fork)
-
-
-if __name__ == "__main__":
-    main()
+    return "SPO, arXiv 2509.13232", inputs, [program | COUNT_EPS | answer], clone, fork

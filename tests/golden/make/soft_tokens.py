@@ -1,20 +1,16 @@
-"""Log-probabilities of soft tokens by SofT-GRPO's own code.
+"""Log-probabilities of soft tokens by SofT-GRPO's own code."""
 
-python -m tests.golden.make.soft_tokens SofT-GRPO-master
-"""
-
-import sys
 from typing import Any
 
 import torch
 
-from tests.golden.make.peers import Clone, gradient, numbers, tensors, write
+from tests.golden.make.peers import Clone, Made, gradient, numbers, tensors
 
 FILE, NAME = "verl-0.4.x/verl/utils/torch_functional.py", "logprobs_from_logits_topk_gumbel"
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "zz1358m/SofT-GRPO-master", "2b9d8ec6d8f022f2aefe7a1c2512dcb9924cddfe")
+def make(path: str) -> Made:
+    clone = Clone(path, "zz1358m/SofT-GRPO-master", "2b9d8ec6d8f022f2aefe7a1c2512dcb9924cddfe")
     inputs: dict[str, Any] = {
         "logits": numbers(1, 6, 9, low=-4.0, high=4.0),
         "ids": [[3, 1, 8, 5], [0, 2, 7, 4], [6, 5, 1, 2], [8, 3, 4, 0], [2, 0, 0, 0], [7, 6, 5, 1]],
@@ -29,8 +25,4 @@ def main() -> None:
     soft = [0, 1, 2, 3, 5]  # the row whose other tokens are 0 is an ordinary one
     answer = {"logp": logp.detach(), "gradient": gradient((logp * torch.arange(1.0, 7.0)).sum(), b.logits)}
     peer = {"program": clone.name, "calls": [f"{FILE}:{NAME}"], "relative": 1e-12, "soft": soft} | answer
-    write("soft_tokens", "SofT-GRPO, arXiv 2511.06411", inputs, [peer], clone)
-
-
-if __name__ == "__main__":
-    main()
+    return "SofT-GRPO, arXiv 2511.06411", inputs, [peer], clone

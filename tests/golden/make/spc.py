@@ -1,15 +1,11 @@
-"""SPC's clipped loss by its public code, with rewards of 1 and -1.
+"""SPC's clipped loss by its public code, with rewards of 1 and -1."""
 
-python -m tests.golden.make.spc SPC
-"""
-
-import sys
 from types import SimpleNamespace
 
 import torch
 
 from tests.golden.make.pairs import PAIRS, pairs
-from tests.golden.make.peers import Clone, gradient, tensors, write
+from tests.golden.make.peers import Clone, Made, gradient, tensors
 
 COMMIT = "e2d999d8335d48fca4a5654ce6da52692726ca02"
 FILE = "src/trainers.py"
@@ -17,8 +13,8 @@ FIRST, LAST = 73, 103
 """The lines of the trainer's `compute_loss` from log-probabilities to the loss, without its metrics."""
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "chen-judge/SPC", COMMIT)
+def make(path: str) -> Made:
+    clone = Clone(path, "chen-judge/SPC", COMMIT)
     inputs = pairs()
     b = tensors(inputs)
     logp = b.logp.requires_grad_()
@@ -37,14 +33,4 @@ def main() -> None:
     )
     peer = {"program": clone.name, "calls": [f"{FILE}:{FIRST}-{LAST}"], "relative": 1e-12, "options": {}}
     loss = found.weighted_loss
-    write(
-        "spc",
-        "SPC, arXiv 2504.19162",
-        inputs,
-        [peer | {"loss": loss.detach(), "gradient": gradient(loss, logp)}],
-        clone,
-    )
-
-
-if __name__ == "__main__":
-    main()
+    return "SPC, arXiv 2504.19162", inputs, [peer | {"loss": loss.detach(), "gradient": gradient(loss, logp)}], clone

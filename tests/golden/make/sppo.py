@@ -1,16 +1,12 @@
-"""SPPO with win probabilities by its public code, and with certain wins by TRL.
+"""SPPO with win probabilities by its public code, and with certain wins by TRL."""
 
-python -m tests.golden.make.sppo SPPO
-"""
-
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from tests.golden.make.pairs import pairs, trl
-from tests.golden.make.peers import Clone, gradient, tensors, write
+from tests.golden.make.peers import Clone, Made, gradient, tensors
 
 COMMIT = "5e61c4e90822fe526d8bbe1a50a6e85a85c30911"
 FILE = "sppo/trainer.py"
@@ -18,14 +14,14 @@ FIRST, LAST = 849, 902
 """The lines of `SPPOTrainer.sppo_loss` that turn log-probabilities into losses."""
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "uclaml/SPPO", COMMIT)
+def make(path: str) -> Made:
+    clone = Clone(path, "uclaml/SPPO", COMMIT)
     inputs = pairs()
     peers = [
         fork(clone, inputs, loss_type="sppo", beta=0.05) | {"options": {"beta": 0.05}},
         trl(inputs, ["sppo_hard"], [1.0], beta=0.05, smoothing=0.0) | {"options": {"kind": "sppo_hard", "beta": 0.05}},
     ]
-    write("sppo", "SPPO, arXiv 2405.00675", inputs, peers, clone)
+    return "SPPO, arXiv 2405.00675", inputs, peers, clone
 
 
 def fork(clone: Clone, inputs: dict[str, Any], *, loss_type: str, beta: float, label_smoothing: float = 0.0) -> Any:
@@ -58,7 +54,3 @@ def fork(clone: Clone, inputs: dict[str, Any], *, loss_type: str, beta: float, l
     loss = found.losses.mean()
     answer = {"program": clone.name, "calls": [f"{FILE}:{FIRST}-{LAST}"], "relative": 1e-12}
     return answer | {"loss": loss.detach(), "gradient": gradient(loss, logp)}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,4 @@
-"""SRPO by its public code, siiRL: the progress reward and the actor's loss.
-
-python -m tests.golden.make.srpo siiRL
-"""
+"""SRPO by its public code, siiRL: the progress reward and the actor's loss."""
 
 import re
 import sys
@@ -10,14 +7,14 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import torch
 
-from tests.golden.make.peers import Clone, gradient, numbers, tensors, write
+from tests.golden.make.peers import Clone, Made, gradient, numbers, tensors
 from tests.golden.make.tokens import Verl, batch
 
 COMMIT = "af00a771817324f55f40c7b980d925cb008db6d8"
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "sii-research/siiRL", COMMIT)
+def make(path: str) -> Made:
+    clone = Clone(path, "sii-research/siiRL", COMMIT)
     inputs = batch()
     advantage = Verl(inputs).advantage("compute_grpo_outcome_advantage")
     inputs |= {"advantage": advantage.tolist(), **episodes()}
@@ -35,7 +32,7 @@ def main() -> None:
         "progress": np.array([row["score"] for row in found]),
         "distance": [row.get("distance_to_success") for row in found],
     }
-    write("srpo", "SRPO, arXiv 2511.15605", inputs, [peer], clone)
+    return "SRPO, arXiv 2511.15605", inputs, [peer], clone
 
 
 def episodes() -> dict:
@@ -84,7 +81,3 @@ def actor_loss(clone: Clone, inputs: dict, advantage: torch.Tensor) -> tuple[tor
     average = "seq-mean-token-mean"
     loss = compute(b.logp_old, b.logp, advantage, b.mask, **bounds, loss_agg_mode=average)[0]
     return loss.detach(), gradient(loss, b.logp)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,5 @@
-"""The ranking loss of pi-StepNFT by RLinf's code.
+"""The ranking loss of pi-StepNFT by RLinf's code."""
 
-python -m tests.golden.make.step_nft RLinf
-"""
-
-import sys
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -12,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.golden.make.peers import Clone, doubles, gradient, numbers, tensors, write
+from tests.golden.make.peers import Clone, Made, doubles, gradient, numbers, tensors
 
 COMMIT = "a3816b596478dcd8a5c69a6ec1468c9519f77b5b"
 FILE = "rlinf/workers/actor/fsdp_nft_policy_worker.py"
@@ -20,8 +16,8 @@ SETTINGS = {"adv_type": "grpo", "adv_clip_max": 0.5, "nft_beta": 0.7, "dpo_beta"
 STEPS, NOISE = 4, 0.5
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "RLinf/RLinf", COMMIT)
+def make(path: str) -> Made:
+    clone = Clone(path, "RLinf/RLinf", COMMIT)
     shape = (6, 2, 3)  # rows, control steps, numbers of an action
     inputs: dict[str, Any] = {
         "latents": numbers(100, *shape, low=-2, high=2),
@@ -39,7 +35,7 @@ def main() -> None:
     with doubles():
         answers = loss(clone, inputs)
     peer = {"program": clone.name, "calls": [f"{FILE}:EmbodiedNFTFSDPPolicy"], "relative": 1e-12}
-    write("step_nft", "pi-StepNFT, arXiv 2603.02083", inputs, [peer | answers], clone)
+    return "pi-StepNFT, arXiv 2603.02083", inputs, [peer | answers], clone
 
 
 def loss(clone: Clone, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +66,3 @@ def loss(clone: Clone, inputs: dict[str, Any]) -> dict[str, Any]:
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return (x * mask).sum() / mask.sum()
-
-
-if __name__ == "__main__":
-    main()

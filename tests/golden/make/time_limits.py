@@ -1,7 +1,4 @@
-"""Advantages and returns of Stable-Baselines3 where time limits cut episodes off.
-
-python -m tests.golden.make.time_limits
-"""
+"""Advantages and returns of Stable-Baselines3 where time limits cut episodes off."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +9,7 @@ from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 
-from tests.golden.make.peers import numbers, package, write
+from tests.golden.make.peers import Made, numbers, package
 
 STEPS, ENVS, GAMMA, LAMBDA = 12, 3, 0.99, 0.95
 ENDS = {(3, 0): "truncated", (9, 0): "terminated", (4, 1): "terminated", (8, 1): "truncated", (6, 2): "truncated"}
@@ -55,7 +52,7 @@ class Script:
         pass
 
 
-def main() -> None:
+def make() -> Made:
     inputs = {
         "gamma": GAMMA,
         "lam": LAMBDA,
@@ -89,8 +86,4 @@ def main() -> None:
         "advantages": buffer.advantages,
         "returns": buffer.returns,
     }
-    write("time_limits", "Time limits, arXiv 1712.00378, section 4, with GAE, arXiv 1506.02438", inputs, [peer])
-
-
-if __name__ == "__main__":
-    main()
+    return "Time limits, arXiv 1712.00378, section 4, with GAE, arXiv 1506.02438", inputs, [peer]

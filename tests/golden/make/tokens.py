@@ -44,10 +44,15 @@ def batch() -> dict[str, Any]:
     }
 
 
+def near() -> dict[str, Any]:
+    """The batch with log-probabilities so near that the bounds of GSPO hold most rows, whose gradient then counts."""
+    inputs = batch()
+    pairs = [zip(*rows, strict=True) for rows in zip(inputs["logp_old"], inputs["logp"], strict=True)]
+    return inputs | {"logp": [[round(a + 0.002 * (b - a), 6) for a, b in row] for row in pairs]}
+
+
 class Verl:
     """verl's core_algos on a batch, float64."""
-
-    program_of = staticmethod(lambda: package("verl"))
 
     def __init__(self, inputs: dict[str, Any]) -> None:
         from verl.trainer.ppo import core_algos
@@ -113,9 +118,13 @@ class Verl:
 
     def answer(self, advantage: Tensor, loss: Tensor, **more: Any) -> dict[str, Any]:
         """The recorded entry of this peer."""
-        program = {"program": self.program_of(), "calls": [f"verl.trainer.ppo.core_algos.{x}" for x in self.calls]}
-        numbers = {"advantage": advantage, "loss": loss.detach(), "gradient": gradient(loss, self.b.logp)}
-        return program | {"relative": 1e-12} | numbers | more
+        numbers = {"loss": loss.detach(), "gradient": gradient(loss, self.b.logp)}
+        return self.only(advantage) | numbers | more
+
+    def only(self, advantage: Tensor) -> dict[str, Any]:
+        """The recorded entry of an estimator without a loss."""
+        calls = [f"verl.trainer.ppo.core_algos.{name}" for name in self.calls]
+        return {"program": package("verl"), "calls": calls, "relative": 1e-12, "advantage": advantage}
 
     def _call(self, name: str, *args: Any, **options: Any) -> Any:
         if name not in self.calls:

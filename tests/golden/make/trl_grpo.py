@@ -1,7 +1,4 @@
-"""All combinations of TRL's GRPO options: losses with their gradients, and advantages.
-
-python -m tests.golden.make.trl_grpo
-"""
+"""All combinations of TRL's GRPO options: losses with their gradients, and advantages."""
 
 import inspect
 import itertools
@@ -11,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.golden.make.peers import package, tensors, write
+from tests.golden.make.peers import Made, package, tensors
 from tests.golden.make.tokens import Trl, batch
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
@@ -20,7 +17,7 @@ FIRST, LAST = 'if self.multi_objective_aggregation == "sum_then_normalize":', "a
 """The lines of `GRPOTrainer._generate_and_score_completions` that turn rewards into advantages."""
 
 
-def main() -> None:
+def make() -> Made:
     inputs = batch()
     advantage = group_advantages(inputs)
     cases = [
@@ -30,9 +27,7 @@ def main() -> None:
     ]
     peers = [Trl(inputs).grpo(advantage, length=LENGTH, **case) | {"options": case} for case in cases]
     peers += [scaled(inputs, scale) | {"options": {"scale_rewards": scale}} for scale in ("group", "batch", "none")]
-    write(
-        "trl_grpo", "huggingface/trl GRPOTrainer", inputs | {"length": LENGTH, "advantage": advantage.tolist()}, peers
-    )
+    return "huggingface/trl GRPOTrainer", inputs | {"length": LENGTH, "advantage": advantage.tolist()}, peers
 
 
 def group_advantages(inputs: dict[str, Any]) -> torch.Tensor:
@@ -63,7 +58,3 @@ def scaled(inputs: dict[str, Any], scale: str) -> dict[str, Any]:
     call = "trl.GRPOTrainer._generate_and_score_completions, rewards to advantages"
     exact = {"relative": 1e-7, "because": "trl.trainer.utils.nanstd divides the counts in float32"}
     return {"program": package("trl"), "calls": [call], **exact, "advantage": names["advantages"]}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,15 +1,11 @@
-"""TSPO by its public code: the agent's scores, advantages and the loss of a group of draws.
+"""TSPO by its public code: the agent's scores, advantages and the loss of a group of draws."""
 
-python -m tests.golden.make.tspo TSPO
-"""
-
-import sys
 from types import SimpleNamespace
 
 import torch
 from torch import nn
 
-from tests.golden.make.peers import Clone, doubles, gradient, numbers, tensors, write
+from tests.golden.make.peers import Clone, Made, doubles, gradient, numbers, tensors
 
 COMMIT = "19f4ecb2331bd1914fe06e96d35d0408bc866512"
 FRAMES, WIDTH, HEADS, WINDOW = 9, 8, 2, 4
@@ -18,8 +14,8 @@ FIRST, LAST = 587, 607
 TRAINER = "src/open_tspo/trainer/tspo_trainer.py"
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "Hui-design/TSPO", COMMIT)
+def make(path: str) -> Made:
+    clone = Clone(path, "Hui-design/TSPO", COMMIT)
     inputs = {
         "frames": numbers(1, FRAMES, WIDTH, low=-2.0, high=2.0),
         "text": numbers(2, WIDTH, low=-2.0, high=2.0),
@@ -46,7 +42,7 @@ def main() -> None:
         "relative": 1e-12,
         **found,
     }
-    write("tspo", "TSPO, arXiv 2508.04369, Hui-design/TSPO", inputs, [peer], clone)
+    return "TSPO, arXiv 2508.04369, Hui-design/TSPO", inputs, [peer], clone
 
 
 def compute(clone: Clone, inputs: dict) -> dict:
@@ -85,7 +81,3 @@ def compute(clone: Clone, inputs: dict) -> dict:
         "loss": scope.loss_avg.detach(),
         "gradient": slope,
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,6 @@
-"""VL-DAC by its public code: returns of the storage, and a whole update of the agent with gradients added up.
-
-python -m tests.golden.make.vl_dac VL-DAC
-"""
+"""VL-DAC by its public code: returns of the storage, and a whole update of the agent with gradients added up."""
 
 import copy
-import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -12,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data.sampler import BatchSampler, SubsetRandomSampler
 
-from tests.golden.make.peers import Clone, numbers, write
+from tests.golden.make.peers import Clone, Made, numbers
 
 COMMIT = "5da27838c5735b565aa55b1d312654e6da9e130c"
 CONSTANTS = {"clip_param": 0.1, "value_loss_coef": 0.5, "kl_beta": 0.04, "gamma": 0.9, "gae_lambda": 0.95}
@@ -21,14 +17,14 @@ TOKENS = [[2, 4, 3], [5, 1], [3, 2, 4]]
 """Tokens of each turn of three episodes; the second one ends by a time limit, the third one is cut off in one case."""
 
 
-def main() -> None:
-    clone = Clone(sys.argv[1], "corl-team/VL-DAC", COMMIT)
+def make(path: str) -> Made:
+    clone = Clone(path, "corl-team/VL-DAC", COMMIT)
     torch.set_default_dtype(torch.float64)  # the storage makes its tensors with the default type
     inputs = make_inputs()
     peers = [run(clone, inputs, cut_off=False) | {"case": "time limit"}]
     peers.append(run(clone, inputs, cut_off=True) | {"case": "cut off"})
     peers.append(run(clone, inputs, cut_off=False, warmup=True) | {"case": "warm-up"})
-    write("vl_dac", "VL-DAC, arXiv 2508.04280", inputs, peers, clone)
+    return "VL-DAC, arXiv 2508.04280", inputs, peers, clone
 
 
 def make_inputs() -> dict:
@@ -107,7 +103,3 @@ def make_agent(clone: Clone, logp: Tensor, values: Tensor, tokens: list[int], lo
     accelerator = SimpleNamespace(accumulate=lambda _: nullcontext(), backward=losses.append, sync_gradients=False)
     constants = {name: CONSTANTS[name] for name in ("clip_param", "value_loss_coef", "kl_beta")}
     return ppo(model, nothing, accelerator, ppo_epoch=1, mini_batch_size=1, entropy_coef=0.01, **constants)
-
-
-if __name__ == "__main__":
-    main()

@@ -113,24 +113,20 @@ def test_an_arm_of_ones_own_does_the_task(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("functions", "message"),
     [
         ("clawless", r"the arm gen3 .*'claw'"),
         ("nowhere", "the arm gen3 cannot be read from /no/arm.xml"),
         ("none", "arms.py:none returned a str; expected an ArmModel"),
         ("nothing", "has no 'nothing'"),
+        ("mine mine", "whose names are mine, mine; name each once"),
     ],
 )
-def test_an_own_arm_that_cannot_work_is_named(tmp_path, function, message):
+def test_an_own_arm_that_cannot_work_is_named(tmp_path, functions, message):
     (tmp_path / "arms.py").write_text(OWN_ARM)
-    with pytest.raises(UserError, match=message):
-        list_episodes(FlowEpisodesConfig(tasks=["open_red"], arms=[f"{tmp_path}/arms.py:{function}"]))
-
-
-def test_arms_of_one_name_are_refused(tmp_path):
-    (tmp_path / "arms.py").write_text(OWN_ARM)
-    with pytest.raises(ValueError, match="whose names are mine, mine; name each once"):
-        list_episodes(FlowEpisodesConfig(arms=[f"{tmp_path}/arms.py:mine"] * 2))
+    arms = [f"{tmp_path}/arms.py:{function}" for function in functions.split()]
+    with pytest.raises(UserError if len(arms) == 1 else ValueError, match=message):
+        list_episodes(FlowEpisodesConfig(tasks=["open_red"], arms=arms))
 
 
 @pytest.mark.parametrize(("deaf", "followed"), [(False, [True, True]), (True, [False, False])])
