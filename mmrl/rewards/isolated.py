@@ -15,12 +15,11 @@ from mmrl.errors import UserError
 from mmrl.rewards.calling import FAILURE_KINDS, Batch, Failure, Outcome, Signature
 from mmrl.workers.engine import WorkerFailure, WorkerSpec
 from mmrl.workers.memory import machine_bytes, usable_cores
-from mmrl.workers.pool import WorkerPool
+from mmrl.workers.pool import Answer, Preparation, Request, WorkerPool
 from mmrl.workers.sandbox import Limits, require_strict
-from mmrl.workers.slots import Answer, Preparation, Request
 from mmrl.workers.wire import Message, encode
 
-SERVICE = Path(__file__).resolve().with_name("service.py")
+SERVICE = Path(__file__).resolve().with_name("reward_service.py")
 LOAD_SECONDS = 120.0
 MESSAGE_CHARS, TRACE_CHARS = 500, 4000
 STRICT_MEMORY_MB, STRICT_CPU_SECONDS = 4096.0, 600.0

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mmrl.agents.environments.env_pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.environment import (
     Action,
     MalformedError,
@@ -17,7 +18,6 @@ from mmrl.agents.environments.environment import (
     pack_outcome,
     unpack_outcome,
 )
-from mmrl.agents.environments.pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.tasks import AgentTask
 from mmrl.errors import ConfigError, RunError, UserError
 from mmrl.fields import check_config
@@ -282,7 +282,7 @@ def test_anything_else_from_a_process_is_malformed(fields):
 
 
 def test_a_worker_and_a_pool_load_nothing_heavy():
-    code = "import sys, mmrl.agents.environments.env_service, mmrl.agents.environments.pool;"
+    code = "import sys, mmrl.agents.environments.environment_service, mmrl.agents.environments.env_pool;"
     code += "import mmrl.agents.environments.gym, mmrl.agents.environments.videos;"
     code += "print({'torch', 'transformers', 'PIL', 'av', 'gymnasium', 'datasets'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

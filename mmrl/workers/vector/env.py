@@ -24,7 +24,7 @@ from gymnasium.vector.utils import batch_space
 from mmrl.errors import UserError
 from mmrl.fields import check_config
 from mmrl.workers.engine import FailureLog, WorkerFailure, one_line
-from mmrl.workers.slots import Answer, Request
+from mmrl.workers.pool import Answer, Request
 from mmrl.workers.vector import spaces
 from mmrl.workers.vector.board import Board
 from mmrl.workers.vector.environments import Environments, VectorSettings, content_of

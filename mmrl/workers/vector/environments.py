@@ -17,10 +17,9 @@ from mmrl.workers import wire
 from mmrl.workers.engine import WorkerFailure, WorkerSpec
 from mmrl.workers.loading import names_function
 from mmrl.workers.memory import usable_cores
-from mmrl.workers.pool import WorkerPool
-from mmrl.workers.slots import Answer, Request
+from mmrl.workers.pool import Answer, Request, WorkerPool
 
-SERVICE = Path(__file__).resolve().with_name("service.py")
+SERVICE = Path(__file__).resolve().with_name("vector_service.py")
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 METHODS = ("reset", "step", "close")
 
 
-class EnvService:
+class EnvironmentService:
     """Answers requests of the kinds reset, step and expert.
 
     A malformed observation, reward or flag is reported, not raised: the process itself is fine.
@@ -133,6 +133,6 @@ def open_environment(factory: str, kwargs: Mapping[str, Any], adapter: Mapping[s
     return env
 
 
-def make(factory: str, kwargs: Mapping[str, Any], adapter: Mapping[str, Any]) -> EnvService:
+def make(factory: str, kwargs: Mapping[str, Any], adapter: Mapping[str, Any]) -> EnvironmentService:
     """Make the service of a worker; arguments as for `open_environment`."""
-    return EnvService(open_environment(factory, kwargs, adapter))
+    return EnvironmentService(open_environment(factory, kwargs, adapter))
