@@ -16,7 +16,7 @@ _NAMES = {
         "ActionConfig",
         "Environment",
         "Observation",
-        "Outcome",
+        "StepOutcome",
         "ParsedAnswer",
         "parse_answer",
         "write_answer",

@@ -21,8 +21,7 @@ _NAMES = {
         "run_code",
     ),
     "mmrl.workers.sandbox": ("Limits",),
-    "mmrl.workers.vector.env": ("PoolVectorEnv",),
-    "mmrl.workers.vector.environments": ("VectorSettings",),
+    "mmrl.workers.vector.env": ("PoolVectorEnv", "VectorSettings"),
     "mmrl.workers.wire": ("Message",),
 }
 

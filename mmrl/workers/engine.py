@@ -210,6 +210,7 @@ class LocalEngine:
 
     def wait(self, timeout_s: float) -> None:
         """Serve all pipes until something has happened or the time is up."""
+        # Both directions: a worker that waits for room in its output pipe would never read its next request.
         for key, _ in self._selector.select(max(0.0, timeout_s)):
             key.data()
 
@@ -219,6 +220,7 @@ class WorkerProcess:
 
     def __init__(self, spec: WorkerSpec, selector: selectors.BaseSelector) -> None:
         self._selector = selector
+        # Finds what a worker started even where that left its group and lost its parent.
         self._token = secrets.token_hex(8)
         self._limits = spec.strict
         self._process = _start(spec, self._token)
@@ -230,6 +232,7 @@ class WorkerProcess:
         self.heard_at = self.taken_at = time.monotonic()
         self.loading_at = 0.0
         self.ending: Ending | None = None
+        # No worker may make this process wait: neither by reading slowly nor by writing half a message.
         for fd in (self._stdin, self._stdout, self._stderr):
             if fd >= 0:
                 os.set_blocking(fd, False)
@@ -243,6 +246,7 @@ class WorkerProcess:
 
     def send(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
         """Queue a message."""
+        # Packed at once, so that the caller may change its arrays afterwards.
         self._outgoing += wire.pack(fields, arrays)
         self.heard_at = self.taken_at = time.monotonic()
 
@@ -291,11 +295,13 @@ class WorkerProcess:
         self._killed = True
         for fd in (self._stdin, self._stdout, self._stderr):
             self._forget(fd)
+        # Stopped before its children are listed: it cannot start more of them meanwhile.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGSTOP)
         family.end_descendants(self._process.pid)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        # Reaped only after its group is killed: before that nobody else can get the group's number.
         self._process.wait()
         family.end_tagged(self._token)
         for pipe in self._pipes:
@@ -327,6 +333,7 @@ class WorkerProcess:
 
     def _read_messages(self) -> None:
         data, closed = _drain(self._stdout)
+        # Any byte is a sign of life, also a part of a message that takes long to come.
         if data:
             self.heard_at = time.monotonic()
         try:
@@ -335,6 +342,7 @@ class WorkerProcess:
                     self._inbox.append(message)
                 elif message.fields.get("loading") is True:
                     self.loading_at = time.monotonic()
+        # What follows garbage cannot be told from it, so that the pipe is of no more use.
         except wire.WireError as error:
             self.ending = Ending(str(error))
         if closed and self.ending is None:
@@ -366,6 +374,7 @@ class WorkerProcess:
         if self._process.returncode is not None:
             return self._process.returncode
         try:
+            # WNOWAIT: a process that was reaped would free its number, which `kill` still needs.
             status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         except ChildProcessError:  # reaped by somebody else
             return 0
@@ -376,10 +385,12 @@ class WorkerProcess:
 
 def _start(spec: WorkerSpec, token: str) -> subprocess.Popen[bytes]:
     watchdog_s = 0.0 if spec.heartbeat_timeout_s is None else spec.heartbeat_timeout_s + ORPHAN_SECONDS
+    # A foreign Python has not this process's paths, but a user's `path/to/file.py` is relative to here.
     paths = [] if spec.python is None else [os.getcwd()]
     options = {"service": dict(spec.options), "paths": paths, "watchdog_s": watchdog_s}
     command = [spec.python or sys.executable, str(SCRIPT), spec.service, json.dumps(options)]
     variables = _variables(spec)
+    # The sandbox's own environment, not this one's: variables may hold tokens.
     if spec.strict is not None:
         sandbox.require_strict()
         readable = [*spec.readable, *map(os.path.abspath, sys.path), str(SCRIPT.parent)]
@@ -406,6 +417,7 @@ def _start(spec: WorkerSpec, token: str) -> subprocess.Popen[bytes]:
 
 def _variables(spec: WorkerSpec) -> dict[str, str]:
     """Environment of the process; the same interpreter finds the modules that this process finds now."""
+    # Paths of this Python's packages would hide those of another one.
     variables = {**os.environ, **device_variables(), **spec.environment}
     for name in ("PYTHONPATH", "PYTHONHOME"):
         if spec.python is not None and name not in spec.environment:
@@ -438,6 +450,7 @@ class InProcessHandle:
     """A service that answers in `flush`."""
 
     def __init__(self, make: Callable[..., Service], options: Mapping[str, Any]) -> None:
+        # Heard in the infinite future: no heartbeat is ever missed.
         self.heard_at, self.taken_at, self.loading_at = float("inf"), 0.0, 0.0
         self.ending: Ending | None = None
         self._service: Service | None = None

@@ -89,6 +89,7 @@ class Worker:
         """Answers to preparations by key."""
         self.pending = deque([Pending(0, spec.start_timeout_s, "start", None)])
         """Requests without an answer, the oldest first; the start is the first of all."""
+        # `_look_at`: nothing can go wrong before this time, so the worker need not be asked before it.
         self._number, self._since = 0, time.monotonic()
         self._measured_at = self._look_at = 0.0
 
@@ -97,6 +98,7 @@ class Worker:
         body = {"kind": "request", "id": self._number + 1, "body": dict(request.fields)}
         self.handle.send(body, request.arrays)
         self._number += 1
+        # Behind other requests it does not begin yet: its time starts when the one before is answered.
         if not self.pending:
             self._since = time.monotonic()
             self._look_at = 0.0
@@ -109,6 +111,7 @@ class Worker:
     def forget(self) -> None:
         """Drop requests whose answers nobody waits for any more, those of an interrupted call."""
         if self.pending:
+            # Answers to the dropped ones still come; `collect` knows them by their numbers and throws them away.
             self.pending = deque(pending for pending in self.pending if pending.stage == "start")
 
     @property
@@ -129,10 +132,12 @@ class Worker:
             self._since, self._look_at = time.monotonic(), 0.0
             answer = _answer_in(message, pending.stage)
             found.append((pending, answer))
+            # The caller kills the worker, so that later messages of this process mean nothing.
             if isinstance(answer, WorkerFailure):
                 return found
             if pending.stage == "prepare":
                 self.prepared[pending.tag] = answer
+        # Looked at last: a worker that answered and then died has still answered.
         if self.pending and (failure := self._failure() or self._over_limit()) is not None:
             found.append((self.pending.popleft(), failure))
         return found
@@ -158,6 +163,7 @@ class Worker:
         return begun + self.pending[0].timeout_s
 
     def _last_beat_due(self) -> float:
+        # Imports of C extensions keep Python's lock for long; a start has its own limit instead.
         if self.spec.heartbeat_timeout_s is None or self.pending[0].stage == "start":
             return float("inf")
         return self.handle.heard_at + self.spec.heartbeat_timeout_s
@@ -216,6 +222,7 @@ class Slots:
         self._failed: set[int] = set()
         self.restarts_in_a_row = 0
         self.last_failure = WorkerFailure("", "")
+        # Must not hold `self`; `_stop_all` gets the number of this process, since a fork inherits the finaliser.
         self._finalizer = weakref.finalize(self, _stop_all, self.workers, spec.closing_s, os.getpid())
 
     def worker(self, slot: int) -> Worker:
@@ -224,6 +231,7 @@ class Slots:
         if worker is None:
             worker = self.workers[slot] = Worker(self._engine, self.spec)
             self.closed = False
+            # Only after a failure: workers of a pool that was closed and used again are no restarts.
             if slot in self._failed:
                 self._failed.remove(slot)
                 self.counts["restarted"] += 1
@@ -235,6 +243,7 @@ class Slots:
         idle = [slot for slot in range(self.size) if slot not in busy]
         for slot in idle:
             worker = self.workers[slot]
+            # One interrupted call (Ctrl-C, an error) leaves a worker that is still busy with what nobody waits for.
             if worker is not None and (worker.interrupted or worker.handle.has_ended()):
                 self.discard(slot)
         slot = next((slot for slot in idle if self.workers[slot] is not None), idle[0])
@@ -246,6 +255,7 @@ class Slots:
         end, patience_s = time.monotonic() + at_most_s, 0.0
         while True:
             self._engine.wait(patience_s)
+            # `wait` serves all pipes of the engine, also those of workers that are not waited for here.
             found = [(slot, *pair) for slot in slots for pair in self.worker(slot).collect()]
             left_s = end - time.monotonic()
             if found or left_s <= 0:
@@ -287,6 +297,7 @@ def _stop_all(workers: list[Worker | None], closing_s: float, owner: int) -> Non
     """End workers, those that can by themselves; a forked copy of the owner must leave them alone."""
     if os.getpid() != owner:
         return
+    # In place: the finaliser holds this very list, and workers may be started again after `close`.
     handles = [worker.handle for worker in workers if worker is not None]
     workers[:] = [None] * len(workers)
     if closing_s > 0:
@@ -346,6 +357,7 @@ class Spread:
         if self._again and not self._waiting and not self._running:
             self._waiting, self._again = self._again, deque()
             self._first_s, self._retrying, self._hung_in_a_row = self._timeout_s, True, 0
+        # Half of a fair share, so that the last requests are not all behind one slow one.
         share = -(-len(self._waiting) // (2 * self._slots.size))
         while self._waiting and len(self._running) < self._slots.size:
             count = min(AT_ONCE, max(1, share), len(self._waiting))
@@ -358,6 +370,7 @@ class Spread:
             worker.send(first.request, first.timeout_s, "prepare", first.key)
         for number in numbers:
             try:
+                # Made now and not before: all requests of a batch together can be larger than memory.
                 worker.send(self._make_request(number), self._first_s, tag=number)
             except Exception as error:
                 reason = one_line(f"{type(error).__name__}: {error}")
@@ -375,8 +388,10 @@ class Spread:
         for slot, pending, answer in found:
             if pending.stage == "answer" and not isinstance(answer, WorkerFailure):
                 self._answers[pending.tag] = answer
+                # Since the worker's last answer, not since it was sent: it may have waited behind others in the pipe.
                 self._slowest_s, self._hung_in_a_row = max(self._slowest_s, now - self._heard_at[slot]), 0
             self._heard_at[slot] = now
+        # After all answers: `_fail` may give up the rest, and answers that are there count.
         for slot, pending, answer in found:
             if isinstance(answer, WorkerFailure) and slot in self._running:
                 self._fail(slot, pending, answer)
@@ -385,11 +400,13 @@ class Spread:
     def _fail(self, slot: int, pending: Pending, failure: WorkerFailure) -> None:
         """Charge the failure to the request in work and give the worker's other requests back."""
         behind = [other.tag for other in self._slots.worker(slot).pending if other.stage == "answer"]
+        # First again and in their order, so that equal runs send equal requests in equal order.
         self._waiting.extendleft(reversed(behind))
         self._running.discard(slot)
         self._slots.lose(slot, failure)
         if pending.stage != "answer":  # no other worker will get further
             self._give_up(failure)
+        # It had a part of its time only; the whole of it comes when nobody else waits.
         elif failure.kind == "hung" and pending.timeout_s < self._timeout_s:
             self._again.append(pending.tag)
         else:
@@ -399,6 +416,7 @@ class Spread:
 
     def _note_hung(self, failure: WorkerFailure) -> None:
         """Give the others a part of their time first, or give up on those that had it."""
+        # Measured on this call's own answers: a fixed share would cut off work that is slow but sound.
         if self._first_s == self._timeout_s and not self._retrying:
             self._first_s = min(self._timeout_s, max(FIRST_SHARE * self._timeout_s, SLOWEST_FACTOR * self._slowest_s))
         self._hung_in_a_row += 1
@@ -468,6 +486,7 @@ class WorkerPool:
             hellos = self._slots.gather(range(self.size))
             failed = {slot: hello for slot, hello in sorted(hellos.items()) if isinstance(hello, WorkerFailure)}
             for slot, failure in failed.items():
+                # Some of many may fail for want of memory or a licence; the others carry the run.
                 if failure.for_user or len(failed) == self.size:
                     self.close()
                     return failure
@@ -505,6 +524,7 @@ class WorkerPool:
         with self._lock:
             for slot, request in requests.items():
                 worker = self._slots.worker(slot)
+                # All are sent before any is waited for, so that workers work at the same time.
                 worker.forget()
                 worker.send(request, timeout_s)
                 worker.flush()
@@ -515,6 +535,7 @@ class WorkerPool:
                 if check is not None and isinstance(answer, Message):
                     answer = check(requests[slot], answer) or answer
                 answers[slot] = answer
+                # A worker whose answer is wrong is killed as well: its state cannot be trusted either.
                 if isinstance(answer, WorkerFailure):
                     self.lose(slot, answer)
             return answers
@@ -548,6 +569,7 @@ class WorkerPool:
             for _ in range(1 + retries):
                 if not waiting:
                     break
+                # Fresh processes for all rows that failed in the last try, counted before another one is spent on them.
                 self.start_missing()
                 self._check_restarts()
                 answers.update(self.ask(waiting, timeout_s, check=check))
@@ -628,6 +650,7 @@ class WorkerPool:
 
     def _check_restarts(self) -> None:
         restarts, last = self._slots.restarts_in_a_row, self._slots.last_failure
+        # Per slot: a pool of many workers may lose one each without being broken.
         if self._max_restarts is not None and restarts > self._max_restarts * self.size:
             raise RunError(
                 f"{restarts} restarts without one {self._goal}; the last worker {last.kind}: {last.reason}\n"

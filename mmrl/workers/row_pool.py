@@ -90,6 +90,7 @@ class FailureLog:
         reason = re.sub(r"\d+", "#", f"{failure.kind}: {failure.reason}")
         self.counts[reason] += 1
         count = self.counts[reason]
+        # 10th, 100th, ...: a run of days with a flaky environment must not fill its log.
         if count == 1:
             kept = self._write(reason, failure)
             after = "; a fresh process takes its place" if failure.kind in WORKER_FAILURES else ""
@@ -142,15 +143,18 @@ class RowPool(Generic[Reply]):
         engine: Engine | None = None,
         kinds: Sequence[str] = (),
     ) -> None:
-        self.factory, self.size = name, rows
+        self.factory = name
+        self.size = rows
         self.failures = FailureLog(name)
         """Reasons of failures; tracebacks are written once its `folder` is set."""
-        self._limits, self._step_timeout_s = limits, step_timeout_s
+        self._limits = limits
+        self._step_timeout_s = step_timeout_s
         goal = f"episode of {name} that came to its end"
         self._pool = WorkerPool(spec, rows, engine=engine, max_restarts=limits.max_restarts, goal=goal)
         self._counts = dict.fromkeys(kinds, 0)
         self._live: set[int] = set()
-        self._broken: dict[int, WorkerFailure] = {}
+        self.broken: dict[int, WorkerFailure] = {}
+        """Rows that have failed since they began, and why."""
         self._slots = list(range(rows))
         self._scenes: list[str | None] = [None] * rows
 
@@ -190,20 +194,22 @@ class RowPool(Generic[Reply]):
             UserError: the environment refuses a request.
             RunError: workers restart again and again without completing an episode.
         """
+        # Before anything is sent: whatever fails from here on, the old episodes are gone.
         self._live -= set(requests)
         if scenes:
             self._slots = self._assign(scenes)
         for row in requests:
-            self._broken.pop(row, None)
+            self.broken.pop(row, None)
         answers = self._pool.ask_with_retries(
             {self._slots[row]: request for row, request in requests.items()},
             self._limits.reset_timeout_s,
             self._limits.reset_retries if retries is None else retries,
             check=self._misshapen,
         )
+        # For `_judge`, which counts a row that does not begin as dropped.
         self._live |= set(requests)
         judged = self._judge({row: answers[self._slots[row]] for row in requests})
-        self._live -= set(self._broken)
+        self._live -= set(self.broken)
         return judged
 
     def ask(self, requests: Mapping[int, Request], timeout_s: float | None = None) -> dict[int, Reply | WorkerFailure]:
@@ -212,20 +218,24 @@ class RowPool(Generic[Reply]):
         A row that has failed is not asked, since its process, which is a fresh one by now, knows nothing of its
         episode: its answer is the failure.
         """
-        slots = {row: self._slots[row] for row in requests if row not in self._broken}
+        slots = {row: self._slots[row] for row in requests if row not in self.broken}
         answers = self._pool.ask(
             {slot: requests[row] for row, slot in slots.items()},
             timeout_s or self._step_timeout_s,
             check=self._misshapen,
         )
         judged = self._judge({row: answers[slot] for row, slot in slots.items()})
-        return {row: judged[row] if row in slots else self._broken[row] for row in requests}
+        return {row: judged[row] if row in slots else self.broken[row] for row in requests}
 
     def settle(self, rows: Collection[int]) -> None:
         """Take rows whose episodes are over out of those that are live; one with a result forgives the restarts."""
         self._live -= set(rows)
-        if any(row not in self._broken for row in rows):
-            self._pool.note_success()
+        if any(row not in self.broken for row in rows):
+            self.note_success()
+
+    def note_success(self) -> None:
+        """Forgive the restarts so far."""
+        self._pool.note_success()
 
     def start_missing(self) -> None:
         """Replace processes that were lost; their start overlaps with what the caller does next."""
@@ -241,6 +251,7 @@ class RowPool(Generic[Reply]):
 
     def check_open(self) -> None:
         """Refuse work after `close`."""
+        # The pool itself would start again at the next request, without the episodes that its caller expects.
         if self._pool.closed:
             raise RuntimeError(f"this {type(self).__name__} has been closed")
 
@@ -275,7 +286,7 @@ class RowPool(Generic[Reply]):
             found = judged[row] = answer if isinstance(answer, WorkerFailure) else self._read(answer)
             if not isinstance(found, WorkerFailure):
                 continue
-            self._broken[row] = found
+            self.broken[row] = found
             self.failures.note(found)
             # An episode that had ended before (its last image was asked for) keeps its result.
             for kind in (found.kind, "dropped" if row in self._live else ""):
@@ -288,6 +299,7 @@ class RowPool(Generic[Reply]):
         free = list(range(self.size))
         slots: dict[int, int] = {}
         for row, scene in enumerate(scenes):
+            # Rows that find their scene choose first; the others take what is left, in order.
             same = next((slot for slot in free if self._scenes[slot] == scene), None)
             if same is not None:
                 slots[row] = same

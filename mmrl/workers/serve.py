@@ -127,6 +127,7 @@ class Pipes:
     def send(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
         """Send an answer, after which heartbeats stop until the next request."""
         data = wire.pack(fields, arrays)
+        # First, so that the other thread adds no heartbeat behind the answer.
         self._busy = False
         self._write(data)
 
@@ -189,12 +190,14 @@ def main(service: str, options: Mapping[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the pool ends this one
     family.adopt_orphans()
     pipes = Pipes(float(options.get("watchdog_s", 0.0)))
+    # Imports in the midst of a request (a lazy `import torch`) can take longer than its limit.
     sys.meta_path.insert(0, ImportNotes(pipes))  # type: ignore[arg-type]
     sys.path[:0] = [path for path in options.get("paths", []) if path not in sys.path]
     try:
         file, _, name = service.rpartition(":")
         worker: Service = getattr(load_file(file, "mmrl_service"), name)(**options.get("service", {}))
         hello = dict(worker.hello())
+    # Whatever it is, SystemExit of a user's module too, the pool shall learn the reason.
     except BaseException as error:
         pipes.send({"kind": "error", "id": 0, "body": describe_error(error)})
         return

@@ -94,6 +94,7 @@ class SubprocessSim(RowPool[Message]):
         super().__init__(settings.factory, spec, settings.workers, settings, settings.call_timeout_s, kinds=kinds)
         self._begun = self._past = 0
         self._hello = self.start().fields
+        # Sizes decide how much memory is allocated here, so they are bounded before anything is.
         problem = problem_in_hello(self._hello)
         if problem:
             self._pool.close()
@@ -143,6 +144,7 @@ class SubprocessSim(RowPool[Message]):
         """
         self._check_episodes(episodes)
         self._begun, self._past = len(episodes), past
+        # All rows begin together; those beyond the episodes are idle.
         self._live.clear()
         requests = {row: _reset_request(episode, past) for row, episode in enumerate(episodes)}
         answers = self.begin(requests, scenes=[episode.task for episode in episodes])
@@ -258,6 +260,7 @@ class SubprocessSim(RowPool[Message]):
         kind, past = request.fields["kind"], self._past
         size = self._frame_size if kind == "render" else self.image_size
         expected: dict[str, tuple[int, ...]] = {}
+        # It has no arrays: the worker stopped at the first number that is not finite.
         if "diverged" in answer.fields:
             return None
         if kind in ("reset", "step_chunk"):
@@ -269,10 +272,12 @@ class SubprocessSim(RowPool[Message]):
         elif size is not None:
             expected["image"] = (*size, 3)
         if kind == "step_chunk":
+            # Fewer steps than were asked for: the episode ended within the chunk.
             steps, most = len(answer.arrays.get("rewards", ())), len(request.arrays["actions"])
             expected |= {"flags": (3,), "rewards": (min(max(1, steps), most),)}
             if request.fields["record"]:
                 expected["frames"] = (steps, *(self._frame_size or ()), 3)
+        # An episode that is over has no next chunk, which alone needs the past.
         if past and not (kind == "step_chunk" and np.any(answer.arrays.get("flags", ())[1:])):
             seen = ("state", "image", "views") if kind in ("reset", "step_chunk") else ()
             expected |= {f"past_{name}": (past, *expected[name]) for name in seen if name in expected}
@@ -302,6 +307,7 @@ class SubprocessSim(RowPool[Message]):
                 reasons[row] = f"{answer.kind}: {answer.reason}"
                 result.failed[place], result.rewards[place] = True, np.nan
                 continue
+            # Shapes were checked when the answer came, so nothing here can fail.
             _fill(result, place, answer)
             if row in record:
                 frames[row] = answer.arrays["frames"]
@@ -341,6 +347,7 @@ def layout_seed(episode: EpisodeSpec) -> int:
     """Seed of an episode below 2**32: the layout's number, in a separate range for every split."""
     known = {"train": 0, "held_out": HELD_OUT_SEED}
     start = known[episode.split] if episode.split in known else 2 * HELD_OUT_SEED + zlib.crc32(episode.split.encode())
+    # NumPy's global generator takes 32 bits.
     return (start + episode.layout) % (1 << 32)
 
 
@@ -402,6 +409,7 @@ def divergence(answer: Message) -> WorkerFailure | None:
     """Find numbers that are not finite: they would come again from the same layout, so nothing is retried."""
     if "diverged" in answer.fields:
         return WorkerFailure("diverged", one_line(str(answer.fields["diverged"])))
+    # The state comes in float32; the worker has looked at float64, in which 1e39 is still finite.
     for name in ("state", "past_state", "rewards", "action"):
         if name in answer.arrays and not np.isfinite(answer.arrays[name]).all():
             return WorkerFailure("diverged", f"{name} is not finite")

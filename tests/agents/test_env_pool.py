@@ -14,7 +14,7 @@ from mmrl.agents.environments.environment import (
     Action,
     MalformedError,
     Observation,
-    Outcome,
+    StepOutcome,
     pack_outcome,
     unpack_outcome,
 )
@@ -267,7 +267,9 @@ def test_options_are_checked_before_a_process_starts(options, message):
 
 def test_an_outcome_is_received_as_it_was_sent():
     image = np.random.default_rng(0).integers(0, 256, (5, 4, 3), np.uint8)
-    sent = Outcome(Observation("ü\ud800", (image, image.copy())), -0.25, True, False, {"a": (1, 2.5), "b": {3: None}})
+    sent = StepOutcome(
+        Observation("ü\ud800", (image, image.copy())), -0.25, True, False, {"a": (1, 2.5), "b": {3: None}}
+    )
     fields, arrays = pack_outcome(sent)
     back = unpack_outcome(fields, arrays)
     assert (back.reward, back.terminated, back.truncated, back.info) == (-0.25, True, False, sent.info)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mmrl.rewards import RewardConfig, RewardSum, TrainerState, isolated
-from mmrl.rewards.calling import Failure
+from mmrl.rewards.calling import RewardFailure
 from mmrl.workers.wire import Message
 from tests.signals import interrupts_heeded
 
@@ -374,6 +374,6 @@ def test_nothing_outlives_a_killed_program(tmp_path):
 )
 def test_a_reply_of_wrong_types_is_a_failure(reply):
     found = isolated._outcomes(Message(reply, {}), "f", 1)
-    assert isinstance(found, Failure)
+    assert isinstance(found, RewardFailure)
     assert found.kind == "crashed"
     assert "the worker's reply is broken" in found.message

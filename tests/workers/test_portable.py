@@ -16,7 +16,6 @@ WORKER_SIDE = (
     "mmrl/workers/serve.py",
     "mmrl/workers/vector/board.py",
     "mmrl/workers/vector/vector_service.py",
-    "mmrl/workers/vector/spaces.py",
     "mmrl/workers/wire.py",
     "robotics/sim/env_service.py",
     "robotics/sim/gym_adapter.py",

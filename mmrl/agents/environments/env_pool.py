@@ -138,6 +138,7 @@ class EnvPool(RowPool["TurnResult | Action"]):
 
     def __init__(self, config: EnvironmentConfig, folder: Path | None = None) -> None:
         check_config(config, "environment")
+        # Without processes one service after the other answers in this one, with the same messages.
         limits, engine = config.limits(), None if config.isolate else InProcessEngine(make)
         options = {"factory": config.factory, "kwargs": dict(config.kwargs), "adapter": dict(config.adapter)}
         spec = limits.worker_spec(SERVICE, f"the environment {config.factory}", options)
@@ -199,6 +200,7 @@ class EnvPool(RowPool["TurnResult | Action"]):
             row: _request("step", {"name": action.name, "arguments": dict(action.arguments), "text": action.text})
             for row, action in actions.items()
         }
+        # Sent together: a turn of the pool takes as long as its slowest environment.
         results = {row: _turn(reply) for row, reply in self.ask(requests).items()}
         self.settle([row for row, result in results.items() if result.over])
         self.start_missing()
@@ -227,6 +229,7 @@ class EnvPool(RowPool["TurnResult | Action"]):
     def _read(self, answer: Message) -> TurnResult | Action | WorkerFailure:
         fields, arrays = answer.fields, answer.arrays
         try:
+            # The worker has looked for the same faults, but it runs the user's code, which may have taken it over.
             if "malformed" in fields:
                 raise MalformedError(str(fields["malformed"]))
             if "move" in fields:
@@ -253,6 +256,7 @@ def _turn(reply: TurnResult | Action | WorkerFailure) -> TurnResult:
 
 
 def _request(kind: str, body: Mapping[str, Any]) -> Request:
+    # Plain data only, also without processes: a task that works in one way works in the other.
     try:
         tree, arrays = encode(dict(body))
     except (TypeError, RecursionError) as error:

@@ -12,7 +12,7 @@ from mmrl.agents.environments.environment import (
     Environment,
     Fields,
     MalformedError,
-    Outcome,
+    StepOutcome,
     as_outcome,
     as_start,
     pack_outcome,
@@ -91,7 +91,7 @@ class EnvironmentService:
                 raise LoadError(str(error)) from error
             if fields["kind"] == "reset":
                 observation, info = as_start(start)
-                return pack_outcome(Outcome(observation, 0.0, False, False, info))
+                return pack_outcome(StepOutcome(observation, 0.0, False, False, info))
             if not isinstance(move, Action):
                 raise MalformedError(f"expert returned a {type(move).__name__}; expected an Action")
             tree, arrays = encode({"name": move.name, "arguments": dict(move.arguments)})
