@@ -16,6 +16,10 @@ _NAMES = {
         "Request",
         "WorkerPool",
     ),
+    "mmrl.workers.row_pool": (
+        "RowLimits",
+        "RowPool",
+    ),
     "mmrl.workers.run_code": (
         "CodeResult",
         "run_code",

@@ -23,7 +23,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +32,7 @@ from mmrl.errors import RunError
 from mmrl.workers import family, sandbox, wire
 from mmrl.workers.loading import RESTRICTED
 from mmrl.workers.memory import device_variables
-from mmrl.workers.wire import Message, error_text
+from mmrl.workers.wire import Message, describe_error
 
 if TYPE_CHECKING:
     import numpy as np
@@ -460,7 +459,7 @@ class InProcessHandle:
             self._service = make(**options)
             self._keep("hello", 0, self._service.hello())
         except Exception as error:
-            self._keep("error", 0, _describe(error))
+            self._keep("error", 0, describe_error(error))
 
     @property
     def pid(self) -> int:
@@ -481,7 +480,7 @@ class InProcessHandle:
             try:
                 self._keep("result", number, *self._service.answer(request.fields["body"], request.arrays))
             except Exception as error:
-                self._keep("error", number, _describe(error))
+                self._keep("error", number, describe_error(error))
 
     def receive(self) -> list[Message]:
         """Answers since the last call, oldest first."""
@@ -539,9 +538,3 @@ class InProcessEngine:
 
     def wait(self, timeout_s: float) -> None:
         """Return: answers are there as soon as requests are flushed."""
-
-
-def _describe(error: Exception) -> dict[str, Any]:
-    for_user = bool(getattr(error, "for_user", False))
-    kind, trace = type(error).__name__, traceback.format_exc()
-    return {"type": kind, "message": error_text(error), "traceback": trace, "for_user": for_user}

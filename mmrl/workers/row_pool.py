@@ -304,9 +304,8 @@ class RowPool(Generic[Reply]):
             if same is not None:
                 slots[row] = same
                 free.remove(same)
-        for row in range(len(scenes)):
+        for row, scene in enumerate(scenes):
             if row not in slots:
                 slots[row] = free.pop(0)
-        for row, scene in enumerate(scenes):
             self._scenes[slots[row]] = scene
         return [slots[row] for row in range(len(scenes))]

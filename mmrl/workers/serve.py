@@ -28,7 +28,6 @@ import select
 import signal
 import threading
 import time
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -199,7 +198,7 @@ def main(service: str, options: Mapping[str, Any]) -> None:
         hello = dict(worker.hello())
     # Whatever it is, SystemExit of a user's module too, the pool shall learn the reason.
     except BaseException as error:
-        pipes.send({"kind": "error", "id": 0, "body": describe_error(error)})
+        pipes.send({"kind": "error", "id": 0, "body": wire.describe_error(error)})
         return
     pipes.send({"kind": "hello", "id": 0, "body": hello})
     while True:
@@ -217,21 +216,7 @@ def answer(pipes: Channel, worker: Service, request: wire.Message) -> None:
         fields, arrays = worker.answer(request.fields["body"], request.arrays)
         pipes.send({"kind": "result", "id": number, "body": dict(fields)}, arrays)
     except BaseException as error:  # a service may raise SystemExit or KeyboardInterrupt too
-        pipes.send({"kind": "error", "id": number, "body": describe_error(error)})
-
-
-def describe_error(error: BaseException) -> dict[str, Any]:
-    """JSON that a `WorkerFailure` is made of."""
-    try:
-        for_user = bool(getattr(error, "for_user", False))
-    except BaseException:
-        for_user = False
-    return {
-        "type": type(error).__name__,
-        "message": wire.error_text(error),
-        "traceback": traceback.format_exc(),
-        "for_user": for_user,
-    }
+        pipes.send({"kind": "error", "id": number, "body": wire.describe_error(error)})
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import datetime
 import json
 import math
 import struct
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from decimal import Decimal
@@ -146,6 +147,20 @@ def error_text(error: BaseException) -> str:
         return str(error)
     except BaseException as other:
         return f"(its text cannot be had: __str__ raised {type(other).__name__})"
+
+
+def describe_error(error: BaseException) -> dict[str, Any]:
+    """JSON of an exception of a service, of which the pool makes a `WorkerFailure`; called where it is handled."""
+    try:
+        for_user = bool(getattr(error, "for_user", False))
+    except BaseException:
+        for_user = False
+    return {
+        "type": type(error).__name__,
+        "message": error_text(error),
+        "traceback": traceback.format_exc(),
+        "for_user": for_user,
+    }
 
 
 def _little_endian(name: str, array: np.ndarray) -> np.ndarray:

@@ -148,13 +148,13 @@ class EnvPool(RowPool["TurnResult | Action"]):
         )
         self.failures.folder = folder
         hello = self.start().fields
-        self.actions: Mapping[str, str] = dict(hello.get("actions") or {})
+        self.actions: Mapping[str, str] = hello["actions"]
         """Names and descriptions of the environment's actions; empty where it names none."""
-        self.tools: list[dict[str, Any]] = list(hello.get("tools") or [])
+        self.tools: list[dict[str, Any]] = hello["tools"]
         """JSON schemas of the environment's tools; empty where it has none."""
         self.formats: list[str] | None = hello.get("formats")
         """Formats that can express its actions; None if it does not say."""
-        self.has_expert = bool(hello.get("expert"))
+        self.has_expert: bool = hello["expert"]
         """Whether the environment has a method `expert`."""
 
     @property
