@@ -47,8 +47,7 @@ _NAMES = {
     "robotics.scenes.vector_env": ("TabletopVectorEnv",),
     "robotics.sim.episodes": ("ChunkResult", "EpisodeSpec", "RobotObservation", "RobotSim"),
     "robotics.sim.opening": ("SimConfig", "open_sim"),
-    "robotics.sim.subprocess_settings": ("SubprocessSettings",),
-    "robotics.sim.subprocess_sim": ("SubprocessSim",),
+    "robotics.sim.subprocess_sim": ("SubprocessSettings", "SubprocessSim"),
 }
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

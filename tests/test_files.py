@@ -106,7 +106,7 @@ INSIDE_A_DRAFT = {
     "mmrl/runs/checkpoint.py",
     "mmrl/vlm/model/network.py",
     "mmrl/workers/run_code.py",
-    "mmrl/workers/engine.py",
+    "mmrl/workers/row_pool.py",
     "benchmarks/vlm/workload.py",
     "mmrl/vlm/data/media_rows.py",
     "benchmarks/diffusion/arms.py",

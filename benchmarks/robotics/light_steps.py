@@ -118,8 +118,7 @@ def _pool(arm: dict[str, Any]) -> Iterator[Player]:
 @contextmanager
 def _subprocess_sim(arm: dict[str, Any]) -> Iterator[Player]:
     from robotics.sim.episodes import EpisodeSpec
-    from robotics.sim.subprocess_settings import SubprocessSettings
-    from robotics.sim.subprocess_sim import SubprocessSim
+    from robotics.sim.subprocess_sim import SubprocessSettings, SubprocessSim
 
     adapter = {"success_key": "", "horizon": arm["steps"], "task": "light"}
     settings = SubprocessSettings(

@@ -27,8 +27,7 @@ from robotics.scenes.envs import TabletopEnv
 from robotics.scenes.tabletop import PHYSICS_STEPS
 from robotics.scenes.tasks import LAYOUTS
 from robotics.sim.episodes import EpisodeSpec, RobotSim
-from robotics.sim.subprocess_settings import SubprocessSettings
-from robotics.sim.subprocess_sim import SubprocessSim
+from robotics.sim.subprocess_sim import SubprocessSettings, SubprocessSim
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -10,13 +10,13 @@ from mmrl.lazy import lazy_names
 _NAMES = {
     "mmrl.agents.methods.arpo": ("ArpoConfig", "ArpoRecipe", "ReplayBuffer", "ReplayConfig", "needs_replay"),
     "mmrl.agents.methods.clone": ("AgentCloneConfig", "AgentCloneRecipe"),
-    "mmrl.agents.environments.pool": ("EnvPool", "EnvironmentConfig", "TurnResult"),
+    "mmrl.agents.environments.env_pool": ("EnvPool", "EnvironmentConfig", "TurnResult"),
     "mmrl.agents.environments.environment": (
         "Action",
         "ActionConfig",
         "Environment",
         "Observation",
-        "Outcome",
+        "StepOutcome",
         "ParsedAnswer",
         "parse_answer",
         "write_answer",

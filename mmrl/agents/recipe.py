@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from mmrl.agents.environments.env_pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.environment import FORMATS, ActionConfig
-from mmrl.agents.environments.pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig, check_splits, list_tasks
 from mmrl.agents.evaluation import AgentEvaluationConfig, AgentMeasure, about_episode
 from mmrl.agents.monitor import agent_alarms, count_below_silence, count_episodes, episode_metrics

@@ -29,7 +29,7 @@ OURS = (__file__, asyncio.__path__[0], inspect.getfile(ThreadPoolExecutor))
 
 
 @dataclass(frozen=True)
-class Failure:
+class RewardFailure:
     """Reason why a reward function gave no usable value."""
 
     kind: str
@@ -39,7 +39,7 @@ class Failure:
     """The traceback of the user's own code, where that raised."""
 
 
-Outcome: TypeAlias = "float | Failure | None"
+RewardOutcome: TypeAlias = "float | RewardFailure | None"
 """A finite reward, None where the reward does not apply, or a failure."""
 
 
@@ -115,7 +115,7 @@ def _takes_all_rows(function: Callable[..., Any]) -> bool | None:
     return EASYR1.get(declared if isinstance(declared, str) else parameters[0].name)
 
 
-def call(function: Callable[..., Any], batch: Batch, options: Mapping[str, Any]) -> list[Outcome] | Failure:
+def call(function: Callable[..., Any], batch: Batch, options: Mapping[str, Any]) -> list[RewardOutcome] | RewardFailure:
     """Call f(prompts, completions, **columns) as TRL does; one outcome a row, or one failure for the whole call."""
     shared = dict(options) if batch.state is None else {"trainer_state": batch.state, **options}
     try:
@@ -164,8 +164,8 @@ def _in_a_loop() -> bool:
     return True
 
 
-def _raised(error: BaseException, kind: str = "raised") -> Failure:
-    return Failure(kind, _describe(error), _trace(error))
+def _raised(error: BaseException, kind: str = "raised") -> RewardFailure:
+    return RewardFailure(kind, _describe(error), _trace(error))
 
 
 def _trace(error: BaseException) -> str:
@@ -187,14 +187,14 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:MAX_MESSAGE_CHARS] + place
 
 
-def _check_values(values: Any, rows: int) -> list[Outcome] | Failure:
+def _check_values(values: Any, rows: int) -> list[RewardOutcome] | RewardFailure:
     if not isinstance(values, list | tuple) and hasattr(values, "tolist"):
         values = values.tolist()
     if not isinstance(values, list | tuple):
-        return Failure("wrong_length", f"returned {_shown(values)}, {_expected(rows)}")
+        return RewardFailure("wrong_length", f"returned {_shown(values)}, {_expected(rows)}")
     if len(values) != rows:
         found, asked = (f"{n} {what}{'' if n == 1 else 's'}" for n, what in ((len(values), "value"), (rows, "row")))
-        return Failure("wrong_length", f"returned {found} for {asked}, {_expected(rows)}")
+        return RewardFailure("wrong_length", f"returned {found} for {asked}, {_expected(rows)}")
     return [_check_value(value) for value in values]
 
 
@@ -207,18 +207,18 @@ def _expected(rows: int) -> str:
     return f"expected a list of {rows} numbers, one a row{whole}"
 
 
-def _check_value(value: Any) -> Outcome:
+def _check_value(value: Any) -> RewardOutcome:
     if value is None:
         return None
     if isinstance(value, str | bytes):
-        return Failure("not_a_number", f"returned {value[:60]!r}")
+        return RewardFailure("not_a_number", f"returned {value[:60]!r}")
     try:
         number = float(value)
     except BaseException as error:  # its __float__ is the user's
         reason = "" if isinstance(error, TypeError | ValueError | OverflowError) else f", {_describe(error)}"
-        return Failure("not_a_number", f"returned a {type(value).__name__}{reason}")
+        return RewardFailure("not_a_number", f"returned a {type(value).__name__}{reason}")
     if not math.isfinite(number):
-        return Failure("nan", f"returned {number}")
+        return RewardFailure("nan", f"returned {number}")
     return number
 
 

@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.rewards.calling import FAILURE_KINDS, Batch, Failure, Outcome, Signature
+from mmrl.rewards.calling import FAILURE_KINDS, Batch, RewardFailure, RewardOutcome, Signature
 from mmrl.workers.engine import WorkerFailure, WorkerSpec
 from mmrl.workers.memory import machine_bytes, usable_cores
-from mmrl.workers.pool import WorkerPool
+from mmrl.workers.pool import Answer, Preparation, Request, WorkerPool
 from mmrl.workers.sandbox import Limits, require_strict
-from mmrl.workers.slots import Answer, Preparation, Request
 from mmrl.workers.wire import Message, encode
 
-SERVICE = Path(__file__).resolve().with_name("service.py")
+SERVICE = Path(__file__).resolve().with_name("reward_service.py")
 LOAD_SECONDS = 120.0
 MESSAGE_CHARS, TRACE_CHARS = 500, 4000
 STRICT_MEMORY_MB, STRICT_CPU_SECONDS = 4096.0, 600.0
@@ -66,7 +65,7 @@ class RewardWorkers:
 
     def call_together(
         self, function: str, options: Mapping[str, Any], batch: Batch, limit_s: float
-    ) -> list[Outcome] | Failure:
+    ) -> list[RewardOutcome] | RewardFailure:
         """Call a function once with all rows."""
 
         def make_request(_: int) -> Request:
@@ -74,22 +73,22 @@ class RewardWorkers:
 
         (answer,) = self._pool.map(make_request, 1, limit_s, preparation=_loading(function))
         if isinstance(answer, WorkerFailure) and answer.stage == "send":
-            return Failure("raised", f"the rows cannot be sent to a worker: {answer.reason}")
+            return RewardFailure("raised", f"the rows cannot be sent to a worker: {answer.reason}")
         return _outcomes(answer, function, len(batch))
 
     def call_rows(
         self, function: str, options: Mapping[str, Any], batch: Batch, limit_s: float, total_s: float
-    ) -> list[Outcome]:
+    ) -> list[RewardOutcome]:
         """Call a function row by row on all workers; a row that hangs or crashes costs itself only."""
 
         def make_request(row: int) -> Request:
             return _request(function, options, batch.select([row]))
 
         answers = self._pool.map(make_request, len(batch), limit_s, total_s=total_s, preparation=_loading(function))
-        outcomes: list[Outcome] = []
+        outcomes: list[RewardOutcome] = []
         for answer in answers:
             found = _outcomes(answer, function, 1)
-            outcomes += [found] if isinstance(found, Failure) else found
+            outcomes += [found] if isinstance(found, RewardFailure) else found
         return outcomes
 
     def close(self) -> None:
@@ -107,18 +106,21 @@ def _request(function: str, options: Mapping[str, Any], batch: Batch) -> Request
     return Request({"kind": "call", "function": function, "arguments": tree}, arrays)
 
 
-def _outcomes(answer: Answer, function: str, rows: int) -> list[Outcome] | Failure:
+def _outcomes(answer: Answer, function: str, rows: int) -> list[RewardOutcome] | RewardFailure:
     """Read an answer without trust: anything but numbers, None and failures is a failure itself."""
     if not isinstance(answer, Message):
         return _failure(answer, function)
+    # A strict worker runs code that a model wrote, which may have taken it over: although `calling.call` in the worker
+    # sends nothing else, this is the check that counts.
     try:
         if "failure" in answer.fields:
             return _reported(answer.fields["failure"])
         found = [_reported(each) if isinstance(each, dict) else each for each in answer.fields["outcomes"]]
     except (KeyError, TypeError, ValueError) as error:
-        return Failure("crashed", f"the worker's reply is broken: {error!r}"[:MESSAGE_CHARS])
-    if len(found) != rows or not all(each is None or isinstance(each, Failure) or _is_finite(each) for each in found):
-        return Failure("crashed", f"the worker's reply is broken: {answer.fields!r:.200}")
+        return RewardFailure("crashed", f"the worker's reply is broken: {error!r}"[:MESSAGE_CHARS])
+    sound = all(each is None or isinstance(each, RewardFailure) or _is_finite(each) for each in found)
+    if len(found) != rows or not sound:
+        return RewardFailure("crashed", f"the worker's reply is broken: {answer.fields!r:.200}")
     return found
 
 
@@ -126,13 +128,13 @@ def _is_finite(value: Any) -> bool:
     return type(value) is float and math.isfinite(value)
 
 
-def _reported(fields: Mapping[str, Any]) -> Failure:
+def _reported(fields: Mapping[str, Any]) -> RewardFailure:
     """A failure that a worker reports; raises where it is none."""
     kind, message = fields["kind"], fields["message"]
     if not isinstance(kind, str) or kind not in FAILURE_KINDS or not isinstance(message, str):
         raise ValueError(f"{kind!r:.80} is no kind of failure")
     trace = "".join(x for x in str(fields.get("trace", ""))[:TRACE_CHARS] if x.isprintable() or x == "\n")
-    return Failure(kind, message[:MESSAGE_CHARS], trace)
+    return RewardFailure(kind, message[:MESSAGE_CHARS], trace)
 
 
 def _signature(fields: Mapping[str, Any]) -> Signature:
@@ -163,14 +165,14 @@ def _memory_bytes(memory_mb: float | None) -> int | None:
     return None if machine is None else machine // 2
 
 
-def _failure(failure: WorkerFailure, function: str = "") -> Failure:
+def _failure(failure: WorkerFailure, function: str = "") -> RewardFailure:
     """Translate a worker's failure into a reward's failure."""
     if failure.stage == "total":
-        return Failure("timeout", "given up: the rows together took longer than batch_timeout_s")
+        return RewardFailure("timeout", "given up: the rows together took longer than batch_timeout_s")
     if failure.stage == "send":
-        return Failure("raised", f"the row cannot be sent to a worker: {failure.reason}")
+        return RewardFailure("raised", f"the row cannot be sent to a worker: {failure.reason}")
     if failure.for_user:  # it could be loaded before, so the machine is to blame
-        return Failure("crashed", failure.reason)
+        return RewardFailure("crashed", failure.reason)
     kind, message = "crashed", f"the worker's reply is broken: {failure.reason}"
     if failure.kind == "hung":
         kind, message = "timeout", f"no result after {failure.limit_s:g} s; the worker was stopped"
@@ -185,5 +187,5 @@ def _failure(failure: WorkerFailure, function: str = "") -> Failure:
     elif failure.exit_code is not None:
         message = f"the worker ended with exit code {failure.exit_code}"
     if function and failure.stage in ("start", "prepare"):
-        return Failure("crashed", f"reward: {function} cannot be loaded: {message}")
-    return Failure(kind, message)
+        return RewardFailure("crashed", f"reward: {function} cannot be loaded: {message}")
+    return RewardFailure(kind, message)

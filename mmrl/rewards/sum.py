@@ -14,7 +14,7 @@ from mmrl.errors import UserError, did_you_mean
 from mmrl.fields import field_problems
 from mmrl.rewards.answers import chat_text, completion_text
 from mmrl.rewards.builtin import REWARDS
-from mmrl.rewards.calling import ROWS, Batch, Failure, Outcome, Signature, call, signature_of
+from mmrl.rewards.calling import ROWS, Batch, RewardFailure, RewardOutcome, Signature, call, signature_of
 from mmrl.rewards.config import RewardConfig, RewardResult, TrainerState
 from mmrl.rewards.isolated import RewardWorkers
 from mmrl.rewards.loading import load_function
@@ -74,7 +74,7 @@ class Term(ABC):
         """Columns without which the function cannot be called."""
         return [name for name in self.signature.required if name not in (*self.options, STATE)]
 
-    def score(self, batch: Batch) -> list[Outcome]:
+    def score(self, batch: Batch) -> list[RewardOutcome]:
         """Return one outcome a row, whatever the function does."""
         if len(batch) == 0:
             return []
@@ -82,19 +82,19 @@ class Term(ABC):
         if self.rows == "independent":
             return self.call_each(batch, started)
         outcomes = self.call_together(batch)
-        if not isinstance(outcomes, Failure):
+        if not isinstance(outcomes, RewardFailure):
             return outcomes
         if self.rows == "together" or len(batch) == 1 or outcomes.kind == "wrong_length":
             return [outcomes] * len(batch)
         return self._without_culprits(batch, outcomes, self.call_each(batch, started))
 
-    def _without_culprits(self, batch: Batch, first: Failure, alone: list[Outcome]) -> list[Outcome]:
+    def _without_culprits(self, batch: Batch, first: RewardFailure, alone: list[RewardOutcome]) -> list[RewardOutcome]:
         """Outcomes of the rows after the joint call failed and each row was called alone.
 
         The rows that did not fail alone are called together once more, since the function may compare them, unless
         they take too long together. Where every row raises, the failure of the first call tells why.
         """
-        good = [row for row, outcome in enumerate(alone) if not isinstance(outcome, Failure)]
+        good = [row for row, outcome in enumerate(alone) if not isinstance(outcome, RewardFailure)]
         if not good:
             return [first] * len(batch) if first.kind == "raised" else alone
         if len(good) == len(batch) and not self._warned:
@@ -107,7 +107,7 @@ class Term(ABC):
                 first.message,
             )
         again = self.call_together(batch.select(good)) if first.kind != "timeout" and len(good) > 1 else first
-        if isinstance(again, Failure):
+        if isinstance(again, RewardFailure):
             return alone
         values = dict(zip(good, again, strict=True))
         return [values.get(row, outcome) for row, outcome in enumerate(alone)]
@@ -130,11 +130,11 @@ class Term(ABC):
         return Batch(prompts, completions, columns, batch.state if takes_state else None)
 
     @abstractmethod
-    def call_together(self, batch: Batch) -> list[Outcome] | Failure:
+    def call_together(self, batch: Batch) -> list[RewardOutcome] | RewardFailure:
         """Call the function once with all rows."""
 
     @abstractmethod
-    def call_each(self, batch: Batch, started: float) -> list[Outcome]:
+    def call_each(self, batch: Batch, started: float) -> list[RewardOutcome]:
         """Call the function row by row; the batch's time has begun at `time.monotonic() == started`."""
 
 
@@ -155,14 +155,14 @@ class _LocalTerm(Term):
                     "that limit does not hold; set isolate: true, or leave it out"
                 )
 
-    def call_together(self, batch: Batch) -> list[Outcome] | Failure:
+    def call_together(self, batch: Batch) -> list[RewardOutcome] | RewardFailure:
         return call(self.function, batch, self.options)
 
-    def call_each(self, batch: Batch, started: float) -> list[Outcome]:
-        outcomes: list[Outcome] = []
+    def call_each(self, batch: Batch, started: float) -> list[RewardOutcome]:
+        outcomes: list[RewardOutcome] = []
         for row in range(len(batch)):
             outcome = call(self.function, batch.select([row]), self.options)
-            outcomes += [outcome] if isinstance(outcome, Failure) else outcome
+            outcomes += [outcome] if isinstance(outcome, RewardFailure) else outcome
         return outcomes
 
 
@@ -174,18 +174,18 @@ class _IsolatedTerm(Term):
         super().__init__(config, workers.load(self.function, f"reward {config.name!r}"))
         self.workers = workers
 
-    def score(self, batch: Batch) -> list[Outcome]:
+    def score(self, batch: Batch) -> list[RewardOutcome]:
         try:
             return super().score(batch)
         finally:
             if self.workers.strict:  # nothing that a row started outlives its scoring
                 self.workers.close()
 
-    def call_together(self, batch: Batch) -> list[Outcome] | Failure:
+    def call_together(self, batch: Batch) -> list[RewardOutcome] | RewardFailure:
         limit_s = min(self.config.timeout_s, self._batch_seconds(len(batch)))
         return self.workers.call_together(self.function, self.options, batch, limit_s)
 
-    def call_each(self, batch: Batch, started: float) -> list[Outcome]:
+    def call_each(self, batch: Batch, started: float) -> list[RewardOutcome]:
         left_s = max(0.0, self._batch_seconds(len(batch)) - (time.monotonic() - started))
         return self.workers.call_rows(self.function, self.options, batch, self.config.timeout_s, left_s)
 
@@ -257,7 +257,7 @@ def _try_options(term: Term) -> None:
     if missing:
         raise UserError(f"reward {term.config.name!r} needs the options {' and '.join(missing)}")
     found = term.call_together(Batch([], [], {name: [] for name in term.needs}))
-    if isinstance(found, Failure):
+    if isinstance(found, RewardFailure):
         raise UserError(f"reward {term.config.name!r}: {found.message}")
 
 
@@ -360,7 +360,7 @@ class RewardSum:
             if (term.config.function or term.config.name) not in REWARDS or "answer" not in term.needs:
                 continue
             outcomes = dict(zip(places, term.score(batch), strict=True))
-            bad = {place: outcome.message for place, outcome in outcomes.items() if isinstance(outcome, Failure)}
+            bad = {place: outcome.message for place, outcome in outcomes.items() if isinstance(outcome, RewardFailure)}
             if not bad:
                 continue
             place, why = next(iter(bad.items()))
@@ -439,13 +439,13 @@ def _make_batch(
     return Batch(list(prompts), list(completions), {name: list(values) for name, values in columns.items()}, state)
 
 
-def _combine(outcomes: Mapping[str, list[Outcome]], weights: Mapping[str, float]) -> RewardResult:
+def _combine(outcomes: Mapping[str, list[RewardOutcome]], weights: Mapping[str, float]) -> RewardResult:
     errors: Counter[str] = Counter()
     examples: dict[str, str] = {}
     traces: dict[str, str] = {}
     for name, values in outcomes.items():
         for value in values:
-            if isinstance(value, Failure):
+            if isinstance(value, RewardFailure):
                 key = f"{name}/{value.kind}"
                 errors[key] += 1
                 examples.setdefault(key, value.message)
@@ -461,15 +461,15 @@ def _combine(outcomes: Mapping[str, list[Outcome]], weights: Mapping[str, float]
     return RewardResult(total, terms, dict(errors), examples, traces)
 
 
-def _number(value: Outcome) -> float:
-    return NAN if value is None or isinstance(value, Failure) else value
+def _number(value: RewardOutcome) -> float:
+    return NAN if value is None or isinstance(value, RewardFailure) else value
 
 
-def _row_total(row: Sequence[Outcome], weights: Sequence[float]) -> float:
+def _row_total(row: Sequence[RewardOutcome], weights: Sequence[float]) -> float:
     """Sum the terms that apply; a failed term fails the row unless its weight is 0."""
     total, applied = 0.0, False
     for value, weight in zip(row, weights, strict=True):
-        if isinstance(value, Failure):
+        if isinstance(value, RewardFailure):
             if weight != 0.0:
                 return NAN
         elif value is not None:

@@ -39,7 +39,7 @@ from mmrl.core.loss import Metric
 from mmrl.core.rollouts import PLACE, Rollouts
 from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
-from mmrl.workers.engine import FailureLog
+from mmrl.workers.row_pool import FailureLog
 
 LOGGER = logging.getLogger("mmrl")
 PACKAGES = ("mmrl-suite", "torch", "numpy", "transformers", "diffusers", "mujoco")

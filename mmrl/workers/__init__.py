@@ -10,19 +10,22 @@ _NAMES = {
         "WorkerHandle",
         "WorkerSpec",
     ),
-    "mmrl.workers.pool": ("WorkerPool",),
+    "mmrl.workers.pool": (
+        "Answer",
+        "Preparation",
+        "Request",
+        "WorkerPool",
+    ),
+    "mmrl.workers.row_pool": (
+        "RowLimits",
+        "RowPool",
+    ),
     "mmrl.workers.run_code": (
         "CodeResult",
         "run_code",
     ),
     "mmrl.workers.sandbox": ("Limits",),
-    "mmrl.workers.slots": (
-        "Answer",
-        "Preparation",
-        "Request",
-    ),
-    "mmrl.workers.vector.env": ("PoolVectorEnv",),
-    "mmrl.workers.vector.environments": ("VectorSettings",),
+    "mmrl.workers.vector.env": ("PoolVectorEnv", "VectorSettings"),
     "mmrl.workers.wire": ("Message",),
 }
 

@@ -28,7 +28,6 @@ import select
 import signal
 import threading
 import time
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -127,6 +126,7 @@ class Pipes:
     def send(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
         """Send an answer, after which heartbeats stop until the next request."""
         data = wire.pack(fields, arrays)
+        # First, so that the other thread adds no heartbeat behind the answer.
         self._busy = False
         self._write(data)
 
@@ -189,14 +189,16 @@ def main(service: str, options: Mapping[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the pool ends this one
     family.adopt_orphans()
     pipes = Pipes(float(options.get("watchdog_s", 0.0)))
+    # Imports in the midst of a request (a lazy `import torch`) can take longer than its limit.
     sys.meta_path.insert(0, ImportNotes(pipes))  # type: ignore[arg-type]
     sys.path[:0] = [path for path in options.get("paths", []) if path not in sys.path]
     try:
         file, _, name = service.rpartition(":")
         worker: Service = getattr(load_file(file, "mmrl_service"), name)(**options.get("service", {}))
         hello = dict(worker.hello())
+    # Whatever it is, SystemExit of a user's module too, the pool shall learn the reason.
     except BaseException as error:
-        pipes.send({"kind": "error", "id": 0, "body": describe_error(error)})
+        pipes.send({"kind": "error", "id": 0, "body": wire.describe_error(error)})
         return
     pipes.send({"kind": "hello", "id": 0, "body": hello})
     while True:
@@ -214,21 +216,7 @@ def answer(pipes: Channel, worker: Service, request: wire.Message) -> None:
         fields, arrays = worker.answer(request.fields["body"], request.arrays)
         pipes.send({"kind": "result", "id": number, "body": dict(fields)}, arrays)
     except BaseException as error:  # a service may raise SystemExit or KeyboardInterrupt too
-        pipes.send({"kind": "error", "id": number, "body": describe_error(error)})
-
-
-def describe_error(error: BaseException) -> dict[str, Any]:
-    """JSON that a `WorkerFailure` is made of."""
-    try:
-        for_user = bool(getattr(error, "for_user", False))
-    except BaseException:
-        for_user = False
-    return {
-        "type": type(error).__name__,
-        "message": wire.error_text(error),
-        "traceback": traceback.format_exc(),
-        "for_user": for_user,
-    }
+        pipes.send({"kind": "error", "id": number, "body": wire.describe_error(error)})
 
 
 if __name__ == "__main__":

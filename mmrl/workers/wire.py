@@ -17,6 +17,7 @@ import datetime
 import json
 import math
 import struct
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from decimal import Decimal
@@ -77,6 +78,7 @@ class Message(NamedTuple):
 
 def pack(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> bytes:
     """Make the bytes of a message: JSON fields with finite floats, and arrays of six dtypes in any byte order."""
+    # A step of a vector environment: its numbers are in shared memory, so the message has nothing to say.
     if not arrays and fields.keys() == {"kind", "id", "body"} and not fields["body"] and fields["kind"] in SHORT_KINDS:
         return PREFIX.pack(SHORT_MARK, VERSION, SHORT_KINDS.index(fields["kind"]), fields["id"])
     plain = {name: _little_endian(name, array) for name, array in (arrays or {}).items()}
@@ -86,6 +88,7 @@ def pack(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = No
     except (TypeError, ValueError) as error:
         raise WireError(f"fields of a message must be JSON: {error}") from None
     body = b"".join(array.tobytes() for array in plain.values())
+    # Here too, or the other side would refuse it and look as if it had crashed.
     _check_lengths(len(header), len(body))
     return PREFIX.pack(MARK, VERSION, len(header), len(body)) + header + body
 
@@ -122,6 +125,7 @@ class Decoder:
                 del self._held[: PREFIX.size]
                 continue
             header_bytes, body_bytes = _lengths(bytes(self._held[: PREFIX.size]))
+            # Before the bytes are there: otherwise a hostile length fills this process's memory.
             if header_bytes + body_bytes > self._max_bytes:
                 size = header_bytes + body_bytes
                 raise WireError(f"a message of {size} bytes is announced; at most {self._max_bytes} are allowed")
@@ -143,6 +147,20 @@ def error_text(error: BaseException) -> str:
         return str(error)
     except BaseException as other:
         return f"(its text cannot be had: __str__ raised {type(other).__name__})"
+
+
+def describe_error(error: BaseException) -> dict[str, Any]:
+    """JSON of an exception of a service, of which the pool makes a `WorkerFailure`; called where it is handled."""
+    try:
+        for_user = bool(getattr(error, "for_user", False))
+    except BaseException:
+        for_user = False
+    return {
+        "type": type(error).__name__,
+        "message": error_text(error),
+        "traceback": traceback.format_exc(),
+        "for_user": for_user,
+    }
 
 
 def _little_endian(name: str, array: np.ndarray) -> np.ndarray:
@@ -191,6 +209,7 @@ def _unpack(header: bytes, body: bytes | memoryview) -> Message:
         raise WireError(f"the header of a message cannot be read: {error!r:.200}") from None
     arrays, start = {}, 0
     for name, dtype, shape in layout:
+        # In Python's integers, which do not overflow: a product of sizes in NumPy's could come out small.
         end = start + _array_bytes(name, dtype, shape)
         if end > len(body):
             raise WireError(f"array {name!r} {shape} needs {end - start} bytes; {len(body) - start} came")
@@ -218,6 +237,7 @@ def _array(data: bytes | memoryview, dtype: str, shape: tuple[int, ...]) -> np.n
     import numpy as np
 
     try:
+        # A copy, since the view is read-only and keeps the whole message alive.
         return np.frombuffer(data, dtype).reshape(shape).copy()
     except ValueError as error:
         raise WireError(f"an array of the shape {shape} cannot be made: {error}") from None
@@ -253,6 +273,7 @@ class _TreeWriter:
             return value if math.isfinite(value) else {"float": repr(value)}
         if kind is list:
             return [self.tree(entry) for entry in value]
+        # Pairs, since keys of JSON objects are text and those of Python's dicts need not be.
         if kind in (dict, OrderedDict):
             tag = "dict" if kind is dict else "OrderedDict"
             return {tag: [[self.tree(key), self.tree(entry)] for key, entry in value.items()]}
@@ -263,6 +284,7 @@ class _TreeWriter:
         return {"int": hex(value)} if kind is int else self._bulk(value)
 
     def _bulk(self, value: Any) -> dict[str, Any]:
+        # By identity, which is safe here: the caller holds all values until the message is made.
         known = self._known.get(id(value))  # an image that G samples share is sent once
         if known is None:
             known = self._known[id(value)] = self._new_bulk(value)

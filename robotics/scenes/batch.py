@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from robotics.sim.opening import SimConfig
-    from robotics.sim.scene_results import Chunk, Observation
+    from robotics.sim.scene_results import Chunk, SceneObservation
 
 STATES = {"full": STATE_SIZE, "proprio": PROPRIO_SIZE}
 LOOKS = ("policy", "film")
@@ -362,7 +362,7 @@ class TabletopBatch:
     def _observe(
         self,
         group: _Group,
-        seen: Observation,
+        seen: SceneObservation,
         commands: NDArray[np.float64],
         sound: NDArray[np.bool_],
         out: ChunkResult,

@@ -16,9 +16,8 @@ _NAMES = {
     "robotics.sim.randomization": ("RandomizationConfig",),
     "robotics.sim.rendering": ("FrameRenderer", "RenderSettings", "fast_visuals", "update_poses"),
     "robotics.sim.rollout": ("ImageRollout", "SceneTask"),
-    "robotics.sim.scene_results": ("Chunk", "Observation", "SceneSteps"),
-    "robotics.sim.subprocess_settings": ("SubprocessSettings",),
-    "robotics.sim.subprocess_sim": ("SubprocessSim",),
+    "robotics.sim.scene_results": ("Chunk", "SceneObservation", "SceneSteps"),
+    "robotics.sim.subprocess_sim": ("SubprocessSettings", "SubprocessSim"),
     "robotics.sim.suite_setup": ("open_suite", "setup_suite"),
 }
 

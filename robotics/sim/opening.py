@@ -14,7 +14,7 @@ from mmrl.workers.loading import names_function
 from mmrl.workers.memory import usable_cores
 from robotics.sim.episodes import RobotSim, views_of
 from robotics.sim.randomization import RandomizationConfig
-from robotics.sim.subprocess_settings import SubprocessSettings
+from robotics.sim.subprocess_sim import SubprocessSettings, SubprocessSim
 
 
 @dataclass
@@ -137,7 +137,6 @@ def _open_scenes(config: SimConfig, height: int | None = None) -> RobotSim:
 
 
 def _open_gymnasium(config: SimConfig) -> RobotSim:
-    from robotics.sim.subprocess_sim import SubprocessSim
 
     options = dict(config.options)
     adapter = dict(options.pop("adapter", {}))
@@ -169,7 +168,6 @@ def _open_gymnasium(config: SimConfig) -> RobotSim:
 
 
 def _open_suite(config: SimConfig) -> RobotSim:
-    from robotics.sim.subprocess_sim import SubprocessSim
     from robotics.sim.suite_setup import suite_settings
 
     options = dict(config.options)

@@ -24,7 +24,7 @@ from mmrl.errors import UserError
 from mmrl.workers.memory import usable_cores
 from robotics.sim.backends import require_backend
 from robotics.sim.rendering import Outcome, RenderSettings
-from robotics.sim.scene_results import Chunk, Look, Observation, SceneSteps
+from robotics.sim.scene_results import Chunk, Look, SceneObservation, SceneSteps
 from robotics.sim.scene_worker import SceneWorker, VideoRenderer
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Variant(Protocol):
 
     @property
     def observation_delay(self) -> int:
-        """Control steps by which `Observation.measured` and `frames` are late."""
+        """Control steps by which `SceneObservation.measured` and `frames` are late."""
 
 
 class SceneTask(Protocol):
@@ -133,7 +133,7 @@ class ImageRollout:
         """State of a scene after the last call; what is written to it counts from the next call on."""
         return self._data[scene]
 
-    def reset(self, seeds: Sequence[int], variants: Sequence[Variant | None] = (), past: int = 0) -> Observation:
+    def reset(self, seeds: Sequence[int], variants: Sequence[Variant | None] = (), past: int = 0) -> SceneObservation:
         """Begin an episode in every scene, or in the first ones.
 
         Args:
@@ -152,7 +152,9 @@ class ImageRollout:
         self.live, self._past = np.arange(len(seeds)), past
         return self._begin(self.live, seeds, variants)
 
-    def restart(self, scenes: ArrayLike, seeds: Sequence[int], variants: Sequence[Variant | None] = ()) -> Observation:
+    def restart(
+        self, scenes: ArrayLike, seeds: Sequence[int], variants: Sequence[Variant | None] = ()
+    ) -> SceneObservation:
         """Begin an episode in R scenes (ascending numbers) while the others continue; arguments as in `reset`."""
         chosen = np.asarray(scenes, np.int64)
         self.live = np.union1d(self.live, chosen)
@@ -160,7 +162,7 @@ class ImageRollout:
 
     def _begin(
         self, scenes: NDArray[np.int64], seeds: Sequence[int], variants: Sequence[Variant | None]
-    ) -> Observation:
+    ) -> SceneObservation:
         self._elapsed[scenes] = 0
         for scene, variant in zip(scenes.tolist(), variants or [None] * len(scenes), strict=True):
             self._models[scene] = self.model if variant is None else variant.model
@@ -247,10 +249,10 @@ class ImageRollout:
                 f"{expected[1]} actuators)"
             )
 
-    def _allocate(self, scenes: NDArray[np.int64]) -> Observation:
+    def _allocate(self, scenes: NDArray[np.int64]) -> SceneObservation:
         rows, model = len(scenes), self.model
         frames, views = self._image_buffers(rows)
-        return Observation(
+        return SceneObservation(
             scenes=scenes,
             qpos=np.empty((rows, model.nq)),
             qvel=np.empty((rows, model.nv)),
@@ -319,7 +321,7 @@ class ImageRollout:
         self._observe(worker, scene, sensors[last], output.observation, row)
 
     def _observe(
-        self, worker: SceneWorker, scene: int, sensors: NDArray[np.float64], observation: Observation, row: int
+        self, worker: SceneWorker, scene: int, sensors: NDArray[np.float64], observation: SceneObservation, row: int
     ) -> None:
         """Write a scene's observation, delayed or not."""
         model, data = self._models[scene], self._data[scene]

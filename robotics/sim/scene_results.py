@@ -21,7 +21,7 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Observation:
+class SceneObservation:
     """Observation of R scenes; the arrays belong to the caller."""
 
     scenes: NDArray[np.int64]  # (R,) number of the scene in each row, ascending
@@ -35,7 +35,7 @@ class Observation:
     """R lists with the last control steps of the chunk, at most the past's, the oldest first; empty where the episode
     has ended. No lists without a past, and none at the beginning of an episode."""
 
-    def of(self, scenes: ArrayLike) -> Observation:
+    def of(self, scenes: ArrayLike) -> SceneObservation:
         """Rows of some scenes (ascending numbers) without `earlier`; shares memory where it is all of them."""
         wanted = np.asarray(scenes, np.int64)
         if np.array_equal(wanted, self.scenes):
@@ -43,7 +43,7 @@ class Observation:
         rows = np.searchsorted(self.scenes, wanted)
         frames, views = (None if part is None else part[rows] for part in (self.frames, self.views))
         numbers = (self.qpos[rows], self.qvel[rows], self.sensordata[rows], self.measured[rows])
-        return Observation(wanted, *numbers, frames, views)
+        return SceneObservation(wanted, *numbers, frames, views)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Chunk:
     steps: NDArray[np.int64]  # (L,) control steps that count; 0 where the scene failed
     truncated: NDArray[np.bool_]  # (L,) whether the horizon was reached without the task's end
     failed: NDArray[np.bool_]  # (L,) whether MuJoCo warned, which is no failure of the policy
-    observation: Observation  # at the end of the chunk or of the episode; a row for every scene
+    observation: SceneObservation  # at the end of the chunk or of the episode; a row for every scene
     recorded: dict[int, NDArray[np.uint8]] = field(default_factory=dict)  # (steps, H, W, 3) by recorded scene
 
 

@@ -14,34 +14,67 @@ is used.
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import logging
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mmrl.errors import RunError, UserError
-from mmrl.fields import check_config
-from mmrl.workers.engine import FailureLog, WorkerFailure, one_line
-from mmrl.workers.pool import WorkerPool
-from mmrl.workers.slots import Answer, Request
+from mmrl.fields import bounded, check_config
+from mmrl.workers.engine import WorkerFailure, WorkerSpec, one_line
+from mmrl.workers.pool import Request
+from mmrl.workers.row_pool import RowLimits, RowPool
 from mmrl.workers.wire import Message
-from robotics.sim.backends import Backend
+from robotics.sim.backends import PROBED, Backend, find_backend
 from robotics.sim.episodes import ChunkResult, EpisodeSpec
-from robotics.sim.subprocess_settings import SubprocessSettings, choose_renderer, worker_spec
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
 
+SERVICE = Path(__file__).resolve().with_name("env_service.py")
 LOGGER = logging.getLogger("mmrl")
 LARGEST = {"action_size": 1 << 16, "state_size": 1 << 24, "horizon": 1 << 31, "image_size": 1 << 14}
 HELD_OUT_SEED = 1 << 30
 
 
-class SubprocessSim:
+@dataclass(frozen=True)
+class SubprocessSettings(RowLimits):
+    """The environment, its Python, and timeouts."""
+
+    factory: str
+    """`gymnasium:make`, `module:function` or `file.py:function`; returns a gymnasium.Env or an env_service.RowEnv."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the factory; JSON."""
+    adapter: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of gym_adapter.GymRow, where the factory returns a gymnasium.Env."""
+    workers: int = bounded(2, at_least=1)
+    """Processes, one episode each at a time."""
+    images: bool = True
+    """Whether observations carry an image."""
+    renderer: str | None = None
+    """egl, osmesa, glfw or cgl; the first that works when None."""
+    end_at_success: bool = True
+    """Whether success ends an episode where the environment itself continues."""
+    call_timeout_s: float = bounded(120.0, above=0)
+    """Seconds for a chunk of actions."""
+
+    def validate(self) -> None:
+        """Check that the environment's options are JSON; raises UserError."""
+        for name in ("kwargs", "adapter"):
+            try:
+                json.dumps(getattr(self, name), allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise UserError(f"{name} of an environment must be JSON: {error}") from None
+
+
+class SubprocessSim(RowPool[Message]):
     """A `RobotSim` whose rows are processes; the environment's adapter defines the state.
 
     Args:
@@ -56,18 +89,16 @@ class SubprocessSim:
         check_config(settings)
         self._settings = settings
         self.renderer = choose_renderer(settings)
-        goal = f"episode of {settings.factory} that came to its end"
         spec = worker_spec(settings, self.renderer)
-        self._pool = WorkerPool(spec, settings.workers, max_restarts=settings.max_restarts, goal=goal)
-        self.live: NDArray[np.int64] = np.zeros(0, np.int64)
-        self._dropped = self._diverged = 0
-        self.failures = FailureLog(settings.factory)
-        """Reasons of failures; tracebacks are written once its `folder` is set."""
-        self._slots: list[int] = []
-        self._broken: dict[int, WorkerFailure] = {}
-        self._past = 0
-        self._tasks_at: list[str | None] = [None] * settings.workers
-        self._hello = self._start()
+        kinds = ("dropped", "diverged")
+        super().__init__(settings.factory, spec, settings.workers, settings, settings.call_timeout_s, kinds=kinds)
+        self._begun = self._past = 0
+        self._hello = self.start().fields
+        # Sizes decide how much memory is allocated here, so they are bounded before anything is.
+        problem = problem_in_hello(self._hello)
+        if problem:
+            self._pool.close()
+            raise RunError(f"the environment {settings.factory} describes itself wrongly: {problem}")
         self.action_size, self.state_size = self._hello["action_size"], self._hello["state_size"]
         self.horizon, self.capacity = self._hello["horizon"], settings.workers
         size = self._hello["image_size"]
@@ -93,9 +124,9 @@ class SubprocessSim:
         """Control steps a second; None if unknown."""
 
     @property
-    def counts(self) -> Mapping[str, int]:
-        """Failures of workers by kind, restarts, episodes dropped and episodes whose numbers diverged."""
-        return {**self._pool.counts, "dropped": self._dropped, "diverged": self._diverged}
+    def live(self) -> NDArray[np.int64]:
+        """Rows with a running episode, in order."""
+        return np.array(sorted(self._live), np.int64)
 
     def tasks(self) -> Mapping[str, str]:
         """Names of the tasks with their instructions."""
@@ -112,15 +143,12 @@ class SubprocessSim:
         restarts, but no completed episodes.
         """
         self._check_episodes(episodes)
-        self._slots, self._broken, self._past = self._assign(episodes), {}, past
-        requests = {slot: _reset_request(episode, past) for slot, episode in zip(self._slots, episodes, strict=True)}
-        found = self._pool.ask_with_retries(
-            requests, self._settings.reset_timeout_s, self._settings.reset_retries, check=self._misshapen
-        )
-        answers = {row: found[slot] for row, slot in enumerate(self._slots)}
-        result = self._assemble(np.arange(len(episodes)), 0, self._note_failures(answers), ())
-        self.live = result.rows[~result.failed]
-        return result
+        self._begun, self._past = len(episodes), past
+        # All rows begin together; those beyond the episodes are idle.
+        self._live.clear()
+        requests = {row: _reset_request(episode, past) for row, episode in enumerate(episodes)}
+        answers = self.begin(requests, scenes=[episode.task for episode in episodes])
+        return self._assemble(np.arange(len(episodes)), 0, answers, ())
 
     def step_chunk(self, actions: ArrayLike, record: Collection[int] = ()) -> ChunkResult:
         """Step the live rows; see `RobotSim.step_chunk`."""
@@ -131,12 +159,9 @@ class SubprocessSim:
             int(row): Request({"kind": "step_chunk", "record": int(row) in record}, {"actions": chunk})
             for row, chunk in zip(rows, controls, strict=True)
         }
-        result = self._assemble(rows, controls.shape[1], self._ask(requests), record)
-        over = result.terminated | result.truncated
-        if over.any():
-            self._pool.note_success()
-        self.live = rows[~(over | result.failed)]
-        self._pool.start_missing()
+        result = self._assemble(rows, controls.shape[1], self.ask(requests), record)
+        self.settle(rows[result.terminated | result.truncated | result.failed].tolist())
+        self.start_missing()
         return result
 
     def expert_actions(self) -> NDArray[np.float64]:
@@ -146,7 +171,7 @@ class SubprocessSim:
         """
         if not self._hello["expert"]:
             raise UserError(f"the environment {self._settings.factory} has no expert of its own")
-        answers = self._ask({int(row): Request({"kind": "expert"}) for row in self.live})
+        answers = self.ask({int(row): Request({"kind": "expert"}) for row in self.live})
         actions = np.zeros((len(self.live), self.action_size))
         for place, row in enumerate(self.live):
             answer = answers[int(row)]
@@ -161,9 +186,9 @@ class SubprocessSim:
             UserError: there is no such row, or the environment cannot draw.
             RunError: the row failed.
         """
-        if not 0 <= row < len(self._slots) or self._frame_size is None:
-            raise UserError(f"there is no image of row {row}: {len(self._slots)} rows, images {self._frame_size}")
-        answer = self._ask({row: Request({"kind": "render"})})[row]
+        if not 0 <= row < self._begun or self._frame_size is None:
+            raise UserError(f"there is no image of row {row}: {self._begun} rows, images {self._frame_size}")
+        answer = self.ask({row: Request({"kind": "render"})})[row]
         if isinstance(answer, WorkerFailure):
             raise RunError(f"row {row} {answer.kind}: {answer.reason}\n{answer.evidence}")
         return answer.arrays["image"]
@@ -184,40 +209,15 @@ class SubprocessSim:
             **self._hello["describe"],
         }
 
-    def processes(self) -> list[int]:
-        """PIDs of the running workers."""
-        return self._pool.processes()
-
-    def memory_mb(self) -> float:
-        """Memory in 10^6 bytes of the worker that holds most, its children included."""
-        return self._pool.memory_bytes() / 1e6
-
-    def close(self) -> None:
-        """End all processes; also done when the interpreter ends."""
-        self.failures.summary()
-        self.failures.counts.clear()
-        self.live = np.zeros(0, np.int64)
-        self._pool.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _start(self) -> dict[str, Any]:
-        hello = self._pool.start()
-        if isinstance(hello, WorkerFailure):
-            raise _start_error(self._settings.factory, hello, self.renderer)
-        problem = problem_in_hello(hello.fields)
-        if problem:
-            self._pool.close()
-            raise RunError(f"the environment {self._settings.factory} describes itself wrongly: {problem}")
-        return hello.fields
+    def error(self, what: str, failure: WorkerFailure) -> UserError | RunError:
+        """The exception for a failure that ends the run; where nothing can draw, it says that this may be why."""
+        if self.renderer is None and any(word in failure.evidence for word in ("GL", "OSMesa")):
+            hint = "; no OpenGL was found to draw with, which may be why"
+            failure = failure if failure.for_user else replace(failure, reason=failure.reason + hint)
+        return super().error(what, failure)
 
     def _check_episodes(self, episodes: Sequence[EpisodeSpec]) -> None:
-        if self._pool.closed:
-            raise RuntimeError("this SubprocessSim has been closed")
+        self.check_open()
         if not 1 <= len(episodes) <= self.capacity:
             raise UserError(f"{len(episodes)} episodes for {self.capacity} workers; 1 to that many are possible")
         tasks, layouts = self._hello["tasks"], self._hello["layouts"]
@@ -255,35 +255,12 @@ class SubprocessSim:
         if self._frame_size is None and any(int(row) in record for row in self.live):
             raise UserError(f"rows cannot be recorded: {self._settings.factory} does not draw")
 
-    def _assign(self, episodes: Sequence[EpisodeSpec]) -> list[int]:
-        """A worker for each row, preferably one with the task's scene: changing it may take seconds."""
-        free = list(range(self.capacity))
-        slots: dict[int, int] = {}
-        for row, episode in enumerate(episodes):
-            same = next((slot for slot in free if self._tasks_at[slot] == episode.task), None)
-            if same is not None:
-                slots[row] = same
-                free.remove(same)
-        for row in range(len(episodes)):
-            if row not in slots:
-                slots[row] = free.pop(0)
-        for row, episode in enumerate(episodes):
-            self._tasks_at[slots[row]] = episode.task
-        return [slots[row] for row in range(len(episodes))]
-
-    def _ask(self, requests: Mapping[int, Request]) -> dict[int, Answer]:
-        """Answers by row; failed rows are not asked again."""
-        answers: dict[int, Answer] = {row: self._broken[row] for row in requests if row in self._broken}
-        asked = {self._slots[row]: request for row, request in requests.items() if row not in answers}
-        found = self._pool.ask(asked, self._settings.call_timeout_s, check=self._misshapen)
-        answers |= self._note_failures({row: found[self._slots[row]] for row in requests if row not in answers})
-        return answers
-
     def _misshapen(self, request: Request, answer: Message) -> WorkerFailure | None:
         """Error in the shapes of an answer, if any."""
         kind, past = request.fields["kind"], self._past
         size = self._frame_size if kind == "render" else self.image_size
         expected: dict[str, tuple[int, ...]] = {}
+        # It has no arrays: the worker stopped at the first number that is not finite.
         if "diverged" in answer.fields:
             return None
         if kind in ("reset", "step_chunk"):
@@ -295,10 +272,12 @@ class SubprocessSim:
         elif size is not None:
             expected["image"] = (*size, 3)
         if kind == "step_chunk":
+            # Fewer steps than were asked for: the episode ended within the chunk.
             steps, most = len(answer.arrays.get("rewards", ())), len(request.arrays["actions"])
             expected |= {"flags": (3,), "rewards": (min(max(1, steps), most),)}
             if request.fields["record"]:
                 expected["frames"] = (steps, *(self._frame_size or ()), 3)
+        # An episode that is over has no next chunk, which alone needs the past.
         if past and not (kind == "step_chunk" and np.any(answer.arrays.get("flags", ())[1:])):
             seen = ("state", "image", "views") if kind in ("reset", "step_chunk") else ()
             expected |= {f"past_{name}": (past, *expected[name]) for name in seen if name in expected}
@@ -308,20 +287,15 @@ class SubprocessSim:
                 return WorkerFailure("raised", f"{name} has the shape {came}; expected {shape}")
         return None
 
-    def _note_failures(self, answers: Mapping[int, Answer]) -> dict[int, Answer]:
-        """Remember rows that failed, including those with numbers that are not finite."""
-        noted: dict[int, Answer] = {}
-        for row, answer in answers.items():
-            failure = divergence(answer) if isinstance(answer, Message) else answer
-            noted[row] = failure or answer
-            if failure is not None:
-                self._diverged += failure.kind == "diverged"
-                self._broken[row] = failure
-                self.failures.note(failure)
-        return noted
+    def _read(self, answer: Message) -> Message | WorkerFailure:
+        return divergence(answer) or answer
 
     def _assemble(
-        self, rows: NDArray[np.int64], length: int, answers: Mapping[int, Answer], record: Collection[int]
+        self,
+        rows: NDArray[np.int64],
+        length: int,
+        answers: Mapping[int, Message | WorkerFailure],
+        record: Collection[int],
     ) -> ChunkResult:
         result = ChunkResult.empty(rows, length, self.state_size, self.image_size, len(self.views), self._past)
         reasons: dict[int, str] = {}
@@ -332,8 +306,8 @@ class SubprocessSim:
             if isinstance(answer, WorkerFailure):
                 reasons[row] = f"{answer.kind}: {answer.reason}"
                 result.failed[place], result.rewards[place] = True, np.nan
-                self._dropped += 1
                 continue
+            # Shapes were checked when the answer came, so nothing here can fail.
             _fill(result, place, answer)
             if row in record:
                 frames[row] = answer.arrays["frames"]
@@ -342,10 +316,38 @@ class SubprocessSim:
         return ChunkResult(**{**vars(result), "reasons": reasons, "frames": frames, "drawn": drawn})
 
 
+def choose_renderer(settings: SubprocessSettings) -> Backend | None:
+    """Find a renderer that works here; a foreign Python's own mujoco uses the same OpenGL libraries."""
+    if settings.renderer is None and importlib.util.find_spec("mujoco") is None:
+        return None
+    found = find_backend(settings.renderer)
+    if found is None and settings.renderer is not None:
+        raise UserError(f"the renderer {settings.renderer!r} does not draw on this machine; leave it out to try others")
+    return found
+
+
+def worker_spec(settings: SubprocessSettings, renderer: Backend | None) -> WorkerSpec:
+    """Command, environment variables and timeouts of a worker."""
+    options = {
+        "factory": settings.factory,
+        "kwargs": dict(settings.kwargs),
+        "adapter": dict(settings.adapter),
+        "images": settings.images,
+        "end_at_success": settings.end_at_success,
+    }
+    variables = {}
+    if renderer is not None:
+        variables = {"MUJOCO_GL": renderer.name, PROBED: f"{renderer.name}|{renderer.device}"}
+        if renderer.name in ("egl", "osmesa"):
+            variables["PYOPENGL_PLATFORM"] = renderer.name
+    return settings.worker_spec(SERVICE, f"the environment {settings.factory}", options, variables)
+
+
 def layout_seed(episode: EpisodeSpec) -> int:
     """Seed of an episode below 2**32: the layout's number, in a separate range for every split."""
     known = {"train": 0, "held_out": HELD_OUT_SEED}
     start = known[episode.split] if episode.split in known else 2 * HELD_OUT_SEED + zlib.crc32(episode.split.encode())
+    # NumPy's global generator takes 32 bits.
     return (start + episode.layout) % (1 << 32)
 
 
@@ -407,6 +409,7 @@ def divergence(answer: Message) -> WorkerFailure | None:
     """Find numbers that are not finite: they would come again from the same layout, so nothing is retried."""
     if "diverged" in answer.fields:
         return WorkerFailure("diverged", one_line(str(answer.fields["diverged"])))
+    # The state comes in float32; the worker has looked at float64, in which 1e39 is still finite.
     for name in ("state", "past_state", "rewards", "action"):
         if name in answer.arrays and not np.isfinite(answer.arrays[name]).all():
             return WorkerFailure("diverged", f"{name} is not finite")
@@ -437,13 +440,3 @@ def _fill(result: ChunkResult, place: int, answer: Message) -> None:
         steps = len(arrays["rewards"])
         result.rewards[place, :steps], result.steps[place] = arrays["rewards"], steps
         result.success[place], result.terminated[place], result.truncated[place] = arrays["flags"]
-
-
-def _start_error(factory: str, failure: WorkerFailure, renderer: Backend | None) -> UserError | RunError:
-    if failure.for_user:
-        return UserError(failure.reason)
-    drawing = renderer is None and any(word in failure.evidence for word in ("GL", "OSMesa"))
-    hint = "; no OpenGL was found to draw with, which may be why" if drawing else ""
-    return RunError(
-        f"the environment {factory} did not start; it {failure.kind}: {failure.reason}{hint}\n{failure.evidence}"
-    )

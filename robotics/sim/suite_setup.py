@@ -20,8 +20,7 @@ from typing import Any
 from mmrl.errors import RunError, UserError
 from mmrl.workers.interpreters import environment_folder, install, python_in
 from robotics.sim.episodes import EpisodeSpec
-from robotics.sim.subprocess_settings import SubprocessSettings
-from robotics.sim.subprocess_sim import SubprocessSim
+from robotics.sim.subprocess_sim import SubprocessSettings, SubprocessSim
 
 FACTORIES = Path(__file__).resolve().parent / "suites"
 RESET_SECONDS = 300.0

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from mmrl.agents.environments.env_service import EnvService
 from mmrl.agents.environments.environment import ActionConfig, Observation
+from mmrl.agents.environments.environment_service import EnvironmentService
 from mmrl.agents.rollout.anchors import number_observation
 from mmrl.agents.rollout.episodes import AgentPayload
 from mmrl.agents.rollout.storage import restore_episode, store_episode
@@ -77,5 +77,5 @@ def test_an_environment_says_how_long_it_worked():
             return Observation("done"), 1.0, True, False, {}
 
     body, arrays = encode({"name": "a", "arguments": {}, "text": ""})
-    fields, _ = EnvService(Slow()).answer({"kind": "step", "body": body}, arrays)
+    fields, _ = EnvironmentService(Slow()).answer({"kind": "step", "body": body}, arrays)
     assert 0.03 <= fields["seconds"] < 5

@@ -9,8 +9,8 @@ import json
 import pytest
 import torch
 
+from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import ActionConfig
-from mmrl.agents.environments.pool import EnvironmentConfig
 from mmrl.agents.environments.tasks import TaskSetConfig
 from mmrl.agents.methods.arpo import (
     ArpoConfig,

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mmrl.agents.environments import experts
+from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import ActionConfig
-from mmrl.agents.environments.pool import EnvironmentConfig
 from mmrl.agents.environments.tasks import TaskSetConfig
 from mmrl.agents.methods import clone as cloning
 from mmrl.agents.methods.clone import AgentCloneConfig, AgentCloneRecipe, CloneEvaluationConfig

@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 
+from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import ActionConfig
 from mmrl.agents.environments.experts import run_expert, write_episodes
 from mmrl.agents.environments.gym import GymEnvironment
-from mmrl.agents.environments.pool import EnvironmentConfig
 from mmrl.agents.environments.tasks import TaskSetConfig
 from mmrl.agents.methods.digirl import DigirlConfig, DigirlRecipe, DigirlSettings, kept_steps
 from mmrl.agents.methods.digirl_critics import CriticConfig, LabelledEpisodes, StepCritic, label_episodes

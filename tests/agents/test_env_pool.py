@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mmrl.agents.environments.env_pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.environment import (
     Action,
     MalformedError,
     Observation,
-    Outcome,
+    StepOutcome,
     pack_outcome,
     unpack_outcome,
 )
-from mmrl.agents.environments.pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.tasks import AgentTask
 from mmrl.errors import ConfigError, RunError, UserError
 from mmrl.fields import check_config
@@ -267,7 +267,9 @@ def test_options_are_checked_before_a_process_starts(options, message):
 
 def test_an_outcome_is_received_as_it_was_sent():
     image = np.random.default_rng(0).integers(0, 256, (5, 4, 3), np.uint8)
-    sent = Outcome(Observation("ü\ud800", (image, image.copy())), -0.25, True, False, {"a": (1, 2.5), "b": {3: None}})
+    sent = StepOutcome(
+        Observation("ü\ud800", (image, image.copy())), -0.25, True, False, {"a": (1, 2.5), "b": {3: None}}
+    )
     fields, arrays = pack_outcome(sent)
     back = unpack_outcome(fields, arrays)
     assert (back.reward, back.terminated, back.truncated, back.info) == (-0.25, True, False, sent.info)
@@ -282,7 +284,7 @@ def test_anything_else_from_a_process_is_malformed(fields):
 
 
 def test_a_worker_and_a_pool_load_nothing_heavy():
-    code = "import sys, mmrl.agents.environments.env_service, mmrl.agents.environments.pool;"
+    code = "import sys, mmrl.agents.environments.environment_service, mmrl.agents.environments.env_pool;"
     code += "import mmrl.agents.environments.gym, mmrl.agents.environments.videos;"
     code += "print({'torch', 'transformers', 'PIL', 'av', 'gymnasium', 'datasets'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

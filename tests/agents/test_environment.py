@@ -5,7 +5,7 @@ from PIL import Image
 from mmrl.agents.environments.environment import (
     MalformedError,
     Observation,
-    Outcome,
+    StepOutcome,
     as_observation,
     as_outcome,
     as_start,
@@ -102,12 +102,12 @@ def test_reset_may_return_information_too():
         (("t", 0.0, True, {"TimeLimit.truncated": True}), 0.0, False, True, {"TimeLimit.truncated": True}),
         (("t", 0.0, True, {"TimeLimit.truncated": False}), 0.0, True, False, {"TimeLimit.truncated": False}),
         ((Observation("t"), True, True), 1.0, True, False, {}),
-        (Outcome(Observation("t"), 1.0, False, True), 1.0, False, True, {}),
+        (StepOutcome(Observation("t"), 1.0, False, True), 1.0, False, True, {}),
     ],
 )
 def test_what_step_returns_becomes_an_outcome(value, reward, terminated, truncated, info):
     found = as_outcome(value)
-    assert found == Outcome(Observation("t"), reward, terminated, truncated, info)
+    assert found == StepOutcome(Observation("t"), reward, terminated, truncated, info)
     assert type(found.info.get("success", True)) is bool
 
 

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
+from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import ActionConfig
-from mmrl.agents.environments.pool import EnvironmentConfig
 from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.monitor import agent_alarms, count_below_silence, count_episodes, episode_metrics, silent_return
 from mmrl.agents.recipe import AgentConfig, AgentRewardConfig

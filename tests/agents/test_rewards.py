@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import Action, ActionConfig, Observation, ParsedAnswer
-from mmrl.agents.environments.pool import EnvironmentConfig
 from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig
 from mmrl.agents.evaluation import AgentEvaluationConfig
 from mmrl.agents.methods.digirl import DigirlConfig

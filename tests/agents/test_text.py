@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import Action, ActionConfig, ParsedAnswer
-from mmrl.agents.environments.pool import EnvironmentConfig
 from mmrl.agents.environments.tasks import TaskSetConfig
 from mmrl.agents.evaluation import AgentEvaluationConfig
 from mmrl.agents.recipe import AgentConfig, AgentRecipe

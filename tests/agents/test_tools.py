@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from mmrl.agents.environments.env_pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.environment import Action, ActionConfig, CallResult, Observation, ParsedAnswer
-from mmrl.agents.environments.pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig
 from mmrl.agents.environments.tools import ToolEnvironment
 from mmrl.agents.methods.clone import AgentCloneConfig

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import ActionConfig
-from mmrl.agents.environments.pool import EnvironmentConfig
 from mmrl.agents.environments.tasks import TaskSetConfig
 from mmrl.agents.methods.vl_dac import VlDacConfig, VlDacRecipe
 from mmrl.agents.recipe import AgentConfig

@@ -9,8 +9,8 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 from transformers import AutoTokenizer
 
-from mmrl.agents.environments.env_service import open_environment
 from mmrl.agents.environments.environment import Action
+from mmrl.agents.environments.environment_service import open_environment
 from mmrl.agents.toy.build import build_experts, build_model
 from mmrl.agents.toy.grid import (
     COLOURS,

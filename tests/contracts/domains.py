@@ -213,8 +213,8 @@ def _gui(name: str, folder: Path) -> Any:
 
 
 def _agents(name: str, folder: Path) -> Any:
+    from mmrl.agents.environments.env_pool import EnvironmentConfig
     from mmrl.agents.environments.environment import ActionConfig
-    from mmrl.agents.environments.pool import EnvironmentConfig
     from mmrl.agents.environments.tasks import TaskSetConfig
     from mmrl.vlm.engine.sampler import AnswerSampling, SamplerConfig
     from mmrl.vlm.model.config import ModelConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mmrl.rewards import RewardConfig, RewardSum, TrainerState, isolated
-from mmrl.rewards.calling import Failure
+from mmrl.rewards.calling import RewardFailure
 from mmrl.workers.wire import Message
 from tests.signals import interrupts_heeded
 
@@ -270,7 +270,8 @@ def test_no_worker_outlives_a_killed_program_even_while_it_hangs():
 
 def test_neither_rewards_nor_workers_import_torch():
     code = (
-        "import sys, mmrl.rewards, mmrl.rewards.service, mmrl.workers.pool, mmrl.rewards.maths, mmrl.rewards.loading;"
+        "import sys, mmrl.rewards, mmrl.rewards.reward_service, mmrl.workers.pool, mmrl.rewards.maths;"
+        "import mmrl.rewards.loading;"
         "heavy = {'torch', 'transformers', 'numpy', 'PIL', 'datasets'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -373,6 +374,6 @@ def test_nothing_outlives_a_killed_program(tmp_path):
 )
 def test_a_reply_of_wrong_types_is_a_failure(reply):
     found = isolated._outcomes(Message(reply, {}), "f", 1)
-    assert isinstance(found, Failure)
+    assert isinstance(found, RewardFailure)
     assert found.kind == "crashed"
     assert "the worker's reply is broken" in found.message

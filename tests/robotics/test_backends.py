@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from mmrl.agents.environments.pool import EnvironmentConfig, EnvPool
+from mmrl.agents.environments.env_pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.tasks import AgentTask
 from mmrl.errors import UserError
 from mmrl.workers import PoolVectorEnv, loading

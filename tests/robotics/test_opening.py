@@ -7,7 +7,7 @@ import pytest
 
 from mmrl.errors import RunError, UserError
 from mmrl.fields import check_config
-from robotics.sim import subprocess_settings, subprocess_sim
+from robotics.sim import opening, subprocess_sim
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.opening import SimConfig, open_sim
 from tests.robotics.line_sim import LineSim
@@ -16,7 +16,7 @@ from tests.robotics.line_sim import LineSim
 @pytest.fixture(autouse=True)
 def _no_renderer(monkeypatch):
     """Skip finding a renderer, which takes seconds; nothing is rendered in processes here."""
-    monkeypatch.setattr(subprocess_settings, "find_backend", lambda preferred: None)
+    monkeypatch.setattr(subprocess_sim, "find_backend", lambda preferred: None)
 
 
 def opened(**changes):
@@ -251,10 +251,10 @@ def test_suites_are_given_camera_size_and_the_settings_of_their_processes(monkey
         return workers_settings(workers)
 
     def workers_settings(count):
-        return subprocess_settings.SubprocessSettings("tests.robotics.fake_envs:make", workers=count)
+        return subprocess_sim.SubprocessSettings("tests.robotics.fake_envs:make", workers=count)
 
     monkeypatch.setattr(suite_setup, "suite_settings", settings)
-    monkeypatch.setattr(subprocess_sim, "SubprocessSim", lambda found: found)
+    monkeypatch.setattr(opening, "SubprocessSim", lambda found: found)
     options = {"suite": "libero_goal", "settings": {"call_timeout_s": 7, "max_restarts": 3}}
     found = opened(kind="libero", image_size=96, camera="robot0_eye_in_hand", workers=3, horizon=9, options=options)
     assert (found.workers, found.call_timeout_s, found.max_restarts) == (3, 7, 3)

@@ -20,8 +20,7 @@ from robotics.sim.episodes import EpisodeSpec, begin_episodes, keeps_past
 from robotics.sim.opening import SimConfig, open_sim
 from robotics.sim.randomization import RandomizationConfig, read_randomization
 from robotics.sim.scene_worker import SceneWorker
-from robotics.sim.subprocess_settings import SubprocessSettings
-from robotics.sim.subprocess_sim import SubprocessSim
+from robotics.sim.subprocess_sim import SubprocessSettings, SubprocessSim
 from tests.robotics.line_sim import LineSim
 from tests.robotics.test_play import tiny_policy
 

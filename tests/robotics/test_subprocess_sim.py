@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from mmrl.errors import RunError, UserError
-from robotics.sim import subprocess_settings
+from robotics.sim import subprocess_sim
 from robotics.sim.episodes import EpisodeSpec
-from robotics.sim.subprocess_settings import SubprocessSettings
-from robotics.sim.subprocess_sim import SubprocessSim, layout_seed
+from robotics.sim.subprocess_sim import SubprocessSettings, SubprocessSim, layout_seed
 
 FAKES = Path(__file__).with_name("fake_envs.py")
 
@@ -20,14 +19,14 @@ FAKES = Path(__file__).with_name("fake_envs.py")
 @pytest.fixture(autouse=True)
 def _no_renderer(monkeypatch):
     """Skip finding a renderer, which takes seconds; the fakes draw with numpy."""
-    monkeypatch.setattr(subprocess_settings, "find_backend", lambda preferred: None)
+    monkeypatch.setattr(subprocess_sim, "find_backend", lambda preferred: None)
 
 
 @pytest.fixture(scope="module")
 def calm():
     """Two workers for tests without faults."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess_settings, "find_backend", lambda preferred: None)
+        patch.setattr(subprocess_sim, "find_backend", lambda preferred: None)
         with SubprocessSim(settings(count=2)) as sim:
             yield sim
 
@@ -247,10 +246,10 @@ def test_environments_are_closed_where_they_can_be(tmp_path):
 def test_no_worker_outlives_its_owner(ending):
     program = f"""
 import os, signal, sys, threading, time
-from robotics.sim import subprocess_settings, subprocess_sim
+from robotics.sim import subprocess_sim
 from robotics.sim.episodes import EpisodeSpec
-subprocess_settings.find_backend = lambda preferred: None
-sim = subprocess_sim.SubprocessSim(subprocess_settings.SubprocessSettings({str(FAKES)!r} + ":make", workers=2))
+subprocess_sim.find_backend = lambda preferred: None
+sim = subprocess_sim.SubprocessSim(subprocess_sim.SubprocessSettings({str(FAKES)!r} + ":make", workers=2))
 sim.reset([EpisodeSpec("hang", "", 0), EpisodeSpec("walk", "", 0)])
 print(*sim.processes(), flush=True)
 threading.Thread(target=sim.step_chunk, args=([[[0, 0]] * 4] * 2,), daemon=True).start()
@@ -289,9 +288,9 @@ def test_a_state_of_another_shape_fails_its_row():
 
 
 def test_the_same_task_goes_to_the_worker_that_has_it(calm):
-    first = calm._assign(specs("walk", "nan"))
-    assert calm._assign(specs("nan", "walk")) == first[::-1]
-    assert calm._assign(specs("nan")) == first[1:]
+    first = calm._assign(["walk", "nan"])
+    assert calm._assign(["nan", "walk"]) == first[::-1]
+    assert calm._assign(["nan"]) == first[1:]
 
 
 def test_the_expert_of_the_environment_is_asked(calm):
@@ -354,9 +353,9 @@ def test_a_closed_simulator_does_not_begin_again():
 
 
 def test_the_renderer_is_chosen_once_and_handed_on(monkeypatch):
-    monkeypatch.setattr(subprocess_settings.importlib.util, "find_spec", lambda name: object())
-    found = subprocess_settings.Backend
-    monkeypatch.setattr(subprocess_settings, "find_backend", lambda preferred: found(preferred or "osmesa", "test 1"))
+    monkeypatch.setattr(subprocess_sim.importlib.util, "find_spec", lambda name: object())
+    found = subprocess_sim.Backend
+    monkeypatch.setattr(subprocess_sim, "find_backend", lambda preferred: found(preferred or "osmesa", "test 1"))
     with SubprocessSim(settings()) as sim:
         assert sim.describe()["gl"] == "osmesa"
         assert sim.describe()["renderer"] == "osmesa: test 1"

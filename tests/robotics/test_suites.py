@@ -10,10 +10,9 @@ import pytest
 
 from mmrl.errors import UserError
 from robotics.episodes.evaluation import MACHINE
-from robotics.sim import subprocess_settings, suite_setup
+from robotics.sim import subprocess_sim, suite_setup
 from robotics.sim.episodes import EpisodeSpec
-from robotics.sim.subprocess_settings import SubprocessSettings
-from robotics.sim.subprocess_sim import SubprocessSim
+from robotics.sim.subprocess_sim import SubprocessSettings, SubprocessSim
 from robotics.sim.suites import libero, metaworld
 
 SUITES = Path(libero.__file__).parent
@@ -169,7 +168,7 @@ def installed_as(site, *names):
 
 @pytest.fixture
 def fake_settings(package, tmp_path, monkeypatch):
-    monkeypatch.setattr(subprocess_settings, "find_backend", lambda preferred: None)
+    monkeypatch.setattr(subprocess_sim, "find_backend", lambda preferred: None)
     monkeypatch.delenv("LIBERO_CONFIG_PATH", raising=False)
     variables = {"PYTHONPATH": str(tmp_path / "site"), "LIBERO_ASSETS": str(tmp_path / "assets")}
     variables["LIBERO_CONFIG_PATH"] = str(tmp_path / "config")
@@ -300,7 +299,7 @@ def test_axis_angle_turns_vectors_as_the_quaternion_does():
 @pytest.fixture
 def adapted(tmp_path, monkeypatch):
     """Settings of a pool of a fake robosuite or gymnasium-robotics."""
-    monkeypatch.setattr(subprocess_settings, "find_backend", lambda preferred: None)
+    monkeypatch.setattr(subprocess_sim, "find_backend", lambda preferred: None)
     (tmp_path / "robosuite").mkdir()
     (tmp_path / "robosuite" / "__init__.py").write_text(FAKE_ROBOSUITE)
     (tmp_path / "robosuite" / "wrappers.py").write_text(FAKE_WRAPPER)

@@ -13,7 +13,7 @@ from mmrl.training.settings import TrackingConfig, TrainerConfig
 from robotics.episodes.tasks import EpisodeSetConfig
 from robotics.methods.grpo import RobotGrpoConfig
 from robotics.policies.loading import ActionPolicyConfig
-from robotics.sim import subprocess_settings
+from robotics.sim import subprocess_sim
 from robotics.sim.opening import SimConfig
 
 FAKES = Path(__file__).with_name("fake_envs.py")
@@ -22,7 +22,7 @@ POLICIES = "tests.robotics.fake_policies:make_blind"
 
 @pytest.mark.slow
 def test_killed_hanging_and_raising_environments_cost_their_groups_only(tmp_path, monkeypatch):
-    monkeypatch.setattr(subprocess_settings, "find_backend", lambda preferred: None)
+    monkeypatch.setattr(subprocess_sim, "find_backend", lambda preferred: None)
     limits = {"call_timeout_s": 3.0, "heartbeat_timeout_s": 20.0, "start_timeout_s": 30.0}
     config = RobotGrpoConfig(
         recipe="robot_grpo",

@@ -8,7 +8,7 @@ import pytest
 from mmrl.errors import UserError
 from mmrl.workers import Message, Preparation, Request, WorkerFailure, WorkerPool, WorkerSpec, wire
 from mmrl.workers.engine import Ending
-from mmrl.workers.serve import describe_error, load_file
+from mmrl.workers.serve import load_file
 from tests.workers.test_pool import SERVICES, do
 
 
@@ -33,7 +33,7 @@ class InlineWorker:
             result, arrays = self.service.answer(body, arrays or {})
             self.inbox.append(Message({"kind": "result", "id": fields["id"], "body": result}, arrays))
         except Exception as error:
-            self.inbox.append(Message({"kind": "error", "id": fields["id"], "body": describe_error(error)}, {}))
+            self.inbox.append(Message({"kind": "error", "id": fields["id"], "body": wire.describe_error(error)}, {}))
 
     def flush(self):
         pass

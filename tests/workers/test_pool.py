@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mmrl.errors import RunError, UserError
-from mmrl.workers import Message, Preparation, Request, WorkerFailure, WorkerPool, WorkerSpec, process
+from mmrl.workers import Message, Preparation, Request, WorkerFailure, WorkerPool, WorkerSpec, engine
 
 SERVICES = Path(__file__).with_name("services.py")
 COUNTS = {"crashed": 0, "hung": 0, "memory": 0, "raised": 0, "restarted": 0}
@@ -306,8 +306,8 @@ class TestHeartbeat:
 
 class TestTrust:
     def test_a_worker_that_writes_without_end_keeps_nobody(self, monkeypatch):
-        monkeypatch.setattr(process.os, "read", lambda fd, count: b"x")
-        data, closed = process._drain(0)
+        monkeypatch.setattr(engine.os, "read", lambda fd, count: b"x")
+        data, closed = engine._drain(0)
         assert data
         assert not closed
 

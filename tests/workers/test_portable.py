@@ -15,8 +15,7 @@ WORKER_SIDE = (
     "mmrl/workers/loading.py",
     "mmrl/workers/serve.py",
     "mmrl/workers/vector/board.py",
-    "mmrl/workers/vector/service.py",
-    "mmrl/workers/vector/spaces.py",
+    "mmrl/workers/vector/vector_service.py",
     "mmrl/workers/wire.py",
     "robotics/sim/env_service.py",
     "robotics/sim/gym_adapter.py",
@@ -60,7 +59,7 @@ def test_nothing_is_pickled_between_processes():
         assert not names & {"pickle", "marshal", "multiprocessing"}, path.name
     users = [*(PROJECT / "mmrl" / "rewards").glob("*.py"), *(PROJECT / "robotics" / "sim").glob("*.py")]
     decoding = [path.name for path in users if "decode" in path.read_text() and "mmrl.workers.wire" in path.read_text()]
-    assert decoding == ["service.py"]  # the worker's side
+    assert decoding == ["reward_service.py"]  # the worker's side
 
 
 def test_there_is_one_pool():
@@ -70,5 +69,10 @@ def test_there_is_one_pool():
         for path in (PROJECT / room).rglob("*.py")
         for _ in re.findall(r"^\s*class \w*Pool", path.read_text(encoding="utf-8"), re.M)
     ]
-    expected = ["mmrl/agents/environments/pool.py", "mmrl/workers/pool.py", "mmrl/workers/vector/env.py"]
+    expected = [
+        "mmrl/agents/environments/env_pool.py",
+        "mmrl/workers/pool.py",
+        "mmrl/workers/row_pool.py",
+        "mmrl/workers/vector/env.py",
+    ]
     assert sorted(pools) == expected, "environments lie in a WorkerPool"

@@ -14,8 +14,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv  # noq
 
 from mmrl.errors import RunError, UserError  # noqa: E402
 from mmrl.workers import PoolVectorEnv, VectorSettings  # noqa: E402
-from mmrl.workers.vector import spaces  # noqa: E402
-from mmrl.workers.vector.board import Board  # noqa: E402
+from mmrl.workers.vector import board as boards  # noqa: E402
 from tests.workers.vector_envs import Silent, Walk  # noqa: E402
 
 ENVS = Path(__file__).with_name("vector_envs.py")
@@ -204,14 +203,14 @@ def test_something_in_info_that_cannot_be_sent_is_named():
 
 
 def test_a_board_is_seen_by_another_process():
-    board = Board.create([["a", "<f4", [3]], ["b", "|b1", [2, 2]]])
+    board = boards.Board.create([["a", "<f4", [3]], ["b", "|b1", [2, 2]]])
     board.arrays["a"][:] = [1, 2, 3]
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\nimport board\n"
         "b = board.Board.open(sys.argv[2], [['a', '<f4', [3]], ['b', '|b1', [2, 2]]])\n"
         "b.arrays['b'][1] = b.arrays['a'][:2] > 1\n"
     )
-    folder = str(Path(spaces.__file__).parent)
+    folder = str(Path(boards.__file__).parent)
     subprocess.run([sys.executable, "-c", code, folder, board.path], check=True, timeout=60)
     assert board.arrays["b"].tolist() == [[False, False], [False, True]]
 

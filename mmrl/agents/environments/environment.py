@@ -293,7 +293,7 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepOutcome:
     """Result of a step."""
 
     observation: Observation
@@ -364,9 +364,9 @@ def as_start(value: Any) -> tuple[Observation, Mapping[str, Any]]:
     return as_observation(value[0]), value[1]
 
 
-def as_outcome(value: Any) -> Outcome:
+def as_outcome(value: Any) -> StepOutcome:
     """Convert the result of `step`; raises MalformedError, also for a reward that is not finite."""
-    if isinstance(value, Outcome):
+    if isinstance(value, StepOutcome):
         value = (value.observation, value.reward, value.terminated, value.truncated, value.info)
     if not isinstance(value, tuple) or not 3 <= len(value) <= 5:
         returned = f"a tuple of {_kinds(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
@@ -384,7 +384,7 @@ def as_outcome(value: Any) -> Outcome:
     for name, flag in (("ended", terminated), ("truncated", truncated)):
         if not isinstance(flag, (bool, np.bool_)):
             raise MalformedError(f"{name} is {flag!r:.80}; expected True or False as the third value of step")
-    return Outcome(as_observation(observation), _reward(reward), bool(terminated), bool(truncated), _verdicts(info))
+    return StepOutcome(as_observation(observation), _reward(reward), bool(terminated), bool(truncated), _verdicts(info))
 
 
 def _observation(text: Any, images: list[Any]) -> Observation:
@@ -438,7 +438,7 @@ NOT_SENT = "not_sent"
 """Entry of the info with the names of those entries that cannot leave the environment's process."""
 
 
-def pack_outcome(outcome: Outcome) -> Fields:
+def pack_outcome(outcome: StepOutcome) -> Fields:
     """Encode an outcome; entries of the info that are not plain data are only named."""
     info, not_sent = {}, []
     for key, value in outcome.info.items():
@@ -455,7 +455,7 @@ def pack_outcome(outcome: Outcome) -> Fields:
     return {"outcome": tree}, arrays
 
 
-def unpack_outcome(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Outcome:
+def unpack_outcome(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> StepOutcome:
     """Decode `pack_outcome`, checked again because the other side runs users' code; raises MalformedError."""
     try:
         text, images, reward, terminated, truncated, info = decode(fields["outcome"], arrays)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from mmrl.agents.environments.action_formats import SAY
+from mmrl.agents.environments.env_pool import EnvPool, TurnResult
 from mmrl.agents.environments.environment import CUT, Action, ActionConfig, CallResult, Observation, ParsedAnswer
-from mmrl.agents.environments.pool import EnvPool, TurnResult
 from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.environments.videos import Video
 from mmrl.agents.rollout.anchors import number_observation

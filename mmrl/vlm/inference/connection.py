@@ -14,8 +14,7 @@ from mmrl.errors import RunError, UserError
 from mmrl.workers import wire
 from mmrl.workers.engine import WorkerFailure, WorkerSpec
 from mmrl.workers.listen import TOKEN
-from mmrl.workers.pool import WorkerPool
-from mmrl.workers.slots import Request
+from mmrl.workers.pool import Request, WorkerPool
 
 Arrays = Mapping[str, np.ndarray]
 SERVICE = Path(__file__).resolve().with_name("vllm_service.py")

@@ -3,8 +3,7 @@
 from mmrl.lazy import lazy_names
 
 _NAMES = {
-    "mmrl.workers.vector.env": ("PoolVectorEnv",),
-    "mmrl.workers.vector.environments": ("VectorSettings",),
+    "mmrl.workers.vector.env": ("PoolVectorEnv", "VectorSettings"),
 }
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

@@ -12,26 +12,116 @@ are in shared memory; a step is one short message to each process and one back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
 import numpy as np
+from gymnasium import spaces
 from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from mmrl.errors import UserError
-from mmrl.fields import check_config
-from mmrl.workers.engine import FailureLog, WorkerFailure, one_line
-from mmrl.workers.slots import Answer, Request
-from mmrl.workers.vector import spaces
-from mmrl.workers.vector.board import Board
-from mmrl.workers.vector.environments import Environments, VectorSettings, content_of
-from mmrl.workers.vector.gym_spaces import build_space
+from mmrl.errors import RunError, UserError
+from mmrl.fields import bounded, check_config
+from mmrl.workers import wire
+from mmrl.workers.engine import WorkerFailure, one_line
+from mmrl.workers.loading import names_function
+from mmrl.workers.memory import usable_cores
+from mmrl.workers.pool import Request
+from mmrl.workers.row_pool import RowLimits, RowPool
+from mmrl.workers.vector import board
+from mmrl.workers.wire import Message
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+SERVICE = Path(__file__).resolve().with_name("vector_service.py")
+
+
+@dataclass(frozen=True)
+class VectorSettings(RowLimits):
+    """Distribution of environments over processes, and limits for those that break."""
+
+    workers: int | None = bounded(None, at_least=1)
+    """Processes; as many as there are usable cores when None, at most one an environment. The environments of a process
+    step one after the other and break together; a process each is `workers=num_envs`."""
+    failed_reward: float = math.nan
+    """Reward of the step in which an environment broke. It has none, so this is NaN; a training loop that cannot leave
+    such a step out needs a number."""
+    step_timeout_s: float = bounded(120.0, above=0)
+    """Seconds for a step of the environments of a process."""
+
+
+class EnvironmentProcesses(RowPool[Any]):
+    """Processes that each have some of N environments; arguments as for `PoolVectorEnv`."""
+
+    def __init__(
+        self,
+        env: str,
+        num_envs: int,
+        kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+        mode: str,
+        settings: VectorSettings,
+    ) -> None:
+        self._mode, self._start_timeout_s = mode, settings.start_timeout_s
+        # Environments are named, not pickled, so that a fresh process can make them from any request.
+        self._make, self._kwargs = _what_to_make(env, num_envs, kwargs)
+        workers = min(settings.workers or usable_cores(), num_envs)
+        self.members = [rows.tolist() for rows in np.array_split(np.arange(num_envs), workers)]
+        """Numbers of the environments of each process."""
+        spec = settings.worker_spec(SERVICE, f"the environment {env}", {})
+        super().__init__(env, spec, workers, settings, settings.step_timeout_s)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Start all processes; returns each one's report of its environments."""
+        self.start()
+        return self._contents("describe", {slot: {} for slot in range(self.size)}, self._start_timeout_s)
+
+    def requests(self, kind: str, contents: Mapping[int, Mapping[str, Any]]) -> dict[int, Request]:
+        """Requests by process, each with the setup that a fresh process needs before it can answer."""
+        requests = {}
+        for slot, content in contents.items():
+            members = self.members[slot]
+            kwargs = [self._kwargs[member] for member in members]
+            make = {"factory": self._make, "kwargs": kwargs, "first": members[0], "mode": self._mode}
+            try:
+                tree, arrays = wire.encode({**content, "make": make})
+            except TypeError as error:
+                raise UserError(f"options of an environment: {error}") from None
+            requests[slot] = Request({"kind": kind, "content": tree}, arrays)
+        return requests
+
+    def ask_all(self, kind: str, content: Mapping[str, Any], each: Sequence[Any] | None = None) -> list[Any]:
+        """Answers of all environments, in their order; `each` has a value for every environment."""
+        contents = {}
+        for slot, members in enumerate(self.members):
+            contents[slot] = {**content, "values": [each[member] for member in members] if each is not None else []}
+        return [value for part in self._contents(kind, contents) for value in part or ()]
+
+    def _contents(
+        self, kind: str, contents: Mapping[int, Mapping[str, Any]], timeout_s: float | None = None
+    ) -> list[Any]:
+        # Not `ask`: a process that is fresh after a failure makes its environments and can answer, too.
+        answers = self._pool.ask(self.requests(kind, contents), timeout_s or self._step_timeout_s)
+        found = []
+        for slot, answer in answers.items():
+            if isinstance(answer, WorkerFailure):
+                self.broken[slot] = answer
+                raise self.error("did not start" if kind == "describe" else f"failed at {kind}", answer)
+            found.append(self._read(answer))
+        return found
+
+    def _read(self, answer: Message) -> Any:
+        if not answer.fields:
+            return None
+        try:
+            return wire.decode(answer.fields["content"], answer.arrays)
+        except Exception as error:
+            raise RunError(f"an environment's worker sent something that cannot be read: {error!r:.200}") from None
 
 
 def row_seeds(seed: int | Sequence[int | None] | None, rows: int) -> list[int | None]:
@@ -107,25 +197,22 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
         if num_envs < 1:
             raise UserError(f"num_envs is {num_envs}; must be at least 1")
         self.num_envs, self.autoreset_mode = num_envs, AutoresetMode(autoreset_mode)
-        self.failures = FailureLog(env)
-        """Reasons of failures; tracebacks are written once its `folder` is set."""
-        self._envs = Environments(env, num_envs, kwargs, self.autoreset_mode.value, self.settings)
-        self._pool, self._rows = self._envs.pool, self._envs.rows
-        self._lost: set[int] = set()
+        self._envs = EnvironmentProcesses(env, num_envs, kwargs, self.autoreset_mode.value, self.settings)
+        self.failures, self._rows = self._envs.failures, self._envs.members
         self._over = np.ones(num_envs, bool)
         self._failed = np.zeros(num_envs, np.int64)
         self._seeds: list[int | None] = [None] * num_envs
         try:
             self._learn_spaces()
         except BaseException:
-            self._pool.close()
+            self._envs.close()
             raise
         self.closed = False
 
     @property
     def counts(self) -> Mapping[str, int]:
         """Failures of workers by kind, and restarts."""
-        return self._pool.counts
+        return self._envs.counts
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
@@ -146,6 +233,7 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
         self._check_open()
         seeds = row_seeds(seed, self.num_envs)
         mask, options = rows_to_reset(options, self.num_envs)
+        # Remembered for processes that are lost later; a reset without a seed keeps the earlier one.
         for row in np.flatnonzero(mask):
             self._seeds[row] = seeds[row] if seeds[row] is not None else self._seeds[row]
         infos = self._begin(np.flatnonzero(mask).tolist(), seeds, options)
@@ -167,12 +255,13 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
         self._check_open()
         self._check_begun()
         try:
-            spaces.write_batch(self._action, self._board.arrays, "action", actions)
-        except spaces.SpaceError as error:
+            board.write_batch(self._action, self._board.arrays, "action", actions)
+        except board.SpaceError as error:
             raise UserError(str(error)) from None
-        restarting = sorted(self._lost)
-        asked = self._all if not restarting else {slot: STEP for slot in self._all if slot not in self._lost}
-        infos = self._gather(self._pool.ask(asked, self.settings.step_timeout_s))
+        # With NEXT_STEP, the step after a failure is the one in which the next episode begins.
+        restarting = sorted(self._envs.broken)
+        asked = self._all if not restarting else {slot: STEP for slot in self._all if slot not in self._envs.broken}
+        infos = self._gather(self._envs.ask(asked))
         if restarting:
             infos.update(self._restart(restarting))
         return self._finish(infos)
@@ -201,16 +290,15 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
 
     def processes(self) -> list[int]:
         """Numbers of the processes that run now."""
-        return self._pool.processes()
+        return self._envs.processes()
 
     def close_extras(self, **kwargs: Any) -> None:
         """End all processes; arguments, which are for other vector environments, change nothing."""
-        self.failures.summary()
-        self._pool.close()
+        self._envs.close()
 
     def _learn_spaces(self) -> None:
         """Start the workers and make the shared memory for actions and observations."""
-        said = self._envs.start()
+        said = self._envs.describe()
         first = said[0]
         self._observation, self._action = first["observation"][0], first["action"][0]
         self.single_observation_space = _common_space("observation", said)
@@ -220,13 +308,14 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
         self.metadata = {**first["metadata"], "autoreset_mode": self.autoreset_mode}
         self.render_mode = first["render_mode"]
         self.spec = gymnasium.registry.get(first["id"])
-        layout = spaces.leaves(self._observation, "observation", self.num_envs)
+        layout = board.leaves(self._observation, "observation", self.num_envs)
         self._seen_names = [name for name, *_ in layout]
-        layout += spaces.leaves(self._observation, "final", self.num_envs)
-        layout += spaces.leaves(self._action, "action", self.num_envs)
+        # A place of their own: with SAME_STEP the observation of the next episode is already in the other one.
+        layout += board.leaves(self._observation, "final", self.num_envs)
+        layout += board.leaves(self._action, "action", self.num_envs)
         layout += [["reward", "<f8", [self.num_envs]]]
         layout += [[name, "|b1", [self.num_envs]] for name in ("terminated", "truncated", "failed")]
-        self._board = Board.create(layout)
+        self._board = board.Board.create(layout)
         self._all = dict.fromkeys(range(len(self._rows)), STEP)
         self._look()
 
@@ -247,16 +336,11 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
         }
         # In a fresh process those environments that are not to be reset would have to begin again.
         whole = all(begun == self._rows[slot] for slot, begun in chosen.items())
-        retries = self.settings.reset_retries if whole else 0
-        requests = self._envs.requests("reset", contents)
-        answers = self._pool.ask_with_retries(requests, self.settings.reset_timeout_s, retries)
+        answers = self._envs.begin(self._envs.requests("reset", contents), retries=None if whole else 0)
         infos: dict[int, Any] = {}
-        for slot, answer in answers.items():
-            if isinstance(answer, WorkerFailure):
-                self._lost.add(slot)
-                raise self._envs.error("did not begin an episode", answer)
-            self._lost.discard(slot)
-            found = content_of(answer)
+        for slot, found in answers.items():
+            if isinstance(found, WorkerFailure):
+                raise self._envs.error("did not begin an episode", found)
             infos.update({row: found[row - self._rows[slot][0]] if found else {} for row in chosen[slot]})
             self._over[chosen[slot]] = False
         return infos
@@ -264,42 +348,44 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
     def _choose(self, rows: Container[int]) -> dict[int, list[int]]:
         """Rows to start by worker: the requested ones, and all of a fresh process."""
         chosen = {slot: [row for row in members if row in rows] for slot, members in enumerate(self._rows)}
-        return {slot: self._rows[slot] if slot in self._lost else some for slot, some in chosen.items() if some}
+        return {slot: self._rows[slot] if slot in self._envs.broken else some for slot, some in chosen.items() if some}
 
-    def _gather(self, answers: Mapping[int, Answer]) -> dict[int, Any]:
-        """Infos by row of a step; rows whose worker failed are written as failed."""
+    def _gather(self, answers: Mapping[int, Any]) -> dict[int, Any]:
+        """Infos by row of a step; rows whose process failed are written as failed."""
         infos: dict[int, Any] = {}
-        for slot, answer in answers.items():
-            if isinstance(answer, WorkerFailure):
-                infos.update(self._lose(slot, answer))
-            elif answer.fields:
-                infos.update(zip(self._rows[slot], content_of(answer), strict=True))
-        if self.autoreset_mode is AutoresetMode.SAME_STEP and self._lost:
-            after = self._restart(sorted(self._lost), keep=True)
+        lost = [slot for slot, found in answers.items() if isinstance(found, WorkerFailure)]
+        for slot, found in answers.items():
+            if slot in lost:
+                infos.update(self._note_lost(self._rows[slot], found))
+            elif found:
+                infos.update(zip(self._rows[slot], found, strict=True))
+        if lost and self.autoreset_mode is AutoresetMode.SAME_STEP:
+            after = self._restart(lost, keep=True)
             infos.update({row: {"final_info": infos[row], **info} for row, info in after.items()})
-        elif self._lost:
-            self._pool.start_missing()  # its start overlaps with what the caller does next
+        elif lost:
+            self._envs.start_missing()  # its start overlaps with what the caller does next
         return infos
 
-    def _lose(self, slot: int, failure: WorkerFailure) -> dict[int, Any]:
-        self._lost.add(slot)
-        rows, arrays = self._rows[slot], self._board.arrays
+    def _note_lost(self, rows: Sequence[int], failure: WorkerFailure) -> dict[int, Any]:
+        arrays = self._board.arrays
         arrays["terminated"][rows], arrays["truncated"][rows], arrays["failed"][rows] = False, True, True
-        self.failures.note(failure)
         return {row: {"failed": True, "failure": f"{failure.kind}: {failure.reason}"} for row in rows}
 
     def _restart(self, slots: Sequence[int], *, keep: bool = False) -> dict[int, Any]:
         """Begin episodes in fresh processes; the flags of the step keep the failure."""
         rows = [row for slot in slots for row in self._rows[slot]]
+        # A fresh process has not stepped: what stands here is of the failed step, which was reported before.
         if not keep:
             for name in ("reward", "terminated", "truncated", "failed"):
                 self._board.arrays[name][rows] = 0
+        # A new seed for each failure, or an environment that fails in this episode would fail for ever.
         self._failed[rows] += 1
         seeds = [fresh_seed(seed, int(count)) for seed, count in zip(self._seeds, self._failed, strict=True)]
         return self._begin(rows, seeds, None)
 
     def _finish(self, infos: Mapping[int, Any]) -> Step:
         arrays = self._board.arrays
+        # Copies: the caller keeps them, and processes write the next step into the same memory.
         rewards, terminations, truncations = (arrays[name].copy() for name in ("reward", "terminated", "truncated"))
         over = terminations | truncations
         found = dict(infos)
@@ -314,23 +400,25 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
         same = self.autoreset_mode is AutoresetMode.SAME_STEP
         for row in np.flatnonzero(failed).tolist():
             rewards[row] = self.settings.failed_reward
+            # The last sound observation: the one that came with the failure may be half written.
             for name in self._seen_names:
                 shown = name.replace("observation", "final", 1) if same else name
                 arrays[shown][row] = self._seen[name][row]
+            # Failures of a process are noted by the pool; numbers that diverged, by nobody yet.
             told = infos[row]["final_info"] if same else infos[row]
             if told["failure"].startswith("diverged: "):
                 self.failures.note(WorkerFailure("diverged", one_line(told["failure"].removeprefix("diverged: "))))
         if (over & ~failed).any():
-            self._pool.note_success()
+            self._envs.note_success()
         if same:
             for row in np.flatnonzero(over).tolist():
-                last = spaces.read(self._observation, arrays, "final", row)
+                last = board.read(self._observation, arrays, "final", row)
                 infos[row] = {"final_info": {}, **infos.get(row, {}), "final_obs": last}
 
     def _look(self) -> Any:
         """Copy the observations out of the shared memory."""
         self._seen = {name: self._board.arrays[name].copy() for name in self._seen_names}
-        return spaces.read(self._observation, self._seen, "observation")
+        return board.read(self._observation, self._seen, "observation")
 
     def _join(self, infos: Mapping[int, Any]) -> dict[str, Any]:
         joined: dict[str, Any] = {}
@@ -353,8 +441,38 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
 
 def _common_space(name: str, said: Sequence[Mapping[str, Any]]) -> gymnasium.Space[Any]:
     """The space that all environments report."""
-    found = [build_space(tree) for one in said for tree in one[name]]
+    found = [_build_space(tree) for one in said for tree in one[name]]
     for row, space in enumerate(found):
         if space != found[0]:
             raise UserError(f"environment {row} has the {name} space {space}; environment 0 has {found[0]}")
     return found[0]
+
+
+def _build_space(tree: Mapping[str, Any]) -> spaces.Space[Any]:
+    """Build a space from its description."""
+    kind = tree["kind"]
+    if kind == "Dict":
+        return spaces.Dict({key: _build_space(part) for key, part in tree["parts"]})
+    if kind == "Tuple":
+        return spaces.Tuple([_build_space(part) for _, part in tree["parts"]])
+    dtype: Any = np.dtype(tree["dtype"])
+    if kind == "Box":
+        return spaces.Box(tree["low"], tree["high"], tuple(tree["shape"]), dtype.type)
+    if kind == "Discrete":
+        return spaces.Discrete(int(tree["n"]), start=int(tree["start"]), dtype=dtype.type)
+    if kind == "MultiDiscrete":
+        return spaces.MultiDiscrete(tree["nvec"], dtype=dtype.type, start=tree["start"])
+    shape = tuple(tree["shape"])
+    return spaces.MultiBinary(shape if len(shape) > 1 else shape[0])
+
+
+def _what_to_make(
+    env: str, num_envs: int, kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+) -> tuple[str, list[dict[str, Any]]]:
+    """A factory, and the arguments with which each environment calls it."""
+    each = [dict(kwargs or {})] * num_envs if kwargs is None or isinstance(kwargs, Mapping) else [*map(dict, kwargs)]
+    if len(each) != num_envs:
+        raise UserError(f"kwargs has {len(each)} entries; expected {num_envs}, one for each environment")
+    if names_function(env):
+        return env, each
+    return "gymnasium:make", [{"id": env, **options} for options in each]

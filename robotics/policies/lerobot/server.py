@@ -16,8 +16,7 @@ from mmrl.fields import bounded, check_config, rare
 from mmrl.files import expanded
 from mmrl.trust import check_foreign, remember
 from mmrl.workers.engine import WorkerFailure, WorkerSpec
-from mmrl.workers.pool import WorkerPool
-from mmrl.workers.slots import Request
+from mmrl.workers.pool import Request, WorkerPool
 from robotics.policies.base.policy import ActionPolicy, PolicyInputs
 from robotics.policies.base.saved import (
     check_sizes,

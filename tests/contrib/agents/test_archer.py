@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import ActionConfig
-from mmrl.agents.environments.pool import EnvironmentConfig
 from mmrl.agents.environments.tasks import TaskSetConfig
 from mmrl.agents.methods.digirl_critics import CriticTraining, Fitter, label_episodes
 from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig

@@ -9,8 +9,7 @@ import torch
 
 from mmrl.training import processes as machine
 from mmrl.workers import memory
-from mmrl.workers.engine import WorkerSpec
-from mmrl.workers.process import _variables
+from mmrl.workers.engine import WorkerSpec, _variables
 
 
 @pytest.fixture

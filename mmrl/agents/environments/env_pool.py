@@ -14,27 +14,24 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from omegaconf import MISSING
 
-from mmrl.agents.environments.env_service import make
 from mmrl.agents.environments.environment import Action, MalformedError, Observation, unpack_outcome
+from mmrl.agents.environments.environment_service import make
 from mmrl.agents.environments.tasks import AgentTask
-from mmrl.errors import RunError, UserError
+from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, rare
-from mmrl.workers.engine import FailureLog, WorkerFailure, WorkerSpec, one_line
-from mmrl.workers.in_process import InProcessEngine
-from mmrl.workers.pool import WorkerPool
-from mmrl.workers.slots import Answer, Request
-from mmrl.workers.wire import decode, encode
+from mmrl.workers.engine import InProcessEngine, WorkerFailure, one_line
+from mmrl.workers.pool import Request
+from mmrl.workers.row_pool import RowLimits, RowPool
+from mmrl.workers.wire import Message, decode, encode
 
-SERVICE = Path(__file__).resolve().with_name("env_service.py")
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+SERVICE = Path(__file__).resolve().with_name("environment_service.py")
 OF_PROCESSES = (
     *("variables", "memory_mb", "heartbeat_timeout_s"),
     *("start_timeout_s", "reset_timeout_s", "step_timeout_s"),
@@ -92,18 +89,16 @@ class EnvironmentConfig:
                         "environment.isolate: true"
                     )
 
-    def worker_spec(self) -> WorkerSpec:
-        """Settings with which a process is started."""
-        # One thread each by default: with a process per environment, more threads only wait for each other's cores.
-        threads = {name: os.environ.get(name, "1") for name in THREADS}
-        return WorkerSpec(
-            f"{SERVICE}:make",
-            {"factory": self.factory, "kwargs": dict(self.kwargs), "adapter": dict(self.adapter)},
-            purpose=f"the environment {self.factory}",
-            environment={**threads, **self.variables},
+    def limits(self) -> RowLimits:
+        """The options of the processes."""
+        return RowLimits(
+            environment=self.variables,
             start_timeout_s=self.start_timeout_s,
+            reset_timeout_s=self.reset_timeout_s,
             heartbeat_timeout_s=self.heartbeat_timeout_s,
-            memory_bytes=None if self.memory_mb is None else int(self.memory_mb * (1 << 20)),
+            memory_mb=self.memory_mb,
+            reset_retries=self.reset_retries,
+            max_restarts=self.max_restarts,
         )
 
 
@@ -129,7 +124,7 @@ class TurnResult:
         return self.terminated or self.truncated or self.failure is not None
 
 
-class EnvPool:
+class EnvPool(RowPool["TurnResult | Action"]):
     """Environments in `config.workers` rows.
 
     Args:
@@ -143,44 +138,29 @@ class EnvPool:
 
     def __init__(self, config: EnvironmentConfig, folder: Path | None = None) -> None:
         check_config(config, "environment")
-        self._config, self.factory = config, config.factory
-        goal = f"episode of {config.factory} that came to its end"
-        engine = None if config.isolate else InProcessEngine(make)
-        spec, restarts = config.worker_spec(), config.max_restarts
-        self._pool = WorkerPool(spec, config.workers, engine=engine, max_restarts=restarts, goal=goal)
-        self.failures = FailureLog(config.factory, folder)
-        """Reasons of failures, counted; each is logged once."""
-        self._live: set[int] = set()
-        self._dropped = self._malformed = 0
-        hello = self._pool.start()
-        if isinstance(hello, WorkerFailure):
-            if hello.for_user:
-                raise UserError(hello.reason)
-            reason = f"it {hello.kind}: {hello.reason}\n{hello.evidence}"
-            raise RunError(f"the environment {config.factory} did not start; {reason}")
-        self.actions: Mapping[str, str] = dict(hello.fields.get("actions") or {})
+        # Without processes one service after the other answers in this one, with the same messages.
+        limits, engine = config.limits(), None if config.isolate else InProcessEngine(make)
+        options = {"factory": config.factory, "kwargs": dict(config.kwargs), "adapter": dict(config.adapter)}
+        spec = limits.worker_spec(SERVICE, f"the environment {config.factory}", options)
+        kinds = ("malformed", "dropped")
+        super().__init__(
+            config.factory, spec, config.workers, limits, config.step_timeout_s, engine=engine, kinds=kinds
+        )
+        self.failures.folder = folder
+        hello = self.start().fields
+        self.actions: Mapping[str, str] = hello["actions"]
         """Names and descriptions of the environment's actions; empty where it names none."""
-        self.tools: list[dict[str, Any]] = list(hello.fields.get("tools") or [])
+        self.tools: list[dict[str, Any]] = hello["tools"]
         """JSON schemas of the environment's tools; empty where it has none."""
-        self.formats: list[str] | None = hello.fields.get("formats")
+        self.formats: list[str] | None = hello.get("formats")
         """Formats that can express its actions; None if it does not say."""
-        self.has_expert = bool(hello.fields.get("expert"))
+        self.has_expert: bool = hello["expert"]
         """Whether the environment has a method `expert`."""
-
-    @property
-    def size(self) -> int:
-        """Rows: episodes that can run at once."""
-        return self._config.workers
 
     @property
     def live(self) -> list[int]:
         """Rows with a running episode, in order."""
         return sorted(self._live)
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """Failures by kind, restarts, and episodes without a result, since the pool was made."""
-        return {**self._pool.counts, "malformed": self._malformed, "dropped": self._dropped}
 
     def reset(self, tasks: Mapping[int, AgentTask]) -> dict[int, TurnResult]:
         """Start episodes; running ones of these rows are dropped.
@@ -195,17 +175,12 @@ class EnvPool:
             UserError: there is no such row, or a task is not plain data.
             RunError: workers restart again and again without completing an episode.
         """
-        if self._pool.closed:
-            raise RuntimeError("this EnvPool has been closed")
+        self.check_open()
         unknown = [row for row in tasks if not 0 <= row < self.size]
         if unknown:
             raise UserError(f"there are no rows {unknown}; environment.workers is {self.size}, rows are 0 to that - 1")
         requests = {row: _request("reset", {"task": dict(task.task), "seed": task.seed}) for row, task in tasks.items()}
-        self._live -= set(tasks)
-        config = self._config
-        results = self._results(self._pool.ask_with_retries(requests, config.reset_timeout_s, config.reset_retries))
-        self._live |= {row for row, result in results.items() if not result.over}
-        return results
+        return {row: _turn(reply) for row, reply in self.begin(requests).items()}
 
     def step(self, actions: Mapping[int, Action]) -> dict[int, TurnResult]:
         """Execute an action in some of the live rows, all at the same time.
@@ -225,12 +200,10 @@ class EnvPool:
             row: _request("step", {"name": action.name, "arguments": dict(action.arguments), "text": action.text})
             for row, action in actions.items()
         }
-        results = self._results(self._pool.ask(requests, self._config.step_timeout_s))
-        over = {row for row, result in results.items() if result.over}
-        self._live -= over
-        if any(results[row].failure is None for row in over):
-            self._pool.note_success()
-        self._pool.start_missing()
+        # Sent together: a turn of the pool takes as long as its slowest environment.
+        results = {row: _turn(reply) for row, reply in self.ask(requests).items()}
+        self.settle([row for row, result in results.items() if result.over])
+        self.start_missing()
         return results
 
     def ask_expert(self, row: int) -> Action | WorkerFailure:
@@ -241,75 +214,49 @@ class EnvPool:
             UserError: the environment has no expert.
         """
         self._check_live([row])
-        answer = self._pool.ask({row: _request("expert", {})}, self._config.step_timeout_s)[row]
-        if not isinstance(answer, WorkerFailure) and "malformed" not in answer.fields:
-            move = decode(answer.fields["move"], answer.arrays)
-            return Action(move["name"], move["arguments"])
-        failure = self._result(answer).failure
-        assert failure is not None
-        self._live.discard(row)
-        self._pool.start_missing()
-        return failure
+        reply = self.ask({row: _request("expert", {})})[row]
+        if isinstance(reply, WorkerFailure):
+            self.settle([row])
+            self.start_missing()
+            return reply
+        assert isinstance(reply, Action)
+        return reply
 
     def stop(self, rows: Collection[int]) -> None:
         """End the episodes of some rows, which have reached a limit of the caller's; this is no failure."""
-        stopped = self._live & set(rows)
-        self._live -= stopped
-        if stopped:
-            self._pool.note_success()
+        self.settle(self._live & set(rows))
 
-    def processes(self) -> list[int]:
-        """PIDs of the running workers."""
-        return self._pool.processes()
-
-    def memory_mb(self) -> float:
-        """Memory in 10^6 bytes of the largest worker with its children."""
-        return self._pool.memory_bytes() / 1e6
-
-    def close(self) -> None:
-        """End all processes; also done when the interpreter ends."""
-        self.failures.summary()
-        self.failures.counts.clear()
-        self._live = set()
-        self._pool.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def _read(self, answer: Message) -> TurnResult | Action | WorkerFailure:
+        fields, arrays = answer.fields, answer.arrays
+        try:
+            # The worker has looked for the same faults, but it runs the user's code, which may have taken it over.
+            if "malformed" in fields:
+                raise MalformedError(str(fields["malformed"]))
+            if "move" in fields:
+                move = decode(fields["move"], arrays)
+                return Action(move["name"], move["arguments"])
+            outcome = unpack_outcome(fields, arrays)
+        except MalformedError as error:
+            return WorkerFailure("malformed", one_line(str(error)))
+        flags = (outcome.terminated, outcome.truncated)
+        seconds = float(fields.get("seconds", 0.0))
+        return TurnResult(outcome.observation, outcome.reward, *flags, outcome.info, seconds=seconds)
 
     def _check_live(self, rows: Collection[int]) -> None:
         dead = [row for row in rows if row not in self._live]
         if dead:
             raise ValueError(f"rows {dead} have no running episode; reset them first. Live rows: {self.live}")
 
-    def _results(self, answers: Mapping[int, Answer]) -> dict[int, TurnResult]:
-        return {row: self._result(answer) for row, answer in answers.items()}
 
-    def _result(self, answer: Answer) -> TurnResult:
-        if not isinstance(answer, WorkerFailure):
-            try:
-                if "malformed" in answer.fields:
-                    raise MalformedError(str(answer.fields["malformed"]))
-                outcome = unpack_outcome(answer.fields, answer.arrays)
-                return TurnResult(
-                    outcome.observation,
-                    outcome.reward,
-                    outcome.terminated,
-                    outcome.truncated,
-                    outcome.info,
-                    seconds=float(answer.fields.get("seconds", 0.0)),
-                )
-            except MalformedError as error:
-                answer = WorkerFailure("malformed", one_line(str(error)))
-                self._malformed += 1
-        self._dropped += 1
-        self.failures.note(answer)
-        return TurnResult(Observation(), math.nan, failure=answer)
+def _turn(reply: TurnResult | Action | WorkerFailure) -> TurnResult:
+    if isinstance(reply, WorkerFailure):
+        return TurnResult(Observation(), math.nan, failure=reply)
+    assert isinstance(reply, TurnResult)
+    return reply
 
 
 def _request(kind: str, body: Mapping[str, Any]) -> Request:
+    # Plain data only, also without processes: a task that works in one way works in the other.
     try:
         tree, arrays = encode(dict(body))
     except (TypeError, RecursionError) as error:

@@ -12,7 +12,7 @@ from mmrl.agents.environments.environment import (
     Environment,
     Fields,
     MalformedError,
-    Outcome,
+    StepOutcome,
     as_outcome,
     as_start,
     pack_outcome,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 METHODS = ("reset", "step", "close")
 
 
-class EnvService:
+class EnvironmentService:
     """Answers requests of the kinds reset, step and expert.
 
     A malformed observation, reward or flag is reported, not raised: the process itself is fine.
@@ -91,7 +91,7 @@ class EnvService:
                 raise LoadError(str(error)) from error
             if fields["kind"] == "reset":
                 observation, info = as_start(start)
-                return pack_outcome(Outcome(observation, 0.0, False, False, info))
+                return pack_outcome(StepOutcome(observation, 0.0, False, False, info))
             if not isinstance(move, Action):
                 raise MalformedError(f"expert returned a {type(move).__name__}; expected an Action")
             tree, arrays = encode({"name": move.name, "arguments": dict(move.arguments)})
@@ -133,6 +133,6 @@ def open_environment(factory: str, kwargs: Mapping[str, Any], adapter: Mapping[s
     return env
 
 
-def make(factory: str, kwargs: Mapping[str, Any], adapter: Mapping[str, Any]) -> EnvService:
+def make(factory: str, kwargs: Mapping[str, Any], adapter: Mapping[str, Any]) -> EnvironmentService:
     """Make the service of a worker; arguments as for `open_environment`."""
-    return EnvService(open_environment(factory, kwargs, adapter))
+    return EnvironmentService(open_environment(factory, kwargs, adapter))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from mmrl.rewards.calling import Batch, Failure, call, signature_of
+from mmrl.rewards.calling import Batch, RewardFailure, call, signature_of
 from mmrl.rewards.config import TrainerState
 from mmrl.workers.loading import LoadError, find_function
 from mmrl.workers.wire import decode, error_text
@@ -29,9 +29,9 @@ class RewardService:
         prompts, completions, columns, options, state = decode(fields["arguments"], arrays)
         batch = Batch(prompts, completions, columns, None if state is None else TrainerState(**state))
         found = call(self._functions[fields["function"]], batch, options)
-        if isinstance(found, Failure):
+        if isinstance(found, RewardFailure):
             return {"failure": asdict(found)}, {}
-        return {"outcomes": [asdict(outcome) if isinstance(outcome, Failure) else outcome for outcome in found]}, {}
+        return {"outcomes": [asdict(each) if isinstance(each, RewardFailure) else each for each in found]}, {}
 
     def close(self) -> None:
         """Nothing to free."""

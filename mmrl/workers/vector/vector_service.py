@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from mmrl.workers import loading, wire
-    from mmrl.workers.vector import board, spaces
+    from mmrl.workers.vector import board
 
 
 def _load_file(path: Path, name: str) -> ModuleType:
@@ -38,7 +38,7 @@ if not TYPE_CHECKING:
     HERE = Path(__file__).resolve().parent
     loading = _load_file(HERE.parent / "loading.py", "mmrl_loading")
     wire = sys.modules.get("mmrl_wire") or _load_file(HERE.parent / "wire.py", "mmrl_wire")  # a worker has it
-    board, spaces = (_load_file(HERE / f"{name}.py", f"mmrl_{name}") for name in ("board", "spaces"))
+    board = _load_file(HERE / "board.py", "mmrl_board")
 
 
 class InfoError(Exception):
@@ -69,6 +69,7 @@ class VectorService:
         if not fields:
             return self._report([self._step(place) for place in range(len(self._envs))])
         content = wire.decode(fields["content"], arrays)
+        # Every request but a step says how to make them: this process may have taken the place of another.
         if not self._envs:
             self._make(content["make"])
         kind = fields["kind"]
@@ -93,16 +94,16 @@ class VectorService:
         self._first, self._mode = int(made["first"]), made["mode"]
         self._over = np.zeros(len(self._envs), bool)
         first = self._envs[0]
-        self._observation = spaces.describe(first.observation_space, "observation")
-        self._action = spaces.describe(first.action_space, "action")
+        self._observation = board.describe(first.observation_space, "observation")
+        self._action = board.describe(first.action_space, "action")
 
     def _describe(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """Spaces of every environment here, and the metadata of the first one."""
         first = self._envs[0]
         metadata = {key: value for key, value in dict(first.metadata or {}).items() if _can_be_sent(value)}
         return {
-            "observation": [spaces.describe(env.observation_space, "observation") for env in self._envs],
-            "action": [spaces.describe(env.action_space, "action") for env in self._envs],
+            "observation": [board.describe(env.observation_space, "observation") for env in self._envs],
+            "action": [board.describe(env.action_space, "action") for env in self._envs],
             "metadata": metadata,
             "render_mode": getattr(first, "render_mode", None),
             "id": getattr(getattr(first, "spec", None), "id", None),
@@ -110,6 +111,7 @@ class VectorService:
 
     def _reset(self, content: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Start episodes; `places` has the indices of the environments here, `seeds` a seed for each."""
+        # Known with the first reset: its size follows from the spaces that `describe` reported.
         if self._board is None:
             self._board = board.Board.open(content["path"], content["layout"])
         infos: list[dict[str, Any]] = [{} for _ in self._envs]
@@ -123,14 +125,16 @@ class VectorService:
         """Step one environment, or begin its next episode; returns its info."""
         arrays, row, env = self._board.arrays, self._first + place, self._envs[place]
         arrays["failed"][row] = False
+        # Gymnasium: the action of this step is ignored.
         if self._over[place] and self._mode == "NextStep":
             observation, info = env.reset()
             reward, terminated, truncated = 0.0, False, False
         else:
             observation, reward, terminated, truncated, info = env.step(self._action_of(row))
         self._show("observation", place, observation)
+        # The environment itself still works, so that its process stays and only the episode has failed.
         problem = f"the reward is {reward}" if not math.isfinite(reward) else ""
-        problem = problem or spaces.problem_in(self._observation, arrays, "observation", row)
+        problem = problem or board.problem_in(self._observation, arrays, "observation", row)
         if problem:
             arrays["failed"][row], terminated, truncated = True, False, True
             info = {**info, "failed": True, "failure": f"diverged: {problem}"}
@@ -145,10 +149,10 @@ class VectorService:
         return info
 
     def _action_of(self, row: int) -> Any:
-        return spaces.read(self._action, self._board.arrays, "action", row)
+        return board.read(self._action, self._board.arrays, "action", row)
 
     def _show(self, name: str, place: int, observation: Any) -> None:
-        spaces.write(self._observation, self._board.arrays, name, self._first + place, observation)
+        board.write(self._observation, self._board.arrays, name, self._first + place, observation)
 
     def _render(self, content: Mapping[str, Any]) -> list[Any]:
         return [env.render() for env in self._envs]

@@ -1,0 +1,311 @@
+"""Rows of environments in worker processes: each runs one episode at a time and may fail without harm to the others.
+
+A domain gives how its workers are started, the requests, and what it makes of the replies. Assigning rows to processes,
+replacing those that died, trying again, and counting are here, once for agents, robots and Gymnasium's vector
+interface.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Self, TypeVar
+
+from mmrl.errors import RunError, UserError
+from mmrl.fields import bounded
+from mmrl.workers.engine import WORKER_FAILURES, Engine, WorkerFailure, WorkerSpec
+from mmrl.workers.pool import Request, WorkerPool
+from mmrl.workers.wire import Message
+
+LOGGER = logging.getLogger(__name__)
+Reply = TypeVar("Reply")
+MAX_FILES = 100
+"""Tracebacks kept of a run; reasons beyond that are still counted and logged."""
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLimits:
+    """How the processes of environments are started, and limits for those that break."""
+
+    python: str | None = None
+    """Interpreter of the environments; this one, with its module paths, when None."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the processes on top of this process's."""
+    start_timeout_s: float = bounded(180.0, above=0)
+    """Seconds for imports and construction."""
+    reset_timeout_s: float = bounded(120.0, above=0)
+    """Seconds for beginning an episode, which may load another scene."""
+    heartbeat_timeout_s: float = bounded(30.0, above=0)
+    """Seconds without a heartbeat, missed only while code holds the GIL or the process is stopped."""
+    memory_mb: float | None = bounded(None, above=0)
+    """MiB that a process and its children may hold while it works; beyond that its episode fails and a fresh process
+    takes over. None = any."""
+    reset_retries: int = bounded(2, at_least=0)
+    """Further attempts at an episode that did not begin, each in a fresh process."""
+    max_restarts: int = bounded(20, at_least=1)
+    """Restarts of a process without a completed episode in between, after which the run stops."""
+
+    def worker_spec(
+        self, service: Path, purpose: str, options: Mapping[str, Any], variables: Mapping[str, str] | None = None
+    ) -> WorkerSpec:
+        """Settings with which a worker is started from the function `make` of a service's file.
+
+        Args:
+            service: the file.
+            purpose: for error messages.
+            options: keyword arguments of `make`.
+            variables: environment variables that `environment` may change.
+        """
+        # One thread each by default: with a process per environment, more threads only wait for each other's cores.
+        threads = {name: os.environ.get(name, "1") for name in THREADS}
+        return WorkerSpec(
+            f"{service}:make",
+            options,
+            purpose=purpose,
+            python=self.python,
+            environment={**threads, **(variables or {}), **self.environment},
+            start_timeout_s=self.start_timeout_s,
+            heartbeat_timeout_s=self.heartbeat_timeout_s,
+            memory_bytes=None if self.memory_mb is None else int(self.memory_mb * (1 << 20)),
+        )
+
+
+class FailureLog:
+    """Reasons of failures, counted; those that differ only in numbers are one."""
+
+    def __init__(self, name: str, folder: Path | None = None) -> None:
+        self.name, self.folder = name, folder
+        self.counts: Counter[str] = Counter()
+        """Number of failures by reason."""
+
+    def note(self, failure: WorkerFailure) -> None:
+        """Count a failure; log it where its reason is new, or when it came for the 10th, 100th, ... time."""
+        reason = re.sub(r"\d+", "#", f"{failure.kind}: {failure.reason}")
+        self.counts[reason] += 1
+        count = self.counts[reason]
+        # 10th, 100th, ...: a run of days with a flaky environment must not fill its log.
+        if count == 1:
+            kept = self._write(reason, failure)
+            after = "; a fresh process takes its place" if failure.kind in WORKER_FAILURES else ""
+            after += f"; what it said is in {kept}" if kept is not None else ""
+            LOGGER.warning("the environment %s %s: %s%s", self.name, failure.kind, failure.reason, after)
+        elif re.fullmatch("10+", str(count)):
+            LOGGER.warning("the environment %s: %d times so far: %s", self.name, count, reason)
+
+    def summary(self) -> None:
+        """Log how often each reason came that came more than once."""
+        for reason, count in self.counts.most_common():
+            if count > 1:
+                LOGGER.warning("the environment %s: %d times in all: %s", self.name, count, reason)
+
+    def _write(self, reason: str, failure: WorkerFailure) -> Path | None:
+        if self.folder is None or len(self.counts) > MAX_FILES:
+            return None
+        digest = hashlib.sha256(reason.encode()).hexdigest()[:8]
+        path = self.folder / f"environment-{failure.kind}-{digest}.txt"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{self.name} {failure.kind}: {failure.reason}\n\n{failure.evidence}\n", errors="replace")
+        except OSError as error:
+            LOGGER.warning("the environment's traceback cannot be written to %s: %s", path, error)
+            return None
+        return path
+
+
+class RowPool(Generic[Reply]):
+    """Environments in worker processes; a row has a process to itself and one episode at a time.
+
+    Args:
+        name: the environment's, for messages.
+        spec: how a worker is started.
+        rows: number of processes.
+        limits: time for beginning an episode, retries and restarts.
+        step_timeout_s: seconds for any other request.
+        engine: starts the workers; processes of this machine when None.
+        kinds: what is counted besides failures of workers: `dropped`, episodes without a result, and kinds of `_read`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        spec: WorkerSpec,
+        rows: int,
+        limits: RowLimits,
+        step_timeout_s: float,
+        *,
+        engine: Engine | None = None,
+        kinds: Sequence[str] = (),
+    ) -> None:
+        self.factory = name
+        self.size = rows
+        self.failures = FailureLog(name)
+        """Reasons of failures; tracebacks are written once its `folder` is set."""
+        self._limits = limits
+        self._step_timeout_s = step_timeout_s
+        goal = f"episode of {name} that came to its end"
+        self._pool = WorkerPool(spec, rows, engine=engine, max_restarts=limits.max_restarts, goal=goal)
+        self._counts = dict.fromkeys(kinds, 0)
+        self._live: set[int] = set()
+        self.broken: dict[int, WorkerFailure] = {}
+        """Rows that have failed since they began, and why."""
+        self._slots = list(range(rows))
+        self._scenes: list[str | None] = [None] * rows
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Failures of workers by kind, restarts, and the pool's own kinds, since the pool was made."""
+        return {**self._pool.counts, **self._counts}
+
+    def start(self) -> Message:
+        """Start all workers; returns what the first one says of its environment, or raises `error`."""
+        hello = self._pool.start()
+        if isinstance(hello, WorkerFailure):
+            raise self.error("did not start", hello)
+        return hello
+
+    def error(self, what: str, failure: WorkerFailure) -> UserError | RunError:
+        """The exception for a failure that ends the run."""
+        if failure.for_user:
+            return UserError(failure.reason)
+        evidence = f"{failure.kind}: {failure.reason}\n{failure.evidence}"
+        return RunError(f"the environment {self.factory} {what}; it {evidence}")
+
+    def begin(
+        self, requests: Mapping[int, Request], *, scenes: Sequence[str] = (), retries: int | None = None
+    ) -> dict[int, Reply | WorkerFailure]:
+        """Start episodes, again in a fresh process where one does not begin; running ones of these rows are dropped.
+
+        Args:
+            requests: by row; rows that begin are live.
+            scenes: what each of the rows 0, 1, ... loads, which goes to a process that has loaded it before, if any.
+            retries: instead of those of the limits.
+
+        Returns:
+            Answers by row.
+
+        Raises:
+            UserError: the environment refuses a request.
+            RunError: workers restart again and again without completing an episode.
+        """
+        # Before anything is sent: whatever fails from here on, the old episodes are gone.
+        self._live -= set(requests)
+        if scenes:
+            self._slots = self._assign(scenes)
+        for row in requests:
+            self.broken.pop(row, None)
+        answers = self._pool.ask_with_retries(
+            {self._slots[row]: request for row, request in requests.items()},
+            self._limits.reset_timeout_s,
+            self._limits.reset_retries if retries is None else retries,
+            check=self._misshapen,
+        )
+        # For `_judge`, which counts a row that does not begin as dropped.
+        self._live |= set(requests)
+        judged = self._judge({row: answers[self._slots[row]] for row in requests})
+        self._live -= set(self.broken)
+        return judged
+
+    def ask(self, requests: Mapping[int, Request], timeout_s: float | None = None) -> dict[int, Reply | WorkerFailure]:
+        """Send rows a request each, at the same time; answers by row.
+
+        A row that has failed is not asked, since its process, which is a fresh one by now, knows nothing of its
+        episode: its answer is the failure.
+        """
+        slots = {row: self._slots[row] for row in requests if row not in self.broken}
+        answers = self._pool.ask(
+            {slot: requests[row] for row, slot in slots.items()},
+            timeout_s or self._step_timeout_s,
+            check=self._misshapen,
+        )
+        judged = self._judge({row: answers[slot] for row, slot in slots.items()})
+        return {row: judged[row] if row in slots else self.broken[row] for row in requests}
+
+    def settle(self, rows: Collection[int]) -> None:
+        """Take rows whose episodes are over out of those that are live; one with a result forgives the restarts."""
+        self._live -= set(rows)
+        if any(row not in self.broken for row in rows):
+            self.note_success()
+
+    def note_success(self) -> None:
+        """Forgive the restarts so far."""
+        self._pool.note_success()
+
+    def start_missing(self) -> None:
+        """Replace processes that were lost; their start overlaps with what the caller does next."""
+        self._pool.start_missing()
+
+    def processes(self) -> list[int]:
+        """PIDs of the running workers."""
+        return self._pool.processes()
+
+    def memory_mb(self) -> float:
+        """Memory in 10^6 bytes of the largest worker, its children included."""
+        return self._pool.memory_bytes() / 1e6
+
+    def check_open(self) -> None:
+        """Refuse work after `close`."""
+        # The pool itself would start again at the next request, without the episodes that its caller expects.
+        if self._pool.closed:
+            raise RuntimeError(f"this {type(self).__name__} has been closed")
+
+    def close(self) -> None:
+        """End all processes; also done when the interpreter ends."""
+        self.failures.summary()
+        self.failures.counts.clear()
+        self._live.clear()
+        self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _misshapen(self, request: Request, answer: Message) -> WorkerFailure | None:
+        """What is wrong with an answer for which its process is to blame, and replaced."""
+        return None
+
+    def _read(self, answer: Message) -> Reply | WorkerFailure:
+        """The content of an answer, or what is wrong with its episode.
+
+        The process of such a failure is sound and stays. The episode would fail again, so it is not tried again.
+        """
+        raise NotImplementedError
+
+    def _judge(self, answers: Mapping[int, Message | WorkerFailure]) -> dict[int, Reply | WorkerFailure]:
+        """Contents of answers; rows that failed are remembered, counted and logged."""
+        judged: dict[int, Reply | WorkerFailure] = {}
+        for row, answer in answers.items():
+            found = judged[row] = answer if isinstance(answer, WorkerFailure) else self._read(answer)
+            if not isinstance(found, WorkerFailure):
+                continue
+            self.broken[row] = found
+            self.failures.note(found)
+            # An episode that had ended before (its last image was asked for) keeps its result.
+            for kind in (found.kind, "dropped" if row in self._live else ""):
+                if kind in self._counts:
+                    self._counts[kind] += 1
+        return judged
+
+    def _assign(self, scenes: Sequence[str]) -> list[int]:
+        """A process for each row, preferably one that has the row's scene: changing it may take seconds."""
+        free = list(range(self.size))
+        slots: dict[int, int] = {}
+        for row, scene in enumerate(scenes):
+            # Rows that find their scene choose first; the others take what is left, in order.
+            same = next((slot for slot in free if self._scenes[slot] == scene), None)
+            if same is not None:
+                slots[row] = same
+                free.remove(same)
+        for row, scene in enumerate(scenes):
+            if row not in slots:
+                slots[row] = free.pop(0)
+            self._scenes[slots[row]] = scene
+        return [slots[row] for row in range(len(scenes))]
