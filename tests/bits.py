@@ -34,6 +34,8 @@ from tests.faults.sameness import MEASURED
 
 MEASURES = re.compile(r"\b\d+(\.\d+)? (?:s|min|ms|MB|GB)\b|\d{4}-\d{2}-\d{2}|\d{2}:\d{2} UTC")
 """Durations, sizes in memory, dates and times in a model card."""
+LEFT_OUT = (*MEASURED, "protocol", "version")
+"""Beginnings of keys of rows that hold times or hashes of code."""
 FOLDERS = re.compile(rf"{re.escape(tempfile.gettempdir())}/[^/\s`'\"]+")
 """Temporary folders of the run and of its tiny models."""
 
@@ -151,10 +153,12 @@ def _tensors(folder: Path) -> Iterable[Any]:
 
 
 def _rows(path: Path) -> Iterable[Any]:
-    """Rows of a file of JSON lines without times, and without the hash of the protocol, which holds names of code."""
+    """Rows of a file of JSON lines without times and without hashes of code: protocol, version of an environment."""
     for line in path.read_text().splitlines() if path.exists() else ():
         row = json.loads(line)
-        yield sorted((key, value) for key, value in row.items() if not key.startswith((*MEASURED, "protocol")))
+        yield sorted(
+            (key, value) for key, value in row.items() if not key.startswith((*MEASURED, "protocol", "version"))
+        )
 
 
 def _plain(text: str) -> str:

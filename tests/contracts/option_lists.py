@@ -259,6 +259,7 @@ OWN: dict[str, dict[str, str]] = {
     },
     "agent": {**TALK, **ONE_KIND},
     "agent_clone": {
+        "episode.success_above": "greedy answers of the tiny model are cut, and a cut answer does nothing",
         **TALK,
         "random_actions": "the environment of the walk has no list of actions",
         "play_once": "the expert of the walk plays a task alike each time",
