@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from mmrl.hub.video import write_mp4
 from mmrl.hub.video_reading import decode_frames, read_index
+from mmrl.hub.video_writing import write_mp4
 from mmrl.vlm.data.dataset import DataConfig
 from mmrl.vlm.data.task import TaskError
 from mmrl.vlm.toy.needles import build_needles, build_readings
