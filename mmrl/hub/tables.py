@@ -1,20 +1,30 @@
-"""Rows out of JSONL, JSON and parquet files, saved data-set folders and hub data sets."""
+"""Rows out of JSONL, JSON and parquet files, saved data-set folders and hub data sets; the usable ones become tasks."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import logging
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+from omegaconf import MISSING
 
 from mmrl.errors import UserError, did_you_mean
 from mmrl.files import expanded, is_file
+from mmrl.hub.building import build_if_missing
 from mmrl.runs.dry_run import fetch_follows
 
+ItemT = TypeVar("ItemT")
+TaskT = TypeVar("TaskT")
+LOGGER = logging.getLogger("mmrl")
+BAD_ROWS = ("error", "skip")
+"""Treatments of bad rows, `on_bad_row`."""
 MAX_LINE_MB = 32
 """Longest line of a .jsonl file in 10^6 bytes, by default."""
 PUBLISHED = "docs/data.md has the columns, and where published sets are"
@@ -28,6 +38,67 @@ class Row:
     place: str
     cells: dict[str, Any]
     problem: str | None = None
+
+
+class BadRowError(Exception):
+    """A row that cannot be used; it ends the run, or is counted by kind and left out."""
+
+    def __init__(self, kind: str, place: str, message: str) -> None:
+        super().__init__(kind, place, message)
+        self.kind = kind
+        self.place = place
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.message}"
+
+
+@dataclass
+class LoadedRows(Generic[TaskT]):
+    """The usable rows of a data set as tasks, and the rows that were left out."""
+
+    tasks: list[TaskT] = field(default_factory=list)
+    on_bad_row: str = "error"
+    """error: stop at a bad row; skip: leave it out and count it."""
+    problems: list[BadRowError] = field(default_factory=list)
+    """All rows that were left out."""
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """Number of rows left out, by kind."""
+        return Counter(error.kind for error in self.problems)
+
+    @property
+    def examples(self) -> dict[str, str]:
+        """The first message of each kind."""
+        return {error.kind: str(error) for error in reversed(self.problems)}
+
+    def take(self, items: Iterable[ItemT], make: Callable[[ItemT], TaskT], limit: int | None = None) -> None:
+        """Append the task that `make` returns for each item, up to `limit` tasks; a BadRowError leaves the item out."""
+        for item in items:
+            if len(self.tasks) == limit:
+                return
+            try:
+                self.tasks.append(make(item))
+            except BadRowError as error:
+                self.leave_out(error)
+
+    def leave_out(self, error: BadRowError) -> None:
+        """Count a row that cannot be used; raises UserError if bad rows are errors."""
+        if self.on_bad_row == "error":
+            raise UserError(f"{error} (set data.on_bad_row=skip to leave such rows out)") from None
+        self.problems.append(error)
+
+    def check_left(self, path: Path | str) -> None:
+        """Refuse a data set without a usable row, and log the rows left out; raises UserError."""
+        if not self.tasks and not self.problems:
+            raise UserError(f"{path} is empty: it has no rows")
+        if not self.tasks:
+            counts = ", ".join(f"{count} {kind}" for kind, count in self.skipped.items())
+            raise UserError(f"{path}: no usable row is left (skipped: {counts}); the first problem: {self.problems[0]}")
+        examples = self.examples
+        for kind, count in self.skipped.items():
+            LOGGER.warning("%s: skipped %d rows (%s), e.g. %s", path, count, kind, examples[kind])
 
 
 @dataclass
@@ -51,6 +122,23 @@ class ArrowImage:
         return {**cell, "path": str(self.folder / cell["path"])}
 
 
+def built_path(config: Any, key: str, kinds: str) -> Path:
+    """Path of a configuration's data, which its `build` writes if it is missing; raises UserError without a path.
+
+    `key` is the section of the options and `kinds` lists the kinds of files, both for messages.
+    """
+    if not config.path or config.path == MISSING:
+        raise UserError(f"{key}.path is not set: give {kinds}")
+    build_if_missing(config, key)
+    return expanded(config.path)
+
+
+def rows(config: Any) -> Iterator[Row]:
+    """All rows of a configuration with path, split, subset and max_line_mb."""
+    check_split(config.path, config.split, config.subset)
+    yield from read_rows(config.path, config.split, config.subset, config.max_line_mb)
+
+
 def read_rows(path: str, split: str, subset: str | None, max_line_mb: float = MAX_LINE_MB) -> Iterator[Row]:
     """Read all rows behind a path or hub id."""
     file = expanded(path)
@@ -72,14 +160,14 @@ def read_rows(path: str, split: str, subset: str | None, max_line_mb: float = MA
         raise UserError(_missing(file))
 
 
-def check_split(path: str, split: str, subset: str | None, where: str = "data") -> None:
+def check_split(path: str, split: str, subset: str | None) -> None:
     """Refuse a split or subset of data that has none: a file is one split, and only hub data sets have subsets."""
     file = expanded(path)
     is_one = is_file(file) and file.suffix.lower() in (".txt", LINES, *READERS)
     if is_one and split != "train":
-        raise UserError(f"{where}.split is {split!r}, but {file} is one split; leave it out")
+        raise UserError(f"data.split is {split!r}, but {file} is one split; leave it out")
     if subset is not None and (is_one or file.is_dir()):
-        raise UserError(f"{where}.subset is {subset!r}, but {file} is not on the hub and has none; set it to null")
+        raise UserError(f"data.subset is {subset!r}, but {file} is not on the hub and has none; set it to null")
 
 
 def _missing(file: Path) -> str:

@@ -134,7 +134,7 @@ def without_unreadable(
         try:
             return attempt(tasks, features)
         except TaskError as error:
-            kept = [n for n, task in enumerate(tasks) if task.id != error.task_id]
+            kept = [n for n, task in enumerate(tasks) if task.id != error.place]
             if len(kept) == len(tasks):
                 raise
             skip(error)
