@@ -23,9 +23,9 @@ from diffusion.data.prompts import DiffusionTask, PromptConfig, load_prompts
 from diffusion.evaluation import ImageMeasure, shown_output, training_cost
 from diffusion.families.base import REFERENCE
 from diffusion.models.adapters import save_formatted
-from diffusion.models.cards import describe_pipeline
 from diffusion.models.conditioning import TextEncoders
 from diffusion.models.ema import EMAWeights, EvalAverage, KeepsEvalAverage
+from diffusion.models.pipeline_card import describe_pipeline
 from diffusion.models.pipelines import decode_latents
 from diffusion.models.policy import DiffusionPolicy, load_policy
 from diffusion.rewards.table import load_rewards

@@ -15,7 +15,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.files import expanded
 from mmrl.hub.images import ImageError, image_pixels_option
-from mmrl.hub.tables import BAD_ROWS, MAX_LINE_MB, BadRowError, LoadedRows, Row, built_path, check_split, rows
+from mmrl.hub.tables import BAD_ROWS, MAX_LINE_MB, BadRowError, DataRow, LoadedRows, built_path, check_split, rows
 
 TaskT = TypeVar("TaskT")
 LOGGER = logging.getLogger("mmrl")
@@ -119,7 +119,7 @@ def has_images(config: Any, otherwise: bool) -> bool:
     return load_prompts(replace(data, max_tasks=1)).tasks[0].image is not None
 
 
-def _rows(config: PromptConfig) -> Iterator[Row]:
+def _rows(config: PromptConfig) -> Iterator[DataRow]:
     path = expanded(config.path)
     if path.suffix.lower() != ".txt":
         yield from rows(config)
@@ -131,10 +131,10 @@ def _rows(config: PromptConfig) -> Iterator[Row]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     for number, line in enumerate(lines, start=1):
-        yield Row(f"{path.name} line {number}", {config.prompt_key: line})
+        yield DataRow(f"{path.name} line {number}", {config.prompt_key: line})
 
 
-def _task(row: Row, config: PromptConfig, too_long: Callable[[str], str | None]) -> DiffusionTask:
+def _task(row: DataRow, config: PromptConfig, too_long: Callable[[str], str | None]) -> DiffusionTask:
     """The task of a row; raises BadRowError."""
     kind, message = _fault(row.cells, row.problem, config, too_long)
     if kind is not None:

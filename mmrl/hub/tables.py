@@ -32,7 +32,7 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass
-class Row:
+class DataRow:
     """One row: its place for messages, and its cells or its problem."""
 
     place: str
@@ -133,13 +133,13 @@ def built_path(config: Any, key: str, kinds: str) -> Path:
     return expanded(config.path)
 
 
-def rows(config: Any) -> Iterator[Row]:
+def rows(config: Any) -> Iterator[DataRow]:
     """All rows of a configuration with path, split, subset and max_line_mb."""
     check_split(config.path, config.split, config.subset)
     yield from read_rows(config.path, config.split, config.subset, config.max_line_mb)
 
 
-def read_rows(path: str, split: str, subset: str | None, max_line_mb: float = MAX_LINE_MB) -> Iterator[Row]:
+def read_rows(path: str, split: str, subset: str | None, max_line_mb: float = MAX_LINE_MB) -> Iterator[DataRow]:
     """Read all rows behind a path or hub id."""
     file = expanded(path)
     if file.is_dir():
@@ -178,7 +178,7 @@ def _missing(file: Path) -> str:
     return f"no such file: {file}; {did_you_mean(file.name, names)}{listed}"
 
 
-def _read_jsonl(file: Path, longest: int) -> Iterator[Row]:
+def _read_jsonl(file: Path, longest: int) -> Iterator[DataRow]:
     with file.open("rb") as content:
         for number in itertools.count(1):
             line = content.readline(longest + 1)
@@ -188,25 +188,25 @@ def _read_jsonl(file: Path, longest: int) -> Iterator[Row]:
             if len(line) > longest:
                 while line and not line.endswith(b"\n"):
                     line = content.readline(2**20)
-                yield Row(place, {}, f"the line has more than {longest / 1e6:g} MB (data.max_line_mb)")
+                yield DataRow(place, {}, f"the line has more than {longest / 1e6:g} MB (data.max_line_mb)")
             elif line.strip():
                 yield _json_row(line, place)
 
 
-def _json_row(line: bytes, place: str) -> Row:
+def _json_row(line: bytes, place: str) -> DataRow:
     try:
         value = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        return Row(place, {}, f"not UTF-8 ({error.reason} at byte {error.start})")
+        return DataRow(place, {}, f"not UTF-8 ({error.reason} at byte {error.start})")
     except (ValueError, RecursionError) as error:
-        return Row(place, {}, f"not valid JSON ({error})")
+        return DataRow(place, {}, f"not valid JSON ({error})")
     return _object_row(value, place)
 
 
-def _object_row(value: Any, place: str) -> Row:
+def _object_row(value: Any, place: str) -> DataRow:
     if isinstance(value, dict):
-        return Row(place, value, _unusable_text(value))
-    return Row(place, {}, f'expected an object like {{"prompt": ...}}, found {type(value).__name__}')
+        return DataRow(place, value, _unusable_text(value))
+    return DataRow(place, {}, f'expected an object like {{"prompt": ...}}, found {type(value).__name__}')
 
 
 def _unusable_text(cells: dict[str, Any]) -> str | None:
@@ -219,7 +219,7 @@ def _unusable_text(cells: dict[str, Any]) -> str | None:
     return None
 
 
-def _read_json(file: Path) -> Iterator[Row]:
+def _read_json(file: Path) -> Iterator[DataRow]:
     try:
         rows = json.loads(file.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -230,7 +230,7 @@ def _read_json(file: Path) -> Iterator[Row]:
         yield _object_row(value, f"{file.name} row {number}")
 
 
-def _read_parquet(file: Path) -> Iterator[Row]:
+def _read_parquet(file: Path) -> Iterator[DataRow]:
     datasets = _import_datasets(file)
     from pyarrow.parquet import read_metadata
 
@@ -245,7 +245,7 @@ def _read_parquet(file: Path) -> Iterator[Row]:
     yield from _arrow_rows(dataset, file.name)
 
 
-def _read_folder(folder: Path, split: str) -> Iterator[Row]:
+def _read_folder(folder: Path, split: str) -> Iterator[DataRow]:
     datasets = _import_datasets(folder)
     saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
     try:
@@ -259,7 +259,7 @@ def _read_folder(folder: Path, split: str) -> Iterator[Row]:
     yield from _arrow_rows(_pick_split(found, split, str(folder)), folder.name)
 
 
-def _read_hub(name: str, split: str, subset: str | None) -> Iterator[Row]:
+def _read_hub(name: str, split: str, subset: str | None) -> Iterator[DataRow]:
     fetch_follows(name, "a hub id, or not on this machine; not checked")
     datasets = _import_datasets(name)
     try:
@@ -299,7 +299,7 @@ def _quiet(datasets: Any) -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _arrow_rows(dataset: Any, name: str) -> Iterator[Row]:
+def _arrow_rows(dataset: Any, name: str) -> Iterator[DataRow]:
     """Turn a data set's columns into cells, images left in the memory-mapped table as `ArrowImage`."""
     stored = dataset.with_format("arrow")
     image_columns = [column.name for column in stored.features.arrow_schema if _is_image(column.type)]
@@ -312,7 +312,7 @@ def _arrow_rows(dataset: Any, name: str) -> Iterator[Row]:
             cells = plain[offset] if plain else {}
             for key in image_columns:
                 cells[key] = _image_cell(stored, start + offset, key, counts[key][offset])
-            yield Row(f"{name} row {start + offset + 1}", cells)
+            yield DataRow(f"{name} row {start + offset + 1}", cells)
 
 
 def _is_image(kind: Any) -> bool:

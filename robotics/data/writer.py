@@ -23,7 +23,7 @@ import numpy as np
 
 from mmrl.errors import UserError, require_packages
 from mmrl.hub.video_writing import copy_video, write_mp4
-from robotics.data.cards import write_recording_card
+from robotics.data.dataset_card import write_recording_card
 from robotics.data.features import (
     ACTION,
     DTYPES,

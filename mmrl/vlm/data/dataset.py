@@ -21,7 +21,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields, choice, rare
 from mmrl.files import expanded, is_file
 from mmrl.hub.images import image_pixels_option
-from mmrl.hub.tables import BAD_ROWS, MAX_LINE_MB, LoadedRows, Row, built_path, rows
+from mmrl.hub.tables import BAD_ROWS, MAX_LINE_MB, DataRow, LoadedRows, built_path, rows
 from mmrl.training.evaluation import parts_of_tasks
 from mmrl.vlm.data.messages import MediaCells, build_messages, has_marks, make_renderer, split_conversation
 from mmrl.vlm.data.row_extras import with_budgets
@@ -124,7 +124,7 @@ def load_tasks(config: DataConfig) -> LoadedTasks:
     check_fields(config, "data")
     built_path(config, "data", "a .jsonl, .json or .parquet file, a folder or a hub id")
     loaded = LoadedTasks(on_bad_row=config.on_bad_row)
-    good: list[Row] = []
+    good: list[DataRow] = []
     for row in rows(config):
         if row.problem is None:
             good.append(row)
@@ -138,7 +138,7 @@ def load_tasks(config: DataConfig) -> LoadedTasks:
     return loaded
 
 
-def _find_layout(config: DataConfig, good: list[Row]) -> _Layout:
+def _find_layout(config: DataConfig, good: list[DataRow]) -> _Layout:
     columns = list(dict.fromkeys(key for row in good for key in row.cells))
     prompt = _find_key(config.prompt_key, (*PROMPT_KEYS, *CHAT_KEYS), columns, "prompt_key")
     if prompt is None:
@@ -186,7 +186,7 @@ def _media_folder(config: DataConfig) -> Path:
     return folder
 
 
-def _make_task(row: Row, layout: _Layout, config: DataConfig, seen: set[str]) -> VlmTask:
+def _make_task(row: DataRow, layout: _Layout, config: DataConfig, seen: set[str]) -> VlmTask:
     """The task of a row; its id, to which the place is added if an earlier row has it, joins the seen ones."""
     name = row.cells.get("id")
     task_id = row.place if name is None or name == "" else str(name)
@@ -231,7 +231,7 @@ def _make_task(row: Row, layout: _Layout, config: DataConfig, seen: set[str]) ->
     )
 
 
-def _answer(row: Row, layout: _Layout, place: str) -> Any:
+def _answer(row: DataRow, layout: _Layout, place: str) -> Any:
     if layout.answer is None:
         return None
     value: Any = row.cells.get(layout.answer)

@@ -15,8 +15,8 @@ from mmrl.vlm.data.dataset import DataConfig
 from mmrl.vlm.data.task import TaskError
 from mmrl.vlm.toy.needles import build_needles, build_readings
 from mmrl.vlm.tspo import splice
+from mmrl.vlm.tspo.needle_tasks import load_needle_tasks, open_candidates, question_without_options, read_needle
 from mmrl.vlm.tspo.splice import build_spliced, sampled_numbers
-from mmrl.vlm.tspo.tasks import load_needle_tasks, open_candidates, question_without_options, read_needle
 from tests.hub.numbered_clips import numbers_of, write_clip
 from tests.vlm.tspo.builders import FRAMES, data_folder
 

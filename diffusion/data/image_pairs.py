@@ -16,13 +16,21 @@ import numpy as np
 from numpy.typing import NDArray
 from omegaconf import MISSING
 
-from diffusion.data.images import PACKED, ImageFile, StoredImage, check_caption, read_arrays, read_list, readable
+from diffusion.data.captioned_images import (
+    PACKED,
+    ImageFile,
+    StoredImage,
+    check_caption,
+    read_arrays,
+    read_list,
+    readable,
+)
 from diffusion.data.prompts import ImageRows
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.files import is_file, replaced
 from mmrl.hub.images import image_pixels_option
-from mmrl.hub.tables import BAD_ROWS, BadRowError, Row
+from mmrl.hub.tables import BAD_ROWS, BadRowError, DataRow
 
 NUMBERS = ("score_chosen", "score_rejected", "text_quality")
 """Columns of numbers that a pair may have."""
@@ -136,7 +144,7 @@ def _packed_pair(row: int, arrays: Mapping[str, NDArray[Any]], path: Path, confi
     return ImagePair(place, caption, chosen, rejected, _finite(numbers, place))
 
 
-def _listed_pair(row: Row, path: Path, config: ImagePairConfig) -> ImagePair:
+def _listed_pair(row: DataRow, path: Path, config: ImagePairConfig) -> ImagePair:
     caption, *names = (row.cells.get(key) for key in ("prompt", *SIDES))
     if not isinstance(caption, str):
         raise UserError(f"{row.place}: expected the text of column prompt; it has {', '.join(row.cells)}")

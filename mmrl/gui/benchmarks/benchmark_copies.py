@@ -196,7 +196,7 @@ def validate(path: str, benchmark: str | None = None, images: str | None = None)
 
 def _validate_own(path: str, images: str | None) -> Validation:
     """Check own grounding data with the code that training reads it with, all rows of it."""
-    from mmrl.gui.grounding.tasks import GroundingSettings, sample_of, write_tasks
+    from mmrl.gui.grounding.grounding_tasks import GroundingSettings, sample_of, write_tasks
     from mmrl.vlm.data.dataset import DataConfig, load_tasks
     from mmrl.vlm.model.config import ModelConfig
 

@@ -19,7 +19,7 @@ from mmrl.fields import bounded, is_text, rare
 from mmrl.files import is_file, replaced
 from mmrl.hub.foreign import to_rgb
 from mmrl.hub.images import check_pixels, decode_image, image_pixels_option, read_image_file
-from mmrl.hub.tables import LINES, READERS, Row, built_path, read_rows
+from mmrl.hub.tables import LINES, READERS, DataRow, built_path, read_rows
 
 PACKED = ".npz"
 
@@ -157,7 +157,7 @@ def readable(config: Any, key: str) -> Path:
     return path
 
 
-def read_list(path: Path) -> Iterator[Row]:
+def read_list(path: Path) -> Iterator[DataRow]:
     """The good rows of a list of image files; raises UserError at a bad one."""
     if path.suffix.lower() not in (LINES, *READERS):
         raise UserError(f"{path}: unknown extension {path.suffix!r}; give a .npz or .jsonl file")
