@@ -19,13 +19,13 @@ from accelerate import Accelerator
 from torch import nn
 
 from diffusion.config import DiffusionConfig, GivenEvaluationConfig, TrajectoryParts
-from diffusion.data.prompts import DiffusionTask, LoadedRows, PromptConfig, load_prompts
+from diffusion.data.prompts import DiffusionTask, PromptConfig, load_prompts
 from diffusion.evaluation import ImageMeasure, shown_output, training_cost
 from diffusion.families.base import REFERENCE
 from diffusion.models.adapters import save_formatted
-from diffusion.models.cards import describe_pipeline
 from diffusion.models.conditioning import TextEncoders
 from diffusion.models.ema import EMAWeights, EvalAverage, KeepsEvalAverage
+from diffusion.models.pipeline_card import describe_pipeline
 from diffusion.models.pipelines import decode_latents
 from diffusion.models.policy import DiffusionPolicy, load_policy
 from diffusion.rewards.table import load_rewards
@@ -39,6 +39,7 @@ from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Stateful, Tally
 from mmrl.errors import UserError
+from mmrl.hub.tables import LoadedRows
 from mmrl.rewards import RewardResult, RewardSum
 from mmrl.rewards.sum import reward_columns, tell_renamed
 from mmrl.runs.dry_run import model_follows

@@ -18,7 +18,7 @@ def checkpoint(folder: Path, run: str, step: int) -> Path:
 
 def make_images(folder: Path) -> None:
     """The images and the video that the examples of data.md name."""
-    from mmrl.hub.video import write_mp4
+    from mmrl.hub.video_writing import write_mp4
 
     write_mp4(folder / "clips/room.mp4", np.zeros((20, 56, 84, 3), np.uint8), fps=5)
     for name in ("scenes/two_cats.png", "scenes/blank.png", "photos/0001.png", "photos/0002.png"):

@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.harness import Arm, BenchOptions, check, comparison, ratio, run_arms
 from benchmarks.measure import Stopwatch, repeat
-from mmrl.hub.video import write_mp4
+from mmrl.hub.video_writing import write_mp4
 from robotics.data.images import read_clip
 
 if TYPE_CHECKING:

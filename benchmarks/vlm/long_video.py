@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.harness import Arm, check, comparison, ratio, run_arms
 from benchmarks.measure import Recorder, Stopwatch
 from benchmarks.vlm.setup import Bench
-from mmrl.hub.video import VideoSettings, write_mp4
+from mmrl.hub.video_writing import VideoSettings, write_mp4
 from mmrl.vlm.toy.clips import Shot, clip_frames
 from mmrl.vlm.toy.digits import CELL_PX, scan_pool
 from mmrl.vlm.toy.needles import QUESTIONS

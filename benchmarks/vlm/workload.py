@@ -222,7 +222,7 @@ def _write_medium(folder: Path, index: int, shape: Shape, layout: PromptLayout) 
     import numpy as np
     from PIL import Image
 
-    from mmrl.hub.video import write_mp4
+    from mmrl.hub.video_writing import write_mp4
 
     merge = max(layout.merge_size, 2)  # towers that do not merge themselves have a layer behind them that does
     height, width = (side * layout.patch_size * merge for side in shape.grid)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from omegaconf import MISSING
 
@@ -16,11 +15,10 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.files import expanded
 from mmrl.hub.images import ImageError, image_pixels_option
-from mmrl.hub.tables import MAX_LINE_MB, check_split, read_rows
+from mmrl.hub.tables import BAD_ROWS, MAX_LINE_MB, BadRowError, DataRow, LoadedRows, built_path, check_split, rows
 
 TaskT = TypeVar("TaskT")
 LOGGER = logging.getLogger("mmrl")
-BAD_ROWS = ("error", "skip")
 
 
 @dataclass(frozen=True)
@@ -69,35 +67,31 @@ class PromptConfig:
 
 
 @dataclass
-class LoadedRows(Generic[TaskT]):
-    """The usable prompts or pairs of a file, and counts of the rows left out."""
+class ImageRows(LoadedRows[TaskT]):
+    """The usable prompts or pairs of a file; a first bad row of each kind is logged when it comes."""
 
-    on_bad_row: str
-    """error: stop at a bad row; skip: leave it out and count it."""
-    key: str
-    """Section of the option, for messages."""
-    tasks: list[TaskT] = field(default_factory=list)
-    skipped: Counter[str] = field(default_factory=Counter)
-    """Rows left out, by kind."""
+    key: str = "data"
+    """Section of the option `on_bad_row`, for messages."""
+    noun: str = "prompt"
 
-    def leave_out(self, kind: str, message: str) -> None:
-        """Count a row that cannot be used; raises UserError where bad rows are errors."""
+    def leave_out(self, error: BadRowError) -> None:
+        """Count a row that cannot be used; raises UserError if bad rows are errors."""
         if self.on_bad_row == "error":
-            raise UserError(f"{message}; {self.key}.on_bad_row=skip leaves such rows out")
-        if not self.skipped[kind]:
-            LOGGER.warning("%s; such rows are skipped and counted", message)
-        self.skipped[kind] += 1
+            raise UserError(f"{error}; {self.key}.on_bad_row=skip leaves such rows out") from None
+        if not any(known.kind == error.kind for known in self.problems):
+            LOGGER.warning("%s; such rows are skipped and counted", error)
+        self.problems.append(error)
 
-    def check_left(self, path: Path | str, noun: str) -> None:
+    def check_left(self, path: Path | str) -> None:
         """Refuse a file without a usable row; raises UserError."""
         if not self.tasks:
             counts = ", ".join(f"{number} {kind}" for kind, number in self.skipped.items())
-            raise UserError(f"{path} has no usable {noun} ({counts or 'it is empty'})")
+            raise UserError(f"{path} has no usable {self.noun} ({counts or 'it is empty'})")
 
 
 def load_prompts(
     config: PromptConfig, too_long: Callable[[str], str | None] = lambda prompt: None
-) -> LoadedRows[DiffusionTask]:
+) -> ImageRows[DiffusionTask]:
     """Read all prompts of a data set.
 
     Args:
@@ -110,31 +104,10 @@ def load_prompts(
     Raises:
         UserError: nothing is there, no prompt is usable, or a row is bad and `on_bad_row` is "error".
     """
-    if not config.path or config.path == MISSING:
-        raise UserError("data.path is not set: give a .txt, .jsonl, .json or .parquet file, a folder or a hub id")
-    from mmrl.hub.building import build_if_missing
-
-    build_if_missing(config)
-    loaded = LoadedRows[DiffusionTask](config.on_bad_row, "data")
-    for place, cells, problem in _rows(config):
-        kind, message = _fault(cells, problem, config, too_long)
-        image = None
-        if kind is None and config.image_key and cells.get(config.image_key) is not None:
-            try:
-                image = ReferenceImage.of(
-                    cells[config.image_key], expanded(config.path).parent, config.max_image_pixels
-                )
-            except ImageError as error:
-                kind, message = "image", f"the image of column '{config.image_key}' cannot be used: {error}"
-        if kind is None:
-            own = {config.prompt_key, config.image_key}
-            columns = {name: value for name, value in cells.items() if name not in own}
-            loaded.tasks.append(DiffusionTask(place, cells[config.prompt_key].strip(), columns, image))
-        else:
-            loaded.leave_out(kind, f"{place}: {message}")
-        if len(loaded.tasks) == config.max_tasks:
-            break
-    loaded.check_left(config.path, "prompt")
+    built_path(config, "data", "a .txt, .jsonl, .json or .parquet file, a folder or a hub id")
+    loaded = ImageRows[DiffusionTask](on_bad_row=config.on_bad_row)
+    loaded.take(_rows(config), lambda row: _task(row, config, too_long), config.max_tasks)
+    loaded.check_left(config.path)
     return loaded
 
 
@@ -146,25 +119,36 @@ def has_images(config: Any, otherwise: bool) -> bool:
     return load_prompts(replace(data, max_tasks=1)).tasks[0].image is not None
 
 
-def _rows(config: PromptConfig) -> Iterator[tuple[str, dict[str, Any], str | None]]:
+def _rows(config: PromptConfig) -> Iterator[DataRow]:
     path = expanded(config.path)
-    check_split(config.path, config.split, config.subset)
-    if path.suffix.lower() == ".txt":
-        for place, line in _text_lines(path):
-            yield place, {config.prompt_key: line}, None
+    if path.suffix.lower() != ".txt":
+        yield from rows(config)
         return
-    for row in read_rows(config.path, config.split, config.subset, config.max_line_mb):
-        yield row.place, row.cells, row.problem
-
-
-def _text_lines(path: Path) -> Iterator[tuple[str, str]]:
+    check_split(config.path, config.split, config.subset)
     try:
         with path.open(encoding="utf-8-sig") as file:  # splitlines() would also cut at U+2028 and form feeds
             lines = [line.removesuffix("\n") for line in file]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     for number, line in enumerate(lines, start=1):
-        yield f"{path.name} line {number}", line
+        yield DataRow(f"{path.name} line {number}", {config.prompt_key: line})
+
+
+def _task(row: DataRow, config: PromptConfig, too_long: Callable[[str], str | None]) -> DiffusionTask:
+    """The task of a row; raises BadRowError."""
+    kind, message = _fault(row.cells, row.problem, config, too_long)
+    if kind is not None:
+        raise BadRowError(kind, row.place, message)
+    image, cell = None, row.cells.get(config.image_key) if config.image_key else None
+    if cell is not None:
+        try:
+            image = ReferenceImage.of(cell, expanded(config.path).parent, config.max_image_pixels)
+        except ImageError as error:
+            message = f"the image of column '{config.image_key}' cannot be used: {error}"
+            raise BadRowError("image", row.place, message) from None
+    own = {config.prompt_key, config.image_key}
+    columns = {name: value for name, value in row.cells.items() if name not in own}
+    return DiffusionTask(row.place, row.cells[config.prompt_key].strip(), columns, image)
 
 
 def _fault(

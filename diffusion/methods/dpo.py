@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from diffusion.config import GivenImagesConfig, check_matching
-from diffusion.data.pairs import ImagePair, ImagePairConfig, load_pairs
+from diffusion.data.image_pairs import ImagePair, ImagePairConfig, load_pairs
 from diffusion.data.prompts import DiffusionTask
 from diffusion.evaluation import shown_output
 from diffusion.matching.times import TimestepConfig

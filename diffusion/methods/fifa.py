@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diffusion.data.pairs import NUMBERS, ImagePair, ImagePairConfig, load_pairs, write_pairs
+from diffusion.data.image_pairs import NUMBERS, ImagePair, ImagePairConfig, load_pairs, write_pairs
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, choice, rare
 from mmrl.rewards.loading import load_function

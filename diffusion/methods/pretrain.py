@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from diffusion.config import GivenImagesConfig, check_matching
-from diffusion.data.images import CaptionedImage, ImageDataConfig, load_images
+from diffusion.data.captioned_images import CaptionedImage, ImageDataConfig, load_images
 from diffusion.data.prompts import DiffusionTask
 from diffusion.matching.times import TimestepConfig
 from diffusion.matching.velocity import FlowMatching, given_rollouts

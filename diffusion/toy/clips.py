@@ -80,7 +80,7 @@ def build_prompts(path: str) -> Path:
 
 def build_clips(path: str, *, scans: int | None = None, seed: int = 0) -> Path:
     """Write a clip of each scan, or of some, in each direction with its caption as one .npz file."""
-    from diffusion.data.images import write_images
+    from diffusion.data.captioned_images import write_images
 
     clips, captions = draw_clips(scans, seed)
     return write_images(path, clips, captions)

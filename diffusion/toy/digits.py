@@ -147,7 +147,7 @@ def build_prompts(path: str) -> Path:
 
 def build_images(path: str) -> Path:
     """Write all scans with their captions as one .npz file."""
-    from diffusion.data.images import write_images
+    from diffusion.data.captioned_images import write_images
 
     images, labels = _scans()
     return write_images(path, images, [CAPTIONS[label] for label in labels.tolist()])

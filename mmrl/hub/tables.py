@@ -1,20 +1,30 @@
-"""Rows out of JSONL, JSON and parquet files, saved data-set folders and hub data sets."""
+"""Rows out of JSONL, JSON and parquet files, saved data-set folders and hub data sets; the usable ones become tasks."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import logging
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+from omegaconf import MISSING
 
 from mmrl.errors import UserError, did_you_mean
 from mmrl.files import expanded, is_file
+from mmrl.hub.building import build_if_missing
 from mmrl.runs.dry_run import fetch_follows
 
+ItemT = TypeVar("ItemT")
+TaskT = TypeVar("TaskT")
+LOGGER = logging.getLogger("mmrl")
+BAD_ROWS = ("error", "skip")
+"""Treatments of bad rows, `on_bad_row`."""
 MAX_LINE_MB = 32
 """Longest line of a .jsonl file in 10^6 bytes, by default."""
 PUBLISHED = "docs/data.md has the columns, and where published sets are"
@@ -22,12 +32,73 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass
-class Row:
+class DataRow:
     """One row: its place for messages, and its cells or its problem."""
 
     place: str
     cells: dict[str, Any]
     problem: str | None = None
+
+
+class BadRowError(Exception):
+    """A row that cannot be used; it ends the run, or is counted by kind and left out."""
+
+    def __init__(self, kind: str, place: str, message: str) -> None:
+        super().__init__(kind, place, message)
+        self.kind = kind
+        self.place = place
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.message}"
+
+
+@dataclass
+class LoadedRows(Generic[TaskT]):
+    """The usable rows of a data set as tasks, and the rows that were left out."""
+
+    tasks: list[TaskT] = field(default_factory=list)
+    on_bad_row: str = "error"
+    """error: stop at a bad row; skip: leave it out and count it."""
+    problems: list[BadRowError] = field(default_factory=list)
+    """All rows that were left out."""
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """Number of rows left out, by kind."""
+        return Counter(error.kind for error in self.problems)
+
+    @property
+    def examples(self) -> dict[str, str]:
+        """The first message of each kind."""
+        return {error.kind: str(error) for error in reversed(self.problems)}
+
+    def take(self, items: Iterable[ItemT], make: Callable[[ItemT], TaskT], limit: int | None = None) -> None:
+        """Append the task that `make` returns for each item, up to `limit` tasks; a BadRowError leaves the item out."""
+        for item in items:
+            if len(self.tasks) == limit:
+                return
+            try:
+                self.tasks.append(make(item))
+            except BadRowError as error:
+                self.leave_out(error)
+
+    def leave_out(self, error: BadRowError) -> None:
+        """Count a row that cannot be used; raises UserError if bad rows are errors."""
+        if self.on_bad_row == "error":
+            raise UserError(f"{error} (set data.on_bad_row=skip to leave such rows out)") from None
+        self.problems.append(error)
+
+    def check_left(self, path: Path | str) -> None:
+        """Refuse a data set without a usable row, and log the rows left out; raises UserError."""
+        if not self.tasks and not self.problems:
+            raise UserError(f"{path} is empty: it has no rows")
+        if not self.tasks:
+            counts = ", ".join(f"{count} {kind}" for kind, count in self.skipped.items())
+            raise UserError(f"{path}: no usable row is left (skipped: {counts}); the first problem: {self.problems[0]}")
+        examples = self.examples
+        for kind, count in self.skipped.items():
+            LOGGER.warning("%s: skipped %d rows (%s), e.g. %s", path, count, kind, examples[kind])
 
 
 @dataclass
@@ -51,7 +122,24 @@ class ArrowImage:
         return {**cell, "path": str(self.folder / cell["path"])}
 
 
-def read_rows(path: str, split: str, subset: str | None, max_line_mb: float = MAX_LINE_MB) -> Iterator[Row]:
+def built_path(config: Any, key: str, kinds: str) -> Path:
+    """Path of a configuration's data, which its `build` writes if it is missing; raises UserError without a path.
+
+    `key` is the section of the options and `kinds` lists the kinds of files, both for messages.
+    """
+    if not config.path or config.path == MISSING:
+        raise UserError(f"{key}.path is not set: give {kinds}")
+    build_if_missing(config, key)
+    return expanded(config.path)
+
+
+def rows(config: Any) -> Iterator[DataRow]:
+    """All rows of a configuration with path, split, subset and max_line_mb."""
+    check_split(config.path, config.split, config.subset)
+    yield from read_rows(config.path, config.split, config.subset, config.max_line_mb)
+
+
+def read_rows(path: str, split: str, subset: str | None, max_line_mb: float = MAX_LINE_MB) -> Iterator[DataRow]:
     """Read all rows behind a path or hub id."""
     file = expanded(path)
     if file.is_dir():
@@ -72,14 +160,14 @@ def read_rows(path: str, split: str, subset: str | None, max_line_mb: float = MA
         raise UserError(_missing(file))
 
 
-def check_split(path: str, split: str, subset: str | None, where: str = "data") -> None:
+def check_split(path: str, split: str, subset: str | None) -> None:
     """Refuse a split or subset of data that has none: a file is one split, and only hub data sets have subsets."""
     file = expanded(path)
     is_one = is_file(file) and file.suffix.lower() in (".txt", LINES, *READERS)
     if is_one and split != "train":
-        raise UserError(f"{where}.split is {split!r}, but {file} is one split; leave it out")
+        raise UserError(f"data.split is {split!r}, but {file} is one split; leave it out")
     if subset is not None and (is_one or file.is_dir()):
-        raise UserError(f"{where}.subset is {subset!r}, but {file} is not on the hub and has none; set it to null")
+        raise UserError(f"data.subset is {subset!r}, but {file} is not on the hub and has none; set it to null")
 
 
 def _missing(file: Path) -> str:
@@ -90,7 +178,7 @@ def _missing(file: Path) -> str:
     return f"no such file: {file}; {did_you_mean(file.name, names)}{listed}"
 
 
-def _read_jsonl(file: Path, longest: int) -> Iterator[Row]:
+def _read_jsonl(file: Path, longest: int) -> Iterator[DataRow]:
     with file.open("rb") as content:
         for number in itertools.count(1):
             line = content.readline(longest + 1)
@@ -100,25 +188,25 @@ def _read_jsonl(file: Path, longest: int) -> Iterator[Row]:
             if len(line) > longest:
                 while line and not line.endswith(b"\n"):
                     line = content.readline(2**20)
-                yield Row(place, {}, f"the line has more than {longest / 1e6:g} MB (data.max_line_mb)")
+                yield DataRow(place, {}, f"the line has more than {longest / 1e6:g} MB (data.max_line_mb)")
             elif line.strip():
                 yield _json_row(line, place)
 
 
-def _json_row(line: bytes, place: str) -> Row:
+def _json_row(line: bytes, place: str) -> DataRow:
     try:
         value = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        return Row(place, {}, f"not UTF-8 ({error.reason} at byte {error.start})")
+        return DataRow(place, {}, f"not UTF-8 ({error.reason} at byte {error.start})")
     except (ValueError, RecursionError) as error:
-        return Row(place, {}, f"not valid JSON ({error})")
+        return DataRow(place, {}, f"not valid JSON ({error})")
     return _object_row(value, place)
 
 
-def _object_row(value: Any, place: str) -> Row:
+def _object_row(value: Any, place: str) -> DataRow:
     if isinstance(value, dict):
-        return Row(place, value, _unusable_text(value))
-    return Row(place, {}, f'expected an object like {{"prompt": ...}}, found {type(value).__name__}')
+        return DataRow(place, value, _unusable_text(value))
+    return DataRow(place, {}, f'expected an object like {{"prompt": ...}}, found {type(value).__name__}')
 
 
 def _unusable_text(cells: dict[str, Any]) -> str | None:
@@ -131,7 +219,7 @@ def _unusable_text(cells: dict[str, Any]) -> str | None:
     return None
 
 
-def _read_json(file: Path) -> Iterator[Row]:
+def _read_json(file: Path) -> Iterator[DataRow]:
     try:
         rows = json.loads(file.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -142,7 +230,7 @@ def _read_json(file: Path) -> Iterator[Row]:
         yield _object_row(value, f"{file.name} row {number}")
 
 
-def _read_parquet(file: Path) -> Iterator[Row]:
+def _read_parquet(file: Path) -> Iterator[DataRow]:
     datasets = _import_datasets(file)
     from pyarrow.parquet import read_metadata
 
@@ -157,7 +245,7 @@ def _read_parquet(file: Path) -> Iterator[Row]:
     yield from _arrow_rows(dataset, file.name)
 
 
-def _read_folder(folder: Path, split: str) -> Iterator[Row]:
+def _read_folder(folder: Path, split: str) -> Iterator[DataRow]:
     datasets = _import_datasets(folder)
     saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
     try:
@@ -171,7 +259,7 @@ def _read_folder(folder: Path, split: str) -> Iterator[Row]:
     yield from _arrow_rows(_pick_split(found, split, str(folder)), folder.name)
 
 
-def _read_hub(name: str, split: str, subset: str | None) -> Iterator[Row]:
+def _read_hub(name: str, split: str, subset: str | None) -> Iterator[DataRow]:
     fetch_follows(name, "a hub id, or not on this machine; not checked")
     datasets = _import_datasets(name)
     try:
@@ -211,7 +299,7 @@ def _quiet(datasets: Any) -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _arrow_rows(dataset: Any, name: str) -> Iterator[Row]:
+def _arrow_rows(dataset: Any, name: str) -> Iterator[DataRow]:
     """Turn a data set's columns into cells, images left in the memory-mapped table as `ArrowImage`."""
     stored = dataset.with_format("arrow")
     image_columns = [column.name for column in stored.features.arrow_schema if _is_image(column.type)]
@@ -224,7 +312,7 @@ def _arrow_rows(dataset: Any, name: str) -> Iterator[Row]:
             cells = plain[offset] if plain else {}
             for key in image_columns:
                 cells[key] = _image_cell(stored, start + offset, key, counts[key][offset])
-            yield Row(f"{name} row {start + offset + 1}", cells)
+            yield DataRow(f"{name} row {start + offset + 1}", cells)
 
 
 def _is_image(kind: Any) -> bool:

@@ -249,6 +249,35 @@ def _decode_pyav(index: VideoIndex, indices: Sequence[int]) -> Iterator[Frame]:
     raise VideoError("unreadable_video", f"frame {indices[done]} of {index.total} cannot be decoded")
 
 
+def decode_from(path: str | os.PathLike[str], start_s: float) -> Iterator[tuple[float, Any]]:
+    """Time in seconds and PyAV frame of all sound frames from the key frame before a time on; raises VideoError.
+
+    Damaged frames are left out: they are neither concealed nor an error.
+    """
+    import av
+
+    with opened(path) as container:
+        video = video_stream(container)
+        # Without it the decoder conceals what is broken.
+        video.codec_context.options = {"err_detect": "explode"}
+        video.codec_context.thread_type = "NONE"
+        # Backward to the key frame; ROUNDING_S is for starts that are rounded down.
+        container.seek(int((start_s + ROUNDING_S) / video.time_base), stream=video)
+        packets = container.demux(video)
+        while True:
+            try:
+                packet = next(packets)
+            except (StopIteration, av.error.FFmpegError):
+                return
+            try:
+                frames = packet.decode()
+            except av.error.FFmpegError:
+                continue
+            for frame in frames:
+                if not frame.is_corrupt and frame.pts is not None:
+                    yield float(frame.pts * frame.time_base), frame
+
+
 class _MissedError(Exception):
     """The decoder did not give a frame at its time."""
 
@@ -352,6 +381,8 @@ def _decode_torchcodec(make_decoder: Any, index: VideoIndex, indices: Sequence[i
     yield from _decode_pyav(index, indices)
 
 
+PIXELS: dict[str, tuple[tuple[int, ...], type]] = {"rgb24": ((3,), np.uint8), "gray12le": ((), np.uint16)}
+"""Channels and type of a pixel in each format that arrays have."""
 FORMATS = (
     "mov,mp4,m4a,3gp,3g2,mj2",
     "matroska,webm",

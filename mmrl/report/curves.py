@@ -7,7 +7,7 @@ import fnmatch
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mmrl.report.charts import Chart, Series, interval_chart, line_chart, panel_chart, stacked_chart
@@ -22,19 +22,38 @@ def curves(run: RunFolder) -> list[dict[str, Any]]:
     """Figures of a run: accuracy and scores first, then training metrics by subject."""
     names = {name for name in _charted(run) if not name.startswith("time/") and len(_finite_values(run, name)) > 1}
     charts = _accuracy_charts(run) + _score_charts(run)
-    exact = {pattern for patterns in CHARTS.values() for pattern in patterns if "*" not in pattern}
-    for title, patterns in CHARTS.items():
-        chosen = _chosen(names, patterns, exact)
-        charts += _by_kind(run, title, chosen)
-        names -= set(chosen)
-    for family in sorted({name.split("/")[0] for name in names}):
-        charts += _by_kind(
-            run, readable_name(family).capitalize(), [name for name in sorted(names) if name.split("/")[0] == family]
-        )
+    for title, chosen in subjects(sorted(names)):
+        charts += _by_kind(run, title if title in CHARTS else readable_name(title).capitalize(), chosen)
     charts += _time_charts(run)
     for chart in charts:
         chart["definitions"] = [(name, run.describe(name) or "A metric of this recipe.") for name in chart["metrics"]]
     return charts
+
+
+def subjects(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Titles of figures with their metrics: the subjects of `CHARTS`, then those left over by family."""
+    left = list(names)
+    for title, patterns in CHARTS.items():
+        chosen = [name for pattern in patterns for name in left if _fits(name, pattern)]
+        left = [name for name in left if name not in chosen]
+        yield title, chosen
+    for family in dict.fromkeys(name.partition("/")[0] for name in left):
+        yield family, [name for name in left if name.partition("/")[0] == family]
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Whether a metric belongs to a pattern; one that another pattern names exactly belongs to that alone."""
+    return name == pattern or (name not in EXACT and fnmatch.fnmatchcase(name, pattern))
+
+
+def by_kind(names: Sequence[str], describe: Callable[[str], str | None]) -> dict[str, list[str]]:
+    """Metrics by the kind of number that they are, inferred from how their definitions begin."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        sentence = describe(name) or ""
+        kind = next((kind for kind, beginning in KINDS.items() if re.match(beginning, sentence)), "values")
+        kinds.setdefault(kind, []).append(name)
+    return kinds
 
 
 def constants(run: RunFolder) -> list[tuple[str, str]]:
@@ -66,9 +85,7 @@ def _finite_values(run: RunFolder, name: str) -> set[float]:
 
 def _by_kind(run: RunFolder, title: str, names: Sequence[str]) -> list[dict[str, Any]]:
     """One figure for each kind of number among some metrics; the kind is named where there are several."""
-    kinds: dict[str, list[str]] = {}
-    for name in names:
-        kinds.setdefault(_kind(run.describe(name)), []).append(name)
+    kinds = by_kind(names, run.describe)
     smooth = not set(names) & SCHEDULED
     charts = []
     for kind, chosen in kinds.items():
@@ -78,11 +95,6 @@ def _by_kind(run: RunFolder, title: str, names: Sequence[str]) -> list[dict[str,
         chart = line_chart(series, unit=unit, log_scale=title in LOGARITHMIC, smooth=smooth)
         charts.append(_figure(title if len(kinds) == 1 else f"{title}, {kind}", chosen, chart, series, unit))
     return charts
-
-
-def _kind(sentence: str) -> str:
-    """Kind of number that a metric is, inferred from how its definition begins."""
-    return next((kind for kind, beginning in KINDS.items() if re.match(beginning, sentence)), "values")
 
 
 def _time_charts(run: RunFolder) -> list[dict[str, Any]]:
@@ -187,15 +199,6 @@ def _panels(
 def _panel_label(name: str) -> str:
     family = FAMILIES.get(name.partition("/")[0])
     return f"{label(name)} ({family})" if family else name.replace("/", " ")
-
-
-def _chosen(names: set[str], patterns: Sequence[str], exact: set[str]) -> list[str]:
-    return [
-        name
-        for pattern in patterns
-        for name in sorted(names)
-        if name == pattern or (name not in exact and fnmatch.fnmatchcase(name, pattern))
-    ]
 
 
 def _series(run: RunFolder, names: Sequence[str]) -> dict[str, tuple[list[float], list[float]]]:
@@ -318,4 +321,5 @@ CHARTS: dict[str, tuple[str, ...]] = {
     "Decisions per second": ("tokens/per_second",),
     "Peak memory": ("memory/peak_mb",),
 }
+EXACT = {pattern for patterns in CHARTS.values() for pattern in patterns if "*" not in pattern}
 LOGARITHMIC = {"Gradient norm"}

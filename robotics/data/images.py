@@ -15,18 +15,16 @@ import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from mmrl.errors import UserError
-from mmrl.files import replaced
 from mmrl.hub.foreign import to_rgb
 from mmrl.hub.images import decode_image
-from mmrl.hub.video import mp4_output
-from mmrl.hub.video_reading import VideoError, frame_to_array, opened, video_stream
+from mmrl.hub.video_reading import PIXELS, VideoError, decode_from, frame_to_array, opened, video_stream
+from mmrl.hub.video_writing import write_gray12_mp4
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
 DEPTH_DTYPES = {"mm": np.dtype(np.uint16), "m": np.dtype(np.float32)}
 """Type of the values by a feature's `depth_unit`."""
 MOST = 4095
-ENCODER, DEPTH_PIXELS = "libx265", "gray12le"
 
 
 def read_clip(
@@ -122,42 +119,12 @@ def decode_depth(content: bytes, size: Sequence[int]) -> NDArray[Any] | None:
 
 
 def _timed_frames(path: Path, start_s: float) -> Iterator[tuple[float, Any]]:
-
     if not path.is_file():
         raise UserError(f"the dataset lacks {path}")
     try:
-        yield from _decoded(path, start_s)
+        yield from decode_from(path, start_s)
     except VideoError as error:
         raise UserError(f"{path} cannot be read as a video: {error}") from error
-
-
-def _decoded(path: Path, start_s: float) -> Iterator[tuple[float, Any]]:
-    import av
-
-    with opened(path) as container:
-        video = video_stream(container)
-        # Without it the decoder conceals what is broken.
-        video.codec_context.options = {"err_detect": "explode"}
-        video.codec_context.thread_type = "NONE"
-        # Backward to the key frame; the half millisecond is for starts that are rounded down.
-        container.seek(int((start_s + 5e-4) / video.time_base), stream=video)
-        packets = container.demux(video)
-        while True:
-            try:
-                packet = next(packets)
-            except (StopIteration, av.error.FFmpegError):
-                return
-            try:
-                frames = packet.decode()
-            except av.error.FFmpegError:
-                continue
-            for frame in frames:
-                if not frame.is_corrupt and frame.pts is not None:
-                    yield float(frame.pts * frame.time_base), frame
-
-
-PIXELS: dict[str, tuple[tuple[int, ...], type]] = {"rgb24": ((3,), np.uint8), "gray12le": ((), np.uint16)}
-"""Channels and type of a pixel in each format."""
 
 
 @dataclass(frozen=True)
@@ -229,23 +196,11 @@ def write_depth_mp4(path: Path, depth_m: NDArray[np.float32], fps: float, codes:
     """Write depth (T, H, W) in metres as a video of codes, without loss of a code, atomically."""
     import av
 
-    # Frames that refer to others lose pixels of noisy depth in x265, although it is asked for no loss.
-    options = {"g": "1", "bf": "0", "x265-params": "lossless=1:log-level=none"}
-    rate = Fraction(fps).limit_denominator(1001)
-    with replaced(path) as draft, mp4_output(draft) as output:
-        try:
-            stream: Any = output.add_stream(ENCODER, rate=rate, options=options)
-            stream.height, stream.width, stream.pix_fmt = *depth_m.shape[1:], DEPTH_PIXELS
-            stream.codec_context.thread_count = 1  # the bytes would depend on the number of threads
-            for index, coded in enumerate(codes.encode(depth_m)):
-                frame = av.VideoFrame.from_ndarray(coded, format=DEPTH_PIXELS)
-                frame.pts, frame.time_base = index, 1 / rate
-                output.mux(stream.encode(frame))
-            output.mux(stream.encode())
-        except (ValueError, av.error.FFmpegError) as error:
-            height, width = depth_m.shape[1:]
-            raise UserError(
-                f"depth of {width}x{height} cannot be encoded: this PyAV lacks {ENCODER} with {DEPTH_PIXELS}, or takes "
-                "no images this small; store it as images, robot_features(..., video=False)"
-            ) from error
-    return path
+    try:
+        return write_gray12_mp4(path, codes.encode(depth_m), fps)
+    except (ValueError, av.error.FFmpegError) as error:
+        height, width = depth_m.shape[1:]
+        raise UserError(
+            f"depth of {width}x{height} cannot be encoded: this PyAV lacks libx265 with gray12le, or takes no images "
+            "this small; store it as images, robot_features(..., video=False)"
+        ) from error

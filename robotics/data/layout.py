@@ -27,7 +27,7 @@ from typing import Any
 from mmrl.errors import UserError
 from mmrl.files import write_atomically
 from mmrl.hub.images import MAX_IMAGE_PIXELS, check_pixels
-from mmrl.hub.video import VideoSettings
+from mmrl.hub.video_writing import VideoSettings
 from mmrl.runs.folder import take_lock
 
 VERSION = "v3.0"

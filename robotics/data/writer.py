@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from mmrl.errors import UserError, require_packages
-from mmrl.hub.video import copy_video, write_mp4
-from robotics.data.cards import write_recording_card
+from mmrl.hub.video_writing import copy_video, write_mp4
+from robotics.data.dataset_card import write_recording_card
 from robotics.data.features import (
     ACTION,
     DTYPES,

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from mmrl.errors import RunError
 from mmrl.fields import bounded, rare
-from mmrl.hub.video import write_mp4
+from mmrl.hub.video_writing import write_mp4
 from mmrl.runs.fingerprint import weights_digest
 from mmrl.runs.records import Outcome, ResumableRows, SampleRecord, short_digest
 from mmrl.runs.statistics import mean_or_nan, with_interval

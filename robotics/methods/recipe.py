@@ -49,7 +49,6 @@ from robotics.episodes.tasks import EpisodeSetConfig, episode_id, list_episodes,
 from robotics.methods.old_policy import OldPolicy
 from robotics.policies.base.policy import ActionPolicy, PolicyInputs, open_policy
 from robotics.policies.base.saved import is_saved_policy
-from robotics.policies.cards import describe_policy, users_policy
 from robotics.policies.loading import (
     ActionPolicyConfig,
     bounds_of,
@@ -57,6 +56,7 @@ from robotics.policies.loading import (
     check_interface,
     load_action_policy,
 )
+from robotics.policies.policy_card import describe_policy, users_policy
 from robotics.sim.episodes import EpisodeSpec, RobotSim
 from robotics.sim.interface import interface_of, seen_part
 from robotics.sim.opening import SimConfig, open_sim

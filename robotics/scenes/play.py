@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import mujoco
     from numpy.typing import NDArray
 
-    from mmrl.hub.video import VideoRecorder
+    from mmrl.hub.video_writing import VideoRecorder
 
 Say = Callable[[str], object]
 VIDEO_HZ = 25
@@ -136,7 +136,7 @@ def play(
         strips = [ImageStrip() for _ in range(episodes if strip else 0)]
         recorder: _Recorder | None = None
         if not shown:
-            from mmrl.hub.video import VideoRecorder
+            from mmrl.hub.video_writing import VideoRecorder
 
             renderer = stack.enter_context(VideoRenderer(env.scene, video_size(settings.height)))
             recorder = _Recorder(renderer, stack.enter_context(VideoRecorder(video, VIDEO_HZ)) if video else None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from mmrl.lazy import lazy_names
 
 _NAMES = {
-    "mmrl.hub.video": ("VideoRecorder", "write_mp4"),
+    "mmrl.hub.video_writing": ("VideoRecorder", "write_mp4"),
     "robotics.sim.backends": ("Backend", "find_backend", "require_backend"),
     "robotics.sim.episodes": ("ChunkResult", "EpisodeSpec", "RobotObservation", "RobotSim"),
     "robotics.sim.opening": ("SimConfig", "open_sim"),

@@ -291,7 +291,7 @@ def _diffusion(name: str, folder: Path) -> Any:
 
 def _pretraining(name: str, folder: Path) -> Any:
     from diffusion.config import GivenEvaluationConfig
-    from diffusion.data.images import ImageDataConfig, write_images
+    from diffusion.data.captioned_images import ImageDataConfig, write_images
     from diffusion.models.policy import LoraSettings, ModelConfig
     from mmrl.rewards import RewardConfig
     from tests.diffusion.runs import tiny_model
@@ -366,7 +366,7 @@ def _flow3d(name: str, folder: Path) -> Any:
 
         score = dataclasses.replace(RIGHT, value="score")  # of yes and no a scene often has one kind, and then no step
         return awm_config(folder, verifiers=[score], exploration=ExplorationConfig(shift_cm=2.0, turn_deg=5.0))
-    from robotics.flow3d.methods.clips import ClipSetConfig
+    from robotics.flow3d.methods.clip_sets import ClipSetConfig
     from robotics.flow3d.methods.recipe import WorldModelConfig
     from tests.robotics.flow3d.model.builders import tiny_config
 

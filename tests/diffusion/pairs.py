@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from diffusion.config import GivenEvaluationConfig
-from diffusion.data.pairs import ImagePairConfig, write_pairs
+from diffusion.data.image_pairs import ImagePairConfig, write_pairs
 from diffusion.methods.dpo import DiffusionDpoConfig
 from diffusion.models.policy import LoraSettings, ModelConfig
 from diffusion.toy.shapes import all_scenes, render_scene

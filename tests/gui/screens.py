@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mmrl.gui.grounding.tasks import FIRST_CORRECT, GroundingSettings
+from mmrl.gui.grounding.grounding_tasks import FIRST_CORRECT, GroundingSettings
 from mmrl.gui.toy.icons import build_icons, build_model
 from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.settings import BaseTrainerConfig, CheckpointConfig, TrainerConfig

@@ -10,7 +10,7 @@ from PIL import Image
 from mmrl.cli import main
 from mmrl.errors import UserError
 from mmrl.gui.grounding.coords import CoordinateSpace, Resize
-from mmrl.gui.grounding.tasks import GroundingSettings, check_held_out, grounding_task, prepare_tasks
+from mmrl.gui.grounding.grounding_tasks import GroundingSettings, check_held_out, grounding_task, prepare_tasks
 from mmrl.vlm.data.dataset import DataConfig, LoadedTasks, load_tasks
 from mmrl.vlm.data.task import TaskError, VlmTask
 from mmrl.vlm.engine.policy import load_policy

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mmrl.hub import video_reading
-from mmrl.hub.video import VideoSettings, write_mp4
 from mmrl.hub.video_reading import VideoError, decode_frames, frame_to_array, read_index
+from mmrl.hub.video_writing import VideoSettings, write_mp4
 from tests.hub.numbered_clips import even_times, numbered, numbers_of, write_clip
 
 av = pytest.importorskip("av", reason="needs pip install 'mmrl-suite[vlm]'")

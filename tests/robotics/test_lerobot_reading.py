@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from mmrl.hub.video import write_mp4
+from mmrl.hub.video_writing import write_mp4
 from robotics.data import (
     LeRobotReader,
     action_chunks,

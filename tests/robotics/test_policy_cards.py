@@ -3,7 +3,7 @@
 import json
 
 from mmrl.recipes import find_recipe
-from robotics.policies.cards import describe_policy
+from robotics.policies.policy_card import describe_policy
 from tests.robotics.line_sim import LineSim
 from tests.robotics.test_serving import tiny_policy
 

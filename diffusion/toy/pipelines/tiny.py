@@ -252,7 +252,7 @@ def build_from_images(
     Raises:
         UserError: the images differ in size, are not square, or do not fit the patches.
     """
-    from diffusion.data.images import ImageDataConfig, load_images
+    from diffusion.data.captioned_images import ImageDataConfig, load_images
     from diffusion.toy.pipelines.patches import PatchAutoencoder
 
     data = load_images(ImageDataConfig(path=images))

@@ -43,7 +43,7 @@ def build_images(
         size: side in pixels.
         seed: seed of sizes, places and shades.
     """
-    from diffusion.data.images import write_images
+    from diffusion.data.captioned_images import write_images
 
     scenes = all_scenes(kinds)
     images, index = render_dataset(scenes, count, size=size, seed=seed)
@@ -127,7 +127,7 @@ def build_pairs(
     Raises:
         UserError: an unknown kind, or a model that cannot be loaded.
     """
-    from diffusion.data.pairs import write_pairs
+    from diffusion.data.image_pairs import write_pairs
     from diffusion.models.policy import ModelConfig, load_policy
     from diffusion.toy.shapes.geneval import shapes_geneval
 

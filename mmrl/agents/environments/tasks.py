@@ -13,7 +13,7 @@ from typing import Any
 from mmrl.errors import UserError
 from mmrl.fields import UNSET, bounded, only_with
 from mmrl.hub.building import build_if_missing
-from mmrl.hub.tables import Row, read_rows
+from mmrl.hub.tables import DataRow, read_rows
 
 COLUMNS = ("id", "task", "seed", "instruction")
 NOTES = ("success_rate", "rollouts")
@@ -121,7 +121,7 @@ def _named(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": name, **options} if name else dict(options)
 
 
-def _task_in(row: Row, config: TaskSetConfig) -> AgentTask:
+def _task_in(row: DataRow, config: TaskSetConfig) -> AgentTask:
     cells = {key: value for key, value in row.cells.items() if value is not None}
     unknown = [key for key in cells if key not in COLUMNS + NOTES]
     task, seed = cells.get("task", {}), cells.get("seed", config.first_seed)

@@ -93,7 +93,7 @@ def draw_frames(video: Video) -> Iterator[NDArray[np.uint8]]:
 
 def write_videos(folder: Path, label: str, videos: Sequence[Video], count: int) -> list[Path]:
     """Write the first `count` successes and the first `count` failures; the report shows those of `videos/`."""
-    from mmrl.hub.video import write_mp4
+    from mmrl.hub.video_writing import write_mp4
 
     paths = []
     for success in (True, False):

@@ -390,7 +390,7 @@ def note_overflow(episode: Episode, error: TaskError) -> None:
     """End an episode whose conversation is too long; raises UserError where it cannot be written for another reason."""
     if error.kind != "prompt_too_long":
         raise UserError(
-            f"{error.task_id}: a turn of the episode cannot be written for the model: {error.message}"
+            f"{error.place}: a turn of the episode cannot be written for the model: {error.message}"
         ) from error
     episode.ending, episode.reason = "overflow", str(error)
 

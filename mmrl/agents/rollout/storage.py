@@ -30,7 +30,7 @@ from mmrl.agents.rollout.runner import note_overflow
 from mmrl.errors import UserError
 from mmrl.files import replaced
 from mmrl.hub.foreign import MalformedError, as_flag, as_image
-from mmrl.hub.tables import Row, read_rows
+from mmrl.hub.tables import DataRow, read_rows
 from mmrl.vlm.data.prompt import Context, Insert, Prompt
 from mmrl.vlm.data.task import TaskError
 from mmrl.vlm.engine.policy import VlmPolicy
@@ -290,7 +290,7 @@ def _replayed(row: RecordedRow, policy: VlmPolicy, writer: Writer) -> Episode:
     return episode
 
 
-def _row(row: Row, folder: Path) -> RecordedRow:
+def _row(row: DataRow, folder: Path) -> RecordedRow:
     turns: Any = row.cells.get("turns")
     problem = row.problem
     if problem is None and (not isinstance(turns, list) or not turns):
@@ -310,7 +310,7 @@ def _row(row: Row, folder: Path) -> RecordedRow:
     return RecordedRow(AgentTask(f"{name}/{row.cells.get('seed', 0)}"), seen, rewards, succeeded)
 
 
-def _rewards(row: Row, turns: Sequence[Mapping[str, Any]]) -> list[float]:
+def _rewards(row: DataRow, turns: Sequence[Mapping[str, Any]]) -> list[float]:
     """The rewards of the turns; without any, the row's own at the end."""
     try:
         if any("reward" in turn for turn in turns):
@@ -320,7 +320,7 @@ def _rewards(row: Row, turns: Sequence[Mapping[str, Any]]) -> list[float]:
         raise UserError(f"{row.place}: expected a number as reward, of the row or of its turns") from None
 
 
-def _observation(turn: Mapping[str, Any], folder: Path, row: Row) -> Observation:
+def _observation(turn: Mapping[str, Any], folder: Path, row: DataRow) -> Observation:
     from PIL import Image
 
     try:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +9,7 @@ import numpy as np
 
 from mmrl.cli.watch.runs import WatchedRun
 from mmrl.cli.watch.tail import short
-from mmrl.report.curves import CHARTS, KINDS, LOGARITHMIC, UNCHARTED, UNITS
+from mmrl.report.curves import CHARTS, LOGARITHMIC, UNCHARTED, UNITS, by_kind, subjects
 from mmrl.runs.metrics import label, measured
 from mmrl.runs.statistics import HEADLINES, SHARES
 from mmrl.runs.tracking import describe_metric
@@ -19,7 +17,6 @@ from mmrl.runs.tracking import describe_metric
 POINTS = 300
 MOST_PROTOCOLS = 3
 """Evaluation metrics of one split that are drawn."""
-EXACT = {pattern for patterns in CHARTS.values() for pattern in patterns if "*" not in pattern}
 
 
 def charts(runs: Sequence[WatchedRun], points: int = POINTS) -> list[dict[str, Any]]:
@@ -27,13 +24,9 @@ def charts(runs: Sequence[WatchedRun], points: int = POINTS) -> list[dict[str, A
     drawn = _evaluation_charts(runs)
     names = list(dict.fromkeys(name for run in runs for name in run.metrics.names() if name != "time"))
     names = [name for name in names if not name.startswith((*UNCHARTED, "warnings/"))]
-    for title, patterns in CHARTS.items():
-        chosen = [name for pattern in patterns for name in names if _fits(name, pattern)]
-        drawn += _metric_charts(title, chosen, runs, points)
-        names = [name for name in names if name not in chosen]
-    for family in dict.fromkeys(name.partition("/")[0] for name in names):
-        own = [name for name in names if name.partition("/")[0] == family]
-        drawn += [{**chart, "more": True} for chart in _metric_charts(family, own, runs, points)]
+    for title, chosen in subjects(names):
+        found = _metric_charts(title, chosen, runs, points)
+        drawn += found if title in CHARTS else [{**chart, "more": True} for chart in found]
     return drawn
 
 
@@ -46,10 +39,6 @@ def differences(runs: Sequence[WatchedRun]) -> list[dict[str, Any]]:
         for option in options
         if option != "output_dir" and len(set(values := [found.get(option, "–") for found in settings])) > 1
     ]
-
-
-def _fits(name: str, pattern: str) -> bool:
-    return name == pattern or (name not in EXACT and fnmatch.fnmatchcase(name, pattern))
 
 
 def _evaluation_charts(runs: Sequence[WatchedRun]) -> list[dict[str, Any]]:
@@ -94,10 +83,7 @@ def _estimates(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
 
 def _metric_charts(title: str, names: Sequence[str], runs: Sequence[WatchedRun], points: int) -> list[dict[str, Any]]:
     """One chart for each kind of number among some metrics."""
-    kinds: dict[str, list[str]] = {}
-    for name in names:
-        kinds.setdefault(_kind(name), []).append(name)
-    found = []
+    kinds, found = by_kind(names, describe_metric), []
     for kind, chosen in kinds.items():
         unit = UNITS.get(kind, "")
         series = [
@@ -118,8 +104,3 @@ def _scaled(curve: dict[str, list[float]], unit: str) -> dict[str, list[float]]:
     if unit != "%":
         return curve
     return {key: values if key == "step" else short(100 * np.array(values)) for key, values in curve.items()}
-
-
-def _kind(name: str) -> str:
-    sentence = describe_metric(name) or ""
-    return next((kind for kind, beginning in KINDS.items() if re.match(beginning, sentence)), "values")

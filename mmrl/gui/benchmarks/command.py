@@ -12,7 +12,7 @@ LISTED = 50
 
 def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     """Check rows, images and box convention of a grounding benchmark or own data; exit code 2 if it cannot be used."""
-    from mmrl.gui.benchmarks.loading import validate
+    from mmrl.gui.benchmarks.benchmark_copies import validate
 
     result = validate(str(args.path), args.benchmark, None if args.images is None else str(args.images))
     convention = result.convention

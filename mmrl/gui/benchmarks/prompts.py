@@ -14,8 +14,8 @@ from mmrl.errors import UserError
 from mmrl.fields import choice, rare
 from mmrl.files import is_file
 from mmrl.gui.grounding.coords import CoordinateSpace, coordinate_space
+from mmrl.gui.grounding.grounding_tasks import TEMPLATE, THINK_PROMPT, GroundingSettings, template_fields
 from mmrl.gui.grounding.samples import GroundingSample
-from mmrl.gui.grounding.tasks import TEMPLATE, THINK_PROMPT, GroundingSettings, template_fields
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.data.turn_template import TurnTemplate

@@ -22,7 +22,7 @@ from accelerate import Accelerator
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields, choice, parts_of, rare
-from mmrl.gui.benchmarks.loading import BenchmarkConfig, load_benchmark
+from mmrl.gui.benchmarks.benchmark_copies import BenchmarkConfig, load_benchmark
 from mmrl.gui.benchmarks.metrics import Scored, metrics_of, results_markdown, score_answer, tabulate, write_results
 from mmrl.gui.benchmarks.prompts import PromptConfig, PromptPreset, begin_answer, question
 from mmrl.gui.benchmarks.table import Benchmark, find_benchmark

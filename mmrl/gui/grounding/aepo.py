@@ -26,8 +26,8 @@ from accelerate import Accelerator
 from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.loss import Metric
 from mmrl.core.rollouts import Rollouts
+from mmrl.gui.grounding.grounding_tasks import FIRST_CORRECT, GroundingParts, Screens
 from mmrl.gui.grounding.rewards import point_rewards
-from mmrl.gui.grounding.tasks import FIRST_CORRECT, GroundingParts, Screens
 from mmrl.rewards import RewardConfig
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.recipe import Step

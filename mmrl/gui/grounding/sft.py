@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mmrl.gui.grounding.grounding_tasks import FIRST_CORRECT, GroundingParts, Screens
 from mmrl.gui.grounding.rewards import point_rewards
-from mmrl.gui.grounding.tasks import FIRST_CORRECT, GroundingParts, Screens
 from mmrl.vlm.config import VlmEvaluationConfig, scoring_evaluation
 from mmrl.vlm.methods.sft import SftConfig, SftRecipe
 

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from mmrl.errors import UserError
+from mmrl.hub.tables import LoadedRows
 from mmrl.vlm.data.dataset import DataConfig, LoadedTasks, load_tasks
 from mmrl.vlm.data.media_rows import write_media_rows
 from mmrl.vlm.data.messages import MARKS, make_template, split_marks
@@ -166,14 +167,10 @@ def build_questions(
     render = critic_renderer(template)
     columns = PairColumns(chosen_key, rejected_key)
     loaded = keep_pairs(load_source(pairs, "pairs"), columns)
-    asked: list[tuple[VlmTask, list[VlmTask]]] = []
-    for task in loaded.tasks:
-        try:
-            asked.append((task, _both_orders(task, columns, render)))
-        except TaskError as error:
-            loaded.leave_out(error)
-    loaded.tasks = [task for task, _ in asked]
-    loaded.check_left("the pairs")
+    usable = LoadedRows[tuple[VlmTask, list[VlmTask]]]([], loaded.on_bad_row, problems=loaded.problems)
+    usable.take(loaded.tasks, lambda task: (task, _both_orders(task, columns, render)))
+    usable.check_left("the pairs")
+    asked = usable.tasks
     answers = ["1", "2"] * len(asked)
     if random_answers:
         answers = [str(number) for number in np.random.default_rng([seed, 20]).integers(1, 3, 2 * len(asked))]

@@ -8,28 +8,24 @@ Source: huggingface/trl trl/data_utils.py and hiyouga/EasyR1 verl/utils/dataset.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from omegaconf import MISSING
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields, choice, rare
 from mmrl.files import expanded, is_file
-from mmrl.hub.building import build_if_missing
 from mmrl.hub.images import image_pixels_option
-from mmrl.hub.tables import MAX_LINE_MB, Row, check_split, read_rows
+from mmrl.hub.tables import BAD_ROWS, MAX_LINE_MB, DataRow, LoadedRows, built_path, rows
 from mmrl.training.evaluation import parts_of_tasks
 from mmrl.vlm.data.messages import MediaCells, build_messages, has_marks, make_renderer, split_conversation
 from mmrl.vlm.data.row_extras import with_budgets
 from mmrl.vlm.data.task import TaskError, VideoOptions, VlmTask
-
-log = logging.getLogger(__name__)
 
 PROMPT_KEYS = ("prompt", "problem", "question", "instruction")
 CHAT_KEYS = ("messages", "conversations")
@@ -38,7 +34,6 @@ ANSWER_KEYS = ("answer", "solution", "ground_truth")
 VERL_ANSWER = ("reward_model", "ground_truth")
 IMAGE_KEYS = ("images", "image")
 VIDEO_KEYS = ("videos", "video")
-BAD_ROWS = ("error", "skip")
 OWN_OPTIONS = ("path", "split", "build", "build_options", "max_tasks", "budgets")
 """Options that a held-out split does not inherit from `data`."""
 MAX_PROMPT_CHARS = 200_000
@@ -95,36 +90,8 @@ class DataConfig:
     """error: stop at the first bad row with an error that names it; skip: count and log bad rows, use the rest."""
 
 
-@dataclass
-class LoadedTasks:
-    """The usable tasks, and the rows that were left out."""
-
-    tasks: list[VlmTask]
-    skipped: dict[str, int] = field(default_factory=dict)
-    """Bad rows by kind (see `TASK_ERRORS`)."""
-    examples: dict[str, str] = field(default_factory=dict)
-    """The first message of each kind."""
-    on_bad_row: str = "error"
-    """Treatment of bad rows, as in `DataConfig`."""
-    problems: list[TaskError] = field(default_factory=list)
-    """All rows that were left out."""
-
-    def leave_out(self, error: TaskError) -> None:
-        """Count a row that cannot be used; raises UserError where bad rows are errors."""
-        if self.on_bad_row == "error":
-            raise UserError(f"{error} (set data.on_bad_row=skip to leave such rows out)") from None
-        self.skipped[error.kind] = self.skipped.get(error.kind, 0) + 1
-        self.examples.setdefault(error.kind, str(error))
-        self.problems.append(error)
-
-    def check_left(self, path: str) -> None:
-        """Refuse a data set none of whose rows is usable, and log the omitted rows; raises UserError."""
-        if not self.tasks:
-            counts = ", ".join(f"{count} {kind}" for kind, count in self.skipped.items())
-            first = next(iter(self.examples.values()), "")
-            raise UserError(f"{path}: no usable row is left (skipped: {counts}); the first problem: {first}")
-        for kind, count in self.skipped.items():
-            log.warning("%s: skipped %d rows (%s), e.g. %s", path, count, kind, self.examples[kind])
+LoadedTasks: TypeAlias = LoadedRows[VlmTask]
+"""The usable questions, and the rows that were left out; kinds of problems are those of `TASK_ERRORS`."""
 
 
 @dataclass
@@ -155,27 +122,24 @@ def load_tasks(config: DataConfig) -> LoadedTasks:
             a row is bad and `on_bad_row` is "error".
     """
     check_fields(config, "data")
-    if not config.path or config.path == MISSING:
-        raise UserError("data.path is not set: give a .jsonl, .json or .parquet file, a folder or a hub id")
-    build_if_missing(config)
-    check_split(config.path, config.split, config.subset)
-    rows = list(read_rows(config.path, config.split, config.subset, config.max_line_mb))
-    if not rows:
-        raise UserError(f"{config.path} is empty: it has no rows")
-    loaded = LoadedTasks([], on_bad_row=config.on_bad_row)
-    for row in rows:
-        if row.problem is not None:
+    built_path(config, "data", "a .jsonl, .json or .parquet file, a folder or a hub id")
+    loaded = LoadedTasks(on_bad_row=config.on_bad_row)
+    good: list[DataRow] = []
+    for row in rows(config):
+        if row.problem is None:
+            good.append(row)
+        else:
             loaded.leave_out(TaskError("invalid_json", row.place, row.problem))
-    good = [row for row in rows if row.problem is None]
     if good:
-        _fill(loaded, good, _find_layout(config, good), config)
+        layout, seen = _find_layout(config, good), set[str]()
+        loaded.take(good, lambda row: _make_task(row, layout, config, seen), config.max_tasks)
     loaded.check_left(config.path)
     loaded.tasks = with_budgets(loaded.tasks, config.budgets)
     return loaded
 
 
-def _find_layout(config: DataConfig, rows: list[Row]) -> _Layout:
-    columns = list(dict.fromkeys(key for row in rows for key in row.cells))
+def _find_layout(config: DataConfig, good: list[DataRow]) -> _Layout:
+    columns = list(dict.fromkeys(key for row in good for key in row.cells))
     prompt = _find_key(config.prompt_key, (*PROMPT_KEYS, *CHAT_KEYS), columns, "prompt_key")
     if prompt is None:
         raise UserError(
@@ -183,7 +147,7 @@ def _find_layout(config: DataConfig, rows: list[Row]) -> _Layout:
             f"{', '.join(columns)}; set data.prompt_key to one with texts or chat turns (tokens are not read)"
         )
     answer = _find_key(config.answer_key, ANSWER_KEYS, columns, "answer_key")
-    if answer is None and any(_nested(row.cells, VERL_ANSWER) is not None for row in rows):
+    if answer is None and any(_nested(row.cells, VERL_ANSWER) is not None for row in good):
         answer = ".".join(VERL_ANSWER)
     if answer is None and prompt == "problem":
         raise UserError(
@@ -198,7 +162,7 @@ def _find_layout(config: DataConfig, rows: list[Row]) -> _Layout:
         answer=answer,
         image=image,
         video=_find_key(config.video_key, VIDEO_KEYS, columns, "video_key"),
-        marked=any(has_marks(row.cells.get(prompt)) for row in rows),
+        marked=any(has_marks(row.cells.get(prompt)) for row in good),
         folder=_media_folder(config),
         render=make_renderer(config.format_prompt),
     )
@@ -222,23 +186,8 @@ def _media_folder(config: DataConfig) -> Path:
     return folder
 
 
-def _fill(loaded: LoadedTasks, rows: list[Row], layout: _Layout, config: DataConfig) -> None:
-    seen: set[str] = set()
-    for row in rows:
-        if config.max_tasks is not None and len(loaded.tasks) >= config.max_tasks:
-            return
-        try:
-            task = _make_task(row, layout, config)
-        except TaskError as error:
-            loaded.leave_out(error)
-            continue
-        if task.id in seen:
-            task.id = f"{task.id} ({row.place})"
-        seen.add(task.id)
-        loaded.tasks.append(task)
-
-
-def _make_task(row: Row, layout: _Layout, config: DataConfig) -> VlmTask:
+def _make_task(row: DataRow, layout: _Layout, config: DataConfig, seen: set[str]) -> VlmTask:
+    """The task of a row; its id, to which the place is added if an earlier row has it, joins the seen ones."""
     name = row.cells.get("id")
     task_id = row.place if name is None or name == "" else str(name)
     place = row.place if task_id == row.place else f"{row.place} (id {task_id})"
@@ -268,6 +217,9 @@ def _make_task(row: Row, layout: _Layout, config: DataConfig) -> VlmTask:
     if length > config.max_prompt_chars:
         message = f"the question has {length} characters, more than {config.max_prompt_chars} (data.max_prompt_chars)"
         raise TaskError("long_prompt", place, message)
+    if task_id in seen:
+        task_id = f"{task_id} ({row.place})"
+    seen.add(task_id)
     return VlmTask(
         task_id,
         messages,
@@ -279,7 +231,7 @@ def _make_task(row: Row, layout: _Layout, config: DataConfig) -> VlmTask:
     )
 
 
-def _answer(row: Row, layout: _Layout, place: str) -> Any:
+def _answer(row: DataRow, layout: _Layout, place: str) -> Any:
     if layout.answer is None:
         return None
     value: Any = row.cells.get(layout.answer)

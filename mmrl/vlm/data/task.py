@@ -26,7 +26,7 @@ from mmrl.hub.images import (
     resize_image,
     upright,
 )
-from mmrl.hub.tables import ArrowImage
+from mmrl.hub.tables import ArrowImage, BadRowError
 from mmrl.hub.video_reading import VideoError
 from mmrl.hub.video_sampling import FILE_OPTIONS, FRAME_LIST_OPTIONS, Frames, frame_times, sample_file, sample_frames
 from mmrl.rewards import RewardResult, RewardSum, TrainerState
@@ -57,17 +57,8 @@ CELL, MARGIN, CAPTION = 112, 2, 16
 GROUND, INK = (24, 26, 30), (235, 235, 235)
 
 
-class TaskError(Exception):
-    """A single task that cannot be used; it is counted by kind, logged and skipped."""
-
-    def __init__(self, kind: str, task_id: str, message: str) -> None:
-        super().__init__(kind, task_id, message)
-        self.kind = kind
-        self.task_id = task_id
-        self.message = message
-
-    def __str__(self) -> str:
-        return f"{self.task_id}: {self.message}"
+class TaskError(BadRowError):
+    """A single task that cannot be used; it is counted by kind, logged and skipped. Its place is the task's id."""
 
 
 class StoredImage(Protocol):

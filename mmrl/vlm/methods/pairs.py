@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -63,14 +63,8 @@ def keep_pairs(loaded: LoadedTasks, columns: PairColumns) -> LoadedTasks:
         UserError: a pair is bad and bad rows are errors, or none is left.
     """
     tasks, loaded.tasks = loaded.tasks, []
-    for task in tasks:
-        try:
-            read = _read_single if has_labels(tasks, columns) else _read_pair
-            task.columns = {**task.columns, **read(task, columns)}
-        except TaskError as error:
-            loaded.leave_out(error)
-            continue
-        loaded.tasks.append(task)
+    read = _read_single if has_labels(tasks, columns) else _read_pair
+    loaded.take(tasks, lambda task: replace(task, columns={**task.columns, **read(task, columns)}))
     loaded.check_left("the pairs")
     return loaded
 

@@ -7,7 +7,7 @@ exactly the gradient of the negative log-likelihood. `given_answers` builds such
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from mmrl.vlm.config import AnswerScoring, VlmEvaluationConfig, VlmParts, check_
 from mmrl.vlm.data.dataset import LoadedTasks
 from mmrl.vlm.data.messages import last_turn
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
-from mmrl.vlm.data.task import TaskError, VlmTask, check_no_media
+from mmrl.vlm.data.task import VlmTask, check_no_media
 from mmrl.vlm.domain import Questions, VlmDomain
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.model.config import check_critic
@@ -99,27 +99,25 @@ class SftRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
 
     def prepare_tasks(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
         """Refuse training questions without a completion, or with one that cannot be learnt."""
-        config, loaded = self.config, super().prepare_tasks(loaded, training=training)
-        if not training:
-            return loaded
-        tasks, loaded.tasks = loaded.tasks, []
-        for task in tasks:
-            cell = task.columns.get(config.target_key)
-            if not isinstance(cell, str | list):
-                raise UserError(
-                    f"{config.data.path}: question {task.id} has no text in column '{config.target_key}' (target_key); "
-                    f"columns: {', '.join(task.columns)}"
-                )
-            try:
-                text = cell if isinstance(cell, str) else last_turn(task, config.target_key, cell)
-                check_no_media(task, config.target_key, text, "media_in_answer")
-            except TaskError as error:
-                loaded.leave_out(error)
-                continue
-            task.columns = {**task.columns, config.target_key: text}
-            loaded.tasks.append(task)
-        loaded.check_left(config.data.path)
+        loaded = super().prepare_tasks(loaded, training=training)
+        if training:
+            tasks, loaded.tasks = loaded.tasks, []
+            loaded.take(tasks, self._with_target)
+            loaded.check_left(self.config.data.path)
         return loaded
+
+    def _with_target(self, task: VlmTask) -> VlmTask:
+        """The task with its completion as a text."""
+        key = self.config.target_key
+        cell = task.columns.get(key)
+        if not isinstance(cell, str | list):
+            raise UserError(
+                f"{self.config.data.path}: question {task.id} has no text in column '{key}' (target_key); "
+                f"columns: {', '.join(task.columns)}"
+            )
+        text = cell if isinstance(cell, str) else last_turn(task, key, cell)
+        check_no_media(task, key, text, "media_in_answer")
+        return replace(task, columns={**task.columns, key: text})
 
     def batch(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
         """Tokenise the given completions."""

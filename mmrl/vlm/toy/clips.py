@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from mmrl.hub.video import VideoSettings, write_mp4
+from mmrl.hub.video_writing import VideoSettings, write_mp4
 from mmrl.vlm.toy.digits import CELL_PX, scans_and_labels, texture
 
 CUE_RGB = (0.9, 0.1, 0.1)

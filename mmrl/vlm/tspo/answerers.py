@@ -17,8 +17,8 @@ from mmrl.vlm.data.task import TaskError, VlmTask, check_columns, score_texts
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.sampler import Samples, sample
 from mmrl.vlm.tspo.config import AnswererConfig
+from mmrl.vlm.tspo.needle_tasks import NeedleTask
 from mmrl.vlm.tspo.policy import VideoFeatures
-from mmrl.vlm.tspo.tasks import NeedleTask
 
 ResultT = TypeVar("ResultT")
 
@@ -134,7 +134,7 @@ def without_unreadable(
         try:
             return attempt(tasks, features)
         except TaskError as error:
-            kept = [n for n, task in enumerate(tasks) if task.id != error.task_id]
+            kept = [n for n, task in enumerate(tasks) if task.id != error.place]
             if len(kept) == len(tasks):
                 raise
             skip(error)

@@ -17,7 +17,7 @@ from mmrl.errors import UserError
 from mmrl.files import expanded, replaced
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 from mmrl.runs.export import foreign_model
-from mmrl.vlm.tspo.tasks import Candidates
+from mmrl.vlm.tspo.needle_tasks import Candidates
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,8 +11,8 @@ import torch
 from mmrl.errors import UserError
 from mmrl.vlm.tspo.agent import AgentSettings, TemporalAgent, load_agent
 from mmrl.vlm.tspo.features import ClipEncoder, FeatureStore
+from mmrl.vlm.tspo.needle_tasks import open_candidates
 from mmrl.vlm.tspo.picking import METHODS
-from mmrl.vlm.tspo.tasks import open_candidates
 
 if TYPE_CHECKING:
     from PIL.Image import Image

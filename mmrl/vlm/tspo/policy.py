@@ -15,8 +15,8 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.tspo.agent import AgentSettings, TemporalAgent, load_agent_weights, save_agent
+from mmrl.vlm.tspo.needle_tasks import NeedleTask
 from mmrl.vlm.tspo.picking import NEVER, pick_logprobs
-from mmrl.vlm.tspo.tasks import NeedleTask
 
 READER_FOLDER = "reader"
 

@@ -51,9 +51,9 @@ from mmrl.vlm.tspo.answerers import Answerer, Answers, make_answerer, without_un
 from mmrl.vlm.tspo.config import TspoConfig, objective_of
 from mmrl.vlm.tspo.features import ClipEncoder, FeatureStore
 from mmrl.vlm.tspo.measure import PickMeasure, picked_strip
+from mmrl.vlm.tspo.needle_tasks import NeedleTask, load_needle_tasks
 from mmrl.vlm.tspo.picking import draw_picks, gumbel_noise, pick_logprobs, temperature_at
 from mmrl.vlm.tspo.policy import TspoPayload, TspoPolicy, VideoFeatures
-from mmrl.vlm.tspo.tasks import NeedleTask, load_needle_tasks
 
 LOGGER = logging.getLogger("mmrl")
 

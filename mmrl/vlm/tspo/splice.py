@@ -23,8 +23,8 @@ import numpy as np
 from mmrl.errors import UserError
 from mmrl.files import expanded
 from mmrl.hub.tables import read_rows
-from mmrl.hub.video import write_mp4
 from mmrl.hub.video_reading import VideoError, VideoIndex, decode_frames, read_index
+from mmrl.hub.video_writing import write_mp4
 from mmrl.vlm.data.media_rows import write_media_rows
 
 if TYPE_CHECKING:

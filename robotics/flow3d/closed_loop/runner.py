@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from mmrl.fields import check_config
-from mmrl.hub.video import write_mp4
+from mmrl.hub.video_writing import write_mp4
 from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.closed_loop.episodes import FlowEpisode, LoopConfig, verifier_in
 from robotics.flow3d.drawing import draw_flow, draw_paths

@@ -46,7 +46,7 @@ from mmrl.training.scoring import RewardErrors, with_rewards
 from mmrl.training.settings import RunConfig, TrainerConfig
 from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.drawing import draw_flow
-from robotics.flow3d.methods.clips import ClipSetConfig, clips_digest, instructions_of, load_clips
+from robotics.flow3d.methods.clip_sets import ClipSetConfig, clips_digest, instructions_of, load_clips
 from robotics.flow3d.methods.evaluation import FlowDomain, FlowEvaluationConfig, VerdictMeasure
 from robotics.flow3d.methods.samples import ExplorationConfig, FlowPayload, FlowSampling
 from robotics.flow3d.model.world_model import FlowWorldModel

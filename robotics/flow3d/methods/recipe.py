@@ -46,7 +46,7 @@ from mmrl.training.supervised import SupervisedRecipe
 from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig, LoopConfig, list_episodes
 from robotics.flow3d.closed_loop.measure import measure_in_loop
-from robotics.flow3d.methods.clips import (
+from robotics.flow3d.methods.clip_sets import (
     ClipSetConfig,
     TrainingClips,
     depth_range_m,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from diffusion.data.images import ImageDataConfig, load_images, write_images
+from diffusion.data.captioned_images import ImageDataConfig, load_images, write_images
 from mmrl.errors import UserError
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (3, 8, 6, 3), dtype=np.uint8)

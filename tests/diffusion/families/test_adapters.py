@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from diffusion.methods.flow_grpo import FlowGrpoConfig
 from diffusion.models.adapters import save_formatted
-from diffusion.models.cards import PROMPT, describe_pipeline
+from diffusion.models.pipeline_card import PROMPT, describe_pipeline
 from diffusion.models.pipelines import load_pipeline
 from diffusion.models.policy import LoraSettings, ModelConfig, load_policy
 from diffusion.models.saved import EXACT_FILE, LORA_FILE, adapter_of

@@ -14,7 +14,7 @@ import torch
 from diffusion.families.base import REFERENCE, Family, TextPart, blocks_of
 from diffusion.families.grids import cuts_times, grid_of
 from diffusion.methods.flow_grpo import FlowGrpoConfig
-from diffusion.models.cards import PROMPT, describe_pipeline
+from diffusion.models.pipeline_card import PROMPT, describe_pipeline
 from diffusion.models.pipelines import decode_latents, encode_images, load_pipeline
 from diffusion.models.policy import LoraSettings, ModelConfig, load_policy
 from diffusion.models.saved import LORA_FILE

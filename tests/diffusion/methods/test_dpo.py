@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.data.pairs import ImagePairConfig, load_pairs, write_pairs
+from diffusion.data.image_pairs import ImagePairConfig, load_pairs, write_pairs
 from diffusion.methods.dpo import DiffusionDpoConfig, DiffusionDpoRecipe
 from diffusion.methods.fifa import PairFilterConfig
 from diffusion.sampling.trajectories import DiffusionPayload

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.data.pairs import ImagePair, ImagePairConfig, load_pairs
+from diffusion.data.image_pairs import ImagePair, ImagePairConfig, load_pairs
 from diffusion.methods import fifa
 from diffusion.methods.fifa import PairFilterConfig, main, neighbour_distances, score_pairs, select_pairs
 from diffusion.toy.shapes.building import caption_quality

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from diffusion.config import GivenEvaluationConfig
-from diffusion.data.images import ImageDataConfig, write_images
+from diffusion.data.captioned_images import ImageDataConfig, write_images
 from diffusion.data.prompts import PromptConfig
 from diffusion.methods.pretrain import PretrainConfig
 from diffusion.models.pipelines import encode_images
@@ -125,7 +125,7 @@ def test_captions_are_left_out_at_the_configured_rate(tmp_path, digit_model):
 def test_images_of_several_sizes_cannot_share_a_step(tmp_path, digit_model):
     recipe = build(pretraining(tmp_path, digit_model))
     other = write_images(tmp_path / "other.npz", np.zeros((1, 16, 8, 3), np.uint8), ["the digit one"])
-    from diffusion.data.images import load_images
+    from diffusion.data.captioned_images import load_images
 
     tasks = [recipe.train_tasks[0], *load_images(ImageDataConfig(path=str(other)))]
     with pytest.raises(NoUsableTasksError, match="differ in size"):

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from diffusion.data.images import ImageDataConfig, load_images, write_images
+from diffusion.data.captioned_images import ImageDataConfig, load_images, write_images
 from diffusion.families.table import family_of
 from diffusion.models.pipelines import decode_latents, encode_images, load_pipeline
 from diffusion.models.policy import LoraSettings, ModelConfig, load_policy

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.data.pairs import write_pairs
+from diffusion.data.image_pairs import write_pairs
 from diffusion.families.table import family_of
 from diffusion.models.pipelines import decode_latents, encode_images, load_pipeline
 from diffusion.models.policy import LoraSettings, ModelConfig

@@ -40,7 +40,7 @@ def _prompts(_: None, rng: random.Random, folder: Path) -> Verdict:
 
 
 def _images(_: None, rng: random.Random, folder: Path) -> Verdict:
-    from diffusion.data.images import ImageDataConfig, load_images
+    from diffusion.data.captioned_images import ImageDataConfig, load_images
 
     path = folder / rng.choice(("images.npz", "images.npz", "images.jsonl"))
     (_write_packed if path.suffix == ".npz" else _write_listed)(rng, path)

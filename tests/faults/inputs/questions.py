@@ -120,7 +120,7 @@ def _images(lab: _Lab, rng: random.Random, folder: Path) -> Verdict:
 
 
 def _prepare_videos(folder: Path) -> _Lab:
-    from mmrl.hub.video import write_mp4
+    from mmrl.hub.video_writing import write_mp4
 
     lab = _prepare_model(folder)
     frames = np.random.RandomState(0).randint(0, 256, (8, 32, 32, 3), np.uint8)

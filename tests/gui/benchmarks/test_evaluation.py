@@ -15,7 +15,7 @@ from mmrl.config import load_run
 from mmrl.errors import UserError
 from mmrl.gui.benchmarks.prompts import PRESETS, PromptConfig, begin_answer
 from mmrl.gui.benchmarks.table import BENCHMARKS
-from mmrl.gui.grounding.tasks import GroundingSettings
+from mmrl.gui.grounding.grounding_tasks import GroundingSettings
 from mmrl.recipes import RECIPES
 from mmrl.training.run import evaluate, train
 from mmrl.vlm.methods.sft import SftConfig

@@ -12,10 +12,10 @@ from PIL import Image
 
 from mmrl.cli import main
 from mmrl.errors import UserError
-from mmrl.gui.benchmarks.loading import validate
+from mmrl.gui.benchmarks.benchmark_copies import validate
 from mmrl.gui.benchmarks.table import BENCHMARKS
 from mmrl.gui.grounding.coords import Resize
-from mmrl.gui.grounding.tasks import GroundingSettings, prepare_tasks
+from mmrl.gui.grounding.grounding_tasks import GroundingSettings, prepare_tasks
 from mmrl.vlm.data.dataset import DataConfig, load_tasks
 from tests.gui.benchmarks.copies import BOXES, COPIES, relative, screenspot, screenspot_pro, write_json, xywh
 

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from mmrl.errors import UserError
-from mmrl.hub.video import write_mp4
+from mmrl.hub.video_writing import write_mp4
 from robotics.data import EpisodeWriter, robot_features
 from robotics.flow3d.data import FlowReader
 from robotics.flow3d.extract import (

@@ -5,7 +5,7 @@ import pytest
 
 from mmrl.errors import UserError
 from robotics.flow3d.geometry import apply_pose, inverse_pose
-from robotics.flow3d.methods.clips import ClipSetConfig, load_clips
+from robotics.flow3d.methods.clip_sets import ClipSetConfig, load_clips
 from robotics.flow3d.reward.tabletop_views import MOVING_TASKS, TabletopViews, tabletop_clips
 from robotics.scenes.batch import BatchSettings, TabletopBatch
 from robotics.scenes.experts import Expert

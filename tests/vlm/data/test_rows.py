@@ -359,7 +359,7 @@ def test_task_errors_survive_pickling():
     import pickle
 
     error = pickle.loads(pickle.dumps(TaskError("missing_image", "t1", "no file")))
-    assert (error.kind, error.task_id, str(error)) == ("missing_image", "t1", "t1: no file")
+    assert (error.kind, error.place, str(error)) == ("missing_image", "t1", "t1: no file")
 
 
 def problem_of(row, **options):

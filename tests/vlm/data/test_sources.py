@@ -35,7 +35,7 @@ def test_bad_images_are_task_errors_when_they_are_loaded(folder, source, kind):
     with pytest.raises(TaskError, match="image 2 of 2") as caught:
         task.load_images()
     assert caught.value.kind == kind
-    assert caught.value.task_id == "t1"
+    assert caught.value.place == "t1"
     assert kind in TASK_ERRORS
 
 

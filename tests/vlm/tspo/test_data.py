@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from mmrl.hub.video import write_mp4
 from mmrl.hub.video_reading import decode_frames, read_index
+from mmrl.hub.video_writing import write_mp4
 from mmrl.vlm.data.dataset import DataConfig
 from mmrl.vlm.data.task import TaskError
 from mmrl.vlm.toy.needles import build_needles, build_readings
 from mmrl.vlm.tspo import splice
+from mmrl.vlm.tspo.needle_tasks import load_needle_tasks, open_candidates, question_without_options, read_needle
 from mmrl.vlm.tspo.splice import build_spliced, sampled_numbers
-from mmrl.vlm.tspo.tasks import load_needle_tasks, open_candidates, question_without_options, read_needle
 from tests.hub.numbered_clips import numbers_of, write_clip
 from tests.vlm.tspo.builders import FRAMES, data_folder
 

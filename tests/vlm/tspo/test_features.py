@@ -11,7 +11,7 @@ import torch
 from mmrl.errors import UserError
 from mmrl.vlm.data.dataset import DataConfig
 from mmrl.vlm.tspo.features import ClipEncoder, FeatureStore
-from mmrl.vlm.tspo.tasks import load_needle_tasks
+from mmrl.vlm.tspo.needle_tasks import load_needle_tasks
 from tests.vlm.tspo.builders import data_folder
 
 

@@ -19,7 +19,7 @@ from mmrl.training.settings import CheckpointConfig, TrainerConfig
 from mmrl.training.trainer import Trainer, collect_metrics
 from mmrl.training.update import count_denominators, update_constants
 from robotics.flow3d.methods.awm import Flow3dAwmConfig, Flow3dAwmRecipe, SavedModelConfig
-from robotics.flow3d.methods.clips import ClipSetConfig
+from robotics.flow3d.methods.clip_sets import ClipSetConfig
 from robotics.flow3d.methods.evaluation import FlowEvaluationConfig
 from robotics.flow3d.methods.samples import ExplorationConfig, FlowPayload
 from robotics.flow3d.model.world_model import FlowWorldModel

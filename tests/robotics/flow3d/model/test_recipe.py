@@ -17,7 +17,7 @@ from mmrl.training.settings import BaseTrainerConfig, CheckpointConfig
 from mmrl.training.trainer import Trainer
 from mmrl.training.update import count_denominators
 from robotics.flow3d.closed_loop.episodes import LoopConfig
-from robotics.flow3d.methods.clips import ClipSetConfig, depth_range_m
+from robotics.flow3d.methods.clip_sets import ClipSetConfig, depth_range_m
 from robotics.flow3d.methods.evaluation import FlowEvaluationConfig
 from robotics.flow3d.methods.recipe import Flow3dConfig, Flow3dRecipe, FlowPayload, WorldModelConfig
 from robotics.flow3d.model.world_model import FlowWorldModel

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -20,6 +20,7 @@ import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.files import replaced
+from mmrl.hub.video_reading import PIXELS
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -55,9 +56,20 @@ def write_mp4(
         UserError: there are no frames, fps is not positive, or no encoder.
         ValueError: the frames differ in shape or are not uint8 RGB.
     """
-    path = Path(path)
+    return _write(Path(path), frames, fps, _h264(settings or VideoSettings()))
+
+
+def write_gray12_mp4(path: str | os.PathLike[str], frames: Iterable[ArrayLike], fps: float) -> Path:
+    """Write images (T, H, W) of 12-bit codes, uint16, as HEVC without loss; raises as `write_mp4` does.
+
+    FFmpeg's error passes through if x265 is missing or takes no images of this size.
+    """
+    return _write(Path(path), frames, fps, GRAY12)
+
+
+def _write(path: Path, frames: Iterable[ArrayLike], fps: float, codec: _Codec) -> Path:
     with replaced(path) as draft:
-        encoder = _Encoder(draft, fps, settings or VideoSettings(), {"movflags": "faststart"})
+        encoder = _Encoder(draft, fps, codec, WHOLE)
         try:
             for frame in frames:
                 encoder.add(frame)
@@ -88,9 +100,8 @@ class VideoRecorder:
         self.part = self.path.with_name(f"{self.path.stem}.part.mp4")
         """The video that grows, a fragment for each key frame."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        settings = settings or VideoSettings(gop=max(1, round(fps)))
-        options = {"movflags": "frag_keyframe+empty_moov+default_base_moof", "flush_packets": "1"}
-        self._encoder = _Encoder(self.part, fps, settings, options)
+        codec = _h264(settings or VideoSettings(gop=max(1, round(fps))))
+        self._encoder = _Encoder(self.part, fps, codec, FRAGMENTS)
         self._closed = False
 
     @property
@@ -128,8 +139,8 @@ def copy_video(sources: Iterable[Path], target: Path) -> None:
     """Put videos of one size and rate behind each other without decoding them; replaces the target at once."""
     import av
 
-    with replaced(target) as draft:
-        with mp4_output(draft) as output:
+    with replaced(target) as draft, contextlib.closing(_File(draft)) as file:
+        with av.open(file, "w", format="mp4", options=WHOLE) as output:
             stream: Any = None
             start = 0
             for path in sources:
@@ -139,19 +150,9 @@ def copy_video(sources: Iterable[Path], target: Path) -> None:
                         stream = output.add_stream_from_template(video)
                         stream.time_base = video.time_base
                     start = _append_packets(source, output, stream, start)
+        file.check()
         if stream is None:
             raise ValueError("no videos to put together")
-
-
-@contextlib.contextmanager
-def mp4_output(path: Path) -> Iterator[Any]:
-    """A PyAV container that writes an mp4 file with its index first; raises OSError where the disk is full."""
-    import av
-
-    with contextlib.closing(_File(path)) as file:
-        with av.open(file, "w", format="mp4", options={"movflags": "faststart"}) as output:
-            yield output
-        file.check()
 
 
 class _File:
@@ -190,15 +191,24 @@ def pad_to_even(frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.pad(frame, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
 
 
+@dataclass(frozen=True)
+class _Codec:
+    """An encoder of FFmpeg with its options, and the pixels that it is given and stores."""
+
+    encoder: str
+    options: Mapping[str, str]
+    given: str = "rgb24"
+    stored: str = "yuv420p"
+
+
 class _Encoder:
     """An mp4 that grows; the file is made with the first frame, whose size is the video's."""
 
-    def __init__(self, path: Path, fps: float, settings: VideoSettings, container: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, fps: float, codec: _Codec, container: Mapping[str, str]) -> None:
         if not 0 < fps < 1000:
             raise UserError(f"fps is {fps}; must lie between 0 and 1000")
-        self._path, self._settings, self._options = path, settings, dict(container)
+        self._path, self._codec, self._options = path, codec, dict(container)
         self._rate = Fraction(fps).limit_denominator(1001)
-        self._encoder = _find_encoder(settings.encoder)
         self._file: _File
         self._output: Any = None
         self._stream: Any = None
@@ -209,13 +219,20 @@ class _Encoder:
         import av
 
         image = np.asarray(frame)
-        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
-            raise ValueError(f"a frame has shape {image.shape} and type {image.dtype}; expected (H, W, 3) uint8")
+        shape, kind = PIXELS[self._codec.given]
+        if image.dtype != kind or image.shape[2:] != shape or image.ndim != 2 + len(shape) or not image.size:
+            wanted = ", ".join(map(str, ("H", "W", *shape)))
+            raise ValueError(
+                f"a frame has shape {image.shape} and type {image.dtype}; expected ({wanted}) {np.dtype(kind)}"
+            )
+        if image.shape != (self._shape or image.shape):
+            raise ValueError(f"frame {self.frames} has shape {image.shape}; those before have {self._shape}")
+        self._shape = image.shape
+        if self._codec.stored == "yuv420p":  # which has a colour for every two rows and columns
+            image = pad_to_even(image)
         if self._output is None:
             self._open(image.shape)
-        if image.shape != self._shape:
-            raise ValueError(f"frame {self.frames} has shape {image.shape}; those before have {self._shape}")
-        encoded = av.VideoFrame.from_ndarray(np.ascontiguousarray(pad_to_even(image)), format="rgb24")
+        encoded = av.VideoFrame.from_ndarray(np.ascontiguousarray(image), format=self._codec.given)
         encoded.pts = self.frames
         encoded.time_base = 1 / self._rate
         self._output.mux(self._stream.encode(encoded))
@@ -234,26 +251,27 @@ class _Encoder:
     def _open(self, shape: tuple[int, ...]) -> None:
         import av
 
-        self._shape = shape
         self._file = _File(self._path)
-        self._output = av.open(self._file, "w", format="mp4", options=self._options)
-        options = {"g": str(self._settings.gop), "bf": "0"}
-        if self._encoder == "libx264":
-            # with mbtree the bytes of small images depend on the earlier content of memory
-            options |= {"crf": str(self._settings.crf), "preset": "veryfast", "mbtree": "0"}
-        self._stream = self._output.add_stream(self._encoder, rate=self._rate, options=options)
-        self._stream.height, self._stream.width = (size + size % 2 for size in shape[:2])
-        self._stream.pix_fmt = "yuv420p"
+        output = av.open(self._file, "w", format="mp4", options=self._options)
+        self._stream = output.add_stream(self._codec.encoder, rate=self._rate, options=dict(self._codec.options))
+        self._stream.height, self._stream.width = shape[:2]
+        self._stream.pix_fmt = self._codec.stored
         # The bytes would depend on the number of threads.
         self._stream.codec_context.thread_count = 1
+        self._output = output
 
 
-def _find_encoder(name: str | None) -> str:
-    wanted = (name,) if name else ENCODERS
-    found = [one for one in wanted if _can_encode(one)]
-    if not found:
+def _h264(settings: VideoSettings) -> _Codec:
+    """The encoder of settings; raises UserError if this PyAV has none."""
+    wanted = (settings.encoder,) if settings.encoder else ENCODERS
+    found = next(filter(_can_encode, wanted), None)
+    if found is None:
         raise UserError(f"this PyAV has no encoder {' or '.join(wanted)}; pip install --force-reinstall av brings one")
-    return found[0]
+    options = {"g": str(settings.gop), "bf": "0"}
+    if found == "libx264":
+        # with mbtree the bytes of small images depend on the earlier content of memory
+        options |= {"crf": str(settings.crf), "preset": "veryfast", "mbtree": "0"}
+    return _Codec(found, options)
 
 
 def _can_encode(name: str) -> bool:
@@ -278,3 +296,9 @@ def _append_packets(source: Any, output: Any, stream: Any, start: int) -> int:
 
 
 ENCODERS = ("libx264", "libopenh264")
+# Frames that refer to others lose pixels of noisy depth in x265, although it is asked for no loss.
+GRAY12 = _Codec("libx265", {"g": "1", "bf": "0", "x265-params": "lossless=1:log-level=none"}, "gray12le", "gray12le")
+WHOLE = {"movflags": "faststart"}
+"""Options of a file whose index comes first."""
+FRAGMENTS = {"movflags": "frag_keyframe+empty_moov+default_base_moof", "flush_packets": "1"}
+"""Options of a file that can be read while it grows."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import string
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -244,12 +243,10 @@ def prepare_tasks(loaded: LoadedTasks, settings: GroundingSettings, resize: Resi
         LOGGER.warning("%s", doubt)
     if loaded.tasks and not written.tasks:
         raise UserError(f"all {len(loaded.tasks)} training boxes are too small or outside their screens; see min_side")
-    if not written.dropped:
-        return LoadedTasks(written.tasks, loaded.skipped, loaded.examples)
-    reason, first = GROUNDING_ERRORS["unusable_box"], written.dropped[0].task_id
-    LOGGER.warning("%d training boxes were dropped, the first of %s: %s", len(written.dropped), first, reason)
-    skipped = Counter(loaded.skipped) + Counter(unusable_box=len(written.dropped))
-    return LoadedTasks(written.tasks, dict(skipped), {"unusable_box": reason} | loaded.examples)
+    if written.dropped:
+        first = written.dropped[0]
+        LOGGER.warning("%d training boxes were dropped, the first of %s", len(written.dropped), first)
+    return replace(loaded, tasks=written.tasks, problems=[*loaded.problems, *written.dropped])
 
 
 def check_held_out(data: DataConfig, eval_data: Mapping[str, DataConfig], seen: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from mmrl.hub.video import VideoRecorder, VideoSettings, copy_video, write_mp4
+from mmrl.hub.video_writing import VideoRecorder, VideoSettings, copy_video, write_mp4
 
 av = pytest.importorskip("av", reason="needs pip install 'mmrl-suite[vlm]'")
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,7 +129,7 @@ def test_no_frames_no_file(tmp_path):
 def test_a_killed_recorder_leaves_a_video_that_plays(tmp_path):
     script = (
         "import sys, time, numpy as np\n"
-        "from mmrl.hub.video import VideoRecorder\n"
+        "from mmrl.hub.video_writing import VideoRecorder\n"
         "video = VideoRecorder(sys.argv[1], fps=5)\n"
         "for t in range(100):\n"
         "    video.add(np.full((32, 32, 3), t, np.uint8))\n"
@@ -161,7 +161,7 @@ def test_videos_behind_each_other_keep_frames_and_rate(tmp_path):
 FULL_DISK = """
 import resource, signal, sys
 import numpy as np
-from mmrl.hub.video import VideoRecorder, copy_video, mp4_output, write_mp4
+from mmrl.hub.video_writing import VideoRecorder, copy_video, write_mp4
 
 folder = sys.argv[1]
 frames = np.random.default_rng(0).integers(0, 256, (20, 32, 32, 3), np.uint8)
@@ -203,6 +203,8 @@ def test_nothing_to_copy_is_an_error(tmp_path):
 
 
 def test_importing_loads_no_codec():
-    code = "import sys, mmrl.hub.video, robotics.data; print({'av', 'pyarrow', 'PIL', 'torch'} & set(sys.modules))"
+    code = (
+        "import sys, mmrl.hub.video_writing, robotics.data; print({'av', 'pyarrow', 'PIL', 'torch'} & set(sys.modules))"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert found.stdout.strip() == "set()"

@@ -16,12 +16,21 @@ import numpy as np
 from numpy.typing import NDArray
 from omegaconf import MISSING
 
-from diffusion.data.images import PACKED, ImageFile, StoredImage, check_caption, read_arrays, read_list, readable
-from diffusion.data.prompts import LoadedRows
+from diffusion.data.captioned_images import (
+    PACKED,
+    ImageFile,
+    StoredImage,
+    check_caption,
+    read_arrays,
+    read_list,
+    readable,
+)
+from diffusion.data.prompts import ImageRows
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.files import is_file, replaced
 from mmrl.hub.images import image_pixels_option
+from mmrl.hub.tables import BAD_ROWS, BadRowError, DataRow
 
 NUMBERS = ("score_chosen", "score_rejected", "text_quality")
 """Columns of numbers that a pair may have."""
@@ -64,7 +73,7 @@ class ImagePairConfig:
     """Largest image in pixels, checked by its header before it is decoded."""
     max_prompt_chars: int = rare(bounded(10_000, at_least=1))
     """Longest caption in characters."""
-    on_bad_row: str = rare(choice("error", ("error", "skip")))
+    on_bad_row: str = rare(choice("error", BAD_ROWS))
     """A pair with equal or missing images: error stops the run, skip leaves it out and counts it."""
 
 
@@ -102,7 +111,7 @@ def write_pairs(
     return file
 
 
-def load_pairs(config: ImagePairConfig) -> LoadedRows[ImagePair]:
+def load_pairs(config: ImagePairConfig) -> ImageRows[ImagePair]:
     """Read which pairs there are.
 
     Args:
@@ -115,46 +124,40 @@ def load_pairs(config: ImagePairConfig) -> LoadedRows[ImagePair]:
         UserError: nothing is there, a file is damaged, or a pair is bad and `on_bad_row` is "error".
     """
     path = readable(config, "pairs")
-    loaded = LoadedRows[ImagePair](config.on_bad_row, "pairs")
+    loaded = ImageRows[ImagePair](on_bad_row=config.on_bad_row, key="pairs", noun="pair")
     if path.suffix == PACKED:
-        _read_packed(path, config, loaded)
+        arrays = read_arrays(path, SIDES, NUMBERS, "pairs of images", config.max_image_pixels, "pairs")
+        loaded.take(range(len(arrays["captions"])), lambda row: _packed_pair(row, arrays, path, config))
     else:
-        _read_list(path, config, loaded)
-    loaded.check_left(path, "pair")
+        loaded.take(read_list(path), lambda row: _listed_pair(row, path, config))
+    loaded.check_left(path)
     return loaded
 
 
-def _read_packed(path: Path, config: ImagePairConfig, loaded: LoadedRows[ImagePair]) -> None:
-    arrays = read_arrays(path, SIDES, NUMBERS, "pairs of images", config.max_image_pixels, "pairs")
-    known = [name for name in NUMBERS if name in arrays]
-    for row, caption in enumerate(arrays["captions"].tolist()):
-        place = f"{path.name} {row}"
-        check_caption(place, caption, config)
-        if np.array_equal(arrays["chosen"][row], arrays["rejected"][row]):
-            loaded.leave_out("equal_sides", f"{place}: both images are the same")
-            continue
-        chosen, rejected = (StoredImage(arrays[side], row) for side in SIDES)
-        numbers = {name: float(arrays[name][row]) for name in known}
-        loaded.tasks.append(ImagePair(place, caption, chosen, rejected, _finite(numbers, place)))
+def _packed_pair(row: int, arrays: Mapping[str, NDArray[Any]], path: Path, config: ImagePairConfig) -> ImagePair:
+    place, caption = f"{path.name} {row}", str(arrays["captions"][row])
+    check_caption(place, caption, config)
+    if np.array_equal(arrays["chosen"][row], arrays["rejected"][row]):
+        raise BadRowError("equal_sides", place, "both images are the same")
+    chosen, rejected = (StoredImage(arrays[side], row) for side in SIDES)
+    numbers = {name: float(arrays[name][row]) for name in NUMBERS if name in arrays}
+    return ImagePair(place, caption, chosen, rejected, _finite(numbers, place))
 
 
-def _read_list(path: Path, config: ImagePairConfig, loaded: LoadedRows[ImagePair]) -> None:
-    for row in read_list(path):
-        caption, *names = (row.cells.get(key) for key in ("prompt", *SIDES))
-        if not isinstance(caption, str):
-            raise UserError(f"{row.place}: expected the text of column prompt; it has {', '.join(row.cells)}")
-        check_caption(row.place, caption, config)
-        files = [path.parent / name if isinstance(name, str) and name else None for name in names]
-        gone = [str(name) for name, file in zip(names, files, strict=True) if file is None or not is_file(file)]
-        if gone:
-            loaded.leave_out("missing_side", f"{row.place}: no such image: {gone[0]}")
-            continue
-        if files[0] == files[1]:
-            loaded.leave_out("equal_sides", f"{row.place}: both sides are {names[0]}")
-            continue
-        given = {name: row.cells[name] for name in NUMBERS if row.cells.get(name) is not None}
-        chosen, rejected = (ImageFile(file, config.max_image_pixels) for file in files if file is not None)
-        loaded.tasks.append(ImagePair(row.place, caption, chosen, rejected, _finite(given, row.place)))
+def _listed_pair(row: DataRow, path: Path, config: ImagePairConfig) -> ImagePair:
+    caption, *names = (row.cells.get(key) for key in ("prompt", *SIDES))
+    if not isinstance(caption, str):
+        raise UserError(f"{row.place}: expected the text of column prompt; it has {', '.join(row.cells)}")
+    check_caption(row.place, caption, config)
+    files = [path.parent / name if isinstance(name, str) and name else None for name in names]
+    gone = [str(name) for name, file in zip(names, files, strict=True) if file is None or not is_file(file)]
+    if gone:
+        raise BadRowError("missing_side", row.place, f"no such image: {gone[0]}")
+    if files[0] == files[1]:
+        raise BadRowError("equal_sides", row.place, f"both sides are {names[0]}")
+    given = {name: row.cells[name] for name in NUMBERS if row.cells.get(name) is not None}
+    chosen, rejected = (ImageFile(file, config.max_image_pixels) for file in files if file is not None)
+    return ImagePair(row.place, caption, chosen, rejected, _finite(given, row.place))
 
 
 def _finite(numbers: Mapping[str, Any], place: str) -> dict[str, float]:

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,8 +14,9 @@ import numpy as np
 
 from mmrl.files import without_scheme
 from mmrl.hub.images import MAX_IMAGE_PIXELS
+from mmrl.hub.tables import LoadedRows
 from mmrl.hub.video_reading import ROUNDING_S, VideoError, VideoIndex, decode_frames, read_index
-from mmrl.vlm.data.dataset import DataConfig, LoadedTasks, load_tasks
+from mmrl.vlm.data.dataset import DataConfig, load_tasks
 from mmrl.vlm.data.task import TaskError, VideoClip, VlmTask
 
 if TYPE_CHECKING:
@@ -179,16 +179,10 @@ class NeedleTask:
 def load_needle_tasks(config: DataConfig, fps: float, max_frames: int) -> tuple[list[NeedleTask], dict[str, int]]:
     """Read questions and list the candidate frames of their videos, without decoding them."""
     loaded = load_tasks(config)
-    usable = LoadedTasks([], on_bad_row=config.on_bad_row)
-    tasks: list[NeedleTask] = []
-    for task in loaded.tasks:
-        try:
-            tasks.append(_make(task, fps, max_frames))
-            usable.tasks.append(task)
-        except TaskError as error:
-            usable.leave_out(error)
+    usable = LoadedRows[NeedleTask](on_bad_row=config.on_bad_row)
+    usable.take(loaded.tasks, lambda task: _make(task, fps, max_frames))
     usable.check_left(config.path)
-    return tasks, dict(Counter(loaded.skipped) + Counter(usable.skipped))
+    return usable.tasks, loaded.skipped + usable.skipped
 
 
 def question_without_options(text: str) -> str:

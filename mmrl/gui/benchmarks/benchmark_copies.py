@@ -196,7 +196,7 @@ def validate(path: str, benchmark: str | None = None, images: str | None = None)
 
 def _validate_own(path: str, images: str | None) -> Validation:
     """Check own grounding data with the code that training reads it with, all rows of it."""
-    from mmrl.gui.grounding.tasks import GroundingSettings, sample_of, write_tasks
+    from mmrl.gui.grounding.grounding_tasks import GroundingSettings, sample_of, write_tasks
     from mmrl.vlm.data.dataset import DataConfig, load_tasks
     from mmrl.vlm.model.config import ModelConfig
 
@@ -204,13 +204,13 @@ def _validate_own(path: str, images: str | None) -> Validation:
     settings = GroundingSettings()
     written = write_tasks(loaded.tasks, settings, settings.resize(ModelConfig()), training=True)
     result = Validation(OWN, (expanded(path),), len(loaded.tasks) + len(loaded.problems))
-    result.malformed = [(error.task_id, error.message) for error in (*loaded.problems, *written.bad)]
+    result.malformed = [(error.place, error.message) for error in (*loaded.problems, *written.bad)]
     result.convention, result.refusal, result.notes = written.convention, written.refusal, written.doubts
-    left_out = set() if written.refusal else {error.task_id for error in written.dropped}
+    left_out = set() if written.refusal else {error.place for error in written.dropped}
     if left_out:
         reason = written.dropped[0].message
         result.notes.append(f"training leaves out {len(written.dropped)} of {result.rows} rows: {reason}")
-    bad = {error.task_id for error in written.bad}
+    bad = {error.place for error in written.bad}
     for task in (task for task in loaded.tasks if task.id not in bad):
         sample = sample_of(task)
         wrong = box_problem(_annotation(task.id, sample.target), sample.original_wh)

@@ -16,10 +16,10 @@ from omegaconf import MISSING
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, is_text, rare
-from mmrl.files import expanded, is_file, replaced
+from mmrl.files import is_file, replaced
 from mmrl.hub.foreign import to_rgb
 from mmrl.hub.images import check_pixels, decode_image, image_pixels_option, read_image_file
-from mmrl.hub.tables import LINES, READERS, Row, read_rows
+from mmrl.hub.tables import LINES, READERS, DataRow, built_path, read_rows
 
 PACKED = ".npz"
 
@@ -151,18 +151,13 @@ def _array_header(packed: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], 
 
 def readable(config: Any, key: str) -> Path:
     """The file of a configuration with `path` and `build`, built where it is missing; `key` is the option's section."""
-    if not config.path or config.path == MISSING:
-        raise UserError(f"{key}.path is not set: give a .npz or .jsonl file")
-    from mmrl.hub.building import build_if_missing
-
-    build_if_missing(config, key)
-    path = expanded(config.path)
+    path = built_path(config, key, "a .npz or .jsonl file")
     if not is_file(path):
         raise UserError(f"{key}.path: no such file: {path}")
     return path
 
 
-def read_list(path: Path) -> Iterator[Row]:
+def read_list(path: Path) -> Iterator[DataRow]:
     """The good rows of a list of image files; raises UserError at a bad one."""
     if path.suffix.lower() not in (LINES, *READERS):
         raise UserError(f"{path}: unknown extension {path.suffix!r}; give a .npz or .jsonl file")
