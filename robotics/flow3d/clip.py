@@ -37,7 +37,7 @@ class Observation:
     instruction: str
     """The task."""
     mask: BoolArray | None = None
-    """(H, W) pixels of the object, where it is known."""
+    """(H, W) pixels of the object; None if unknown."""
 
     def __post_init__(self) -> None:
         height, width = self.depth_m.shape
@@ -200,7 +200,7 @@ def grid_in_box(box_px: tuple[float, float, float, float], side: int) -> FloatAr
 def grid_in_mask(mask: BoolArray, side: int) -> FloatArray:
     """(N, N, 2) the same grid over the box of a mask (H, W), each point moved to the nearest pixel of the object.
 
-    Points on the background next to the object would stand still and distort the fitted motion.
+    Points on the background next to the object would not move and distort the fitted motion.
     """
     pixels = np.argwhere(mask)[:, ::-1] + 0.5
     low, high = pixels.min(0), pixels.max(0)

@@ -1,8 +1,8 @@
 """Robot interfaces, and inverse kinematics with mink for any arm that MuJoCo can load.
 
 Pitfalls: a step must be integrated over the time it was solved for, or it violates the limits. A quadratic program
-without a solution ends the search, not the run. Finger joints are frozen. The search keeps a distance from joint limits,
-because a joint exactly at its limit can make the next program infeasible.
+without a solution ends the search, not the run. Finger joints are frozen. The search keeps a distance from joint
+limits, because a joint exactly at its limit can make the next program infeasible.
 
 Source: kevinzakka/mink, examples/arm_ik.
 """

@@ -57,11 +57,11 @@ class FlowErrors:
     best_ade_cm: float
     """Mean distance of the best sample."""
     within_5cm: float
-    """Share of points of all frames within 5 cm."""
+    """Fraction of points of all frames within 5 cm."""
     rotation_deg: float
     """Angle between the rotations of the object to the last frame, fitted to predicted and to true points."""
     zero_motion_ade_cm: float
-    """Mean distance of a flow that stands still, for comparison."""
+    """Mean distance of a flow without motion, for comparison."""
     zero_motion_fde_cm: float
     """The same in the last frame."""
 

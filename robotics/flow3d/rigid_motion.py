@@ -233,7 +233,7 @@ def fit_flow(
         return _by_pnp(clip)
     flow = clip.flow_cam_m
     if estimator == "frozen_depth":
-        # an ablation: only the pixels move, every point keeps the depth of the first frame
+        # for comparison: only the pixels move, every point keeps the depth of the first frame
         uvz = clip.flow[..., :VISIBLE].copy()
         uvz[..., Z] = clip.points[..., Z]
         flow = lift(uvz, clip.observation.K).reshape(flow.shape)

@@ -103,7 +103,7 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
         self.scale = action_scale(self.policy, config.acting)
 
     def check_data(self) -> None:
-        """Refuse actions of another length than the simulator's; raises UserError."""
+        """Reject actions of another length than the simulator's; raises UserError."""
         found = self.demonstrations.actions[0].shape[1]
         if found != self.sim.action_size:
             raise UserError(

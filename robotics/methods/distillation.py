@@ -1,4 +1,4 @@
-"""Distillation: a robot policy learns from a teacher's probabilities of its own decisions, in the states it reaches.
+"""Distillation: a robot policy learns from a teacher's probabilities of its decisions, in the states that it reaches.
 
 The advantage of each decision is
 
@@ -174,7 +174,7 @@ class Teaching(LossTerm):
 
 
 def check_divergence(policy: ActionPolicy, beta: float) -> None:
-    """Refuse an exact divergence that the policy's decisions do not have; raises UserError."""
+    """Reject an exact divergence that the policy's decisions do not have; raises UserError."""
     if policy.mixes is None:
         raise UserError(
             f"distil.divergence compares whole distributions, which a {type(policy).__name__} does not have for its "
@@ -187,7 +187,7 @@ def check_divergence(policy: ActionPolicy, beta: float) -> None:
 
 
 def check_teacher(teacher: ActionPolicy, policy: ActionPolicy) -> None:
-    """Refuse a teacher whose decisions have another form; raises UserError."""
+    """Reject a teacher whose decisions have another form; raises UserError."""
     if teacher.past:
         raise UserError("teacher sees a past, which rollouts do not keep; use one that acts on the present observation")
     if type(teacher) is not type(policy):

@@ -71,7 +71,7 @@ class TrajectoryLatent(ABC):
     ) -> EmbeddedTrajectories:
         """Embed trajectories of frames (F_i, H, W, 3) uint8, None without images, and states (P_i, S).
 
-        `one_by_one` embeds batches of one, so that a latent is bit for bit the same whatever the other rows are;
+        `one_by_one` embeds batches of one, so that a latent is bit for bit the same regardless of the other rows;
         `reuse` reads and fills the cache, whose keys are digests of the input.
         """
         if len(frames) != len(states):

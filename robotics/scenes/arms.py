@@ -44,7 +44,7 @@ class ArmModel:
 
     @property
     def max_opening_m(self) -> float:
-        """Greatest width between the fingers."""
+        """Maximum width between the fingers."""
         return 2 * self.opening_m
 
     def load(self) -> mujoco.MjModel:
@@ -104,7 +104,7 @@ def start_arm(model: mujoco.MjModel, data: mujoco.MjData, arm: ArmModel) -> None
 
 
 def find_arm(name: str) -> ArmModel:
-    """Row of `ARMS` with a name; raises UserError where there is none."""
+    """Row of `ARMS` with a name; raises UserError if it does not exist."""
     if name not in ARMS:
         raise UserError(f"arm is {name!r}; there are {', '.join(ARMS)}")
     return ARMS[name]

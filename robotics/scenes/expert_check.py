@@ -62,11 +62,11 @@ def replay_experts(sim: RobotSim, task: str, episodes: int = 20, split: str = "t
     Args:
         sim: a simulator whose tasks have scripted experts.
         task: name of the task.
-        episodes: R, at least 2, each with a layout of its own.
-        split: of the layouts.
+        episodes: R, at least 2, each with a different layout.
+        split: split of the layouts.
 
     Returns:
-        (R, R): 1 where the actions of episode i solve episode j, else 0; NaN where an environment failed. After its
+        (R, R): 1 if the actions of episode i solve episode j, else 0; NaN if an environment failed. After its
         last action an expert rests, with the fingers as they are.
     """
     if episodes < 2:
@@ -94,7 +94,7 @@ def replay_line(solved: NDArray[np.float64]) -> str:
 
 
 def _replay(sim: RobotSim, episodes: Sequence[EpisodeSpec], motion: NDArray[np.float32]) -> NDArray[np.float64]:
-    """(R,) 1 where a motion (T, A) solves the episode, else 0; NaN where the environment failed."""
+    """(R,) 1 if a motion (T, A) solves the episode, else 0; NaN if the environment failed."""
     begun = sim.reset(episodes)
     solved = np.where(begun.failed, np.nan, 0.0)
     if len(sim.live):

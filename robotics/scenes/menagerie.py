@@ -24,11 +24,11 @@ VARIABLE = "MUJOCO_MENAGERIE"
 """Environment variable with the folder."""
 FILES = {"panda": "franka_emika_panda/panda.xml", "ur5e": "universal_robots_ur5e/ur5e.xml"}
 SAME_M = 1e-3
-"""Largest distance between the frames of equal links; in radians for their orientations."""
+"""Maximum distance between the frames of equal links; in radians for their orientations."""
 
 
 def menagerie_folder() -> Path | None:
-    """Folder named by the variable MUJOCO_MENAGERIE; None where it is unset or empty."""
+    """Folder in the variable MUJOCO_MENAGERIE; None if it is unset or empty."""
     given = os.environ.get(VARIABLE, "")
     return Path(given).expanduser() if given else None
 
@@ -81,7 +81,7 @@ def _check_frames(path: Path, names: list[str], own: dict[str, Any], given: dict
         apart = float(np.abs(here - there).max())
         if apart > SAME_M:
             raise UserError(
-                f"the link {name} of {path} lies elsewhere than in the arm here (by {apart:.3g}, at zero joint "
+                f"the link {name} of {path} is elsewhere than in the arm here (by {apart:.3g}, at zero joint "
                 f"positions); its meshes would not fit. Take mujoco_menagerie's own file"
             )
 

@@ -141,7 +141,7 @@ class TabletopScene:
 
 
 def find_task(name: str) -> TabletopTask:
-    """Row of `TASKS` with a name; raises UserError where there is none."""
+    """Row of `TASKS` with a name; raises UserError if it does not exist."""
     if name not in TASKS:
         raise UserError(f"task is {name!r}; there are {', '.join(TASKS)}")
     return TASKS[name]
@@ -158,7 +158,7 @@ def layout_seed(split: str, layout: int) -> int:
 def draw_layout(
     areas: Mapping[str, Area], apart_m: tuple[float, float], split: str, rng: np.random.Generator
 ) -> Layout:
-    """Draw where the pieces stand: within their areas, apart from each other, on squares of the split's colour."""
+    """Draw the positions of the pieces: within their areas, apart from each other, on squares of the split's colour."""
     near, far = apart_m
     for _ in range(MAX_DRAWS):
         poses = {name: _draw_pose(area, rng) for name, area in areas.items()}
@@ -281,7 +281,7 @@ DRAWER_AREAS = {"drawer": Area((0.56, 0.64), (-0.11, 0.11), yaw_rad=0.2)}
 # One fixed motion opens the drawer above in four of ten layouts, and in at best two of ten here.
 WIDE_AREAS = {"drawer": Area((0.54, 0.66), (-0.2, 0.2), yaw_rad=0.6)}
 FAR_M = (0.14, 1.0)
-"""Least and greatest distance of things between which a cube is carried."""
+"""Minimum and maximum distance of things between which a cube is carried."""
 PUSH_ROLES, PUSH_AREAS = Roles("red_cube", goal="blue_zone"), {"red_cube": CUBE_AREA, "blue_zone": WHOLE}
 TO_PLATE, STACK_ROLES = Roles("red_cube", goal="yellow_plate"), Roles("red_cube", second="green_cube")
 GREEN_ROLES = Roles("green_cube", second="red_cube")

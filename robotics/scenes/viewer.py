@@ -102,7 +102,7 @@ def check_display() -> None:
 MOST_LATE_S = 0.5
 """Delay beyond which the clock is set back instead of skipping states to catch up."""
 LONGEST_STILL_S = 0.1
-"""Longest time between two images, however late they are."""
+"""Maximum time between two images, however late they are."""
 WITHOUT_WINDOW = (
     "Write a video instead, render_mode='rgb_array' or `mmrl sim play TASK --video film.mp4`, or give the machine a "
     "display: ssh -X, or xvfb-run for a virtual one"

@@ -1,4 +1,4 @@
-"""Choice of the OpenGL renderer: each is tried in a process of its own, because a broken driver may crash it.
+"""Choice of the OpenGL renderer: each is tried in a separate process, because a broken driver may crash it.
 
 MuJoCo reads `MUJOCO_GL` when it is imported and takes a window library when it is unset, which fails on a machine
 without a screen. Here contexts are opened directly, so the choice may also be made after the import. Processes that
@@ -52,7 +52,7 @@ def find_backend(preferred: str | None = None) -> Backend | None:
         preferred: the only one to try; that of `MUJOCO_GL` when None, else all of this system, EGL before OSMesa.
 
     Returns:
-        The first that rendered an image in a process of its own; None if none did or `MUJOCO_GL` is off.
+        The first that rendered an image in a separate process; None if none did or `MUJOCO_GL` is off.
     """
     for name in _candidates(preferred):
         backend, _ = probe_backend(name)
@@ -85,7 +85,7 @@ PROBED = "MMRL_PROBED_RENDERER"
 
 @functools.cache
 def probe_backend(name: str) -> tuple[Backend | None, str]:
-    """Render a small image in a process of its own, once for each name; children take the result from `PROBED`."""
+    """Render a small image in a separate process, once for each name; children take the result from `PROBED`."""
     probed, _, device = os.environ.get(PROBED, "").partition("|")
     if probed == name:
         return Backend(name, device), ""

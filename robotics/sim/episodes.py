@@ -1,11 +1,11 @@
-"""Interface of simulators of many episodes, whatever engine or process they run in.
+"""Interface of simulators of many episodes, in any engine or process.
 
 R episodes run at the same time, each in a row. Actions come in chunks of K control steps that run open loop, after
 which the live rows are observed. A row whose environment failed has no result: its reward is NaN, and it does not count
 as an episode without success.
 
 A policy that takes several observations asks `begin_episodes` for a past of P control steps, those within a chunk
-included. At control step t it is t - P .. t - 1; the first observation of the episode stands for steps before it.
+included. At control step t it is t - P .. t - 1; steps before the episode repeat its first observation.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RobotObservation:
     views: NDArray[np.uint8] | None = None
     """(R, V, H, W, 3) RGB of V further cameras, in the order of the simulator's `views`."""
     past_state: NDArray[np.float32] | None = None
-    """(R, P, S) of the past, the oldest first; zeros where the episode has ended."""
+    """(R, P, S) of the past, the oldest first; zeros if the episode has ended."""
     past_images: NDArray[np.uint8] | None = None
     """(R, P, H, W, 3) of the past."""
     past_views: NDArray[np.uint8] | None = None
@@ -74,9 +74,9 @@ class ChunkResult:
     rows: NDArray[np.int64]
     """(L,) numbers of the episodes, ascending."""
     rewards: NDArray[np.float64]
-    """(L, K) the environment's rewards; 0 after the end, all NaN where the environment failed."""
+    """(L, K) the environment's rewards; 0 after the end, all NaN if the environment failed."""
     steps: NDArray[np.int64]
-    """(L,) control steps that count; 0 where the environment failed."""
+    """(L,) control steps that count; 0 if the environment failed."""
     success: NDArray[np.bool_]
     """(L,) whether the task was solved at one of these control steps."""
     terminated: NDArray[np.bool_]
@@ -86,13 +86,13 @@ class ChunkResult:
     failed: NDArray[np.bool_]
     """(L,) whether the environment failed: raised, hung, died or diverged."""
     observation: RobotObservation
-    """Observation of `rows` at the end of the chunk or of the episode; zeros where the environment failed."""
+    """Observation of `rows` at the end of the chunk or of the episode; zeros if the environment failed."""
     reasons: Mapping[int, str] = field(default_factory=dict)
     """Reasons by row of failures, and the environment's own explanations of an end."""
     frames: Mapping[int, NDArray[np.uint8]] = field(default_factory=dict)
     """Frames (steps, H, W, 3) of the control steps, by recorded row."""
     object_poses: NDArray[np.float64] | None = None
-    """(L, 4, 4) T_world_object of the piece that the task acts on, at the end; NaN where the environment failed, None
+    """(L, 4, 4) T_world_object of the piece that the task acts on, at the end; NaN if the environment failed, None
     where the simulator does not report it."""
     full_state: NDArray[np.float32] | None = None
     """(L, F) full state at the end of the chunk or of the episode; None if the simulator does not report it."""
@@ -154,7 +154,7 @@ class RobotSim(Protocol):
 
     @property
     def capacity(self) -> int | None:
-        """Largest number of episodes at once; None for any number."""
+        """Maximum number of episodes at once; None for any number."""
 
     @property
     def live(self) -> NDArray[np.int64]:

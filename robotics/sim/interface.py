@@ -1,7 +1,8 @@
 """The meaning of the numbers that a policy and a robot exchange: names and order of entries, cameras, control rate.
 
-Two states of one size fit each other without an error, whatever their entries mean. So a simulator says what it knows,
-a policy is saved with what it was trained with, a dataset has its own metadata, and those that meet are compared.
+Two states of the same size fit each other without an error, even if their entries mean different things. So a simulator
+reports what it knows, a policy is saved with what it was trained with, a dataset has its own metadata, and whenever two
+of them meet they are compared.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class RobotInterface:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read the file of a policy's folder; raises UserError where it holds something else."""
+        """Read the file of a policy's folder; raises UserError if it holds something else."""
         entries = read_json_object(path)
         unknown = sorted(set(entries) - {"state", "actions", "cameras", "control_hz"})
         if unknown:

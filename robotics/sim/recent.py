@@ -26,7 +26,7 @@ class RecentObservations:
     def before(self) -> dict[str, Any]:
         """Parts (P, ...) of the control steps before the last one added, the oldest first.
 
-        The first observation of the episode stands for steps before it.
+        Steps before the episode repeat its first observation.
         """
         seen = list(self._seen)
         steps = [seen[0]] * (self.past + 1 - len(seen)) + seen[:-1]

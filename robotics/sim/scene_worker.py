@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class VideoRenderer(Protocol):
-    """Draws a scene for people, with a model of its own, and shows how an episode ended."""
+    """Draws a scene for people, with its own model, and shows how an episode ended."""
 
     def rgb(
         self, data: mujoco.MjData, out: NDArray[np.uint8] | None = None, outcome: Outcome = ""
@@ -41,7 +41,7 @@ class Physics:
         self._lib, self._model = mujoco, model
         self._full, self._user = int(state.mjSTATE_FULLPHYSICS), int(state.mjSTATE_USER)
         self._sizes = [mujoco.mj_stateSize(model, int(kind)) for kind in (self._full, self._user)]
-        # Without a pool of its own: this thread is one of several that each run a scene.
+        # No separate thread pool: this thread is one of several that each run a scene.
         self._rollout = rollout.Rollout(nthread=0)
         time = mujoco.mj_stateSize(model, int(state.mjSTATE_TIME))
         self._qpos = slice(time, time + model.nq)

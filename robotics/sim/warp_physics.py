@@ -34,7 +34,7 @@ VARIED = (
 UNLIMITED = 1e10
 """Positions and velocities beyond it have diverged; MuJoCo's mjMAXVAL."""
 CONTACTS, CONSTRAINTS = 96, 384
-"""Most contacts and rows of constraints of a scene, several times those of the table scenes."""
+"""Maximum number of contacts and rows of constraints of a scene, several times those of the table scenes."""
 HARMLESS = ("ITERATIONS", "LS_ITERATIONS")
 """Not overflows: the solver stopped at its last iteration, as MuJoCo does silently."""
 

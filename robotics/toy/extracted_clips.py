@@ -39,7 +39,7 @@ def build_from_scenes(
     begin: str = "motion",
     first_scene: int = 0,
 ) -> Path:
-    """Record demonstrations in the suite's scenes and extract their flow, to compare extractors by what is learnt.
+    """Record demonstrations in the suite's scenes and extract their flow, to compare extractors by what is learned.
 
     Args:
         path: folder to write.
@@ -47,7 +47,7 @@ def build_from_scenes(
             other options both see the same videos.
         scenes: videos of the split train.
         held_out_scenes: videos of the split held_out, with layouts that training data do not show.
-        tasks: keys of `FLOW_TASKS`; all when empty.
+        tasks: keys of `FLOW_TASKS`; empty = all.
         actors: who may be in view; hand, free gripper and Panda when empty.
         image_size: side of the images in pixels.
         depth_noise: standard deviation of the relative error of each pixel's depth.

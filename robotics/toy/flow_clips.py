@@ -40,7 +40,7 @@ def build_clips(
         path: folder to write, which must not exist.
         scenes: first images of the split train, with layouts of training data; the furniture takes turns.
         held_out_scenes: those of the split held_out, with layouts that training data do not show.
-        tasks: keys of `FLOW_TASKS`; all when empty.
+        tasks: keys of `FLOW_TASKS`; empty = all.
         actors: who may be in view: arms, hand or nobody.
         shapes: shapes of the objects; those of training data when empty.
         image_size: side of the images in pixels.

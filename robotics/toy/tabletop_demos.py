@@ -59,7 +59,7 @@ def build_demonstrations(
         state: proprio, the robot's own state, or full, with the poses of all pieces.
         first_layout: number of the first layout.
         keep_failures: also write episodes without success, marked as such; not those whose simulation failed.
-        seed: of the noise.
+        seed: seed of the noise.
         randomization: fields of `RandomizationConfig`; each layout has its own draw. The experts see the exact
             state, the demonstrations hold a policy's observations. The draw of each episode is a line of
             `meta/randomization.jsonl`.

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 LARGEST_CODE = 2**16 - 1
-"""Greatest value of a 16-bit depth image."""
+"""Maximum value of a 16-bit depth image."""
 ARRAYS = ("points", "flow")
 TEXTS = ("split", "source", "task", "instruction", "quality", "meta")
 BIN_M = 1e-3

@@ -35,10 +35,10 @@ class FlowReader(Sequence[FlowClip]):
             ...
 
     Args:
-        folder: of the data set.
-        split: only this split; all when None.
-        sources: only these sources; all when None.
-        tasks: only these tasks; all when None.
+        folder: folder of the data set.
+        split: only this split; None = all.
+        sources: only these sources; None = all.
+        tasks: only these tasks; None = all.
         encoding: of the model to be trained, whose T and N must match; None skips this check.
 
     Raises:
@@ -88,7 +88,7 @@ class FlowReader(Sequence[FlowClip]):
         Shards come in random order; each clip is drawn from a buffer of undecoded clips.
 
         Args:
-            seed: of the order.
+            seed: seed of the order.
             epoch: another order for each.
             buffer: clips in memory; with 1 only the shards are shuffled.
             skip: clips skipped at the start, to resume an epoch.

@@ -85,7 +85,7 @@ def read_tally(path: Path) -> Tally:
 
 
 def read_group(path: Path, number: int, columns: Sequence[str] | None = None) -> pa.Table:
-    """One row group of a shard; raises UserError where it is damaged."""
+    """One row group of a shard; raises UserError if it is damaged."""
     import pyarrow.parquet as pq
 
     with shard_errors(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
@@ -147,11 +147,11 @@ class FlowWriter:
             writer.add(clip, split="train")
 
     Args:
-        folder: of the data set.
+        folder: folder of the data set.
         num_frames: T of all clips.
         grid: N of all clips.
-        title: of the card; that of the data set, if there is one, when None.
-        settings: of the files.
+        title: title of the card; that of the data set, if there is one, when None.
+        settings: settings of the files.
 
     Raises:
         UserError: the folder holds clips with another T or N, something else, or a damaged shard, or another writer has

@@ -27,7 +27,7 @@ class RevealedDepth:
     """Detects the object that leaves its position."""
 
     threshold_m: float | None = bounded(None, above=0)
-    """Least growth of depth; None = 4 mm, or three deviations of a difference if that is more."""
+    """Minimum growth of depth; None = 4 mm, or three deviations of a difference if that is more."""
     early_frame: int = bounded(5, at_least=1)
     """Pixels whose depth has grown by this frame moved too early to be the object."""
     least_frames: int = bounded(3, at_least=1)
@@ -36,7 +36,7 @@ class RevealedDepth:
     """Smallest object."""
 
     def detect(self, video: RgbdVideo) -> BoolArray:
-        """Mask the object; see `Detector`. Excludes `RgbdVideo.gripper_mask`, where it is known."""
+        """Mask the object; see `Detector`. Excludes `RgbdVideo.gripper_mask`, if known."""
         depth_m = video.known_depth_m
         noise = np.sqrt(2.0) * depth_noise_m(depth_m)
         threshold = max(0.004, 3 * noise) if self.threshold_m is None else self.threshold_m

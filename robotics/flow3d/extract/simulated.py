@@ -11,7 +11,7 @@ from robotics.flow3d.geometry import BoolArray, DepthArray, FloatArray, apply_po
 from robotics.flow3d.video import RejectedVideo, RgbdVideo, VideoTruth
 
 AGREE_M = 0.01
-"""Largest depth difference of a visible point."""
+"""Maximum depth difference of a visible point."""
 
 
 class SimSegmentation:
@@ -26,7 +26,7 @@ class SimSegmentation:
 
 
 class SimState:
-    """Moves the object's points with its pose, X_t = T_t T_0^-1 X_0; other points stand still."""
+    """Moves the object's points with its pose, X_t = T_t T_0^-1 X_0; other points do not move."""
 
     def track(self, video: RgbdVideo, mask: BoolArray, uv_px: FloatArray) -> Tracks:
         """Follow points; see `Tracker`."""
@@ -44,7 +44,7 @@ def rigid_tracks(
 ) -> Tracks:
     """Tracks of points (n, 2) of the first frame that move rigidly by T_t_0 (L, n or 1, 4, 4) in the camera frame.
 
-    A point is visible where it lies in the image and its depth differs from the image's by less than `agree_m`.
+    A point is visible if it is in the image and its depth differs from the image's by less than `agree_m`.
     `first_depth_m` (H, W) replaces the depth of the first frame where it is known more exactly.
     """
     K, depth_m, (width, height) = video.intrinsics_px, video.known_depth_m, video.size_px

@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from robotics.flow3d.model.world_model import FlowWorldModel
 
 OUTER = 0.01
-"""Share of the depths at either end that does not determine the range."""
+"""Fraction of the depths at either end that does not determine the range."""
 MARGIN = 0.1
-"""Share of that range that is added at both ends."""
+"""Fraction of that range that is added at both ends."""
 MOST_CLIPS = 2000
 """About this many clips determine the range."""
 
 
 @dataclass
 class ClipSetConfig:
-    """Clips of a folder written by `FlowWriter`, or of your own function."""
+    """Clips of a folder written by `FlowWriter`, or returned by your own function."""
 
     path: str = ""
     """Folder of the data set; empty with `function`."""

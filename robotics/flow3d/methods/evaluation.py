@@ -185,7 +185,7 @@ class VerdictMeasure(FlowMeasure):
         return rows
 
     def metrics(self, rows: Sequence[Row], tasks: Sequence[FlowClip]) -> dict[str, float]:
-        """Errors, and shares of accepted samples with intervals; NaN where they could not be judged."""
+        """Errors, and shares of accepted samples with intervals; NaN if they could not be judged."""
         found = super().metrics(rows, tasks)
         for name in rows[0]["accepted"] if rows else ():
             rng = np.random.default_rng(stream_seed(self.seed, "bootstrap", self.split))

@@ -25,7 +25,7 @@ ADAPTED = r"^(?!.*motion_modules).*\.(to_q|to_k|to_v|to_out\.0)$"
 
 
 class MotionUnet(nn.Module):
-    """The U-Net on the grid of N x N query points in place of an image."""
+    """The U-Net on the grid of N x N query points instead of an image."""
 
     def __init__(
         self, config: BodyConfig, encoding: FlowEncoding, context: int, *, load_pretrained: bool = True

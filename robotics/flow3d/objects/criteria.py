@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 CENTRE_M = 0.03
-"""Greatest distance between the centres of object and pad."""
+"""Maximum distance between the centres of object and pad."""
 UPRIGHT_RAD = math.radians(15)
 LEVEL_M = 0.01
-"""Greatest distance of the object's underside from the table, once it is put down."""
+"""Maximum distance of the object's underside from the table, once it is put down."""
 POUR_RAD = math.radians(60)
-"""Least tilt of a vessel that pours."""
+"""Minimum tilt of a vessel that pours."""
 LIP_M = 0.045
-"""Greatest distance of the rim's lowest point from the bowl's axis."""
+"""Maximum distance of the rim's lowest point from the bowl's axis."""
 LIP_HEIGHT_M = 0.05
-"""Least height of that point over the table."""
+"""Minimum height of that point over the table."""
 INSERTED_RAD = math.radians(25)
 INSERTED_M = (-0.01, HOLDER_HEIGHT_M / 2)
 """Heights of the object's underside over that of its holder, once it is in."""
 OPEN_M, OTHER_CLOSED_M = 0.07, 0.02
-"""Least opening of the drawer in question, and greatest opening of the other one."""
+"""Minimum opening of the drawer in question, and maximum opening of the other one."""
 
 
 @dataclass(frozen=True)

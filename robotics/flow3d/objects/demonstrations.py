@@ -50,7 +50,7 @@ class DemonstrationConfig:
     """Everything else of a scene; its task, actor and shape are not used."""
 
     def validate(self) -> None:
-        """Refuse unknown tasks, shapes and actors; raises UserError."""
+        """Reject unknown tasks, shapes and actors; raises UserError."""
         known = {shape for name in self.tasks for shape in find_flow_task(name).shapes}
         if unknown := set(self.shapes) - known:
             raise UserError(f"shapes are {', '.join(sorted(unknown))}; the tasks have {', '.join(sorted(known))}")

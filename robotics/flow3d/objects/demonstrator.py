@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 BACK_M = 0.08
 """Distance from which a grip is approached, along the fingers."""
 HANDLE_RAD = math.radians(35)
-"""Least angle between a vessel's handle and the line on which the fingers close."""
+"""Minimum angle between a vessel's handle and the line on which the fingers close."""
 NUM_GRIPS = 4
 """Grips among which a hand chooses."""
 MIN_PIXELS = 9
@@ -66,7 +66,7 @@ class Demonstrator:
         self.scene, self._approach, self._motion = scene, approach, motion
 
     def plan(self) -> Demonstration:
-        """Choose a grip and plan the trajectories; raises RunError where the arm can follow none of the grips."""
+        """Choose a grip and plan the trajectories; raises RunError if the arm can follow none of the grips."""
         scene, still = self.scene, np.tile(self.scene.start, (self._approach, 1, 1))
         scene.put_object(scene.start)
         motion = scene.ideal_motion(self._motion)
@@ -86,7 +86,7 @@ class Demonstrator:
     def clip(self, encoding: FlowEncoding | None = None) -> FlowClip:
         """True flow of the episode: the first image, before the actor arrives, and T frames of the motion.
 
-        Raises RunError where the object is hidden in the first image or out of reach.
+        Raises RunError if the object is hidden in the first image or out of reach.
         """
         form, scene, planned = encoding or FlowEncoding(), self.scene, self.plan()
         self.show(planned, 0)
@@ -140,7 +140,7 @@ class Demonstrator:
     def video(self) -> RgbdVideo:
         """The whole demonstration (approach + motion frames) as a camera sees it, with true masks and motion.
 
-        Depth has the noise and holes of the scene's configuration. Raises RunError where the object is out of reach.
+        Depth has the noise and holes of the scene's configuration. Raises RunError if the object is out of reach.
         """
         from robotics.flow3d.video import RgbdVideo, VideoTruth
 
@@ -288,7 +288,7 @@ def arm_path(
 def _orientations(state: SceneState, family: str) -> Iterator[NDArray[np.float64]]:
     T = state.T_world_object
     if family == "drawer":
-        # A bar lies across the drawer, a knob sticks out along it: the fingers close on its thin side.
+        # A bar is across the drawer, a knob sticks out along it: the fingers close on its thin side.
         thin = 1 if state.shape.name == "knob" else 0
         for sign in (1.0, -1.0):
             yield _frame(np.array([0.0, 0.0, -1.0]), sign * T[:3, thin])

@@ -46,7 +46,7 @@ class FlowTabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         arm: key in `FLOW_ARMS`.
         observation: kinds, see above.
         shape: of the object; the first one of training data where empty.
-        split: of the layouts.
+        split: split of the layouts.
         looks: split of colours and background.
         image_size: side of the images in pixels.
         horizon: control steps until truncation.

@@ -62,6 +62,6 @@ def poured(
     tilt = np.array([[1.0, 0.0, 0.0], [0.0, cosine, sine], [0.0, -sine, cosine]])
     lip = tilt @ np.array([0.0, side * radius_m, height_m])
     end = make_pose(tilt @ start[:3, :3], np.array([bowl_m[0], bowl_m[1], POUR_ABOVE_M]) - lip)
-    beside = make_pose(start[:3, :3], np.array([end[0, 3], end[1, 3] - side * 0.02, end[2, 3]]))
-    lifted = moved(start, (0, 0, beside[2, 3] - start[2, 3]))
-    return [start, lifted, beside, end]
+    next_to_end = make_pose(start[:3, :3], np.array([end[0, 3], end[1, 3] - side * 0.02, end[2, 3]]))
+    lifted = moved(start, (0, 0, next_to_end[2, 3] - start[2, 3]))
+    return [start, lifted, next_to_end, end]

@@ -252,7 +252,7 @@ def _farther_half(ik: ArmIk, joint_rad: NDArray[np.float64], poses: NDArray[np.f
 
 
 def _points_world_m(observation: Observation, grid: int) -> NDArray[np.float64] | None:
-    """(N * N, 3) query points on the object, as in `Predictor.query_points`; None where it is not seen."""
+    """(N * N, 3) query points on the object, as in `Predictor.query_points`; None if it is not visible."""
     mask = observation.mask
     known = None if mask is None else mask & np.isfinite(observation.depth_m) & (observation.depth_m > 0)
     if known is None or not known.any():
@@ -263,7 +263,7 @@ def _points_world_m(observation: Observation, grid: int) -> NDArray[np.float64] 
 
 
 def _joints_of(actions: str, arms: Sequence[str]) -> int:
-    """J of a path of angles, 0 for a path of grips; raises UserError where the arms differ in J."""
+    """J of a path of angles, 0 for a path of grips; raises UserError if the arms differ in J."""
     if actions not in ACTIONS:
         raise UserError(f"sim.options.actions is {actions!r}; expected {' or '.join(ACTIONS)}")
     found = {arm: len(FLOW_ARMS[arm].joints) for arm in arms}

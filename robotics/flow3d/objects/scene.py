@@ -64,9 +64,9 @@ FLOOR_RGB = {
     "held_out": ((0.7, 0.75, 0.6), (0.42, 0.16, 0.44)),
 }
 JITTER = 0.04
-"""Largest change of a colour in an episode."""
+"""Maximum change of a colour in an episode."""
 LIGHT = (0.75, 1.15)
-"""Least and greatest factor of the lamp's light."""
+"""Minimum and maximum factor of the lamp's light."""
 HAND, NOBODY = "hand", "nobody"
 ACTORS = (*FLOW_ARMS, HAND, NOBODY)
 """Actors that move the object: an arm, a floating hand, or nobody in view."""
@@ -106,7 +106,7 @@ class SceneConfig:
     task: str = choice("place_red", lambda: FLOW_TASKS)
     """Task."""
     actor: str = choice("panda", ACTORS, or_function=True)
-    """Actor in view: an arm, hand, nobody, or module:function that returns an `ArmModel` of your own."""
+    """Actor in view: an arm, hand, nobody, or module:function that returns your own `ArmModel`."""
     shape: str = ""
     """Shape of the object; the first one of training data where empty."""
     layouts: str = choice("train", SPLITS)
@@ -130,12 +130,12 @@ class SceneConfig:
 
     @property
     def actor_name(self) -> str:
-        """The actor, by its name where it is an arm of your own."""
+        """Name of the actor; a custom arm's own name."""
         arm = find_flow_arm(self.actor)
         return self.actor if arm is None else arm.name
 
     def validate(self) -> None:
-        """Refuse a shape that the task does not have; raises UserError."""
+        """Reject a shape that the task does not have; raises UserError."""
         find_flow_arm(self.actor)
         shapes = FLOW_TASKS[self.task].shapes
         if self.shape and self.shape not in shapes:
@@ -146,7 +146,7 @@ class FlowScene:
     """A scene without physics: objects are posed, looked at, and judged.
 
     Args:
-        config: what to build; defaults when None.
+        config: what to build; None for the defaults.
         changes: fields of the configuration by name, such as task="pour".
 
     Raises:
@@ -199,7 +199,7 @@ class FlowScene:
             self._renderer.refresh()
 
     def give(self, task: str) -> None:
-        """Give another instruction in the same episode; raises UserError where it needs other furniture."""
+        """Give another instruction in the same episode; raises UserError if it needs other furniture."""
         other = find_flow_task(task)
         if other.furniture is not self.task.furniture:
             fitting = [name for name, known in FLOW_TASKS.items() if known.furniture is self.task.furniture]

@@ -38,11 +38,11 @@ STEPS = 5
 SPEED_RAD_S, SPEED_M_S = 1.2, 0.4
 """Speed of the fastest hinge or slide along a path."""
 ARRIVED_RAD, REACHED_RAD = 0.004, 0.02
-"""Largest joint error at which the arm need not wait any longer, and at which the end of a path is reached."""
+"""Maximum joint error at which the arm need not wait any longer, and at which the end of a path is reached."""
 TIP_OFFSETS_M = (0.0, -0.008, 0.008)
 """Offsets along the fingers, from the middle of their tips, at which an object may be between them."""
 SETTLE_S = 0.8
-"""Longest wait for the arm to arrive, and for the fingers to close or open."""
+"""Maximum wait for the arm to arrive, and for the fingers to close or open."""
 
 
 class FlowTabletop(FlowScene):
@@ -133,7 +133,7 @@ class FlowTabletop(FlowScene):
             ticks: of 20 ms.
 
         Returns:
-            Whether something is held. Raises RunError where the simulation diverged.
+            Whether something is held. Raises RunError if the simulation diverged.
         """
         here = self.data.ctrl[self._servos].copy()
         goal = np.clip(joint_rad, *self.model.actuator_ctrlrange[self._servos].T)

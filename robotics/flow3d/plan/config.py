@@ -22,7 +22,7 @@ class PlannerConfig:
     grid: int = rare(bounded(4, at_least=1))
     """N, query points a side; a model with an `encoding` brings its own."""
     min_points: int = rare(bounded(8, at_least=3))
-    """Least pixels of the object with depth."""
+    """Minimum number of object pixels with depth."""
     support_z_m: float | None = rare(0.0)
     """Height of the support in the world frame; null without one."""
     estimator: str = choice("irls", ESTIMATORS)
@@ -34,7 +34,7 @@ class PlannerConfig:
     from_first_predicted: bool = rare(False)
     """Measure motions from the first predicted frame, as the public viewer does."""
     least_motion_m: float = rare(bounded(0.005, at_least=0))
-    """Least displacement of any point of the object."""
+    """Minimum displacement of any point of the object."""
     renderer: str = rare(choice("numpy", lambda: (*RENDERERS, REPLAY)))
     """Renders the predicted outcome: points with numpy or open3d, or the simulator by `replay`."""
     when_rejected: str = rare(choice("best", ("best", "stop")))

@@ -73,7 +73,7 @@ class Predictor:
         return PlanTry(seed, flow, motion)
 
     def mask(self, observation: Observation) -> BoolArray:
-        """(H, W) pixels of the object with depth; raises PlanFailed where there are too few."""
+        """(H, W) pixels of the object with depth; raises PlanFailed if there are too few."""
         mask = self.mask_or_none(observation)
         if mask is None or not mask.any():
             detail = "the observation has no mask, and there is no `locate`" if mask is None else "the mask is empty"
@@ -89,7 +89,7 @@ class Predictor:
         return known
 
     def mask_or_none(self, observation: Observation) -> BoolArray | None:
-        """(H, W) pixels of the object; None where they are unknown."""
+        """(H, W) pixels of the object; None if they are unknown."""
         if observation.mask is not None:
             return observation.mask
         if isinstance(self.model, FixedFlow) and self.model.points is not None:

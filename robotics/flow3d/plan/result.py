@@ -58,11 +58,11 @@ class PlanTry:
     flow: FloatArray
     """(T, N, N, 4)."""
     motion: ObjectMotion | None = None
-    """The fitted motion; None where the flow is unusable."""
+    """The fitted motion; None if the flow is unusable."""
     after: ImageArray | None = None
     """(H, W, 3) the predicted outcome."""
     verdict: Verdict | None = None
-    """None where there was no verifier."""
+    """None if there was no verifier."""
     failure: Failure | None = None
     """Why it cannot be executed."""
     detail: str = ""
@@ -109,7 +109,7 @@ class PlanResult:
     joint_paths: list[FloatArray] = field(default_factory=list)
     """(M, J) each: every path sent to the arm."""
     drifts_m: list[float] = field(default_factory=list)
-    """Distance of the object from its prediction at each later observation; NaN where it was not visible."""
+    """Distance of the object from its prediction at each later observation; NaN if it was not visible."""
     released: bool = False
     """Whether the fingers were opened at the end."""
 

@@ -19,7 +19,7 @@ class Verdict:
     """A judgement of a plan."""
 
     ok: bool | None
-    """Whether the plan does the task; None where it could not be judged, for example with a server that is down."""
+    """Whether the plan does the task; None if it could not be judged, for example because a server is down."""
     score: float
     """0 to 1; among rejected plans the highest score wins."""
     reason: str
@@ -88,7 +88,7 @@ class GeometricLimits:
     rmse_m: float = bounded(0.015, above=0)
     """Weighted root mean square distance of the flow from its rigid motion, in any frame."""
     below_support_m: float = bounded(0.01, at_least=0)
-    """Largest distance of a moved point of the object below its support."""
+    """Maximum distance of a moved point of the object below its support."""
     low_m: tuple[float, float, float] = (0.0, -0.8, -0.1)
     """Corner of the workspace."""
     high_m: tuple[float, float, float] = (1.0, 0.8, 1.0)
@@ -98,7 +98,7 @@ class GeometricLimits:
     step_rad: float = bounded(math.radians(60), above=0)
     """Rotation in one step."""
     least_motion_m: float = bounded(0.01, at_least=0)
-    """Least mean displacement of the object's points; standing still does no task."""
+    """Minimum mean displacement of the object's points; standing still does no task."""
 
 
 class GeometricVerifier:
@@ -151,7 +151,7 @@ def _over(value: float, limit: float) -> float:
 
 
 def _from_center(points_m: FloatArray, low_m: Sequence[float], high_m: Sequence[float]) -> float:
-    """Largest distance of points (..., 3) from the center of a box, in units of half its size along each axis."""
+    """Maximum distance of points (..., 3) from the center of a box, in units of half its size along each axis."""
     low, high = np.array(low_m), np.array(high_m)
     away = np.abs(points_m - (low + high) / 2).reshape(-1, 3).max(0)
     return max(_over(*pair) for pair in zip(away.tolist(), ((high - low) / 2).tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""`reward: flow`: reward an episode by how far its object came along a predicted 3D flow, whatever arm moved it.
+"""`reward: flow`: reward an episode by how far its object came along a predicted 3D flow, with any arm.
 
 A world model, or the simulator, predicts where points of the object in the first image should go. While the episode
 runs, the same points are tracked (never points of the gripper), and after each chunk of actions
@@ -64,12 +64,12 @@ class FlowRewardConfig:
     tracker: str = rare("")
     """module:function that is called as function(frames, observation, points) with the images (F, H, W, 3) before each
     chunk and at the end, the first observation and query points (N, N, 3), and returns the points' positions (F, N * N,
-    3) in metres in the world frame, NaN where a point is not seen; empty = the simulator's own poses."""
+    3) in metres in the world frame, NaN if a point is not seen; empty = the simulator's own poses."""
 
 
 @dataclass(frozen=True)
 class FlowScores:
-    """Rewards of B episodes; NaN where there is no flow or no track."""
+    """Rewards of B episodes; NaN without a flow or a track."""
 
     reward: NDArray[np.float32]
     """(B,) with 1 for success."""
@@ -112,7 +112,7 @@ class FlowFollowing:
         return FlowScores(*found)
 
     def flow_of(self, episode: EpisodeSpec) -> FlowClip | None:
-        """The flow that an initial state should follow, predicted at the first call; None where that failed."""
+        """The flow that an initial state should follow, predicted at the first call; None if that failed."""
         if episode not in self._flows:
             try:
                 self._flows[episode] = self._predicted(episode)
@@ -141,7 +141,7 @@ class FlowFollowing:
         return clip
 
     def _tracked(self, payload: EpisodePayload, row: int, clip: FlowClip) -> NDArray[np.float64] | None:
-        """(F, n, 3) points of the object in the world frame; None where they were lost."""
+        """(F, n, 3) points of the object in the world frame; None if they were lost."""
         if self._tracker is None:
             poses = payload.object_poses[row] if payload.object_poses else None
             if poses is None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 LIFT_M, PULL_M = 0.07, 0.11
 MIN_PIXELS = 9
-"""Least visible pixels of the object."""
+"""Minimum number of visible object pixels."""
 MOVING_TASKS = ("push", "pick_place", "stack", "drawer")
 
 

@@ -10,7 +10,7 @@ axis-angle (3), gripper (-1 opens, 1 closes). Images are turned by 180 degrees, 
 on are.
 
 Environment variables: LIBERO_ASSETS, the folder `libero/libero/assets` of the public repository, which the package
-lacks; LIBERO_CONFIG_PATH, a folder with LIBERO's own config.yaml, written here where there is none.
+lacks; LIBERO_CONFIG_PATH, a folder with LIBERO's own config.yaml, written here if missing.
 
 Source: arXiv 2306.03310; Lifelong-Robot-Learning/LIBERO libero/libero/envs, benchmark; the settling steps and horizons
 are those of openvla/openvla experiments/robot/libero/run_libero_eval.py.
@@ -58,7 +58,7 @@ def make(
 
     Args:
         suite: libero_spatial, libero_object, libero_goal, libero_10 or libero_90.
-        tasks: names of some of its tasks; all when None.
+        tasks: names of some of its tasks; None = all.
         size: pixels of a side of the images.
         horizon: control steps of an episode after the settling; the suite's usual number when None.
         held_out_states: how many of the 50 stored states, the last ones, are the split held_out; the others are train,
