@@ -20,8 +20,8 @@ def check_experts(sim: RobotSim, episodes: int = 5, split: str = "train") -> Ite
 
     Args:
         sim: a simulator whose tasks have scripted experts, else UserError.
-        episodes: of each task.
-        split: of their layouts.
+        episodes: number of episodes per task.
+        split: split of the layouts.
 
     Yields:
         Task, successes, episodes with a result, and episodes whose environment failed.
@@ -48,6 +48,7 @@ def run_expert(
         live, actions = sim.live, np.clip(choose(), -1, 1)
         if motions is not None:
             motions[live, step] = actions
+            # an episode may end at any step; the fingers must not open in the rest of a replay
             motions[live, step + 1 :, -1] = actions[:, -1:]
         result = sim.step_chunk(actions[:, None])
         success[result.rows] |= result.success
@@ -84,6 +85,7 @@ def replay_experts(sim: RobotSim, task: str, episodes: int = 20, split: str = "t
 
 def replay_line(solved: NDArray[np.float64]) -> str:
     """Summary of `replay_experts`: how often one motion solves other episodes."""
+    # a replay in its own episode says nothing
     others = np.where(np.eye(len(solved), dtype=bool), np.nan, solved)
     failed = int(np.isnan(solved).sum())
     means = [float(np.nanmean(row)) for row in others if not np.isnan(row).all()]

@@ -20,7 +20,7 @@ VISIBLE_SHARE = 0.5
 
 
 class Predictor:
-    """A flow model with its inputs from an observation; `locate` masks the object where the observation does not."""
+    """A flow model with its inputs from an observation; `locate` masks the object if the observation does not."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Predictor:
         return isinstance(self.model, FixedFlow)
 
     def predict(self, round_: PlanRound, seed: int) -> PlanTry:
-        """A flow and the motion that it describes, or why it is unusable."""
+        """A flow and the motion that it describes, or the reason why it is unusable."""
         observation, points, config = round_.observation, round_.points, self.config
         try:
             flow = np.asarray(self.model.predict(observation, points, 1, seed)[0], dtype=np.float64)
@@ -50,6 +50,7 @@ class Predictor:
                 seed, flow, failure=Failure.DEGENERATE_GEOMETRY, detail="the flow is not finite, or behind the camera"
             )
         seen = (clip.visible > VISIBLE_SHARE).sum(-1)
+        # a median, because a few frames may hide the object; three points determine a motion
         if np.median(seen) < 3:
             return PlanTry(
                 seed, flow, failure=Failure.TOO_FEW_POINTS, detail=f"{int(np.median(seen))} visible points a frame"
@@ -80,6 +81,7 @@ class Predictor:
             raise PlanFailed(Failure.NO_MOVING_OBJECT, detail)
         known = mask & np.isfinite(observation.depth_m) & (observation.depth_m > 0)
         if known.sum() < self.config.min_points:
+            # a small mask and a mask without depth have different remedies
             few = mask.sum() < self.config.min_points
             raise PlanFailed(
                 Failure.TOO_FEW_POINTS if few else Failure.MISSING_DEPTH,

@@ -41,23 +41,23 @@ from robotics.sim.opening import SimConfig
 LOGGER = logging.getLogger("mmrl")
 DISTANCES = ("mean", "sum")
 VIEW_PX = 64
-"""Side of the first images where the policy sees none, the default of world models."""
+"""Size of the first images if the policy sees none, the default of world models."""
 
 
 @dataclass
 class FlowRewardConfig:
-    """The reward of following a flow; read by `reward: flow`."""
+    """The reward for following a flow; used by `reward: flow`."""
 
     model: str = ""
     """Folder of a world model that predicts the flow; empty = the simulator's true flow (tabletop only)."""
     num_frames: int = rare(bounded(8, at_least=1))
     """T of the true flow; a world model has its own."""
     grid: int = rare(bounded(4, at_least=1))
-    """N, points a side of the true flow; a world model has its own."""
+    """N, points per side of the true flow; a world model has its own."""
     beta_per_m: float = rare(bounded(BETA_PER_M, at_least=0, finite=True))
-    """Penalty for each metre between the object and the flow."""
+    """Penalty per metre between the object and the flow."""
     distance: str = rare(choice("mean", DISTANCES))
-    """mean: the distance counts on average over the chunks of an episode; sum: in each of them."""
+    """mean: average the distance over the chunks of an episode; sum: add it up."""
     view: str = rare("")
     """module:function that is called as function(episode) and returns the first `Observation` of an EpisodeSpec, with
     depth and the mask of the object; empty = the simulator's own (tabletop only)."""
@@ -85,7 +85,7 @@ class FlowFollowing:
     def __init__(self, config: FlowRewardConfig, sim: SimConfig, tasks: Sequence[str], seed: int) -> None:
         self.config, self.seed = config, seed
         self.failures: Counter[str] = Counter()
-        """Initial states without a flow (predictions) and episodes without a track (tracks) so far."""
+        """Number of initial states without a flow (predictions) and episodes without a track (tracks) so far."""
         self._flows: dict[EpisodeSpec, FlowClip | None] = {}
         self._model: Any = None
         if config.model:
@@ -104,6 +104,7 @@ class FlowFollowing:
         found = np.full((3, len(groups)), np.nan, np.float32)
         for row, group in enumerate(groups):
             clip = self.flow_of(payload.episodes[group])
+            # the row keeps NaN and is left out of the update
             if clip is None or bool(payload.failed[row]):
                 continue
             points = self._tracked(payload, row, clip)
@@ -113,6 +114,7 @@ class FlowFollowing:
 
     def flow_of(self, episode: EpisodeSpec) -> FlowClip | None:
         """The flow that an initial state should follow, predicted at the first call; None if that failed."""
+        # a failure is kept too: trying again in every step would only repeat the warning
         if episode not in self._flows:
             try:
                 self._flows[episode] = self._predicted(episode)
@@ -134,6 +136,7 @@ class FlowFollowing:
         if seen.mask is None or not seen.mask.any():
             raise UserError("the first observation has no mask of the object")
         points = points_in_mask(seen.mask, seen.depth_m, self._model.encoding.grid)
+        # the seed depends on the initial state, so that all of its episodes follow the same flow in every process
         flow = self._model.predict(seen, points, 1, stream_seed(self.seed, "flow", episode_id(episode)) % 2**62)[0]
         clip = FlowClip(seen, points, flow)
         if not np.isfinite(clip.flow_world_m).all() or not np.isfinite(clip.points_world_m).all():
@@ -148,6 +151,7 @@ class FlowFollowing:
                 raise UserError(
                     "reward is flow, but this simulator does not report the object's pose; name flow.tracker"
                 )
+            # from the first pose: the flow's points were taken in the first image
             return apply_pose(poses @ inverse_pose(poses[0]), clip.points_world_m)
         try:
             points = np.asarray(self._tracker(payload.frames_of(row), clip.observation, clip.points), np.float64)
@@ -164,6 +168,7 @@ class FlowFollowing:
         total, off = float(success), []
         for now in points[1:]:
             seen = np.isfinite(now).all(-1)
+            # NaN times weight 0 is NaN, so hidden points need some number
             now = np.where(seen[:, None], now, 0.0)
             total += progress.step(now, seen.astype(np.float64))
             off.append(flow_distances(now, frames, seen.astype(np.float64))[progress.reached])
