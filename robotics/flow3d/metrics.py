@@ -90,7 +90,7 @@ def flow_errors(predicted: FloatArray, clip: FlowClip) -> FlowErrors:
 
 
 def goal_reached(end_m: FloatArray, goals_m: dict[str, list[float]], instruction: str) -> bool:
-    """Whether the mean of points (n, 3) is nearest to the instruction's own goal; `goals_m` has a goal (3,) for each."""
+    """Whether the mean of points (n, 3) is nearest to the instruction's goal; `goals_m` has (3,) for each."""
     names = list(goals_m)
     away = np.linalg.norm(np.array([goals_m[name] for name in names]) - end_m.mean(0), axis=-1)
     return names[int(away.argmin())] == instruction

@@ -45,7 +45,7 @@ class VideoTruth:
 
 @dataclass(frozen=True)
 class RgbdVideo:
-    """L frames of a static camera, or of one with known poses."""
+    """L frames from a static camera, or from a moving one with known poses."""
 
     rgb: ImageArray
     """(L, H, W, 3)."""
@@ -54,9 +54,9 @@ class RgbdVideo:
     K: FloatArray | None
     """(3, 3) intrinsics in pixels; None if unknown."""
     T_world_cam: FloatArray = field(default_factory=lambda: np.eye(4))
-    """(4, 4) pose of the camera, in the first frame where it moves."""
+    """(4, 4) pose of the camera; its pose in the first frame if it moves."""
     T_world_cams: FloatArray | None = None
-    """(L, 4, 4) poses of a camera that moves."""
+    """(L, 4, 4) poses of a moving camera."""
     instruction: str = ""
     """The task."""
     source: str = ""

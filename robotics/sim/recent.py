@@ -13,7 +13,7 @@ import numpy as np
 
 
 class RecentObservations:
-    """The present observation of an episode and those of the P control steps before."""
+    """The current observation of an episode and those of the P control steps before it."""
 
     def __init__(self, past: int) -> None:
         self.past = past
@@ -21,6 +21,7 @@ class RecentObservations:
 
     def add(self, parts: Mapping[str, Any]) -> None:
         """Add the next control step."""
+        # copies, because an environment may reuse its buffers
         self._seen.append({name: np.array(part) for name, part in parts.items()})
 
     def before(self) -> dict[str, Any]:

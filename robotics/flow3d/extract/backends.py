@@ -27,7 +27,7 @@ class Detector(Protocol):
     """Finds the moving object."""
 
     def detect(self, video: RgbdVideo) -> BoolArray:
-        """(H, W) mask of the object in the first frame, not empty; raises RejectedVideo where nothing is found."""
+        """(H, W) mask of the object in the first frame, not empty; raises RejectedVideo if nothing is found."""
 
 
 class Tracker(Protocol):

@@ -145,7 +145,7 @@ class _FlowTransformer(nn.Module):
 
 
 class TrajectoryDit(_FlowTransformer):
-    """One token per query point with its whole future of T x C numbers; the cheapest network: N * N tokens for any T."""
+    """One token per query point with its whole future of T x C numbers; the cheapest: N * N tokens for any T."""
 
     def __init__(self, config: BodyConfig, encoding: FlowEncoding, context: int) -> None:
         super().__init__(config, encoding, context, encoding.channels * encoding.num_frames)

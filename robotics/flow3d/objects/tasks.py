@@ -1,4 +1,4 @@
-"""Tasks at the table: instruction, object, criteria, and ideal motion.
+"""Tabletop tasks of 3D flow: instruction, object, criteria, and ideal motion.
 
 Objects are placed on squares of a checkerboard, in train layouts on one colour and in held-out layouts on the other, as
 in the tabletop tasks.
@@ -134,6 +134,7 @@ def _add_object(spec: Any, shape: Shape) -> None:
 
 
 def _apart_sideways(layout: Layout) -> bool:
+    # a vessel is tilted sideways, towards the bowl, so the bowl must not be straight ahead
     return abs(layout["bowl"][1] - layout["object"][1]) > 0.06
 
 
