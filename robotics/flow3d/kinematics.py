@@ -104,6 +104,7 @@ class ArmIk:
         self._middle = ranges.mean(-1)
         self.low_rad, self.high_rad = ranges[self._columns].T
         self.home_rad: FloatArray = np.array(arm.home_rad, dtype=np.float64)
+        # a pull to home in the null space keeps the elbow where the robot starts
         posture = self._posture(self.home_rad)
         self._configuration = mink.Configuration(model, posture)
         options = self.settings
@@ -120,6 +121,7 @@ class ArmIk:
             # mink limits speeds; over DT_S this one is the largest step
             mink.VelocityLimit(model, dict.fromkeys(arm.joints, options.step_rad / DT_S)),
         ]
+        # fingers have no influence on the grip, but the solver would move them all the same
         others = [dof for dof in range(model.nv) if dof not in set(self._columns)]
         self._still = [mink.DofFreezingTask(model, others)] if others else None
         self._tasks = [self._frame, home]
@@ -175,6 +177,7 @@ class ArmIk:
 
         settings, configuration = self.settings, self._configuration
         margin = settings.limit_distance
+        # the configuration is shared by all calls, so each search sets its own start
         configuration.update(self._posture(np.clip(start_rad, self.low_rad + margin, self.high_rad - margin)))
         self._frame.set_target(mink.SE3.from_matrix(T_world_grip))
         errors, steps = self._errors(T_world_grip), 0
@@ -194,6 +197,7 @@ class ArmIk:
             # joints that stand still are at a minimum, whether or not it is the pose
             if near or float(np.abs(speed).max()) * DT_S < 1e-5:
                 break
+            # the same weighting as the task that is minimised
             total = errors[0] + settings.orientation_cost * errors[1]
             if total < (1 - PROGRESS) * best:
                 best, improved = total, steps

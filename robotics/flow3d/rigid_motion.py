@@ -99,6 +99,7 @@ def robust_kabsch(
     targets = target_m.reshape(-1, *source_m.shape)
     given = np.broadcast_to(1.0 if weights is None else weights, targets.shape[:-1])
     rng = np.random.default_rng(0) if rng is None else rng
+    # all frames at once; only those that fit badly go through the loop below
     T, cauchy = _reweighted(source_m, targets, given, kabsch(source_m, targets, given), scale_m, iterations)
     for row, (target, own) in enumerate(zip(targets, given, strict=True)):
         counted = own > 0
@@ -111,6 +112,7 @@ def robust_kabsch(
         # the RANSAC start is not always better, so keep whichever motion more weight agrees with
         if (own * others).sum() > (own * cauchy[row]).sum():
             T[row], cauchy[row] = other, others
+    # the caller's weights count too: a hidden point has none, however well it fits
     used = given * cauchy
     return (T[0], used[0]) if target_m.ndim == 2 else (T, used)
 
@@ -294,6 +296,7 @@ class ObjectMotion:
     @property
     def centre_m(self) -> FloatArray:
         """(3,) center of the box around the object in the first frame."""
+        # the box, not the mean: visible points crowd on the side of the camera
         middle: FloatArray = (self.points_world_m.min(0) + self.points_world_m.max(0)) / 2
         return middle
 

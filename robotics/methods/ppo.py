@@ -266,6 +266,7 @@ class RobotPpoRecipe(RobotRecipe):
         self._weights = config.reward.weights(config.sim.kind)
         if self._weights.environment:
             self.refuse_returns(f"reward.environment is {self._weights.environment:g}; use reward.potential")
+        # all tasks of the simulator, so that the inputs keep their order whichever tasks a batch has
         self.task_names = list(self.sim.tasks())
         size = getattr(self.sim, "full_state_size", self.sim.state_size) + 1 + len(self.task_names)
         critic = StateCritic(size, config.critic.width, config.seed)
@@ -274,7 +275,9 @@ class RobotPpoRecipe(RobotRecipe):
         self.terms = [*self.terms, ChunkCritic(self)]
         self.truncation = getattr(self.objective.advantage, "truncation", "terminate")
         """Treatment of episodes that a time limit cut off."""
+        # only with terminate: bootstrapping is right for limits that the critic does not know
         self._ages_cut: dict[str, int] | None = {} if self.truncation == "terminate" else None
+        # the control shuffles over all rows of the step, so groups cannot be scored one by one
         self.scores_apart = not config.shuffle_success
 
     def pack(self, episodes: Episodes, group: Tensor, policy: ActionPolicy) -> Rollouts:
@@ -307,6 +310,7 @@ class RobotPpoRecipe(RobotRecipe):
         groups = rollouts.group.tolist()
         tasks = [payload.episodes[index].task for index in groups]
         rows = _Rows(payload.success.tolist(), payload.failed.tolist(), tasks, groups)
+        # every process shuffles the rows of all and keeps its own
         shuffled = torch.tensor(_shuffled_everywhere(rows, generator), device=payload.success.device)
         # only the payment is shuffled: metrics read the payload's real successes
         rewards = self._rewards(dataclasses.replace(payload, success=shuffled))
@@ -332,6 +336,7 @@ class RobotPpoRecipe(RobotRecipe):
 
     def values(self, policy: nn.Module, rollouts: Rollouts) -> Tensor:
         """(B, T) value of each decision's chunk."""
+        # all decisions of a chunk are made in one state, so they share its value
         values = policy("values", self.critic_inputs(rollouts))
         return values.repeat_interleave(self._decisions_of_chunk, 1)[:, : rollouts.num_decisions]
 
@@ -339,6 +344,7 @@ class RobotPpoRecipe(RobotRecipe):
         """(B,) value of the last state of an episode that was cut off; 0 for others, NaN if it is not reported."""
         payload = EpisodePayload.of(rollouts)
         cut = rollouts.extras["truncated"] > 0
+        # NaN, not 0: a missing state must show, since 0 would pay a cut like an end
         inputs = last_inputs(payload, rollouts.host.group, self.task_names)
         found = torch.full_like(rollouts.reward, math.nan) if inputs is None else policy("values", inputs)
         return torch.where(cut, found, 0.0)

@@ -109,6 +109,7 @@ class ProgressSettings:
         """The preset with the fields that are set here."""
         preset = PRESETS[self.preset]
         names = [entry.name for entry in fields(ProgressForm)]
+        # None means the preset's value, also for memory, where 0 is a setting
         own = {name: getattr(self, name) for name in names}
         return ProgressForm(**{name: getattr(preset, name) if value is None else value for name, value in own.items()})
 
@@ -192,8 +193,10 @@ def progress_rewards(
     """
     check_fields(settings, "progress")
     form = settings.form
+    # float64: distances of nearly equal latents would lose their digits in float32
     points, success, valid = _check_rows(latents, success, valid, tasks)
     starts = _check_first(first, points, valid, form.norm)
+    # only valid successes: an episode may succeed and still have no latent
     known, fallback = _find_references(points, success & valid, tasks, references or {}, settings.task_fallback)
     # a failure keeps this 0 if its label has no reference
     reward = np.where(valid, success.astype(np.float64), np.nan if form.invalid == "nan" else 0.0)
@@ -386,6 +389,7 @@ def _check_first(first: ArrayLike | None, points: _Floats, valid: NDArray[np.boo
 
 def _rows_by_label(labels: Sequence[Hashable]) -> dict[Hashable, NDArray[np.int64]]:
     rows: dict[Hashable, list[int]] = {}
+    # in order of first appearance, which is the same on every process
     for row, label in enumerate(labels):
         rows.setdefault(label, []).append(row)
     return {label: np.array(own, np.int64) for label, own in rows.items()}

@@ -107,6 +107,7 @@ class SrpoRecipe(RobotRecipe):
             check_state(config.latent.path, self.sim, config.model.accept_other)
         self.form = config.progress.form
         self.memory = self.parts["memory"] = SuccessMemory(self.form.memory)
+        # a part, so that the count survives a resume; added up over processes in a checkpoint
         self.invalid = self.parts["invalid"] = self.added["invalid"] = Tally()
         self._first_reason = ""
 
@@ -174,12 +175,14 @@ class SrpoRecipe(RobotRecipe):
 
     def _videos_and_paths(self, payload: EpisodePayload) -> tuple[list[np.ndarray | None], list[np.ndarray], list[int]]:
         """Videos and states that the latent reads, for the rows whose environment did not fail, and these rows."""
+        # a failed environment has no trajectory to embed
         sound = [row for row in range(len(payload.steps)) if not bool(payload.failed[row])]
         # frames are decoded only for a latent that looks at them
         videos = [payload.frames_of(row) if self.latent.needs_images else None for row in sound]
         if self.latent.looks_at == "robot":
             return videos, [payload.path(row) for row in sound], sound
         places = [payload.object_path(row) for row in sound]
+        # all or none: a simulator either reports the object's pose or does not
         known = [place for place in places if place is not None]
         if len(known) < len(places):
             raise UserError(
@@ -202,6 +205,7 @@ class SrpoRecipe(RobotRecipe):
         latents[sound] = found.latents
         first[sound] = begun.latents
         valid[sound] = found.valid & begun.valid
+        # one warning per run; the metric counts the rest
         reasons = found.reasons or begun.reasons
         if reasons and not self._first_reason:
             self._first_reason = next(iter(reasons.values()))
@@ -227,6 +231,7 @@ class SrpoRecipe(RobotRecipe):
                 f"no episode of this step has a latent: {self._first_reason or 'see the log of the first process'}; "
                 f"latent.kind is {self.config.latent.kind}"
             )
+        # labels of the gathered rows: a failure may only be comparable with another process's success
         labels = rows.labels.tolist()
         outcome = progress_rewards(
             rows.latents,
@@ -244,6 +249,7 @@ class SrpoRecipe(RobotRecipe):
             # the same stream on every process, because each computes all rewards
             draws = np.random.default_rng(stream_seed(self.config.seed, "shuffle", step.number))
             reward = shuffled_failures(reward, rows.success, rows.groups, draws)
+        # failures with a reference; the others all have reward 0 and no order
         failures = ~rows.success & np.isfinite(outcome.distance)
         self.noted |= {
             "srpo/clusters": float(outcome.clusters),

@@ -126,6 +126,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         self._look = render_look
         self.horizon = horizon or scene.task.horizon
         self._draws = bool(views) or any(kind in RENDERED for kind in self.kinds)
+        # a renderer is only required if something is drawn
         self._backend = require_backend().name if render_mode == "rgb_array" or self._draws else ""
 
         import mujoco
@@ -218,7 +219,9 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
             raise UserError("no episode runs; call reset first")
         # a delayed action reaches the controller late, so its command lags like the arm
         moves = self._delay(moves[0])[None]
+        # one target for the whole control step, as in `TabletopBatch`
         self.data.ctrl[:] = self.controller.plan(ROW, moves).controls[0, 0]
+        # cut only for watchers; MuJoCo's steps are the same either way
         parts = SHOWN_PARTS if self._watchers else 1
         for part in range(1, parts + 1):
             self._lib.mj_step(self.model, self.data, PHYSICS_STEPS // parts)
@@ -319,6 +322,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         self._variant = self.scene.variant(episode)
         self.model = self.scene.model if self._variant is None else self._variant.model
         self._delay = ActionDelay(self._variant.action_delay if self._variant else 0)
+        # renderers are kept, because opening an OpenGL context is slow
         for renderer in self._renderers.values():
             renderer.show(self.model)
 

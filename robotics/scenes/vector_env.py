@@ -190,6 +190,7 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
             # As in TabletopEnv: a layout is drawn only where none is wanted.
             self._layouts[row] = int(rng.integers(LAYOUTS)) if layout is None else layout
             episodes[row] = EpisodeSpec(self._tasks[row], "", self._layouts[row], self.split)
+        # the first time all rows begin together; later only some of them
         result = self.batch.restart(episodes) if self._begun else self.batch.reset(list(episodes.values()))
         self._begun = True
         self._over[list(rows)] = False

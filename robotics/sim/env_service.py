@@ -221,6 +221,7 @@ class EnvService:
         state = np.asarray(self._env.state(), np.float32).reshape(-1)
         if not self._images:
             return {"state": state}
+        # an image that was drawn for the recording is not drawn twice
         seen = {"state": state, "image": self._draw() if drawn is None else drawn}
         if self._views:
             views = self._env.render_views()  # type: ignore[attr-defined]

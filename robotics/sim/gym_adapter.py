@@ -148,6 +148,7 @@ class GymRow:
                 raise EnvError(f"draw is {draw}, which is an option of reset; set the adapter's layout_options")
             options["draw"] = draw
         self._elapsed = 0
+        # options stay None without layout_options: some environments reject unknown ones
         self._observation, info = self._env.reset(seed=seed, options=options)
         self._info = info if isinstance(info, Mapping) else {}
 
@@ -438,6 +439,7 @@ def _split_keys(
             f"image_key {image_key!r} is {parts[image_key]}; an image is a Box of uint8, 0 to 255, or of floats, 0 to "
             f"1, of the shape (H, W, 3) or (3, H, W), grey ones also (H, W). There are: {', '.join(images) or 'none'}"
         )
+    # the user's choice may be grey; the automatic one never is, as a grey image may be a table
     image = image_key or (images[0] if images else None)
     # by default entries with two or more dimensions are images or maps, not state
     chosen = list(state_keys) if state_keys is not None else [key for key in parts if len(parts[key].shape or ()) < 2]

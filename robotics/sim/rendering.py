@@ -73,6 +73,7 @@ def fast_visuals(spec_or_model: SpecOrModel, settings: RenderSettings | None = N
     visual: Any = spec_or_model.visual if hasattr(spec_or_model, "visual") else spec_or_model.vis  # type: ignore[attr-defined]
     if not chosen.multisampling:
         visual.quality.offsamples = 0
+    # MuJoCo refuses images larger than its off-screen buffer
     visual.global_.offwidth = max(visual.global_.offwidth, chosen.width)
     visual.global_.offheight = max(visual.global_.offheight, chosen.height)
     if not chosen.shadows:
@@ -157,6 +158,7 @@ class FrameRenderer:
         self._spare_rows = np.empty((height, width, 3), np.uint8)
         self._nearness = np.empty((height, width), np.float32)
         self._image = np.empty((height, width, 3), np.uint8)
+        # what the graphics card has, to find the textures that have changed
         self._textures: NDArray[np.uint8] = model.tex_data.copy()
         self._separable = self.settings.reuse_static and not (self.settings.shadows or self.settings.multisampling)
         self._cameras: dict[str | int, _CameraState] = {}
@@ -233,6 +235,7 @@ class FrameRenderer:
         """Draw everything again the next time, because colours, materials or visibility have changed."""
         for seen in self._cameras.values():
             seen.separable, seen.last_view, seen.background = self._separable, None, None
+        # bodies without joints to the world; mocap bodies are among them, so their poses are compared too
         self._fixed_bodies = np.flatnonzero(self._model.body_weldid == 0)
 
     def show(self, model: mujoco.MjModel) -> None:
@@ -322,6 +325,7 @@ class FrameRenderer:
         self, data: mujoco.MjData, seen: _CameraState, view: NDArray[np.float64]
     ) -> _Background | None:
         self._draw(data, seen, self._everything, self._sky)
+        # only known after drawing: MuJoCo marks transparent geoms while it renders
         seen.separable = not any(map(self._mixes, self._scene.geoms[: self._scene.ngeom]))
         if not seen.separable:
             return None
@@ -338,6 +342,7 @@ class FrameRenderer:
     def _lay_over(self, background: _Background) -> None:
         # where no moving part was drawn the nearness is 0, so the background stays
         nearer = np.flatnonzero(self._nearness.reshape(-1) > background.nearness)
+        # two buffers that are swapped: the background itself must stay unchanged
         merged = self._spare_rows.reshape(-1, 3)
         np.copyto(merged, background.rgb)
         merged[nearer] = self._rows.reshape(-1, 3)[nearer]

@@ -177,5 +177,6 @@ def weights_digest(folder: Path) -> str:
 
     digest = hashlib.sha256()
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        # names count too: weights may not move to another file unnoticed
         digest.update(file.relative_to(folder).as_posix().encode() + file.read_bytes())
     return digest.hexdigest()[:16]

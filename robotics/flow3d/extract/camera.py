@@ -71,6 +71,7 @@ def klt_step(
     if not len(uv_px):
         return uv_px, np.zeros(0, dtype=bool)
     options: dict[str, Any] = {"winSize": (window_px, window_px), "maxLevel": levels}
+    # OpenCV wants float32, and the center of its first pixel at 0
     start = np.ascontiguousarray(uv_px - 0.5, dtype=np.float32)[:, None]
     there, found, _ = lucas_kanade(before, after, start, None, **options)
     # a track that does not lead back to its start slid along an edge or onto another surface

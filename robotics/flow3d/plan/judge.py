@@ -127,6 +127,7 @@ class FlowJudge:
     """Judges sampled flows with several verifiers."""
 
     def __init__(self, configs: Sequence[WeightedVerifierConfig], config: PlannerConfig | None = None) -> None:
+        # labels are keys of metrics and verdicts
         names = [each.label for each in configs]
         if doubled := sorted({name for name in names if names.count(name) > 1}):
             raise UserError(f"several verifiers are named {', '.join(doubled)}; give them different names")
@@ -162,6 +163,7 @@ class FlowJudge:
             mask = predictor.mask(seen)
         except PlanFailed as failed:  # a fault of the observation, not of the flow
             return dict.fromkeys(verifiers, Verdict(None, 0.0, f"{failed.failure}: {failed.detail}"))
+        # the same fit as in planning, so that a reward judges what the planner would do
         found = predictor.predict(PlanRound(seen, clip.points, mask), 0)
         if found.motion is None:
             # a flow without a usable motion is the model's fault, so it counts as rejected

@@ -37,6 +37,7 @@ class ArmClearance:
         self._joints = [int(model.joint(name).qposadr[0]) for name in arm.joints]
         # open fingers are the widest, so what clears these boxes clears the hand in every state
         self._data.qpos[:] = _open_posture(model, self._joints)
+        # the last link carries the hand; the first ones cannot come near the table
         links = [int(model.joint(name).bodyid[0]) for name in arm.joints]
         mujoco.mj_kinematics(model, self._data)
         self._low_geoms = _geoms_below(model, links[min(SKIPPED_LINKS, len(links) - 1)])
@@ -223,6 +224,7 @@ def choose_grasps(
             # the hand's collisions need no inverse kinematics, so they rule out most grasps cheaply
             plan = checks.hand_problem(candidate) or _plan(candidate, T_t_0_world, checks)
             if isinstance(plan, str):
+                # counted by reason, so that a failure names what went wrong most often
                 refused[plan] += 1
             else:
                 plans.append(plan)
@@ -233,6 +235,7 @@ def motion_path(
     T_world_grip: FloatArray, ik: ArmIk, start_rad: FloatArray, settings: ReachSettings
 ) -> tuple[JointPath, IndexArray]:
     """Path through poses (M, 4, 4) of the grip and poses in between, and the rows (M,) of the given ones."""
+    # poses in between are solved too: an arm may reach both ends of a step and not its middle
     dense, rows = interpolate_poses(T_world_grip, step_m=settings.step_m, step_rad=settings.step_rad)
     return ik.follow(dense, start_rad, stop_early=not settings.goal_only), rows
 
@@ -309,6 +312,7 @@ def _approach_paths(grasp: Grasp, checks: ReachChecks) -> Iterator[JointPath]:
         [ik.pose(checks.start_rad), _before_grasp(T_grasp, settings), T_grasp],
         [_before_grasp(T_grasp, settings), T_grasp],
     ):
+        # the same steps as for the motion, so that no joint may jump on the way
         dense, _ = interpolate_poses(np.stack(poses), **steps)
         path = ik.follow(dense, checks.start_rad)
         if path.complete:
