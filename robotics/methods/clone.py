@@ -99,6 +99,7 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
         self._check_views()
         scaled = config.acting.scale != "none"
         self.policy.statistics = self.demonstrations.statistics(config.demonstrations.unscaled) if scaled else None
+        # the statistics are saved with the policy, which normalises in the simulator as it did here
         self.policy.scale_states(self.demonstrations.state_statistics())
         self.scale = action_scale(self.policy, config.acting)
 

@@ -318,6 +318,7 @@ def make_latent(config: LatentConfig) -> TrajectoryLatent:
     check_config(config, "latent")
     build_if_missing(config, "latent")
     settings = _settings_of(config)
+    # the scale comes from the dataset, unless the options have one
     if isinstance(settings, StateSettings) and config.path and not settings.mean:
         from robotics.data import LeRobotReader
 

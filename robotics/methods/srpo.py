@@ -194,6 +194,7 @@ class SrpoRecipe(RobotRecipe):
     def _embed(self, payload: EpisodePayload) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Latents (B, E), those of the first frames alone if the norm needs them, and which rows have them."""
         videos, paths, sound = self._videos_and_paths(payload)
+        # whole episodes never repeat, first frames do: only these are worth caching
         found = self.latent.embed(videos, paths, reuse=False)
         begun = found
         if self.form.norm == "initial":

@@ -114,6 +114,7 @@ class TrajectoryLatent(ABC):
         for key, outcome in outcomes.items():
             if reuse and self._cache_size and not isinstance(outcome, str):
                 self._cache[key] = outcome
+                # the latest used stay, the oldest leave first
                 self._cache.move_to_end(key)
                 while len(self._cache) > self._cache_size:
                     self._cache.popitem(last=False)

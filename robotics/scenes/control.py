@@ -119,6 +119,7 @@ class CartesianController:
             UserError: the shape does not fit, or an action is not finite.
         """
         chosen = np.asarray(rows, np.int64)
+        # checked before any command moves, so that an error leaves all rows as they were
         moves = check_actions(actions, len(chosen))
         joint_rad, command = self._joint_rad[chosen], self._command[chosen]
         length = moves.shape[1]
@@ -145,7 +146,9 @@ class CartesianController:
 
     def _follow(self, joint_rad: NDArray[np.float64], command: NDArray[np.float64]) -> NDArray[np.float64]:
         settings, kinematics = self.settings, self._kinematics
+        # damped, because the Jacobian loses rank at singular poses
         identity = settings.damping**2 * np.eye(6)
+        # the command stays the same over the iterations
         goal = _goal_axes(command)
         for _ in range(settings.iterations):
             pose, jacobian = kinematics(joint_rad)

@@ -183,6 +183,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         number = int(self.np_random.integers(LAYOUTS)) if layout is None else int(layout)
         # before anything changes: an unknown split or layout leaves the episode as it was
         start = layout_seed(split, number)
+        # the model is shared between splits; only the squares for the pieces differ
         self.scene = self.scene.for_split(split)
         self._layout = number
         self._elapsed = 0
@@ -234,6 +235,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         # only after the check: a diverged state must not enter the delayed observations
         self._seen.add(self.data)
         success, dense = self._success_and_reward()
+        # a success in the last step is an end, not a cut
         truncated = not success and self._elapsed >= self.horizon
         self._over = success or truncated
         self._outcome = "success" if success else "failure" if truncated else ""
@@ -350,6 +352,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
             commands = self.controller.commands(ROW)
             state = self.scene.sensors.state(self._seen.sensordata[None], commands)[0]
             seen = state if self._variant is None else self._variant.noisy_state(state, self._elapsed)
+            # proprio is the leading part of the state, with the same noise
             return seen[: STATE_SIZE if kind == "state" else PROPRIO_SIZE]
         if kind == "rgb":
             return self._policy_image("observe")

@@ -75,6 +75,7 @@ class TabletopTask:
 
     def dense_reward(self, reading: SceneReading) -> NDArray[np.float64]:
         """Hand-written reward of readings with any leading shape: 1 at success, else at most 0.95."""
+        # below 1, so that no progress is worth as much as success
         return np.where(self.success(reading), 1.0, 0.95 * np.clip(self.progress(reading), 0.0, 1.0))
 
 
@@ -97,6 +98,7 @@ class TabletopScene:
         self.reward = reward
         self.randomization = randomization or RandomizationConfig()
         spec = scene_spec(arm, tuple(task.areas), task.roles)
+        # a part that is off must not change the model
         if "textures" in self.randomization.active():
             add_blank_textures(spec)
         self.model = spec.compile()

@@ -84,6 +84,7 @@ class Physics:
     def sensors(self, model: mujoco.MjModel, data: mujoco.MjData, states: NDArray[np.float64]) -> NDArray[np.float64]:
         """(K, nsensordata) sensor values of states (K, nstate); leaves the scene in the last of them."""
         values = np.empty((len(states), model.nsensordata))
+        # rollout leaves sensors of the step before, see `update_sensors`
         for state, row in zip(states, values, strict=True):
             self.restore(data, state)
             update_sensors(model, data)

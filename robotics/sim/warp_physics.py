@@ -159,6 +159,7 @@ class WarpPhysics:
         for name in INPUTS:
             if np.size(getattr(datas[0], name)):
                 self._assign(name, np.stack([getattr(data, name) for data in datas]))
+        # flags stay set until they are cleared, and would fail the next episode too
         self._worlds.overflow.zero_()
 
     def _assign(self, name: str, values: NDArray[np.float64]) -> None:

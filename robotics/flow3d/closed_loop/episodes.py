@@ -130,6 +130,7 @@ def verifier_in(config: VerifierConfig, opened: Verifier | None, robot: FlowTabl
     """The verifier for a scene: `opened`, or the scene's own criteria for oracle."""
     if config.kind != "oracle":
         return opened
+    # the pose is read at the time of the verdict: a replan starts from where the object is then
     return PredicateVerifier(lambda T_t_0: robot.success(T_t_0 @ robot.object_pose()).success)
 
 
@@ -146,6 +147,7 @@ class TrueFlow:
 
     def predict(self, observation: Observation, points: FloatArray, samples: int = 1, seed: int = 0) -> FloatArray:
         """The true flow, repeated; see `FlowModel`."""
+        # from the object's current pose, so that it also serves a replan
         flow = self._demonstrator.flow_of(points, self._frames)
         return np.repeat(flow[None], samples, axis=0)
 

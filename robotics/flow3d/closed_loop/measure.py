@@ -84,6 +84,7 @@ class FlowLoopMeasure(EpisodeMeasure[FlowEpisode]):
             video = self._video(trial.task)
             row = {"index": trial.index, "repeat": trial.repeat, **self.runner.run(trial.task, video)}
             row["video"] = str(video.relative_to(self.run_dir)) if video is not None and video.is_file() else None
+            # images are kept only for the report's samples
             if trial.index < self.evaluation.records:
                 row["images"] = self.runner.images()
             rows.append(row)
@@ -134,6 +135,7 @@ class FlowLoopMeasure(EpisodeMeasure[FlowEpisode]):
 
     def saved_rows(self, tasks: Sequence[FlowEpisode], processes: int) -> ResumableRows:
         """The episodes file of this model, these settings and episodes."""
+        # rows of other episodes, another model or other settings must not be taken for finished ones
         digest = short_digest("\n".join(map(repr, tasks)).encode())
         conditions = {"episodes": digest, **self.conditions}
         return ResumableRows(self.run_dir / "episodes", self.split, conditions, {"images"})
@@ -144,6 +146,7 @@ class FlowLoopMeasure(EpisodeMeasure[FlowEpisode]):
 
     def _video(self, episode: FlowEpisode) -> Path | None:
         kind = episode.scene.task, episode.scene.actor_name
+        # counted per task and arm, so that each combination has a video
         self._recorded[kind] += 1
         if self._recorded[kind] > self.evaluation.videos:
             return None

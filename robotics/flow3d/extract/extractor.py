@@ -79,6 +79,7 @@ class FlowExtractor:
             RejectedVideo: the video gives no clip; `reason` is a key of `REASONS`.
         """
         K = video.intrinsics_px
+        # depth first: the camera check and the detector need it cleaned
         video = self._still(replace(video, depth_m=self.depth.depth_m(video)))
         mask, depth_m = self.detector.detect(video), video.known_depth_m
         points = self._points(mask, depth_m[0], K)
@@ -88,6 +89,7 @@ class FlowExtractor:
         points = np.where(np.isfinite(places[0]), places[0], points)
         chosen = self._frames(lift(places, K))
         flow = np.concatenate([places[chosen], tracks.visible[chosen, :, None]], -1)
+        # after the choice of frames: what the clip does not show must not reject it
         quality = self._judge(points, flow, K)
         outside = np.abs(self.encoding.normalise(flow[..., :VISIBLE], video.size_px)) >= 1
         quality["depth_holes"] = float(np.isnan(depth_m[0][mask]).mean())

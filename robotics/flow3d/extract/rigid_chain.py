@@ -93,6 +93,7 @@ def surface_normals(depth_m: DepthArray, K: FloatArray) -> FloatArray:
     cross = np.cross(down, across)
     # a larger step in depth is an edge between two surfaces, not a slope
     smooth = (np.abs(across[..., 2]) < 0.02) & (np.abs(down[..., 2]) < 0.02)
+    # NaN holes make NaN normals, which the alignment drops
     length = np.linalg.norm(cross, axis=-1, keepdims=True)
     normals[1:-1, 1:-1] = np.where(smooth[..., None], cross / np.where(length > 0, length, np.nan), np.nan)
     return normals
@@ -124,6 +125,7 @@ def align_to_surface(
         near, normal = near[np.isfinite(normal[:, 0])], normal[np.isfinite(normal[:, 0])]
         if len(near) < MIN_SURFACE_POINTS:
             return T
+        # projective association: the measured point on the same ray, without a search for the nearest one
         target = lift(np.concatenate([uvz[near, :2], depth[near, None]], -1), K)
         T = _plane_step(moved[near], target, normal) @ T
     return T
@@ -232,6 +234,7 @@ class RigidChain:
         noise = depth_noise_m(video.known_depth_m)
         chain = _Chain(self, video, mask, noise)
         poses, lost = chain.poses()
+        # the first frame has no motion that could be lost
         share = lost / (len(video) - 1)
         if share > self.most_lost:
             raise RejectedVideo("lost_track", f"too few points in {100 * share:.0f} % of the frames")
@@ -252,6 +255,7 @@ class _Chain:
         self.grey = grey_frames(video.rgb)
         self.agree_m = max(0.008, 3 * noise_m) if settings.agree_m is None else settings.agree_m
         self.inlier_m = max(0.006, 3 * noise_m) if settings.inlier_m is None else settings.inlier_m
+        # the model is made from the first frame, whose noise would otherwise be in every pose
         self.rest_m = resting_depth(self.depth_m, 4 * noise_m)
         self.model = lift(_model(mask, self.rest_m, settings.most_points), self.K)
         # one fixed stream per video: the same video always gives the same clip
@@ -264,6 +268,7 @@ class _Chain:
             seen, uv = self._visible(T, frame - 1, self.agree_m)
             there, good = self._follow(self.grey[frame - 1], frame, uv, self.settings.levels)
             moved = self._fit(seen[good], there[good], frame)
+            # the pose then stays where it was; a video with too many such frames is rejected
             lost += moved is None
             T = self._supported(T, moved, frame)
             if self.settings.correct_texture:
@@ -282,6 +287,7 @@ class _Chain:
         seen, uv = self._visible(T, frame, reach)
         # no pyramid: the warped frame leaves only the error, which is smaller than the window
         there, good = self._follow(expected, frame, uv, levels=0)
+        # a longer correction would mean that the warped frame was wrong
         near = good & (np.linalg.norm(there - uv, axis=-1) < self.settings.window_px / 2)
         return self._supported(T, self._fit(seen[near], there[near], frame), frame)
 
@@ -328,6 +334,7 @@ class _Chain:
 
 def _model(mask: BoolArray, depth_m: DepthArray, most: int) -> FloatArray:
     """(n, 3) u, v, z of pixels of the object that have a depth, evenly thinned."""
+    # pixels without a depth cannot be lifted
     rows, columns = np.nonzero(mask & np.isfinite(depth_m))
     if len(rows) < MIN_POINTS:
         raise RejectedVideo("holed_depth", f"{len(rows)} pixels of the object have a depth")

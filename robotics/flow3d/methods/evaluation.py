@@ -128,6 +128,7 @@ class FlowMeasure(Measure[FlowClip]):
         """(count, T, N, N, 4) samples of each clip, whose seeds depend on its index in the split."""
         model = self.model
         inputs = model.inputs_of([clip.observation for clip in clips], [clip.points for clip in clips])
+        # by clip, so that a sample does not depend on the batch that it is drawn in
         seeds = [sample_seeds(stream_seed(self.seed, self.split, index), count) for index in indices]
         written = model.sample(inputs, torch.cat(seeds)).float().cpu().numpy()
         return [

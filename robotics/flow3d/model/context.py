@@ -62,6 +62,7 @@ def make_inputs(
     observations: Sequence[Observation], points: Sequence[FloatArray], encoding: FlowEncoding, image_px: int
 ) -> FlowInputs:
     """Scenes as tensors; `points` has (N, N, 3) query points u, v, z of each."""
+    # learned positions of the grid cells fit one N only
     wanted = (encoding.grid, encoding.grid, 3)
     for grid in points:
         if grid.shape != wanted:
@@ -280,6 +281,7 @@ class ClipContext(nn.Module):
     def check_texts(self, texts: Sequence[str]) -> None:
         """Raise UserError for instructions that cannot be read completely."""
         for text in dict.fromkeys(texts):
+            # tokenised in full first: the tokeniser would cut a long text silently
             found = self.tokenizer(text, truncation=False, verbose=False).input_ids
             if len(found) > self.longest_text:
                 # the end token is kept, so the text loses one more token
@@ -353,6 +355,7 @@ def _read(name: str, folder: Path, kind: Any) -> Any:
 
 def _zero_linear(inputs: int, outputs: int) -> nn.Linear:
     layer = nn.Linear(inputs, outputs)
+    # a pretrained network must not see new inputs before it has learned to use them
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
     return layer

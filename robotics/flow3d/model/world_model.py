@@ -39,6 +39,7 @@ def write_config(config: FlowModelConfig, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     entries = dataclasses.asdict(config)
     if config.condition.kind == "clip":
+        # paths relative to the folder where possible, so that a moved run finds its towers
         entries["condition"] |= {name: base_entries(getattr(config.condition, name), folder) for name in FOLDERS}
     write_atomically(folder / CONFIG_FILE, json.dumps(entries, indent=2) + "\n")
 
@@ -93,6 +94,7 @@ def read_weights(weights: dict[str, Tensor], folder: Path) -> None:
     different += [name for name, own in weights.items() if name in saved and own.shape != saved[name].shape]
     if different:
         raise UserError(f"the weights in {folder} are those of another model; {', '.join(different[:4])} do not fit")
+    # a damaged file may have the right shapes
     check_finite(saved, folder)
     with torch.no_grad():
         for name, value in saved.items():
@@ -244,6 +246,7 @@ class FlowWorldModel(nn.Module):
         Raises:
             UserError: another N than the model's, or an instruction that cannot be read.
         """
+        # one scene, encoded once for all K samples
         inputs = self.inputs_of([observation], [points])
         written = self.sample(inputs, sample_seeds(seed, samples), steps=steps, guidance=guidance)
         return self.encoding.decode(written.float().cpu().numpy(), points, observation.size_px)

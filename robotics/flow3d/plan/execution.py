@@ -136,6 +136,7 @@ class Executor:
         _call(self.robot.open_gripper, Failure.ROBOT_FAILED)
 
     def _move(self, joint_rad: FloatArray) -> bool:
+        # recorded before the move: a robot that fails in it leaves a trace of what was asked
         self.result.joint_paths.append(joint_rad)
         return bool(_call(lambda: self.robot.move(joint_rad), Failure.ROBOT_FAILED))
 
@@ -179,6 +180,7 @@ def drift_of(seen_m: FloatArray, predicted_m: FloatArray) -> float:
 
 def _chosen(round_: PlanRound) -> tuple[GraspPlan, ObjectMotion]:
     """Plan and motion of a round."""
+    # no grasp was tried if the object was already in the hand
     plan = round_.plan or (round_.chosen.plans[0] if round_.chosen and round_.chosen.plans else None)
     if plan is None or round_.chosen is None or round_.chosen.motion is None:
         raise ValueError("the round has no plan to carry out")

@@ -94,10 +94,12 @@ class GraspSearch:
         points_m: FloatArray,
         part_m: FloatArray | None,
     ) -> list[Grasp]:
+        # seen from the camera, a surface faces it; that fixes the sign of its normals
         surface = ObjectSurface(points_m, normals_towards(points_m, observation.T_world_cam[:3, 3]))
         found: list[Grasp] = []
         for propose in proposers:
             try:
+                # all proposers of a list together: none of them is good at every object
                 found += propose(surface, self.arm.max_opening_m)
             except Exception as error:  # user code; the loop must end cleanly
                 raise PlanFailed(Failure.NO_GRASP, f"a grasp proposer failed: {one_line(error)}") from error

@@ -175,6 +175,7 @@ class FlowPlanner:
         unsure = [verdict for _, verdict in usable if verdict.ok is None]
         if unsure and self.config.when_unverified == "stop":
             raise PlanFailed(Failure.VERIFIER_DOWN, unsure[-1].reason)
+        # an unsure verdict is not a rejection: `when_unverified` has decided about it above
         if usable and not unsure and self.config.when_rejected == "stop":
             raise PlanFailed(Failure.VERIFIER_REJECTS, usable[-1][1].reason)
         # rejected plans are searched for a path only now: most are never needed, and the search is the slow part
@@ -193,6 +194,7 @@ class FlowPlanner:
         except Exception as error:  # a simulator or library; the loop must end cleanly
             each.verdict = Verdict(None, 0.0, f"the outcome cannot be rendered: {one_line(error)}")
             return
+        # a function, because the search for a path is slow and most verifiers do not ask
         facts = PlanFacts(each.motion, self.config.support_z_m, lambda: bool(self._plans(round_, each)))
         each.verdict = judged(self.verifier, observation.rgb, each.after, observation.instruction, facts)
 

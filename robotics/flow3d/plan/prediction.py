@@ -67,6 +67,7 @@ class Predictor:
         if motion.fit.degenerate.any():
             detail = "the points that fit are on a line, so they determine no rotation"
             return PlanTry(seed, flow, failure=Failure.DEGENERATE_GEOMETRY, detail=detail)
+        # any point, so that a turn in place counts as motion too
         moved = float(np.linalg.norm(motion.moved_world_m - motion.points_world_m, axis=-1).max())
         if moved < config.least_motion_m:
             detail = f"the flow moves the object by {1000 * moved:.1f} mm"
@@ -110,6 +111,7 @@ class Predictor:
             return self.model.points
         encoding = getattr(self.model, "encoding", None)
         if encoding is not None:
+            # a model only takes the grid that it was trained with
             side = int(encoding.grid)
         else:
             side = self.model.flow.shape[1] if isinstance(self.model, FixedFlow) else self.config.grid

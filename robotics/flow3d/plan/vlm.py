@@ -77,6 +77,7 @@ class LocalModel:
         from mmrl.vlm.data.task import TaskError, VlmTask
         from mmrl.vlm.engine.sampler import SamplerConfig, sample
 
+        # images before the text, as in the prompt, which speaks of the first and the second one
         content = [*({"type": "image"} for _ in images), {"type": "text", "text": text}]
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}, {"role": "user", "content": content}]
         task = VlmTask("plan", messages, [Image.fromarray(image) for image in images])

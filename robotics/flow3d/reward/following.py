@@ -95,6 +95,7 @@ class FlowFollowing:
         self._tracker = _loaded(config.tracker, "flow.tracker")
         if self._tracker is not None and not sim.image_size:
             raise UserError("flow.tracker needs the images of episodes, but sim.image_size is 0")
+        # opened only if something comes from the simulator: it loads scenes and a renderer
         self._own: TabletopViews | None = _open_views(sim, tasks) if not config.view or not config.model else None
         view = _loaded(config.view, "flow.view")
         self._view: Callable[[EpisodeSpec], Observation] = view or self._own.observe  # type: ignore[union-attr]
@@ -163,6 +164,7 @@ class FlowFollowing:
     def _follow(self, clip: FlowClip, points: NDArray[np.float64], success: bool) -> tuple[float, float, float]:
         frames = np.concatenate([clip.points_world_m[None], clip.flow_world_m])
         chunks = max(len(points) - 1, 1)
+        # by the number of chunks, so that the penalty of a long episode is not larger for the same distance
         beta = self.config.beta_per_m / (chunks if self.config.distance == "mean" else 1)
         progress = FlowProgress(frames, beta)
         total, off = float(success), []
