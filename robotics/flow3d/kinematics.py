@@ -194,7 +194,7 @@ class ArmIk:
             configuration.integrate_inplace(speed, DT_S)
             errors = self._errors(T_world_grip)
             near = errors[0] < settings.position_tolerance_m / 4 and errors[1] < settings.angle_tolerance_rad / 4
-            # joints that stand still are at a minimum, whether or not it is the pose
+            # joints that no longer move are at a minimum, whether or not it is the pose
             if near or float(np.abs(speed).max()) * DT_S < 1e-5:
                 break
             # the same weighting as the task that is minimised

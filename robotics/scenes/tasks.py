@@ -1,8 +1,8 @@
 """The tabletop tasks: instructions, initial layouts, success and progress.
 
-A layout is a number within a split; every pair of number and split has its own generator. Pieces stand on a
-checkerboard: those of train layouts on squares of one colour, those of held_out layouts on the other, so that training
-shows no held-out layout, nor even one piece where a held-out layout has one.
+A layout is a number within a split; every pair of number and split has its own generator. Pieces are placed on a
+checkerboard, in train layouts on squares of one colour and in held_out layouts on the other, so training never shows a
+held-out layout, or even a single piece where a held-out layout has one.
 
 Success and progress are functions of one transition, without memory. If passing by would count, success requires a
 piece at rest and an open gripper.

@@ -167,7 +167,7 @@ def _extractor(encoding: FlowEncoding, begin: str, function: str, options: Mappi
             raise UserError(f"extractor {function} returned a {type(made).__name__}; expected a FlowExtractor")
         return made
     if options:
-        raise UserError("extractor_options are those of your own extractor; name its function in extractor")
+        raise UserError("extractor_options needs extractor, the module:function that they are passed to")
     return FlowExtractor(encoding, begin=begin)
 
 

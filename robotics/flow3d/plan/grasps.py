@@ -193,7 +193,7 @@ def _fitted(surface: ObjectSurface, pose: FloatArray, max_opening_m: float, gap_
     if len(between) == 0:
         return None
     runs = np.split(between, np.flatnonzero(np.diff(between) > gap_m) + 1)
-    # the run closest to the grip: what lies beyond a gap is another part
+    # the run closest to the grip: points beyond a gap are another part
     run = min(runs, key=lambda values: float(np.abs(values).min()))
     low, high = run[0], run[-1]
     width = float(high - low)
