@@ -37,7 +37,7 @@ class Observation:
     instruction: str
     """The task."""
     mask: BoolArray | None = None
-    """(H, W) pixels of the object, where it is known."""
+    """(H, W) pixels of the object; None if unknown."""
 
     def __post_init__(self) -> None:
         height, width = self.depth_m.shape
@@ -119,9 +119,9 @@ class FlowEncoding:
     """Encoding of a flow for a network; part of a checkpoint."""
 
     num_frames: int = bounded(8, at_least=1)
-    """T, frames of a flow; the paper's data have 25."""
+    """T, frames of a flow; 25 in the paper's data."""
     grid: int = bounded(4, at_least=1)
-    """N, query points a side; the paper's data have 16."""
+    """N, query points per side; 16 in the paper's data."""
     z_min_m: float = rare(bounded(0.0, at_least=0))
     """Depth that is encoded as -1."""
     z_max_m: float = rare(bounded(1.5, above=0))
@@ -150,6 +150,7 @@ class FlowEncoding:
             v to the image as well.
         """
         width, height = size_px
+        # depth is clipped, u and v are not: a point may leave the image and come back
         share = np.clip((uvz[..., Z] - self.z_min_m) / (self.z_max_m - self.z_min_m), 0.0, 1.0)
         return np.stack([2 * uvz[..., U] / width - 1, 2 * uvz[..., V] / height - 1, 2 * share - 1], -1)
 
@@ -171,7 +172,7 @@ class FlowEncoding:
         return np.moveaxis(numbers, -1, -4).astype(np.float32)
 
     def decode(self, encoded: DepthArray, points: FloatArray, size_px: tuple[int, int]) -> FloatArray:
-        """Decode (..., C, T, N, N) to a flow (..., T, N, N, 4); visibility is 1 where it is not encoded."""
+        """Decode (..., C, T, N, N) to a flow (..., T, N, N, 4); visibility is 1 if it is not encoded."""
         numbers = np.moveaxis(np.asarray(encoded, dtype=np.float64), -4, -1)
         places, seen = numbers[..., :VISIBLE], np.ones_like(numbers[..., :1])
         if self.target == "displacement":
@@ -200,10 +201,11 @@ def grid_in_box(box_px: tuple[float, float, float, float], side: int) -> FloatAr
 def grid_in_mask(mask: BoolArray, side: int) -> FloatArray:
     """(N, N, 2) the same grid over the box of a mask (H, W), each point moved to the nearest pixel of the object.
 
-    Points on the background next to the object would stand still and distort the fitted motion.
+    Points on the background next to the object would not move and distort the fitted motion.
     """
     pixels = np.argwhere(mask)[:, ::-1] + 0.5
     low, high = pixels.min(0), pixels.max(0)
     wanted = grid_in_box((low[0], low[1], high[0], high[1]), side).reshape(-1, 2)
+    # several grid points may share a pixel of a thin object
     nearest = np.argmin(((wanted[:, None] - pixels[None]) ** 2).sum(-1), 1)
     return pixels[nearest].reshape(side, side, 2)

@@ -24,7 +24,7 @@ def draw_flow(
 ) -> Image:
     """Draw the paths of query points (N, N, 3) along a flow (T, N, N, 4) over an image, from blue to red over time.
 
-    Lines are thinner where a point is not visible; the true flow is drawn below as thin white lines.
+    Lines are thinner while a point is not visible; the true flow is drawn below as thin white lines.
     """
     from PIL import Image, ImageDraw
 

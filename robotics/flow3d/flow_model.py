@@ -1,4 +1,4 @@
-"""The protocol of flow models, and flow given by the user: of another model, a tracker or a simulator."""
+"""The protocol of flow models, and flow that users bring: from another model, a tracker or a simulator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FixedFlow:
     flow: FloatArray
     """(T, N, N, 4)."""
     points: FloatArray | None = None
-    """(N, N, 3) its query points; None for the planner's own."""
+    """(N, N, 3) query points of the flow; None = the planner's own."""
 
     def __post_init__(self) -> None:
         if self.flow.ndim != 4 or self.flow.shape[1] != self.flow.shape[2] or self.flow.shape[3] != 4:
@@ -50,13 +50,13 @@ def clip_of_points(
         observation: the first frame.
         points_cam_m: (n, 3) in the camera frame, in front of the camera.
         flow_cam_m: (T, n, 3).
-        visible: (T, n) in 0..1; all visible when None.
+        visible: (T, n) in 0..1; None = all visible.
 
     Returns:
-        The clip. Where n is not a square, the last point fills the grid with visibility 0.
+        The clip. If n is not a square, the last point fills the grid with visibility 0.
 
     Raises:
-        UserError: the shapes do not fit, or a point does not lie in front of the camera.
+        UserError: the shapes do not fit, or a point is not in front of the camera.
     """
     frames, count = flow_cam_m.shape[:2] if flow_cam_m.ndim == 3 else (0, 0)
     if points_cam_m.shape != (count, 3) or flow_cam_m.shape != (frames, count, 3) or not frames or not count:

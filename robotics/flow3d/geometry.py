@@ -64,6 +64,7 @@ def depth_at(depth_m: DepthArray, uv_px: FloatArray, edge_m: float = EDGE_M) -> 
     left, top = np.floor(x).astype(int), np.floor(y).astype(int)
     columns = np.clip(np.stack([left, left + 1], -1), 0, width - 1)
     rows = np.clip(np.stack([top, top + 1], -1), 0, height - 1)
+    # a hole among the four is NaN and makes the mean and the spread NaN, so the nearest pixel is used
     four = known[rows[..., :, None], columns[..., None, :]]
     share_x = np.stack([1 - (x - left), x - left], -1)
     share_y = np.stack([1 - (y - top), y - top], -1)
@@ -77,6 +78,7 @@ def make_pose(rotation: FloatArray, translation_m: FloatArray) -> FloatArray:
     """(..., 4, 4) of a rotation (..., 3, 3) and a translation (..., 3)."""
     leading = np.broadcast_shapes(rotation.shape[:-2], translation_m.shape[:-1])
     T = np.zeros((*leading, 4, 4))
+    # the last row stays 0, 0, 0, 1
     T[..., :3, :3], T[..., :3, 3], T[..., 3, 3] = rotation, translation_m, 1.0
     return T
 
@@ -88,6 +90,7 @@ def apply_pose(T: FloatArray, points_m: FloatArray) -> FloatArray:
 
 def inverse_pose(T: FloatArray) -> FloatArray:
     """Inverse of rigid motions (..., 4, 4)."""
+    # a rotation's inverse is its transpose, which is exact
     back = np.swapaxes(T[..., :3, :3], -1, -2)
     return make_pose(back, -(back @ T[..., :3, 3:])[..., 0])
 
@@ -95,6 +98,7 @@ def inverse_pose(T: FloatArray) -> FloatArray:
 def angle_rad(first: FloatArray, second: FloatArray) -> FloatArray:
     """Angle (...) between two orientations (..., 3, 3) or poses (..., 4, 4)."""
     between = np.swapaxes(first[..., :3, :3], -1, -2) @ second[..., :3, :3]
+    # by the chord: the arc cosine of the trace loses all digits near 0
     chord = np.linalg.norm(between - np.eye(3), axis=(-2, -1)) / (2 * math.sqrt(2))
     return 2 * np.arcsin(np.clip(chord, 0.0, 1.0))
 

@@ -1,8 +1,8 @@
-"""Robot interfaces, and inverse kinematics of any arm that MuJoCo can load, by mink.
+"""Robot interfaces, and inverse kinematics with mink for any arm that MuJoCo can load.
 
-Known traps: a step must be integrated over the time it was solved for, or it leaves the limits; a quadratic programme
-without solution ends the search, not the run; finger joints are frozen; limits are kept at a distance, because a joint
-exactly at its limit can make the next programme infeasible.
+Pitfalls: a step must be integrated over the time it was solved for, or it violates the limits. A quadratic program
+without a solution ends the search, not the run. Finger joints are frozen. The search keeps a distance from joint
+limits, because a joint exactly at its limit can make the next program infeasible.
 
 Source: kevinzakka/mink, examples/arm_ik.
 """
@@ -27,7 +27,7 @@ DT_S = 1.0
 """Time over which a step is solved and integrated; with one second, velocities are steps."""
 SOLVER = "daqp"
 PATIENCE, PROGRESS = 8, 0.01
-"""The search ends after this many steps without an improvement by this share."""
+"""The search ends after PATIENCE steps without a relative improvement of PROGRESS."""
 
 
 @dataclass(frozen=True)
@@ -35,23 +35,23 @@ class IkSettings:
     """Tolerances and effort of inverse kinematics."""
 
     position_tolerance_m: float = rare(bounded(0.003, above=0))
-    """Largest distance from a pose that counts as reached."""
+    """Maximum distance at which a pose counts as reached."""
     angle_tolerance_rad: float = rare(bounded(0.03, above=0))
-    """Largest rotation from a pose that counts as reached."""
+    """Maximum rotation error at which a pose counts as reached."""
     iterations: int = rare(bounded(50, above=0))
-    """Most steps for one pose."""
+    """Maximum number of steps per pose."""
     restarts: int = rare(bounded(4, at_least=0))
-    """Random starts for the first pose of a path, when the given start fails."""
+    """Random restarts for the first pose of a path if the given start fails."""
     orientation_cost: float = rare(bounded(0.3, above=0))
     """Weight in metres of one radian of error."""
     posture_cost: float = rare(bounded(1e-3, at_least=0))
     """Pull towards the home posture in the null space."""
     step_rad: float = rare(bounded(0.5, above=0))
-    """Largest change of a joint in one step."""
+    """Maximum change of a joint in one step."""
     limit_distance: float = rare(bounded(0.005, above=0))
     """Distance kept from joint limits, rad or m."""
     jump_rad: float = rare(bounded(0.6, above=0))
-    """Largest change of a joint between neighbouring poses of a path."""
+    """Maximum change of a joint between neighbouring poses of a path."""
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,17 @@ class ArmIk:
             import mink
         except ImportError:
             raise UserError("inverse kinematics needs mink, which is not installed; pip install mink") from None
-        self.arm, self.settings = arm, settings or IkSettings()
+        self.arm = arm
+        self.settings = settings or IkSettings()
         check_config(self.settings, "ik")
         model = self.model = arm.load()
         self._columns, self._site = _find_names(model, arm)
         ranges = _ranges(model)
+        # joints that are not the arm's, such as fingers, rest in the middle of their range
         self._middle = ranges.mean(-1)
         self.low_rad, self.high_rad = ranges[self._columns].T
         self.home_rad: FloatArray = np.array(arm.home_rad, dtype=np.float64)
+        # a pull to home in the null space keeps the elbow where the robot starts
         posture = self._posture(self.home_rad)
         self._configuration = mink.Configuration(model, posture)
         options = self.settings
@@ -111,18 +114,23 @@ class ArmIk:
         home = mink.PostureTask(model, cost=options.posture_cost)
         home.set_target(posture)
         spans = model.jnt_range[model.jnt_limited.astype(bool)]
+        # at most a quarter of the narrowest range: margins that meet would leave no angle
         distance = min([options.limit_distance, *(np.diff(spans) / 4).ravel()])
         self._limits = [
             mink.ConfigurationLimit(model, min_distance_from_limits=distance),
+            # mink limits speeds; over DT_S this one is the largest step
             mink.VelocityLimit(model, dict.fromkeys(arm.joints, options.step_rad / DT_S)),
         ]
+        # fingers have no influence on the grip, but the solver would move them all the same
         others = [dof for dof in range(model.nv) if dof not in set(self._columns)]
         self._still = [mink.DofFreezingTask(model, others)] if others else None
         self._tasks = [self._frame, home]
+        # read from the kinematics at home, so only once the configuration exists
         self._base_m, self._reach_m = self._span()
 
     def beyond(self, T_world_grip: FloatArray) -> bool:
         """Whether any of the poses (..., 4, 4) is farther from the first joint than the stretched arm reaches."""
+        # a necessary condition only: it rejects poses without a search, and passes some that the search will miss
         away = np.linalg.norm(T_world_grip[..., :3, 3] - self._base_m, axis=-1)
         return bool((away > self._reach_m + self.settings.position_tolerance_m).any())
 
@@ -135,6 +143,7 @@ class ArmIk:
     def solve(self, T_world_grip: FloatArray, start_rad: FloatArray, *, restarts: int = 0) -> IkSolution:
         """Search for angles that bring the grip to a pose (4, 4), from `start_rad` (J,), moved inside the limits."""
         rng = np.random.default_rng(0)
+        # the same restarts for every pose: a plan must not depend on the searches before it
         best = self._descend(T_world_grip, start_rad)
         for _ in range(restarts):
             if best.reached:
@@ -150,11 +159,14 @@ class ArmIk:
         reached = np.zeros(len(T_world_grip), dtype=np.bool_)
         before = joint_rad[0]
         for number, pose in enumerate(T_world_grip):
+            # only the first pose may restart: a random start later would jump to another branch of solutions
             found = self.solve(pose, before, restarts=0 if number else self.settings.restarts)
             jump = float(np.abs(found.joint_rad - before).max()) if number else 0.0
             reached[number] = found.reached and jump <= self.settings.jump_rad
+            # a pose that failed is a bad start for the next one; the first has no better alternative
             if reached[number] or not number:
                 before = found.joint_rad
+            # if the loop stops here, the remaining rows hold the last angles that were reached
             joint_rad[number:] = before
             if stop_early and not reached[number]:
                 break
@@ -165,6 +177,7 @@ class ArmIk:
 
         settings, configuration = self.settings, self._configuration
         margin = settings.limit_distance
+        # the configuration is shared by all calls, so each search sets its own start
         configuration.update(self._posture(np.clip(start_rad, self.low_rad + margin, self.high_rad - margin)))
         self._frame.set_target(mink.SE3.from_matrix(T_world_grip))
         errors, steps = self._errors(T_world_grip), 0
@@ -175,17 +188,21 @@ class ArmIk:
                 speed = mink.solve_ik(
                     configuration, self._tasks, DT_S, SOLVER, limits=self._limits, constraints=self._still
                 )
+            # not an error: the angles so far still count if they are close enough
             except mink.NoSolutionFound:
                 break
             configuration.integrate_inplace(speed, DT_S)
             errors = self._errors(T_world_grip)
             near = errors[0] < settings.position_tolerance_m / 4 and errors[1] < settings.angle_tolerance_rad / 4
+            # joints that no longer move are at a minimum, whether or not it is the pose
             if near or float(np.abs(speed).max()) * DT_S < 1e-5:
                 break
+            # the same weighting as the task that is minimised
             total = errors[0] + settings.orientation_cost * errors[1]
             if total < (1 - PROGRESS) * best:
                 best, improved = total, steps
         reached = errors[0] <= settings.position_tolerance_m and errors[1] <= settings.angle_tolerance_rad
+        # indexing with a list copies; the configuration itself moves on
         return IkSolution(configuration.q[self._columns], reached, *errors)
 
     def _errors(self, T_world_grip: FloatArray) -> tuple[float, float]:
@@ -202,6 +219,7 @@ class ArmIk:
         anchors = [data.xanchor[joint.id].copy() for joint in joints] + [data.site_xpos[self._site].copy()]
         hinges = all(joint.type[0] == mujoco.mjtJoint.mjJNT_HINGE for joint in joints)
         lengths = np.linalg.norm(np.diff(anchors, axis=0), axis=-1)
+        # a slide adds its travel to the length, so no bound is known
         return anchors[0], float(lengths.sum()) if hinges else np.inf
 
     def _posture(self, joint_rad: FloatArray) -> FloatArray:
@@ -225,7 +243,7 @@ def _find_names(model: mujoco.MjModel, arm: FlowArm) -> tuple[list[int], int]:
 
 
 def _ranges(model: mujoco.MjModel) -> FloatArray:
-    """(nq, 2) limits of all joints; half a turn to either side where there are none."""
+    """(nq, 2) limits of all joints; half a turn to either side for joints without limits."""
     ranges = np.tile([-np.pi, np.pi], (model.nq, 1))
     limited = np.flatnonzero(model.jnt_limited)
     ranges[model.jnt_qposadr[limited]] = model.jnt_range[limited]
@@ -260,7 +278,7 @@ class FlowArm(Protocol):
 
     @property
     def max_opening_m(self) -> float:
-        """Greatest width between the fingers."""
+        """Maximum width between the fingers."""
 
     def load(self) -> mujoco.MjModel:
         """The arm alone, without table and objects, for kinematics."""

@@ -21,7 +21,7 @@ def flow_metrics(predicted_m: FloatArray, true_m: FloatArray, visible: FloatArra
     """Errors of one flow (T, n, 3): ade_m and fde_m, the mean distance over all frames and in the last one.
 
     Also over visible points, those above 0.5 in `visible` (T, n), as ade_visible_m and fde_visible_m, NaN without any,
-    and acc_5cm, the share of points of all frames within 5 cm.
+    and acc_5cm, the fraction of points of all frames within 5 cm.
 
     Source: ADE and FDE as in michaelyuancb/general_flow.
     """
@@ -57,11 +57,11 @@ class FlowErrors:
     best_ade_cm: float
     """Mean distance of the best sample."""
     within_5cm: float
-    """Share of points of all frames within 5 cm."""
+    """Fraction of points of all frames within 5 cm."""
     rotation_deg: float
     """Angle between the rotations of the object to the last frame, fitted to predicted and to true points."""
     zero_motion_ade_cm: float
-    """Mean distance of a flow that stands still, for comparison."""
+    """Mean distance of a flow without motion, for comparison."""
     zero_motion_fde_cm: float
     """The same in the last frame."""
 
@@ -90,7 +90,7 @@ def flow_errors(predicted: FloatArray, clip: FlowClip) -> FlowErrors:
 
 
 def goal_reached(end_m: FloatArray, goals_m: dict[str, list[float]], instruction: str) -> bool:
-    """Whether the mean of points (n, 3) ends nearest to the goal of the instruction; `goals_m` has (3,) for each."""
+    """Whether the mean of points (n, 3) is nearest to the instruction's goal; `goals_m` has (3,) for each."""
     names = list(goals_m)
     away = np.linalg.norm(np.array([goals_m[name] for name in names]) - end_m.mean(0), axis=-1)
     return names[int(away.argmin())] == instruction
@@ -98,5 +98,6 @@ def goal_reached(end_m: FloatArray, goals_m: dict[str, list[float]], instruction
 
 def _rotation_deg(start: FloatArray, found: FloatArray, true: FloatArray) -> float:
     wanted = fit_motions(start, true[None]).T_t_0[0]
+    # a model's flow is noisier than the truth, so its fit gets a wider scale
     fitted = [fit_motions(start, sample[None], scale_m=LEARNED_M).T_t_0[0] for sample in found]
     return float(np.degrees(angle_rad(np.stack(fitted), wanted)).mean())

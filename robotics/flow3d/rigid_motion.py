@@ -29,15 +29,15 @@ from robotics.flow3d.geometry import (
 )
 
 FLAT = 1e-5
-"""Points are on a line where their second singular value is below this share of the first, or of a metre."""
+"""Points are on a line if their second singular value is below this fraction of the first, or of a metre."""
 LOW_WEIGHT = 0.3
 """Below this median weight the least-squares start is replaced by RANSAC."""
 VISIBLE_M = 0.01
-"""Largest depth difference of a visible point."""
+"""Maximum difference between a visible point's depth and the image's."""
 IN_SPACE = ("irls", "kabsch")
 ESTIMATORS = (*IN_SPACE, "pnp", "frozen_depth")
 MIN_PNP_POINTS = 4
-"""Least points for PnP."""
+"""Minimum number of points for PnP."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,17 @@ def kabsch(source_m: FloatArray, target_m: FloatArray, weights: FloatArray | Non
     leading = np.broadcast_shapes(source_m.shape[:-1], target_m.shape[:-1])
     w = np.broadcast_to(np.ones(leading) if weights is None else weights, leading)[..., None]
     total = w.sum(-2, keepdims=True)
+    # a row without any weight divides by 1 instead of 0; the last line makes its motion the identity
     share = w / np.where(total > 0, total, 1.0)
     mean_source, mean_target = (share * source_m).sum(-2), (share * target_m).sum(-2)
     centred = source_m - mean_source[..., None, :]
+    # weighted once: with both factors weighted, the weights would count squared
     U, _, Vt = np.linalg.svd(np.swapaxes(centred * w, -1, -2) @ (target_m - mean_target[..., None, :]))
     V = np.swapaxes(Vt, -1, -2)
     # the least-squares solution may be a reflection; flipping the least certain axis makes it a rotation
     V[..., 2] *= np.sign(np.linalg.det(V @ np.swapaxes(U, -1, -2)))[..., None]
     rotation = V @ np.swapaxes(U, -1, -2)
+    # the turn about a line is free, so such points get a translation only; `share` ignores points without weight
     rotation = np.where(_on_a_line(centred * np.sqrt(share))[..., None, None], np.eye(3), rotation)
     T = make_pose(rotation, mean_target - (rotation @ mean_source[..., None])[..., 0])
     return np.where(total > 0, T, np.eye(4))
@@ -87,7 +90,7 @@ def robust_kabsch(
 ) -> tuple[FloatArray, FloatArray]:
     """Rigid motion (4, 4) from points (n, 3) to (n, 3), and their weights (n,); or (T, 4, 4) and (T, n) for T targets.
 
-    Least squares with Cauchy weights, iterated, so that outliers have little influence. Where half of the points do not
+    Least squares with Cauchy weights, iterated, so that outliers have little influence. If half of the points do not
     fit, a RANSAC start drawn from `rng` is tried too. `weights` (n,) or (T, n) multiply the Cauchy weights.
 
     Source:
@@ -96,16 +99,20 @@ def robust_kabsch(
     targets = target_m.reshape(-1, *source_m.shape)
     given = np.broadcast_to(1.0 if weights is None else weights, targets.shape[:-1])
     rng = np.random.default_rng(0) if rng is None else rng
+    # all frames at once; only those that fit badly go through the loop below
     T, cauchy = _reweighted(source_m, targets, given, kabsch(source_m, targets, given), scale_m, iterations)
     for row, (target, own) in enumerate(zip(targets, given, strict=True)):
         counted = own > 0
+        # a high median weight says that most points fit already, and three points are the least that RANSAC can draw
         if counted.sum() < 3 or np.median(cauchy[row, counted]) >= LOW_WEIGHT:
             continue
         # reweighting finds a local optimum only: with many outliers it stays where least squares put it
         start = ransac_kabsch(source_m, target, own, tolerance_m=1.5 * scale_m, rng=rng)
         other, others = _reweighted(source_m, target, own, start, scale_m, iterations)
+        # the RANSAC start is not always better, so keep whichever motion more weight agrees with
         if (own * others).sum() > (own * cauchy[row]).sum():
             T[row], cauchy[row] = other, others
+    # the caller's weights count too: a hidden point has none, however well it fits
     used = given * cauchy
     return (T[0], used[0]) if target_m.ndim == 2 else (T, used)
 
@@ -119,14 +126,16 @@ def ransac_kabsch(
     iterations: int = 100,
     rng: np.random.Generator | None = None,
 ) -> FloatArray:
-    """(4, 4) rigid motion of the three points that most others agree with, refitted to these; `kabsch` below three."""
+    """(4, 4) rigid motion of the triple that most points agree with, refitted to them; `kabsch` below three points."""
     given = np.ones(len(source_m)) if weights is None else weights
     usable = np.flatnonzero(given > 0)
     if len(usable) < 3:
         return kabsch(source_m, target_m, given)
     rng = np.random.default_rng(0) if rng is None else rng
+    # all triples are drawn first, so that one batched SVD fits them
     threes = np.stack([rng.choice(usable, 3, replace=False) for _ in range(iterations)])
     agree = given * (_distances(kabsch(source_m[threes], target_m[threes]), source_m, target_m) < tolerance_m)
+    # refitted to everything that agrees: three points alone carry their own noise into the motion
     return kabsch(source_m, target_m, agree[agree.sum(-1).argmax()])
 
 
@@ -143,6 +152,7 @@ def fit_motions(
     A frame with fewer than three visible points uses all of them.
     """
     own = np.ones(flow_m.shape[:2]) if visible is None else np.asarray(visible, dtype=np.float64)
+    # hidden points are predicted too; they are less certain, but better than no motion
     own = np.where((own > 0).sum(-1, keepdims=True) >= 3, own, 1.0)
     if robust:
         T, used = robust_kabsch(source_m, flow_m, own, scale_m=scale_m)
@@ -151,6 +161,7 @@ def fit_motions(
     squared = ((apply_pose(T, source_m) - flow_m) ** 2).sum(-1)
     total = np.maximum(used.sum(-1), 1e-12)
     centred = source_m - (used @ source_m / total[:, None])[:, None]
+    # judged with the weights after fitting: points that were rejected must not make a line look like a surface
     shares = np.sqrt(used / total[:, None])[..., None]
     degenerate = _on_a_line(centred * shares)
     return RigidFit(T, used, np.sqrt((used * squared).sum(-1) / total), degenerate)
@@ -162,6 +173,7 @@ def _reweighted(
     """Motions (..., 4, 4) from a start T, and the Cauchy weights (..., n) of the points."""
     cauchy = np.ones(target_m.shape[:-1])
     for _ in range(iterations):
+        # the weights returned are the ones that the returned motion was fitted with
         cauchy = 1 / (1 + (_distances(T, source_m, target_m) / scale_m) ** 2)
         T = kabsch(source_m, target_m, given * cauchy)
     return T, cauchy
@@ -178,10 +190,11 @@ def lies_on_a_line(points_m: FloatArray) -> bool:
 
 
 def _on_a_line(centred: FloatArray) -> BoolArray:
-    """Whether centred points (..., n, 3), each times the root of its share, do not determine a rotation: (...)."""
+    """(...) whether centred points (..., n, 3), scaled by the root of their weights, do not determine a rotation."""
     if centred.shape[-2] < 3:
         return np.ones(centred.shape[:-2], dtype=np.bool_)
     sizes = np.linalg.svd(centred, compute_uv=False)
+    # compared with at least a metre, so that points that all coincide (both values near 0) count as a line too
     found: BoolArray = sizes[..., 1] <= FLAT * np.maximum(sizes[..., 0], 1.0)
     return found
 
@@ -204,6 +217,7 @@ def points_visible(uvz: FloatArray, depth_of: Callable[[int], DepthArray]) -> Fl
     """(T, N, N, 1) 1 where points (T, N, N, 3) u, v, z agree with the scene's depth (H, W) in frame t, else 0."""
     visible = np.zeros((*uvz.shape[:-1], 1))
     for number in range(len(uvz)):
+        # the depth is NaN in holes and outside the image, and NaN is never below the limit
         seen = depth_at(depth_of(number), uvz[number, ..., :2])
         visible[number, ..., 0] = np.abs(seen - uvz[number, ..., 2]) < VISIBLE_M
     return visible
@@ -221,6 +235,7 @@ def fit_flow(
         return _by_pnp(clip)
     flow = clip.flow_cam_m
     if estimator == "frozen_depth":
+        # for comparison: only the pixels move, every point keeps the depth of the first frame
         uvz = clip.flow[..., :VISIBLE].copy()
         uvz[..., Z] = clip.points[..., Z]
         flow = lift(uvz, clip.observation.K).reshape(flow.shape)
@@ -235,8 +250,10 @@ def _by_pnp(clip: FlowClip) -> RigidFit:
     degenerate = np.zeros(len(uv), dtype=np.bool_)
     for frame, seen in enumerate(clip.visible):
         chosen = seen > 0 if (seen > 0).sum() >= MIN_PNP_POINTS else np.ones(count, dtype=np.bool_)
+        # PnP has a solution for points on a line too, but with an arbitrary turn about it
         found = None if lies_on_a_line(start[chosen]) else _pose_of_view(start[chosen], uv[frame, chosen], clip)
-        used[frame], degenerate[frame] = chosen, found is None
+        used[frame] = chosen
+        degenerate[frame] = found is None
         if found is not None:
             T[frame], rmse[frame] = found
     return RigidFit(T, used, rmse, degenerate)
@@ -257,8 +274,10 @@ def _pose_of_view(points_m: FloatArray, uv: FloatArray, clip: FlowClip) -> tuple
     rotation = cv2.Rodrigues(turn)[0]
     T = make_pose(rotation, np.asarray(shift, dtype=np.float64).reshape(3))
     moved = apply_pose(T, points_m)
+    # a mirrored solution projects to the same pixels from behind the camera
     if not found or not np.isfinite(T).all() or (moved[:, 2] <= 0).any():
         return None
+    # pixels become metres at the depth of each point: px * z / f
     away_px = np.linalg.norm(project(moved, K)[:, :2] - uv, axis=-1)
     return T, float(np.sqrt(np.mean((away_px * moved[:, 2] / K[0, 0]) ** 2)))
 
@@ -277,6 +296,7 @@ class ObjectMotion:
     @property
     def centre_m(self) -> FloatArray:
         """(3,) center of the box around the object in the first frame."""
+        # the box, not the mean: visible points crowd on the side of the camera
         middle: FloatArray = (self.points_world_m.min(0) + self.points_world_m.max(0)) / 2
         return middle
 
@@ -304,6 +324,7 @@ def object_motion(
     T = camera_to_world_motion(fit.T_t_0, clip.observation.T_world_cam)
     points = clip.points_world_m if points_world_m is None else points_world_m
     motion = ObjectMotion(T, points, fit)
+    # at the mean radius r an error e is a turn of e / r, so smoothing never moves a frame by more than its fit error
     size = np.linalg.norm(points - motion.centre_m, axis=-1).mean()
     T = smooth_motions(T, motion.centre_m, smooth_window, shift_m=fit.rmse_m, turn_rad=fit.rmse_m / max(size, 1e-6))
     if support_z_m is not None:
@@ -313,6 +334,7 @@ def object_motion(
 
 def camera_to_world_motion(T_cam: FloatArray, T_world_cam: FloatArray) -> FloatArray:
     """Motions (..., 4, 4) of points in the camera frame as motions in the world frame."""
+    # into the camera frame, moved there, and back
     return T_world_cam @ T_cam @ inverse_pose(T_world_cam)
 
 
@@ -336,23 +358,27 @@ def smooth_motions(
 
     Each frame is moved by at most `shift_m` (T,) and `turn_rad` (T,); None for no limit.
     """
+    # the first frame is observed, not predicted, so it anchors the first window
     frames = np.concatenate([np.eye(4)[None], T])
     rotations, centres = frames[:, :3, :3], apply_pose(frames, centre_m[None])[:, 0]
     smoothed = np.empty_like(T)
     for frame in range(1, len(frames)):
+        # shrunk on both sides alike: a one-sided window would pull the frame along the motion
         half = min(window // 2, frame, len(frames) - 1 - frame)
         near = slice(frame - half, frame + half + 1)
+        # rotation vectors are averaged relative to the frame, where they are small; absolute ones wrap at half a turn
         turn = turn_of(rotations[frame].T @ rotations[near]).mean(0)
         shift = centres[near].mean(0) - centres[frame]
         turn = turn if turn_rad is None else _at_most(turn, turn_rad[frame - 1])
         shift = shift if shift_m is None else _at_most(shift, shift_m[frame - 1])
         rotation = rotations[frame] @ turn_by(turn)
+        # the translation that puts the center where the average wants it
         smoothed[frame - 1] = make_pose(rotation, centres[frame] + shift - rotation @ centre_m)
     return smoothed
 
 
 def _at_most(vector: FloatArray, length: float) -> FloatArray:
-    """The vector, shortened where it is longer."""
+    """The vector, shortened to at most a length."""
     return vector * min(1.0, length / max(float(np.linalg.norm(vector)), 1e-12))
 
 
@@ -360,6 +386,7 @@ def lift_above(T: FloatArray, points_m: FloatArray, support_z_m: float) -> Float
     """Raise motions (T, 4, 4) so that no point (n, 3) gets below a support; z points up."""
     lowest = apply_pose(T, points_m)[..., 2].min(-1)
     raised = T.copy()
+    # raised but never lowered: a motion may carry the object above the support
     raised[:, 2, 3] += np.maximum(0.0, support_z_m - lowest)
     return raised
 
@@ -374,6 +401,7 @@ def interpolate_poses(T: FloatArray, *, step_m: float = 0.05, step_rad: float = 
         shift, turn = second[:3, 3] - first[:3, 3], turn_of(first[:3, :3].T @ second[:3, :3])
         parts = max(1, math.ceil(np.linalg.norm(shift) / step_m), math.ceil(np.linalg.norm(turn) / step_rad))
         for share in np.arange(1, parts) / parts:
+            # a turn about the fixed axis of the relative rotation, as in slerp
             poses.append(make_pose(first[:3, :3] @ turn_by(share * turn), first[:3, 3] + share * shift))
         poses.append(second)
         rows.append(len(poses) - 1)

@@ -40,29 +40,29 @@ class VideoTruth:
     T_t_0: FloatArray
     """(L, 4, 4) its motion since the first frame, in the camera frame."""
     depth_m: DepthArray | None = None
-    """(H, W) of the first frame, without noise and holes; None where the video's depth is exact."""
+    """(H, W) of the first frame, without noise and holes; None if the video's depth is exact."""
 
 
 @dataclass(frozen=True)
 class RgbdVideo:
-    """L frames of a static camera, or of one with known poses."""
+    """L frames from a static camera, or from a moving one with known poses."""
 
     rgb: ImageArray
     """(L, H, W, 3)."""
     depth_m: DepthArray | None
-    """(L, H, W) along the camera's axis; 0, NaN and infinite values are holes. None where it has to be estimated."""
+    """(L, H, W) along the camera's axis; 0, NaN and infinite values are holes. None if it has to be estimated."""
     K: FloatArray | None
-    """(3, 3) intrinsics in pixels; None where they are not known."""
+    """(3, 3) intrinsics in pixels; None if unknown."""
     T_world_cam: FloatArray = field(default_factory=lambda: np.eye(4))
-    """(4, 4) pose of the camera, in the first frame where it moves."""
+    """(4, 4) pose of the camera; its pose in the first frame if it moves."""
     T_world_cams: FloatArray | None = None
-    """(L, 4, 4) poses of a camera that moves."""
+    """(L, 4, 4) poses of a moving camera."""
     instruction: str = ""
     """The task."""
     source: str = ""
     """Name of its origin."""
     gripper_mask: BoolArray | None = None
-    """(H, W) pixels of gripper or hand in the first frame, where they are known."""
+    """(H, W) pixels of gripper or hand in the first frame; None if unknown."""
     truth: VideoTruth | None = None
     """Ground truth of a simulator."""
     meta: dict[str, Any] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class RgbdVideo:
 
     @property
     def known_depth_m(self) -> DepthArray:
-        """(L, H, W) depth with NaN in holes; raises RejectedVideo where there is none at all."""
+        """(L, H, W) depth with NaN in holes; raises RejectedVideo if the video has no depth."""
         if self.depth_m is None:
             raise RejectedVideo("missing_depth", "use a depth source that estimates it")
         known = np.where(np.isfinite(self.depth_m) & (self.depth_m > 0), self.depth_m, np.float32(np.nan))

@@ -51,7 +51,7 @@ class TransitionPayload(Payload):
     actions: Tensor = per_row()
     """(B, K, A) float32, in the policy's -1..1."""
     mask: Tensor = per_row()
-    """(B, K) float32, 1 where the episode still ran."""
+    """(B, K) float32, 1 while the episode was running."""
     noise_seed: Tensor = per_row()
     """(B,) int64; the first one seeds the noise of a policy that learns from noisy actions."""
 
@@ -99,11 +99,12 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
         self._check_views()
         scaled = config.acting.scale != "none"
         self.policy.statistics = self.demonstrations.statistics(config.demonstrations.unscaled) if scaled else None
+        # the statistics are saved with the policy, which normalises in the simulator as it did here
         self.policy.scale_states(self.demonstrations.state_statistics())
         self.scale = action_scale(self.policy, config.acting)
 
     def check_data(self) -> None:
-        """Refuse actions of another length than the simulator's; raises UserError."""
+        """Reject actions of another length than the simulator's; raises UserError."""
         found = self.demonstrations.actions[0].shape[1]
         if found != self.sim.action_size:
             raise UserError(
@@ -139,6 +140,7 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
         zeros = torch.zeros_like(payload.mask)
         return Rollouts(
             group=torch.arange(rows, device=device),
+            # the loss mask; the payload's mask still has the steps of unusable chunks
             mask=_trained_steps(policy, payload.mask),
             logp_old=zeros,
             reward=zeros[:, 0],
@@ -147,7 +149,7 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
         )
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
-        """Not defined: demonstrations are used by the policy's own loss only."""
+        """Not defined: demonstrations are only used by the policy's own loss."""
         raise NotImplementedError("behaviour cloning has no log-probabilities of decisions")
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
@@ -156,6 +158,7 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
         generator = RowGenerators.seeded(payload.noise_seed.tolist())
         loss, metrics = policy("bc_loss", payload.inputs, payload.actions, payload.mask, generator)
         count = float(minibatch.loss_mask.sum())
+        # a mean over this minibatch becomes its part of the mean over the whole optimiser step
         share = count / denominators.tokens
         found = {"loss/total": Metric.summed(loss.detach() * share)}
         found |= {name: Metric(value * count, count) for name, value in metrics.items()}
@@ -166,7 +169,7 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
         return f"behaviour cloning of {self.demonstrations.num_transitions} transitions"
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
-        """No samples are kept of demonstrations."""
+        """Demonstrations give no samples."""
         return []
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
@@ -178,6 +181,6 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
 
 
 def _trained_steps(policy: ActionPolicy, mask: Tensor) -> Tensor:
-    """(B, K) control steps over which the policy's loss is a mean; 0 in chunks that it cannot use."""
+    """(B, K) control steps over which the policy's loss is averaged; 0 in chunks that it cannot use."""
     # a single log-probability of a chunk has no value for its first steps alone, see `ModuleAdapter.bc_loss`
     return mask * mask.prod(1, keepdim=True) if policy.decisions == 1 else mask

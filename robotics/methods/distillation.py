@@ -1,4 +1,4 @@
-"""Distillation: a robot policy learns from a teacher's probabilities of its own decisions, in the states it reaches.
+"""Distillation: a robot policy learns from a teacher's probabilities of its decisions, in the states that it reaches.
 
 The advantage of each decision is
 
@@ -10,7 +10,7 @@ must take decisions of the same form: action tokens, control steps of a Gaussian
 both chains go through the same points. Its temperature is that of acting.
 
 With `divergence` the loss gets divergence * mean D(policy, teacher), the exact divergence over all tokens or between
-Gaussians, where the policy's decisions have such a distribution given the observation.
+Gaussians, if the policy's decisions have such a distribution given the observation.
 
 Names and options are those of recipe `distil`, which does the same for text and images.
 
@@ -54,10 +54,10 @@ class RobotDistilSettings:
     divergence: float = bounded(0.0, at_least=0)
     """Weight of the exact divergence from the teacher, for policies whose decisions are tokens or Gaussian actions."""
     beta: float = only_with(bounded(1.0, at_least=0, at_most=1), divergence=SET)
-    """Kind of the divergence: 0 is KL(teacher || policy), 1 is KL(policy || teacher); for tokens, between them the
+    """Kind of divergence: 0 is KL(teacher || policy), 1 is KL(policy || teacher); for tokens, values in between are the
     generalised Jensen-Shannon divergence of this mixture."""
     task: float = bounded(0.0, at_least=0)
-    """Weight of the objective's own advantages, which the rewards give; 0 learns from the teacher alone."""
+    """Weight of the objective's own advantages, computed from the rewards; 0 = learn from the teacher alone."""
 
     def validate(self) -> None:
         """Check that something is learned; raises ValueError."""
@@ -70,7 +70,7 @@ class RobotDistilConfig(EpisodeRewardParts, RobotConfig):
     """A distillation run of a robot policy."""
 
     teacher: ActionPolicyConfig = field(default_factory=ActionPolicyConfig)
-    """The policy that decisions are compared with: folder of a saved one or of a run, or a kind with its options."""
+    """The teacher policy: folder of a saved policy or of a run, or a kind with its options."""
     distil: RobotDistilSettings = field(default_factory=RobotDistilSettings)
     """Weights of the teacher's part and of the rewards."""
     objective: ObjectiveConfig = field(
@@ -118,6 +118,7 @@ class RobotDistilRecipe(RobotGrpoRecipe):
         assert found.advantage is not None
         gain = rollouts.extras[LOGP_TEACHER] - rollouts.logp_old
         advantage = settings.task * found.advantage + settings.reward * gain
+        # logp_teacher of a decision that was never executed is no number to learn from
         return found.replace(advantage=torch.where(rollouts.loss_mask > 0, advantage, 0.0))
 
 
@@ -156,11 +157,12 @@ class Teaching(LossTerm):
         return TermLoss({"loss/distillation": loss}, metrics | {"distil/divergence": mean_metric(divergence, mask)})
 
     def divergence(self, policy: nn.Module, rollouts: Rollouts) -> Tensor:
-        """Exact divergence (B, T) from the teacher; 0 where nothing is trained."""
+        """Exact divergence (B, T) from the teacher; 0 at decisions that are not trained."""
         recipe = self.recipe
         inputs, _, place = recipe.scored_chunks(rollouts)
         temperature = recipe.config.acting.temperature
         with torch.no_grad():
+            # at the temperature of acting, as the policy's own distributions are
             others = recipe.teacher("distributions", inputs, temperature)
         return recipe.spread(policy("divergence_from", inputs, others, recipe.config.distil.beta, temperature), *place)
 
@@ -174,7 +176,7 @@ class Teaching(LossTerm):
 
 
 def check_divergence(policy: ActionPolicy, beta: float) -> None:
-    """Refuse an exact divergence that the policy's decisions do not have; raises UserError."""
+    """Reject an exact divergence that the policy's decisions do not have; raises UserError."""
     if policy.mixes is None:
         raise UserError(
             f"distil.divergence compares whole distributions, which a {type(policy).__name__} does not have for its "
@@ -187,7 +189,7 @@ def check_divergence(policy: ActionPolicy, beta: float) -> None:
 
 
 def check_teacher(teacher: ActionPolicy, policy: ActionPolicy) -> None:
-    """Refuse a teacher whose decisions have another form; raises UserError."""
+    """Reject a teacher whose decisions have another form; raises UserError."""
     if teacher.past:
         raise UserError("teacher sees a past, which rollouts do not keep; use one that acts on the present observation")
     if type(teacher) is not type(policy):

@@ -55,7 +55,7 @@ class EpisodeRewardParts:
     flow: progress of the object along a predicted flow, and 1 for success. None = return with sim.kind gymnasium, else
     sparse."""
     flow: FlowRewardConfig = field(default_factory=FlowRewardConfig)
-    """Source of the flow; read by `reward: flow`."""
+    """Source of the flow; used by `reward: flow`."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
@@ -105,7 +105,7 @@ class RobotGrpoRecipe(RobotRecipe):
         return payload.returns if self.config.chosen_reward == "return" else payload.last_reward, terms
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
-        """Adds the initial states and episodes that no flow rewards."""
+        """Adds the number of initial states and episodes without a reward from a flow."""
         kinds = FAILURES if self._following is not None else ()
         return super().step_metrics(rollouts) | {f"flow/failed_{name}": float(self._lost[name]) for name in kinds}
 
@@ -123,9 +123,11 @@ class RobotGrpoRecipe(RobotRecipe):
             found = following.score(payload, groups.tolist())
         failures = ~payload.success.cpu().numpy() & np.isfinite(found.reward)
         own, parts = self.own_reward(payload).cpu().numpy(), PartialState()
+        # groups are numbered per process; this keeps equal numbers apart
         groups = groups * parts.num_processes + parts.process_index
         mine = np.stack([found.reward[failures], own[failures], groups[failures]])
         everywhere = from_all((mine, bool(np.isfinite(found.reward).any())))
+        # judged over all processes, so that all of them raise
         if not any(known for _, known in everywhere):
             raise RunError(
                 "no episode of this step could be compared with a flow; the first reason is in the log above"

@@ -35,14 +35,14 @@ class NetworkSettings:
     path: str = ""
     """Folder of the model."""
     batch_size: int = rare(bounded(1, at_least=1))
-    """Trajectories at once."""
+    """Number of trajectories per batch."""
     device: str = "cpu"
     """Device of the model."""
     cache: int = rare(bounded(4096, at_least=0))
-    """Latents in the cache."""
+    """Maximum number of latents in the cache."""
 
     def validate(self) -> None:
-        """Refuse an empty path; raises UserError."""
+        """Reject an empty path; raises UserError."""
         if not self.path:
             kind = next(kind for kind, (settings, _) in LATENTS.items() if isinstance(self, settings))
             raise UserError(f"latent.kind={kind} needs latent.path, the folder of its model")
@@ -56,7 +56,7 @@ class Vjepa2Settings(NetworkSettings):
     """
 
     pad: str = rare(choice("cycle", PADS))
-    """Padding of a clip that is too short: the clip again from its start (code), or its last frame (edge)."""
+    """Padding of a clip that is too short: repeat the clip (cycle, as in the code) or its last frame (edge)."""
 
 
 class Vjepa2Latent(TrajectoryLatent):
@@ -88,12 +88,13 @@ class Vjepa2Latent(TrajectoryLatent):
     def _compute(self, inputs: list[NDArray[Any]]) -> NDArray[np.float32]:
         clips = torch.stack([crop_clip(clip, self._side) for clip in inputs]).to(self._device)
         with torch.autocast(self._device.type, torch.float16, enabled=self._device.type == "cuda"):
+            # the encoder alone: the predictor serves pre-training
             tokens = self._encoder(pixel_values_videos=clips).last_hidden_state
         return np.asarray(tokens.float().mean(1).cpu().numpy(), np.float32)
 
 
 def sample_indices(count: int, wanted: int, pad: str = "cycle") -> NDArray[np.int64]:
-    """Indices (wanted,) of the frames that make a clip: evenly spaced, or padded where there are fewer.
+    """Indices (wanted,) of the frames of a clip: evenly spaced, or padded if there are fewer.
 
     Source: sii-research/siiRL siirl/utils/embodied/video_emb.py (cycle).
     """
@@ -145,7 +146,7 @@ class LatentConfig:
     build_options: dict[str, Any] = field(default_factory=dict)
     """Options of `build`."""
     frames: str = choice("step", FRAME_RATES)
-    """step: an image of every control step; chunk: only those before each chunk and at the end."""
+    """step: an image of every control step; chunk: only the images before each chunk and at the end."""
     options: dict[str, Any] = by_kind(
         lambda: {kind: settings for kind, (settings, _) in LATENTS.items()}, without=("path",)
     )
@@ -166,9 +167,9 @@ class VideoSettings(NetworkSettings):
     """Settings of the latent of the small video encoder; the path is what `VideoEncoder.save_pretrained` wrote."""
 
     pooling: str = rare("mean_and_end")
-    """mean over time, end, or both, concatenated; a mean alone tells only where the robot spent its time."""
+    """mean over time, end, or both, concatenated; a mean alone only shows where the robot spent its time."""
     batch_size: int = rare(bounded(16, at_least=1))
-    """Trajectories at once."""
+    """Number of trajectories per batch."""
 
 
 @dataclass
@@ -176,7 +177,7 @@ class PixelSettings:
     """Settings of the pixel latent."""
 
     side: int = rare(bounded(8, at_least=1))
-    """Side of the small images in pixels."""
+    """Size of the small images in pixels."""
 
 
 @dataclass
@@ -187,9 +188,9 @@ class StateSettings:
     """(S,) means of the states of a dataset, see `state_statistics`; empty = those of the path's dataset, or without a
     path of the run's first step."""
     std: list[float] = rare(bounded([], at_least=0))
-    """(S,) standard deviations; where one is 0 the entry is only centred."""
+    """(S,) standard deviations; an entry with deviation 0 is only centred."""
     points: int = rare(bounded(8, at_least=1))
-    """Points at equal shares of the episode, both ends included, at which states are interpolated."""
+    """Number of evenly spaced points of the episode, both ends included, at which states are interpolated."""
 
     def validate(self) -> None:
         """Check that each entry of the state has a mean and a deviation, or none has; raises UserError."""
@@ -238,17 +239,19 @@ class PixelLatent(TrajectoryLatent):
     def _prepare(self, frames: NDArray[np.uint8] | None, states: NDArray[np.float32]) -> NDArray[Any]:
         planes = torch.from_numpy(np.ascontiguousarray(check_frames(frames))).permute(0, 3, 1, 2).float() / 255
         small = functional.adaptive_avg_pool2d(planes, self.settings.side).permute(0, 2, 3, 1).flatten(1)
+        # the last frame separately: a mean over time hides how the episode ended
         return torch.cat([small.mean(0), small[-1]]).numpy()
 
 
 class StateLatent(TrajectoryLatent):
-    """Standardised states at `points` equal shares of the episode, then the last state again."""
+    """Standardised states at `points` evenly spaced points of the episode, then the last state again."""
 
     needs_images = False
 
     def __init__(self, settings: StateSettings) -> None:
         check_config(settings, "latent")
         self.settings = settings
+        # the size follows from the states; 0 marks a latent that has yet to be fitted
         super().__init__(0)
         self._set_scale(settings.mean, settings.std)
 
@@ -257,7 +260,7 @@ class StateLatent(TrajectoryLatent):
         self._set_scale(*state_statistics(states))
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale, where it was fitted."""
+        """The scale, if it was fitted."""
         return {} if self.settings.mean else {"mean": self._mean.tolist(), "std": self._std.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -296,6 +299,7 @@ class ObjectLatent(TrajectoryLatent):
         positions = np.asarray(states, np.float32)
         if positions.ndim != 2 or not len(positions) or positions.shape[1] != self.size:
             raise ValueError(f"positions of the object are {positions.shape}; expected (F >= 1, 3)")
+        # only where the object ended up counts, not the way there
         return positions[-1]
 
 
@@ -314,6 +318,7 @@ def make_latent(config: LatentConfig) -> TrajectoryLatent:
     check_config(config, "latent")
     build_if_missing(config, "latent")
     settings = _settings_of(config)
+    # the scale comes from the dataset, unless the options have one
     if isinstance(settings, StateSettings) and config.path and not settings.mean:
         from robotics.data import LeRobotReader
 

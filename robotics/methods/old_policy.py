@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class OldPolicy(LossTerm):
-    """A copy of the trained weights, renewed before each update.
+    """A copy of the trained weights, refreshed before each update.
 
     Raises:
         UserError: the policy's decisions are not Gaussians of fixed noise.
@@ -32,7 +32,8 @@ class OldPolicy(LossTerm):
                 "the objective needs the exact divergence from the policy before the update, which only model.kind "
                 "flow with noise: fixed scores"
             )
-        self._policy, self._weights = policy, EMAWeights(policy)
+        self._policy = policy
+        self._weights = EMAWeights(policy)
 
     def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
         """Copy the weights."""

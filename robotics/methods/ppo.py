@@ -75,8 +75,11 @@ class PolicyWithCritic(ActionPolicy):
 
     def __init__(self, policy: ActionPolicy, critic: StateCritic, learning_rate_factor: float = 1.0) -> None:
         super().__init__()
-        self.policy, self.critic = policy, critic
-        self.chunk, self.action_size, self.decisions = policy.chunk, policy.action_size, policy.decisions
+        self.policy = policy
+        self.critic = critic
+        self.chunk = policy.chunk
+        self.action_size = policy.action_size
+        self.decisions = policy.decisions
         self.by_step = policy.by_step
         self.learning_rate_factors = {"critic": learning_rate_factor}
 
@@ -156,8 +159,8 @@ class ChunkWeights(NamedTuple):
 class ChunkRewardConfig:
     """Reward of a chunk of actions.
 
-    Without any weight `environment` is 1 with sim.kind gymnasium and `success` is 1 elsewhere. If one is set, those
-    left out are 0.
+    If no weight is set, `environment` is 1 with sim.kind gymnasium and `success` is 1 otherwise. If one is set, the
+    others default to 0.
     """
 
     success: float | None = rare(bounded(None, at_least=0))
@@ -176,7 +179,7 @@ class ChunkRewardConfig:
         return ChunkWeights(*(weight or 0.0 for weight in given))
 
     def validate(self) -> None:
-        """Refuse a reward of nothing; raises ValueError."""
+        """Reject a reward that is always 0; raises ValueError."""
         if not any(self.weights("")):
             raise ValueError(
                 "reward.success, reward.environment and reward.potential are all 0; nothing would be rewarded"
@@ -199,7 +202,7 @@ class RobotPpoConfig(RobotConfig):
     trainer: TrainerConfig = field(
         default_factory=lambda: TrainerConfig(old_logp="auto", samples_per_task=1, tasks_per_step=64, epochs=2)
     )
-    """Batch sizes, optimiser and guards; a critic needs no group, so every episode may start elsewhere."""
+    """Batch sizes, optimiser and guards; with a critic no groups are needed, so every episode may start elsewhere."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
@@ -221,9 +224,9 @@ class RobotPpoConfig(RobotConfig):
 
 
 class ChunkCritic(LossTerm):
-    """Values of the critic before the update, whose inputs are scaled by the first episodes; adds nothing to the loss.
+    """Values of the critic before the update; scales its inputs by the first episodes; adds nothing to the loss.
 
-    The critic is asked apart from the policy, so that the images are not encoded once more.
+    The critic runs separately from the policy, so that the images are not encoded again.
     """
 
     name = "chunk_critic"
@@ -237,10 +240,11 @@ class ChunkCritic(LossTerm):
         return frozenset({"values"})
 
     def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
-        """Scale the critic's inputs in the first step, and ask it."""
+        """Scale the critic's inputs in the first step, and compute its values."""
         recipe = self.recipe
         if not bool(recipe.policy.critic.fitted):  # on the episodes of all processes
             inputs, steps = to_host([recipe.critic_inputs(rollouts), EpisodePayload.of(rollouts).steps])
+            # chunks that no episode reached hold padding, which would shift the scale
             parts = from_all(inputs[steps > 0])
             recipe.policy.critic.fit_scale(to_device(torch.cat(parts), rollouts.mask.device))
         with torch.no_grad():
@@ -262,6 +266,7 @@ class RobotPpoRecipe(RobotRecipe):
         self._weights = config.reward.weights(config.sim.kind)
         if self._weights.environment:
             self.refuse_returns(f"reward.environment is {self._weights.environment:g}; use reward.potential")
+        # all tasks of the simulator, so that the inputs keep their order whichever tasks a batch has
         self.task_names = list(self.sim.tasks())
         size = getattr(self.sim, "full_state_size", self.sim.state_size) + 1 + len(self.task_names)
         critic = StateCritic(size, config.critic.width, config.seed)
@@ -270,7 +275,9 @@ class RobotPpoRecipe(RobotRecipe):
         self.terms = [*self.terms, ChunkCritic(self)]
         self.truncation = getattr(self.objective.advantage, "truncation", "terminate")
         """Treatment of episodes that a time limit cut off."""
+        # only with terminate: bootstrapping is right for limits that the critic does not know
         self._ages_cut: dict[str, int] | None = {} if self.truncation == "terminate" else None
+        # the control shuffles over all rows of the step, so groups cannot be scored one by one
         self.scores_apart = not config.shuffle_success
 
     def pack(self, episodes: Episodes, group: Tensor, policy: ActionPolicy) -> Rollouts:
@@ -279,6 +286,7 @@ class RobotPpoRecipe(RobotRecipe):
         payload = EpisodePayload.of(rollouts)
         self._warn_of_unknown_limits(payload, rollouts.host.group)
         chunks = torch.arange(payload.steps.shape[1], device=rollouts.mask.device)
+        # a turn per chunk: GAE then adds up over chunks instead of decisions
         turn = chunks.repeat_interleave(self._decisions_of_chunk)
         rollouts = rollouts.replace(turn=turn.expand_as(rollouts.mask).contiguous())
         if payload.truncated is not None:
@@ -288,6 +296,7 @@ class RobotPpoRecipe(RobotRecipe):
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
         """See `RobotRecipe.score`; the control pays shuffled successes."""
         if self.config.shuffle_success:
+            # the same stream on every process, because each shuffles the rows of all
             generator = make_generator(self.config.seed, "shuffle", step.number)
             rollouts = _paid(rollouts, self._shuffled_rewards(rollouts, generator))
         return super().score(rollouts, step)
@@ -296,12 +305,14 @@ class RobotPpoRecipe(RobotRecipe):
         return chunk_rewards(payload, self._weights)
 
     def _shuffled_rewards(self, rollouts: Rollouts, generator: torch.Generator) -> Tensor:
-        """(B, C) rewards of the control; equal returns from any chunk, whenever the episode ended."""
+        """(B, C) rewards of the control; the return from a chunk does not depend on when the episode ended."""
         payload = EpisodePayload.of(rollouts)
         groups = rollouts.group.tolist()
         tasks = [payload.episodes[index].task for index in groups]
         rows = _Rows(payload.success.tolist(), payload.failed.tolist(), tasks, groups)
+        # every process shuffles the rows of all and keeps its own
         shuffled = torch.tensor(_shuffled_everywhere(rows, generator), device=payload.success.device)
+        # only the payment is shuffled: metrics read the payload's real successes
         rewards = self._rewards(dataclasses.replace(payload, success=shuffled))
         gamma = getattr(self.objective.advantage, "gamma", 1.0)
         last = math.ceil(self.sim.horizon / (self.config.acting.n_action_steps or self.policy.chunk)) - 1
@@ -325,13 +336,15 @@ class RobotPpoRecipe(RobotRecipe):
 
     def values(self, policy: nn.Module, rollouts: Rollouts) -> Tensor:
         """(B, T) value of each decision's chunk."""
+        # all decisions of a chunk are made in one state, so they share its value
         values = policy("values", self.critic_inputs(rollouts))
         return values.repeat_interleave(self._decisions_of_chunk, 1)[:, : rollouts.num_decisions]
 
     def values_after(self, policy: nn.Module, rollouts: Rollouts) -> Tensor:
-        """(B,) value of the state that an episode was cut off in; 0 for others, NaN where it is not reported."""
+        """(B,) value of the last state of an episode that was cut off; 0 for others, NaN if it is not reported."""
         payload = EpisodePayload.of(rollouts)
         cut = rollouts.extras["truncated"] > 0
+        # NaN, not 0: a missing state must show, since 0 would pay a cut like an end
         inputs = last_inputs(payload, rollouts.host.group, self.task_names)
         found = torch.full_like(rollouts.reward, math.nan) if inputs is None else policy("values", inputs)
         return torch.where(cut, found, 0.0)
@@ -341,18 +354,20 @@ class RobotPpoRecipe(RobotRecipe):
         return self.policy.decisions if self.config.logp_level == "token" else 1
 
     def critic_inputs(self, rollouts: Rollouts) -> Tensor:
-        """Inputs of the critic before each chunk (B, C, ...); with the time where that ends episodes."""
+        """Inputs of the critic before each chunk (B, C, ...); with the elapsed time if the horizon ends episodes."""
         payload = EpisodePayload.of(rollouts)
+        # what follows a cut does not depend on the time, so a bootstrapping critic must not read it
         horizon = self.sim.horizon if self.truncation == "terminate" else None
         return critic_inputs(payload, rollouts.host.group, self.task_names, horizon)
 
     def _warn_of_unknown_limits(self, payload: EpisodePayload, group: Tensor) -> None:
-        """Warn once of a time limit that the critic cannot know: it cuts off episodes of a task at different ages."""
+        """Warn once about a time limit that the critic cannot know: it cuts off a task's episodes at different ages."""
         if self._ages_cut is None or payload.truncated is None:
             return
         truncated, lengths = to_host([payload.truncated, payload.lengths])
         for row in torch.nonzero(truncated)[:, 0].tolist():
             task, age = payload.episodes[int(group[row])].task, int(lengths[row])
+            # a horizon that the critic knows cuts off all episodes of a task at the same age
             first = self._ages_cut.setdefault(task, age)
             if age != first:
                 LOGGER.warning(
@@ -370,11 +385,14 @@ def chunk_rewards(payload: EpisodePayload, weights: ChunkWeights) -> Tensor:
     assert payload.chunk_returns is not None
     assert payload.chunk_last_rewards is not None
     reached = payload.steps > 0
+    # the last chunk that was reached is the one that ended the episode, so success is paid there
     later = nn.functional.pad(reached[:, 1:], (0, 1))
     ends = payload.chunk_last_rewards
+    # the potential before the first chunk counts as 0
     gain = ends - nn.functional.pad(ends[:, :-1], (1, 0))
     solved = (reached & ~later & payload.success[:, None]).to(gain.dtype)
     found = weights.success * solved + weights.environment * payload.chunk_returns + weights.potential * gain
+    # without the mask, padding after the end would take back the last potential as a negative gain
     return torch.where(reached & ~payload.failed[:, None], found, 0.0)
 
 
@@ -382,6 +400,7 @@ def shuffled_successes(success: Tensor, failed: Tensor, tasks: Sequence[str], ge
     """Shuffle the successes (B,) of each task, as a control; episodes whose environment failed (B,) keep theirs."""
     shuffled = success.clone()
     for task in dict.fromkeys(tasks):
+        # per task: shuffled across tasks, an easy task would pay a hard one
         rows = torch.tensor([here == task for here in tasks], device=shuffled.device) & ~failed
         places = rows.nonzero()[:, 0]
         order = torch.randperm(len(places), generator=generator, device=generator.device).to(places.device)
@@ -404,6 +423,7 @@ def _shuffled_everywhere(mine: _Rows, generator: torch.Generator) -> list[bool]:
     state = PartialState()
     parts = from_all(mine)
     places = [(group * len(parts) + rank, rank) for rank, part in enumerate(parts) for group in part.groups]
+    # in the order of one process, so that the shuffle does not depend on the number of processes
     order = sorted(range(len(places)), key=places.__getitem__)
     episodes = [each for part in parts for each in zip(part.success, part.failed, part.tasks, strict=True)]
     found = shuffled_successes(
@@ -425,14 +445,16 @@ def _at_last_decisions(rewards: Tensor, mask: Tensor) -> Tensor:
     """(B, T) with the rewards (B, C) at the last trained decision of each chunk."""
     each = mask.shape[1] // rewards.shape[1]
     trained = mask.unflatten(1, (rewards.shape[1], each)) > 0
+    # a chunk that was cut short ends in masked decisions, and a reward there would be lost
     last = trained & ~nn.functional.pad(trained[..., 1:], (0, 1))
     return (rewards[..., None] * last).flatten(1)
 
 
 def _explained(rollouts: Rollouts) -> float:
-    """Share of the variance of the returns of all processes that the critic explained."""
+    """Fraction of the variance of all processes' returns that the critic explained."""
     assert rollouts.returns is not None
     assert rollouts.values is not None
     returns, values, mask = to_host([rollouts.returns, rollouts.values, rollouts.loss_mask])
+    # over all processes, because a ratio of variances cannot be averaged
     rows = from_all((returns[mask > 0], values[mask > 0]))
     return explained_variance(*map(torch.cat, zip(*rows, strict=True)))

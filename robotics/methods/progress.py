@@ -2,7 +2,7 @@
 
 Trajectories are points in the latent space of a frozen world model. Successes of a task, or of an initial state, are
 clustered; a failure's distance to the nearest cluster's centre is normalised and mapped to a reward between 0 and
-`alpha` < 1; a success has reward 1. Where there is no success to compare with, failures have reward 0.
+`alpha` < 1; a success has reward 1. Without a success to compare with, failures have reward 0.
 
 Paper: SRPO, arXiv 2511.15605. The preset "published" is the released code, sii-research/siiRL
 siirl/utils/reward_score/embodied.py. Differences by the other options:
@@ -10,11 +10,11 @@ siirl/utils/reward_score/embodied.py. Differences by the other options:
 - `eps_mode="per_sqrt_dim"`: two standardised successes are about sqrt(2 E) apart, so the released radius of 0.5 never
   finds a cluster in E = 64 entries or more; here it grows with the root of the number of entries that vary.
 - `invalid="nan"`: a trajectory that could not be embedded has no reward, where the code gives 0, even to a success.
-- `references="initial_state"`: successes from other layouts of a task have other latents, whatever the failure
-  achieved. `task_fallback` gives an initial state without a known success the successes of its task.
+- `references="initial_state"`: successes from other layouts of a task have other latents, regardless of what the
+  failure achieved. `task_fallback` gives an initial state without a known success the successes of its task.
 - `memory` adds successes of earlier batches as references; the code has only those of the batch.
 - `norm="initial"` measures progress from the episode's own first frame, so that an episode in which nothing happened
-  earns nothing; minmax and zscore always spread the failures over the whole range, however little they differ.
+  earns nothing; minmax and zscore always spread the failures over the whole range, even if they hardly differ.
 - `norm="zscore"` is the paper's form (the distance's deviation from its mean), `squared` its squared distance;
   "absolute" distinguishes batches of close failures from batches of distant ones, which minmax and zscore cannot.
 """
@@ -62,23 +62,23 @@ class ProgressSettings:
     """Conversion of distances to rewards; null takes the preset's value."""
 
     preset: str = choice("task", lambda: PRESETS)
-    """published: the released code, bit for bit; task: the same with a radius of clustering that finds clusters;
-    initial_state: references of the same initial state, remembered, and progress since the episode's first frame, for
-    initial states that come back."""
+    """published: the released code, bit for bit; task: the same with a clustering radius that finds clusters;
+    initial_state: for initial states that recur, remembered references of the same initial state, and progress since
+    the episode's first frame."""
     references: str | None = rare(choice(None, REFERENCES))
-    """A failure is compared with the successes of its task or of its initial state; null = the preset's."""
+    """Compare a failure with the successes of its task or of its initial state; null = the preset's."""
     task_fallback: bool = rare(False)
-    """Whether failures of an initial state of which no success is known are compared with the successes of its task,
-    those of other initial states; for `references: initial_state`."""
+    """If no success of an initial state is known, compare its failures with successes from other initial states of its
+    task; for `references: initial_state`."""
     memory: int | None = rare(bounded(None, at_least=0))
-    """Latest successes of a task or initial state that are kept as references for later batches, 0 for those of the
-    batch only; null = the preset's (initial_state 32, else 0)."""
+    """Number of latest successes per task or initial state kept as references for later batches; 0 = only those of the
+    batch; null = the preset's (initial_state 32, else 0)."""
     norm: str | None = choice(None, NORM_NAMES)
     """minmax over the failures with common references (code), zscore over them (paper), absolute against the successes'
     own spread, or initial against the distance of the episode's own first frame; null = the preset's (initial_state
     initial, else minmax)."""
     alpha: float = bounded(0.6, above=0, below=1)
-    """Largest reward of a failure; below 1, so that a near success is worth less than a success."""
+    """Maximum reward of a failure; below 1, so that a near success is worth less than a success."""
     steepness: float = rare(bounded(10.0, above=0, finite=True))
     """Slope of the sigmoid over the normalised distance; norms minmax and absolute."""
     offset: float = rare(bounded(0.5, finite=True))
@@ -89,9 +89,9 @@ class ProgressSettings:
     """per_sqrt_dim multiplies `eps` by the root of the number of entries that vary; absolute uses it unchanged; null =
     the preset's (published absolute, else per_sqrt_dim)."""
     min_samples: int = rare(bounded(2, at_least=1))
-    """Successes within the radius, itself included, that make a success a core point of a cluster."""
+    """Minimum number of successes within the radius, itself included, for a core point of a cluster."""
     squared: bool = rare(False)
-    """Whether distances are squared before they are normalised."""
+    """Square distances before they are normalised."""
     invalid: str | None = rare(choice(None, INVALID))
     """Reward of a trajectory that could not be embedded: nan (left out and counted) or zero (released code); null = the
     preset's (published zero, else nan)."""
@@ -109,6 +109,7 @@ class ProgressSettings:
         """The preset with the fields that are set here."""
         preset = PRESETS[self.preset]
         names = [entry.name for entry in fields(ProgressForm)]
+        # None means the preset's value, also for memory, where 0 is a setting
         own = {name: getattr(self, name) for name in names}
         return ProgressForm(**{name: getattr(preset, name) if value is None else value for name, value in own.items()})
 
@@ -127,24 +128,24 @@ class ProgressOutcome:
     """Mean number of clusters of these labels; one without a cluster counts 0, and its only centre is the mean of all
     its references. NaN without such labels."""
     noise_fraction: float
-    """Share of these labels' references in no cluster; NaN without such labels."""
+    """Fraction of these labels' references in no cluster; NaN without such labels."""
     tasks_without_reference: int
-    """Labels of the batch whose failures have reward 0 because there is no success to compare with."""
+    """Number of labels in the batch whose failures have reward 0 because there is no success to compare with."""
     tasks_with_fallback: int
-    """Labels of the batch whose failures are compared with the successes of others."""
+    """Number of labels in the batch whose failures are compared with the successes of others."""
     tasks: int
-    """Labels of the batch, tasks or initial states."""
+    """Number of labels in the batch: tasks or initial states."""
     invalid: int
-    """Rows that could not be embedded."""
+    """Number of rows that could not be embedded."""
 
     @property
     def fraction_without_reference(self) -> float:
-        """Share of the batch's labels without a reference."""
+        """Fraction of the batch's labels without a reference."""
         return self.tasks_without_reference / max(self.tasks, 1)
 
     @property
     def fraction_with_fallback(self) -> float:
-        """Share of the batch's labels that are compared with the successes of others."""
+        """Fraction of the batch's labels that are compared with the successes of others."""
         return self.tasks_with_fallback / max(self.tasks, 1)
 
 
@@ -159,16 +160,16 @@ def progress_rewards(
 ) -> ProgressOutcome:
     """Reward successes with 1 and failures by their distance to the successes of their label.
 
-    All rows of a label, the task or the initial state, share one set of references; give the whole batch, not one
-    process's share. For a failure at distance d of the nearest centre (squared where asked for):
+    All rows of a label, the task or the initial state, share one set of references, so pass the batch of all processes.
+    For a failure at distance d of the nearest centre (squared with `settings.squared`):
 
         minmax    u = (d - min d) / (max d - min d)     reward = alpha sigmoid(steepness (offset - u))
         absolute  u = d / (d + s)                       the same; s = mean distance of the references to their centres
         zscore    z = (d - mean d) / std d              reward = alpha sigmoid(-z)
         initial   p = 1 - d / d_0                       reward = alpha clip(p, 0, 1); d_0 = that of the first frame
 
-    over the failures of the label. Where their distances differ by less than 1e-6, u is 0.5 and z is 0. Where s is 0
-    (a single reference), absolute falls back to minmax. An episode that begins at a centre (d_0 < 1e-6) has p = 0.
+    over the failures of the label. If their distances differ by less than 1e-6, u is 0.5 and z is 0. If s is 0 (a
+    single reference), absolute falls back to minmax. An episode that begins at a centre (d_0 < 1e-6) has p = 0.
 
     Args:
         latents: (B, E) float32; invalid rows are not used.
@@ -192,9 +193,12 @@ def progress_rewards(
     """
     check_fields(settings, "progress")
     form = settings.form
+    # float64: distances of nearly equal latents would lose their digits in float32
     points, success, valid = _check_rows(latents, success, valid, tasks)
     starts = _check_first(first, points, valid, form.norm)
+    # only valid successes: an episode may succeed and still have no latent
     known, fallback = _find_references(points, success & valid, tasks, references or {}, settings.task_fallback)
+    # a failure keeps this 0 if its label has no reference
     reward = np.where(valid, success.astype(np.float64), np.nan if form.invalid == "nan" else 0.0)
     distance = np.full(len(points), np.nan)
     compared: dict[Hashable, _Compared] = {}
@@ -203,6 +207,7 @@ def progress_rewards(
         if not len(reference) or not len(failures):
             continue
         found = compared[label] = _compare(reference, points[failures], starts[failures], settings)
+        # failures of other labels are on another scale, so each label is normalised on its own
         distance[failures] = found.distances.end
         reward[failures] = settings.alpha * NORMS[form.norm](found.distances, settings)
     clusters = [found.clusters for found in compared.values()]
@@ -234,6 +239,7 @@ def _find_references(
     empty = [label for label, reference in found.items() if not len(reference)] if task_fallback else []
     fallback: list[Hashable] = []
     if empty:
+        # only labels without a success of their own state borrow
         tasks = np.array([task_of_id(str(label)) for label in labels])
         for label in empty:
             task = task_of_id(str(label))
@@ -256,6 +262,7 @@ def cluster_labels(reference: ArrayLike, settings: ProgressSettings) -> NDArray[
 
     points = np.asarray(reference, np.float64)
     mean, std = points.mean(0), points.std(0)
+    # relative to the mean: the rounding error of a constant entry grows with it
     varies = std > CONSTANT_ENTRY * np.maximum(np.abs(mean), 1.0)
     standard = np.where(varies, (points - mean) / np.where(varies, std, 1.0), 0.0)
     growth = np.sqrt(max(int(varies.sum()), 1)) if settings.form.eps_mode == "per_sqrt_dim" else 1.0
@@ -274,6 +281,7 @@ def shuffled_failures(
     shuffled, labels = np.array(reward, np.float32), np.asarray(group)
     open_rows = ~np.asarray(success, np.bool_) & np.isfinite(shuffled)
     for label in np.unique(labels):
+        # in sorted order of the groups, so that the draws do not depend on the order of the rows
         rows = np.flatnonzero(open_rows & (labels == label))
         shuffled[rows] = shuffled[generator.permutation(rows)]
     return shuffled
@@ -310,6 +318,7 @@ class SuccessMemory:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`; with a smaller `keep` the latest latents stay."""
         pairs = zip(state["tasks"], state["latents"], strict=True)
+        # a slice from -0 would keep everything, hence the condition below
         kept = {task: latents.numpy(force=True)[-self.keep :].astype(np.float32) for task, latents in pairs}
         self.latents = kept if self.keep else {}
 
@@ -328,6 +337,7 @@ def rank_agreement(reward: ArrayLike, progress: ArrayLike, group: ArrayLike) -> 
     found, weights = [], []
     for label in np.unique(labels):
         rows = known & (labels == label)
+        # two values always correlate perfectly, and equal ones have no order
         if rows.sum() >= FEWEST_RANKED and np.ptp(mine[rows]) > 0 and np.ptp(other[rows]) > 0:
             found.append(float(spearmanr(mine[rows], other[rows]).statistic))
             weights.append(int(rows.sum()))
@@ -338,8 +348,8 @@ def advantage_correlation(mine: ArrayLike, other: ArrayLike, progress: ArrayLike
     """Pearson's correlation of advantages (B,) with those (B,) that another measure of progress (B,) would give.
 
     Rank agreement looks at the order of a state's failures only; this also depends on how much more the better ones
-    count, and on how failures compare with successes. `failed` (B,) is 1 for a failure; NaN rows are left out. NaN
-    where either side is constant, or where the measure is the same for all failures.
+    count, and on how failures compare with successes. `failed` (B,) is 1 for a failure; NaN rows are left out. NaN if
+    either side is constant, or the measure is the same for all failures.
     """
     columns = np.asarray([mine, other, progress, failed], np.float64)
     first, second, measure, lost = columns[:, np.isfinite(columns).all(0)]
@@ -379,6 +389,7 @@ def _check_first(first: ArrayLike | None, points: _Floats, valid: NDArray[np.boo
 
 def _rows_by_label(labels: Sequence[Hashable]) -> dict[Hashable, NDArray[np.int64]]:
     rows: dict[Hashable, list[int]] = {}
+    # in order of first appearance, which is the same on every process
     for row, label in enumerate(labels):
         rows.setdefault(label, []).append(row)
     return {label: np.array(own, np.int64) for label, own in rows.items()}
@@ -395,7 +406,7 @@ def _join(first: ArrayLike, more: ArrayLike | None) -> _Floats:
 
 
 def _find_centres(reference: _Floats, labels: NDArray[np.int64]) -> _Floats:
-    """(C, E) mean of each cluster; of all references where there is no cluster."""
+    """(C, E) mean of each cluster, or of all references if there is no cluster."""
     if labels.max() < 0:
         return reference.mean(0, keepdims=True)
     return np.stack([reference[labels == label].mean(0) for label in range(int(labels.max()) + 1)])
@@ -412,7 +423,7 @@ def _sigmoid(x: _Floats) -> _Floats:
 
 
 class _Distances(NamedTuple):
-    """Distances of the F failures of a label to the nearest centre, squared where asked for."""
+    """Distances of the F failures of a label to the nearest centre, squared with `settings.squared`."""
 
     end: _Floats
     """(F,) of the episodes."""
@@ -436,12 +447,14 @@ def _compare(reference: _Floats, points: _Floats, starts: _Floats, settings: Pro
     """Compare failures (F, E), and their first frames, with successes (M, E)."""
     clusters = cluster_labels(reference, settings)
     centres = _find_centres(reference, clusters)
+    # the references' own distances are the scale of the norm absolute
     end, first, own = (_nearest(latents, centres, settings.squared) for latents in (points, starts, reference))
     return _Compared(clusters, centres, _Distances(end, first, float(own.mean())))
 
 
 def _by_range(distances: _Distances, settings: ProgressSettings) -> _Floats:
     end, span = distances.end, np.ptp(distances.end)
+    # equal distances have no order; the middle neither favours nor punishes them
     share = np.full(len(end), MIDDLE) if span < SMALLEST_RANGE else (end - end.min()) / span
     return _sigmoid(settings.steepness * (settings.offset - share))
 
@@ -460,6 +473,7 @@ def _by_spread(distances: _Distances, settings: ProgressSettings) -> _Floats:
 
 
 def _from_first(distances: _Distances, settings: ProgressSettings) -> _Floats:
+    # an episode that begins at a success has no distance to cover, and dividing by it would reward noise
     moved = distances.first >= SMALLEST_RANGE
     return np.where(moved, (1 - distances.end / np.where(moved, distances.first, 1.0)).clip(0, 1), 0.0)
 

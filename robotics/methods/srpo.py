@@ -13,18 +13,18 @@ References are common to a task, advantages to an initial state. The batch is th
 square root of the latent's size (at the published 0.5 no cluster is ever found), and in an episode without a latent,
 which is counted and left out instead of getting 0. In both, images belong to one episode (in the public code the
 samples of a prompt share a buffer), and groups in which all fail stay if their task has a reference, because there the
-reward tells most (`filter.key: success` with bounds drops them as the release does).
+reward is most informative (`filter.key: success` with bounds drops them as the release does).
 
-`progress.preset: initial_state` is for initial states that come back, as in LIBERO's suites: references are the last 32
+`progress.preset: initial_state` is for initial states that recur, as in LIBERO's suites: references are the last 32
 successes of the same initial state, kept from step to step, and a failure earns 0.6 clip(1 - d_i / d_i0, 0, 1) with
-d_i0 the distance of its own first frame. `objective.advantage.kind: group_outcome_std` scales advantages by the
+d_i0 the distance of the episode's first frame. `objective.advantage.kind: group_outcome_std` scales advantages by the
 deviation of success alone, so that a rare success keeps its weight among failures that earn a reward.
 `progress.task_fallback` compares the failures of a state that was never solved with successes from other states of its
 task.
 
 V-JEPA 2 is `latent.kind: vjepa2`; the default is a small video encoder trained on the demonstrations' own images.
 
-Two metrics compare the reward with the environment's own, both NaN where that is the same for all failures, as success
+Two metrics compare the reward with the environment's own; both are NaN if that is the same for all failures, as success
 is: `srpo/agreement`, Spearman's rank correlation over the failures of an initial state, and
 `srpo/advantage_correlation`, between the advantages and those that the environment's reward would give.
 `shuffle_failures` is the control: the rewards of an initial state's failures are shuffled among them.
@@ -107,6 +107,7 @@ class SrpoRecipe(RobotRecipe):
             check_state(config.latent.path, self.sim, config.model.accept_other)
         self.form = config.progress.form
         self.memory = self.parts["memory"] = SuccessMemory(self.form.memory)
+        # a part, so that the count survives a resume; added up over processes in a checkpoint
         self.invalid = self.parts["invalid"] = self.added["invalid"] = Tally()
         self._first_reason = ""
 
@@ -121,6 +122,7 @@ class SrpoRecipe(RobotRecipe):
         with stopwatch("latents"):
             self._fit_latent(payload)
             latents, first, valid = self._embed(payload)
+        # an environment that failed has no latent either, but that is not the latent's fault
         self.invalid["episodes"] += int((~valid & ~payload.failed.cpu().numpy()).sum())
         mine = self._progress_rewards(
             _Rows(
@@ -135,6 +137,7 @@ class SrpoRecipe(RobotRecipe):
             step,
         )
         progress = torch.from_numpy(mine).to(rollouts.reward)
+        # the term shows the failures only; the 1 of each success would hide them
         return progress, {"progress": torch.where(payload.success, torch.nan, progress)}
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
@@ -142,9 +145,11 @@ class SrpoRecipe(RobotRecipe):
         found = super().advantages(rollouts, accelerator, step)
         payload = EpisodePayload.of(rollouts)
         own_reward = self.own_reward(payload)
+        # rows without a progress reward are left out on both sides, so that the same rows are compared
         own = rollouts.replace(reward=torch.where(torch.isfinite(rollouts.reward), own_reward, torch.nan))
         other = global_advantages(self.objective.compute_advantages, own, accelerator)
         failed = (~payload.success).to(rollouts.mask)
+        # one value per episode: episodes of different lengths count the same
         columns = [_row_means(part.advantage, rollouts.loss_mask) for part in (found, other)]
         rows = from_all(torch.stack([*columns, own_reward, failed]).cpu().numpy())
         self.noted["srpo/advantage_correlation"] = advantage_correlation(*np.concatenate(rows, axis=1))
@@ -159,7 +164,7 @@ class SrpoRecipe(RobotRecipe):
         return episode.task if self.form.references == "task" else episode_id(episode)
 
     def _fit_latent(self, payload: EpisodePayload) -> None:
-        """Fit a latent without a given scale to the first step's episodes of all processes."""
+        """Fit a latent that has no scale yet to the first step's episodes of all processes."""
         if self.latent.size:
             return
         _, paths, _ = self._videos_and_paths(payload)
@@ -169,12 +174,15 @@ class SrpoRecipe(RobotRecipe):
             self.latent.load_state_dict(broadcast_object_list([self.latent.state_dict()])[0])
 
     def _videos_and_paths(self, payload: EpisodePayload) -> tuple[list[np.ndarray | None], list[np.ndarray], list[int]]:
-        """Videos and states that the latent reads, of the rows whose environment did not fail, and these rows."""
+        """Videos and states that the latent reads, for the rows whose environment did not fail, and these rows."""
+        # a failed environment has no trajectory to embed
         sound = [row for row in range(len(payload.steps)) if not bool(payload.failed[row])]
+        # frames are decoded only for a latent that looks at them
         videos = [payload.frames_of(row) if self.latent.needs_images else None for row in sound]
         if self.latent.looks_at == "robot":
             return videos, [payload.path(row) for row in sound], sound
         places = [payload.object_path(row) for row in sound]
+        # all or none: a simulator either reports the object's pose or does not
         known = [place for place in places if place is not None]
         if len(known) < len(places):
             raise UserError(
@@ -184,16 +192,21 @@ class SrpoRecipe(RobotRecipe):
         return videos, known, sound
 
     def _embed(self, payload: EpisodePayload) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Latents (B, E), those of the first frames alone where the norm needs them, and which rows have them."""
+        """Latents (B, E), those of the first frames alone if the norm needs them, and which rows have them."""
         videos, paths, sound = self._videos_and_paths(payload)
+        # whole episodes never repeat, first frames do: only these are worth caching
         found = self.latent.embed(videos, paths, reuse=False)
         begun = found
         if self.form.norm == "initial":
             videos = [None if video is None else video[:1] for video in videos]
+            # one by one: the same first frame must have the same bits in every batch
             begun = self.latent.embed(videos, [path[:1] for path in paths], one_by_one=True)
         latents, first = np.zeros((2, len(payload.steps), found.latents.shape[1]), np.float32)
         valid = np.zeros(len(payload.steps), bool)
-        latents[sound], first[sound], valid[sound] = found.latents, begun.latents, found.valid & begun.valid
+        latents[sound] = found.latents
+        first[sound] = begun.latents
+        valid[sound] = found.valid & begun.valid
+        # one warning per run; the metric counts the rest
         reasons = found.reasons or begun.reasons
         if reasons and not self._first_reason:
             self._first_reason = next(iter(reasons.values()))
@@ -213,11 +226,13 @@ class SrpoRecipe(RobotRecipe):
         parts = [part._replace(groups=part.groups * len(parts) + place) for place, part in enumerate(parts)]
         order = np.argsort(np.concatenate([part.groups for part in parts]), kind="stable")
         rows = _Rows(*(np.concatenate(columns)[order] for columns in zip(*parts, strict=True)))
+        # judged over all processes, so that all of them raise
         if not rows.valid.any():
             raise RunError(
                 f"no episode of this step has a latent: {self._first_reason or 'see the log of the first process'}; "
                 f"latent.kind is {self.config.latent.kind}"
             )
+        # labels of the gathered rows: a failure may only be comparable with another process's success
         labels = rows.labels.tolist()
         outcome = progress_rewards(
             rows.latents,
@@ -228,11 +243,14 @@ class SrpoRecipe(RobotRecipe):
             self.memory.references(),
             rows.first,
         )
+        # after the rewards, which count the batch's own successes anyway
         self.memory.add(rows.latents, rows.success & rows.valid, labels)
         reward = outcome.reward
         if self.config.shuffle_failures:
+            # the same stream on every process, because each computes all rewards
             draws = np.random.default_rng(stream_seed(self.config.seed, "shuffle", step.number))
             reward = shuffled_failures(reward, rows.success, rows.groups, draws)
+        # failures with a reference; the others all have reward 0 and no order
         failures = ~rows.success & np.isfinite(outcome.distance)
         self.noted |= {
             "srpo/clusters": float(outcome.clusters),
@@ -241,12 +259,13 @@ class SrpoRecipe(RobotRecipe):
             "srpo/tasks_with_fallback": outcome.fraction_with_fallback,
             "srpo/agreement": rank_agreement(reward[failures], rows.env_reward[failures], rows.groups[failures]),
         }
+        # the inverse permutation finds this process's rows among the sorted ones
         start = sum(len(part.valid) for part in parts[:rank])
         return reward[np.argsort(order)[start : start + len(mine.valid)]]
 
 
 def _row_means(advantage: Tensor | None, mask: Tensor) -> Tensor:
-    """(B,) mean advantage over the decisions that are trained; NaN where there are none."""
+    """(B,) mean advantage over the decisions that are trained; NaN if there are none."""
     assert advantage is not None
     return (advantage * mask).sum(1) / torch.where(mask.sum(1) > 0, mask.sum(1), torch.nan)
 
@@ -257,7 +276,7 @@ class _Rows(NamedTuple):
     latents: np.ndarray
     """(B, E)."""
     first: np.ndarray
-    """(B, E) of the first frames alone; read by the norm initial."""
+    """(B, E) of the first frames alone; used by the norm initial."""
     valid: np.ndarray
     """(B,) bool, whether there is a latent."""
     success: np.ndarray

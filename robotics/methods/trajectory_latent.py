@@ -27,23 +27,24 @@ class EmbeddedTrajectories:
     valid: NDArray[np.bool_]
     """(B,) whether the trajectory could be embedded."""
     reasons: Mapping[int, str]
-    """Why not, by row."""
+    """Reason why a trajectory could not be embedded, by row."""
 
 
 class TrajectoryLatent(ABC):
-    """Embeds whole trajectories; a row that cannot be embedded is invalid, with a reason, and costs no other row."""
+    """Embeds whole trajectories; a row that cannot be embedded is invalid, with a reason, and affects no other row."""
 
     needs_images: ClassVar[bool] = True
-    """Whether it looks at images."""
+    """Whether the latent depends on images."""
     looks_at: ClassVar[str] = "robot"
     """States that it reads: those of the robot, or positions (F, 3) of the object."""
 
     def __init__(self, size: int, batch_size: int = 1, cache: int = 0) -> None:
         self.size = size
-        """E; 0 until the latent is fitted, where it has to be."""
+        """E; 0 until the latent is fitted, if it needs to be."""
         self.counts: Counter[str] = Counter()
         """Rows so far: embedded, reused from the cache, invalid."""
-        self._batch_size, self._cache_size = batch_size, cache
+        self._batch_size = batch_size
+        self._cache_size = cache
         self._cache: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()
 
     def fit(self, states: Sequence[NDArray[np.float32]]) -> None:
@@ -51,7 +52,7 @@ class TrajectoryLatent(ABC):
         raise TypeError(f"{type(self).__name__} is not fitted to episodes")
 
     def state_dict(self) -> dict[str, Any]:
-        """The result of `fit`, for a checkpoint; empty where nothing is fitted."""
+        """The result of `fit`, for a checkpoint; empty if nothing is fitted."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -71,7 +72,7 @@ class TrajectoryLatent(ABC):
     ) -> EmbeddedTrajectories:
         """Embed trajectories of frames (F_i, H, W, 3) uint8, None without images, and states (P_i, S).
 
-        `one_by_one` embeds batches of one, so that a latent is bit for bit the same whatever the other rows are;
+        `one_by_one` embeds batches of one, so that a latent is bit for bit the same regardless of the other rows;
         `reuse` reads and fills the cache, whose keys are digests of the input.
         """
         if len(frames) != len(states):
@@ -85,6 +86,7 @@ class TrajectoryLatent(ABC):
             except ValueError as error:
                 reasons[row] = str(error)
                 continue
+            # equal inputs are embedded once, with or without the cache
             key = _digest(prepared)
             inputs[key] = prepared
             rows.setdefault(key, []).append(row)
@@ -112,6 +114,7 @@ class TrajectoryLatent(ABC):
         for key, outcome in outcomes.items():
             if reuse and self._cache_size and not isinstance(outcome, str):
                 self._cache[key] = outcome
+                # the latest used stay, the oldest leave first
                 self._cache.move_to_end(key)
                 while len(self._cache) > self._cache_size:
                     self._cache.popitem(last=False)
@@ -123,6 +126,7 @@ class TrajectoryLatent(ABC):
             latents = self._compute(inputs)
         except Exception as error:  # a row that the network cannot take must not fail the others
             if len(inputs) > 1:
+                # one by one, to find the rows that fail
                 return [outcome for one in inputs for outcome in self._attempt([one])]
             return [f"{type(error).__name__}: {error}"[:REASON_CHARACTERS]]
         return [row if np.isfinite(row).all() else "the latent is not finite" for row in latents]

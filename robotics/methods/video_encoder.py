@@ -1,16 +1,16 @@
 """A small self-supervised video encoder whose latents measure progress along a trajectory.
 
 Each frame has a latent, and the latents of two frames of a trajectory are trained to be as far apart as the frames are
-in time, as a share of the trajectory: ||z_i - z_j|| = scale * |t_i - t_j|. The layout, which is constant in an episode,
-motion without direction and noise do not help with that, so the latents mostly keep the changes that the robot makes. A
-distance in latent space is then a share of the trajectory, as a distance to successful trajectories should be. Latents
-do not collapse, because equal latents are wrong wherever time passes; no negatives, target network or regularisers are
-needed, and training takes one to two minutes on two cores.
+in time, as a fraction of the trajectory: ||z_i - z_j|| = scale * |t_i - t_j|. The layout, which is constant in an
+episode, motion without direction and noise do not help with that, so the latents mostly keep the changes that the robot
+makes. A distance in latent space is then a fraction of the trajectory, as a distance to successful trajectories should
+be. Latents do not collapse, because equal latents are wrong whenever time passes; no negatives, target network or
+regularisers are needed, and training takes one to two minutes on two cores.
 
 Other objectives were tried for 200 steps each, untuned, on synthetic clips with distractors. Masked prediction of
 latents with a target network and VICReg's terms ranked failures by progress no better than random weights (it only
 requires that latents vary, and distractors vary); cycle consistency and contrasts between neighbours in time did worse.
-Distances in frames instead of shares of the trajectory were near chance where failures stand still until the end, since
+Distances in frames instead of fractions of the trajectory were near chance if failures idle until the end, since
 these last longest.
 
 Latents are computed frame by frame: an encoder that mixes frames could read the time off their number. Order enters
@@ -78,7 +78,7 @@ class VideoTraining:
     steps: int = bounded(300, at_least=1)
     """Optimiser steps."""
     batch: int = bounded(16, at_least=1)
-    """Trajectories a step."""
+    """Trajectories per step."""
     frames: int = bounded(12, at_least=2)
     """Frames of each trajectory, at random times; every pair of them is one example."""
     scale: float = bounded(4.0, above=0, finite=True)
@@ -181,11 +181,11 @@ def train_video_encoder(
     """Train a video encoder on trajectories, successes and failures alike, without labels.
 
     Args:
-        frames: of each trajectory, (F_i, H, W, 3) uint8 with F_i >= 2; resized to the encoder's size.
-        config: sizes; the defaults when None.
-        training: steps and rates; the defaults when None.
-        on_step: called after each step with its number, from 1, its `loss` and `explained`, the share of the variance
-            of distances in time that the latents explain.
+        frames: frames (F_i, H, W, 3) uint8 of each trajectory, with F_i >= 2; resized to the encoder's size.
+        config: sizes; None for the defaults.
+        training: steps and rates; None for the defaults.
+        on_step: called after each step with its number, from 1, its `loss` and `explained`, the fraction of the
+            variance of distances in time that the latents explain.
 
     Returns:
         The trained encoder in evaluation mode; equal arguments give equal weights.
@@ -197,6 +197,7 @@ def train_video_encoder(
     check_fields(sizes, "encoder")
     check_fields(how, "training")
     videos = _prepare_videos(frames, sizes)
+    # frames and noise have their own generator; the weights take the global one, forked
     generator = torch.Generator().manual_seed(how.seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(how.seed)
@@ -234,7 +235,7 @@ def _halve(into: int, out: int) -> nn.Sequential:
 
 
 def _pair_distances(latents: Tensor) -> Tensor:
-    """(B, T, T); the square root's slope is kept finite where two latents are equal."""
+    """(B, T, T) distances; the floor keeps the square root's slope finite for equal latents."""
     squares = (latents[:, :, None] - latents[:, None]).square().sum(-1)
     return (squares + DISTANCE_FLOOR).sqrt()
 
@@ -248,6 +249,7 @@ def _draw_frames(videos: list[Tensor], how: VideoTraining, generator: torch.Gene
     """Noisy frames (batch, frames, H, W, 3) in 0..1, and their times (batch, frames) in 0..1."""
     chosen = torch.randint(len(videos), (how.batch,), generator=generator).tolist()
     lasts = torch.tensor([len(videos[number]) - 1 for number in chosen])[:, None]
+    # random times rather than even ones, so that all distances in time occur
     index = (torch.rand(how.batch, how.frames, generator=generator) * lasts).round().long()
     frames = torch.stack([videos[number][row] for number, row in zip(chosen, index, strict=True)])
     noise = how.pixel_noise * torch.randn(frames.shape, generator=generator)
@@ -269,9 +271,9 @@ def _prepare_videos(frames: Sequence[NDArray[np.uint8]], config: VideoEncoderCon
 
 
 def fit_frames(frames: NDArray[np.uint8], config: VideoEncoderConfig) -> Tensor:
-    """Resize frames (F, H, W, 3) uint8 to an encoder's height and width, whatever their proportions.
+    """Resize frames (F, H, W, 3) uint8 to an encoder's height and width, regardless of their proportions.
 
-    Latents are compared with those of the same camera alone. Frames of the right size are unchanged.
+    Latents are only compared with those of the same camera. Frames of the right size are unchanged.
     """
     images = torch.from_numpy(np.ascontiguousarray(frames))
     wanted = (config.height, config.width)

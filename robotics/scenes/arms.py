@@ -44,7 +44,7 @@ class ArmModel:
 
     @property
     def max_opening_m(self) -> float:
-        """Greatest width between the fingers."""
+        """Maximum width between the fingers."""
         return 2 * self.opening_m
 
     def load(self) -> mujoco.MjModel:
@@ -60,7 +60,7 @@ class ArmModel:
 
 
 class ForwardKinematics:
-    """Pose and Jacobian of the grip for many sets of angles at once."""
+    """Pose and Jacobian of the grip, batched over sets of angles."""
 
     def __init__(self, model: mujoco.MjModel, arm: ArmModel) -> None:
         joints = [int(model.joint(name).id) for name in arm.joints]
@@ -75,7 +75,9 @@ class ForwardKinematics:
         self._axes: NDArray[np.float64] = model.jnt_axis[joints][:, :, None].copy()
         # Rodrigues' formula, R = I + sin(q) K + (1 - cos(q)) K K, multiplied from the left by the fixed part of a link.
         cross = np.stack([_cross_matrix(axis) for axis in model.jnt_axis[joints]])
-        self._links, self._sines, self._cosines = links, links @ cross, links @ cross @ cross
+        self._links = links
+        self._sines = links @ cross
+        self._cosines = links @ cross @ cross
 
     def __call__(self, joint_rad: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """(R, 4, 4) T_world_grip at angles (R, J) in rad, and its Jacobian (R, 6, J).
@@ -84,6 +86,7 @@ class ForwardKinematics:
         """
         sine, cosine = np.sin(joint_rad)[..., None, None], np.cos(joint_rad)[..., None, None]
         poses = self._links + sine * self._sines + (1.0 - cosine) * self._cosines
+        # batched over rows, because the chain itself can only be followed joint by joint
         for joint in range(1, joint_rad.shape[1]):
             poses[:, joint] = poses[:, joint - 1] @ poses[:, joint]
         grip = poses[:, -1] @ self._tool
@@ -95,7 +98,7 @@ class ForwardKinematics:
 
 
 def start_arm(model: mujoco.MjModel, data: mujoco.MjData, arm: ArmModel) -> None:
-    """Put an arm at home with open fingers, its servos at rest."""
+    """Put an arm at home, with open fingers and servos at rest."""
     pose = np.array([*arm.home_rad, arm.opening_m, arm.opening_m])
     data.qpos[[int(model.joint(name).qposadr[0]) for name in (*arm.joints, *arm.fingers)]] = pose
     data.ctrl[[int(model.actuator(name).id) for name in (*arm.joints, arm.gripper)]] = pose[:-1]
@@ -104,7 +107,7 @@ def start_arm(model: mujoco.MjModel, data: mujoco.MjData, arm: ArmModel) -> None
 
 
 def find_arm(name: str) -> ArmModel:
-    """Row of `ARMS` with a name; raises UserError where there is none."""
+    """Row of `ARMS` with a name; raises UserError if it does not exist."""
     if name not in ARMS:
         raise UserError(f"arm is {name!r}; there are {', '.join(ARMS)}")
     return ARMS[name]

@@ -33,26 +33,26 @@ class ControlSettings:
     """Sizes of actions, the workspace and the inverse kinematics."""
 
     step_m: float = bounded(0.04, above=0)
-    """Motion along an axis in one control step."""
+    """Maximum motion along an axis in one control step."""
     turn_rad: float = bounded(0.3, above=0)
-    """Turn about the vertical in one control step."""
+    """Maximum turn about the vertical in one control step."""
     low_m: tuple[float, float, float] = (0.3, -0.3, 0.012)
     """Lowest x, y, z of the commanded grip; the fingertips reach 1 cm below it."""
     high_m: tuple[float, float, float] = (0.68, 0.3, 0.28)
     """Highest x, y, z."""
     yaw_rad: float = bounded(1.0, above=0)
-    """Largest turn to either side."""
+    """Maximum turn to either side."""
     damping: float = bounded(0.02, above=0)
-    """Damping of the least squares."""
+    """Damping of the least-squares solution."""
     posture: float = 0.1
     """Fraction of the distance to the home posture moved in an iteration, in the null space of the grip's pose."""
     joint_step_rad: float = 0.25
-    """Largest change of an angle in an iteration."""
+    """Maximum change of an angle in an iteration."""
     iterations: int = bounded(3, above=0)
     """Iterations of the inverse kinematics in a control step."""
 
     def validate(self) -> None:
-        """Refuse an empty workspace; raises UserError."""
+        """Reject an empty workspace; raises UserError."""
         if not np.all(np.less(self.low_m, self.high_m)):
             raise UserError(f"the workspace from {self.low_m} to {self.high_m} is empty")
 
@@ -74,7 +74,8 @@ class CartesianController:
     """
 
     def __init__(self, arm: ArmModel, settings: ControlSettings | None = None) -> None:
-        self.arm, self.settings = arm, settings or ControlSettings()
+        self.arm = arm
+        self.settings = settings or ControlSettings()
         check_config(self.settings, "control")
         self._kinematics = arm.kinematics
         self._home = np.array(arm.home_rad)
@@ -82,24 +83,25 @@ class CartesianController:
         self.home_command: NDArray[np.float64] = np.array(
             [*pose[0, :3, 3], np.arctan2(pose[0, 1, 0], pose[0, 0, 0]), OPEN]
         )
-        """(5,) command with which a row starts."""
+        """(5,) command at the start of an episode."""
         self.home_control: NDArray[np.float64] = np.array([*self._home, arm.opening_m])
         """(J + 1,) controls that hold the home pose."""
         self._joint_rad = np.empty((0, len(self._home)))
         self._command = np.empty((0, COMMAND_SIZE))
 
     def reset(self, rows: int) -> None:
-        """Begin with all rows at home, the gripper open."""
+        """Begin with all rows at home and the gripper open."""
         self._joint_rad = np.tile(self._home, (rows, 1))
         self._command = np.tile(self.home_command, (rows, 1))
 
     def restart(self, rows: ArrayLike) -> None:
-        """Put some rows back home, the gripper open."""
+        """Move the given rows back home, with the gripper open."""
         chosen = np.asarray(rows, np.int64)
-        self._joint_rad[chosen], self._command[chosen] = self._home, self.home_command
+        self._joint_rad[chosen] = self._home
+        self._command[chosen] = self.home_command
 
     def commands(self, rows: ArrayLike) -> NDArray[np.float64]:
-        """(L, 5) present commands of some rows."""
+        """(L, 5) current commands of the given rows."""
         return self._command[np.asarray(rows, np.int64)]
 
     def plan(self, rows: ArrayLike, actions: ArrayLike) -> Plan:
@@ -117,6 +119,7 @@ class CartesianController:
             UserError: the shape does not fit, or an action is not finite.
         """
         chosen = np.asarray(rows, np.int64)
+        # checked before any command moves, so that an error leaves all rows as they were
         moves = check_actions(actions, len(chosen))
         joint_rad, command = self._joint_rad[chosen], self._command[chosen]
         length = moves.shape[1]
@@ -125,9 +128,12 @@ class CartesianController:
         for step in range(length):
             command = self._move(command, moves[:, step])
             joint_rad = self._follow(joint_rad, command)
-            controls[:, step, :-1], commands[:, step] = joint_rad, command
+            controls[:, step, :-1] = joint_rad
+            commands[:, step] = command
+        # the gripper has no intermediate targets: fully closed or fully open
         controls[:, :, -1] = np.where(commands[:, :, 4] > 0, 0.0, self.arm.opening_m)
-        self._joint_rad[chosen], self._command[chosen] = joint_rad, command
+        self._joint_rad[chosen] = joint_rad
+        self._command[chosen] = command
         return Plan(controls, commands)
 
     def _move(self, command: NDArray[np.float64], action: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -140,22 +146,27 @@ class CartesianController:
 
     def _follow(self, joint_rad: NDArray[np.float64], command: NDArray[np.float64]) -> NDArray[np.float64]:
         settings, kinematics = self.settings, self._kinematics
+        # damped, because the Jacobian loses rank at singular poses
         identity = settings.damping**2 * np.eye(6)
+        # the command stays the same over the iterations
         goal = _goal_axes(command)
         for _ in range(settings.iterations):
             pose, jacobian = kinematics(joint_rad)
             drift = settings.posture * (self._home - joint_rad)
+            # what the pull to the home posture does to the grip is taken off the error, so that only its null-space
+            # part is left
             error = _pose_error(pose, command, goal) - (jacobian @ drift[..., None])[..., 0]
             transposed = jacobian.transpose(0, 2, 1)
             weights = np.linalg.solve(jacobian @ transposed + identity, error[..., None])
             change = (transposed @ weights)[..., 0] + drift
+            # near a singular pose the solution may jump although it is damped
             change = np.clip(change, -settings.joint_step_rad, settings.joint_step_rad)
             joint_rad = np.clip(joint_rad + change, kinematics.low_rad, kinematics.high_rad)
         return joint_rad
 
 
 def check_actions(actions: ArrayLike, rows: int) -> NDArray[np.float64]:
-    """Actions (L, K, 5) of L rows clipped to -1..1; raises UserError for another shape or what is not finite."""
+    """Actions (L, K, 5) of L rows, clipped to -1..1; raises UserError if the shape differs or one is not finite."""
     array = np.asarray(actions, np.float64)
     if array.ndim != 3 or (array.shape[0], array.shape[2]) != (rows, ACTION_SIZE) or array.shape[1] < 1:
         raise UserError(

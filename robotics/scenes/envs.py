@@ -58,7 +58,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
     (10,) float32, its leading part, without pieces; `rgb` (H, W, 3) uint8; `depth` (H, W) float32 metres;
     `segmentation` (H, W, 2) int32 object id and type, -1 for the background; and `views` (V, H, W, 3) uint8 of further
     cameras. `info` has success, instruction, layout, split and dense_reward, and randomization, the episode's draw,
-    where something is randomised. Noise and delays are in observations; the property `state`, videos, windows and
+    if something is randomised. Noise and delays affect observations only; the property `state`, videos, windows and
     rewards are exact, and depth and segmentation have no noise.
 
     Args:
@@ -68,13 +68,13 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         image_size: (H, W) pixels of observed images.
         camera: front or wrist.
         views: further cameras, whose images are the entry `views`.
-        horizon: control steps until truncation; that of the task when None.
+        horizon: control steps until truncation; None = the task's.
         render_mode: rgb_array; human, a window that shows the episode in real time; or None.
-        split: of the layouts that `reset` draws unless its options name one.
+        split: split from which `reset` draws layouts unless its options name one.
         reward: sparse, 1 with the step that solves the task, or dense in 0..1.
         control: step sizes and workspace.
-        render_size: (H, W) pixels of `render()`; (480, 640) for the look film and (256, 256) for policy when None.
-        render_look: film, for people: lights and shadows, a camera of its own, a caption, and at the end a ring around
+        render_size: (H, W) pixels of `render()`; None = (480, 640) for the look film and (256, 256) for policy.
+        render_look: film, for people: lights and shadows, a separate camera, a caption, and at the end a ring around
             the goal, green after a success and red after a failure; or policy, the policy's camera as in `rgb`.
             Observations do not depend on it.
         randomization: what differs from episode to episode, a configuration or a dictionary of its fields.
@@ -119,10 +119,14 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
 
             check_display()
         check_cameras(scene.model, (camera, *views))
-        self.split, self.reward, self.render_mode = split, reward, render_mode
-        self._views, self._look = tuple(views), render_look
+        self.split = split
+        self.reward = reward
+        self.render_mode = render_mode
+        self._views = tuple(views)
+        self._look = render_look
         self.horizon = horizon or scene.task.horizon
         self._draws = bool(views) or any(kind in RENDERED for kind in self.kinds)
+        # a renderer is only required if something is drawn
         self._backend = require_backend().name if render_mode == "rgb_array" or self._draws else ""
 
         import mujoco
@@ -146,7 +150,9 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         self._video: VideoRenderer | None = None
         self._viewer: SceneViewer | None = None
         self._watchers: list[Watcher] = []
-        self._layout, self._elapsed, self._over = -1, 0, True
+        self._layout = -1
+        self._elapsed = 0
+        self._over = True
         self._outcome: Outcome = ""
         self.action_space = spaces.Box(-1.0, 1.0, (ACTION_SIZE,), np.float32)
         self.observation_space = observation_space([*self.kinds, *(["views"] if views else [])], image_size, len(views))
@@ -175,14 +181,20 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         if chosen:
             raise UserError(f"unknown options of reset: {', '.join(map(str, chosen))}; there are layout, split, draw")
         number = int(self.np_random.integers(LAYOUTS)) if layout is None else int(layout)
+        # before anything changes: an unknown split or layout leaves the episode as it was
         start = layout_seed(split, number)
+        # the model is shared between splits; only the squares for the pieces differ
         self.scene = self.scene.for_split(split)
-        self._layout, self._elapsed, self._over, self._outcome = number, 0, False, ""
+        self._layout = number
+        self._elapsed = 0
+        self._over = False
+        self._outcome = ""
         self._vary(EpisodeSpec(self.scene.task.name, "", number, split, draw))
         self._lib.mj_resetData(self.model, self.data)
         self.scene.reset(self.model, self.data, np.random.default_rng(start))
         self._lib.mj_forward(self.model, self.data)
         self.controller.reset(1)
+        # only now, because a delayed observation repeats the state after the reset
         self._seen = ObservationDelay(self.model, self.data, self._variant.observation_delay if self._variant else 0)
         success, dense = self._success_and_reward()
         self._show()
@@ -206,18 +218,24 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         moves = check_actions(given[None, None], 1)
         if self._over:
             raise UserError("no episode runs; call reset first")
+        # a delayed action reaches the controller late, so its command lags like the arm
         moves = self._delay(moves[0])[None]
+        # one target for the whole control step, as in `TabletopBatch`
         self.data.ctrl[:] = self.controller.plan(ROW, moves).controls[0, 0]
+        # cut only for watchers; MuJoCo's steps are the same either way
         parts = SHOWN_PARTS if self._watchers else 1
         for part in range(1, parts + 1):
             self._lib.mj_step(self.model, self.data, PHYSICS_STEPS // parts)
             if part < parts:
                 self._show(part / parts)
+        # mj_step leaves the sensor values of the state before it
         update_sensors(self.model, self.data)
         self._elapsed += 1
         self._check_diverged()
+        # only after the check: a diverged state must not enter the delayed observations
         self._seen.add(self.data)
         success, dense = self._success_and_reward()
+        # a success in the last step is an end, not a cut
         truncated = not success and self._elapsed >= self.horizon
         self._over = success or truncated
         self._outcome = "success" if success else "failure" if truncated else ""
@@ -236,10 +254,10 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         return write_caption(self._video.rgb(self.data, outcome=self._outcome), self._caption())
 
     def policy_image(self, camera: str | None = None) -> NDArray[np.uint8]:
-        """Render (H, W, 3) RGB as a policy sees it, in the size of `render()`; needs a render mode.
+        """Render (H, W, 3) RGB as the policy sees it, in the size of `render()`; needs a render mode.
 
         Args:
-            camera: a further camera; the policy's own when None. Raises UserError for an unknown one.
+            camera: an additional camera; None = the policy's. Raises UserError if it does not exist.
         """
         update_poses(self.model, self._seen.data)
         return self._policy_image("render", camera)
@@ -255,7 +273,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         self._watchers.clear()
 
     def watch(self, watcher: Watcher) -> None:
-        """Call a function with state and caption 50 times in a simulated second; it must not change the state."""
+        """Call a function with state and caption 50 times per simulated second; it must not change the state."""
         self._watchers.append(watcher)
 
     @property
@@ -302,10 +320,11 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
             )
 
     def _vary(self, episode: EpisodeSpec) -> None:
-        """Draw the episode's variant, with a model of its own."""
+        """Draw the episode's variant, and use its model."""
         self._variant = self.scene.variant(episode)
         self.model = self.scene.model if self._variant is None else self._variant.model
         self._delay = ActionDelay(self._variant.action_delay if self._variant else 0)
+        # renderers are kept, because opening an OpenGL context is slow
         for renderer in self._renderers.values():
             renderer.show(self.model)
 
@@ -328,11 +347,12 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         return seen
 
     def _observe_kind(self, kind: str) -> NDArray[Any]:
-        """An observation, delayed and noisy where that is drawn."""
+        """An observation, with the episode's delay and noise."""
         if kind in ("state", "proprio"):
             commands = self.controller.commands(ROW)
             state = self.scene.sensors.state(self._seen.sensordata[None], commands)[0]
             seen = state if self._variant is None else self._variant.noisy_state(state, self._elapsed)
+            # proprio is the leading part of the state, with the same noise
             return seen[: STATE_SIZE if kind == "state" else PROPRIO_SIZE]
         if kind == "rgb":
             return self._policy_image("observe")
@@ -350,7 +370,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
 
 
 def observation_space(kinds: Sequence[str], image_size: tuple[int, int], views: int) -> spaces.Dict:
-    """Space of some kinds of observations; `views` are the images of further cameras."""
+    """Space of the given kinds of observations; `views` is the number of additional cameras."""
     every: dict[str, spaces.Space[Any]] = {
         "state": spaces.Box(-np.inf, np.inf, (STATE_SIZE,), np.float32),
         "proprio": spaces.Box(-np.inf, np.inf, (PROPRIO_SIZE,), np.float32),

@@ -20,8 +20,8 @@ def check_experts(sim: RobotSim, episodes: int = 5, split: str = "train") -> Ite
 
     Args:
         sim: a simulator whose tasks have scripted experts, else UserError.
-        episodes: of each task.
-        split: of their layouts.
+        episodes: number of episodes per task.
+        split: split of the layouts.
 
     Yields:
         Task, successes, episodes with a result, and episodes whose environment failed.
@@ -48,6 +48,7 @@ def run_expert(
         live, actions = sim.live, np.clip(choose(), -1, 1)
         if motions is not None:
             motions[live, step] = actions
+            # an episode may end at any step; the fingers must not open in the rest of a replay
             motions[live, step + 1 :, -1] = actions[:, -1:]
         result = sim.step_chunk(actions[:, None])
         success[result.rows] |= result.success
@@ -62,11 +63,11 @@ def replay_experts(sim: RobotSim, task: str, episodes: int = 20, split: str = "t
     Args:
         sim: a simulator whose tasks have scripted experts.
         task: name of the task.
-        episodes: R, at least 2, each with a layout of its own.
-        split: of the layouts.
+        episodes: R, at least 2, each with a different layout.
+        split: split of the layouts.
 
     Returns:
-        (R, R): 1 where the actions of episode i solve episode j, else 0; NaN where an environment failed. After its
+        (R, R): 1 if the actions of episode i solve episode j, else 0; NaN if an environment failed. After its
         last action an expert rests, with the fingers as they are.
     """
     if episodes < 2:
@@ -84,6 +85,7 @@ def replay_experts(sim: RobotSim, task: str, episodes: int = 20, split: str = "t
 
 def replay_line(solved: NDArray[np.float64]) -> str:
     """Summary of `replay_experts`: how often one motion solves other episodes."""
+    # a replay in its own episode says nothing
     others = np.where(np.eye(len(solved), dtype=bool), np.nan, solved)
     failed = int(np.isnan(solved).sum())
     means = [float(np.nanmean(row)) for row in others if not np.isnan(row).all()]
@@ -94,7 +96,7 @@ def replay_line(solved: NDArray[np.float64]) -> str:
 
 
 def _replay(sim: RobotSim, episodes: Sequence[EpisodeSpec], motion: NDArray[np.float32]) -> NDArray[np.float64]:
-    """(R,) 1 where a motion (T, A) solves the episode, else 0; NaN where the environment failed."""
+    """(R,) 1 if a motion (T, A) solves the episode, else 0; NaN if the environment failed."""
     begun = sim.reset(episodes)
     solved = np.where(begun.failed, np.nan, 0.0)
     if len(sim.live):

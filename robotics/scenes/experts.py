@@ -1,4 +1,4 @@
-"""Scripted experts: one rule a task, from the state of a scene to an action.
+"""Scripted experts: one rule per task, from the state of a scene to an action.
 
 A rule is a function of one state (`SceneSensors.state`), so it continues from wherever noise, a policy or a failed
 grasp has left the scene. It moves the commanded pose, which nothing drags back, and decides by the physical one.
@@ -51,7 +51,7 @@ class Expert:
     Args:
         task: key in `EXPERTS`.
         noise: standard deviation of noise on the four motions of an action, for demonstrations that show recovery.
-        seed: of that noise.
+        seed: seed of that noise.
         control: settings of the controller that executes the actions.
 
     Raises:
@@ -63,7 +63,8 @@ class Expert:
             raise UserError(f"there is no expert for {task!r}; there are experts for {', '.join(EXPERTS)}")
         if not noise >= 0.0:
             raise UserError(f"noise is {noise}; must be at least 0")
-        self._rule, self._noise = EXPERTS[task], noise
+        self._rule = EXPERTS[task]
+        self._noise = noise
         self._rng = np.random.default_rng(seed)
         self._control = control or ControlSettings()
 
@@ -85,12 +86,14 @@ class Expert:
             raise UserError(f"an expert needs the full state of {STATE_SIZE} entries, not the shape {states.shape}")
         actions = np.stack([self._act(state) for state in states.reshape(-1, STATE_SIZE)])
         if self._noise:
+            # without the gripper, whose sign alone counts
             actions[:, :-1] += self._noise * self._rng.standard_normal((len(actions), ACTION_SIZE - 1))
         return np.clip(actions, -1.0, 1.0).astype(np.float32).reshape(*states.shape[:-1], ACTION_SIZE)
 
     def _act(self, state: NDArray[np.float64]) -> NDArray[np.float64]:
         scene = _read(state)
         move = self._rule(scene)
+        # from the commanded pose: the physical one lags behind, and starting from it would add the lag again
         way = (move.point - scene.command) / self._control.step_m
         # One factor for all axes keeps the path straight.
         way *= move.speed / max(move.speed, float(np.abs(way).max()))
@@ -126,6 +129,7 @@ def _push(scene: Scene) -> Move:
     behind = _at(scene.first[:2] - ahead * BEHIND_M, PUSH_Z_M)
     if distance < DONE_PUSH_M:
         return Move(_at(scene.grip[:2], HOVER_M), CLOSED)
+    # next to or in front of the cube: go around it by going over it
     if along > -CUBE_HALF_M or abs(across) > 0.5 * CUBE_HALF_M:
         return _go_over(scene, behind, CLOSED)
     # Aim beyond the middle of the cube's far side, towards the side to which the cube strays.
@@ -139,6 +143,7 @@ def _push(scene: Scene) -> Move:
 def _carry(scene: Scene, target: NDArray[np.float64]) -> Move:
     """Grasp the cube, carry it over the target and put it down."""
     held = scene.closing and scene.opening < HELD_M and _near(scene.grip, scene.first, 0.02)
+    # let go only once the cube is centred, unless it is not held any more
     if _near(scene.first, target, 0.012) and not (held and _flat(scene.first, target) > 0.008):
         return Move(_at(scene.grip[:2], target[2] + HOVER_M), OPEN, scene.command_yaw)
     if not held:

@@ -1,4 +1,4 @@
-"""Looks of the tabletop: lights, materials and the camera `film` of videos, and patterns on its surfaces.
+"""Looks of the tabletop: lights, materials and the camera `film` for videos, and patterns on its surfaces.
 
 Policies see only the patterns, a part of the domain randomisation. The rest belongs to a second model of the same
 scene, which is only drawn (`robotics.scenes.presentation`).
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 FILM = ASSETS / "film.xml"
 CAMERA = "film"
-"""Camera at the side and in front, where the arm hides little and heights can be judged."""
+"""Camera at the side and in front, from where the arm hides little and heights can be judged."""
 RING = "outcome_ring"
 """Body and geom of the ring around the goal; invisible until an episode has ended."""
 RING_RADIUS_M = 0.078
@@ -65,7 +65,7 @@ SIDE_PX = 64
 
 
 def add_blank_textures(spec: Any) -> None:
-    """Give the materials of the surfaces a white texture each, which leaves their colours as they are."""
+    """Give each surface's material a white texture, which does not change its colour."""
     import mujoco
 
     kind = mujoco.mjtTexture.mjTEXTURE_2D
@@ -86,6 +86,7 @@ def draw_pattern(kind: str, contrast: float, rng: np.random.Generator) -> NDArra
     """(64, 64) factors of a colour, from 1 - contrast to 1."""
     pattern = PATTERNS_OF[kind](rng)
     low, high = pattern.min(), pattern.max()
+    # stretched to the whole range, so that every pattern has the contrast that was drawn
     return 1.0 - contrast * (pattern - low) / max(high - low, 1e-9)
 
 

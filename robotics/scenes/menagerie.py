@@ -24,17 +24,17 @@ VARIABLE = "MUJOCO_MENAGERIE"
 """Environment variable with the folder."""
 FILES = {"panda": "franka_emika_panda/panda.xml", "ur5e": "universal_robots_ur5e/ur5e.xml"}
 SAME_M = 1e-3
-"""Largest distance between the frames of equal links; in radians for their orientations."""
+"""Maximum distance between the frames of equal links; in radians for their orientations."""
 
 
 def menagerie_folder() -> Path | None:
-    """Folder named by the variable MUJOCO_MENAGERIE; None where it is unset or empty."""
+    """Folder in the variable MUJOCO_MENAGERIE; None if it is unset or empty."""
     given = os.environ.get(VARIABLE, "")
     return Path(given).expanduser() if given else None
 
 
 def add_meshes(spec: Any, arm: ArmModel, folder: Path) -> None:
-    """Show the links of an arm with the makers' meshes; links without any keep their shapes."""
+    """Show the links of an arm with the makers' meshes; links without meshes keep their shapes."""
     import mujoco
 
     path = folder / FILES[arm.name]
@@ -54,6 +54,7 @@ def add_meshes(spec: Any, arm: ArmModel, folder: Path) -> None:
         raise UserError(f"{path} has no meshes for the links of {arm.name}, such as {next(iter(own))}")
     _check_frames(path, shown, own, given)
     for name in shown:
+        # a list, because deleting changes the geoms that are walked through
         for geom in list(own[name][0].geoms):
             spec.delete(geom)
         for geom in filter(_is_visual, given[name][0].geoms):
@@ -77,11 +78,12 @@ def _check_frames(path: Path, names: list[str], own: dict[str, Any], given: dict
     """Raise UserError unless the links have the same relative poses as here; the base may be turned."""
     base = names[0]
     for name in names:
+        # relative to the base, which the two models may place differently
         here, there = (np.linalg.inv(frames[base][1]) @ frames[name][1] for frames in (own, given))
         apart = float(np.abs(here - there).max())
         if apart > SAME_M:
             raise UserError(
-                f"the link {name} of {path} lies elsewhere than in the arm here (by {apart:.3g}, at zero joint "
+                f"the link {name} of {path} is elsewhere than in the arm here (by {apart:.3g}, at zero joint "
                 f"positions); its meshes would not fit. Take mujoco_menagerie's own file"
             )
 

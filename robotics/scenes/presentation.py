@@ -1,7 +1,7 @@
 """A tabletop scene as people see it: a second model with its own look, which copies the poses of the first.
 
-The model that is simulated, and from which policies see, is not touched. So videos and windows change neither physics
-nor observations, and meshes may replace the shapes that collide.
+The simulated model, which also renders the policies' observations, is not touched. So videos and windows change neither
+physics nor observations, and meshes may replace the collision shapes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class PresentedScene:
-    """The scene of videos and windows, with the arm's meshes where `MUJOCO_MENAGERIE` names their folder."""
+    """The scene of videos and windows, with the arm's meshes if `MUJOCO_MENAGERIE` is their folder."""
 
     def __init__(self, scene: TabletopScene) -> None:
         import mujoco
@@ -40,13 +40,16 @@ class PresentedScene:
 
     def show(self, data: mujoco.MjData, outcome: Outcome = "") -> None:
         """Copy the poses of a state."""
+        # the presented model has one mocap body more, the ring, which comes last
         mocaps = len(data.mocap_pos)
         self.data.time = data.time
         self.data.qpos[:] = data.qpos
-        self.data.mocap_pos[:mocaps], self.data.mocap_quat[:mocaps] = data.mocap_pos, data.mocap_quat
+        self.data.mocap_pos[:mocaps] = data.mocap_pos
+        self.data.mocap_quat[:mocaps] = data.mocap_quat
         update_poses(self.model, self.data)
         self.model.geom_rgba[self._ring_geom] = [*COLOURS[outcome], float(bool(outcome))]
         if outcome:
+            # the goal's place is only known once the poses are up to date, hence the second update
             self.data.mocap_pos[self._ring] = self.data.site_xpos[self._target] * [1.0, 1.0, 0.0]
             update_poses(self.model, self.data)
 

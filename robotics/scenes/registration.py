@@ -1,17 +1,17 @@
-"""Names under which `gymnasium.make` finds the table's environments, registered by importing this module.
+"""Registers the tabletop environments with Gymnasium when imported.
 
     env = gymnasium.make("robotics.scenes.registration:mmrl/Reach-v0", arm="ur5e")
 
-does the import by itself; after `import robotics.scenes.registration` the name alone is enough.
+imports this module automatically; after `import robotics.scenes.registration` the id alone is enough.
 """
 
 from __future__ import annotations
 
 
 def register(entry_point: str, ids: dict[str, str]) -> None:
-    """Register an environment of the table under an id for each task; a second call changes nothing.
+    """Register a tabletop environment under one id per task; a second call changes nothing.
 
-    Every argument but the task can be given to `gymnasium.make`, such as `arm="ur5e"`. The environments truncate
+    Every argument except the task can be passed to `gymnasium.make`, such as `arm="ur5e"`. The environments truncate
     themselves, so no time limit is wrapped around them.
     """
     import gymnasium

@@ -27,14 +27,14 @@ Layout = Mapping[str, tuple[float, float, float]]
 CUBE_HALF_M = 0.025
 PLACE_RADIUS_M = 0.06
 PHYSICS_STEPS = 25
-"""Physics steps of 4 ms in a control step: 10 Hz."""
+"""Number of physics steps of 4 ms per control step, which gives 10 Hz."""
 CONTROL_HZ = 10
-"""Control steps a second."""
+"""Control steps per second."""
 PROPRIO_NAMES = (
     *("grip_x", "grip_y", "grip_z", "grip_yaw", "grip_opening"),
     *("command_x", "command_y", "command_z", "command_yaw", "command_gripper"),
 )
-"""Leading entries of the state: the robot's own."""
+"""Leading entries of the state: those of the robot."""
 PROPRIO_SIZE = len(PROPRIO_NAMES)
 STATE_NAMES = (
     *PROPRIO_NAMES,
@@ -163,6 +163,7 @@ def place_pieces(model: mujoco.MjModel, data: mujoco.MjData, layout: Layout) -> 
     """Place the pieces, at rest."""
     for name, (x, y, yaw) in layout.items():
         piece = PIECES[name]
+        # a cube's frame is at its center, that of the other pieces on the table
         height = piece.height_m if piece.kind == "cube" else 0.0
         place_body(model, data, piece.body, (x, y, height), (np.cos(yaw / 2), 0.0, 0.0, np.sin(yaw / 2)))
 
@@ -187,7 +188,7 @@ def _add_cube(spec: Any, name: str, piece: Piece) -> None:
 
 
 def _add_place(spec: Any, name: str, piece: Piece) -> None:
-    """Add a disc: painted on the table where it has no height, else a plate that carries things."""
+    """Add a disc: painted on the table if it has no height, else a plate that carries things."""
     import mujoco
 
     body = spec.worldbody.add_body(name=piece.body, mocap=True)
@@ -235,6 +236,7 @@ def _heading(axis: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _square_yaw(yaw: NDArray[np.float64]) -> NDArray[np.float64]:
     quarter = np.pi / 2
+    # a cube looks the same after a quarter turn, and a gripper can use any of its sides
     return yaw - quarter * np.round(yaw / quarter)
 
 

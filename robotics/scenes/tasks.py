@@ -1,10 +1,10 @@
 """The tabletop tasks: instructions, initial layouts, success and progress.
 
-A layout is a number within a split; every pair of number and split has its own generator. Pieces stand on a
-checkerboard: those of train layouts on squares of one colour, those of held_out layouts on the other, so that training
-shows no held-out layout, nor even one piece where a held-out layout has one.
+A layout is a number within a split; every pair of number and split has its own generator. Pieces are placed on a
+checkerboard, in train layouts on squares of one colour and in held_out layouts on the other, so training never shows a
+held-out layout, or even a single piece where a held-out layout has one.
 
-Success and progress are functions of one transition, without memory. Where passing by would count, success asks for a
+Success and progress are functions of one transition, without memory. If passing by would count, success requires a
 piece at rest and an open gripper.
 """
 
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 SPLITS = ("train", "held_out")
 REWARDS = ("sparse", "dense")
 SQUARE_M = 0.06
-"""Side of a square of the checkerboard."""
+"""Size of a square of the checkerboard."""
 LAYOUTS = 2**31
-"""Layouts in a split: 0..LAYOUTS - 1."""
+"""Number of layouts in a split: 0..LAYOUTS - 1."""
 MAX_DRAWS = 20000
-"""Draws before a layout counts as impossible; the fullest table takes 400 on average."""
+"""Number of draws before a layout counts as impossible; the fullest table takes 400 on average."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Area:
 
 @dataclass(frozen=True)
 class TabletopTask:
-    """One task: what sets it up and scores it."""
+    """One task: its setup and its scores."""
 
     name: str
     instruction: str
@@ -75,6 +75,7 @@ class TabletopTask:
 
     def dense_reward(self, reading: SceneReading) -> NDArray[np.float64]:
         """Hand-written reward of readings with any leading shape: 1 at success, else at most 0.95."""
+        # below 1, so that no progress is worth as much as success
         return np.where(self.success(reading), 1.0, 0.95 * np.clip(self.progress(reading), 0.0, 1.0))
 
 
@@ -91,16 +92,20 @@ class TabletopScene:
     ) -> None:
         _check_choice("split", split, SPLITS)
         _check_choice("reward", reward, REWARDS)
-        self.task, self.arm, self.split, self.reward = task, arm, split, reward
+        self.task = task
+        self.arm = arm
+        self.split = split
+        self.reward = reward
         self.randomization = randomization or RandomizationConfig()
         spec = scene_spec(arm, tuple(task.areas), task.roles)
+        # a part that is off must not change the model
         if "textures" in self.randomization.active():
             add_blank_textures(spec)
         self.model = spec.compile()
         self.sensors = SceneSensors(self.model)
 
     def for_split(self, split: str) -> TabletopScene:
-        """The same scene, model shared, with layouts of a split."""
+        """The same scene and model, with layouts of a split."""
         _check_choice("split", split, SPLITS)
         other = copy.copy(self)
         other.split = split
@@ -110,6 +115,7 @@ class TabletopScene:
         """Draw an episode's variant, with a copy of the model; None for the nominal scene."""
         if not self.randomization.active() or episode.draw is None:
             return None
+        # a copy, because other rows share the scene's model
         return draw_variant(copy.copy(self.model), self.arm, tuple(self.task.areas), self.randomization, episode)
 
     def reset(self, model: mujoco.MjModel, data: mujoco.MjData, rng: np.random.Generator) -> None:
@@ -141,26 +147,28 @@ class TabletopScene:
 
 
 def find_task(name: str) -> TabletopTask:
-    """Row of `TASKS` with a name; raises UserError where there is none."""
+    """Row of `TASKS` with a name; raises UserError if it does not exist."""
     if name not in TASKS:
         raise UserError(f"task is {name!r}; there are {', '.join(TASKS)}")
     return TASKS[name]
 
 
 def layout_seed(split: str, layout: int) -> int:
-    """Seed of a layout; none of one split is one of the other."""
+    """Seed of a layout; the splits share no seed."""
     _check_choice("split", split, SPLITS)
     if not 0 <= layout < LAYOUTS:
         raise UserError(f"layout is {layout}; must be 0 to {LAYOUTS - 1}")
+    # even seeds for one split, odd ones for the other
     return 2 * layout + SPLITS.index(split)
 
 
 def draw_layout(
     areas: Mapping[str, Area], apart_m: tuple[float, float], split: str, rng: np.random.Generator
 ) -> Layout:
-    """Draw where the pieces stand: within their areas, apart from each other, on squares of the split's colour."""
+    """Draw the positions of the pieces: within their areas, apart from each other, on squares of the split's colour."""
     near, far = apart_m
     for _ in range(MAX_DRAWS):
+        # all pieces are drawn again after a failure: drawing them one by one would favour some layouts
         poses = {name: _draw_pose(area, rng) for name, area in areas.items()}
         if not all(_on_square(x, y, split) for x, y, _ in poses.values()):
             continue
@@ -281,7 +289,7 @@ DRAWER_AREAS = {"drawer": Area((0.56, 0.64), (-0.11, 0.11), yaw_rad=0.2)}
 # One fixed motion opens the drawer above in four of ten layouts, and in at best two of ten here.
 WIDE_AREAS = {"drawer": Area((0.54, 0.66), (-0.2, 0.2), yaw_rad=0.6)}
 FAR_M = (0.14, 1.0)
-"""Least and greatest distance of things between which a cube is carried."""
+"""Minimum and maximum distance of things between which a cube is carried."""
 PUSH_ROLES, PUSH_AREAS = Roles("red_cube", goal="blue_zone"), {"red_cube": CUBE_AREA, "blue_zone": WHOLE}
 TO_PLATE, STACK_ROLES = Roles("red_cube", goal="yellow_plate"), Roles("red_cube", second="green_cube")
 GREEN_ROLES = Roles("green_cube", second="red_cube")

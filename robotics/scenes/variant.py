@@ -40,6 +40,7 @@ class SceneVariant:
         scale = noise_scale(self.noise)
         if not scale.any():
             return state
+        # always for the full state: a policy that sees less of it gets the same noise on what it sees
         noise = self.stream("state_noise", step).standard_normal(STATE_SIZE) * scale
         return (state + noise[: len(state)]).astype(np.float32)
 
@@ -47,6 +48,7 @@ class SceneVariant:
         """Image (H, W, 3) with the noise of a control step, rounded and clipped; further cameras are named in view."""
         if not self.noise.image:
             return image
+        # the first camera keeps the stream that it has without further ones
         stream = self.stream("image_noise", step, *([view] if view else []))
         noise = self.noise.image * stream.standard_normal(image.shape, np.float32)
         return np.rint(np.clip(image + noise, 0, 255)).astype(np.uint8)
@@ -61,11 +63,13 @@ def draw_variant(
     delays, noise = draw_delays(config, stream), config.sensor_noise
     levels = {f"sensor_noise.{name}": value for name, value in vars(noise).items() if is_on(value)}
     late = delays.get("action_delay", 0), delays.get("observation_delay", 0)
-    return SceneVariant(model, drawn | delays | levels, *late, noise, stream)
+    drawn |= delays
+    drawn |= levels
+    return SceneVariant(model, drawn, *late, noise, stream)
 
 
 class ActionDelay:
-    """Executes each action some control steps after it was given."""
+    """Executes each action a number of control steps after it was given."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -76,6 +80,7 @@ class ActionDelay:
         if not self._steps:
             return actions
         queue = np.concatenate([self._waiting, actions])
+        # a chunk may be shorter than the delay
         self._waiting = queue[len(actions) :]
         return queue[: len(actions)]
 
@@ -86,8 +91,11 @@ class ObservationDelay:
     def __init__(self, model: mujoco.MjModel, data: mujoco.MjData, steps: int) -> None:
         import mujoco
 
-        self._lib, self._model, self._steps = mujoco, model, steps
-        self._state, self._now = int(mujoco.mjtState.mjSTATE_INTEGRATION), data
+        self._lib = mujoco
+        self._model = model
+        self._steps = steps
+        self._state = int(mujoco.mjtState.mjSTATE_INTEGRATION)
+        self._now = data
         self._size = mujoco.mj_stateSize(model, self._state)
         self._past: deque[tuple[NDArray[np.float64], NDArray[np.float64]]] = deque(maxlen=steps + 1)
         self.data: mujoco.MjData = mujoco.MjData(model) if steps else data
@@ -105,6 +113,7 @@ class ObservationDelay:
             return
         state = np.empty(self._size)
         self._lib.mj_getState(self._model, data, state, self._state)
+        # copied: data goes on changing
         self._past.append((state, np.array(data.sensordata)))
         self._lib.mj_setState(self._model, self.data, self._past[0][0], self._state)
 

@@ -44,7 +44,7 @@ class Layer:
         return np.flatnonzero(self.model.body_rootid == root)
 
     def geoms_of(self, bodies: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Ids of the geoms of some bodies."""
+        """Ids of the geoms of the given bodies."""
         return np.flatnonzero(np.isin(self.model.geom_bodyid, bodies))
 
     @property
@@ -69,6 +69,7 @@ def vary_model(
 def _vary_lights(layer: Layer, ranges: Any) -> Draws:
     """Draw factors of brightness and colour, for ambient and diffuse light of lamps and headlight alike."""
     model, found = layer.model, Draws()
+    # one factor for all lights, so that brightness and colour can be varied separately
     factor = float(layer.stream("lights", "brightness").uniform(*ranges.brightness))
     found["lights.brightness"] = factor
     for number in range(model.nlight):
@@ -99,6 +100,7 @@ def _vary_camera(layer: Layer, ranges: Any) -> Draws:
         rng = layer.stream("camera", name)
         shift, turn, zoom = ranges.position_m * rng.uniform(-1, 1, 3), rng.uniform(-1, 1, 3), rng.uniform(-1, 1)
         model.cam_pos[number] += shift
+        # without it not even a multiplication: a part that is off must not change the last bit
         if ranges.rotation_rad:
             turned = np.empty(4)
             mujoco.mju_mulQuat(turned, model.cam_quat[number], _quaternion(ranges.rotation_rad * turn))
@@ -127,8 +129,9 @@ def _vary_colours(layer: Layer, ranges: Any) -> Draws:
 
 
 def _shift_colours(model: mujoco.MjModel, geoms: NDArray[np.int64], shift: NDArray[np.float64]) -> None:
-    """Shift the channels of some geoms, in their materials where they take their colours from there."""
+    """Shift the colour channels of geoms, or of the materials from which they take their colours."""
     has_material = (model.geom_matid[geoms] >= 0) & (model.geom_rgba[geoms] == UNSET_RGBA).all(axis=1)
+    # geoms may share a material, which must be shifted once
     own, materials = geoms[~has_material], np.unique(model.geom_matid[geoms[has_material]])
     model.geom_rgba[own, :3] = np.clip(model.geom_rgba[own, :3] + shift, 0, 1)
     model.mat_rgba[materials, :3] = np.clip(model.mat_rgba[materials, :3] + shift, 0, 1)
@@ -151,12 +154,13 @@ def _vary_friction(layer: Layer, ends: Any) -> Draws:
 
 
 def _vary_mass(layer: Layer, ends: Any) -> Draws:
-    """Scale masses, and inertias with them as of equal shapes; `mj_setConst` updates what MuJoCo derives from both."""
+    """Scale masses, and inertias in proportion; `mj_setConst` updates what MuJoCo derives from both."""
     import mujoco
 
     model, found = layer.model, Draws()
     for name in layer.pieces:
         bodies = layer.bodies_of(name)
+        # a piece that does not move has no mass to vary
         if model.body_mass[bodies].any() and model.body_dofnum[bodies].any():
             factor = found[f"mass.{name}"] = float(layer.stream("mass", name).uniform(*ends))
             model.body_mass[bodies] *= factor
@@ -171,6 +175,7 @@ def _vary_servo_gain(layer: Layer, ends: Any) -> Draws:
     for name in layer.arm.joints:
         number = int(model.actuator(name).id)
         factor = found[f"servo_gain.{name}"] = float(layer.stream("servo_gain", name).uniform(*ends))
+        # kp in the gain, -kp and -kv in the bias
         model.actuator_gainprm[number, 0] *= factor
         model.actuator_biasprm[number, :3] *= factor
     return found

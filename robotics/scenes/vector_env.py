@@ -49,15 +49,15 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
     observation, and `failed` and `failure`, the reason, in its info.
 
     Args:
-        task: key in `TASKS`, or a list with one for each environment.
+        task: key in `TASKS`, or a list with one per environment.
         num_envs: N.
         arm: key in `ARMS`.
         settings: observation, reward, horizon and control.
-        split: of the layouts that are drawn.
+        split: split from which layouts are drawn.
         autoreset_mode: when the next episode begins.
         failed_reward: reward of the step in which a simulation diverged.
-        workers: threads; the usable cores when None.
-        backend: name of a renderer that was probed; chosen and probed when None.
+        workers: number of threads; None = the usable cores.
+        backend: name of a probed renderer; None = chosen and probed.
 
     Raises:
         UserError: there is no such task, arm, split, camera, state or reward, or no renderer.
@@ -82,8 +82,11 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
         if num_envs < 1 or len(tasks) != num_envs:
             raise UserError(f"{len(tasks)} tasks for num_envs={num_envs}; expected one for each of at least 1")
         layout_seed(split, 0)  # refuses a split that does not exist
-        self.num_envs, self.split, self._tasks = num_envs, split, tasks
-        self.autoreset_mode, self._failed_reward = AutoresetMode(autoreset_mode), failed_reward
+        self.num_envs = num_envs
+        self.split = split
+        self._tasks = tasks
+        self.autoreset_mode = AutoresetMode(autoreset_mode)
+        self._failed_reward = failed_reward
         names = list(dict.fromkeys(tasks))
         self.batch = TabletopBatch(names, arm, settings, workers=workers, backend=backend)
         """The simulator; see its `full_state` and `counts`."""
@@ -102,7 +105,8 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
         self._rngs: list[np.random.Generator | None] = [None] * num_envs
         self._layouts = [-1] * num_envs
         self._drawn: dict[int, Mapping[str, Any]] = {}
-        self._over, self._begun = np.zeros(num_envs, bool), False
+        self._over = np.zeros(num_envs, bool)
+        self._begun = False
         self.closed = False
 
     @property
@@ -116,7 +120,7 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
         """Begin episodes.
 
         Args:
-            seed: of the first environment, which counts up; a list with a seed or None for each; None for none.
+            seed: seed of the first environment, the next ones count up; a list with a seed or None for each; or None.
             options: `layout`, a number, or a list with one for each environment, drawn where it is missing;
                 `reset_mask`, (N,) bool, the environments that begin an episode.
 
@@ -128,6 +132,7 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
         mask, others = rows_to_reset(options, self.num_envs)
         layouts = self._wanted_layouts(others or {})
         for row in np.flatnonzero(mask).tolist():
+            # as in Gymnasium: without a new seed an environment continues its own stream
             if seeds[row] is not None or self._rngs[row] is None:
                 self._rngs[row] = np_random(seeds[row])[0]
         if not self._begun and not mask.all():
@@ -151,6 +156,7 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
         if not self._begun or (self.autoreset_mode is AutoresetMode.DISABLED and self._over.any()):
             row = int(np.argmax(self._over))
             raise UserError(f"no episode runs in environment {row}; reset it first (options={{'reset_mask': bools}})")
+        # NEXT_STEP: rows that ended in the last step begin in this one, with reward 0 and their action ignored
         ended = np.flatnonzero(self._over).tolist()
         rewards, flags = np.zeros(self.num_envs), np.zeros((2, self.num_envs), bool)
         infos: dict[int, Any] = {}
@@ -158,6 +164,7 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
             result = self.batch.step_chunk(given[self.batch.live][:, None])
             infos = self._enter(result, rewards, flags)
         if ended:
+            # after the step, so that the rows that began do not move in it
             infos.update(self._begin(ended, [None] * self.num_envs))
         over = flags[0] | flags[1]
         if self.autoreset_mode is AutoresetMode.SAME_STEP:
@@ -175,7 +182,7 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
         self.batch.close()
 
     def _begin(self, rows: Sequence[int], layouts: Sequence[int | None]) -> dict[int, Any]:
-        """Begin episodes in some rows; returns their infos."""
+        """Begin episodes in the given rows; returns their infos."""
         episodes = {}
         for row in rows:
             rng, layout = self._rngs[row], layouts[row]
@@ -183,6 +190,7 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
             # As in TabletopEnv: a layout is drawn only where none is wanted.
             self._layouts[row] = int(rng.integers(LAYOUTS)) if layout is None else layout
             episodes[row] = EpisodeSpec(self._tasks[row], "", self._layouts[row], self.split)
+        # the first time all rows begin together; later only some of them
         result = self.batch.restart(episodes) if self._begun else self.batch.reset(list(episodes.values()))
         self._begun = True
         self._over[list(rows)] = False
@@ -194,6 +202,7 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
         """Begin the next episodes in rows that have just ended; returns infos with how they ended."""
         if not rows:
             return {}
+        # copied before the next episodes overwrite the buffers
         last = {row: {name: part[row].copy() for name, part in self._seen.items()} for row in rows}
         begun = self._begin(rows, [None] * self.num_envs)
         return {row: {"final_info": infos[row], "final_obs": last[row], **begun[row]} for row in rows}
@@ -202,7 +211,9 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
         """Write a control step into rewards and (2, N) terminations and truncations; returns infos."""
         rows, failed = result.rows, result.failed
         rewards[rows] = np.where(failed, self._failed_reward, result.rewards[:, 0])
-        flags[0, rows], flags[1, rows] = result.terminated & ~failed, result.truncated | failed
+        flags[0, rows] = result.terminated & ~failed
+        flags[1, rows] = result.truncated | failed
+        # a diverged row keeps its last valid observation
         self._observe(result, ~failed)
         infos = {int(row): self._info(int(row), bool(done)) for row, done in zip(rows, result.success, strict=True)}
         for row in rows[failed].tolist():

@@ -70,7 +70,7 @@ class VideoRenderer:
 
 
 def video_size(height: int) -> tuple[int, int]:
-    """(H, W) of a video of a height: 4:3, both even, as video encoders need them."""
+    """(H, W) of a video of the given height: 4:3, both even, because video encoders require it."""
     even = max(2, height + height % 2)
     return even, 2 * round(even * 2 / 3)
 
@@ -78,7 +78,7 @@ def video_size(height: int) -> tuple[int, int]:
 def write_caption(frame: NDArray[np.uint8], caption: Caption) -> NDArray[np.uint8]:
     """Copy of an image (H, W, 3) with a caption over its bottom: a bar, green after a success and red after a failure.
 
-    The text is left out where the bar has fewer than 10 pixels.
+    The text is omitted if the bar has fewer than 10 pixels.
     """
     from PIL import Image, ImageDraw, ImageFont
 
@@ -167,7 +167,7 @@ def _write_time(pen: Any, corner: tuple[int, int], caption: Caption, font: Any) 
 
 
 MARGIN = 0.7
-"""Part of the width outside the square that is left of it."""
+"""Fraction of the cropped width that is on the left."""
 HEAD_PX, GAP_PX, ROW_GAP_PX = 22, 3, 8
 FONT_PX, TIME_PX = 14, 11
 INK = (32, 35, 40)

@@ -1,6 +1,6 @@
 """A window onto a tabletop scene: MuJoCo's passive viewer on the presented scene.
 
-The mouse turns the view. Pushing things with it, which the viewer also offers, changes only what is shown.
+The mouse turns the view. The viewer can also push things with it, which only changes the display.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class SceneViewer:
 
 
 def check_display() -> None:
-    """Raise UserError with advice where no window can be opened."""
+    """Raise UserError with advice if no window can be opened."""
     if platform.system() == "Linux" and not any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY")):
         raise UserError(
             f"there is no display for a window: neither DISPLAY nor WAYLAND_DISPLAY is set. {WITHOUT_WINDOW}"
@@ -100,9 +100,9 @@ def check_display() -> None:
 
 
 MOST_LATE_S = 0.5
-"""Delay beyond which the clock is set back instead of skipping states to catch up."""
+"""Delay beyond which the clock is reset instead of skipping states to catch up."""
 LONGEST_STILL_S = 0.1
-"""Longest time between two images, however late they are."""
+"""Maximum time between two images, however late they are."""
 WITHOUT_WINDOW = (
     "Write a video instead, render_mode='rgb_array' or `mmrl sim play TASK --video film.mp4`, or give the machine a "
     "display: ssh -X, or xvfb-run for a virtual one"

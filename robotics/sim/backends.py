@@ -1,8 +1,8 @@
-"""Choice of the OpenGL renderer: each is tried in a process of its own, because a broken driver may crash it.
+"""Choice of the OpenGL renderer: each is tried in a separate process, because a broken driver may crash it.
 
-MuJoCo reads `MUJOCO_GL` when it is imported and takes a window library when it is unset, which fails on a machine
-without a screen. Here contexts are opened directly, so the choice may also be made after the import. Processes that
-load other environments guess, see `mmrl.workers.loading.choose_renderer`.
+MuJoCo reads `MUJOCO_GL` when it is imported and uses a window library if it is unset, which fails on a machine without
+a screen. Here contexts are opened directly, so the choice can also be made after the import. Processes that load other
+environments guess, see `mmrl.workers.loading.choose_renderer`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Backend:
     name: str
     """egl, osmesa, glfw or cgl: its value of `MUJOCO_GL`."""
     device: str
-    """OpenGL's description of the device, such as `llvmpipe (LLVM 15.0.6, 256 bits), 4.5 ... Mesa 22.3.6`."""
+    """Device as described by OpenGL, such as `llvmpipe (LLVM 15.0.6, 256 bits), 4.5 ... Mesa 22.3.6`."""
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it draws on the CPU."""
+        """Whether it renders on the CPU."""
         return self.name == "osmesa" or any(word in self.device.lower() for word in SOFTWARE)
 
 
@@ -49,10 +49,10 @@ def find_backend(preferred: str | None = None) -> Backend | None:
     """Choose a renderer and set `MUJOCO_GL` to it, for child processes and for mujoco's own renderer.
 
     Args:
-        preferred: the only one to try; that of `MUJOCO_GL` when None, else all of this system, EGL before OSMesa.
+        preferred: the only one to try; None = that of `MUJOCO_GL`, or all of this system, EGL before OSMesa.
 
     Returns:
-        The first that rendered an image in a process of its own; None if none did or `MUJOCO_GL` is off.
+        The first that rendered an image in a separate process; None if none did or `MUJOCO_GL` is off.
     """
     for name in _candidates(preferred):
         backend, _ = probe_backend(name)
@@ -85,10 +85,11 @@ PROBED = "MMRL_PROBED_RENDERER"
 
 @functools.cache
 def probe_backend(name: str) -> tuple[Backend | None, str]:
-    """Render a small image in a process of its own, once for each name; children take the result from `PROBED`."""
+    """Render a small image in a separate process, once for each name; children take the result from `PROBED`."""
     probed, _, device = os.environ.get(PROBED, "").partition("|")
     if probed == name:
         return Backend(name, device), ""
+    # PyOpenGL would keep the platform that this process has chosen
     environment = {key: value for key, value in os.environ.items() if key != "PYOPENGL_PLATFORM"}
     environment["MUJOCO_GL"] = name
     try:
@@ -124,6 +125,7 @@ def _candidates(preferred: str | None) -> tuple[str, ...]:
         _check_name(preferred)
         return (preferred,)
     asked = os.environ.get("MUJOCO_GL", "").lower().strip()
+    # a guess of an earlier process is no wish of the user
     asked = "" if asked == os.environ.get(GUESSED) else asked
     if asked in OFF:
         return ()

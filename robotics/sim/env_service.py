@@ -47,11 +47,11 @@ else:
 class RowEnv(Protocol):
     """One environment as the worker drives it; a user's factory may return it.
 
-    Optional: `expert()`, (A,) the action of an expert of its own; for several cameras `views`, the names of the further
-    ones, with `render_views()`, (V, H, W, 3) uint8 RGB in their order; `action_bounds`, two arrays (A,), the meaning of
-    -1 and 1 in its own units, and `action_integer`, whether these are whole numbers; `state_names` and `action_names`,
-    the names of the entries in their order; `camera`, the name of the camera of `render`; `control_hz`, control steps a
-    second.
+    Optional: `expert()`, the action (A,) of the environment's expert; for several cameras `views`, the names of the
+    additional ones, with `render_views()`, (V, H, W, 3) uint8 RGB in this order; `action_bounds`, two arrays (A,), the
+    meaning of -1 and 1 in the environment's units, and `action_integer`, whether these are integers; `state_names` and
+    `action_names`, the names of the entries in order; `camera`, the name of the camera of `render`; `control_hz`,
+    control steps per second.
     """
 
     action_size: int
@@ -59,7 +59,7 @@ class RowEnv(Protocol):
     state_size: int
     """Entries of the state."""
     image_size: tuple[int, int] | None
-    """(H, W) of `render`; None where it cannot draw."""
+    """(H, W) of `render`; None if it cannot draw."""
     horizon: int
     """Control steps after which an episode is truncated."""
 
@@ -74,8 +74,8 @@ class RowEnv(Protocol):
     def reset(self, task: str, layout: int, split: str, seed: int) -> None:
         """Begin an episode; equal arguments start from the same bits.
 
-        One that randomises its domain also takes `draw: int | None`, None for the nominal scene, and
-        reports the draw by `domain_draw()`, as JSON.
+        With domain randomisation it also takes `draw: int | None`, None for the nominal scene, and the environment
+        reports the draw with `domain_draw()`, as JSON.
         """
         ...
 
@@ -84,11 +84,11 @@ class RowEnv(Protocol):
         ...
 
     def state(self) -> np.ndarray:
-        """(S,) present state."""
+        """(S,) current state."""
         ...
 
     def render(self) -> np.ndarray:
-        """(H, W, 3) uint8 RGB of the present state."""
+        """(H, W, 3) uint8 RGB of the current state."""
         ...
 
     def describe(self) -> Mapping[str, Any]:
@@ -142,7 +142,7 @@ class EnvService:
     def answer(
         self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Do what a request of the kind reset, step_chunk, expert or render asks for."""
+        """Answer a request of kind reset, step_chunk, expert or render."""
         if fields["kind"] == "reset":
             seen = self.reset(fields)
             return self._drawn(), seen
@@ -155,9 +155,10 @@ class EnvService:
         self._env.close()
 
     def reset(self, fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Begin an episode and observe it; `past` asks for that many control steps before in later replies."""
+        """Begin an episode and observe it; later replies include the `past` control steps before them."""
         self._elapsed, self._recent = 0, recent.RecentObservations(int(fields.get("past", 0)))
         draw = {"draw": fields["draw"]} if "draw" in fields else {}
+        # for environments that draw from the global generators: equal arguments must start equal episodes
         foreign.seed_globals(int(fields["seed"]))
         self._env.reset(fields["task"], int(fields["layout"]), fields["split"], int(fields["seed"]), **draw)
         return self._with_past(self._observe())
@@ -175,7 +176,7 @@ class EnvService:
         """Act (K, A) until the chunk or the episode ends, or a number is not finite, which `diverged` then names.
 
         Returns rewards (steps,), flags (3,) success, terminated and truncated, the last observation, the requested
-        past while the episode continues, and frames (steps, H, W, 3) where recorded.
+        past while the episode continues, and frames (steps, H, W, 3) if recorded.
         """
         rewards, frames = [], []
         success = terminated = truncated = False
@@ -184,22 +185,27 @@ class EnvService:
             succeeded, ended, cut = map(foreign.as_flag, flags, ("success", "terminated", "truncated"))
             self._elapsed += 1
             rewards.append(float(reward))
+            # before anything is returned: a single NaN would spread over the whole batch
             diverged = self._look(rewards)
             if diverged:
                 return {"diverged": diverged}, {}
             success = success or succeeded
             terminated = ended or (self._end_at_success and success)
+            # a success in the last step is an end, not a cut
             truncated = not terminated and (cut or self._elapsed >= self._env.horizon)
             if record:
                 frames.append(self._draw())
             if terminated or truncated:
                 break
+            # only steps that the next reply's past can reach; drawing the others would be wasted
             if 0 < len(actions) - step <= self._recent.past:
                 self._recent.add(self._observe(frames[-1] if frames else None))
+
         result = {"rewards": np.array(rewards, np.float64), "flags": np.array([success, terminated, truncated])}
         if record:
             result["frames"] = np.stack(frames)
         seen = self._observe(frames[-1] if frames else None)
+        # nobody acts on the last observation of an episode, so it needs no past
         result.update(seen if terminated or truncated else self._with_past(seen))
         return {}, result
 
@@ -208,13 +214,14 @@ class EnvService:
         return {"action": np.asarray(self._env.expert(), np.float64)}  # type: ignore[attr-defined]
 
     def render(self) -> dict[str, np.ndarray]:
-        """(H, W, 3) image of the present state."""
+        """(H, W, 3) image of the current state."""
         return {"image": self._draw()}
 
     def _observe(self, drawn: np.ndarray | None = None) -> dict[str, np.ndarray]:
         state = np.asarray(self._env.state(), np.float32).reshape(-1)
         if not self._images:
             return {"state": state}
+        # an image that was drawn for the recording is not drawn twice
         seen = {"state": state, "image": self._draw() if drawn is None else drawn}
         if self._views:
             views = self._env.render_views()  # type: ignore[attr-defined]
@@ -250,7 +257,7 @@ class EnvService:
 
 
 def _number(value: Any) -> float | None:
-    """A number as one that JSON can hold; None for anything else, since metadata may hold anything."""
+    """A finite number, which JSON can store; None for anything else, since metadata may contain anything."""
     try:
         found = float(value)
     except (TypeError, ValueError):
@@ -259,7 +266,7 @@ def _number(value: Any) -> float | None:
 
 
 def make_env(factory: str, kwargs: Mapping[str, Any], adapter: Mapping[str, Any]) -> RowEnv:
-    """Make the environment and wrap it where it is one of Gymnasium's."""
+    """Make the environment, and wrap it if it is a Gymnasium environment."""
     function = loading.find_function(factory, what="the factory")
     loading.check_arguments(f"options of {factory}", function, kwargs)
     env = function(**kwargs)

@@ -1,11 +1,11 @@
-"""Interface of simulators of many episodes, whatever engine or process they run in.
+"""Interface of simulators of many episodes, in any engine or process.
 
 R episodes run at the same time, each in a row. Actions come in chunks of K control steps that run open loop, after
 which the live rows are observed. A row whose environment failed has no result: its reward is NaN, and it does not count
 as an episode without success.
 
 A policy that takes several observations asks `begin_episodes` for a past of P control steps, those within a chunk
-included. At control step t it is t - P .. t - 1; the first observation of the episode stands for steps before it.
+included. At control step t it is t - P .. t - 1; steps before the episode repeat its first observation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class EpisodeSpec:
 
 @dataclass(frozen=True)
 class RobotObservation:
-    """Observation of some rows; the arrays belong to the caller."""
+    """Observation of the given rows; the arrays belong to the caller."""
 
     rows: NDArray[np.int64]
     """(R,) numbers of the episodes, ascending."""
@@ -48,16 +48,16 @@ class RobotObservation:
     images: NDArray[np.uint8] | None
     """(R, H, W, 3) RGB; None without images."""
     views: NDArray[np.uint8] | None = None
-    """(R, V, H, W, 3) RGB of V further cameras, in the order of the simulator's `views`."""
+    """(R, V, H, W, 3) RGB of V additional cameras, in the order of the simulator's `views`."""
     past_state: NDArray[np.float32] | None = None
-    """(R, P, S) of the past, the oldest first; zeros where the episode has ended."""
+    """(R, P, S) of the past, the oldest first; zeros if the episode has ended."""
     past_images: NDArray[np.uint8] | None = None
     """(R, P, H, W, 3) of the past."""
     past_views: NDArray[np.uint8] | None = None
     """(R, P, V, H, W, 3) of the past."""
 
     def of(self, rows: ArrayLike) -> RobotObservation:
-        """Observation of some rows (ascending numbers); shares memory if it is all rows."""
+        """Observation of the given rows (ascending numbers); shares memory if these are all rows."""
         wanted = np.asarray(rows, np.int64)
         if np.array_equal(wanted, self.rows):
             return self
@@ -74,9 +74,9 @@ class ChunkResult:
     rows: NDArray[np.int64]
     """(L,) numbers of the episodes, ascending."""
     rewards: NDArray[np.float64]
-    """(L, K) the environment's rewards; 0 after the end, all NaN where the environment failed."""
+    """(L, K) the environment's rewards; 0 after the end, all NaN if the environment failed."""
     steps: NDArray[np.int64]
-    """(L,) control steps that count; 0 where the environment failed."""
+    """(L,) control steps that count; 0 if the environment failed."""
     success: NDArray[np.bool_]
     """(L,) whether the task was solved at one of these control steps."""
     terminated: NDArray[np.bool_]
@@ -86,14 +86,14 @@ class ChunkResult:
     failed: NDArray[np.bool_]
     """(L,) whether the environment failed: raised, hung, died or diverged."""
     observation: RobotObservation
-    """Observation of `rows` at the end of the chunk or of the episode; zeros where the environment failed."""
+    """Observation of `rows` at the end of the chunk or of the episode; zeros if the environment failed."""
     reasons: Mapping[int, str] = field(default_factory=dict)
-    """Reasons by row of failures, and the environment's own explanations of an end."""
+    """Reasons of failures by row, and the environment's own explanations of an end."""
     frames: Mapping[int, NDArray[np.uint8]] = field(default_factory=dict)
     """Frames (steps, H, W, 3) of the control steps, by recorded row."""
     object_poses: NDArray[np.float64] | None = None
-    """(L, 4, 4) T_world_object of the piece that the task acts on, at the end; NaN where the environment failed, None
-    where the simulator does not report it."""
+    """(L, 4, 4) T_world_object of the piece that the task acts on, at the end; NaN if the environment failed, None if
+    the simulator does not report it."""
     full_state: NDArray[np.float32] | None = None
     """(L, F) full state at the end of the chunk or of the episode; None if the simulator does not report it."""
     drawn: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class ChunkResult:
         views: int = 0,
         past: int = 0,
     ) -> ChunkResult:
-        """Zeros for a chunk of K = length actions in some rows, with V views and a past of P control steps."""
+        """Zeros for a chunk of K = length actions in the given rows, with V views and a past of P control steps."""
         count, shape = len(rows), None if image_size is None else (*image_size, 3)
         observation = RobotObservation(
             rows,
@@ -128,9 +128,9 @@ class ChunkResult:
 class RobotSim(Protocol):
     """Many episodes at once. A row is live until its episode ends; only live rows take actions.
 
-    With several cameras it also has an attribute `views`, see `views_of`; where the environment's own units differ from
-    -1..1, `action_bounds`, two sequences (A,) of its values for -1 and 1, and `action_integer = True` where these are
-    whole numbers. `state_names` (S,), `action_names` (A,), `camera` and `control_hz` say what the numbers mean, see
+    With several cameras it also has an attribute `views`, see `views_of`; if the environment's own units differ from
+    -1..1, `action_bounds`, two sequences (A,) of its values for -1 and 1, and `action_integer = True` if these are
+    integers. `state_names` (S,), `action_names` (A,), `camera` and `control_hz` describe the numbers, see
     `robotics.sim.interface`; policies and datasets are compared with them. With `potential_rewards = True` its rewards
     are a potential of the state, how far the task has come, which recipes read at the end and do not sum. If it keeps a
     past, `reset` takes `past: int = 0`, P, and fills `RobotObservation.past_state` and so on until the next `reset`.
@@ -154,7 +154,7 @@ class RobotSim(Protocol):
 
     @property
     def capacity(self) -> int | None:
-        """Largest number of episodes at once; None for any number."""
+        """Maximum number of episodes at once; None for any number."""
 
     @property
     def live(self) -> NDArray[np.int64]:
@@ -205,7 +205,7 @@ class RobotSim(Protocol):
 
 
 def views_of(sim: object) -> tuple[str, ...]:
-    """Names of a simulator's further cameras, in the order of `RobotObservation.views`."""
+    """Names of a simulator's additional cameras, in the order of `RobotObservation.views`."""
     return tuple(getattr(sim, "views", ()))
 
 
@@ -215,7 +215,7 @@ def keeps_past(sim: RobotSim) -> bool:
 
 
 def begin_episodes(sim: RobotSim, episodes: Sequence[EpisodeSpec], past: int = 0) -> ChunkResult:
-    """Begin episodes, with a past where one is requested and the simulator keeps one."""
+    """Begin episodes, with a past if one is requested and the simulator keeps one."""
     options = {"past": past} if past and keeps_past(sim) else {}
     return sim.reset(episodes, **options)
 

@@ -26,7 +26,7 @@ LAYOUTS = 1 << 30
 MOST_WHOLE = 1 << 24
 """Maximum bound of an integer Box: policies act in float32, which represents every integer up to it."""
 UNBOUNDED = 1e30
-"""Bounds beyond it mean none; many environments write float32's largest number."""
+"""Larger bounds count as none; many environments use the largest float32."""
 
 
 class EnvError(Exception):
@@ -45,27 +45,28 @@ class GymRow:
         env: gymnasium.Env with a Box of actions. Its `metadata` may have `instruction`, `image_size`, the (H, W) of
             `render`, without which an image is rendered to find out, and `state_names` and `action_names`, the names of
             the entries in their order.
-        task: name of its only task; the registered id when None.
-        instruction: language instruction; that of the environment's `metadata` when None.
+        task: name of its only task; None = the registered id.
+        instruction: language instruction; None = the one in the environment's `metadata`.
         state_keys: entries of a Dict observation that make the state, in this order; None = all but images. Nested
             Dicts are flattened.
         image_key: entry of a Dict observation that is the image, in any form of `mmrl.hub.foreign.image_form`; None =
             the first one of RGB, else the first of another form but a grey (H, W), else `env.unwrapped.policy_image()`
             (of environments that render something else for people), else `env.render()`. Images that are rendered are
             (H, W, 3) uint8, or grey or with transparency.
-        views: further cameras of the image's size: entries of a Dict observation, or cameras of
-            `env.unwrapped.policy_image(camera=name)`. Those of `metadata` when empty.
-        size: side in pixels of the square to which images are resized, by averaging areas; None = as drawn.
-        fit: of cameras that are not square: "pad", with black bars on both sides, or "stretch"; see `resize`.
+        views: additional cameras of the image's size: entries of a Dict observation, or cameras of
+            `env.unwrapped.policy_image(camera=name)`. Empty = those of `metadata`.
+        size: size in pixels of the square to which images are resized, by averaging areas; None = as drawn.
+        fit: how images that are not square are resized: "pad", with black bars on both sides, or "stretch"; see
+            `resize`.
         success_key: entry of `info` that reports success; None = `success` or `is_success`, one of which has to be in
-            `info` by the end of the first episode; "" = these two, and no success where they are missing.
-        success_reward: a control step with at least this reward solves the task, where `info` does not report success.
-        horizon: control steps of an episode; None = that of the registered id.
-        control_hz: control steps a second; None = `render_fps` of the environment's `metadata`.
-        layout_options: whether to pass `reset` the options layout, split, and draw (of the domain randomisation, where
-            it is not 0) in addition to the seed.
-        expert: function of the environment's observation to an action in its units, which is clipped to its bounds; in
-            options its name, module:function or file.py:function. None = the row has no method `expert`.
+            `info` by the end of the first episode; "" = these two, and no success if they are missing.
+        success_reward: a control step with at least this reward solves the task, if `info` does not report success.
+        horizon: control steps per episode; None = as registered with the id.
+        control_hz: control steps per second; None = `render_fps` of the environment's `metadata`.
+        layout_options: whether to pass `reset` the options layout, split, and draw (of the domain randomisation, if it
+            is not 0) in addition to the seed.
+        expert: function from the environment's observation to an action in its units, which is clipped to its bounds;
+            in options its name, module:function or file.py:function. None = the row has no method `expert`.
     """
 
     def __init__(
@@ -88,14 +89,15 @@ class GymRow:
     ) -> None:
         if fit not in FITS:
             raise EnvError(f"fit is {fit!r}; there are {' and '.join(FITS)}")
-        self._fit, self._camera_size = fit, (0, 0)
+        self._fit = fit
+        self._camera_size = (0, 0)
         spec = getattr(env, "spec", None)
         self._env, self._low, self._high = env, *_bounds(env.action_space)
         self.action_integer = np.dtype(env.action_space.dtype).kind != "f"
         if control_hz is not None and not (np.isfinite(control_hz) and control_hz > 0):
             raise EnvError(f"control_hz is {control_hz}; expected control steps a second, above 0")
         if expert is not None:
-            self.expert = partial(self._expert_action, expert)  # a worker tells by it whether there is one
+            self.expert = partial(self._expert_action, expert)  # its presence shows a worker that there is an expert
         # robosuite's wrappers unwrap to objects that are not Gymnasium environments
         draws = [getattr(owner, "policy_image", None) for owner in (env, getattr(env, "unwrapped", None))]
         self._draw: Any = draws[0] or draws[1]
@@ -107,12 +109,18 @@ class GymRow:
         parts = getattr(env.observation_space, "spaces", None)
         spaces = parts if isinstance(parts, Mapping) else {"": env.observation_space}
         self._forms = _image_forms(spaces)
-        self._success_key, self._success_reward = success_key, success_reward
+        self._success_key = success_key
+        self._success_reward = success_reward
+        # with a key or a reward the user has decided; otherwise the first episode must show that `info` reports success
         self._success_known = success_key is not None or success_reward is not None
-        self._layout_options, self._size, self._elapsed = layout_options, size, 0
+        self._layout_options = layout_options
+        self._size = size
+        self._elapsed = 0
         self._info: Mapping[str, Any] = {}
         self.horizon = _horizon(horizon, spec)
-        self.action_size, self.action_bounds = int(np.prod(env.action_space.shape)), (self._low, self._high)
+        self.action_size = int(np.prod(env.action_space.shape))
+        self.action_bounds = (self._low, self._high)
+        # sizes of state and image are only known from an observation; a worker resets again before it steps
         self._observation, _ = env.reset(seed=0)
         self.state_size = len(self.state())
         self.state_names = self._state_names(state_keys is None)
@@ -120,6 +128,7 @@ class GymRow:
         self.image_size = self._image_size()
         self.views = tuple(views or self._metadata.get("views", ()))
         self._check_views()
+        # the name under which a policy stores its camera; the user's key comes first
         self.camera = image_key or str(self._metadata.get("camera") or self._image_key or "")
 
     def tasks(self) -> Mapping[str, str]:
@@ -133,11 +142,13 @@ class GymRow:
     def reset(self, task: str, layout: int, split: str, seed: int, draw: int | None = 0) -> None:
         """Begin an episode; the seed differs from layout to layout and from split to split."""
         options: dict[str, Any] | None = {"layout": layout, "split": split} if self._layout_options else None
+        # draw 0 is the default episode, which an environment without randomisation has too
         if draw != 0:
             if options is None:
                 raise EnvError(f"draw is {draw}, which is an option of reset; set the adapter's layout_options")
             options["draw"] = draw
         self._elapsed = 0
+        # options stay None without layout_options: some environments reject unknown ones
         self._observation, info = self._env.reset(seed=seed, options=options)
         self._info = info if isinstance(info, Mapping) else {}
 
@@ -149,6 +160,7 @@ class GymRow:
     def step(self, action: np.ndarray) -> tuple[float, bool, bool, bool]:
         """Act for one control step with (A,) in -1..1; returns reward, success, terminated and truncated."""
         space = self._env.action_space
+
         scaled = self._low + (np.asarray(action, np.float64) + 1.0) / 2.0 * (self._high - self._low)
         if self.action_integer:  # a cast alone would cut the fraction off
             scaled = np.rint(scaled)
@@ -158,6 +170,7 @@ class GymRow:
         success = self._success(float(reward), info)
         self._elapsed += 1
         terminated, truncated = foreign.as_flag(terminated, "terminated"), foreign.as_flag(truncated, "truncated")
+        # raised at the end of the first episode, before a run counts every episode as a failure
         if not self._success_known and (terminated or truncated or self._elapsed >= self.horizon):
             raise EnvError(
                 f"{self._name}: an episode has ended and info said nothing of success, it has: "
@@ -174,6 +187,7 @@ class GymRow:
         if self.action_integer:
             action = np.rint(action)
         width = self._high - self._low
+        # a locked joint has no scale; its only value is 0 by convention
         locked = width == 0
         scaled = (action - self._low) / np.where(locked, 1.0, width) * 2.0 - 1.0
         return np.where(locked, 0.0, np.clip(scaled, -1.0, 1.0))
@@ -188,6 +202,7 @@ class GymRow:
     def state(self) -> np.ndarray:
         """(S,) float32, the entries of the state one after the other."""
         parts = [self._observation[key] for key in self._state_keys] if self._state_keys is not None else []
+        # a plain Box is the state, unless the whole observation is an image
         if self._state_keys is None and self._image_key is None:
             parts = [self._observation]
         return np.concatenate([np.zeros(0), *_leaves(parts)]).astype(np.float32)
@@ -207,7 +222,7 @@ class GymRow:
 
     @property
     def shadow_lights(self) -> int:
-        """Lights that cast shadows in a MuJoCo scene from which the environment draws its images; 0 if not known."""
+        """Number of lights that cast shadows in the MuJoCo scene that the environment renders; 0 if unknown."""
         model: Any = getattr(getattr(self._env, "unwrapped", self._env), "model", None)
         own = self._image_key is not None or self._draw is not None  # not known how these are drawn
         if own or type(model).__name__ != "MjModel" or not model.vis.quality.shadowsize:
@@ -216,7 +231,7 @@ class GymRow:
 
     @property
     def fitted_camera(self) -> Mapping[str, Any]:
-        """(H, W) of a camera that is not square, with the side that its image gets, and how; empty for others."""
+        """(H, W) of a camera that is not square, the size its image is resized to, and how; empty if it is square."""
         height, width = self._camera_size
         if self._size is None or height == width:
             return {}
@@ -230,13 +245,14 @@ class GymRow:
     def _check_views(self) -> None:
         if not self.views:
             return
+        # an environment may draw its own camera only
         draws = self._draw is not None and "camera" in inspect.signature(self._draw).parameters
         others = [name for name in self._forms if name != self._image_key]
         for name in self.views:
             if not draws and name not in others:
                 raise EnvError(
                     f"{self._name} has no further camera {name!r}. Its observation has the images "
-                    f"{', '.join(others) or 'none'} beside the policy's, and it has no method policy_image(camera)"
+                    f"{', '.join(others) or 'none'} besides the policy's, and it has no method policy_image(camera)"
                 )
             try:
                 shape = self._resized(self._raw_view(name)).shape
@@ -273,6 +289,7 @@ class GymRow:
         self._env.close()
 
     def _image_size(self) -> tuple[int, int] | None:
+        # drawing an image to measure it would need a renderer that the run may never use
         declared = self._metadata.get("image_size")
         if declared is not None and self._image_key is None:
             self._camera_size = int(declared[0]), int(declared[1])
@@ -289,6 +306,7 @@ class GymRow:
         return int(height), int(width)
 
     def _success(self, reward: float, info: Mapping[str, Any]) -> bool:
+        # the user's reward overrides what `info` says
         if self._success_reward is not None:
             return reward >= self._success_reward
         if self._success_key:
@@ -307,7 +325,7 @@ def resize(image: np.ndarray, size: int, fit: str = "pad") -> np.ndarray:
     """Resize an image (H, W, C) uint8 to a square; each pixel is the mean of the area that it covers.
 
     "pad" keeps the proportions and adds black bars on both sides, as openpi's `resize_with_pad` does; "stretch" does
-    not keep them, as the processor of OpenVLA.
+    not keep them, like OpenVLA's processor.
     """
     height, width = image.shape[:2]
     longest = max(height, width)
@@ -316,6 +334,7 @@ def resize(image: np.ndarray, size: int, fit: str = "pad") -> np.ndarray:
     if part.shape[:2] == (size, size):
         return part
     square = np.zeros((size, size, image.shape[2]), np.uint8)
+    # an odd remainder goes to the bottom and right
     top, left = (size - part.shape[0]) // 2, (size - part.shape[1]) // 2
     square[top : top + part.shape[0], left : left + part.shape[1]] = part
     return square
@@ -328,10 +347,11 @@ def _averaged(image: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def _shares(given: int, wanted: int) -> np.ndarray:
-    """(wanted, given) share of each given pixel in each wanted one."""
+    """(wanted, given) fraction of each given pixel in each wanted one."""
     edges = np.linspace(0.0, given, wanted + 1)
     cells = np.arange(given)
     overlap = np.minimum(edges[1:, None], cells + 1) - np.maximum(edges[:-1, None], cells)
+    # a wanted pixel is the mean of the given ones that it overlaps, weighted by the overlap
     covered = np.clip(overlap, 0.0, None)
     return covered / covered.sum(1, keepdims=True)
 
@@ -391,6 +411,7 @@ def _bounds(space: Any) -> tuple[np.ndarray, np.ndarray]:
 def _image_forms(spaces: Mapping[str, Any]) -> dict[str, Any]:
     """The form of each entry that holds an image, those of RGB first."""
     forms = {key: foreign.image_form(space) for key, space in spaces.items()}
+    # RGB first, because the first image becomes the policy's camera
     rgb = [key for key, form in forms.items() if form == foreign.ImageForm() and spaces[key].shape[-1] == 3]
     return {key: forms[key] for key in [*rgb, *forms] if forms[key] is not None}
 
@@ -403,7 +424,7 @@ def _has_channels(space: Any) -> bool:
 def _split_keys(
     space: Any, state_keys: Sequence[str] | None, image_key: str | None
 ) -> tuple[list[str] | None, str | None]:
-    """Keys of state and image; "" where the whole observation is an image."""
+    """Keys of state and image; "" if the whole observation is an image."""
     if type(space).__name__ != "Dict":
         if state_keys is not None or image_key is not None:
             raise EnvError(f"observations are {space}; state_keys and image_key are for a Dict")
@@ -418,13 +439,15 @@ def _split_keys(
             f"image_key {image_key!r} is {parts[image_key]}; an image is a Box of uint8, 0 to 255, or of floats, 0 to "
             f"1, of the shape (H, W, 3) or (3, H, W), grey ones also (H, W). There are: {', '.join(images) or 'none'}"
         )
+    # the user's choice may be grey; the automatic one never is, as a grey image may be a table
     image = image_key or (images[0] if images else None)
+    # by default entries with two or more dimensions are images or maps, not state
     chosen = list(state_keys) if state_keys is not None else [key for key in parts if len(parts[key].shape or ()) < 2]
     for key in chosen:
         if any(_has_channels(leaf) for leaf in _inner_spaces(parts[key])):
             raise EnvError(
                 f"the entry {key!r} of the state holds an image; leave it out with state_keys, or wrap the "
-                "environment so that the image is an entry of its own"
+                "environment so that the image is a separate entry"
             )
     return chosen, image
 

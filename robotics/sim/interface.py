@@ -1,7 +1,8 @@
 """The meaning of the numbers that a policy and a robot exchange: names and order of entries, cameras, control rate.
 
-Two states of one size fit each other without an error, whatever their entries mean. So a simulator says what it knows,
-a policy is saved with what it was trained with, a dataset has its own metadata, and those that meet are compared.
+Two states of the same size fit each other without an error, even if their entries mean different things. So a simulator
+reports what it knows, a policy is saved with what it was trained with, a dataset has its own metadata, and whenever two
+of them meet they are compared.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ if TYPE_CHECKING:
     from robotics.sim.episodes import RobotSim
 
 FACTS = ("state", "actions", "cameras", "control_hz", "action_bounds")
-"""Names of what is compared."""
+"""Names of the facts that are compared."""
 RATE_TOLERANCE = 1e-3
-"""Relative difference of equal rates, since some are written with three decimals."""
+"""Relative tolerance of equal rates, since some are stored with three decimals."""
 
 
 @dataclass(frozen=True)
 class RobotInterface:
-    """Names and order of the entries of a state and an action, cameras, and control rate; None = nobody says."""
+    """Names and order of the entries of a state and an action, cameras, and control rate; None = unknown."""
 
     state: tuple[str, ...] | None = None
-    """Names of the entries of the state, in their order."""
+    """Names of the entries of the state, in order."""
     actions: tuple[str, ...] | None = None
-    """Names of the entries of an action, in their order."""
+    """Names of the entries of an action, in order."""
     cameras: tuple[str, ...] | None = None
-    """Names of the cameras, that of `images` first, then the further ones; "" for one without a name."""
+    """Names of the cameras, that of `images` first, then the additional ones; "" if a camera has no name."""
     control_hz: float | None = None
-    """Control steps a second."""
+    """Control steps per second."""
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read the file of a policy's folder; raises UserError where it holds something else."""
+        """Read the file of a policy's folder; raises UserError if it holds something else."""
         entries = read_json_object(path)
         unknown = sorted(set(entries) - {"state", "actions", "cameras", "control_hz"})
         if unknown:
@@ -61,12 +62,13 @@ class RobotInterface:
         return {name: list(part) if isinstance(part, tuple) else part for name, part in asdict(self).items()}
 
     def differences(self, other: RobotInterface) -> dict[str, str]:
-        """Explanations of what both say differently, by its name; "{0}" and "{1}" in them are for the two sides."""
+        """Explanations of facts that differ, by name; "{0}" and "{1}" in them are placeholders for the two sides."""
         found = {}
         for name, what in (("state", "the state"), ("actions", "an action")):
             own, theirs = getattr(self, name), getattr(other, name)
             if own and theirs and own != theirs:
                 found[name] = _first_difference(own, theirs, what)
+        # only the cameras that both have: a policy may see fewer than a simulator draws
         cameras = zip(self.cameras or (), other.cameras or (), strict=False)
         wrong = [(own, theirs) for own, theirs in cameras if own and theirs and own != theirs]
         if wrong:
@@ -76,7 +78,7 @@ class RobotInterface:
         return found
 
     def unnamed_in(self, other: RobotInterface) -> list[str]:
-        """Facts known here but not there, which cannot be compared."""
+        """Names of facts known here but not there, which cannot be compared."""
         named = {"state": self.state, "actions": self.actions, "control_hz": self.control_hz}
         return [name for name, part in named.items() if part and not getattr(other, name)]
 
@@ -84,6 +86,7 @@ class RobotInterface:
 def interface_of(sim: RobotSim) -> RobotInterface:
     """Facts that a simulator reports; see `RobotSim`."""
     about = sim.describe()
+    # the control rate first: a frame rate is only a good guess for it
     rate = getattr(sim, "control_hz", None) or about.get("control_hz") or about.get("render_fps")
     camera = getattr(sim, "camera", None) or about.get("camera") or about.get("image_key") or ""
     state, actions = (getattr(sim, f"{part}_names", None) for part in ("state", "action"))
@@ -96,7 +99,7 @@ def interface_of(sim: RobotSim) -> RobotInterface:
 
 
 def seen_part(interface: RobotInterface, policy: Any) -> RobotInterface:
-    """An interface without the parts that a policy does not read, which need not fit it."""
+    """An interface without the parts that a policy does not read and that need not match."""
     config = getattr(policy, "config", None)
     sizes = getattr(config, "encoder", config)
     unread = {"state": "state_size", "cameras": "image_size"}
@@ -111,12 +114,12 @@ def as_rate(value: Any) -> float | None:
 
 
 def same_rate(first: float, second: float) -> bool:
-    """Whether two rates are one."""
+    """Whether two rates are equal."""
     return math.isclose(first, second, rel_tol=RATE_TOLERANCE)
 
 
 def _names(found: Any, size: int) -> tuple[str, ...] | None:
-    """The names if there are as many, each a text and given once."""
+    """The names, if there are as many as entries and none is empty or repeated."""
     if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != size:
         return None
     names = tuple(str(name) for name in found)

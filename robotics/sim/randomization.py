@@ -3,14 +3,14 @@
     config = RandomizationConfig(camera=CameraRanges(position_m=0.03), friction=[0.6, 1.4], action_delay=[0, 2])
     settings = BatchSettings(randomization=config)
 
-Everything is off by default, and a part that is off changes nothing. An episode's draw is a function of the seed here
-and of the episode's task, split, layout and `draw` alone: the order of episodes, threads, processes and the other parts
-do not matter. `EpisodeSpec.draw = None` asks for the nominal scene.
+Everything is off by default, and a part that is off changes nothing. An episode's draw only depends on the seed here
+and on the episode's task, split, layout and `draw`, not on the order of episodes, threads, processes or the other
+parts. `EpisodeSpec.draw = None` requests the nominal scene.
 
 Ranges follow robosuite's `DomainRandomizationWrapper` (ARISE-Initiative/robosuite, robosuite/wrappers/
 domain_randomization_wrapper.py: lights, cameras and colours around their nominal values, textures) and Isaac Lab's
 events (isaac-sim/IsaacLab, isaaclab/envs/mdp/events.py: masses with their inertias, friction, actuator gains; delays as
-whole control steps). They draw from a running generator, where a repeated episode differs.
+whole control steps). Those draw from a running generator, so a repeated episode differs.
 """
 
 from __future__ import annotations
@@ -42,37 +42,37 @@ class LightRanges:
     """Lamps of the scene and the light at the camera."""
 
     position_m: float = bounded(0.0, at_least=0, finite=True, unit="m")
-    """Largest shift of each lamp along each axis."""
+    """Maximum shift of each lamp along each axis."""
     direction_rad: float = bounded(0.0, at_least=0, at_most=1.0, unit="rad")
-    """Largest turn of each lamp about each axis."""
+    """Maximum turn of each lamp about each axis."""
     brightness: list[float] = bounded(SAME, at_least=0, finite=True, length=2, unit="shares of the nominal")
-    """Least and greatest factor of all light."""
+    """Minimum and maximum factor of all light."""
     colour: float = bounded(0.0, at_least=0, at_most=1, unit="shares of the nominal")
-    """Largest change of each colour channel of each light."""
+    """Maximum change of each colour channel of each light."""
 
 
 @dataclass(frozen=True)
 class CameraRanges:
-    """Every camera, each by a draw of its own; one on the hand moves with the hand."""
+    """Ranges of the cameras, drawn separately for each; one on the hand moves with the hand."""
 
     position_m: float = bounded(0.0, at_least=0, finite=True, unit="m")
-    """Largest shift along each axis of what the camera is fixed to."""
+    """Maximum shift along each axis of the body that the camera is fixed to."""
     rotation_rad: float = bounded(0.0, at_least=0, at_most=1.0, unit="rad")
-    """Largest turn about each axis of the camera."""
+    """Maximum turn about each axis of the camera."""
     fovy_deg: float = bounded(0.0, at_least=0, at_most=30, unit="degrees")
-    """Largest change of the vertical field of view."""
+    """Maximum change of the vertical field of view."""
 
 
 @dataclass(frozen=True)
 class ColourRanges:
-    """Largest change of each channel (red, green, blue in 0..1), one draw for each thing."""
+    """Maximum change of each channel (red, green, blue in 0..1), drawn separately for each thing."""
 
     pieces: float = bounded(0.0, at_least=0, at_most=1, unit="shares of full brightness")
     """Cubes, places and the cabinet; instructions name colours, so keep it small."""
     robot: float = bounded(0.0, at_least=0, at_most=1, unit="shares of full brightness")
     """The whole arm."""
     surroundings: float = bounded(0.0, at_least=0, at_most=1, unit="shares of full brightness")
-    """Table and floor, each by itself."""
+    """Table and floor, each separately."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class TextureRanges:
     patterns: list[str] = choice([], PATTERNS)
     """Patterns to choose from; empty = none."""
     contrast: float = bounded(0.5, above=0, at_most=1, unit="shares of full brightness")
-    """Largest darkening of a pattern's darkest point; drawn up to this."""
+    """Maximum darkening of a pattern's darkest point; drawn up to this value."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class NoiseLevels:
     opening_m: float = bounded(0.0, at_least=0, finite=True, unit="m")
     """Measured opening of the gripper."""
     pieces_m: float = rare(bounded(0.0, at_least=0, finite=True, unit="m"))
-    """Measured positions of the pieces and the way of the drawer, where the full state is observed."""
+    """Measured positions of the pieces and travel of the drawer, if the full state is observed."""
     pieces_rad: float = rare(bounded(0.0, at_least=0, finite=True, unit="rad"))
     """Measured turns of the pieces."""
     image: float = bounded(0.0, at_least=0, at_most=255, unit="grey levels of 255")
@@ -110,37 +110,37 @@ class RandomizationConfig:
     seed: int = bounded(0, at_least=0)
     """Seed of all draws, in addition to the episode's own task, split, layout and draw."""
     per: str = rare(choice("group", SHARING))
-    """Training: group, the samples of one initial state share a draw, so that their comparison is one of actions;
-    episode, each has its own."""
+    """Draws in training. group: the samples of an initial state share a draw, so that only their actions differ;
+    episode: each episode has its own."""
     lights: LightRanges = field(default_factory=LightRanges)
-    """Place, direction, brightness and colour of the light."""
+    """Position, direction, brightness and colour of the light."""
     camera: CameraRanges = field(default_factory=CameraRanges)
-    """Place, direction and field of view of the cameras."""
+    """Position, direction and field of view of the cameras."""
     colours: ColourRanges = field(default_factory=ColourRanges)
     """Colours of things."""
     textures: TextureRanges = field(default_factory=TextureRanges)
     """Patterns on table and floor."""
     friction: list[float] = bounded(SAME, above=0, finite=True, length=2, unit="shares of the nominal")
-    """Least and greatest factor of all friction coefficients. One factor for all, because a contact has the larger
+    """Minimum and maximum factor of all friction coefficients. All share one factor, because a contact uses the larger
     coefficients of its two sides."""
     mass: list[float] = bounded(SAME, above=0, finite=True, length=2, unit="shares of the nominal")
-    """Least and greatest factor of the mass and inertia of each piece."""
+    """Minimum and maximum factor of the mass and inertia of each piece."""
     servo_gain: list[float] = bounded(SAME, above=0, finite=True, length=2, unit="shares of the nominal")
-    """Least and greatest factor of stiffness and damping of each joint's servo; the gripper keeps its own."""
+    """Minimum and maximum factor of the stiffness and damping of each joint's servo; the gripper is not changed."""
     action_delay: list[int] = bounded(NO_DELAY, at_least=0, at_most=LARGEST_DELAY, length=2, unit="control steps")
-    """Least and greatest number of control steps by which actions come late; until then the arm holds still, with the
+    """Minimum and maximum delay of actions in control steps; until the first one arrives the arm holds still, with the
     gripper open."""
     observation_delay: list[int] = rare(
         bounded(NO_DELAY, at_least=0, at_most=LARGEST_DELAY, length=2, unit="control steps")
     )
-    """Least and greatest number of control steps by which measured state and images come late. What the arm was
-    commanded is known at once."""
+    """Minimum and maximum delay of measured state and images in control steps. Commands are known without delay."""
     sensor_noise: NoiseLevels = field(default_factory=NoiseLevels)
     """Noise on measured state and images."""
 
     def validate(self) -> None:
-        """Refuse ranges whose ends are swapped; raises UserError."""
-        ranges = {name: getattr(self, name) for name in RANGES} | {"lights.brightness": self.lights.brightness}
+        """Reject ranges whose ends are swapped; raises UserError."""
+        ranges = {name: getattr(self, name) for name in RANGES}
+        ranges["lights.brightness"] = self.lights.brightness
         for name, (low, high) in ranges.items():
             if low > high:
                 raise UserError(f"randomization.{name} is [{low}, {high}]; the first number is the least, so swap them")
@@ -156,11 +156,13 @@ class Stream:
     def __init__(self, seed: int, episode: EpisodeSpec) -> None:
         if not isinstance(episode.draw, Integral) or episode.draw < 0:
             raise UserError(f"draw is {episode.draw!r}; it must be a whole number of at least 0, or None for nominal")
+        # everything that an episode's draw depends on, and nothing else
         self._key: str = f"{seed}|{episode.task}|{episode.split}|{episode.layout}|{episode.draw}"
 
     def __call__(self, *names: str | int) -> np.random.Generator:
         """Generator of a thing, such as ("camera", "front"); equal names give equal numbers."""
         text = "|".join([self._key, *map(str, names)])
+        # hashed, so that streams of similar names and numbers are unrelated; str hashes differ between processes
         return np.random.default_rng(int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "little"))
 
 
@@ -174,17 +176,18 @@ def is_on(part: Any) -> bool:
 
 
 def draw_delays(config: RandomizationConfig, stream: Stream) -> dict[str, int]:
-    """Delays of an episode in control steps, by name; those that are off are left out."""
+    """Delays of an episode in control steps by name, without those that are off."""
     found = {}
     for name in ("action_delay", "observation_delay"):
         low, high = getattr(config, name)
         if high:
+            # each delay has its own stream: switching one on does not change the other
             found[name] = int(stream(name).integers(low, high + 1))
     return found
 
 
 def read_randomization(given: RandomizationConfig | Mapping[str, Any] | None) -> RandomizationConfig:
-    """Make a configuration from what a user gave, and check it."""
+    """Make a configuration from a user's value, and check it."""
     if isinstance(given, RandomizationConfig):
         config = given
     elif not given:  # a robot's own program makes environments without OmegaConf

@@ -13,7 +13,7 @@ import numpy as np
 
 
 class RecentObservations:
-    """The present observation of an episode and those of the P control steps before."""
+    """The current observation of an episode and those of the P control steps before it."""
 
     def __init__(self, past: int) -> None:
         self.past = past
@@ -21,12 +21,13 @@ class RecentObservations:
 
     def add(self, parts: Mapping[str, Any]) -> None:
         """Add the next control step."""
+        # copies, because an environment may reuse its buffers
         self._seen.append({name: np.array(part) for name, part in parts.items()})
 
     def before(self) -> dict[str, Any]:
         """Parts (P, ...) of the control steps before the last one added, the oldest first.
 
-        The first observation of the episode stands for steps before it.
+        Steps before the episode repeat its first observation.
         """
         seen = list(self._seen)
         steps = [seen[0]] * (self.past + 1 - len(seen)) + seen[:-1]

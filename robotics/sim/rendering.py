@@ -1,13 +1,13 @@
 """Fast images of MuJoCo scenes.
 
-With default settings a software renderer spends nearly all of a frame on one shadow map of 4096 x 4096 pixels. Three
-things are left out here, each with a switch:
+With default settings a software renderer spends nearly all the time of a frame on one shadow map of 4096 x 4096 pixels.
+Three things are skipped here, each with a switch:
 
 - shadows: the light that would be blocked arrives; colours of shaded parts change, shapes do not;
 - multisampling: edges are not smoothed;
 - parts that never move: they are drawn once, with their depth, and later images only add nearer moving parts. This
-  changes no pixel. Where it would (shadows, smoothed edges, transparent or mirroring surfaces), and where camera,
-  lights or a fixed part move between images, everything is drawn.
+  changes no pixel. If it would (shadows, smoothed edges, transparent or mirroring surfaces), or if camera, lights or a
+  fixed part move between images, everything is drawn.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OPEN_RENDERERS: weakref.WeakSet[FrameRenderer] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class RenderSettings:
-    """Size and camera of an image, and what is left out of it to save time."""
+    """Size and camera of an image, and what is skipped to save time."""
 
     width: int = bounded(128, at_least=1)
     """Pixels."""
@@ -63,8 +63,8 @@ def fast_visuals(spec_or_model: SpecOrModel, settings: RenderSettings | None = N
     """Switch off shadows and multisampling in a model, for renderers other than `FrameRenderer`.
 
     Args:
-        spec_or_model: MjSpec or MjModel; changed in place. The off-screen buffer grows where the image needs it.
-        settings: which of the two stay on; the defaults of `RenderSettings` when None.
+        spec_or_model: MjSpec or MjModel; changed in place. The off-screen buffer grows if the image needs it.
+        settings: which of the two stay on; None = the defaults of `RenderSettings`.
 
     Returns:
         The argument. It takes effect in renderers that are made afterwards.
@@ -73,6 +73,7 @@ def fast_visuals(spec_or_model: SpecOrModel, settings: RenderSettings | None = N
     visual: Any = spec_or_model.visual if hasattr(spec_or_model, "visual") else spec_or_model.vis  # type: ignore[attr-defined]
     if not chosen.multisampling:
         visual.quality.offsamples = 0
+    # MuJoCo refuses images larger than its off-screen buffer
     visual.global_.offwidth = max(visual.global_.offwidth, chosen.width)
     visual.global_.offheight = max(visual.global_.offheight, chosen.height)
     if not chosen.shadows:
@@ -112,9 +113,9 @@ class FrameRenderer:
 
     Args:
         model: MjModel; not changed.
-        settings: size, cameras and what to leave out.
-        backend: name of a probed renderer; chosen and probed when None.
-        max_geoms: most geoms in a scene.
+        settings: size, cameras and what to skip.
+        backend: name of a probed renderer; None = chosen and probed.
+        max_geoms: maximum number of geoms in a scene.
 
     Raises:
         UserError: a camera does not exist, or there is no renderer.
@@ -157,6 +158,7 @@ class FrameRenderer:
         self._spare_rows = np.empty((height, width, 3), np.uint8)
         self._nearness = np.empty((height, width), np.float32)
         self._image = np.empty((height, width, 3), np.uint8)
+        # what the graphics card has, to find the textures that have changed
         self._textures: NDArray[np.uint8] = model.tex_data.copy()
         self._separable = self.settings.reuse_static and not (self.settings.shadows or self.settings.multisampling)
         self._cameras: dict[str | int, _CameraState] = {}
@@ -169,8 +171,8 @@ class FrameRenderer:
 
         Args:
             data: state whose poses are drawn.
-            out: (H, W, 3) uint8 to write to; a buffer of the renderer, which the next call overwrites, when None.
-            camera: name or id; that of the settings when None. Raises UserError for an unknown one.
+            out: (H, W, 3) uint8 to write to; None = a buffer of the renderer, which the next call overwrites.
+            camera: name or id; None = the settings' camera. Raises UserError if it does not exist.
 
         Returns:
             (H, W, 3) uint8 RGB, the top row first.
@@ -186,15 +188,16 @@ class FrameRenderer:
             self._draw(data, seen, self._everything & ~self._static, sky=False)
             self._lib.mjr_readPixels(self._rows, self._nearness, self._rect, self._mjr)
             self._lay_over(background)
+        # OpenGL's rows run from the bottom up
         out[:] = self._rows[::-1]
         return out
 
     def depth(self, data: mujoco.MjData, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-        """(H, W) float32 metres along the viewing direction, the top row first; the far plane where there is nothing.
+        """(H, W) float32 metres along the viewing direction, the top row first; empty pixels are at the far plane.
 
         Args:
             data: state whose poses are drawn.
-            out: (H, W) float32 to write to; a new array when None.
+            out: (H, W) float32 to write to; None = a new array.
         """
         out = np.empty(self._nearness.shape, np.float32) if out is None else out
         self._draw_identities(data)
@@ -214,11 +217,12 @@ class FrameRenderer:
 
         Args:
             data: state whose poses are drawn.
-            out: (H, W, 2) int32 to write to; a new array when None.
+            out: (H, W, 2) int32 to write to; None = a new array.
         """
         out = np.empty((*self._nearness.shape, 2), np.int32) if out is None else out
         self._draw_identities(data)
         self._lib.mjr_readPixels(self._rows, None, self._rect, self._mjr)
+        # the renderer writes an id as three bytes: red + 256 green + 65536 blue
         codes = self._rows[::-1].astype(np.int64) @ np.array([1, 2**8, 2**16])
         shapes = [geom for geom in self._scene.geoms[: self._scene.ngeom] if geom.segid >= 0]
         table = np.full((self._scene.ngeom + 1, 2), BACKGROUND_ID, np.int32)
@@ -231,6 +235,7 @@ class FrameRenderer:
         """Draw everything again the next time, because colours, materials or visibility have changed."""
         for seen in self._cameras.values():
             seen.separable, seen.last_view, seen.background = self._separable, None, None
+        # bodies without joints to the world; mocap bodies are among them, so their poses are compared too
         self._fixed_bodies = np.flatnonzero(self._model.body_weldid == 0)
 
     def show(self, model: mujoco.MjModel) -> None:
@@ -268,6 +273,7 @@ class FrameRenderer:
         """Upload textures whose pixels have changed to the graphics card."""
         bounds = [*self._model.tex_adr.tolist(), len(self._model.tex_data)]
         for number, (start, end) in enumerate(pairwise(bounds)):
+            # uploading is slow, so only textures whose pixels differ are sent
             if not np.array_equal(self._model.tex_data[start:end], self._textures[start:end]):
                 self._make_current()
                 self._lib.mjr_uploadTexture(self._model, self._mjr, number)
@@ -319,6 +325,7 @@ class FrameRenderer:
         self, data: mujoco.MjData, seen: _CameraState, view: NDArray[np.float64]
     ) -> _Background | None:
         self._draw(data, seen, self._everything, self._sky)
+        # only known after drawing: MuJoCo marks transparent geoms while it renders
         seen.separable = not any(map(self._mixes, self._scene.geoms[: self._scene.ngeom]))
         if not seen.separable:
             return None
@@ -333,7 +340,9 @@ class FrameRenderer:
         return bool(shape.transparent or mirrors)
 
     def _lay_over(self, background: _Background) -> None:
+        # where no moving part was drawn the nearness is 0, so the background stays
         nearer = np.flatnonzero(self._nearness.reshape(-1) > background.nearness)
+        # two buffers that are swapped: the background itself must stay unchanged
         merged = self._spare_rows.reshape(-1, 3)
         np.copyto(merged, background.rgb)
         merged[nearer] = self._rows.reshape(-1, 3)[nearer]
@@ -363,6 +372,7 @@ def update_sensors(model: mujoco.MjModel, data: mujoco.MjData) -> None:
     import mujoco
 
     if (model.sensor_needstage == mujoco.mjtStage.mjSTAGE_ACC).any():
+        # the solver's start is part of the state: restored, so that the next step is the same as without this call
         warm = data.qacc_warmstart.copy()
         data.qacc_warmstart[:] = 0.0
         mujoco.mj_forward(model, data)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class VideoRenderer(Protocol):
-    """Draws a scene for people, with a model of its own, and shows how an episode ended."""
+    """Draws a scene for people, with its own model, and shows how an episode ended."""
 
     def rgb(
         self, data: mujoco.MjData, out: NDArray[np.uint8] | None = None, outcome: Outcome = ""
@@ -41,7 +41,7 @@ class Physics:
         self._lib, self._model = mujoco, model
         self._full, self._user = int(state.mjSTATE_FULLPHYSICS), int(state.mjSTATE_USER)
         self._sizes = [mujoco.mj_stateSize(model, int(kind)) for kind in (self._full, self._user)]
-        # Without a pool of its own: this thread is one of several that each run a scene.
+        # No separate thread pool: this thread is one of several that each run a scene.
         self._rollout = rollout.Rollout(nthread=0)
         time = mujoco.mj_stateSize(model, int(state.mjSTATE_TIME))
         self._qpos = slice(time, time + model.nq)
@@ -52,8 +52,8 @@ class Physics:
     ) -> tuple[NDArray[np.float64], int]:
         """Step a scene with controls (K, nu), each held for the substeps; leaves its data as a `mj_step` loop would.
 
-        Returns (K, nstate) full physics states after each control step, and the control steps before the one in which
-        MuJoCo warned, K where it did not.
+        Returns (K, nstate) full physics states after each control step, and the number of control steps before the one
+        in which MuJoCo warned, or K if it did not.
         """
         size, inputs = self._sizes
         steps = len(controls) * substeps
@@ -76,6 +76,7 @@ class Physics:
             initial_warmstart=np.array(data.qacc_warmstart)[None],
             state=states,
         )
+        # the last physics step of each control step
         kept = slice(substeps - 1, None, substeps)
         sound = self._count_sound(data, states[0, kept, 0], start[0, 0], substeps)
         return states[0, kept], sound
@@ -83,6 +84,7 @@ class Physics:
     def sensors(self, model: mujoco.MjModel, data: mujoco.MjData, states: NDArray[np.float64]) -> NDArray[np.float64]:
         """(K, nsensordata) sensor values of states (K, nstate); leaves the scene in the last of them."""
         values = np.empty((len(states), model.nsensordata))
+        # rollout leaves sensors of the step before, see `update_sensors`
         for state, row in zip(states, values, strict=True):
             self.restore(data, state)
             update_sensors(model, data)
@@ -131,6 +133,7 @@ class SceneWorker:
             make: Callable[[], FrameRenderer | VideoRenderer] = video or partial(
                 FrameRenderer, model, settings, backend
             )
+            # an OpenGL context belongs to the thread that made it
             self.renderer = self._thread.submit(make).result()
 
     def start(self, work: Callable[[SceneWorker, int], None], waiting: deque[int]) -> Future[None]:
@@ -144,11 +147,11 @@ class SceneWorker:
         out: NDArray[np.uint8],
         views: NDArray[np.uint8] | None = None,
     ) -> None:
-        """Draw a scene, and what the further cameras see into `views`."""
+        """Draw a scene into `out`, and the images of the additional cameras into `views`."""
         if self.renderer is None:
             return
         update_poses(model, data)
-        if isinstance(self.renderer, FrameRenderer):  # renderers of videos have a model of their own and one camera
+        if isinstance(self.renderer, FrameRenderer):  # video renderers have their own model and one camera
             self.renderer.show(model)
             for camera, image in zip(self._views, () if views is None else views, strict=views is not None):
                 self.renderer.rgb(data, image, camera)
@@ -157,7 +160,7 @@ class SceneWorker:
     def draw_all(
         self, model: mujoco.MjModel, data: mujoco.MjData, states: NDArray[np.float64], outcome: Outcome
     ) -> NDArray[np.uint8]:
-        """Draw a scene in each of some states, and leave it in the last one."""
+        """Draw a scene in each of the given states, and leave it in the last one."""
         frames = np.empty((len(states), *self._shape), np.uint8)
         for state, frame in zip(states, frames, strict=True):
             self.physics.restore(data, state)
@@ -175,6 +178,7 @@ class SceneWorker:
     def _drain(self, work: Callable[[SceneWorker, int], None], waiting: deque[int]) -> None:
         while True:
             try:
+                # atomic, and shared by all workers: the first free one takes the next row
                 row = waiting.popleft()
             except IndexError:
                 return

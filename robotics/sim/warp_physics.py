@@ -1,11 +1,11 @@
-"""Physics of many scenes at once in mujoco_warp, for a GPU; the rest of a rollout is that of `ImageRollout`.
+"""Batched physics of many scenes in mujoco_warp, for a GPU; the rest of a rollout is done by `ImageRollout`.
 
 mujoco_warp steps copies of a scene ("worlds") together, in float32. The controls of a chunk are known before its first
 physics step (`robotics.scenes.control`), so a chunk needs one upload of states, one launch for each control step and
 one download.
 
-Trajectories agree with MuJoCo's within what float32 and another order of sums leave, which contacts amplify; they are
-not equal to the last bit, and on a GPU they differ from run to run.
+Trajectories agree with MuJoCo's up to float32 rounding and the order of sums, which contacts amplify; they are not
+bit-identical, and on a GPU they differ from run to run.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ VARIED = (
 )
 """Physics fields in which a variant's model may differ; see `robotics.scenes.variations`."""
 UNLIMITED = 1e10
-"""Positions and velocities beyond it have diverged; MuJoCo's mjMAXVAL."""
+"""Larger positions and velocities have diverged; MuJoCo's mjMAXVAL."""
 CONTACTS, CONSTRAINTS = 96, 384
-"""Most contacts and rows of constraints of a scene, several times those of the table scenes."""
+"""Maximum number of contacts and rows of constraints of a scene, several times those of the table scenes."""
 HARMLESS = ("ITERATIONS", "LS_ITERATIONS")
 """Not overflows: the solver stopped at its last iteration, as MuJoCo does silently."""
 
@@ -57,7 +57,7 @@ def describe_warp(device: str | None = None) -> str:
 
 
 class WarpPhysics:
-    """Steps the scenes of one model together; give it to `ImageRollout` as `physics`."""
+    """Steps the scenes of one model together; pass it to `ImageRollout` as `physics`."""
 
     def __init__(
         self,
@@ -69,7 +69,9 @@ class WarpPhysics:
         self._warp, self._library = find_warp()
         self.device: str = _find_device(self._warp, device)
         """Name of warp's device."""
-        self._model, self._substeps, self._scenes = model, substeps, scenes
+        self._model = model
+        self._substeps = substeps
+        self._scenes = scenes
         _check_state(model)
         self._shown: list[mujoco.MjModel] = [model] * scenes
         self._graph: Any = None
@@ -110,9 +112,11 @@ class WarpPhysics:
             accelerations = self._worlds.qacc_warmstart.numpy()
         duration = self._substeps * self._model.opt.timestep
         begun = np.array([data.time for data in datas])
+        # computed in float64: float32 time would drift over an episode
         states[:, :, 0] = begun[:, None] + duration * np.arange(1, length + 1)
         sound = np.where(broken.any(axis=1), broken.argmax(axis=1), length)
         for row, data in enumerate(datas):
+            # the solver of a diverged scene has no useful start
             if sound[row] == length:
                 data.qacc_warmstart[:] = accelerations[row]
         return states, sound
@@ -127,6 +131,7 @@ class WarpPhysics:
         self._constants.opt.warn_overflow = 0  # a full buffer is a scene's failure and counted as such
         for name in VARIED:
             field = getattr(self._constants, name)
+            # one value per world, so that each can have its own variant
             values = np.repeat(field.numpy()[:1], self._scenes, axis=0)
             setattr(self._constants, name, self._warp.array(values, dtype=field.dtype))
         data = mujoco.MjData(self._model)
@@ -154,6 +159,7 @@ class WarpPhysics:
         for name in INPUTS:
             if np.size(getattr(datas[0], name)):
                 self._assign(name, np.stack([getattr(data, name) for data in datas]))
+        # flags stay set until they are cleared, and would fail the next episode too
         self._worlds.overflow.zero_()
 
     def _assign(self, name: str, values: NDArray[np.float64]) -> None:

@@ -1,4 +1,4 @@
-"""Clips with a known error that all of them share, such as that of a drifting tracker."""
+"""Clips that share a known error, such as that of a drifting tracker."""
 
 from __future__ import annotations
 

@@ -39,21 +39,21 @@ def build_from_scenes(
     begin: str = "motion",
     first_scene: int = 0,
 ) -> Path:
-    """Record demonstrations in the suite's scenes and extract their flow, to compare extractors by what is learnt.
+    """Record demonstrations in the suite's scenes and extract their flow, to compare extractors by what is learned.
 
     Args:
         path: folder to write.
         backend: offline (`revealed_depth` and `rigid_chain`), or simulator (its own masks and poses). With the same
             other options both see the same videos.
-        scenes: videos of the split train.
-        held_out_scenes: videos of the split held_out, with layouts that training data do not show.
-        tasks: keys of `FLOW_TASKS`; all when empty.
-        actors: who may be in view; hand, free gripper and Panda when empty.
-        image_size: side of the images in pixels.
+        scenes: number of videos in the split train.
+        held_out_scenes: number of videos in the split held_out, with layouts that training data do not show.
+        tasks: keys of `FLOW_TASKS`; empty = all.
+        actors: who may be in view; empty = hand, free gripper and Panda.
+        image_size: width and height of the images in pixels.
         depth_noise: standard deviation of the relative error of each pixel's depth.
         num_frames: T, frames of a flow.
-        grid: N, query points a side.
-        begin: of `FlowExtractor`.
+        grid: N, query points per side.
+        begin: `FlowExtractor.begin`.
         first_scene: number of the first video of each split.
 
     Returns:

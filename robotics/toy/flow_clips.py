@@ -38,16 +38,16 @@ def build_clips(
 
     Args:
         path: folder to write, which must not exist.
-        scenes: first images of the split train, with layouts of training data; the furniture takes turns.
-        held_out_scenes: those of the split held_out, with layouts that training data do not show.
-        tasks: keys of `FLOW_TASKS`; all when empty.
+        scenes: number of first images in the split train, with layouts of training data; the furniture takes turns.
+        held_out_scenes: the same for the split held_out, with layouts that training data do not show.
+        tasks: keys of `FLOW_TASKS`; empty = all.
         actors: who may be in view: arms, hand or nobody.
-        shapes: shapes of the objects; those of training data when empty.
-        image_size: side of the images in pixels.
+        shapes: shapes of the objects; empty = those of the training data.
+        image_size: width and height of the images in pixels.
         num_frames: T, frames of a flow.
-        grid: N, query points a side.
-        visibility: execute the motions and draw all frames of the flow to see which points are hidden, with one
-            instruction an image. It takes several times as long; without it every point counts as visible, and each
+        grid: N, query points per side.
+        visibility: execute the motions and draw all frames of the flow to find out which points are hidden, with one
+            instruction per image. It takes several times as long; without it every point counts as visible, and each
             image comes with all its instructions.
         first_scene: seed of the first image of each split.
     """

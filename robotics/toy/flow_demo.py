@@ -1,4 +1,4 @@
-"""Demo of 3D flow: flow without robot actions, a world model, and an arm that no data show."""
+"""Demo of 3D flow: flow without robot actions, a world model, and an arm never seen in training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FAMILIES = {"place": "place on a pad", "pour": "pour", "insert": "insert", "draw
 
 
 def run(output_dir: Path, seed: int = 0) -> list[str]:
-    """Render clips, train a world model, and act with an arm that no clip shows; finished parts are kept."""
+    """Render clips, train a world model, and act with an arm that is in no clip; finished parts are kept."""
     seeded = f"seed={seed}"
     clips = [f"{key}.path={output_dir}/clips" for key in ("data", "eval_data.held_out")]
     model = finish_run(CONFIGS / "flow3d_traj_dit.yaml", output_dir / "world_model", [*clips, seeded])

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("mmrl")
 BEHIND_FRAMES = 3
-"""Frames before the grip of the first of them."""
+"""Distance in frames of the first approach pose from the grip."""
 FILE_MB = 1.0
-"""Small, because an episode of one row is searched among all rows of its file."""
+"""Size of a data file; small, because finding an episode of one row scans all rows of its file."""
 NEEDED = ("task", "shape", "actor", "layouts", "colours", "background", "seed")
 
 
@@ -54,16 +54,16 @@ def build_path_demonstrations(
     image_size: int = 64,
     limit: int = 0,
 ) -> Path:
-    """Write the gripper's trajectories in a folder of clips as a LeRobotDataset, one control step an episode.
+    """Write the gripper's trajectories of a folder of clips as a LeRobotDataset, one control step per episode.
 
     Args:
         path: folder to write.
         clips: folder of `robotics.flow3d.data` with demonstrations of this simulator.
-        split: of its clips.
-        actors: whose; everybody's who has a gripper when empty.
-        actions: grips, poses of the gripper; or joints, the angles of the one arm in `actors`.
-        image_size: side of the images in pixels.
-        limit: use the first so many clips; 0 = all.
+        split: split of the clips.
+        actors: actors to include; empty = all with a gripper.
+        actions: grips: poses of the gripper; joints: angles of the one arm in `actors`.
+        image_size: width and height of the images in pixels.
+        limit: maximum number of clips, starting with the first; 0 = all.
     """
     from robotics.data import EpisodeWriter, StorageSettings, robot_features
 
@@ -129,6 +129,7 @@ def _rows(
                 continue
             ends[f"of {meta['actor']}"] += 1
             poses = _grips(demonstrator.scene, planned)
+            # after pouring the vessel stays in the hand
             released = demonstrator.scene.task.family != "pour"
             frames, closed = path_frames(len(poses), planned.approach, len(clip.flow), released)
             if actions == "joints" and planned.joint_rad is not None:

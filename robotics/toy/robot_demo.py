@@ -18,10 +18,10 @@ def run(output_dir: Path, seed: int = 0) -> list[str]:
 
     Args:
         output_dir: folder for demonstrations and the two runs.
-        seed: of every stage; its data is the same.
+        seed: seed of every stage; the data does not depend on it.
 
     Returns:
-        Lines to print: held-out success before and after, and where report and videos lie.
+        Lines to print: held-out success before and after, and the paths of report and videos.
 
     Raises:
         UserError: no renderer, or a configuration is missing.

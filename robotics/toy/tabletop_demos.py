@@ -48,22 +48,22 @@ def build_demonstrations(
     Args:
         path: folder to write.
         tasks: keys of `robotics.sim.TASKS`.
-        episodes: demonstrations of each task, from the layouts of the train split.
+        episodes: number of demonstrations per task, from the layouts of the train split.
         noise: standard deviation of noise on the executed actions, so that the data shows how to recover.
-        noise_share: share of the control steps that have noise, drawn at random. Noise in every step makes the actions
-            after the first of a chunk unpredictable, since they answer to noise that the policy cannot have seen; rare
-            and large noise leaves most chunks as the expert meant them.
+        noise_share: fraction of the control steps with noise, drawn at random. With noise in every step, the actions of
+            a chunk after the first are unpredictable, because they respond to noise that the policy cannot have seen;
+            rare and large noise leaves most chunks as the expert intended.
         arm: panda or ur5e.
-        image_size: side of the images in pixels; 0 = none.
+        image_size: width and height of the images in pixels; 0 = none.
         camera: camera of the images.
         state: proprio, the robot's own state, or full, with the poses of all pieces.
         first_layout: number of the first layout.
         keep_failures: also write episodes without success, marked as such; not those whose simulation failed.
-        seed: of the noise.
+        seed: seed of the noise.
         randomization: fields of `RandomizationConfig`; each layout has its own draw. The experts see the exact
             state, the demonstrations hold a policy's observations. The draw of each episode is a line of
             `meta/randomization.jsonl`.
-        views: further cameras of the dataset.
+        views: additional cameras of the dataset.
     """
     from robotics.data import EpisodeWriter
     from robotics.episodes.dataset_fit import recorded_features
@@ -110,7 +110,7 @@ def run_experts(
     seed: int = 0,
     noise_share: float = 1.0,
 ) -> list[Demonstration]:
-    """Run episodes with the experts of their tasks, a control step at a time."""
+    """Run episodes with the experts of their tasks, one control step at a time."""
     from robotics.scenes.experts import Expert
 
     experts = {task: Expert(task) for task in {episode.task for episode in episodes}}
@@ -123,6 +123,7 @@ def run_experts(
         moved = actions.copy()
         shift = noise * rng.standard_normal((len(rows), actions.shape[1] - 1)).astype(np.float32)
         moved[:, :-1] += shift if noise_share == 1 else shift * (rng.random((len(rows), 1)) < noise_share)
+        # the noisy action is executed, the expert's own is recorded
         return actions, moved
 
     return record_episodes(sim, episodes, act)

@@ -50,9 +50,9 @@ class FlowEpisodesConfig:
     tasks: list[str] = choice([], lambda: FLOW_TASKS)
     """Tasks; empty = all."""
     arms: list[str] = choice(["panda"], lambda: FLOW_ARMS, or_function=True)
-    """Arms that do each task; module:function or file.py:function returns an `ArmModel` of your own."""
+    """Arms that do each task; module:function or file.py:function returns your own `ArmModel`."""
     episodes: int = bounded(10, at_least=1)
-    """Layouts of each task, the same for all arms."""
+    """Number of layouts per task, the same for all arms."""
     first: int = rare(bounded(0, at_least=0))
     """Number of the first layout."""
     layouts: str = choice("held_out", SPLITS)
@@ -62,7 +62,7 @@ class FlowEpisodesConfig:
     background: str = choice("train", SPLITS)
     """Table tops and floors."""
     image_size: int = rare(bounded(128, at_least=16))
-    """Side of the images in pixels."""
+    """Image width and height in pixels."""
     depth: str = rare("clean")
     """See `SceneConfig.depth`."""
     depth_noise: float = rare(bounded(0.0, at_least=0, below=1))
@@ -71,7 +71,7 @@ class FlowEpisodesConfig:
     """See `SceneConfig.lose_after_m`."""
 
     def validate(self) -> None:
-        """Raise ValueError without an arm, or for two of one name."""
+        """Raise ValueError if there is no arm or two have the same name."""
         if not self.arms:
             raise ValueError(f"arms are none; there are {', '.join(FLOW_ARMS)}")
         names = [SceneConfig(actor=arm).actor_name for arm in self.arms]
@@ -86,6 +86,7 @@ def list_episodes(config: FlowEpisodesConfig) -> list[FlowEpisode]:
     for number in range(config.first, config.first + config.episodes):
         for arm in config.arms:
             for task in config.tasks or FLOW_TASKS:
+                # the shape follows from the number, so that all arms get the same object
                 shapes = FLOW_TASKS[task].shape_names(config.objects == "held_out")
                 scene = SceneConfig(
                     task=task,
@@ -106,7 +107,7 @@ def list_episodes(config: FlowEpisodesConfig) -> list[FlowEpisode]:
 
 @dataclass
 class LoopConfig:
-    """From a flow to an episode."""
+    """Settings from a flow to an episode."""
 
     verifier: VerifierConfig = field(default_factory=VerifierConfig)
     """Verifier of predicted outcomes."""
@@ -120,7 +121,7 @@ class LoopConfig:
     """Seed of the predictions, together with the episode's number."""
 
     def validate(self) -> None:
-        """Raise ValueError without a proposer."""
+        """Raise ValueError if there is no proposer."""
         if not self.grasps:
             raise ValueError(f"grasps has nothing; there are {', '.join(PROPOSERS)}")
 
@@ -129,6 +130,7 @@ def verifier_in(config: VerifierConfig, opened: Verifier | None, robot: FlowTabl
     """The verifier for a scene: `opened`, or the scene's own criteria for oracle."""
     if config.kind != "oracle":
         return opened
+    # the pose is read at the time of the verdict: a replan starts from where the object is then
     return PredicateVerifier(lambda T_t_0: robot.success(T_t_0 @ robot.object_pose()).success)
 
 
@@ -145,12 +147,13 @@ class TrueFlow:
 
     def predict(self, observation: Observation, points: FloatArray, samples: int = 1, seed: int = 0) -> FloatArray:
         """The true flow, repeated; see `FlowModel`."""
+        # from the object's current pose, so that it also serves a replan
         flow = self._demonstrator.flow_of(points, self._frames)
         return np.repeat(flow[None], samples, axis=0)
 
 
 class StillPoints:
-    """A model with a share of its points standing still, as points on the background would."""
+    """A model whose flow keeps a fraction of its points still, like points on the background."""
 
     def __init__(self, model: FlowModel, share: float) -> None:
         self._model, self._share = model, share
@@ -160,7 +163,9 @@ class StillPoints:
         """The model's flow with still points, which count as visible; see `FlowModel`."""
         flow = np.array(self._model.predict(observation, points, samples, seed), dtype=np.float64)
         count = points.shape[0] * points.shape[1]
+        # a stream apart from the model's own, which starts from `seed`
         chosen = np.random.default_rng([seed, 5]).choice(count, round(self._share * count), replace=False)
         rows, columns = np.unravel_index(chosen, points.shape[:2])
-        flow[:, :, rows, columns, :VISIBLE], flow[:, :, rows, columns, VISIBLE] = points[rows, columns], 1.0
+        flow[:, :, rows, columns, :VISIBLE] = points[rows, columns]
+        flow[:, :, rows, columns, VISIBLE] = 1.0
         return flow

@@ -41,7 +41,7 @@ class SampledEvaluationConfig(EvaluationConfig):
     """Not available for flow; must stay false."""
 
     def validate(self) -> None:
-        """Refuse options without effect; raises ValueError."""
+        """Reject options without effect; raises ValueError."""
         super().validate()
         if self.greedy or self.temperature != 1.0:
             raise ValueError("evaluation.greedy and evaluation.temperature have no effect on flow; leave them out")
@@ -52,7 +52,7 @@ class LoopEvaluationConfig(SampledEvaluationConfig):
     """Evaluation in closed loop: each episode once."""
 
     videos: int = bounded(2, at_least=0)
-    """Episodes of each task and arm recorded as video, the first ones; 0 = none."""
+    """Number of episodes per task and arm to record as video, starting with the first; 0 = none."""
 
 
 @dataclass
@@ -84,6 +84,7 @@ class FlowLoopMeasure(EpisodeMeasure[FlowEpisode]):
             video = self._video(trial.task)
             row = {"index": trial.index, "repeat": trial.repeat, **self.runner.run(trial.task, video)}
             row["video"] = str(video.relative_to(self.run_dir)) if video is not None and video.is_file() else None
+            # images are kept only for the report's samples
             if trial.index < self.evaluation.records:
                 row["images"] = self.runner.images()
             rows.append(row)
@@ -108,7 +109,7 @@ class FlowLoopMeasure(EpisodeMeasure[FlowEpisode]):
         )
 
     def outcome(self, row: Row) -> Outcome | None:
-        """Success of an episode; None where it failed with an error."""
+        """Success of an episode; None if it failed with an error."""
         if row["failed"]:
             return None
         scores = {SUCCESS: float(row["success"])}
@@ -118,8 +119,9 @@ class FlowLoopMeasure(EpisodeMeasure[FlowEpisode]):
 
     def about(self) -> Row:
         """The settings of the loop."""
+        # the protocol does not depend on the model, only on how its flow is disturbed
         disturbed = str(self.conditions.get("weights", "")).partition(", ")[2]
-        settings = {**self.conditions, "weights": disturbed}  # the policy is beside the protocol
+        settings = {**self.conditions, "weights": disturbed}
         version = f"mujoco {settings.get('mujoco', '')}".strip()
         return {"suite": "flow3d", "version": version, "decodings": {"closed_loop": 1}, "settings": settings}
 
@@ -133,6 +135,7 @@ class FlowLoopMeasure(EpisodeMeasure[FlowEpisode]):
 
     def saved_rows(self, tasks: Sequence[FlowEpisode], processes: int) -> ResumableRows:
         """The episodes file of this model, these settings and episodes."""
+        # rows of other episodes, another model or other settings must not be taken for finished ones
         digest = short_digest("\n".join(map(repr, tasks)).encode())
         conditions = {"episodes": digest, **self.conditions}
         return ResumableRows(self.run_dir / "episodes", self.split, conditions, {"images"})
@@ -143,6 +146,7 @@ class FlowLoopMeasure(EpisodeMeasure[FlowEpisode]):
 
     def _video(self, episode: FlowEpisode) -> Path | None:
         kind = episode.scene.task, episode.scene.actor_name
+        # counted per task and arm, so that each combination has a video
         self._recorded[kind] += 1
         if self._recorded[kind] > self.evaluation.videos:
             return None
@@ -164,12 +168,12 @@ def evaluate_flow(
     """Run episodes and measure them, without files.
 
     Args:
-        source: a flow model, such as a `FlowWorldModel`, or a function that makes one for a scene, such as `TrueFlow`.
+        source: a flow model, such as a `FlowWorldModel`, or a function from a scene to one, such as `TrueFlow`.
         episodes: see `list_episodes`.
-        settings: verifier, planning and execution; defaults when None.
+        settings: verifier, planning and execution; None for the defaults.
 
     Returns:
-        The metrics of `loop_metrics`, and a row for each episode as `EpisodeRunner.run` describes it.
+        The metrics of `loop_metrics`, and a row per episode as described in `EpisodeRunner.run`.
 
     Raises:
         UserError: an option is out of range.
@@ -186,13 +190,16 @@ def loop_metrics(rows: Sequence[Row]) -> dict[str, float]:
     success/of_families, the mean over place, pour, insert and drawer; errors of the flow; accuracy/language_swap; the
     verifier's precision and recall; tries per episode; counts of errors and early ends.
     """
+    # a row that failed with an error measures nothing; it only counts in episode/failed
     valid = [row for row in rows if not row["failed"]]
     found = with_interval(SUCCESS, [[float(row["success"])] for row in valid], None)
     for column in PARTS:
         values = list(dict.fromkeys(row[column] for row in valid))
+        # a single value would repeat the overall success
         for value in values if len(values) > 1 or column == "arm" else ():
             own = [[float(row["success"])] for row in valid if row[column] == value]
             found |= with_interval(part_metric(SUCCESS, column, value), own, None)
+    # every family counts the same, no matter how many tasks it has
     families = [
         np.mean([row["success"] for row in valid if row["family"] == name])
         for name in dict.fromkeys(row["family"] for row in valid)
@@ -202,7 +209,8 @@ def loop_metrics(rows: Sequence[Row]) -> dict[str, float]:
         known = [row[name] for row in valid if row[name] is not None]
         middle = np.median if name == "rotation_deg" else np.mean
         found[f"flow/{name}"] = float(middle(known)) if known else float("nan")
-    found |= swap_metrics(valid) | _verifier(valid)
+    found |= swap_metrics(valid)
+    found |= _verifier(valid)
     found["plan/tries"] = mean_or_nan([len(row["tries"]) for row in valid])
     found["episode/failed/closed_loop"] = float(len(rows) - len(valid))
     for reason, count in Counter(row["failure"] for row in valid if row["failure"]).most_common():
@@ -224,7 +232,7 @@ def _ending(row: Row) -> str:
 
 
 def swap_metrics(rows: Sequence[Row]) -> dict[str, float]:
-    """Share of other instructions whose goal the object then reaches, with its interval.
+    """Fraction of the other instructions whose goal the object then reaches, with its interval.
 
     The answers of a row are not independent, so each row counts once.
     """

@@ -1,9 +1,9 @@
 """Evaluation in closed loop: a world model, a planner, and arms in physics, by `mmrl evaluate`.
 
-It trains nothing; `mmrl train` refuses it. The model is a folder, or a run with its best checkpoint; `truth` is the
-scenes' own flow, an upper bound for every model.
+It does not train; `mmrl train` rejects it. The model is a folder, or a run, whose best checkpoint is used; `truth` is
+the scenes' own flow, an upper bound for every model.
 
-Source: arXiv 2506.06199, whose protocol is 10 trials a task and arm with random poses.
+Source: arXiv 2506.06199, whose protocol is 10 trials per task and arm with random poses.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FlowSourceConfig:
     path: str = ""
     """Folder of a world model, or of the run that trained it; truth = the scenes' own flow."""
     still_share: float = bounded(0.0, at_least=0, below=1)
-    """Share of the query points whose flow stands still, to measure the effect of wrong points."""
+    """Fraction of the query points given no motion, to measure the effect of wrong points."""
 
 
 @dataclass
@@ -51,9 +51,9 @@ class ComputeConfig:
     """Compute settings of the evaluation."""
 
     mixed_precision: str = choice("none", ("none",))
-    """Numerical precision; there is no other."""
+    """Numerical precision; only none is supported."""
     threads: int = bounded(1, at_least=0)
-    """CPU threads of torch; 0 = leave as it is."""
+    """Number of CPU threads of torch; 0 = unchanged."""
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Flow3dEvaluationConfig:
 
 
 class Flow3dEvaluation:
-    """The interface of a recipe that `mmrl evaluate` uses.
+    """The part of a recipe's interface that `mmrl evaluate` uses.
 
     Args:
         config: model, planner and episodes.
@@ -138,10 +138,13 @@ class Flow3dEvaluation:
         weights = TRUTH if self._folder is None else weights_digest(self._folder)
         weights = f"{weights}, still {self.config.model.still_share:g}"
         about = {"weights": weights, "settings": json.loads(json.dumps(settings)), "mujoco": mujoco.__version__}
+        # a custom arm comes from files that may change between runs, so their digest is a condition too
         names = {name for data in self.config.eval_data.values() for name in data.arms if ":" in name}
         arms = {name: find_flow_arm(name) for name in sorted(names)}
         digests = {name: short_digest(repr(arm).encode() + arm.path.read_bytes()) for name, arm in arms.items() if arm}
-        return about | ({"arms": digests} if digests else {})
+        if digests:
+            about["arms"] = digests
+        return about
 
 
 def _disturbed(source: Source, still_share: float) -> Source:
@@ -161,6 +164,7 @@ def model_folder(path: str) -> Path | None:
         raise UserError(f"model.path {path!r} is no folder; train a world model first, or use {TRUTH}")
     if is_run(folder):
         checkpoint = chosen_checkpoint(folder)
+        # averaged weights, if the run kept them
         averaged = checkpoint / "eval_ema"
         folder = averaged if averaged.is_dir() else checkpoint / "model"
         LOGGER.info("evaluating %s", folder)
@@ -173,5 +177,6 @@ def weights_digest(folder: Path) -> str:
 
     digest = hashlib.sha256()
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        # names count too: weights may not move to another file unnoticed
         digest.update(file.relative_to(folder).as_posix().encode() + file.read_bytes())
     return digest.hexdigest()[:16]

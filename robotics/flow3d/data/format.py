@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 LARGEST_CODE = 2**16 - 1
-"""Greatest value of a 16-bit depth image."""
+"""Maximum value of a 16-bit depth image."""
 ARRAYS = ("points", "flow")
 TEXTS = ("split", "source", "task", "instruction", "quality", "meta")
 BIN_M = 1e-3
@@ -69,7 +69,7 @@ def clip_schema(num_frames: int, grid: int) -> pa.Schema:
 
 
 def depth_unit(depth_m: DepthArray, finest_m: float) -> float:
-    """The finest of 1, 2, 5, 10, ... times `finest_m` in which a 16-bit image holds the greatest depth of (H, W)."""
+    """The finest of 1, 2, 5, 10, ... times `finest_m` in which a 16-bit image can store the largest depth of (H, W)."""
     greatest = float(np.max(depth_m, initial=0.0, where=np.isfinite(depth_m)))
     for power in range(10):
         for factor in (1, 2, 5):
@@ -82,6 +82,7 @@ def row_of(clip: FlowClip, split: str, finest_unit_m: float) -> dict[str, Any]:
     """Write a clip as a row."""
     seen = clip.observation
     unit = depth_unit(seen.depth_m, finest_unit_m)
+    # integers have no NaN: holes are stored as 0
     known = np.where(np.isfinite(seen.depth_m) & (seen.depth_m > 0), seen.depth_m, 0.0)
     mask = None if seen.mask is None else seen.mask.astype(np.uint8) * np.uint8(255)
     try:
@@ -128,7 +129,10 @@ def clip_of(row: Mapping[str, Any]) -> FlowClip:
         instruction=row["instruction"],
         mask=None if row["mask"] is None else _pixels(row["mask"], "mask") > 0,
     )
-    meta = {"split": row["split"]} | ({"task": row["task"]} if row["task"] else {}) | json.loads(row["meta"])
+    meta = {"split": row["split"]}
+    if row["task"]:
+        meta["task"] = row["task"]
+    meta |= json.loads(row["meta"])
     flow = np.asarray(row["flow"], dtype=np.float64).reshape(-1, grid, grid, 4)
     return FlowClip(observation, points.reshape(grid, grid, 3), flow, row["source"], json.loads(row["quality"]), meta)
 
@@ -140,6 +144,7 @@ def rows_of(table: pa.Table) -> list[dict[str, Any]]:
     for name in arrays if rows else []:
         column = table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False).reshape(len(rows), -1)
         for row, values in zip(rows, column, strict=True):
+            # a copy, because a view would keep the whole table in memory
             row[name] = values.copy()
     return rows
 
@@ -235,7 +240,7 @@ class Tally:
         return dict(sorted(counts.items()))
 
     def statistics(self) -> dict[str, Any]:
-        """Quantiles of depth and displacement in metres, share of visible points, means of quality."""
+        """Quantiles of depth and displacement in metres, fraction of visible points, means of quality."""
         marks = {"min": 0.0, "q01": 0.01, "q50": 0.5, "q99": 0.99, "max": 1.0}
         return {
             "depth_m": {name: quantile_of(self.depth_mm, share) for name, share in marks.items()},
@@ -246,12 +251,13 @@ class Tally:
 
 
 def quantile_of(bins: Mapping[int, int], share: float) -> float | None:
-    """Smallest length in metres that at least a share of the counted ones do not exceed."""
+    """Smallest length in metres that at least the given fraction of the counted ones do not exceed."""
     if not bins:
         return None
     lengths = np.array(sorted(bins))
     below = np.cumsum([bins[length] for length in lengths])
     index = min(int(np.searchsorted(below, max(share * below[-1], 1))), len(lengths) - 1)
+    # the middle of the bin
     return round((float(lengths[index]) + 0.5) * BIN_M, 6)
 
 
@@ -268,7 +274,7 @@ class DatasetInfo:
     num_frames: int
     """T, frames of a flow."""
     grid: int
-    """N, query points a side."""
+    """N, query points per side."""
     title: str = "3D flow"
     """Title of the card."""
     tally: Tally = field(default_factory=Tally)
@@ -301,7 +307,7 @@ class DatasetInfo:
         return FlowEncoding(**(known | fields))
 
     def check_encoding(self, encoding: FlowEncoding, where: str) -> None:
-        """Raise UserError where T or N of a model differ."""
+        """Raise UserError if T or N of a model differ."""
         for name in ("num_frames", "grid"):
             have, want = getattr(self, name), getattr(encoding, name)
             if have != want:

@@ -35,11 +35,11 @@ class FlowReader(Sequence[FlowClip]):
             ...
 
     Args:
-        folder: of the data set.
-        split: only this split; all when None.
-        sources: only these sources; all when None.
-        tasks: only these tasks; all when None.
-        encoding: of the model to be trained, whose T and N must match; None skips this check.
+        folder: folder of the data set.
+        split: only this split; None = all.
+        sources: only these sources; None = all.
+        tasks: only these tasks; None = all.
+        encoding: encoding of the model to train, whose T and N must match; None skips this check.
 
     Raises:
         UserError: no such data set, a shard is missing or damaged, T or N are not the encoding's, or nothing is
@@ -88,10 +88,10 @@ class FlowReader(Sequence[FlowClip]):
         Shards come in random order; each clip is drawn from a buffer of undecoded clips.
 
         Args:
-            seed: of the order.
-            epoch: another order for each.
-            buffer: clips in memory; with 1 only the shards are shuffled.
-            skip: clips skipped at the start, to resume an epoch.
+            seed: seed of the order.
+            epoch: each epoch has another order.
+            buffer: number of clips in memory; with 1 only the shards are shuffled.
+            skip: number of clips to skip at the start, to resume an epoch.
 
         Returns:
             Iterator over the clips.
@@ -103,6 +103,7 @@ class FlowReader(Sequence[FlowClip]):
             raise UserError(f"buffer is {buffer}; must be at least 1")
         rng = np.random.default_rng([seed, epoch])
         rows = self._rows(rng.permutation(len(self._shards)).tolist())
+        # undecoded rows are drawn and skipped, so that resuming decodes nothing
         drawn = _draw(rows, buffer, rng)
         return (self._clip(row, path) for row, path in itertools.islice(drawn, skip, None))
 
@@ -127,6 +128,7 @@ class FlowReader(Sequence[FlowClip]):
 
     def _check_wanted(self) -> None:
         for path in self._shards:
+            # counts come from the shards: info.json may be older than the newest of them
             self.info.tally.merge(read_tally(path))
         for group, names in self._wanted.items():
             known = self.info.tally.count_by(group)
@@ -181,6 +183,7 @@ def _draw(
             held.append(row)
             continue
         index = int(rng.integers(buffer))
+        # the new row takes the place of the one that leaves
         out, held[index] = held[index], row
         yield out
     yield from (held[index] for index in rng.permutation(len(held)).tolist())

@@ -43,7 +43,7 @@ def numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[str, int, Pat
 
 
 def journal_batches(path: Path) -> list[pa.RecordBatch]:
-    """Clips of a journal, one a batch, up to the point of interruption."""
+    """Clips of a journal, one per batch, up to the point of interruption."""
     import pyarrow as pa
 
     batches: list[pa.RecordBatch] = []
@@ -52,6 +52,7 @@ def journal_batches(path: Path) -> list[pa.RecordBatch]:
             stream = pa.ipc.open_stream(file)
             while True:
                 batches.append(stream.read_next_batch())
+        # the last batch may be cut off in the middle; all before it are whole
         except (StopIteration, pa.ArrowException, OSError):
             return batches
 
@@ -85,7 +86,7 @@ def read_tally(path: Path) -> Tally:
 
 
 def read_group(path: Path, number: int, columns: Sequence[str] | None = None) -> pa.Table:
-    """One row group of a shard; raises UserError where it is damaged."""
+    """One row group of a shard; raises UserError if it is damaged."""
     import pyarrow.parquet as pq
 
     with shard_errors(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
@@ -94,7 +95,7 @@ def read_group(path: Path, number: int, columns: Sequence[str] | None = None) ->
 
 @contextmanager
 def shard_errors(path: Path) -> Iterator[None]:
-    """Name the file in the errors of a damaged one."""
+    """Add the file's name to errors about a damaged shard."""
     import pyarrow as pa
 
     try:
@@ -109,9 +110,9 @@ class ShardSettings:
     """Sizes and units of the files."""
 
     clips_per_shard: int = bounded(256, at_least=1)
-    """Clips a shard; the last one may have fewer."""
+    """Number of clips per shard; the last one may have fewer."""
     clips_per_group: int = bounded(16, at_least=1)
-    """Clips that are read together; with fewer, access to single clips is faster."""
+    """Number of clips that are read together; with fewer, access to single clips is faster."""
     depth_unit_m: float = bounded(1e-4, above=0)
     """Finest unit of depth; a clip with depths above 65535 units gets a coarser one."""
 
@@ -122,16 +123,20 @@ class _Journal:
     def __init__(self, folder: Path, split: str, number: int, schema: pa.Schema) -> None:
         import pyarrow as pa
 
-        self.split, self.number = split, number
-        self.path, self.clips = folder / FOLDER / f".{split}-{number:05d}.journal", 0
+        self.split = split
+        self.number = number
+        self.path = folder / FOLDER / f".{split}-{number:05d}.journal"
+        self.clips = 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file, self._schema = self.path.open("wb"), schema
+        self._file = self.path.open("wb")
+        self._schema = schema
         self._stream = pa.ipc.new_stream(self._file, schema)
 
     def add(self, row: dict[str, Any]) -> None:
         import pyarrow as pa
 
         self._stream.write_batch(pa.RecordBatch.from_pylist([row], schema=self._schema))
+        # handed to the system after each clip: a kill of this process then loses nothing
         self._file.flush()
         self.clips += 1
 
@@ -141,17 +146,17 @@ class _Journal:
 
 
 class FlowWriter:
-    """Writes clips to a folder, which may hold some already; one writer a folder at a time.
+    """Writes clips to a folder, which may already have some; one writer per folder at a time.
 
         with FlowWriter("clips", num_frames=8, grid=4) as writer:
             writer.add(clip, split="train")
 
     Args:
-        folder: of the data set.
+        folder: folder of the data set.
         num_frames: T of all clips.
         grid: N of all clips.
-        title: of the card; that of the data set, if there is one, when None.
-        settings: of the files.
+        title: title of the card; None = the data set's, if it exists.
+        settings: settings of the files.
 
     Raises:
         UserError: the folder holds clips with another T or N, something else, or a damaged shard, or another writer has
@@ -205,6 +210,7 @@ class FlowWriter:
             raise UserError(f"the clip's flow has the shape {clip.flow.shape}; {self.folder} has flows of {shape}")
         if not SPLIT.fullmatch(split):
             raise UserError(f"split is {split!r}; must be letters, digits and underscores, such as train")
+        # before the journal is opened: a clip that cannot be stored must not leave an empty one
         row = row_of(clip, split, self.settings.depth_unit_m)
         if split not in self._journals:
             self._journals[split] = _Journal(self.folder, split, self._numbers.get(split, 0), self._schema)
@@ -259,6 +265,7 @@ class FlowWriter:
         del self._journals[journal.split]
         journal.close()
         self._seal(journal.split, journal.number, journal_batches(journal.path))
+        # only once the shard is there
         journal.path.unlink()
 
     def _seal(self, split: str, number: int, batches: Sequence[pa.RecordBatch]) -> None:

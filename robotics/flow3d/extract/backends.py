@@ -18,7 +18,7 @@ class Tracks:
     visible: FloatArray
     """(L, n) 0 to 1."""
     z_m: FloatArray | None = None
-    """(L, n) depth, also of hidden points; None where the tracker knows pixels only."""
+    """(L, n) depth, also of hidden points; None if the tracker only knows pixels."""
     quality: dict[str, float] = field(default_factory=dict)
     """The tracker's own measures of quality."""
 
@@ -27,7 +27,7 @@ class Detector(Protocol):
     """Finds the moving object."""
 
     def detect(self, video: RgbdVideo) -> BoolArray:
-        """(H, W) mask of the object in the first frame, not empty; raises RejectedVideo where nothing is found."""
+        """(H, W) mask of the object in the first frame, not empty; raises RejectedVideo if nothing is found."""
 
 
 class Tracker(Protocol):
@@ -41,4 +41,4 @@ class DepthSource(Protocol):
     """Gives the depth of each pixel."""
 
     def depth_m(self, video: RgbdVideo) -> DepthArray:
-        """(L, H, W) metres along the camera's axis, NaN in holes; raises RejectedVideo where there is none."""
+        """(L, H, W) metres along the camera's axis, NaN in holes; raises RejectedVideo if there is none."""

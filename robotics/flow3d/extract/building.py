@@ -31,7 +31,7 @@ from robotics.flow3d.video import RejectedVideo, RgbdVideo
 
 LOGGER = logging.getLogger("mmrl")
 STRIPS = 12
-"""Clips that are drawn."""
+"""Number of clips drawn as strips."""
 
 
 def build_from_folder(
@@ -53,12 +53,12 @@ def build_from_folder(
         videos: folder of such folders.
         num_frames: T, frames of a flow.
         grid: N, query points a side.
-        begin: of `FlowExtractor`: motion, or video.
-        held_out_share: of the videos, the last ones, for the split held_out.
+        begin: `FlowExtractor.begin`: motion or video.
+        held_out_share: fraction of the videos, taken from the end, for the split held_out.
         extractor: module:function that returns a `FlowExtractor`, called as function(encoding, **extractor_options);
-            the offline one when empty.
-        extractor_options: its options.
-        title: of the card; that of `videos` when empty.
+            empty = the offline extractor.
+        extractor_options: options of the extractor's function.
+        title: title of the card; empty = from the name of `videos`.
 
     Returns:
         The folder.
@@ -102,14 +102,14 @@ def build_from_lerobot(
         K: 3 x 3 intrinsics of that camera in pixels, which a LeRobotDataset does not store.
         depth_unit_m: metres of one unit of depth.
         T_world_cam: 4 x 4 pose of the camera.
-        episodes: only the first ones; all when 0.
-        num_frames: see `build_from_folder`; the others too.
+        episodes: number of episodes to use, the first ones; 0 = all.
+        num_frames: see `build_from_folder`, also for the arguments below.
         grid: N.
         begin: motion or video.
-        held_out_share: of the episodes.
+        held_out_share: fraction of the episodes, taken from the end.
         extractor: module:function.
         extractor_options: its options.
-        title: of the card.
+        title: title of the card.
 
     Returns:
         The folder.
@@ -134,6 +134,7 @@ def write_clips(
     refused: Counter[str] = Counter()
     numbers: dict[str, list[int]] = {}
     form, count, total = extractor.encoding, 0, 0
+    # a draft, so that an error leaves no half-written folder
     with replaced(expanded(Path(path))) as draft:
         with FlowWriter(draft, num_frames=form.num_frames, grid=form.grid, title=title) as writer:
             for split, read in videos:
@@ -142,6 +143,7 @@ def write_clips(
                     clip = extractor.extract(read())
                 except RejectedVideo as rejection:
                     refused[rejection.reason] += 1
+                    # the index within all videos, rejected ones included, so that users can find the video
                     numbers.setdefault(rejection.reason, []).append(total - 1)
                     continue
                 writer.add(clip, split=split)
@@ -165,7 +167,7 @@ def _extractor(encoding: FlowEncoding, begin: str, function: str, options: Mappi
             raise UserError(f"extractor {function} returned a {type(made).__name__}; expected a FlowExtractor")
         return made
     if options:
-        raise UserError("extractor_options are those of your own extractor; name its function in extractor")
+        raise UserError("extractor_options needs extractor, the module:function that they are passed to")
     return FlowExtractor(encoding, begin=begin)
 
 

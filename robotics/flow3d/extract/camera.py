@@ -30,7 +30,8 @@ CORNERS, MIN_CORNERS = 200, 8
 FAR_M = np.float32(1e6)
 """Depth of unseen pixels while the frame is drawn."""
 SAME_M, SAME_SHARE = 0.01, 0.4
-"""A pixel whose depth changes by more shows something else; with fewer unchanged pixels the camera moved."""
+"""A pixel whose depth changes by more than SAME_M shows something else. If fewer than SAME_SHARE of the pixels are
+unchanged, the camera moved."""
 LOOKS = 10
 """Later frames through which the corners are followed."""
 
@@ -70,8 +71,10 @@ def klt_step(
     if not len(uv_px):
         return uv_px, np.zeros(0, dtype=bool)
     options: dict[str, Any] = {"winSize": (window_px, window_px), "maxLevel": levels}
+    # OpenCV wants float32, and the center of its first pixel at 0
     start = np.ascontiguousarray(uv_px - 0.5, dtype=np.float32)[:, None]
     there, found, _ = lucas_kanade(before, after, start, None, **options)
+    # a track that does not lead back to its start slid along an edge or onto another surface
     back, found_back, _ = lucas_kanade(after, before, there, None, **options)
     error = np.linalg.norm((back - start)[:, 0], axis=-1)
     good = (found[:, 0] > 0) & (found_back[:, 0] > 0) & (error < forward_backward_px)
@@ -88,8 +91,8 @@ def grey_frames(rgb: ImageArray) -> list[ImageArray]:
 def camera_motion_px(video: RgbdVideo) -> float | None:
     """Largest median displacement of background corners in pixels.
 
-    A corner counts while the depth at its first position is unchanged, which a moving object would alter. Infinite
-    where most of the image changes its depth, None where there are too few corners.
+    A corner counts while the depth at its first position is unchanged, which a moving object would alter. Infinite if
+    the depth of most of the image changes, None if there are too few corners.
     """
     import cv2
 
@@ -106,12 +109,14 @@ def camera_motion_px(video: RgbdVideo) -> float | None:
     valid = followed & same[:, start[:, 1].astype(int), start[:, 0].astype(int)]
     moved = np.linalg.norm(uv_px - start, axis=-1)
     medians = [float(np.median(row[seen])) for row, seen in zip(moved, valid, strict=True) if seen.sum() >= MIN_CORNERS]
+    # the first frame is always one of them, with displacement 0, and says nothing
     return max(medians) if len(medians) > 1 else None
 
 
 def _same_depth(depth_m: DepthArray, chosen: IndexArray) -> BoolArray:
     """(n, H, W) pixels of the chosen frames with the depth of the first frame; holes count as unchanged."""
     limit = max(SAME_M, 4 * depth_noise_m(depth_m))
+    # negated, so that a hole (NaN) counts as unchanged
     same: BoolArray = ~(np.abs(depth_m[chosen] - depth_m[0]) > limit)
     return same
 
@@ -125,6 +130,7 @@ def seen_from_first(video: RgbdVideo) -> RgbdVideo:
     for frame in range(1, len(video)):
         rgb[frame], depth[frame] = _splat(video.rgb[frame], depth_m[frame], to_first[frame], K)
         unseen = np.isnan(depth[frame])
+        # the first frame fills in colours but no depth: black pixels would look like motion
         rgb[frame][unseen] = video.rgb[0][unseen]
     return replace(video, rgb=rgb, depth_m=depth, T_world_cam=video.T_world_cams[0], T_world_cams=None)
 

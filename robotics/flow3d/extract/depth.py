@@ -16,7 +16,7 @@ from robotics.flow3d.geometry import DepthArray
 from robotics.flow3d.video import RgbdVideo
 
 APART_PX = 8
-"""Farther apart than the window of a smoothed pixel."""
+"""Distance of compared pixels; more than the window in which depth is smoothed."""
 RANGE_DEVIATIONS = 2.5
 """Sigma of the bilateral filter in standard deviations of the noise."""
 
@@ -56,6 +56,7 @@ def depth_noise_m(depth_m: DepthArray) -> float:
     """
     change = depth_m[1] - depth_m[0]
     apart = np.abs(change[:, APART_PX:] - change[:, :-APART_PX])
+    # two frames and two pixels: four times the variance; 0.6745 turns the median of |x| into a deviation
     return 0.0 if np.isnan(apart).all() else float(np.nanmedian(apart) / (0.6745 * 2.0))
 
 
@@ -81,6 +82,7 @@ def resting_depth(depth_m: DepthArray, change_m: float) -> DepthArray:
     total, count = depth_m[0].astype(np.float64), np.ones(depth_m[0].shape)
     rests = np.isfinite(depth_m[0])
     for frame_m in depth_m[1:]:
+        # compared with the mean so far, whose noise falls; once changed, a pixel never counts again
         rests = rests & (np.abs(frame_m - total / count) < change_m)
         if not rests.any():
             break

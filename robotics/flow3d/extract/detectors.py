@@ -17,9 +17,9 @@ from robotics.flow3d.geometry import BoolArray, DepthArray
 from robotics.flow3d.video import RejectedVideo, RgbdVideo
 
 REGROWN_PX = 3
-"""Pixels that thin parts may stick out of the mask after its morphological opening."""
+"""Width of the border in which thin parts are added again after the morphological opening."""
 EARLY_SHARE = 0.1
-"""A connected part of which a larger share moved early is not the object."""
+"""A connected part is not the object if a larger fraction of it moved early."""
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,16 @@ class RevealedDepth:
     """Detects the object that leaves its position."""
 
     threshold_m: float | None = bounded(None, above=0)
-    """Least growth of depth; None = 4 mm, or three deviations of a difference if that is more."""
+    """Minimum growth of depth; None = 4 mm, or three deviations of a difference if that is more."""
     early_frame: int = bounded(5, at_least=1)
     """Pixels whose depth has grown by this frame moved too early to be the object."""
     least_frames: int = bounded(3, at_least=1)
-    """Frames in which depth must have grown; in others a hand may be where the object was."""
+    """Minimum number of frames in which depth has grown; in the others a hand may be where the object was."""
     min_pixels: int = bounded(9, at_least=1)
-    """Smallest object."""
+    """Minimum number of pixels of an object."""
 
     def detect(self, video: RgbdVideo) -> BoolArray:
-        """Mask the object; see `Detector`. Excludes `RgbdVideo.gripper_mask`, where it is known."""
+        """Mask the object; see `Detector`. Excludes `RgbdVideo.gripper_mask`, if known."""
         depth_m = video.known_depth_m
         noise = np.sqrt(2.0) * depth_noise_m(depth_m)
         threshold = max(0.004, 3 * noise) if self.threshold_m is None else self.threshold_m
@@ -79,6 +79,7 @@ def _early_parts(revealed: BoolArray, moved_early: BoolArray) -> BoolArray:
     sizes = np.bincount(labels.ravel(), minlength=count)
     shares = np.bincount(labels[moved_early], minlength=count) / np.maximum(sizes, 1)
     early = shares > EARLY_SHARE
+    # label 0 is the background
     early[0] = False
     return early[labels]
 
@@ -90,7 +91,7 @@ def _opened(mask: BoolArray) -> BoolArray:
 
 
 def largest_component(mask: BoolArray) -> BoolArray:
-    """Largest part of a mask whose pixels touch, corners included; empty where the mask is."""
+    """Largest connected part of a mask, counting corners as touching; empty if the mask is."""
     import cv2
 
     count, labels, stats, _ = cv2.connectedComponentsWithStats(mask.astype(np.uint8), connectivity=8)

@@ -20,9 +20,9 @@ from robotics.flow3d.video import RejectedVideo, RgbdVideo
 
 BEGINNINGS = ("video", "motion")
 PUBLIC_SIDE_PX = 256
-"""Side of the images of the public code, whose distances in pixels scale with the image."""
+"""Image size of the public code; its distances in pixels are scaled from this size."""
 STARTED_M, STARTED = 0.005, 0.03
-"""The object has started once its median point has moved this far, and this share of its greatest distance."""
+"""The object has started once its median point has moved this far, and by this fraction of its largest distance."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,15 @@ class QualityLimits:
     """Limits beyond which a video is rejected."""
 
     most_holes: float = bounded(0.3, at_least=0, at_most=1)
-    """Largest share of the object without depth in the first frame."""
+    """Maximum fraction of the object without depth in the first frame."""
     least_visible: float = bounded(0.25, at_least=0, at_most=1)
-    """Least mean visibility of the points after the first frame."""
+    """Minimum mean visibility of the points after the first frame."""
     least_moved_m: float = bounded(0.02, at_least=0)
-    """Least displacement of the median point between first and last frame."""
+    """Minimum displacement of the median point between first and last frame."""
     most_camera_px: float | None = bounded(1.5, above=0)
-    """Largest displacement of the background in an image of 256 pixels; None skips this check."""
+    """Maximum displacement of the background, in pixels of an image of 256 pixels; None skips this check."""
     least_extent_m: float = bounded(0.004, at_least=0)
-    """Least spread of the points across their longest direction; with less they are a line or a single point."""
+    """Minimum spread of the points across their longest direction; with less they form a line or a single point."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class FlowExtractor:
     limits: QualityLimits = field(default_factory=QualityLimits)
     """Limits beyond which a video is rejected."""
     begin: str = choice("video", BEGINNINGS)
-    """Start of the T frames: with the video, as in the paper, or with the motion of the object, which leaves out the
-    approach of a hand. The observation is the first frame of the video either way."""
+    """Start of the T frames: with the video, as in the paper, or with the object's motion, which skips the approach of
+    a hand. The observation is the first frame of the video either way."""
 
     def __post_init__(self) -> None:
         if self.begin not in BEGINNINGS:
@@ -67,18 +67,19 @@ class FlowExtractor:
         """Turn one video into a clip.
 
         Args:
-            video: of a camera that does not move, or with its poses.
+            video: from a static camera, or with the camera's poses.
 
         Returns:
             The clip. Its quality: `visible` (mean visibility), `moved_m` (displacement of the median point),
-            `rigid_rmse_m` (distance of the flow from a rigid motion in the worst frame), `depth_holes` (share of the
-            object without depth), `mask_px` (its pixels), `outside` (share of the flow beyond the image or the
+            `rigid_rmse_m` (distance of the flow from a rigid motion in the worst frame), `depth_holes` (fraction of the
+            object without depth), `mask_px` (its pixels), `outside` (fraction of the flow beyond the image or the
             encoding's depths), and the tracker's own measures.
 
         Raises:
             RejectedVideo: the video gives no clip; `reason` is a key of `REASONS`.
         """
         K = video.intrinsics_px
+        # depth first: the camera check and the detector need it cleaned
         video = self._still(replace(video, depth_m=self.depth.depth_m(video)))
         mask, depth_m = self.detector.detect(video), video.known_depth_m
         points = self._points(mask, depth_m[0], K)
@@ -88,13 +89,13 @@ class FlowExtractor:
         points = np.where(np.isfinite(places[0]), places[0], points)
         chosen = self._frames(lift(places, K))
         flow = np.concatenate([places[chosen], tracks.visible[chosen, :, None]], -1)
+        # after the choice of frames: what the clip does not show must not reject it
         quality = self._judge(points, flow, K)
         outside = np.abs(self.encoding.normalise(flow[..., :VISIBLE], video.size_px)) >= 1
-        quality |= {
-            "depth_holes": float(np.isnan(depth_m[0][mask]).mean()),
-            "mask_px": float(mask.sum()),
-            "outside": float(outside.any(-1).mean()),
-        } | tracks.quality
+        quality["depth_holes"] = float(np.isnan(depth_m[0][mask]).mean())
+        quality["mask_px"] = float(mask.sum())
+        quality["outside"] = float(outside.any(-1).mean())
+        quality |= tracks.quality
         side = self.encoding.grid
         observation = Observation(video.rgb[0], depth_m[0], K, video.T_world_cam, video.instruction, mask)
         grid, flow = points.reshape(side, side, 3), flow.reshape(len(flow), side, side, 4)
@@ -106,6 +107,7 @@ class FlowExtractor:
             return seen_from_first(video)
         most = self.limits.most_camera_px
         moved = None if most is None else camera_motion_px(video)
+        # the limit is for an image of 256 pixels, as in the public code
         if most is not None and moved is not None and moved > most * video.size_px[0] / PUBLIC_SIDE_PX:
             raise RejectedVideo(
                 "moving_camera", f"the background moves by {moved:.1f} px; give T_world_cams, one pose a frame"
@@ -118,6 +120,7 @@ class FlowExtractor:
         if self.begin == "motion":
             moved = np.median(np.linalg.norm(places_m - places_m[0], axis=-1), axis=1)
             rests = moved < max(STARTED_M, STARTED * float(moved.max()))
+            # one frame before the motion, so that the flow begins at rest
             first = max(0, (len(rests) if rests.all() else int(np.argmin(rests))) - 1)
         return first + frame_indices(len(places_m) - first, self.encoding.num_frames)[1:]
 
@@ -127,6 +130,7 @@ class FlowExtractor:
         holes = 1 - known.sum() / max(mask.sum(), 1)
         if holes > self.limits.most_holes or not known.any():
             raise RejectedVideo("holed_depth", f"{100 * holes:.0f} % of {mask.sum()} pixels")
+        # only pixels with a depth: a query point without one could not be lifted
         uv = grid_in_mask(known, self.encoding.grid).reshape(-1, 2)
         points = np.concatenate([uv, depth_at(depth_m, uv)[:, None]], -1)
         centred = lift(points, K) - lift(points, K).mean(0)
@@ -150,11 +154,12 @@ class FlowExtractor:
 def lifted(tracks: Tracks, depth_m: DepthArray) -> FloatArray:
     """(L, n, 3) u, v, z of tracks, given depth (L, H, W).
 
-    Where the tracker has no depth, that of the frame; hidden points and holes keep their last known depth.
+    If the tracker has no depth, the frame's is used; hidden points and holes keep their last known depth.
     """
     z = tracks.z_m
     if z is None:
         seen = np.stack([depth_at(frame_m, uv) for frame_m, uv in zip(depth_m, tracks.uv_px, strict=True)])
         z = np.where(tracks.visible > 0.5, seen, np.nan)
+    # index of the latest frame in which each point had a depth
     last = np.maximum.accumulate(np.where(np.isfinite(z), np.arange(len(z))[:, None], 0), axis=0)
     return np.concatenate([tracks.uv_px, np.take_along_axis(z, last, 0)[..., None]], -1)

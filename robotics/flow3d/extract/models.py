@@ -26,18 +26,18 @@ from robotics.flow3d.video import RejectedVideo, RgbdVideo
 
 @dataclass(frozen=True)
 class GroundedMask:
-    """Detects what words describe in the first frame, whether it moves or not."""
+    """Detects the object that words describe in the first frame, whether it moves or not."""
 
     detector: str
     """Folder or hub id of a Grounding DINO, or another that `AutoModelForZeroShotObjectDetection` loads."""
     segmenter: str
     """Folder or hub id of a SAM 2."""
     words: str = ""
-    """Phrases such as "robot gripper. hand."; the instruction of each video where empty."""
+    """Phrases such as "robot gripper. hand."; empty = each video's instruction."""
     all_boxes: bool = False
     """Mask all boxes instead of the most confident one."""
     threshold: float = bounded(0.25, at_least=0, at_most=1)
-    """Least score of a box."""
+    """Minimum score of a box."""
     device: str = "cpu"
     """Torch device."""
 
@@ -66,6 +66,7 @@ class GroundedMask:
         (found,) = processor.post_process_grounded_object_detection(
             outputs, inputs["input_ids"], threshold=self.threshold, target_sizes=sizes
         )
+        # stable: boxes with equal scores keep the processor's order
         best = torch.argsort(found["scores"], descending=True, stable=True)
         return found["boxes"][best].double().cpu().numpy()
 
@@ -92,6 +93,7 @@ class SegmentedBox:
     def detect(self, video: RgbdVideo) -> BoolArray:
         """Mask the object in the box; see `Detector`."""
         rows, columns = np.nonzero(self.inner.detect(video))
+        # the right and bottom edges are exclusive
         box = np.array([[columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]], dtype=np.float64)
         (mask,) = self._segment.masks(video.rgb[0], box)
         if not mask.any():
@@ -128,7 +130,7 @@ class WithoutGripper:
     inner: Detector
     """Finds the object, outside of `RgbdVideo.gripper_mask`, such as `RevealedDepth`."""
     gripper: Detector
-    """Finds gripper or hand; where it finds none, nothing is excluded."""
+    """Finds the gripper or hand; if it finds none, nothing is excluded."""
 
     def detect(self, video: RgbdVideo) -> BoolArray:
         """Mask the object; see `Detector`."""
@@ -158,8 +160,8 @@ def _load(name: str, model_class: str, processor_class: str, device: str) -> tup
 class FunctionDetector:
     """Calls `function(rgb, depth_m)`.
 
-    It gets (L, H, W, 3) uint8 frames and their (L, H, W) metres, None where they are not known, and returns an (H, W)
-    mask of the object in the first frame, empty where it finds none.
+    It gets (L, H, W, 3) uint8 frames and their depth (L, H, W) in metres, or None if that is unknown, and returns an
+    (H, W) mask of the object in the first frame, empty if it finds none.
     """
 
     function: str

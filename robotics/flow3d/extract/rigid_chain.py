@@ -36,20 +36,20 @@ from robotics.flow3d.rigid_motion import ransac_kabsch
 from robotics.flow3d.video import RejectedVideo, RgbdVideo
 
 MIN_EIGENVALUE = 0.02
-"""Share of the largest eigenvalue below which the surface does not determine a motion, such as the rotation of a round
+"""Fraction of the largest eigenvalue below which the surface does not determine a motion, like the rotation of a round
 object about its axis; in these directions the pose stays as it is."""
 MIN_SURFACE_POINTS = 12
-"""Fewer visible points leave the pose as it is."""
+"""With fewer visible points the pose stays as it is."""
 DAMPING = 1e-6
 """Damping of the normal equations, as a share of their largest entry."""
 SIGMA_PX = 0.5
 """Standard deviation of optical flow."""
 SMOOTH_M = 0.002
-"""With more noise of depth, normals from neighbouring pixels mean nothing."""
+"""With more depth noise, normals from neighbouring pixels are meaningless."""
 LEAST_SUPPORT = 0.7
-"""Share of the previous pose's support that a new pose must have."""
+"""Fraction of the previous pose's support that a new pose must have."""
 MIN_POINTS = 6
-"""Least points that a motion is fitted to."""
+"""Minimum number of points to fit a motion to."""
 
 
 def warped_image(
@@ -74,6 +74,7 @@ def warped_image(
     v, u = np.mgrid[:height, :width] + 0.5
     there = lift(np.stack([u, v, depth_m], -1).astype(np.float64).reshape(-1, 3), K)
     back = project(apply_pose(inverse_pose(T), there), K)
+    # OpenCV's first pixel center is at 0, ours at 0.5; holes go far outside the image, where nothing is inside the mask
     at = np.nan_to_num(back[:, :2] - 0.5, nan=-9.0, posinf=-9.0, neginf=-9.0).clip(-9, 2**14).astype(np.float32)
     uv = at.reshape(height, width, 2)
     colours = cv2.remap(first, uv[..., 0], uv[..., 1], cv2.INTER_LINEAR)
@@ -90,7 +91,9 @@ def surface_normals(depth_m: DepthArray, K: FloatArray) -> FloatArray:
     normals = np.full((height, width, 3), np.nan)
     across, down = points[1:-1, 2:] - points[1:-1, :-2], points[2:, 1:-1] - points[:-2, 1:-1]
     cross = np.cross(down, across)
+    # a larger step in depth is an edge between two surfaces, not a slope
     smooth = (np.abs(across[..., 2]) < 0.02) & (np.abs(down[..., 2]) < 0.02)
+    # NaN holes make NaN normals, which the alignment drops
     length = np.linalg.norm(cross, axis=-1, keepdims=True)
     normals[1:-1, 1:-1] = np.where(smooth[..., None], cross / np.where(length > 0, length, np.nan), np.nan)
     return normals
@@ -105,7 +108,7 @@ def align_to_surface(
     agree_m: float,
     iterations: int = 3,
 ) -> FloatArray:
-    """Adjust T (4, 4) so that the visible points of the object lie on the measured surface.
+    """Adjust T (4, 4) so that the visible points of the object are on the measured surface.
 
     `model_cam_m` (n, 3) are points of the first frame, `depth_m` (H, W) and `normals` (H, W, 3) the current frame.
     Points farther than `agree_m` from the surface count as hidden.
@@ -118,9 +121,11 @@ def align_to_surface(
         depth = depth_at(depth_m, uvz[:, :2])
         near = np.flatnonzero(np.abs(depth - uvz[:, 2]) < agree_m)
         normal = normals[uvz[near, 1].astype(int), uvz[near, 0].astype(int)]
+        # no normal at edges and holes, so nothing to align to there
         near, normal = near[np.isfinite(normal[:, 0])], normal[np.isfinite(normal[:, 0])]
         if len(near) < MIN_SURFACE_POINTS:
             return T
+        # projective association: the measured point on the same ray, without a search for the nearest one
         target = lift(np.concatenate([uvz[near, :2], depth[near, None]], -1), K)
         T = _plane_step(moved[near], target, normal) @ T
     return T
@@ -131,10 +136,12 @@ def _plane_step(points: FloatArray, targets: FloatArray, normals: FloatArray) ->
     from scipy.spatial.transform import Rotation
 
     centre = points.mean(0)
+    # turns in units of the object's size, so that eigenvalues of turns and shifts can be compared
     size = max(float(np.sqrt(((points - centre) ** 2).sum(-1).mean())), 1e-6)
     jacobian = np.concatenate([np.cross((points - centre) / size, normals), normals], -1)
     residual = ((targets - points) * normals).sum(-1)
     values, directions = np.linalg.eigh(jacobian.T @ jacobian)
+    # a pseudo-inverse: no step in directions that the surface leaves open
     shares = np.where(values > MIN_EIGENVALUE * values.max(), 1 / np.maximum(values, 1e-12), 0.0)
     twist = directions @ (shares * (directions.T @ (jacobian.T @ residual)))
     turn = Rotation.from_rotvec(twist[:3] / size).as_matrix()
@@ -165,8 +172,10 @@ def fit_reprojection(
         moved = apply_pose(T, points_cam_m)
         residual = (uvz - project(moved, K)) * scale
         weight = 1 / (1 + (residual**2).sum(-1))
+        # a point without a projection (NaN) has no residual
         good = np.isfinite(weight)
         centre = moved[good].mean(0)
+        # turned about the object's center: about the camera, turns and shifts would be almost the same
         jacobian = _by_twist(moved[good], centre, K) * scale[:, None]
         weighted = jacobian * weight[good, None, None]
         normal = np.einsum("nij,nik->jk", weighted, jacobian)
@@ -200,31 +209,32 @@ class RigidChain:
     """Tracks a rigid object in RGB-D video."""
 
     agree_m: float | None = bounded(None, above=0)
-    """Largest depth difference of a visible point; None = 8 mm, or three deviations of the noise if that is more."""
+    """Maximum depth difference of a visible point; None = 8 mm, or three deviations of the noise if that is more."""
     inlier_m: float | None = bounded(None, above=0)
-    """Largest distance of a point that fits a motion; None = 6 mm, or three deviations of the noise."""
+    """Maximum distance of a point that fits a motion; None = 6 mm, or three deviations of the noise if that is more."""
     iterations: int = bounded(60, at_least=1)
-    """Triples of points that RANSAC tries."""
+    """Number of triples that RANSAC tries."""
     most_points: int = bounded(400, at_least=4)
-    """Most pixels of the object that are followed."""
+    """Maximum number of object pixels to follow."""
     window_px: int = bounded(11, at_least=3)
     """Patch size of optical flow."""
     levels: int = bounded(3, at_least=0)
     """Pyramid levels of optical flow."""
     forward_backward_px: float = bounded(0.7, above=0)
-    """Points that do not come back this close backwards are not used."""
+    """A point is dropped if tracking it back misses its start by more than this."""
     correct_texture: bool = True
     """Also compare each frame with the first one, which stops the drift of textured objects."""
     correct_surface: bool = True
     """Align the points with the measured surface."""
     most_lost: float = bounded(0.5, at_least=0, at_most=1)
-    """Reject the video when a larger share of its frames has too few points."""
+    """Reject the video if a larger fraction of its frames has too few points."""
 
     def track(self, video: RgbdVideo, mask: BoolArray, uv_px: FloatArray) -> Tracks:
         """Follow points; see `Tracker`."""
         noise = depth_noise_m(video.known_depth_m)
         chain = _Chain(self, video, mask, noise)
         poses, lost = chain.poses()
+        # the first frame has no motion that could be lost
         share = lost / (len(video) - 1)
         if share > self.most_lost:
             raise RejectedVideo("lost_track", f"too few points in {100 * share:.0f} % of the frames")
@@ -237,12 +247,18 @@ class _Chain:
     """One object in one video; T (4, 4) is its motion since the first frame, in the camera frame."""
 
     def __init__(self, settings: RigidChain, video: RgbdVideo, mask: BoolArray, noise_m: float) -> None:
-        self.settings, self.mask, self.noise_m = settings, mask, noise_m
-        self.K, self.depth_m, self.grey = video.intrinsics_px, video.known_depth_m, grey_frames(video.rgb)
+        self.settings = settings
+        self.mask = mask
+        self.noise_m = noise_m
+        self.K = video.intrinsics_px
+        self.depth_m = video.known_depth_m
+        self.grey = grey_frames(video.rgb)
         self.agree_m = max(0.008, 3 * noise_m) if settings.agree_m is None else settings.agree_m
         self.inlier_m = max(0.006, 3 * noise_m) if settings.inlier_m is None else settings.inlier_m
+        # the model is made from the first frame, whose noise would otherwise be in every pose
         self.rest_m = resting_depth(self.depth_m, 4 * noise_m)
         self.model = lift(_model(mask, self.rest_m, settings.most_points), self.K)
+        # one fixed stream per video: the same video always gives the same clip
         self.rng = np.random.default_rng(0)
 
     def poses(self) -> tuple[FloatArray, int]:
@@ -252,6 +268,7 @@ class _Chain:
             seen, uv = self._visible(T, frame - 1, self.agree_m)
             there, good = self._follow(self.grey[frame - 1], frame, uv, self.settings.levels)
             moved = self._fit(seen[good], there[good], frame)
+            # the pose then stays where it was; a video with too many such frames is rejected
             lost += moved is None
             T = self._supported(T, moved, frame)
             if self.settings.correct_texture:
@@ -259,6 +276,7 @@ class _Chain:
             if self.settings.correct_surface and self.noise_m < SMOOTH_M:
                 normals = surface_normals(self.depth_m[frame], self.K)
                 T = align_to_surface(T, self.model, self.depth_m[frame], normals, self.K, self.agree_m)
+            # the order matters: the step by flow brings the object close enough for the two corrections to find it
             poses.append(T)
         return np.stack(poses), lost
 
@@ -267,7 +285,9 @@ class _Chain:
         now, depth_m, reach = self.grey[frame], self.depth_m[frame], 2 * self.agree_m
         expected = warped_image(T, self.grey[0], self.mask, self.depth_m[0], now, depth_m, self.K, reach)
         seen, uv = self._visible(T, frame, reach)
+        # no pyramid: the warped frame leaves only the error, which is smaller than the window
         there, good = self._follow(expected, frame, uv, levels=0)
+        # a longer correction would mean that the warped frame was wrong
         near = good & (np.linalg.norm(there - uv, axis=-1) < self.settings.window_px / 2)
         return self._supported(T, self._fit(seen[near], there[near], frame), frame)
 
@@ -276,12 +296,14 @@ class _Chain:
         if other is None:
             return T
         kept, found = (self._support(pose, frame) for pose in (T, other))
+        # kept - 1 is for a negative `kept`, a fraction of which would demand more than `kept` itself
         return other if found >= min(LEAST_SUPPORT * kept, kept - 1) else T
 
     def _support(self, T: FloatArray, frame: int) -> int:
         """Number of visible points at T, minus those in front of the measured surface, which cannot be there."""
         uvz = project(apply_pose(T, self.model), self.K)
         behind = depth_at(self.depth_m[frame], uvz[:, :2]) - uvz[:, 2]
+        # the camera sees past such a point, so the object cannot be there; points behind the surface are only hidden
         return int((np.abs(behind) < self.agree_m).sum() - (behind > self.agree_m).sum())
 
     def _visible(self, T: FloatArray, frame: int, agree_m: float) -> tuple[IndexArray, FloatArray]:
@@ -302,6 +324,7 @@ class _Chain:
             return None
         uvz = np.concatenate([uv, depth[:, None]], -1)[known]
         source, target = self.model[points[known]], lift(uvz, self.K)
+        # RANSAC removes points on a hand; the refit then weighs pixels and depth by their own noise
         T = ransac_kabsch(source, target, tolerance_m=self.inlier_m, iterations=self.settings.iterations, rng=self.rng)
         fits = np.linalg.norm(apply_pose(T, source) - target, axis=-1) < self.inlier_m
         if fits.sum() < MIN_POINTS:
@@ -311,6 +334,7 @@ class _Chain:
 
 def _model(mask: BoolArray, depth_m: DepthArray, most: int) -> FloatArray:
     """(n, 3) u, v, z of pixels of the object that have a depth, evenly thinned."""
+    # pixels without a depth cannot be lifted
     rows, columns = np.nonzero(mask & np.isfinite(depth_m))
     if len(rows) < MIN_POINTS:
         raise RejectedVideo("holed_depth", f"{len(rows)} pixels of the object have a depth")

@@ -97,7 +97,7 @@ def _depths(place: Path, unit_m: float | None) -> DepthArray | None:
 
 
 def read_frames(path: Path) -> ImageArray:
-    """(L, H, W, 3) frames of a video file, upright; raises UserError where it is none or too large."""
+    """(L, H, W, 3) frames of a video file, upright; raises UserError if it is not a video or too large."""
     try:
         index = read_index(path)
         return np.stack(list(decode_frames(index, range(index.total))))
@@ -147,11 +147,11 @@ class LeRobotVideos(Sequence[RgbdVideo]):
 
     Args:
         dataset: folder in the format v3.0.
-        camera: name of the camera in colour.
+        camera: name of the colour camera.
         depth: name of the camera or feature with the depth of that camera; None for a depth model.
         K: (3, 3) intrinsics in pixels of the stored images.
-        depth_unit_m: metres of one unit, where depth is stored in whole numbers and not as a depth camera's.
-        T_world_cam: (4, 4) pose of the camera, or (L, 4, 4) of one that moves; the identity when None.
+        depth_unit_m: metres per unit if depth is stored as integers and not by a depth camera.
+        T_world_cam: (4, 4) pose of the camera, or (L, 4, 4) for a moving one; None = the identity.
 
     Raises:
         RejectedVideo: K is not given.

@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from robotics.flow3d.model.world_model import FlowWorldModel
 
 OUTER = 0.01
-"""Share of the depths at either end that does not determine the range."""
+"""Fraction of the depths at either end that does not determine the range."""
 MARGIN = 0.1
-"""Share of that range that is added at both ends."""
+"""Fraction of that range that is added at both ends."""
 MOST_CLIPS = 2000
-"""About this many clips determine the range."""
+"""Approximate number of clips from which the range is determined."""
 
 
 @dataclass
 class ClipSetConfig:
-    """Clips of a folder written by `FlowWriter`, or of your own function."""
+    """Clips of a folder written by `FlowWriter`, or returned by your own function."""
 
     path: str = ""
     """Folder of the data set; empty with `function`."""
@@ -55,10 +55,10 @@ class ClipSetConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Options of `function`."""
     limit: int = bounded(0, at_least=0)
-    """Number of clips, the first ones; 0 = all."""
+    """Maximum number of clips, starting with the first; 0 = all."""
 
     def validate(self) -> None:
-        """Raise ValueError for none or both of path and function."""
+        """Raise ValueError unless exactly one of path and function is given."""
         if bool(self.path) == bool(self.function):
             raise ValueError("name either path, a folder of clips, or function, module:function that returns clips")
         if self.function and (self.split or self.sources or self.tasks or self.build):
@@ -82,13 +82,14 @@ def depth_range_m(clips: Sequence[FlowClip]) -> tuple[float, float]:
     """Depths in metres that contain 98 % of the clips' points, widened by a tenth or 5 mm at both ends."""
     some = [clips[number] for number in range(0, len(clips), max(1, len(clips) // MOST_CLIPS))]
     depths = [depth for clip in some for depth in (clip.flow[..., Z].ravel(), clip.points[..., Z].ravel())]
+    # quantiles, because a single wrong depth would stretch the range for all clips
     low, high = np.quantile(np.concatenate(depths), [OUTER, 1 - OUTER])
     margin = max(MARGIN * float(high - low), 0.005)
     return max(0.0, float(low) - margin), float(high) + margin
 
 
 def clips_digest(clips: Sequence[FlowClip]) -> str:
-    """Digest of clips, to check that a run resumes on the same data; that of a folder does not read them all."""
+    """Digest of clips, to check that a run resumes on the same data; for a folder, it does not read them all."""
     fingerprint = getattr(clips, "fingerprint", None)
     return str(fingerprint()) if callable(fingerprint) else content_digest(clips)
 
@@ -121,9 +122,11 @@ class TrainingClips(Sequence[TrainingClip]):
     def __init__(
         self, clips: Sequence[FlowClip], model: FlowWorldModel, *, only_visible: bool, in_memory: bool
     ) -> None:
-        self._clips, self._only_visible = clips, only_visible
+        self._clips = clips
+        self._only_visible = only_visible
         self._encoding: FlowEncoding = model.encoding
-        self._inputs_of, self._check = model.inputs_of, model.check_flow
+        self._inputs_of = model.inputs_of
+        self._check = model.check_flow
         self._kept = [self._encoded(clip) for clip in clips] if in_memory else None
 
     def __len__(self) -> int:
@@ -144,6 +147,7 @@ class TrainingClips(Sequence[TrainingClip]):
         flow = self._encoding.encode(clip.flow, clip.points, clip.observation.size_px)
         counted = np.ones(flow.shape, bool)
         if self._only_visible:
+            # positions of hidden points are guesses; the visibility itself is always known
             counted[:VISIBLE] = clip.flow[..., VISIBLE] > 0.5
         return TrainingClip(inputs.images[0].numpy(), inputs.points[0].numpy(), inputs.instructions[0], flow, counted)
 
@@ -168,6 +172,7 @@ def _of_function(config: ClipSetConfig, where: str) -> list[FlowClip]:
         if not isinstance(clip, FlowClip):
             raise UserError(f"function {config.function} gave a {type(clip).__name__}; expected FlowClips")
         clips.append(clip)
+        # a function may yield clips without end
         if len(clips) == config.limit:
             break
     return clips

@@ -53,18 +53,18 @@ class FlowEvaluationConfig(SampledEvaluationConfig):
     """Evaluation of a world model, with samples from fixed seeds."""
 
     samples: int = bounded(4, at_least=1)
-    """K, samples a clip, with the same seeds at every evaluation."""
+    """K, number of samples per clip, with the same seeds at every evaluation."""
     language_swap: bool = True
-    """Also evaluate the other instructions of a scene, where the clips list them."""
+    """Also evaluate the other instructions of a scene, if the clips list them."""
 
 
 @dataclass
 class FlowMeasure(Measure[FlowClip]):
-    """Errors of K samples a clip.
+    """Errors of K samples per clip.
 
-    Seeds depend on (seed, split, clip) alone, so evaluations of different steps are paired. Metrics are
-    accuracy/within_5cm and the errors of `FlowErrors` as flow/<error>, by task and source where the split has several,
-    and accuracy/language_swap where clips have `meta["goals_world_m"]`.
+    Seeds only depend on (seed, split, clip), so evaluations of different steps are paired. Metrics are
+    accuracy/within_5cm and the errors of `FlowErrors` as flow/<error>, by task and source if the split has several, and
+    accuracy/language_swap if clips have `meta["goals_world_m"]`.
     """
 
     model: FlowWorldModel
@@ -90,7 +90,7 @@ class FlowMeasure(Measure[FlowClip]):
         return rows
 
     def metrics(self, rows: Sequence[Row], tasks: Sequence[FlowClip]) -> dict[str, float]:
-        """Means with intervals, by task and source, and the errors of standing still."""
+        """Means with intervals, by task and source, and the errors of no motion."""
         if not rows:
             return {}
         rng = np.random.default_rng(stream_seed(self.seed, "bootstrap", self.split))
@@ -99,8 +99,10 @@ class FlowMeasure(Measure[FlowClip]):
             found |= with_interval(f"flow/{name}", [[getattr(row["errors"], name)] for row in rows], rng)
         for name in ("zero_motion_ade_cm", "zero_motion_fde_cm"):
             found[f"flow/{name}"] = _mean(rows, name)
+        # a median, as a few degenerate fits with half a turn would dominate a mean
         found["flow/rotation_deg"] = float(np.median([row["errors"].rotation_deg for row in rows]))
-        return found | self._by_part(rows, tasks) | swap_metrics(rows)
+        found |= self._by_part(rows, tasks)
+        return found | swap_metrics(rows)
 
     def record(self, row: Row) -> SampleRecord:
         """The first samples over the truth in white, and the errors."""
@@ -118,6 +120,7 @@ class FlowMeasure(Measure[FlowClip]):
         """Errors of a clip, for paired comparisons."""
         errors: FlowErrors = row["errors"]
         values = {f"flow/{name}": getattr(errors, name) for name in ERRORS}
+        # NaN, such as the error of visible points without any, is not a score
         known = {name: value for name, value in values.items() if value == value}
         return Outcome(f"{self.split}/{row['index']}", {HEADLINE: errors.within_5cm, **known})
 
@@ -125,6 +128,7 @@ class FlowMeasure(Measure[FlowClip]):
         """(count, T, N, N, 4) samples of each clip, whose seeds depend on its index in the split."""
         model = self.model
         inputs = model.inputs_of([clip.observation for clip in clips], [clip.points for clip in clips])
+        # by clip, so that a sample does not depend on the batch that it is drawn in
         seeds = [sample_seeds(stream_seed(self.seed, self.split, index), count) for index in indices]
         written = model.sample(inputs, torch.cat(seeds)).float().cpu().numpy()
         return [
@@ -133,7 +137,7 @@ class FlowMeasure(Measure[FlowClip]):
         ]
 
     def _swap(self, batch: Sequence[Trial[FlowClip]], rows: list[Row]) -> None:
-        """Record for every other instruction of a scene whether the object then goes to its goal."""
+        """Record, for every other instruction of a scene, whether the object then reaches its goal."""
         asked = [
             (row, dataclasses.replace(clip, observation=dataclasses.replace(clip.observation, instruction=text)))
             for row, clip in zip(rows, (trial.task for trial in batch), strict=True)
@@ -143,6 +147,7 @@ class FlowMeasure(Measure[FlowClip]):
         if not asked:
             return
         clips = [clip for _, clip in asked]
+        # the seed of the clip, not of the instruction: only the text differs from the first samples
         samples = self._samples(clips, [row["index"] for row, _ in asked], 1)
         for (row, clip), flow in zip(asked, samples, strict=True):
             end_m = clip.with_flow(flow[0]).flow_world_m[-1]
@@ -163,13 +168,13 @@ def _mean(rows: Sequence[Row], name: str) -> float:
 
 
 def verdict_metric(name: str) -> str:
-    """Name of the metric: share of samples that a verifier accepts."""
+    """Name of the metric: fraction of samples that a verifier accepts."""
     return f"accuracy/{name}"
 
 
 @dataclass(kw_only=True)
 class VerdictMeasure(FlowMeasure):
-    """The errors of `FlowMeasure`, and for each verifier its mean score and the share of accepted samples."""
+    """The errors of `FlowMeasure`, and for each verifier its mean score and the fraction of accepted samples."""
 
     judge: FlowJudge
 
@@ -185,7 +190,7 @@ class VerdictMeasure(FlowMeasure):
         return rows
 
     def metrics(self, rows: Sequence[Row], tasks: Sequence[FlowClip]) -> dict[str, float]:
-        """Errors, and shares of accepted samples with intervals; NaN where they could not be judged."""
+        """Errors, and fractions of accepted samples with intervals; NaN if none could be judged."""
         found = super().metrics(rows, tasks)
         for name in rows[0]["accepted"] if rows else ():
             rng = np.random.default_rng(stream_seed(self.seed, "bootstrap", self.split))
@@ -208,7 +213,7 @@ class VerdictMeasure(FlowMeasure):
         )
 
     def outcome(self, row: Row) -> Outcome:
-        """Errors and shares of accepted samples of a clip, for paired comparisons."""
+        """Errors and fractions of accepted samples of a clip, for paired comparisons."""
         outcome = super().outcome(row)
         known = {name: value for name, value in _accepted_shares(row).items() if value == value}
         return dataclasses.replace(outcome, scores={**outcome.scores, **known})

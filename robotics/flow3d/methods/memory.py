@@ -25,7 +25,7 @@ from robotics.policies.base.encoder import Vocabulary
 
 
 def footprint(config: Any, *, passes: bool = True) -> Plan:
-    """Plan a run; without passes, only what is held between them: weights, gradients, moments, averages and copies."""
+    """Plan a run; without passes, only what stays in memory: weights, gradients, moments, averages and copies."""
     if not isinstance(config, Flow3dConfig | Flow3dAwmConfig):
         raise NoPlan(f"there is no plan for the recipe '{config.recipe}'")
     ensure_torchvision()
@@ -47,7 +47,7 @@ def _plan(config: Any, model: FlowWorldModel, passes: bool) -> Plan:
     flows = torch.Size(model.flow_shape).numel() * 4
 
     def predict(scenes: int, rows: int) -> Callable[[], Tensor]:
-        """A pass of so many rows; the images and texts have values, which a text encoder asks for."""
+        """A pass with the given number of rows; images and texts have values, because a text encoder needs them."""
         inputs, kept = _inputs(model, scenes), torch.ones(scenes, dtype=torch.bool)
         own = torch.arange(rows) % scenes
 
@@ -80,7 +80,7 @@ def _plan(config: Any, model: FlowWorldModel, passes: bool) -> Plan:
 
 
 def _outlined(config: Any) -> FlowWorldModel:
-    """The model without values; of a new one, without the words of the training instructions."""
+    """The model without values; a new one has no words from the training instructions."""
     if config.model.path:
         folder = Path(model_folder(config.model.path))
         return FlowWorldModel(read_config(folder), Vocabulary.load(folder / VOCABULARY_FILE), load_pretrained=False)
@@ -90,7 +90,7 @@ def _outlined(config: Any) -> FlowWorldModel:
 
 
 def _inputs(model: FlowWorldModel, scenes: int) -> FlowInputs:
-    """Inputs of some scenes."""
+    """Inputs of the given number of scenes."""
     side, grid = model.config.condition.image_px, model.encoding.grid
     return FlowInputs(
         torch.zeros(scenes, side, side, 3, dtype=torch.uint8), torch.zeros(scenes, grid, grid, 3), [""] * scenes

@@ -1,7 +1,7 @@
 """Samples of a world model as rollouts: K flows of each scene, and the model's velocity on noisy versions of them.
 
-Exploration perturbs samples where a world model is nearly certain. AWM's loss depends on where a sample is, not on how
-it was drawn, so it may be off the model's distribution. A sample is moved as one rigid body, by a translation and a
+Exploration perturbs samples if a world model is nearly certain. AWM's loss depends on where a sample is, not on how it
+was drawn, so it may be off the model's distribution. A sample is moved as one rigid body, by a translation and a
 rotation about the mean of its points that grow linearly up to the last frame, so that a rigid, smooth flow stays so.
 
 Shapes: N scenes, B = N * K samples, T' noisy versions of each, C x T x N x N one encoded flow.
@@ -57,6 +57,7 @@ def perturbed(flow: FloatArray, observation: Observation, seeds: Tensor, config:
     """
     from scipy.spatial.transform import Rotation
 
+    # each sample has its own seed: it does not depend on how many are drawn with it
     drawn = row_noise(seeds, 2, (3,)).double().numpy()
     frames = flow.shape[1]
     share = np.arange(1, frames + 1) / frames
@@ -67,6 +68,7 @@ def perturbed(flow: FloatArray, observation: Observation, seeds: Tensor, config:
         turns = Rotation.from_rotvec(share[:, None] * math.radians(config.turn_deg) * turn).as_matrix()
         shift_m = (share[:, None] * config.shift_cm / 100 * shift)[:, None]
         moved = np.einsum("tij,tnj->tni", turns, points - middle) + middle + shift_m
+        # a point behind the camera has no projection
         if (points[..., 2] > 0).all() and (moved[..., 2] > 0).all():
             found[number, ..., :VISIBLE] = project(moved, observation.K).reshape(*flow.shape[1:4], VISIBLE)
     return found
@@ -77,7 +79,7 @@ class FlowPayload(Payload):
     """N scenes, each stored once, and B sampled flows of their object."""
 
     clips: list[FlowClip] = per_group()
-    """The clip of each scene; its true flow is read by evaluations alone."""
+    """The clip of each scene; only evaluations read its true flow."""
     images: Tensor = per_group()
     """(N, S, S, 3) uint8."""
     points: Tensor = per_group()
@@ -100,7 +102,7 @@ class FlowPayload(Payload):
 
 
 class FlowSampling(VelocityMatching):
-    """Samples flows with noisy versions of them, and evaluates world models on these, without guidance."""
+    """Samples flows and noisy versions of them, and evaluates world models on these, without guidance."""
 
     def __init__(
         self, policy: FlowWorldModel, timesteps: TimestepConfig, exploration: ExplorationConfig | None = None
@@ -111,9 +113,11 @@ class FlowSampling(VelocityMatching):
                 f"AWM matches velocities of rectified flow; this world model has model.process.kind "
                 f"{policy.config.process.kind}"
             )
-        self.policy, self.process = policy, policy.process
+        self.policy = policy
+        self.process = policy.process
         self.exploration = exploration or ExplorationConfig()
         self._grid = sigma_grid(policy.config.process.steps)
+        # a trial draw, so that timesteps that do not fit fail before the first step
         draw_times(timesteps, self._grid, 1, 1, Streams(0))
 
     def draw(self, policy: FlowWorldModel, clips: Sequence[FlowClip], group_size: int, streams: Streams) -> Rollouts:
@@ -125,9 +129,11 @@ class FlowSampling(VelocityMatching):
         device, zeros = flow.device, torch.zeros(rows, self.timesteps.count, device=flow.device)
         noise_seed = streams.seeds(len(clips), group_size, purpose="noise")
         if self.timesteps.share_noise:
+            # the samples of a scene are compared under the same noise
             noise_seed = noise_seed[::group_size].repeat_interleave(group_size)
         sigma = to_device(draw_times(self.timesteps, self._grid, len(clips), group_size, streams), device)
         if self.exploration.on:
+            # drawn last and from its own stream: without exploration all other draws stay the same
             flow = self._explored(flow, clips, streams.seeds(len(clips), group_size, purpose="explore"))
         return Rollouts(
             group=torch.arange(len(clips), device=device).repeat_interleave(group_size),
@@ -154,6 +160,7 @@ class FlowSampling(VelocityMatching):
             read = encoding.decode(encoded.float().cpu().numpy(), clip.points, seen.size_px)
             moved = perturbed(read, seen, own, self.exploration)
             written = encoding.encode(moved, np.repeat(clip.points[None], len(moved), 0), seen.size_px)
+            # only positions are replaced: decoding clips the visibility
             target[:, :VISIBLE] = torch.from_numpy(written[:, :VISIBLE]).to(target)
         return found
 
@@ -167,6 +174,7 @@ class FlowSampling(VelocityMatching):
 
         Gradient: into all trainable weights of the model.
         """
+        # rows of one scene share its encoding
         scene = rollouts.group[noisy.image.to(rollouts.group.device)]
         found = model(FlowPayload.of(rollouts).scenes, noisy.latents, noisy.sigma, scene=scene)
         return self.process.velocity(found, noisy.latents, noisy.sigma)

@@ -35,7 +35,7 @@ from robotics.policies.base.encoder import (
 )
 
 CODE_SIZE = 72
-"""Numbers of a point's code in the paper's network."""
+"""Size of a point's code in the paper's network."""
 SIDE, DEPTHS = 224, 128
 TEMPERATURE = 10000.0
 TOWERS = "towers"
@@ -62,6 +62,7 @@ def make_inputs(
     observations: Sequence[Observation], points: Sequence[FloatArray], encoding: FlowEncoding, image_px: int
 ) -> FlowInputs:
     """Scenes as tensors; `points` has (N, N, 3) query points u, v, z of each."""
+    # learned positions of the grid cells fit one N only
     wanted = (encoding.grid, encoding.grid, 3)
     for grid in points:
         if grid.shape != wanted:
@@ -69,6 +70,7 @@ def make_inputs(
                 f"query points have the shape {grid.shape}; this model was trained with {wanted}, a grid of "
                 f"{encoding.grid} x {encoding.grid} points u, v, z"
             )
+    # each by the size of its own image, so that images of different sizes can share a batch
     normalised = [encoding.normalise(grid, seen.size_px) for grid, seen in zip(points, observations, strict=True)]
     return FlowInputs(
         images=torch.from_numpy(np.stack([_resized(seen.rgb, image_px) for seen in observations])),
@@ -89,7 +91,7 @@ def _resized(rgb: ImageArray, side: int) -> ImageArray:
 class Keypoints(nn.Module):
     """Expected positions of learned features in an image, as one token.
 
-    A small network with patches alone takes many times as long to learn where a goal is.
+    With patches alone, a small network takes many times as long to learn where a goal is.
 
     Source: spatial softmax, Levine et al., arXiv 1504.00702; features scaled and shifted by the instruction (FiLM),
         arXiv 1709.07871. Not in 3DFlowAction, which has a pretrained CLIP.
@@ -117,6 +119,7 @@ class Keypoints(nn.Module):
 
 def clip_places(points: Tensor) -> Tensor:
     """Points (..., 3) in -1..1 in CLIP's coordinates: u, v in 0..224, z in 0..127 over the range of depths."""
+    # back from -1..1 to fractions of the width, the height and the range of depths
     share = (points + 1) / 2
     scaled = share * torch.tensor([SIDE, SIDE, DEPTHS], dtype=points.dtype, device=points.device)
     return torch.cat([scaled[..., :2], scaled[..., 2:].clamp(0, DEPTHS - 1)], -1)
@@ -200,6 +203,7 @@ class SmallContext(nn.Module):
 
         Gradient: into all trainable weights.
         """
+        # a learned vector replaces the text; guidance later starts from it
         text = torch.where(keep_text[:, None], self._texts(inputs.instructions), self.no_text)
         pixels = inputs.images.permute(0, 3, 1, 2).to(self.no_text.dtype) / 127.5 - 1
         patches = functional.pixel_unshuffle(pixels, self.config.patch_px).flatten(2).transpose(1, 2)
@@ -220,6 +224,7 @@ class SmallContext(nn.Module):
         number = {text: index for index, text in enumerate(distinct)}
         words = to_device(self.vocabulary.encode(distinct, self.config.words), self.no_text.device)
         index = to_device(torch.tensor([number[text] for text in texts]), words.device)
+        # the rows of a group share their instruction, so the encoder runs once per text
         found: Tensor = self.instruction(words)[index]
         return found
 
@@ -263,6 +268,7 @@ class ClipContext(nn.Module):
 
         Gradient: into all trainable weights.
         """
+        # the empty text is CLIP's unconditional input
         kept = [text if keep else "" for text, keep in zip(inputs.instructions, keep_text.tolist(), strict=True)]
         with torch.no_grad():
             states, pooled = self._texts(kept)
@@ -275,6 +281,7 @@ class ClipContext(nn.Module):
     def check_texts(self, texts: Sequence[str]) -> None:
         """Raise UserError for instructions that cannot be read completely."""
         for text in dict.fromkeys(texts):
+            # tokenised in full first: the tokeniser would cut a long text silently
             found = self.tokenizer(text, truncation=False, verbose=False).input_ids
             if len(found) > self.longest_text:
                 # the end token is kept, so the text loses one more token
@@ -295,12 +302,14 @@ class ClipContext(nn.Module):
 
     def _image_states(self, images: Tensor) -> Tensor:
         """(B, 1 + patches, .)."""
+        # the images already have the tower's size, so no processor is needed
         tower = self.towers["vision"]
         pixels = images.permute(0, 3, 1, 2).float() / 255
         if self.config.bgr:
             pixels = pixels.flip(1)
         mean, std = (pixels.new_tensor(numbers)[:, None, None] for numbers in (CLIP_MEAN, CLIP_STD))
         out = tower(pixel_values=((pixels - mean) / std).to(next(tower.parameters()).dtype))
+        # the pooled state is the class token after the last norm; the raw one is dropped
         return torch.cat([out.pooler_output[:, None], out.last_hidden_state[:, 1:]], 1)
 
 
@@ -346,6 +355,7 @@ def _read(name: str, folder: Path, kind: Any) -> Any:
 
 def _zero_linear(inputs: int, outputs: int) -> nn.Linear:
     layer = nn.Linear(inputs, outputs)
+    # a pretrained network must not see new inputs before it has learned to use them
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
     return layer

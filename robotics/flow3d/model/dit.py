@@ -1,4 +1,4 @@
-"""Transformers over flow: `traj_dit` has a token a query point, `dit_factored` a token a point and frame.
+"""Transformers over flow: `traj_dit` has one token per query point, `dit_factored` one per point and frame.
 
 Shapes: B rows, C channels, T frames, N x N points.
 """
@@ -89,6 +89,7 @@ class FlowBlock(nn.Module):
 
     def forward(self, tokens: Tensor, condition: Tensor, context: Tensor, frames: int = 1) -> Tensor:
         """(B, T n, width), (B, width), (B, L, context) -> (B, T n, width)."""
+        # frames = 1 makes this attention over all tokens
         normed, gate = self.space_norm(tokens, condition)
         by_frame = normed.unflatten(1, (frames, -1)).flatten(0, 1)
         tokens = tokens + gate * self.space(by_frame, by_frame).unflatten(0, (-1, frames)).flatten(1, 2)
@@ -113,6 +114,7 @@ class _FlowTransformer(nn.Module):
         width = config.width
         self.encoding = encoding
         self.enter = nn.Linear(numbers, width)
+        # learned positions: attention alone would not know which grid cell a token is
         self.cells = nn.Parameter(torch.randn(encoding.grid**2, width) * 0.02)
         concat = config.point_condition == "tokens+concat"
         self.point = nn.Linear(octave_size(3), width) if concat else None
@@ -121,7 +123,7 @@ class _FlowTransformer(nn.Module):
             FlowBlock(width, config.heads, context, factored=self.factored) for _ in range(config.blocks)
         )
         self.last, self.leave = Modulated(width), nn.Linear(width, numbers)
-        # the first prediction is zero: no motion, where the model predicts displacements
+        # the first prediction is zero, which is no motion if the model predicts displacements
         nn.init.zeros_(self.leave.weight)
         nn.init.zeros_(self.leave.bias)
 
@@ -133,6 +135,7 @@ class _FlowTransformer(nn.Module):
         return found
 
     def _run(self, tokens: Tensor, time: Tensor, context: Context, frames: int) -> Tensor:
+        # the same condition for all tokens; what differs between points comes by cross-attention
         condition = self.time(time) + self.text(context.text)
         for block in self.blocks:
             tokens = block(tokens, condition, context.tokens, frames)
@@ -142,7 +145,7 @@ class _FlowTransformer(nn.Module):
 
 
 class TrajectoryDit(_FlowTransformer):
-    """One token a query point with its whole future of T x C numbers: the cheapest network, N * N tokens for any T."""
+    """One token per query point with its whole future of T x C numbers; the cheapest: N * N tokens for any T."""
 
     def __init__(self, config: BodyConfig, encoding: FlowEncoding, context: int) -> None:
         super().__init__(config, encoding, context, encoding.channels * encoding.num_frames)
@@ -157,7 +160,7 @@ class TrajectoryDit(_FlowTransformer):
 
 
 class FactoredDit(_FlowTransformer):
-    """One token a point and frame, with attention over the points of a frame, then over the frames of a point."""
+    """One token per point and frame, with attention over the points of a frame, then over the frames of a point."""
 
     factored = True
 

@@ -41,6 +41,7 @@ class RectifiedProcess(_Process):
 
     def times(self, rows: int, generator: torch.Generator) -> Tensor:
         """(rows,) float32 training times, on the CPU."""
+        # on the CPU: the same times on every device
         return 1 - torch.rand(rows, generator=generator).square()
 
     def noisy(self, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
@@ -60,9 +61,10 @@ class RectifiedProcess(_Process):
         return euler_ode(velocity, noise, sigma_grid(steps))
 
     def velocity(self, found: Tensor, noisy: Tensor, time: Tensor) -> Tensor:
-        """The velocity, noise minus flow, that a prediction (B, C, T, N, N) at times (B,) above 0 implies."""
+        """The velocity, noise minus flow, implied by a prediction (B, C, T, N, N) at times (B,) above 0."""
         if self.parameterisation == "v":
             return found
+        # x_s - x_0 = s (e - x_0); sampling never asks at s = 0, its last step starts above it
         return (noisy - found) / time.reshape(-1, *[1] * (noisy.ndim - 1))
 
     def network_time(self, time: Tensor) -> Tensor:

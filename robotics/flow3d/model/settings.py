@@ -30,12 +30,12 @@ class UnetConfig:
     norm_groups: int = rare(bounded(32, at_least=1))
     """Groups of the norms; must divide all channels."""
     max_frames: int = bounded(48, at_least=1)
-    """Longest flow that the motion modules have positions for."""
+    """Maximum number of frames that the motion modules have positions for."""
     pretrained: str = ""
     """Folder of a Stable Diffusion 1.5 whose `unet` gives the weights of everything but the motion modules; empty =
     random weights."""
     trainable: str = choice("full", TRAINABLE)
-    """full, or lora as in the paper: adapters on the attention, and motion modules and projections in full."""
+    """full, or lora as in the paper: adapters on the attention; motion modules and projections are trained in full."""
     lora_rank: int = bounded(128, at_least=1)
     """Rank of the adapters, and their alpha."""
 
@@ -61,11 +61,11 @@ class BodyConfig:
     """traj_dit: a token a query point with its whole future; dit_factored: a token a point and frame; unet_motion: the
     paper's."""
     width: int = bounded(64, at_least=8)
-    """Width of the transformers; read by traj_dit and dit_factored."""
+    """Width of the transformer; used by traj_dit and dit_factored."""
     blocks: int = bounded(3, at_least=1)
-    """Their blocks."""
+    """Number of transformer blocks."""
     heads: int = rare(bounded(4, at_least=1))
-    """Their attention heads."""
+    """Number of attention heads."""
     point_condition: str = choice("tokens+concat", POINT_CONDITIONS)
     """tokens: query points are tokens of the context, as in the paper, and the network must learn which belongs to
     which grid cell; tokens+concat: each is also concatenated to the noisy flow of its cell."""
@@ -80,7 +80,7 @@ class BodyConfig:
 
 OF_SMALL = ("patch_px", "heads", "keypoints", "channels", "words")
 OF_CLIP = ("text", "vision", "point_pe", "bgr")
-"""Options of one kind of condition alone."""
+"""Options that only one kind of condition has."""
 
 
 @dataclass
@@ -92,22 +92,22 @@ class ConditionConfig:
     width: int = bounded(64, at_least=8)
     """Width of the context's tokens; 768 for the U-Net of Stable Diffusion 1.5."""
     image_px: int = bounded(64, at_least=8)
-    """Side of the square that the image is resized to, whatever its proportions, as points are given in shares of its
-    width and height; CLIP ViT-L/14 has 224."""
+    """Size of the square that the image is resized to. Its proportions are not kept, because points are fractions of
+    its width and height; 224 for CLIP ViT-L/14."""
     patch_px: int = bounded(8, at_least=1)
-    """Side of a patch; read by small."""
+    """Patch size in pixels; used by small."""
     heads: int = rare(bounded(4, at_least=1))
-    """Attention heads; read by small."""
+    """Number of attention heads; used by small."""
     keypoints: int = rare(bounded(32, at_least=0))
-    """Keypoints that the instruction selects in the image, in addition to the patches; 0 = none; read by small."""
+    """Keypoints that the instruction selects in the image, in addition to the patches; 0 = none; used by small."""
     channels: int = rare(bounded(32, at_least=8, multiple_of=8))
-    """Feature maps from which the keypoints are read; read by small."""
+    """Feature maps from which the keypoints are computed; used by small."""
     words: int = rare(bounded(24, at_least=1))
-    """Largest number of words of an instruction; read by small."""
+    """Maximum number of words in an instruction; used by small."""
     text: str = ""
-    """Folder with `text_encoder` and `tokenizer`, such as that of a Stable Diffusion 1.5; read by clip."""
+    """Folder with `text_encoder` and `tokenizer`, such as a Stable Diffusion 1.5; used by clip."""
     vision: str = ""
-    """Folder of a CLIP model with its vision tower, such as openai/clip-vit-large-patch14; read by clip."""
+    """Folder of a CLIP model with its vision tower, such as openai/clip-vit-large-patch14; used by clip."""
     point_pe: str = rare(choice("corrected", POINT_CODES))
     """Code of the query points for clip: corrected, or repo with the numbers that the released weights were trained
     on, see `repo_code`."""
@@ -139,14 +139,14 @@ class ProcessConfig:
     kind: str = choice("rectified", PROCESSES)
     """rectified: straight paths and Euler steps; ddim: the paper's."""
     parameterisation: str = choice("x0", PARAMETERISATIONS)
-    """Prediction of the network: the noise (the paper), the velocity, or the flow itself, which a small network learns
+    """What the network predicts: the noise (the paper), the velocity, or the flow itself, which a small network learns
     far faster."""
     steps: int = bounded(8, at_least=1)
-    """Steps of sampling; the paper has 25."""
+    """Sampling steps; 25 in the paper."""
     guidance: float = bounded(1.0, at_least=0)
     """Classifier-free guidance on the instruction: 1 = none; 8 in the paper's code."""
     text_drop: float = bounded(0.0, at_least=0, below=1)
-    """Share of the training clips that are shown without instruction; 0.1 in the paper."""
+    """Fraction of the training clips shown without their instruction; 0.1 in the paper."""
 
     def validate(self) -> None:
         """Check that the options fit together; raises ValueError."""
@@ -171,11 +171,11 @@ class FlowModelConfig:
     """A world model."""
 
     encoding: FlowEncoding = field(default_factory=_encoding)
-    """Encoding of flow; the model samples flows of this size only."""
+    """Encoding of flow; the model only samples flows of this size."""
     body: BodyConfig = field(default_factory=BodyConfig)
     """The network."""
     condition: ConditionConfig = field(default_factory=ConditionConfig)
-    """Its context."""
+    """Encoder of image, query points and instruction."""
     process: ProcessConfig = field(default_factory=ProcessConfig)
     """Noise, prediction and sampling."""
 

@@ -25,7 +25,7 @@ ADAPTED = r"^(?!.*motion_modules).*\.(to_q|to_k|to_v|to_out\.0)$"
 
 
 class MotionUnet(nn.Module):
-    """The U-Net on the grid of N x N query points in place of an image."""
+    """The U-Net on the grid of N x N query points instead of an image."""
 
     def __init__(
         self, config: BodyConfig, encoding: FlowEncoding, context: int, *, load_pretrained: bool = True
@@ -43,6 +43,7 @@ class MotionUnet(nn.Module):
             _widen_entry(self.unet, 3)
         if settings.trainable == "lora":
             _add_adapters(self.unet, settings.lora_rank)
+            # the new input channels start at zero and must be trained to have an effect
             self.unet.conv_in.requires_grad_(self.concat)
 
     def forward(self, noisy: Tensor, time: Tensor, context: Context) -> Tensor:
@@ -82,6 +83,7 @@ def _read_unet(settings: UnetConfig, context: int) -> Any:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"model.body.unet.pretrained: no U-Net in {folder / 'unet'}: {reason}") from error
+    # compared before the network is inflated, whose motion modules need the same sizes
     own = {"channels": list(found.config.block_out_channels), "layers": found.config.layers_per_block}
     wrong = {name: value for name, value in own.items() if getattr(settings, name) != value}
     if wrong or found.config.cross_attention_dim != context:

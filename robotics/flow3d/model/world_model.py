@@ -30,7 +30,7 @@ from robotics.policies.base.saved import WEIGHTS_FILE, check_fitting
 
 CONFIG_FILE = "config.json"
 FOLDERS = ("text", "vision")
-"""Options of the context that name folders of frozen models."""
+"""Options of the context that are folders of frozen models."""
 VOCABULARY_FILE = "vocabulary.json"
 
 
@@ -39,12 +39,13 @@ def write_config(config: FlowModelConfig, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     entries = dataclasses.asdict(config)
     if config.condition.kind == "clip":
+        # paths relative to the folder where possible, so that a moved run finds its towers
         entries["condition"] |= {name: base_entries(getattr(config.condition, name), folder) for name in FOLDERS}
     write_atomically(folder / CONFIG_FILE, json.dumps(entries, indent=2) + "\n")
 
 
 def read_config(folder: Path) -> FlowModelConfig:
-    """Read what `write_config` wrote; raises UserError where there is none or it is damaged."""
+    """Read what `write_config` wrote; raises UserError if it is missing or damaged."""
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise UserError(f"{folder} is not a saved world model: it has no {CONFIG_FILE}")
@@ -88,10 +89,12 @@ def read_weights(weights: dict[str, Tensor], folder: Path) -> None:
         saved = load_file(folder / WEIGHTS_FILE)
     except (SafetensorError, OSError) as error:
         raise UserError(f"the weights in {folder} are damaged: {error}") from error
+    # checked as a whole before the first copy, so that a mismatch leaves the model unchanged
     different = sorted(set(weights) ^ set(saved))
     different += [name for name, own in weights.items() if name in saved and own.shape != saved[name].shape]
     if different:
         raise UserError(f"the weights in {folder} are those of another model; {', '.join(different[:4])} do not fit")
+    # a damaged file may have the right shapes
     check_finite(saved, folder)
     with torch.no_grad():
         for name, value in saved.items():
@@ -113,10 +116,10 @@ class FlowWorldModel(nn.Module):
     """p(3D flow | first image, query points, instruction).
 
     Args:
-        config: its options.
+        config: options of the model.
         vocabulary: words of the instructions, for condition.kind=small.
-        seed: of the weights; the global generator is not used.
-        load_pretrained: load pretrained weights of the network; False where saved weights follow.
+        seed: seed of the weights; the global generator is not used.
+        load_pretrained: load pretrained weights of the network; False if saved weights follow.
 
     Raises:
         UserError: options that do not fit, or folders that cannot be read.
@@ -129,6 +132,7 @@ class FlowWorldModel(nn.Module):
         check_config(config, "model")
         self.config, self.vocabulary, self.encoding = config, vocabulary, config.encoding
         self.process = make_process(config.process)
+        # the modules initialise from the global generator, which must be left as it was
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.context = make_context(config.condition, vocabulary)
@@ -156,16 +160,16 @@ class FlowWorldModel(nn.Module):
         """Predict the target of `ProcessConfig.parameterisation`.
 
         Args:
-            inputs: B scenes, or fewer that several rows share.
+            inputs: B scenes, or fewer if several rows share a scene.
             noisy: (B, C, T, N, N) flow at the process's times.
             time: (B,) those times.
-            keep_text: bool, False where the instruction of a scene is blanked; None keeps all.
+            keep_text: bool per scene, False blanks its instruction; None keeps all.
             scene: (B,) int64 scene of each row; None = the rows are the scenes.
 
         Returns:
             (B, C, T, N, N).
 
-        Gradient: into all weights but frozen ones.
+        Gradient: into all weights except frozen ones.
         """
         context = self.encode(inputs, keep_text)
         return self._predict(context if scene is None else context.of(scene), noisy, time)
@@ -189,19 +193,21 @@ class FlowWorldModel(nn.Module):
         Args:
             inputs: N scenes, each encoded once.
             seeds: (B = N K,) int64 of the noise, those of a scene together; a row's flow depends on its own seed alone.
-            steps: of the sampler; None = the configuration's.
-            guidance: on the instruction; None = the configuration's.
+            steps: steps of the sampler; None = the configured value.
+            guidance: guidance on the instruction; None = the configured value.
 
         Returns:
             (B, C, T, N, N) on the device of the weights.
 
         Raises:
-            UserError: guidance of a model that never learnt without an instruction.
+            UserError: guidance is set, but the model never trained without an instruction.
         """
         settings = self.config.process
         scale = settings.guidance if guidance is None else guidance
+        # without dropped texts the blank instruction is untrained, and guidance would extrapolate from noise
         if scale != 1.0 and settings.text_drop == 0:
             raise UserError(f"guidance is {scale}, but this model was trained with text_drop=0; only 1 makes sense")
+        # rows of a scene are contiguous, as the seeds are
         scene = torch.arange(len(inputs), device=self.device).repeat_interleave(len(seeds) // len(inputs))
         context = self.encode(inputs).of(scene)
         blank = None if scale == 1.0 else self.encode(inputs, torch.zeros(len(inputs), dtype=torch.bool)).of(scene)
@@ -230,9 +236,9 @@ class FlowWorldModel(nn.Module):
             observation: image and instruction; depth enters through the query points alone.
             points: (N, N, 3) query points on the object: u, v in pixels, z in metres.
             samples: K.
-            seed: of the noise; the k-th sample does not depend on K.
-            steps: of the sampler; None = the configuration's.
-            guidance: on the instruction; None = the configuration's.
+            seed: seed of the noise; the k-th sample does not depend on K.
+            steps: steps of the sampler; None = the configured value.
+            guidance: guidance on the instruction; None = the configured value.
 
         Returns:
             (K, T, N, N, 4): u and v in pixels, z in metres, visibility 0 to 1.
@@ -240,6 +246,7 @@ class FlowWorldModel(nn.Module):
         Raises:
             UserError: another N than the model's, or an instruction that cannot be read.
         """
+        # one scene, encoded once for all K samples
         inputs = self.inputs_of([observation], [points])
         written = self.sample(inputs, sample_seeds(seed, samples), steps=steps, guidance=guidance)
         return self.encoding.decode(written.float().cpu().numpy(), points, observation.size_px)
@@ -278,13 +285,14 @@ class FlowWorldModel(nn.Module):
         """
         folder = Path(model_folder(str(path)))
         config, words = read_config(folder), Vocabulary.load(folder / VOCABULARY_FILE)
+        # before the model is built: damaged options must not allocate memory
         check_fitting(lambda: _parts(config, words), dataclasses.asdict(config), folder)
         model = cls(config, words, load_pretrained=False)
         model.load_weights(folder)
         return model
 
     def load_weights(self, path: Path | str) -> None:
-        """Restore saved weights bit for bit; raises UserError where they do not fit this model."""
+        """Restore saved weights bit for bit; raises UserError if they do not fit this model."""
         self.vocabulary.check_same(Path(path) / VOCABULARY_FILE)
         read_weights(self._saved_weights(), Path(path))
 
@@ -292,11 +300,12 @@ class FlowWorldModel(nn.Module):
         found: Tensor = self.body(noisy, self.process.network_time(time), context)
         return found
 
+    # frozen towers are referenced in config.json, not saved
     def _saved_weights(self) -> dict[str, Tensor]:
         return {name: value for name, value in self.state_dict().items() if not name.startswith(f"context.{TOWERS}.")}
 
     def _merged(self) -> FlowWorldModel:
-        """This model with merged adapters; itself without any."""
+        """This model with its adapters merged, or the model itself if it has none."""
         unet = self.config.body.unet
         if self.config.body.kind != "unet_motion" or unet.trainable == "full":
             return self
@@ -305,6 +314,7 @@ class FlowWorldModel(nn.Module):
         body = dataclasses.replace(self.config.body, unet=dataclasses.replace(unet, trainable="full"))
         config = dataclasses.replace(self.config, body=body)
         model = FlowWorldModel(config, self.vocabulary, load_pretrained=False)
+        # shared, not copied: the merged model is only saved
         model.context = self.context
         model.body.unet = merged(self.body.unet)
         return model
@@ -316,7 +326,7 @@ def sample_seeds(seed: int, count: int) -> Tensor:
 
 
 def _parts(config: FlowModelConfig, vocabulary: Vocabulary) -> nn.ModuleDict:
-    """The parts whose sizes the options alone determine; the width of CLIP's context is that of its towers too."""
+    """The parts whose sizes follow from the options alone; those of CLIP's context also depend on its towers."""
     parts: dict[str, nn.Module] = {"body": _make_body(config, load_pretrained=False)}
     if config.condition.kind != "clip":
         parts["context"] = make_context(config.condition, vocabulary)

@@ -1,4 +1,4 @@
-"""Success criteria of a task at the table, each as an error in units of its tolerance, met below 1.
+"""Success criteria of a tabletop task, each as an error in units of its tolerance, met below 1.
 
 The error of an upper limit L on x is x / L, of a lower limit 2 - x / L, of an interval the distance to its middle over
 half its length, of a boolean 0 or infinite.
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 CENTRE_M = 0.03
-"""Greatest distance between the centres of object and pad."""
+"""Maximum distance between the centres of object and pad."""
 UPRIGHT_RAD = math.radians(15)
 LEVEL_M = 0.01
-"""Greatest distance of the object's underside from the table, once it is put down."""
+"""Maximum distance of the object's underside from the table, once it is put down."""
 POUR_RAD = math.radians(60)
-"""Least tilt of a vessel that pours."""
+"""Minimum tilt of a vessel that pours."""
 LIP_M = 0.045
-"""Greatest distance of the rim's lowest point from the bowl's axis."""
+"""Maximum distance of the rim's lowest point from the bowl's axis."""
 LIP_HEIGHT_M = 0.05
-"""Least height of that point over the table."""
+"""Minimum height of the rim's lowest point over the table."""
 INSERTED_RAD = math.radians(25)
 INSERTED_M = (-0.01, HOLDER_HEIGHT_M / 2)
 """Heights of the object's underside over that of its holder, once it is in."""
 OPEN_M, OTHER_CLOSED_M = 0.07, 0.02
-"""Least opening of the drawer in question, and greatest opening of the other one."""
+"""Minimum opening of the drawer in question, and maximum opening of the other one."""
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,14 @@ def _unless(met: bool) -> float:
 
 
 def _tilt_rad(T: NDArray[np.float64]) -> float:
+    # rounding may leave the cosine just outside of -1..1
     return math.acos(min(1.0, max(-1.0, float(T[2, 2]))))
 
 
 def _lowest_rim_m(state: SceneState) -> NDArray[np.float64]:
     """(3,) lowest point of the rim: along the steepest descent in the plane of the rim."""
     T, shape = state.T_world_object, state.shape
+    # the direction of gravity in the plane of the rim, in the object's frame
     down = np.array([-T[2, 0], -T[2, 1], 0.0])
     size = float(np.linalg.norm(down))
     local = np.array([0.0, 0.0, shape.height_m]) + (shape.radius_m * down / size if size > 1e-9 else 0.0)

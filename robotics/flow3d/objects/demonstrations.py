@@ -41,16 +41,16 @@ class DemonstrationConfig:
     actors: tuple[str, ...] = TRAINING_ACTORS
     """Actors to draw from: arms, hand or nobody."""
     shapes: tuple[str, ...] = ()
-    """Shapes of the objects, drawn among those of a task; those of training data where empty."""
+    """Shapes of the objects, drawn from those of a task; empty = those of the training data."""
     approach_frames: int = bounded(10, at_least=1)
     """Frames before the object moves."""
     motion_frames: int = bounded(31, at_least=2)
     """Frames in which it moves."""
     scene: SceneConfig = dataclasses.field(default_factory=SceneConfig)
-    """Everything else of a scene; its task, actor and shape are not used."""
+    """All other settings of a scene; its task, actor and shape are not used."""
 
     def validate(self) -> None:
-        """Refuse unknown tasks, shapes and actors; raises UserError."""
+        """Reject unknown tasks, shapes and actors; raises UserError."""
         known = {shape for name in self.tasks for shape in find_flow_task(name).shapes}
         if unknown := set(self.shapes) - known:
             raise UserError(f"shapes are {', '.join(sorted(unknown))}; the tasks have {', '.join(sorted(known))}")
@@ -75,13 +75,13 @@ def demonstrations(
     *,
     on_skip: Callable[[int, str], None] | None = None,
 ) -> Iterator[FlowClip]:
-    """True flow of many demonstrations; a clip is a function of its seed and the configuration alone.
+    """True flow of many demonstrations; a clip only depends on its seed and the configuration.
 
     Args:
-        seeds: of the episodes; tasks take turns with them.
-        config: distribution; defaults when None, which show no robot.
+        seeds: seeds of the episodes; the tasks take turns.
+        config: distribution; None for the defaults, which show no robot.
         encoding: frames and points of a clip.
-        on_skip: called with seed and reason where an arm reaches nothing or the object is hidden; None to raise.
+        on_skip: called with seed and reason if the arm reaches nothing or the object is hidden; None raises instead.
 
     Raises:
         RunError: an episode gives no clip, without `on_skip`.
@@ -102,7 +102,7 @@ def videos(
 def instructed_clips(
     seeds: Iterable[int], config: DemonstrationConfig | None = None, encoding: FlowEncoding | None = None
 ) -> Iterator[FlowClip]:
-    """First images, each with all instructions that it can be given; see `Demonstrator.clips_of_first_image`.
+    """First images, each with all instructions that fit it; see `Demonstrator.clips_of_first_image`.
 
     A model that sees the same image with several instructions has to use them. Arguments as in `demonstrations`; the
     furniture takes turns with the seeds, and the tasks are the instructions.
@@ -141,6 +141,7 @@ def _each(
 
 def _scene_of(config: DemonstrationConfig, seed: int, task: str) -> SceneConfig:
     """The scene of a seed: draws the object's shape and the actor."""
+    # a stream apart from those of layout and looks, which are then the same for every shape and actor
     rng = np.random.default_rng([seed, 2])
     shapes = config.shapes_of(task)
     shape, actor = shapes[int(rng.integers(len(shapes)))], config.actors[int(rng.integers(len(config.actors)))]

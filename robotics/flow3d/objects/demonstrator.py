@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 BACK_M = 0.08
 """Distance from which a grip is approached, along the fingers."""
 HANDLE_RAD = math.radians(35)
-"""Least angle between a vessel's handle and the line on which the fingers close."""
+"""Minimum angle between a vessel's handle and the line on which the fingers close."""
 NUM_GRIPS = 4
-"""Grips among which a hand chooses."""
+"""Number of grips from which a hand's is drawn."""
 MIN_PIXELS = 9
-"""Pixels of the object in the first image without which there is no clip."""
+"""Minimum number of object pixels in the first image; with fewer there is no clip."""
 CLOSED_M = 0.02
 """Distance of a finger from the middle in images of an arm that holds something."""
 
@@ -57,7 +57,7 @@ class Demonstrator:
     """Plans and shows demonstrations in one scene.
 
     Args:
-        scene: with any actor; its episode is that of the last `reset`.
+        scene: a scene with any actor, in the episode of its last `reset`.
         approach: frames before the object moves.
         motion: frames in which it moves.
     """
@@ -66,7 +66,7 @@ class Demonstrator:
         self.scene, self._approach, self._motion = scene, approach, motion
 
     def plan(self) -> Demonstration:
-        """Choose a grip and plan the trajectories; raises RunError where the arm can follow none of the grips."""
+        """Choose a grip and plan the trajectories; raises RunError if the arm can follow none of the grips."""
         scene, still = self.scene, np.tile(self.scene.start, (self._approach, 1, 1))
         scene.put_object(scene.start)
         motion = scene.ideal_motion(self._motion)
@@ -80,17 +80,19 @@ class Demonstrator:
         if demonstration.T_world_hand is not None:
             self.scene.put_hand(demonstration.T_world_hand[frame])
         if demonstration.joint_rad is not None:
+            # the fingers close when the object begins to move
             opening = CLOSED_M if frame >= demonstration.approach else None
             self.scene.put_arm(demonstration.joint_rad[frame], opening)
 
     def clip(self, encoding: FlowEncoding | None = None) -> FlowClip:
         """True flow of the episode: the first image, before the actor arrives, and T frames of the motion.
 
-        Raises RunError where the object is hidden in the first image or out of reach.
+        Raises RunError if the object is hidden in the first image or out of reach.
         """
         form, scene, planned = encoding or FlowEncoding(), self.scene, self.plan()
         self.show(planned, 0)
         observation = scene.observe()
+        # exact depth: the flow is the truth even if the observation's depth has noise and holes
         points = self._query_points(observation, scene.true_depth(), form.grid)
         frames = planned.approach + frame_indices(self._motion, form.num_frames)[1:]
         motion = planned.T_world_object[frames] @ inverse_pose(scene.start)
@@ -99,12 +101,13 @@ class Demonstrator:
         return self._clip(observation, points, np.concatenate([uvz, visible], -1))
 
     def clips_of_first_image(self, tasks: Sequence[str], encoding: FlowEncoding | None = None) -> list[FlowClip]:
-        """A clip of the episode's first image for each task with this furniture whose object is seen.
+        """A clip of the episode's first image for each task with this furniture whose object is visible.
 
         Nobody executes the motions: later frames are not drawn, every point counts as visible, and an arm's reach is
         not checked. Image, points and poses are those of `clip`.
         """
         form, scene = encoding or FlowEncoding(), self.scene
+        # all tasks share one image, so the objects are placed and drawn once
         scene.give(tasks[0])
         if scene.config.actor == HAND:
             scene.put_hand(self._hand_start())
@@ -128,7 +131,7 @@ class Demonstrator:
         return np.concatenate([uvz, np.ones_like(uvz[..., :1])], -1)
 
     def goals(self, points: NDArray[np.float64]) -> dict[str, list[float]]:
-        """Target (3,) of the centre of some points (..., 3) of the start, in the world frame, for each instruction."""
+        """Target (3,) of the centre of points (..., 3) at the start, in the world frame, for each instruction."""
         scene, state = self.scene, self.scene.state(self.scene.start)
         start = apply_pose(scene.T_world_cam, lift(points, scene.K).reshape(-1, 3))
         return {
@@ -140,7 +143,7 @@ class Demonstrator:
     def video(self) -> RgbdVideo:
         """The whole demonstration (approach + motion frames) as a camera sees it, with true masks and motion.
 
-        Depth has the noise and holes of the scene's configuration. Raises RunError where the object is out of reach.
+        Depth has the noise and holes of the scene's configuration. Raises RunError if the object is out of reach.
         """
         from robotics.flow3d.video import RgbdVideo, VideoTruth
 
@@ -171,7 +174,7 @@ class Demonstrator:
         return f"simulator/{self.scene.config.actor}/{self.scene.task.name}"
 
     def _meta(self, points: NDArray[np.float64]) -> dict[str, Any]:
-        """The episode's settings, and where each instruction for the same object takes the centre of some points."""
+        """The episode's settings, and the target of the points' centre for each instruction about the same object."""
         config, task = self.scene.config, self.scene.task
         return {
             "task": task.name,
@@ -206,6 +209,7 @@ class Demonstrator:
 
     def _hand_start(self) -> NDArray[np.float64]:
         """(4, 4) start of a hand: behind the objects as the camera sees them, and in its view."""
+        # a stream apart from those of layout, looks and grip: the start of a hand changes none of them
         rng = np.random.default_rng([self.scene.seed, 4])
         away = np.array([rng.uniform(0.16, 0.28), rng.uniform(-0.22, 0.22), rng.uniform(0.04, 0.14)])
         return make_pose(np.diag([1.0, -1.0, -1.0]), away)
@@ -213,6 +217,7 @@ class Demonstrator:
     def _hand_trajectory(self, motion: NDArray[np.float64]) -> NDArray[np.float64]:
         scene = self.scene
         rng = np.random.default_rng([scene.seed, 3])
+        # one of the most natural grips, so that hands differ between episodes
         choices = list(islice(scripted_grips(scene.state(), scene.task.family), NUM_GRIPS))
         grip = choices[int(rng.integers(len(choices)))]
         way = reach_out(self._hand_start(), motion[0] @ grip, self._approach)
@@ -222,6 +227,7 @@ class Demonstrator:
         scene = self.scene
         if scene.arm is None:
             raise UserError("this scene has no arm")
+        # the first grip with which the arm can do the whole motion
         for grip in scripted_grips(scene.state(), scene.task.family):
             path = arm_path(arm_ik(scene.arm), grip, motion, self._approach)
             if path is not None:
@@ -241,6 +247,7 @@ class Stage:
         key = find_flow_task(config.task).furniture.name, dataclasses.replace(config, task="")
         if key not in self._known:
             self._known[key] = Demonstrator(FlowScene(config), *self._frames)
+        # the scene may have another task of the same furniture; the task comes before the reset
         self._known[key].scene.give(config.task)
         self._known[key].scene.reset(seed)
         return self._known[key]
@@ -288,7 +295,7 @@ def arm_path(
 def _orientations(state: SceneState, family: str) -> Iterator[NDArray[np.float64]]:
     T = state.T_world_object
     if family == "drawer":
-        # A bar lies across the drawer, a knob sticks out along it: the fingers close on its thin side.
+        # A bar is across the drawer, a knob sticks out along it: the fingers close on its thin side.
         thin = 1 if state.shape.name == "knob" else 0
         for sign in (1.0, -1.0):
             yield _frame(np.array([0.0, 0.0, -1.0]), sign * T[:3, thin])
@@ -302,6 +309,7 @@ def _orientations(state: SceneState, family: str) -> Iterator[NDArray[np.float64
             along = np.array([math.cos(heading), math.sin(heading), 0.0])
             close = np.array([-along[1], along[0], 0.0])
             between = abs(math.sin(heading + math.pi / 2 - handle)) if handle is not None else 1.0
+            # fingers that come in at a slant from behind would hit the handle
             behind = handle is not None and slope < 1.5 and math.cos(heading - handle) < -math.cos(HANDLE_RAD)
             if between > math.sin(HANDLE_RAD) and not behind:
                 fingers = math.cos(slope) * along - math.sin(slope) * np.array([0.0, 0.0, 1.0])

@@ -45,10 +45,10 @@ class FlowTabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         task: key in `FLOW_TASKS`.
         arm: key in `FLOW_ARMS`.
         observation: kinds, see above.
-        shape: of the object; the first one of training data where empty.
-        split: of the layouts.
+        shape: shape of the object; empty = the first one of the training data.
+        split: split of the layouts.
         looks: split of colours and background.
-        image_size: side of the images in pixels.
+        image_size: width and height of the images in pixels.
         horizon: control steps until truncation.
         render_mode: rgb_array or None.
     """
@@ -75,10 +75,13 @@ class FlowTabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
             raise UserError(f"horizon is {horizon}; must be at least 1")
         if render_mode not in (None, "rgb_array"):
             raise UserError(f"render_mode is {render_mode!r}; there are rgb_array and None")
-        self.render_mode, self.horizon = render_mode, horizon
+        self.render_mode = render_mode
+        self.horizon = horizon
         self.scene = FlowTabletop(SceneConfig(task, arm, shape, split, looks, looks, image_size, image_size))
         joints = len(self.scene.arm.joints)
-        self._layout, self._elapsed, self._over = -1, 0, True
+        self._layout = -1
+        self._elapsed = 0
+        self._over = True
         self.action_space = spaces.Box(-1.0, 1.0, (joints + 1,), np.float32)
         every: dict[str, spaces.Space[Any]] = {
             "joints": spaces.Box(-np.inf, np.inf, (joints + 1,), np.float32),
@@ -99,7 +102,8 @@ class FlowTabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         if chosen:
             raise UserError(f"unknown options of reset: {', '.join(map(str, chosen))}; there is layout")
         self._layout = int(self.np_random.integers(LAYOUTS)) if layout is None else int(layout)
-        self._elapsed, self._over = 0, False
+        self._elapsed = 0
+        self._over = False
         self.scene.reset(self._layout)
         return self._observe(), self._info()
 

@@ -29,9 +29,11 @@ def along(poses: Sequence[NDArray[np.float64]], frames: int) -> NDArray[np.float
     from scipy.spatial.transform import Rotation, Slerp
 
     keys = np.stack(list(poses))
+    # a turn takes time as well, or the object would spin in place within one frame
     turns = angle_rad(keys[:-1], keys[1:]) * METRES_PER_RADIAN
     ways = np.linalg.norm(np.diff(keys[:, :3, 3], axis=0), axis=-1)
     times = np.concatenate([[0.0], np.cumsum(np.maximum(ways + turns, 1e-6))])
+    # slow at both ends, like a hand that picks up and sets down
     wanted = times[-1] * (1 - np.cos(np.linspace(0, np.pi, frames))) / 2
     positions = np.stack([np.interp(wanted, times, keys[:, axis, 3]) for axis in range(3)], -1)
     rotations = Slerp(times, Rotation.from_matrix(keys[:, :3, :3]))(np.clip(wanted, 0.0, times[-1]))
@@ -62,6 +64,6 @@ def poured(
     tilt = np.array([[1.0, 0.0, 0.0], [0.0, cosine, sine], [0.0, -sine, cosine]])
     lip = tilt @ np.array([0.0, side * radius_m, height_m])
     end = make_pose(tilt @ start[:3, :3], np.array([bowl_m[0], bowl_m[1], POUR_ABOVE_M]) - lip)
-    beside = make_pose(start[:3, :3], np.array([end[0, 3], end[1, 3] - side * 0.02, end[2, 3]]))
-    lifted = moved(start, (0, 0, beside[2, 3] - start[2, 3]))
-    return [start, lifted, beside, end]
+    next_to_end = make_pose(start[:3, :3], np.array([end[0, 3], end[1, 3] - side * 0.02, end[2, 3]]))
+    lifted = moved(start, (0, 0, next_to_end[2, 3] - start[2, 3]))
+    return [start, lifted, next_to_end, end]

@@ -1,4 +1,4 @@
-"""The tasks at a table as a simulator of policies whose single action is a whole path of the gripper.
+"""The tabletop tasks as a simulator of policies whose single action is a whole path of the gripper.
 
     sim: {kind: "robotics.flow3d.objects.path_sim:open_path_sim", tasks: [panda/pour, ur5e/pour], image_size: 64}
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from robotics.sim.opening import SimConfig
 
 RENDER_PX = 128
-"""Side of the images before they are made smaller, as in clips."""
+"""Size of the images before they are downscaled, as in clips."""
 OPTIONS = ("arms", "num_frames", "grid", "actions", "shapes", "colours", "background")
 
 
@@ -66,15 +66,15 @@ def open_path_sim(config: SimConfig) -> PathSim:
 
 
 class PathSim:
-    """Runs one path an episode; implements `robotics.sim.episodes.RobotSim`.
+    """Runs one path per episode; implements `robotics.sim.episodes.RobotSim`.
 
     Args:
         tasks: arm/task, such as ur5e/place_red.
-        image_size: side of the policy's images in pixels.
+        image_size: size of the policy's images in pixels.
         num_frames: T, frames of a flow; a path has T + 4 poses.
-        grid: N, query points a side.
-        actions: grips, poses of the gripper; or joints, angles of arms with equally many.
-        shapes: shapes of the objects, drawn for each layout; those of training data when empty.
+        grid: N, query points per side.
+        actions: grips: poses of the gripper; joints: angles, for arms with the same number of joints.
+        shapes: shapes of the objects, one per layout; empty = those of the training data.
         colours: split of colours, train or held_out.
         background: split of table tops and floors.
     """
@@ -106,6 +106,7 @@ class PathSim:
         self._scenes: dict[tuple[str, ...], FlowTabletop] = {}
         self._episodes: list[EpisodeSpec] = []
         for arm, task in self._tasks.values():
+            # raises for a shape that a task does not have, before the first episode
             self._config(arm, task, 0, "train")
 
     def tasks(self) -> Mapping[str, str]:
@@ -124,7 +125,8 @@ class PathSim:
         for row, episode in enumerate(episodes):
             reason = self._look(self._stage(episode), row, output, begins=True)
             if reason:
-                output.failed[row], reasons[row] = True, reason
+                output.failed[row] = True
+                reasons[row] = reason
         self.live = self.live[~output.failed]
         self.counts["dropped"] += len(reasons)
         return ChunkResult(**{**vars(output), "reasons": reasons})
@@ -137,21 +139,27 @@ class PathSim:
         output = ChunkResult.empty(self.live, paths.shape[1], self.state_size, self.image_size)
         reasons, frames = {}, {}
         for index, row in enumerate(self.live.tolist()):
+            # rows share scenes, so each is put back to its start before its path
             scene = self._stage(self._episodes[row])
             try:
                 self._follow(scene, np.clip(paths[index, 0], -1.0, 1.0))
             except RunError as error:
-                output.failed[index], output.rewards[index], reasons[row] = True, np.nan, str(error)
+                output.failed[index] = True
+                output.rewards[index] = np.nan
+                reasons[row] = str(error)
                 self.counts["diverged"] += 1
                 continue
             ended = scene.success()
-            output.steps[index], output.success[index] = 1, ended.success
+            output.steps[index] = 1
+            output.success[index] = ended.success
             output.rewards[index, 0] = float(ended.success)
-            reasons |= {} if ended.success else {row: f"not {', '.join(ended.failed)}"}
+            if not ended.success:
+                reasons[row] = f"not {', '.join(ended.failed)}"
             self._look(scene, index, output, begins=False)
             if row in record and output.observation.images is not None:
                 frames[row] = output.observation.images[index][None].copy()
-        output.terminated[:], self.live = ~output.failed, self.live[:0]  # nothing follows a path, so nothing is cut off
+        output.terminated[:] = ~output.failed  # nothing follows a path, so nothing is cut off
+        self.live = self.live[:0]
         return ChunkResult(**{**vars(output), "reasons": reasons, "frames": frames})
 
     def describe(self) -> Mapping[str, Any]:
@@ -202,7 +210,7 @@ class PathSim:
         return scene
 
     def _look(self, scene: FlowTabletop, row: int, output: ChunkResult, *, begins: bool) -> str:
-        """Write a row's observation; returns why it cannot begin, if so."""
+        """Write a row's observation; returns why the episode cannot begin, or an empty string."""
         observation, seen = scene.observe(), output.observation
         if seen.images is not None:
             seen.images[row] = resize(observation.rgb, seen.images.shape[1])
@@ -213,13 +221,15 @@ class PathSim:
         return ""
 
     def _follow(self, scene: FlowTabletop, action: NDArray[np.float64]) -> None:
-        """Go from pose to pose as far as each can be reached, and close or open the fingers as the path says."""
+        """Go from pose to pose, as far as each can be reached, and close or open the fingers as the path requires."""
         ik = arm_ik(scene.arm)
         if self._joints:
             targets, closed = angles_of_action(action, self._joints)
+            # a predicted angle may be beyond the limits, where the servo could not follow
             targets = np.clip(targets, ik.low_rad, ik.high_rad)
         else:
             targets, closed = poses_of_action(action)
+            # grips are canonical in the action, but the wrist may only reach their half turn
             targets = _farther_half(ik, scene.joint_rad(), targets)
         is_closed = False
         for target, close in zip(targets, closed, strict=True):
@@ -252,7 +262,7 @@ def _farther_half(ik: ArmIk, joint_rad: NDArray[np.float64], poses: NDArray[np.f
 
 
 def _points_world_m(observation: Observation, grid: int) -> NDArray[np.float64] | None:
-    """(N * N, 3) query points on the object, as in `Predictor.query_points`; None where it is not seen."""
+    """(N * N, 3) query points on the object, as in `Predictor.query_points`; None if it is not visible."""
     mask = observation.mask
     known = None if mask is None else mask & np.isfinite(observation.depth_m) & (observation.depth_m > 0)
     if known is None or not known.any():
@@ -263,7 +273,7 @@ def _points_world_m(observation: Observation, grid: int) -> NDArray[np.float64] 
 
 
 def _joints_of(actions: str, arms: Sequence[str]) -> int:
-    """J of a path of angles, 0 for a path of grips; raises UserError where the arms differ in J."""
+    """J of a path of angles, 0 for a path of grips; raises UserError if the arms differ in J."""
     if actions not in ACTIONS:
         raise UserError(f"sim.options.actions is {actions!r}; expected {' or '.join(ACTIONS)}")
     found = {arm: len(FLOW_ARMS[arm].joints) for arm in arms}

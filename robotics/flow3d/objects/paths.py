@@ -33,7 +33,8 @@ SHORT = 1e-6
 
 
 def canonical_grip(T_world_grip: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The pose itself or turned by half a turn about the fingers, which grips the same."""
+    """The pose, or the one turned by half a turn about the fingers, which is the same grip."""
+    # one of two equal grips for the policy, so that it never has to average between opposite directions
     turned = T_world_grip @ HALF_TURN
     return np.where((T_world_grip[..., 1, 1] < 0)[..., None, None], turned, T_world_grip)
 
@@ -47,6 +48,7 @@ def poses_of_action(action: NDArray[np.floating]) -> tuple[NDArray[np.float64], 
     """Poses (W, 4, 4) and closed fingers (W,) of any action (W * 10,), directions made orthogonal."""
     rows = _rows(action, NUMBERS)
     along = _unit(rows[:, 3:6], np.array([0.0, 0.0, -1.0]))
+    # predicted directions are not exactly orthogonal: the fingers' direction is kept, the other one follows
     close = rows[:, 6:9] - (rows[:, 6:9] * along).sum(-1, keepdims=True) * along
     close = _unit(close, np.cross(along, np.array([0.9, 0.1, 0.3])))
     rotation = np.stack([np.cross(close, along), close, along], -1)
@@ -84,7 +86,7 @@ def _pose_numbers(T: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _unit(vectors: NDArray[np.float64], otherwise: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Unit vectors (W, 3); another direction, normalised too, where a vector is too short."""
+    """Unit vectors (W, 3); a vector that is too short is replaced by another direction."""
     length = np.linalg.norm(vectors, axis=-1, keepdims=True)
     chosen = np.where(length > SHORT, vectors, otherwise)
     unit: NDArray[np.float64] = chosen / np.linalg.norm(chosen, axis=-1, keepdims=True)

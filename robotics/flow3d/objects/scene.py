@@ -64,12 +64,12 @@ FLOOR_RGB = {
     "held_out": ((0.7, 0.75, 0.6), (0.42, 0.16, 0.44)),
 }
 JITTER = 0.04
-"""Largest change of a colour in an episode."""
+"""Maximum change of a colour in an episode."""
 LIGHT = (0.75, 1.15)
-"""Least and greatest factor of the lamp's light."""
+"""Minimum and maximum factor of the lamp's light."""
 HAND, NOBODY = "hand", "nobody"
 ACTORS = (*FLOW_ARMS, HAND, NOBODY)
-"""Actors that move the object: an arm, a floating hand, or nobody in view."""
+"""What moves the object: an arm, a floating hand, or nobody in view."""
 DEPTHS = ("clean", "holed", "missing")
 OUT_OF_VIEW_M = (-0.6, 0.0, 0.6)
 """Position of a hand until it is posed."""
@@ -106,9 +106,9 @@ class SceneConfig:
     task: str = choice("place_red", lambda: FLOW_TASKS)
     """Task."""
     actor: str = choice("panda", ACTORS, or_function=True)
-    """Actor in view: an arm, hand, nobody, or module:function that returns an `ArmModel` of your own."""
+    """Actor in view: an arm, hand, nobody, or module:function that returns your own `ArmModel`."""
     shape: str = ""
-    """Shape of the object; the first one of training data where empty."""
+    """Shape of the object; empty = the first one of the training data."""
     layouts: str = choice("train", SPLITS)
     """Split of the layouts."""
     colours: str = choice("train", SPLITS)
@@ -120,22 +120,22 @@ class SceneConfig:
     height: int = bounded(128, at_least=16)
     """Pixels of an image."""
     depth: str = choice("clean", DEPTHS)
-    """clean; holed, with patches of zeros as of sensors at edges and on shiny things; missing, zeros everywhere."""
+    """clean; holed: patches of zeros, as sensors have at edges and on shiny things; missing: zeros everywhere."""
     depth_noise: float = bounded(0.0, at_least=0, below=1)
     """Standard deviation of the relative error of each pixel's depth."""
     hole_share: float = bounded(0.1, above=0, below=1)
-    """Fraction of pixels that holes cover, about."""
+    """Approximate fraction of pixels covered by holes."""
     lose_after_m: float = bounded(0.0, at_least=0)
-    """Distance after which the gripper of an arm drops the object, once in an episode; 0 = never."""
+    """Distance after which an arm's gripper drops the object, once per episode; 0 = never."""
 
     @property
     def actor_name(self) -> str:
-        """The actor, by its name where it is an arm of your own."""
+        """Name of the actor; a custom arm's own name."""
         arm = find_flow_arm(self.actor)
         return self.actor if arm is None else arm.name
 
     def validate(self) -> None:
-        """Refuse a shape that the task does not have; raises UserError."""
+        """Reject a shape that the task does not have; raises UserError."""
         find_flow_arm(self.actor)
         shapes = FLOW_TASKS[self.task].shapes
         if self.shape and self.shape not in shapes:
@@ -146,7 +146,7 @@ class FlowScene:
     """A scene without physics: objects are posed, looked at, and judged.
 
     Args:
-        config: what to build; defaults when None.
+        config: settings of the scene; None for the defaults.
         changes: fields of the configuration by name, such as task="pour".
 
     Raises:
@@ -190,21 +190,25 @@ class FlowScene:
             place_body(self.model, self.data, name, (x, y, 0.0), quaternion)
         if self.config.actor == HAND:
             self.put_hand(make_pose(np.eye(3), np.array(OUT_OF_VIEW_M)))
+        # depth noise has its own stream: it is drawn per image and must not change the looks
         self._rng = np.random.default_rng([seed, 1])
         self._pose_actor()
         self._lib.mj_forward(self.model, self.data)
-        self.seed, self.start = seed, self.object_pose()
+        self.seed = seed
+        self.start = self.object_pose()
+        # after the layout from the same stream, so that equal layouts have equal looks with every actor
         self._paint(rng)
         if self._renderer is not None:
             self._renderer.refresh()
 
     def give(self, task: str) -> None:
-        """Give another instruction in the same episode; raises UserError where it needs other furniture."""
+        """Give another instruction in the same episode; raises UserError if it needs other furniture."""
         other = find_flow_task(task)
         if other.furniture is not self.task.furniture:
             fitting = [name for name, known in FLOW_TASKS.items() if known.furniture is self.task.furniture]
             raise UserError(f"{task} needs other furniture; here there are {', '.join(fitting)}")
-        self.task, self.config = other, dataclasses.replace(self.config, task=task)
+        self.task = other
+        self.config = dataclasses.replace(self.config, task=task)
         self._body = int(self.model.body(other.moved).id)
         self.start = self.object_pose()
 
@@ -223,7 +227,7 @@ class FlowScene:
         return make_pose(body.xmat.reshape(3, 3).copy(), body.xpos.copy())
 
     def put_object(self, T_world_object: NDArray[np.float64]) -> None:
-        """Place the moved object; a drawer takes what its slide allows of it."""
+        """Place the moved object; a drawer only moves along its slide."""
         address = int(self.model.jnt_qposadr[int(self.model.body(self.task.moved).jntadr[0])])
         if self.task.moved == "object":
             self.data.qpos[address : address + 7] = self._pose_numbers(T_world_object)
@@ -232,7 +236,7 @@ class FlowScene:
         update_poses(self.model, self.data)
 
     def replay(self, T_t_0_world: NDArray[np.float64]) -> NDArray[np.uint8]:
-        """Image (H, W, 3) of the scene with the object moved by (4, 4) from its pose, where it stays."""
+        """Image (H, W, 3) of the scene with the object moved by (4, 4); the object itself stays where it is."""
         before = self.data.qpos.copy()
         try:
             self.put_object(T_t_0_world @ self.object_pose())
@@ -250,7 +254,7 @@ class FlowScene:
         update_poses(self.model, self.data)
 
     def put_arm(self, joint_rad: NDArray[np.float64], opening_m: float | None = None) -> None:
-        """Pose the arm, each finger `opening_m` from the middle; open when None."""
+        """Pose the arm, with each finger `opening_m` from the middle; None = open."""
         if self.arm is None:
             raise UserError(f"the actor of this scene is {self.config.actor}; there are arms: {', '.join(FLOW_ARMS)}")
         way = self.arm.opening_m if opening_m is None else opening_m
@@ -259,7 +263,7 @@ class FlowScene:
         update_poses(self.model, self.data)
 
     def state(self, T_world_object: NDArray[np.float64] | None = None) -> SceneState:
-        """Input of the criteria: as it is, or with the object released at another pose."""
+        """Input of the criteria: the current state, or one with the object released at another pose."""
         furniture, names = self.task.furniture, self.task.furniture.movable
         pieces = {name: self.body_pose(name) for name in furniture.areas if name != "object"}
         openings = {name: float(self.data.joint(name).qpos[0]) for name in names if name != "object"}
@@ -278,7 +282,7 @@ class FlowScene:
         return self.task.outcome(self.state(T_world_object))
 
     def ideal_motion(self, frames: int) -> NDArray[np.float64]:
-        """(frames, 4, 4) T_world_object of a motion that solves the task from the present state."""
+        """(frames, 4, 4) T_world_object of a motion that solves the task from the current state."""
         return self.task.ideal_motion(self.state(), frames)
 
     def observe(self) -> Observation:
@@ -359,6 +363,7 @@ class FlowScene:
     def _opening(self, T_world_object: NDArray[np.float64]) -> float:
         low, high = self.model.joint(self.task.moved).range
         now = float(self.data.joint(self.task.moved).qpos[0])
+        # the slide is along the object's x axis
         way = float((inverse_pose(self.object_pose()) @ T_world_object)[0, 3])
         return float(np.clip(now + way, low, high))
 
@@ -381,6 +386,7 @@ def _jittered(palette: tuple[tuple[float, ...], ...], rng: np.random.Generator) 
 def depth_holes(shape: tuple[int, ...], share: float, rng: np.random.Generator) -> NDArray[np.bool_]:
     """(H, W) holes of a depth image: squares of 2 to 8 pixels that cover a fraction of it."""
     holes = np.zeros(shape, dtype=np.bool_)
+    # squares overlap, so the fraction is measured instead of computed
     while holes.mean() < share:
         side, row, column = int(rng.integers(2, 9)), int(rng.integers(shape[0])), int(rng.integers(shape[1]))
         holes[row : row + side, column : column + side] = True
@@ -395,6 +401,7 @@ def build_model(task: FlowTask, shape: str, actor: str) -> mujoco.MjModel:
     import mujoco
 
     arm = find_flow_arm(actor)
+    # nobody in view needs no file
     own = [arm.path] if arm else [SCENE_ASSETS / "hand.xml"] if actor == HAND else []
     files = [ASSETS / "tabletop.xml", SCENE_ASSETS / "studio.xml", *own]
     spec = include_files(f"{task.furniture.name}_{arm.name if arm else actor}", files)
@@ -402,6 +409,7 @@ def build_model(task: FlowTask, shape: str, actor: str) -> mujoco.MjModel:
     if arm:
         hand = spec.site(arm.grip_site).parent.name
         for name in task.furniture.movable:
+            # inactive: `FlowTabletop` activates it when the fingers close on the body
             weld = spec.add_equality(name=f"hold_{name}", type=mujoco.mjtEq.mjEQ_WELD, active=False)
             weld.objtype, weld.name1, weld.name2 = mujoco.mjtObj.mjOBJ_BODY, hand, name
             weld.data[10] = 1.0  # torque scale

@@ -1,6 +1,6 @@
 """Objects and furniture, built from primitives.
 
-An object's frame has its origin in the centre of its underside and z up; its geoms are grey, and an episode multiplies
+An object's frame has its origin at the centre of its underside and z up; its geoms are grey, and an episode multiplies
 them with a colour. Held-out shapes do not occur in training data by default.
 """
 
@@ -111,7 +111,7 @@ def _container(body: Any, *, radius: float, height: float, sides: int, handle: f
 
 
 def _tub(body: Any, radius: float, height: float, sides: int, wall: Any, floor: Any) -> None:
-    """Walls around a floor; radius is that of the circle inside the outer faces."""
+    """Walls around a floor; `radius` is that of the circle inside the outer faces."""
     half = (radius - WALL_M) * math.tan(math.pi / sides) + WALL_M
     for side in range(sides):
         angle = 2 * math.pi * side / sides
@@ -177,7 +177,7 @@ DENSITY = 400.0
 TOUCHES: dict[str, Any] = {"contype": 1, "conaffinity": 3, "friction": [1.0, 0.01, 0.001], "condim": 4}
 DRAWER_COLOURS = {"red_drawer": (0.85, 0.12, 0.1, 1.0), "blue_drawer": (0.15, 0.3, 0.9, 1.0)}
 GRIP_OF_HANDLE_M = (0.074, 0.0, 0.055)
-"""So far in front that an open finger fits behind it."""
+"""Far enough in front of the drawer for an open finger to fit behind it."""
 HALF_DRAWER_M = 0.062
 
 

@@ -38,18 +38,18 @@ STEPS = 5
 SPEED_RAD_S, SPEED_M_S = 1.2, 0.4
 """Speed of the fastest hinge or slide along a path."""
 ARRIVED_RAD, REACHED_RAD = 0.004, 0.02
-"""Largest joint error at which the arm need not wait any longer, and at which the end of a path is reached."""
+"""Maximum joint error at which the arm need not wait any longer, and at which the end of a path is reached."""
 TIP_OFFSETS_M = (0.0, -0.008, 0.008)
 """Offsets along the fingers, from the middle of their tips, at which an object may be between them."""
 SETTLE_S = 0.8
-"""Longest wait for the arm to arrive, and for the fingers to close or open."""
+"""Maximum wait for the arm to arrive, and for the fingers to close or open."""
 
 
 class FlowTabletop(FlowScene):
     """A scene with an arm that moves by its servos, with contacts and gravity.
 
     Args:
-        config: what to build; `actor` is the arm. Defaults when None.
+        config: settings of the scene, with the arm as `actor`; None for the defaults.
         changes: fields of the configuration by name.
 
     Raises:
@@ -79,7 +79,7 @@ class FlowTabletop(FlowScene):
         self._done = False
 
     def joint_rad(self) -> NDArray[np.float64]:
-        """(J,) present angles."""
+        """(J,) current angles."""
         return self.data.qpos[self._joints].copy()
 
     def move(self, joint_rad: NDArray[np.float64]) -> bool:
@@ -103,16 +103,18 @@ class FlowTabletop(FlowScene):
         path = np.clip(path, *self.model.actuator_ctrlrange[self._servos].T)
         for goal in path:
             here = self.data.ctrl[self._servos].copy()
+            # the slowest joint sets the time, so all joints arrive together on a straight line
             seconds = float((np.abs(goal - here) / self.speeds).max())
             count = max(1, math.ceil(seconds / self._tick_s))
             for number in range(1, count + 1):
                 self.data.ctrl[self._servos] = here + (goal - here) * number / count
                 self._step()
+        # the servos lag behind their targets
         self._settle(lambda: self._error(path[-1]) < ARRIVED_RAD)
         return self._error(path[-1]) < REACHED_RAD
 
     def close_gripper(self) -> bool:
-        """Close the fingers, and weld what one touches between them to the hand; returns whether something is held."""
+        """Close the fingers, and weld the body between them to the hand; returns whether something is held."""
         if self._held is None:
             self.data.ctrl[self._gripper] = 0.0
             self._settle(self._grasp)
@@ -130,10 +132,10 @@ class FlowTabletop(FlowScene):
         Args:
             joint_rad: (J,) targets at its end; limited to the servos' ranges.
             close: close the fingers, which grasp what they touch, rather than open them.
-            ticks: of 20 ms.
+            ticks: number of ticks of 20 ms.
 
         Returns:
-            Whether something is held. Raises RunError where the simulation diverged.
+            Whether something is held. Raises RunError if the simulation diverged.
         """
         here = self.data.ctrl[self._servos].copy()
         goal = np.clip(joint_rad, *self.model.actuator_ctrlrange[self._servos].T)
@@ -182,7 +184,7 @@ class FlowTabletop(FlowScene):
         self._servos = [int(model.actuator(name).id) for name in arm.joints]
         slides = [model.joint(name).type[0] == self._lib.mjtJoint.mjJNT_SLIDE for name in arm.joints]
         self.speeds: NDArray[np.float64] = np.where(slides, SPEED_M_S, SPEED_RAD_S)
-        """(J,) greatest speed of each joint along a path, rad/s, of slides m/s."""
+        """(J,) maximum speed of each joint along a path in rad/s, or m/s for slides."""
         self._gripper = int(model.actuator(arm.gripper).id)
         self._tick_s = STEPS * float(model.opt.timestep)
         self._fingers = [int(model.joint(name).bodyid[0]) for name in arm.fingers]
@@ -195,6 +197,7 @@ class FlowTabletop(FlowScene):
         if self.data.warning.number.any():
             kinds = [self._lib.mjtWarning(int(number)).name for number in np.flatnonzero(self.data.warning.number)]
             raise RunError(f"the simulation of {self.task.name} with {self.arm.name} failed: {', '.join(kinds)}")
+        # a pour counts at the moment it succeeds; the vessel may be set down afterwards
         if self.task.momentary and not self._done:
             self._done = super().success().success
         self._lose()
@@ -202,7 +205,7 @@ class FlowTabletop(FlowScene):
             self.on_frame(self)
 
     def _lose(self) -> None:
-        """Open the gripper by mistake, if the scene asks for it, once the held object has moved far enough."""
+        """Drop the held object once it has moved far enough, if the scene's settings say so."""
         if self._lost or not self.config.lose_after_m or self._held is None:
             return
         here = self.body_pose(self._held)[:3, 3]
@@ -221,9 +224,10 @@ class FlowTabletop(FlowScene):
         return arrived()
 
     def _grasp(self) -> bool:
-        """Weld what is between the fingers, once one of them touches it."""
+        """Weld the body between the fingers to the hand, once one of them touches it."""
         touched = self._touched()
         between = self._between()
+        # both: a body may be touched from outside, or be between open fingers that do not touch it
         if between is None or between not in touched:
             return False
         name = self._movable[between]
@@ -233,7 +237,8 @@ class FlowTabletop(FlowScene):
         self.model.eq_data[weld, :3] = 0.0
         self.model.eq_data[weld, 3:10] = self._pose_numbers(T_hand_held)
         self.data.eq_active[weld] = 1
-        self._held, self._held_from = name, self._pose_of(between)[:3, 3].copy()
+        self._held = name
+        self._held_from = self._pose_of(between)[:3, 3].copy()
         # The fingers stay where they are; further closing would pull against the weld.
         self.data.ctrl[self._gripper] = float(self.data.qpos[int(self.model.joint(self.arm.fingers[0]).qposadr[0])])
         return True

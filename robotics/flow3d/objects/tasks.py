@@ -1,7 +1,7 @@
-"""Tasks at the table: instruction, object, criteria, and ideal motion.
+"""Tabletop tasks of 3D flow: instruction, object, criteria, and ideal motion.
 
-Objects stand on squares of a checkerboard, those of train layouts on one colour and those of held-out layouts on the
-other, as for the tabletop tasks.
+Objects are placed on squares of a checkerboard, in train layouts on one colour and in held-out layouts on the other, as
+in the tabletop tasks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Furniture:
     """Pieces on the table in addition to the moved object."""
 
     name: str  # key of `SHAPES`
-    areas: dict[str, Area]  # where each piece may stand, the object included unless it is part of a piece
+    areas: dict[str, Area]  # where each piece may be placed, the object included unless it is part of a piece
     build: Callable[[Any, Shape], None]  # adds the pieces to an MjSpec
     painted: str  # body that takes the colour of an episode
     movable: tuple[str, ...]  # bodies that a gripper can hold
@@ -87,7 +87,7 @@ class FlowTask:
 
 
 def find_flow_task(name: str) -> FlowTask:
-    """Row of `FLOW_TASKS` with a name; raises UserError where there is none."""
+    """Row of `FLOW_TASKS` with a name; raises UserError if it does not exist."""
     if name not in FLOW_TASKS:
         raise UserError(f"task is {name!r}; there are {', '.join(FLOW_TASKS)}")
     return FLOW_TASKS[name]
@@ -134,6 +134,7 @@ def _add_object(spec: Any, shape: Shape) -> None:
 
 
 def _apart_sideways(layout: Layout) -> bool:
+    # a vessel is tilted sideways, towards the bowl, so the bowl must not be straight ahead
     return abs(layout["bowl"][1] - layout["object"][1]) > 0.06
 
 

@@ -10,9 +10,9 @@ from robotics.flow3d.clip import Observation
 from robotics.flow3d.geometry import BoolArray, FloatArray, ImageArray, apply_pose, inverse_pose, lift, project
 
 DILATE_PX = 2
-"""Pixels around the object's mask that belong to neither part, since masks and depth disagree there."""
+"""Width of the border around the object's mask that belongs to neither part, since masks and depth disagree there."""
 HIDDEN_M = (0.01, 0.1)
-"""Ways behind a surface between which a place is held to be inside of something."""
+"""Range of distances behind a surface at which a position counts as inside of something."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ def find_object(observation: Observation, points_world_m: FloatArray, reach_m: f
 
     pixels, known = world_points(observation)
     distance, _ = cKDTree(points_world_m).query(pixels.reshape(-1, 3))
+    # without a mask, the flow's points are all that is known about the object
     near = distance.reshape(known.shape) <= reach_m
     found: BoolArray = known & near & (pixels[..., 2] >= points_world_m[:, 2].min() - 1e-9)
     return found
@@ -85,6 +86,7 @@ def hidden_points(observation: Observation, mask: BoolArray, points_m: FloatArra
     columns, rows = np.where(inside, ahead.T, 0.0).astype(int)
     seen = observation.depth_m[rows, columns]
     scene = inside & ~mask[rows, columns] & np.isfinite(seen) & (seen > 0)
+    # infinitely far where nothing is known, so that nothing counts as hidden there
     behind = uvz[:, 2] - np.where(scene, seen, np.inf)
     hidden: BoolArray = (behind > HIDDEN_M[0]) & (behind < HIDDEN_M[1])
     return hidden
@@ -99,4 +101,5 @@ def normals_towards(points_m: FloatArray, viewpoint_m: FloatArray, neighbours: i
     _, vectors = np.linalg.eigh(np.swapaxes(around, 1, 2) @ around)
     normals = vectors[:, :, 0]
     facing = ((viewpoint_m - points_m) * normals).sum(-1, keepdims=True)
+    # an eigenvector has no sign; what the camera sees faces it
     return np.where(facing < 0, -normals, normals)

@@ -18,29 +18,29 @@ class PlannerConfig:
     """Settings of a plan."""
 
     samples: int = bounded(4, at_least=1)
-    """K, most predictions a plan; the paper gives no number."""
+    """K, maximum number of predictions per plan; the paper gives no number."""
     grid: int = rare(bounded(4, at_least=1))
-    """N, query points a side; a model with an `encoding` brings its own."""
+    """N, query points per side; a model with an `encoding` has its own."""
     min_points: int = rare(bounded(8, at_least=3))
-    """Least pixels of the object with depth."""
+    """Minimum number of object pixels with depth."""
     support_z_m: float | None = rare(0.0)
-    """Height of the support in the world frame; null without one."""
+    """Height of the support in the world frame; null = no support."""
     estimator: str = choice("irls", ESTIMATORS)
-    """Fits the motion to the flow: irls, robust; kabsch, least squares; pnp and frozen_depth use u and v alone."""
+    """Fit of the motion to the flow. irls: robust; kabsch: least squares; pnp and frozen_depth only use u and v."""
     flow_scale_m: float = bounded(0.03, above=0)
     """Distance at which a point counts half in the fit: 0.03 for a model's flow, 0.01 for measured flow."""
     smooth_window: int = rare(bounded(3, at_least=1))
-    """Frames of the moving average of motions."""
+    """Number of frames in the moving average of motions."""
     from_first_predicted: bool = rare(False)
     """Measure motions from the first predicted frame, as the public viewer does."""
     least_motion_m: float = rare(bounded(0.005, at_least=0))
-    """Least displacement of any point of the object."""
+    """Minimum displacement of any point of the object."""
     renderer: str = rare(choice("numpy", lambda: (*RENDERERS, REPLAY)))
-    """Renders the predicted outcome: points with numpy or open3d, or the simulator by `replay`."""
+    """Renderer of the predicted outcome: points with numpy or open3d, or the simulator with `replay`."""
     when_rejected: str = rare(choice("best", ("best", "stop")))
-    """Execute the plan with the highest score when none is accepted, or stop."""
+    """If no plan is accepted, execute the one with the highest score (best), or stop."""
     when_unverified: str = rare(choice("stop", ("best", "stop")))
-    """The same where the verifier could not judge, such as when its server is down."""
+    """The same if the verifier could not judge, for example because its server is down."""
     check_collisions: bool = rare(True)
     """Keep arm and hand clear of support, object and scene."""
     ik: IkSettings = rare(field(default_factory=IkSettings))
@@ -51,7 +51,7 @@ class PlannerConfig:
     """Chunks, looking again, release."""
 
     def validate(self) -> None:
-        """Raise UserError for a start that the estimator does not use."""
+        """Raise UserError if the estimator cannot start from the first predicted frame."""
         if self.from_first_predicted and self.estimator not in IN_SPACE:
             raise UserError(
                 f"from_first_predicted has no meaning for the estimator {self.estimator}, which takes depth from the "

@@ -27,15 +27,15 @@ class ExecutionSettings:
     """Settings of the execution of a plan."""
 
     chunk: int = bounded(4, at_least=1)
-    """Frames of the flow that are executed at once."""
+    """Flow frames executed per chunk."""
     sub_steps: int = rare(bounded(4, at_least=1))
     """Interpolation steps between solved poses."""
     grasp_tries: int = rare(bounded(2, at_least=1))
-    """Most grasps that are tried, where the arm is blocked or the fingers close on nothing."""
+    """Maximum number of grasps to try if the arm is blocked or the fingers close on nothing."""
     look_again: bool = False
-    """Look after each chunk, and end or replan where the object is not where it should be; off as in the paper."""
+    """Look after each chunk, and stop or replan if the object is not where it should be; off as in the paper."""
     replans: int = bounded(5, at_least=0)
-    """Most replans when looking again; a fixed flow cannot be replanned."""
+    """Maximum number of replans with look_again; a fixed flow cannot be replanned."""
     drift_m: float = rare(bounded(0.02, above=0))
     """Median distance of the object from its prediction that triggers a replan."""
     dropped_m: float = rare(bounded(0.05, above=0))
@@ -52,10 +52,14 @@ class Executor:
     def __init__(
         self, robot: FlowRobot, ik: ArmIk, reach: ReachSettings, settings: ExecutionSettings, result: PlanResult
     ) -> None:
-        self.robot, self.ik, self.reach, self.settings, self.result = robot, ik, reach, settings, result
+        self.robot = robot
+        self.ik = ik
+        self.reach = reach
+        self.settings = settings
+        self.result = result
 
     def observe(self) -> Observation:
-        """Observe; raises PlanFailed where the camera fails."""
+        """Observe; raises PlanFailed if the camera fails."""
         return _call(self.robot.observe, Failure.NO_OBSERVATION)
 
     def joint_rad(self) -> FloatArray:
@@ -63,7 +67,7 @@ class Executor:
         return np.asarray(_call(self.robot.joint_rad, Failure.ROBOT_FAILED), dtype=np.float64)
 
     def take(self, round_: PlanRound) -> None:
-        """Grasp the object, trying other grasps where one misses."""
+        """Grasp the object, trying other grasps if one misses."""
         plans = (round_.chosen.plans if round_.chosen else None) or []
         stalled = False
         for plan in different_plans(plans)[: self.settings.grasp_tries]:
@@ -73,6 +77,7 @@ class Executor:
             if not stalled and _call(self.robot.close_gripper, Failure.ROBOT_FAILED):
                 return
             self.let_go()
+            # back the way it came, which is known to be free, before the next grasp
             self._move(plan.approach.joint_rad[::-1])
         if stalled:
             raise PlanFailed(Failure.ARM_STALLED, "on the way to the last grasp that was tried")
@@ -87,6 +92,7 @@ class Executor:
         arrived, before = True, 0
         for end in range(self.settings.chunk, len(plan.frames) + self.settings.chunk, self.settings.chunk):
             frame = min(end, len(plan.frames)) - 1
+            # from the row where the last chunk ended, so that the arm does not jump
             rows = plan.motion.joint_rad[before : plan.frames[frame] + 1]
             arrived = self._move(interpolate_joints(rows, self.settings.sub_steps)[1:] if len(rows) > 1 else rows)
             before = int(plan.frames[frame])
@@ -99,8 +105,9 @@ class Executor:
         return None
 
     def finish(self, round_: PlanRound) -> None:
-        """Release the object and back off, where the settings say so."""
+        """Release the object and back off if the settings say so."""
         plan, _ = _chosen(round_)
+        # the vertical axis of the object after the motion; its z is the cosine of the tilt
         up = plan.T_t_0_world[-1, :3, 2]
         tilted = float(np.arccos(np.clip(up[2], -1.0, 1.0))) > self.settings.tilted_rad
         if self.settings.release == "never" or (self.settings.release == "unless_tilted" and tilted):
@@ -117,6 +124,7 @@ class Executor:
         back[:3, 3] -= self.reach.standoff_m * there[:3, 2]
         retreat, _ = interpolate_poses(np.stack([there, back]), step_m=self.reach.step_m)
         path = self.ik.follow(retreat, here)
+        # as far as the hand can follow; `follow` stops at the first pose that it cannot reach
         self._move(path.joint_rad[: max(1, int(path.reached.sum()))])
 
     def go_to(self, joint_rad: FloatArray) -> None:
@@ -128,6 +136,7 @@ class Executor:
         _call(self.robot.open_gripper, Failure.ROBOT_FAILED)
 
     def _move(self, joint_rad: FloatArray) -> bool:
+        # recorded before the move: a robot that fails in it leaves a trace of what was asked
         self.result.joint_paths.append(joint_rad)
         return bool(_call(lambda: self.robot.move(joint_rad), Failure.ROBOT_FAILED))
 
@@ -144,12 +153,14 @@ class Executor:
         mask = find_mask(observation)
         seen = np.zeros((0, 3)) if mask is None else scene_cloud(observation, mask).object_m
         if len(seen) < MIN_VISIBLE:
+            # most likely the hand hides the object, which is no reason to stop
             self.result.drifts_m.append(float("nan"))
             return None
         drift = drift_of(seen, apply_pose(plan.T_t_0_world[frame], motion.points_world_m))
         self.result.drifts_m.append(drift)
         grip = self.ik.pose(self.joint_rad())[:3, 3]
         away = float(np.linalg.norm(seen - grip, axis=-1).min())
+        # before drift: a dropped object has drifted too, but needs a new grasp
         if away > self.settings.dropped_m:
             return PlanFailed(Failure.OBJECT_DROPPED, f"after frame {frame + 1} it is {away:.3f} m from the fingers")
         if drift > self.settings.drift_m and not may_drift:
@@ -161,6 +172,7 @@ def drift_of(seen_m: FloatArray, predicted_m: FloatArray) -> float:
     """Median distance between the seen surface (n, 3) of an object and the predicted one (m, 3)."""
     from scipy.spatial import cKDTree
 
+    # each surface may show only part of the other, so the smaller of the two distances counts
     there = np.median(cKDTree(predicted_m).query(seen_m)[0])
     back = np.median(cKDTree(seen_m).query(predicted_m)[0])
     return float(min(there, back))
@@ -168,6 +180,7 @@ def drift_of(seen_m: FloatArray, predicted_m: FloatArray) -> float:
 
 def _chosen(round_: PlanRound) -> tuple[GraspPlan, ObjectMotion]:
     """Plan and motion of a round."""
+    # no grasp was tried if the object was already in the hand
     plan = round_.plan or (round_.chosen.plans[0] if round_.chosen and round_.chosen.plans else None)
     if plan is None or round_.chosen is None or round_.chosen.motion is None:
         raise ValueError("the round has no plan to carry out")

@@ -21,15 +21,15 @@ from robotics.flow3d.plan.result import Failure, PlanFailed, PlanRound, PlanTry
 from robotics.flow3d.plan.vlm import PartFinder
 
 SCENE_POINTS = 1500
-"""Points of the scene that are checked for collisions; more take longer."""
+"""Maximum number of scene points checked for collisions; more take longer."""
 OVER_SUPPORT_M = 0.01
 """Points of the scene up to this height above the support belong to it."""
 PART_REACH_M = 0.05
-"""Largest distance of a grasp from the chosen part."""
+"""Maximum distance of a grasp from the chosen part."""
 
 
 class GraspSearch:
-    """Searches plans for one arm."""
+    """Searches for plans of one arm."""
 
     def __init__(
         self,
@@ -47,6 +47,7 @@ class GraspSearch:
         """Set the plans of a try, or its failure."""
         assert each.motion is not None
         if round_.held:
+            # the hand already holds the object, so there is nothing to grasp
             plan = held_path(each.motion.T_t_0_world, self.ik, round_.joint_rad, self.config.reach)
             each.plans = [] if plan is None else [plan]
             if plan is None:
@@ -56,6 +57,7 @@ class GraspSearch:
         checks = ReachChecks(self.ik, round_.joint_rad, self.clearance, obstacles, self.config.reach)
         part_m = self._part(round_)
         each.plans, refused = [], Counter[str]()
+        # the second list is for objects on which no grasp of the first list has a plan
         for proposers in self.proposers:
             grasps = self._propose(proposers, round_.observation, each.motion.points_world_m, part_m)
             plans, why = choose_grasps(grasps, each.motion.T_t_0_world, checks)
@@ -71,9 +73,10 @@ class GraspSearch:
             each.failure, each.detail = Failure.NO_GRASP, f"the gripper opens {self.arm.max_opening_m:g} m{where}"
 
     def _part(self, round_: PlanRound) -> FloatArray | None:
-        """(3,) point on the part to grasp, found once a round; None for any part."""
+        """(3,) point on the part to grasp, found once per round; None allows any part."""
         if self.part is None:
             return None
+        # the part does not depend on the flow, and asking a model is slow
         if round_.part_m is None:
             try:
                 point = np.asarray(self.part(round_.observation, round_.mask), dtype=np.float64)
@@ -91,10 +94,12 @@ class GraspSearch:
         points_m: FloatArray,
         part_m: FloatArray | None,
     ) -> list[Grasp]:
+        # seen from the camera, a surface faces it; that fixes the sign of its normals
         surface = ObjectSurface(points_m, normals_towards(points_m, observation.T_world_cam[:3, 3]))
         found: list[Grasp] = []
         for propose in proposers:
             try:
+                # all proposers of a list together: none of them is good at every object
                 found += propose(surface, self.arm.max_opening_m)
             except Exception as error:  # user code; the loop must end cleanly
                 raise PlanFailed(Failure.NO_GRASP, f"a grasp proposer failed: {one_line(error)}") from error
@@ -105,6 +110,7 @@ class GraspSearch:
     def _obstacles(self, observation: Observation, mask: BoolArray) -> Obstacles:
         cloud, support = scene_cloud(observation, mask), self.config.support_z_m
         rest = cloud.rest_m if support is None else cloud.rest_m[cloud.rest_m[:, 2] > support + OVER_SUPPORT_M]
+        # every k-th point keeps the spread over the scene
         rest = rest[:: max(1, len(rest) // SCENE_POINTS)]
         return Obstacles(support, cloud.object_m, rest, partial(hidden_points, observation, mask))
 

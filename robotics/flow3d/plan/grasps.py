@@ -1,4 +1,4 @@
-"""Grasp proposals: around an object's center, on opposite surfaces, or at its parts.
+"""Grasp proposals: around an object's center, on opposing surfaces, or at its parts.
 
 The frame of a grip has z along the fingers, towards the object, and y along the closing direction.
 """
@@ -17,7 +17,7 @@ from robotics.flow3d.geometry import FloatArray, farthest_points, make_pose
 FINGER_M = 0.025
 """Reach of the fingertips below the top of an object."""
 FLOOR_M = 0.015
-"""Least height of a grip above the lowest point of the object."""
+"""Minimum height of a grip above the lowest point of the object."""
 SLAB_M = 0.012
 """Half the width of a finger."""
 PLAY_M = 0.004
@@ -73,6 +73,7 @@ def primitive_grasps(
     """Grasps from above and from the side around the center of an object; these need no accurate surface."""
     low, high = surface.points_m.min(0), surface.points_m.max(0)
     middle = (low + high) / 2
+    # the fingertips reach below the top, but on a flat object not into the support
     top = np.array([*middle[:2], max(high[2] - FINGER_M, low[2] + FLOOR_M)])
     side = np.array([*middle[:2], max(middle[2], low[2] + FLOOR_M)])
     poses = [_grip_pose(top, np.array([0.0, 0, -1]), math.pi * number / yaws) for number in range(yaws)]
@@ -100,8 +101,10 @@ def antipodal_grasps(
 
     Source: Nguyen, Constructing force-closure grasps, 1988, for two fingers with friction.
     """
+    # the camera sees one side only, and opposing points need both
     whole = with_unseen_side(surface) if unseen_side else surface
     rng = np.random.default_rng(seed)
+    # the number of pairs grows with the square of the points
     chosen = rng.permutation(len(whole.points_m))[:samples]
     points, normals = whole.points_m[chosen], whole.normals[chosen]
     first, second = np.triu_indices(len(points), 1)
@@ -110,8 +113,10 @@ def antipodal_grasps(
     near = (width > 1e-3) & (width <= max_opening_m - 2 * PLAY_M)
     first, second, between, width = first[near], second[near], between[near], width[near]
     line = between / width[:, None]
+    # cosine of the larger of the two angles: both contacts must be within the friction cone
     opposed = np.minimum(-(normals[first] * line).sum(-1), (normals[second] * line).sum(-1))
     good = np.flatnonzero(opposed >= math.cos(math.atan(friction)))
+    # best first, because `_spread` keeps the first of several close pairs
     order = good[np.argsort(-opposed[good], kind="stable")]
     middles = points[first] + between / 2
     grasps = []
@@ -138,8 +143,10 @@ def part_grasps(
         middle = surface.points_m[place]
         near = surface.points_m[np.linalg.norm(surface.points_m - middle, axis=-1) < PART_M]
         inward = -surface.normals[place]
+        # an approach from below would come through the support
         for approach in [down, *slanting, *([inward] if inward[2] < 0.1 else [])]:
             for line in _closing_lines(near, approach, closing):
+                # halfway into the part, but no deeper than the fingers reach
                 depth = float(np.mean([(near @ approach).min(), (near @ approach).max()]))
                 depth = min(depth, float((near @ approach).min()) + FINGER_M)
                 tip = middle + (depth - middle @ approach) * approach
@@ -172,6 +179,7 @@ def _grip_pose(place_m: FloatArray, approach: FloatArray, yaw_rad: float) -> Flo
 def _closing_lines(near_m: FloatArray, approach: FloatArray, count: int) -> list[FloatArray]:
     """Unit vectors across an approach, starting with the direction of least spread, at equal angles."""
     flat = (near_m - near_m.mean(0)) @ (np.eye(3) - np.outer(approach, approach))
+    # the projection leaves no spread along the approach; a large eigenvalue keeps it from being the thinnest
     _, axes = np.linalg.eigh(flat.T @ flat + np.outer(approach, approach) * 1e3)
     thin = axes[:, 0]
     other = np.cross(approach, thin)
@@ -179,12 +187,13 @@ def _closing_lines(near_m: FloatArray, approach: FloatArray, count: int) -> list
 
 
 def _fitted(surface: ObjectSurface, pose: FloatArray, max_opening_m: float, gap_m: float = math.inf) -> Grasp | None:
-    """The grasp centred on the points between the fingers, up to a gap; None where the fingers do not open enough."""
+    """The grasp centred on the points between the fingers, up to a gap; None if the fingers do not open wide enough."""
     local = (surface.points_m - pose[:3, 3]) @ pose[:3, :3]
     between = np.sort(local[(np.abs(local[:, 0]) < SLAB_M) & (np.abs(local[:, 2]) < FINGER_M), 1])
     if len(between) == 0:
         return None
     runs = np.split(between, np.flatnonzero(np.diff(between) > gap_m) + 1)
+    # the run closest to the grip: points beyond a gap are another part
     run = min(runs, key=lambda values: float(np.abs(values).min()))
     low, high = run[0], run[-1]
     width = float(high - low)
@@ -192,6 +201,7 @@ def _fitted(surface: ObjectSurface, pose: FloatArray, max_opening_m: float, gap_
         return None
     centred = pose.copy()
     centred[:3, 3] += pose[:3, 1] * (low + high) / 2
+    # best if the object fills half of the opening
     return Grasp(centred, 1.0 - abs(2 * width / max_opening_m - 1) / 2, width, "primitive")
 
 
@@ -200,6 +210,7 @@ def _approach_directions(line: FloatArray, count: int) -> list[FloatArray]:
     down = np.array([0.0, 0.0, -1.0])
     start = down - (down @ line) * line
     if np.linalg.norm(start) < 1e-6:
+        # across a vertical line all directions are equally steep
         start = np.array([1.0, 0.0, 0.0])
     start = start / np.linalg.norm(start)
     other = np.cross(line, start)

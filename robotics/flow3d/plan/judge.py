@@ -1,4 +1,4 @@
-"""Verifiers by configuration, and their verdicts on sampled flows as numbers."""
+"""Verifiers built from a configuration, and their verdicts on sampled flows as numbers."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class VerifierConfig:
     """none: no rendering or judgement; always: rendered and accepted; geometric: without a model; oracle: the task's
     criteria on the predicted pose, an upper bound; vlm: a local model; endpoint: one behind a chat server."""
     path: str = ""
-    """Folder or hub id of the model; read by vlm."""
+    """Folder or hub id of the model; used by vlm."""
     url: str = rare("")
-    """Address of the server up to /v1; read by endpoint."""
+    """Server address up to /v1; used by endpoint."""
     model: str = ""
-    """Name of the model there; read by endpoint."""
+    """Model name on that server; used by endpoint."""
     timeout_s: float = bounded(60.0, above=0)
-    """Seconds for an answer; read by endpoint."""
+    """Time limit for a response in seconds; used by endpoint."""
 
     def validate(self) -> None:
         """Raise ValueError for a verifier that lacks an option."""
@@ -67,7 +67,7 @@ class VerifierConfig:
 
 
 def open_verifier(config: VerifierConfig) -> Verifier | None:
-    """The verifier of a configuration; None for none, and for oracle, which depends on the scene."""
+    """The verifier of a configuration; None for kind none, and for oracle, which depends on the scene."""
     if config.kind == "geometric":
         return GeometricVerifier()
     if config.kind == "always":
@@ -93,7 +93,7 @@ class WeightedVerifierConfig(VerifierConfig):
     """oracle: the criterion of the suite's scenes on the predicted final pose; geometric; vlm: a local model; endpoint:
     one behind a chat server; always; or module:function(**options) that returns a `Verifier`."""
     weight: float = bounded(1.0, finite=True)
-    """Factor of its value in the reward."""
+    """Weight of its value in the reward."""
     value: str = choice("ok", VALUES)
     """ok: 1 for an accepted flow, else 0; score: the verifier's score of 0 to 1."""
     name: str = ""
@@ -117,7 +117,7 @@ class WeightedVerifierConfig(VerifierConfig):
         return self.name or self.kind.rpartition(":")[2]
 
     def value_of(self, verdict: Verdict) -> float:
-        """The verdict as a number; NaN where it could not be judged."""
+        """The verdict as a number; NaN if there is none."""
         if verdict.ok is None:
             return float("nan")
         return float(verdict.ok) if self.value == "ok" else verdict.score
@@ -127,10 +127,12 @@ class FlowJudge:
     """Judges sampled flows with several verifiers."""
 
     def __init__(self, configs: Sequence[WeightedVerifierConfig], config: PlannerConfig | None = None) -> None:
+        # labels are keys of metrics and verdicts
         names = [each.label for each in configs]
         if doubled := sorted({name for name in names if names.count(name) > 1}):
             raise UserError(f"several verifiers are named {', '.join(doubled)}; give them different names")
-        self.configs, self.config = list(configs), config or PlannerConfig()
+        self.configs = list(configs)
+        self.config = config or PlannerConfig()
         self._oracle: SceneOracle | None = None
         self._renders = any(each.kind not in BLIND for each in configs)
         self._verifiers = {each.label: self._opened(each) for each in configs}
@@ -161,16 +163,20 @@ class FlowJudge:
             mask = predictor.mask(seen)
         except PlanFailed as failed:  # a fault of the observation, not of the flow
             return dict.fromkeys(verifiers, Verdict(None, 0.0, f"{failed.failure}: {failed.detail}"))
+        # the same fit as in planning, so that a reward judges what the planner would do
         found = predictor.predict(PlanRound(seen, clip.points, mask), 0)
         if found.motion is None:
+            # a flow without a usable motion is the model's fault, so it counts as rejected
             return dict.fromkeys(verifiers, Verdict(False, 0.0, f"{found.failure}: {found.detail}"))
         motion = found.motion
+        # rendering is slow, so it is skipped if no verifier looks at the outcome
         after = render_outcome(seen, mask, motion.T_t_0_world[-1], self.config.renderer) if self._renders else seen.rgb
         facts = PlanFacts(motion, self.config.support_z_m)
         return {name: judged(each, seen.rgb, after, seen.instruction, facts) for name, each in verifiers.items()}
 
     def _opened(self, config: WeightedVerifierConfig) -> Callable[[FlowClip], Verifier]:
         if config.kind == "oracle":
+            # one oracle for all clips: its scenes are slow to build
             self._oracle = self._oracle or SceneOracle()
             return self._oracle.of
         verifier = _open(config)
@@ -184,6 +190,7 @@ def _open(config: WeightedVerifierConfig) -> Verifier:
         made: Verifier = call_function(config.kind, config.options, what="verifiers.kind")
         return made
     if config.kind == "geometric":
+        # no arm is planned for here, so there is no reachability to check
         return GeometricVerifier(GeometricLimits(**config.options), reachable=False)
     verifier = open_verifier(config)
     assert verifier is not None
@@ -191,10 +198,10 @@ def _open(config: WeightedVerifierConfig) -> Verifier:
 
 
 class CriteriaVerifier:
-    """Accepts where all criteria of a task hold; the score is the product of their `closeness`.
+    """Accepts if all criteria of a task hold; the score is the product of their `closeness`.
 
-    Progress with one criterion raises the score by the same factor, whatever the others are. `outcome` takes the
-    object's motion (4, 4) to the end of the plan, in the world frame.
+    Progress on one criterion raises the score by the same factor regardless of the others. `outcome` takes the object's
+    motion (4, 4) to the end of the plan, in the world frame.
     """
 
     def __init__(self, outcome: Callable[[FloatArray], Outcome]) -> None:
@@ -223,6 +230,7 @@ class SceneOracle:
                 f", lacks {', '.join(missing) or 'a known task'} in its meta data; take geometric, vlm or endpoint"
             )
         scene = self._scene(clip)
+        # a copy: the shared scene is reset for the next clip
         start = scene.start.copy()
 
         return CriteriaVerifier(lambda T_end_world: scene.success(T_end_world @ start))
@@ -239,6 +247,7 @@ class SceneOracle:
         if key not in self._scenes:
             self._scenes[key] = FlowScene(task=meta["task"], actor=NOBODY, shape=key[1], layouts=key[2])
         scene = self._scenes[key]
+        # scenes are shared between tasks; the task comes before the reset, which places its objects
         scene.give(meta["task"])
         scene.reset(int(meta["seed"]))
         return scene

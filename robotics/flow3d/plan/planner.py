@@ -5,7 +5,7 @@
     print(result.executed, result.failure, result.detail)
 
 Predict a flow, render and verify its outcome, at most K times; grasp; execute the motion in chunks; optionally look
-again and replan. Whatever goes wrong is a named failure of the result.
+again and replan. Every error becomes a named failure of the result.
 
 Source: arXiv 2506.06199, which looks only once, before the motion; looking again after each chunk is ours, and off by
 default.
@@ -42,16 +42,16 @@ class FlowPlanner:
         flow: a model with `predict(observation, points, samples, seed)`, a clip, or an array (T, N, N, 4) for the
             planner's own query points.
         arm: the arm's kinematics.
-        verifier: judges predicted outcomes; None accepts every plan without rendering it.
+        verifier: judges predicted outcomes; None accepts every plan without rendering its outcome.
         grasps: rows of `PROPOSERS` or your own functions, tried together.
-        config: how a plan is made.
-        locate: masks (H, W) the object where the observation has no mask.
-        otherwise: like `grasps`, tried where none of those works, such as for a drawer, which is too wide to grasp
+        config: settings of prediction, grasping and execution.
+        locate: finds the object's mask (H, W) if the observation has none.
+        otherwise: like `grasps`, tried if none of those works, for example on a drawer, which is too wide to grasp
             around its center.
         part: chooses the part of the object to grasp, such as `AskedPart`; grasps farther than 5 cm from it are
-            discarded. None for any part.
-        replay: renders the scene with the object moved by (4, 4), such as `FlowScene.replay`, for the renderer of that
-            name.
+            discarded. None allows any part.
+        replay: renders the scene with the object moved by (4, 4), such as `FlowScene.replay`; used by the renderer
+            `replay`.
 
     Raises:
         UserError: a setting is out of range, there is no such proposer, or the renderer lacks what it needs.
@@ -82,8 +82,8 @@ class FlowPlanner:
 
         Args:
             robot: an arm in a scene.
-            instruction: the task; None for the observation's.
-            seed: of the predictions.
+            instruction: the task; None uses the observation's.
+            seed: seed of the predictions.
 
         Returns:
             Everything that was tried and done. Errors of model, verifier or robot become failures.
@@ -102,15 +102,15 @@ class FlowPlanner:
         Args:
             observation: the scene now.
             joint_rad: (J,) current angles.
-            seed: of the first prediction; the k-th has seed + k.
+            seed: seed of the first prediction; the k-th uses seed + k.
             held: the object is already in the hand, so that no grasp is needed.
 
         Returns:
             The tries and the chosen one.
 
         Raises:
-            PlanFailed: there is no plan, for the reason of the last try where all failed. The tries are in the error's
-                `round`.
+            PlanFailed: no plan was found; if all tries failed, the reason is that of the last one. The error's `round`
+                has the tries.
         """
         mask = self.predictor.mask(observation)
         round_ = PlanRound(observation, self.predictor.query_points(observation, mask), mask, joint_rad, held)
@@ -175,6 +175,7 @@ class FlowPlanner:
         unsure = [verdict for _, verdict in usable if verdict.ok is None]
         if unsure and self.config.when_unverified == "stop":
             raise PlanFailed(Failure.VERIFIER_DOWN, unsure[-1].reason)
+        # an unsure verdict is not a rejection: `when_unverified` has decided about it above
         if usable and not unsure and self.config.when_rejected == "stop":
             raise PlanFailed(Failure.VERIFIER_REJECTS, usable[-1][1].reason)
         # rejected plans are searched for a path only now: most are never needed, and the search is the slow part
@@ -193,6 +194,7 @@ class FlowPlanner:
         except Exception as error:  # a simulator or library; the loop must end cleanly
             each.verdict = Verdict(None, 0.0, f"the outcome cannot be rendered: {one_line(error)}")
             return
+        # a function, because the search for a path is slow and most verifiers do not ask
         facts = PlanFacts(each.motion, self.config.support_z_m, lambda: bool(self._plans(round_, each)))
         each.verdict = judged(self.verifier, observation.rgb, each.after, observation.instruction, facts)
 

@@ -20,7 +20,7 @@ VISIBLE_SHARE = 0.5
 
 
 class Predictor:
-    """A flow model with its inputs from an observation; `locate` masks the object where the observation does not."""
+    """A flow model with its inputs from an observation; `locate` masks the object if the observation does not."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Predictor:
         return isinstance(self.model, FixedFlow)
 
     def predict(self, round_: PlanRound, seed: int) -> PlanTry:
-        """A flow and the motion that it describes, or why it is unusable."""
+        """A flow and the motion that it describes, or the reason why it is unusable."""
         observation, points, config = round_.observation, round_.points, self.config
         try:
             flow = np.asarray(self.model.predict(observation, points, 1, seed)[0], dtype=np.float64)
@@ -50,6 +50,7 @@ class Predictor:
                 seed, flow, failure=Failure.DEGENERATE_GEOMETRY, detail="the flow is not finite, or behind the camera"
             )
         seen = (clip.visible > VISIBLE_SHARE).sum(-1)
+        # a median, because a few frames may hide the object; three points determine a motion
         if np.median(seen) < 3:
             return PlanTry(
                 seed, flow, failure=Failure.TOO_FEW_POINTS, detail=f"{int(np.median(seen))} visible points a frame"
@@ -66,6 +67,7 @@ class Predictor:
         if motion.fit.degenerate.any():
             detail = "the points that fit are on a line, so they determine no rotation"
             return PlanTry(seed, flow, failure=Failure.DEGENERATE_GEOMETRY, detail=detail)
+        # any point, so that a turn in place counts as motion too
         moved = float(np.linalg.norm(motion.moved_world_m - motion.points_world_m, axis=-1).max())
         if moved < config.least_motion_m:
             detail = f"the flow moves the object by {1000 * moved:.1f} mm"
@@ -73,13 +75,14 @@ class Predictor:
         return PlanTry(seed, flow, motion)
 
     def mask(self, observation: Observation) -> BoolArray:
-        """(H, W) pixels of the object with depth; raises PlanFailed where there are too few."""
+        """(H, W) pixels of the object with depth; raises PlanFailed if there are too few."""
         mask = self.mask_or_none(observation)
         if mask is None or not mask.any():
             detail = "the observation has no mask, and there is no `locate`" if mask is None else "the mask is empty"
             raise PlanFailed(Failure.NO_MOVING_OBJECT, detail)
         known = mask & np.isfinite(observation.depth_m) & (observation.depth_m > 0)
         if known.sum() < self.config.min_points:
+            # a small mask and a mask without depth have different remedies
             few = mask.sum() < self.config.min_points
             raise PlanFailed(
                 Failure.TOO_FEW_POINTS if few else Failure.MISSING_DEPTH,
@@ -89,7 +92,7 @@ class Predictor:
         return known
 
     def mask_or_none(self, observation: Observation) -> BoolArray | None:
-        """(H, W) pixels of the object; None where they are unknown."""
+        """(H, W) pixels of the object; None if they are unknown."""
         if observation.mask is not None:
             return observation.mask
         if isinstance(self.model, FixedFlow) and self.model.points is not None:
@@ -108,6 +111,7 @@ class Predictor:
             return self.model.points
         encoding = getattr(self.model, "encoding", None)
         if encoding is not None:
+            # a model only takes the grid that it was trained with
             side = int(encoding.grid)
         else:
             side = self.model.flow.shape[1] if isinstance(self.model, FixedFlow) else self.config.grid

@@ -1,4 +1,4 @@
-"""Chooses grasps with which an arm can do the whole motion: reachable, free of collisions, least joint path first.
+"""Chooses grasps from which an arm can do the whole motion: reachable and collision-free, shortest joint path first.
 
 Source: arXiv 2506.06199, which keeps grasps with a solution for start and goal; here every pose in between is checked
 too, by default.
@@ -35,14 +35,18 @@ class ArmClearance:
         self._model = model = arm.load()
         self._data = mujoco.MjData(model)
         self._joints = [int(model.joint(name).qposadr[0]) for name in arm.joints]
+        # open fingers are the widest, so what clears these boxes clears the hand in every state
         self._data.qpos[:] = _open_posture(model, self._joints)
+        # the last link carries the hand; the first ones cannot come near the table
         links = [int(model.joint(name).bodyid[0]) for name in arm.joints]
         mujoco.mj_kinematics(model, self._data)
         self._low_geoms = _geoms_below(model, links[min(SKIPPED_LINKS, len(links) - 1)])
         hand = _geoms_below(model, links[-1])
         site = int(model.site(arm.grip_site).id)
+        # boxes in the frame of the grip: a pose then places the hand without any kinematics
         T_grip_world = inverse_pose(_frame(self._data.site_xmat[site], self._data.site_xpos[site]))
         self._boxes = T_grip_world @ _frame(self._data.geom_xmat[hand], self._data.geom_xpos[hand])
+        # geom_aabb holds center and half sizes, and the center is not the geom's origin
         self._boxes[:, :3, 3] += np.einsum("gij,gj->gi", self._boxes[:, :3, :3], model.geom_aabb[hand, :3])
         self._halves = model.geom_aabb[hand, 3:].copy()
 
@@ -56,6 +60,7 @@ class ArmClearance:
         for row, angles in enumerate(joint_rad):
             self._data.qpos[self._joints] = angles
             mujoco.mj_kinematics(self._model, self._data)
+            # the lowest corner of a box is its center minus the half sizes projected on the vertical
             up = self._data.geom_xmat[geoms].reshape(-1, 3, 3)[:, 2]
             height = self._data.geom_xpos[geoms, 2] + (up * centre).sum(-1) - (np.abs(up) * half).sum(-1)
             lowest[row] = height.min()
@@ -70,6 +75,7 @@ class ArmClearance:
         """(M,) number of points (n, 3) inside the hand at poses (M, 4, 4) of the grip."""
         to_boxes = inverse_pose(T_world_grip[:, None] @ self._boxes[None])
         local = np.einsum("mgij,nj->mgni", to_boxes[..., :3, :3], points_m) + to_boxes[..., None, :3, 3]
+        # a negative margin shrinks the boxes, at most to nothing
         within = (np.abs(local) <= np.maximum(self._halves + margin_m, 0.0)[None, :, None]).all(-1)
         return within.any(1).sum(-1)
 
@@ -103,19 +109,19 @@ class ReachSettings:
     standoff_m: float = rare(bounded(0.1, above=0))
     """Distance along the fingers from which a grasp is approached."""
     step_m: float = rare(bounded(0.05, above=0))
-    """Largest distance between poses that are solved for."""
+    """Maximum distance between poses that are solved for."""
     step_rad: float = rare(bounded(0.34, above=0))
-    """Largest rotation between them."""
+    """Maximum rotation between poses that are solved for."""
     goal_only: bool = rare(False)
     """Require only the first and last pose to be reachable, as in the paper; the path between may then have gaps."""
     clearance_m: float = rare(bounded(0.003, at_least=0))
-    """Least height of the arm above the support."""
+    """Minimum height of the arm above the support."""
     points_inside: int = rare(bounded(3, at_least=0))
-    """Points of object or scene that may lie inside the hand because of noise."""
+    """Number of object or scene points tolerated inside the hand, to allow for noise."""
     hidden_share: float = rare(bounded(0.05, at_least=0, below=1))
-    """Largest share of the hand that the scene hides at the grasp."""
+    """Maximum fraction of the hand that the scene may hide at the grasp."""
     plans: int = rare(bounded(24, at_least=1))
-    """Plans after which no further grasp is tried."""
+    """Number of plans after which no further grasp is tried."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,7 @@ class Obstacles:
     """Geometry that the arm must not touch."""
 
     support_z_m: float | None = None
-    """Height of the support; None where there is none."""
+    """Height of the support, or None."""
     object_m: FloatArray = field(default_factory=lambda: np.zeros((0, 3)))
     """(n, 3) the object before it moves."""
     scene_m: FloatArray = field(default_factory=lambda: np.zeros((0, 3)))
@@ -167,9 +173,10 @@ class ReachChecks:
         check_config(self.settings, "reach")
 
     def hand_problem(self, grasp: Grasp) -> str:
-        """The collision of the hand at a grasp and before it, for any posture of the arm; empty without one."""
+        """Collision of the hand at a grasp and before it, for any posture of the arm; empty if there is none."""
         if self.clearance is None:
             return ""
+        # only the two ends: the path in between depends on the arm, see `path_problem`
         ends = np.stack([_before_grasp(grasp.T_world_grip, self.settings), grasp.T_world_grip])
         problem = self._hits(ends, self.obstacles.object_m, "object")
         problem = problem or self._hits(ends, self.obstacles.scene_m, "scene")
@@ -179,9 +186,10 @@ class ReachChecks:
         return problem
 
     def path_problem(self, plan: GraspPlan) -> str:
-        """The collision of arm and hand on the whole path; empty without one."""
+        """Collision of arm and hand along the whole path; empty if there is none."""
         if self.clearance is None:
             return ""
+        # the robot first moves straight in joint space to the start of the approach
         there = interpolate_joints(np.stack([self.start_rad, plan.approach.joint_rad[0]]), 8)
         coming = np.concatenate([there, plan.approach.joint_rad])
         if self.obstacles.support_z_m is not None:
@@ -190,6 +198,7 @@ class ReachChecks:
                 return "the arm would hit the support"
         coming_poses = np.stack([self.ik.pose(row) for row in coming])
         all_poses = np.concatenate([coming_poses, np.stack([self.ik.pose(row) for row in plan.motion.joint_rad])])
+        # the object is an obstacle only until it is in the hand; the scene remains one
         problem = self._hits(coming_poses, self.obstacles.object_m, "object")
         return problem or self._hits(all_poses, self.obstacles.scene_m, "scene")
 
@@ -215,6 +224,7 @@ def choose_grasps(
             # the hand's collisions need no inverse kinematics, so they rule out most grasps cheaply
             plan = checks.hand_problem(candidate) or _plan(candidate, T_t_0_world, checks)
             if isinstance(plan, str):
+                # counted by reason, so that a failure names what went wrong most often
                 refused[plan] += 1
             else:
                 plans.append(plan)
@@ -225,14 +235,16 @@ def motion_path(
     T_world_grip: FloatArray, ik: ArmIk, start_rad: FloatArray, settings: ReachSettings
 ) -> tuple[JointPath, IndexArray]:
     """Path through poses (M, 4, 4) of the grip and poses in between, and the rows (M,) of the given ones."""
+    # poses in between are solved too: an arm may reach both ends of a step and not its middle
     dense, rows = interpolate_poses(T_world_grip, step_m=settings.step_m, step_rad=settings.step_rad)
     return ik.follow(dense, start_rad, stop_early=not settings.goal_only), rows
 
 
 def held_path(T_t_0_world: FloatArray, ik: ArmIk, joint_rad: FloatArray, settings: ReachSettings) -> GraspPlan | None:
-    """Plan a motion (T, 4, 4) of an object that is already in the hand; None where it is out of reach."""
+    """Plan a motion (T, 4, 4) of an object that is already in the hand; None if it is out of reach."""
     start = ik.pose(joint_rad)
     poses = gripper_poses(T_t_0_world, start)
+    # the current pose comes first and is no frame of the flow, hence rows[1:] below
     path, rows = motion_path(np.concatenate([start[None], poses]), ik, joint_rad, settings)
     if not (path.reached[-1] if settings.goal_only else path.complete):
         return None
@@ -259,6 +271,7 @@ def _plan(grasp: Grasp, T_t_0_world: FloatArray, checks: ReachChecks) -> GraspPl
     """The plan, or why there is none."""
     settings, ik = checks.settings, checks.ik
     poses = gripper_poses(T_t_0_world, grasp.T_world_grip)
+    # distances first: a search that fails costs all its steps
     if ik.beyond(grasp.T_world_grip):
         return "the grasp is out of reach"
     if ik.beyond(poses[-1:] if settings.goal_only else poses):
@@ -280,6 +293,7 @@ def plan_along(grasp: Grasp, approach: JointPath, T_t_0_world: FloatArray, check
     path, rows = motion_path(grips, checks.ik, approach.joint_rad[-1], settings)
     if not (path.reached[-1] if settings.goal_only else path.complete):
         return "the motion is out of reach"
+    # an approach may begin away from the current angles, see `_approach_paths`
     length = float(np.linalg.norm(approach.joint_rad[0] - checks.start_rad))
     length += approach.length_rad + path.length_rad
     plan = GraspPlan(grasp, approach, path, rows[1:], poses, length, T_t_0_world)
@@ -290,7 +304,7 @@ def _approach_paths(grasp: Grasp, checks: ReachChecks) -> Iterator[JointPath]:
     """Paths to a grasp: the hand straight through space, then the arm straight in joint space.
 
     A solution far from the start may have the elbow in the table or the wrist wound up; following the hand keeps the
-    posture. Where the hand's path is blocked or a joint at its limit, the other path may work.
+    posture. If the hand's path is blocked or a joint is at its limit, the other path may work.
     """
     settings, ik, T_grasp = checks.settings, checks.ik, grasp.T_world_grip
     steps = {"step_m": settings.step_m, "step_rad": settings.step_rad}
@@ -298,6 +312,7 @@ def _approach_paths(grasp: Grasp, checks: ReachChecks) -> Iterator[JointPath]:
         [ik.pose(checks.start_rad), _before_grasp(T_grasp, settings), T_grasp],
         [_before_grasp(T_grasp, settings), T_grasp],
     ):
+        # the same steps as for the motion, so that no joint may jump on the way
         dense, _ = interpolate_poses(np.stack(poses), **steps)
         path = ik.follow(dense, checks.start_rad)
         if path.complete:

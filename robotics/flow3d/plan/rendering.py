@@ -36,13 +36,16 @@ def render_outcome(
     check_renderer(renderer)
     draw, cloud = RENDERERS[renderer], scene_cloud(observation, mask)
     T_cam_world = inverse_pose(observation.T_world_cam)
+    # the scene without the object first: what the object hid before the motion shows afterwards
     behind, far = draw(apply_pose(T_cam_world, cloud.rest_m), cloud.rest_rgb, observation)
     background = _inpaint(behind, ~np.isfinite(far))
     moved = apply_pose(T_t_0_world, cloud.object_m)
     thing, near = draw(apply_pose(T_cam_world, moved), cloud.object_rgb, observation)
     drawn = np.isfinite(near)
+    # one pixel per point leaves gaps where the object comes closer to the camera
     closed = _closed(drawn)
     thing, near = _inpaint(thing, closed & ~drawn, among=drawn), _nearest(near, closed & ~drawn)
+    # the moved object may end up behind something
     front = closed & (near <= np.where(np.isfinite(far), far, np.inf))
     return np.where(front[..., None], thing, background)
 
@@ -67,6 +70,7 @@ def draw_with_numpy(
     uvz, rgb = uvz[uvz[:, 2] > 0], rgb[uvz[:, 2] > 0]
     inside = (uvz[:, 0] >= 0) & (uvz[:, 0] < width) & (uvz[:, 1] >= 0) & (uvz[:, 1] < height)
     uvz, rgb = uvz[inside], rgb[inside]
+    # the nearest point of a pixel is written last
     order = np.argsort(-uvz[:, 2], kind="stable")
     u, v = uvz[order, 0].astype(int), uvz[order, 1].astype(int)
     image[v, u], depth[v, u] = rgb[order], uvz[order, 2]
@@ -99,6 +103,7 @@ def _closed(drawn: BoolArray) -> BoolArray:
     from scipy.ndimage import binary_closing
 
     square = np.ones((2 * HOLE_PX + 1,) * 2, dtype=np.bool_)
+    # closing erodes from the border, so regions at the edge of the image would lose pixels
     padded = np.pad(drawn, 2 * HOLE_PX)
     inner = slice(2 * HOLE_PX, -2 * HOLE_PX)
     closed: BoolArray = binary_closing(padded, square)[inner, inner]

@@ -44,7 +44,8 @@ class PlanFailed(Exception):  # noqa: N818 - a result that never leaves the plan
 
     def __init__(self, failure: Failure, detail: str) -> None:
         super().__init__(failure, detail)
-        self.failure, self.detail = failure, detail
+        self.failure = failure
+        self.detail = detail
         self.round: PlanRound | None = None
         """The round planned so far."""
 
@@ -58,17 +59,17 @@ class PlanTry:
     flow: FloatArray
     """(T, N, N, 4)."""
     motion: ObjectMotion | None = None
-    """The fitted motion; None where the flow is unusable."""
+    """The fitted motion; None if the flow is unusable."""
     after: ImageArray | None = None
     """(H, W, 3) the predicted outcome."""
     verdict: Verdict | None = None
-    """None where there was no verifier."""
+    """None if there was no verifier."""
     failure: Failure | None = None
-    """Why it cannot be executed."""
+    """Reason why the flow cannot be executed."""
     detail: str = ""
     """Explanation of the failure."""
     plans: list[GraspPlan] | None = None
-    """Plans of the arm, the least joint path first; None before the search."""
+    """Plans of the arm, shortest joint path first; None before the search."""
 
 
 @dataclass
@@ -81,15 +82,15 @@ class PlanRound:
     mask: BoolArray
     """(H, W) pixels of the object with depth."""
     joint_rad: FloatArray = field(default_factory=lambda: np.zeros(0))
-    """(J,) angles of the arm when it looked."""
+    """(J,) angles of the arm at the observation."""
     held: bool = False
     """Whether the object was in the hand, so that no grasp is needed."""
     tries: list[PlanTry] = field(default_factory=list)
-    """Predictions in their order."""
+    """Predictions in order."""
     chosen: PlanTry | None = None
     """The executed prediction."""
     part_m: FloatArray | None = None
-    """(3,) point on the part to grasp, in the world frame; None for any part."""
+    """(3,) point on the part to grasp, in the world frame; None allows any part."""
     plan: GraspPlan | None = None
     """Plan of the last grasp that was tried."""
 
@@ -103,13 +104,13 @@ class PlanResult:
     rounds: list[PlanRound] = field(default_factory=list)
     """The first plan and each replan."""
     failure: Failure | None = None
-    """Why the run ended early, if it did."""
+    """Reason why the run ended early, or None."""
     detail: str = ""
     """Explanation of the failure."""
     joint_paths: list[FloatArray] = field(default_factory=list)
     """(M, J) each: every path sent to the arm."""
     drifts_m: list[float] = field(default_factory=list)
-    """Distance of the object from its prediction at each later observation; NaN where it was not visible."""
+    """Distance of the object from its prediction at each later observation; NaN if it was not visible."""
     released: bool = False
     """Whether the fingers were opened at the end."""
 
@@ -131,12 +132,14 @@ class PlanResult:
             "failure": self.failure,
             "detail": self.detail,
             "released": self.released,
+            # JSON has no NaN
             "drifts_m": [None if np.isnan(drift) else round(drift, 4) for drift in self.drifts_m],
             "rounds": [[_try_summary(each, each is round_.chosen) for each in round_.tries] for round_ in self.rounds],
         }
 
     def save(self, folder: Path | str) -> Path:
         """Write plan.json, the images as PNG, and plan.npz with flows, poses and joint paths."""
+        # written as a whole or not at all
         with replaced(Path(folder)) as draft:
             draft.mkdir()
             self._write(draft)

@@ -19,7 +19,7 @@ class Verdict:
     """A judgement of a plan."""
 
     ok: bool | None
-    """Whether the plan does the task; None where it could not be judged, for example with a server that is down."""
+    """Whether the plan does the task; None if it could not be judged, for example because a server is down."""
     score: float
     """0 to 1; among rejected plans the highest score wins."""
     reason: str
@@ -35,7 +35,7 @@ class PlanFacts:
     support_z_m: float | None = None
     """Height of the support."""
     reachable: Callable[[], bool] | None = None
-    """Whether the arm can do it with any grasp; slow, so call it only when needed."""
+    """Whether the arm can do the motion with any grasp; slow, so call it only if needed."""
 
 
 class Verifier(Protocol):
@@ -88,7 +88,7 @@ class GeometricLimits:
     rmse_m: float = bounded(0.015, above=0)
     """Weighted root mean square distance of the flow from its rigid motion, in any frame."""
     below_support_m: float = bounded(0.01, at_least=0)
-    """Largest distance of a moved point of the object below its support."""
+    """Maximum distance of a moved point of the object below its support."""
     low_m: tuple[float, float, float] = (0.0, -0.8, -0.1)
     """Corner of the workspace."""
     high_m: tuple[float, float, float] = (1.0, 0.8, 1.0)
@@ -98,7 +98,7 @@ class GeometricLimits:
     step_rad: float = bounded(math.radians(60), above=0)
     """Rotation in one step."""
     least_motion_m: float = bounded(0.01, at_least=0)
-    """Least mean displacement of the object's points; standing still does no task."""
+    """Minimum mean displacement of the object's points; no task is solved without motion."""
 
 
 class GeometricVerifier:
@@ -110,14 +110,17 @@ class GeometricVerifier:
     """
 
     def __init__(self, limits: GeometricLimits | None = None, *, reachable: bool = True) -> None:
-        self.limits, self.reachable = limits or GeometricLimits(), reachable
+        self.limits = limits or GeometricLimits()
+        self.reachable = reachable
         check_config(self.limits, "limits")
 
     def verify(self, before: ImageArray, after: ImageArray, instruction: str, meta: PlanFacts) -> Verdict:
         """Check the motion; see `Verifier`."""
         errors = self._errors(meta)
+        # the search for a path is slow, so only a motion that passes all other checks is worth it
         if self.reachable and meta.reachable is not None and max(errors.values()) <= 1:
             errors["out of reach with every grasp"] = _unless(meta.reachable())
+        # negated, so that NaN fails
         failed = [name for name, error in errors.items() if not error <= 1]
         score = sum(closeness(error) for error in errors.values()) / len(errors)
         return Verdict(not failed, score, "; ".join(failed) or "all checks hold")
@@ -127,6 +130,7 @@ class GeometricVerifier:
         limits, motion = self.limits, meta.motion
         T = np.concatenate([np.eye(4)[None], motion.T_t_0_world])
         moved = motion.moved_world_m
+        # the centre of the box, carried along by the mean of the points
         centres = np.concatenate([motion.centre_m[None], moved.mean(1) - moved[0].mean(0) + motion.centre_m])
         motion_m = float(np.linalg.norm(moved - motion.points_world_m, axis=-1).mean(-1).max())
         below_m = -math.inf if meta.support_z_m is None else meta.support_z_m - float(moved[..., 2].min())
@@ -151,7 +155,7 @@ def _over(value: float, limit: float) -> float:
 
 
 def _from_center(points_m: FloatArray, low_m: Sequence[float], high_m: Sequence[float]) -> float:
-    """Largest distance of points (..., 3) from the center of a box, in units of half its size along each axis."""
+    """Maximum distance of points (..., 3) from the center of a box, in units of half its size along each axis."""
     low, high = np.array(low_m), np.array(high_m)
     away = np.abs(points_m - (low + high) / 2).reshape(-1, 3).max(0)
     return max(_over(*pair) for pair in zip(away.tolist(), ((high - low) / 2).tolist(), strict=True))

@@ -68,7 +68,7 @@ class LocalModel:
     policy: VlmPolicy
     """For example from `mmrl.vlm.engine.policy.load_policy`."""
     max_new_tokens: int = 160
-    """Longest answer."""
+    """Maximum response length in tokens."""
 
     def ask(self, system: str, text: str, images: Sequence[ImageArray]) -> str:
         """The greedy answer; see `VlmClient`."""
@@ -77,6 +77,7 @@ class LocalModel:
         from mmrl.vlm.data.task import TaskError, VlmTask
         from mmrl.vlm.engine.sampler import SamplerConfig, sample
 
+        # images before the text, as in the prompt, which speaks of the first and the second one
         content = [*({"type": "image"} for _ in images), {"type": "text", "text": text}]
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}, {"role": "user", "content": content}]
         task = VlmTask("plan", messages, [Image.fromarray(image) for image in images])
@@ -96,13 +97,13 @@ class ChatEndpoint:
     url: str
     """Server address up to /v1."""
     model: str
-    """Name of the model there."""
+    """Model name on the server."""
     timeout_s: float = 60.0
-    """Limit for the whole request."""
+    """Time limit for the whole request in seconds."""
     max_tokens: int = 300
-    """Longest answer."""
+    """Maximum response length in tokens."""
     api_key_env: str = "OPENAI_API_KEY"
-    """Environment variable with the key; optional."""
+    """Environment variable with the API key; optional."""
 
     def __post_init__(self) -> None:
         check_url(self.url, "endpoint")
@@ -120,6 +121,7 @@ class ChatEndpoint:
                 timeout_s=self.timeout_s,
                 api_key=os.environ.get(self.api_key_env, ""),
             )
+        # first, because it is a RuntimeError too
         except ModelRefused as error:
             raise NoAnswer(f"refused: {error}") from error
         except TimeoutError as error:
@@ -134,6 +136,7 @@ def read_json(answer: str) -> object:
     fenced = FENCE.match(text)
     try:
         return json.loads(fenced.group(1) if fenced else text)
+    # deeply nested brackets exhaust the parser
     except RecursionError as error:
         raise ValueError("too deep") from error
 
@@ -150,6 +153,7 @@ def read_verdict(answer: str) -> Verdict:
         return Verdict(False, 0.0, f"unusable answer ({problem}): {answer.strip()[:QUOTED]!r}")
     ok, confidence = fields["matches_task"], float(fields["confidence"])
     reason = fields["object_moved"] if ok else fields["what_is_wrong"] or fields["object_moved"]
+    # the score is the confidence that the plan is right, so a confident no is near 0
     return Verdict(ok, confidence if ok else 1.0 - confidence, reason or "no reason given")
 
 
@@ -160,6 +164,7 @@ def _problem(fields: object) -> str:
         if not isinstance(fields.get(key), kind):
             return f"{key} is {fields.get(key)!r}"
     confidence = fields.get("confidence")
+    # a bool is an int in Python, and true is no confidence
     if isinstance(confidence, bool) or not isinstance(confidence, int | float) or not 0 <= confidence <= 1:
         return f"confidence is {confidence!r}"
     return ""
@@ -172,7 +177,7 @@ class VlmVerifier:
         self.client = client
 
     def verify(self, before: ImageArray, after: ImageArray, instruction: str, meta: PlanFacts) -> Verdict:
-        """Ask the model; see `Verifier`. `ok` is None where it gave no answer, such as without a server."""
+        """Ask the model; see `Verifier`. `ok` is None if it did not answer, for example because the server is down."""
         try:
             answer = self.client.ask(SYSTEM, QUESTION.format(instruction=instruction), [before, after])
         except NoAnswer as error:
@@ -204,6 +209,7 @@ class AskedPart:
         chosen = pixels[farthest_points(inside, self.marks, first)]
         image = draw_marks(observation.rgb, chosen)
         answer = self.client.ask(PART_SYSTEM, PART_QUESTION.format(instruction=observation.instruction), [image])
+        # marks are numbered from 1
         row, column = chosen[read_part(answer, len(chosen)) - 1]
         place: FloatArray = points[row, column]
         return place

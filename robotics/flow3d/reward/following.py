@@ -1,4 +1,4 @@
-"""`reward: flow`: reward an episode by how far its object came along a predicted 3D flow, whatever arm moved it.
+"""`reward: flow`: reward an episode by how far its object came along a predicted 3D flow, with any arm.
 
 A world model, or the simulator, predicts where points of the object in the first image should go. While the episode
 runs, the same points are tracked (never points of the gripper), and after each chunk of actions
@@ -41,35 +41,35 @@ from robotics.sim.opening import SimConfig
 LOGGER = logging.getLogger("mmrl")
 DISTANCES = ("mean", "sum")
 VIEW_PX = 64
-"""Side of the first images where the policy sees none, the default of world models."""
+"""Size of the first images if the policy sees none, the default of world models."""
 
 
 @dataclass
 class FlowRewardConfig:
-    """The reward of following a flow; read by `reward: flow`."""
+    """The reward for following a flow; used by `reward: flow`."""
 
     model: str = ""
     """Folder of a world model that predicts the flow; empty = the simulator's true flow (tabletop only)."""
     num_frames: int = rare(bounded(8, at_least=1))
     """T of the true flow; a world model has its own."""
     grid: int = rare(bounded(4, at_least=1))
-    """N, points a side of the true flow; a world model has its own."""
+    """N, points per side of the true flow; a world model has its own."""
     beta_per_m: float = rare(bounded(BETA_PER_M, at_least=0, finite=True))
-    """Penalty for each metre between the object and the flow."""
+    """Penalty per metre between the object and the flow."""
     distance: str = rare(choice("mean", DISTANCES))
-    """mean: the distance counts on average over the chunks of an episode; sum: in each of them."""
+    """mean: average the distance over the chunks of an episode; sum: add it up."""
     view: str = rare("")
     """module:function that is called as function(episode) and returns the first `Observation` of an EpisodeSpec, with
     depth and the mask of the object; empty = the simulator's own (tabletop only)."""
     tracker: str = rare("")
     """module:function that is called as function(frames, observation, points) with the images (F, H, W, 3) before each
     chunk and at the end, the first observation and query points (N, N, 3), and returns the points' positions (F, N * N,
-    3) in metres in the world frame, NaN where a point is not seen; empty = the simulator's own poses."""
+    3) in metres in the world frame, NaN if a point is not seen; empty = the simulator's own poses."""
 
 
 @dataclass(frozen=True)
 class FlowScores:
-    """Rewards of B episodes; NaN where there is no flow or no track."""
+    """Rewards of B episodes; NaN without a flow or a track."""
 
     reward: NDArray[np.float32]
     """(B,) with 1 for success."""
@@ -85,7 +85,7 @@ class FlowFollowing:
     def __init__(self, config: FlowRewardConfig, sim: SimConfig, tasks: Sequence[str], seed: int) -> None:
         self.config, self.seed = config, seed
         self.failures: Counter[str] = Counter()
-        """Initial states without a flow (predictions) and episodes without a track (tracks) so far."""
+        """Number of initial states without a flow (predictions) and episodes without a track (tracks) so far."""
         self._flows: dict[EpisodeSpec, FlowClip | None] = {}
         self._model: Any = None
         if config.model:
@@ -95,6 +95,7 @@ class FlowFollowing:
         self._tracker = _loaded(config.tracker, "flow.tracker")
         if self._tracker is not None and not sim.image_size:
             raise UserError("flow.tracker needs the images of episodes, but sim.image_size is 0")
+        # opened only if something comes from the simulator: it loads scenes and a renderer
         self._own: TabletopViews | None = _open_views(sim, tasks) if not config.view or not config.model else None
         view = _loaded(config.view, "flow.view")
         self._view: Callable[[EpisodeSpec], Observation] = view or self._own.observe  # type: ignore[union-attr]
@@ -104,6 +105,7 @@ class FlowFollowing:
         found = np.full((3, len(groups)), np.nan, np.float32)
         for row, group in enumerate(groups):
             clip = self.flow_of(payload.episodes[group])
+            # the row keeps NaN and is left out of the update
             if clip is None or bool(payload.failed[row]):
                 continue
             points = self._tracked(payload, row, clip)
@@ -112,7 +114,8 @@ class FlowFollowing:
         return FlowScores(*found)
 
     def flow_of(self, episode: EpisodeSpec) -> FlowClip | None:
-        """The flow that an initial state should follow, predicted at the first call; None where that failed."""
+        """The flow that an initial state should follow, predicted at the first call; None if that failed."""
+        # a failure is kept too: trying again in every step would only repeat the warning
         if episode not in self._flows:
             try:
                 self._flows[episode] = self._predicted(episode)
@@ -134,6 +137,7 @@ class FlowFollowing:
         if seen.mask is None or not seen.mask.any():
             raise UserError("the first observation has no mask of the object")
         points = points_in_mask(seen.mask, seen.depth_m, self._model.encoding.grid)
+        # the seed depends on the initial state, so that all of its episodes follow the same flow in every process
         flow = self._model.predict(seen, points, 1, stream_seed(self.seed, "flow", episode_id(episode)) % 2**62)[0]
         clip = FlowClip(seen, points, flow)
         if not np.isfinite(clip.flow_world_m).all() or not np.isfinite(clip.points_world_m).all():
@@ -141,13 +145,14 @@ class FlowFollowing:
         return clip
 
     def _tracked(self, payload: EpisodePayload, row: int, clip: FlowClip) -> NDArray[np.float64] | None:
-        """(F, n, 3) points of the object in the world frame; None where they were lost."""
+        """(F, n, 3) points of the object in the world frame; None if they were lost."""
         if self._tracker is None:
             poses = payload.object_poses[row] if payload.object_poses else None
             if poses is None:
                 raise UserError(
                     "reward is flow, but this simulator does not report the object's pose; name flow.tracker"
                 )
+            # from the first pose: the flow's points were taken in the first image
             return apply_pose(poses @ inverse_pose(poses[0]), clip.points_world_m)
         try:
             points = np.asarray(self._tracker(payload.frames_of(row), clip.observation, clip.points), np.float64)
@@ -159,11 +164,13 @@ class FlowFollowing:
     def _follow(self, clip: FlowClip, points: NDArray[np.float64], success: bool) -> tuple[float, float, float]:
         frames = np.concatenate([clip.points_world_m[None], clip.flow_world_m])
         chunks = max(len(points) - 1, 1)
+        # by the number of chunks, so that the penalty of a long episode is not larger for the same distance
         beta = self.config.beta_per_m / (chunks if self.config.distance == "mean" else 1)
         progress = FlowProgress(frames, beta)
         total, off = float(success), []
         for now in points[1:]:
             seen = np.isfinite(now).all(-1)
+            # NaN times weight 0 is NaN, so hidden points need some number
             now = np.where(seen[:, None], now, 0.0)
             total += progress.step(now, seen.astype(np.float64))
             off.append(flow_distances(now, frames, seen.astype(np.float64))[progress.reached])

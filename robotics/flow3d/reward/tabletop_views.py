@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 LIFT_M, PULL_M = 0.07, 0.11
 MIN_PIXELS = 9
-"""Least visible pixels of the object."""
+"""Minimum number of visible object pixels."""
 MOVING_TASKS = ("push", "pick_place", "stack", "drawer")
 
 
 class TabletopViews:
-    """Renders the starts of tabletop episodes at `image_size` pixels; scenes are built once a task."""
+    """Renders the starts of tabletop episodes at `image_size` pixels; scenes are built once per task."""
 
     def __init__(self, arm: str = "panda", image_size: int = 64, camera: str = "front") -> None:
         self.arm = find_arm(arm)
@@ -92,6 +92,7 @@ class _Stage:
 
     def observe(self, episode: EpisodeSpec) -> Observation:
         shown = self.renderer.segmentation(self.data)
+        # the pixels that show the object, not the ones that it would cover without the arm
         drawn = (shown[..., 1] == int(self._lib.mjtObj.mjOBJ_GEOM)) & np.isin(shown[..., 0], self._geoms)
         if drawn.sum() < MIN_PIXELS:
             raise RunError(f"the object is hidden in the first image of {episode.task}/{episode.layout}")
@@ -143,7 +144,7 @@ class _Stage:
 
 
 def check_moves_object(tasks: Sequence[str]) -> None:
-    """Raise UserError for tasks that move no object and so have no flow."""
+    """Raise UserError for tasks that move no object and therefore have no flow."""
     for name in tasks:
         if name not in MOVING_TASKS:
             find_task(name)
@@ -167,6 +168,7 @@ def tabletop_clips(
     found = []
     with TabletopViews(arm, image_size) as views:
         for episode in episodes:
+            # an episode whose object is hidden has no clip
             with contextlib.suppress(RunError):
                 found.append(views.clip(episode, num_frames, grid))
     return found

@@ -1,8 +1,8 @@
 """An environment of gymnasium-robotics (Fetch, Shadow hand, Adroit, Franka kitchen, mazes) for the generic adapter.
 
-Loaded by path in a Python that has gymnasium-robotics (made for 1.4.2), which mujoco 4 is too new for. The state is the
-Dict observation, its entries in alphabetical order one after the other; success comes from
-`info`; in the kitchen it means that all tasks of the episode are done.
+Loaded by path in a Python that has gymnasium-robotics (made for 1.4.2), which does not support mujoco 4. The state is
+the Dict observation with its entries concatenated in alphabetical order. Success comes from `info`; in the kitchen it
+means that all tasks of the episode are done.
 
 Source: Farama-Foundation/Gymnasium-Robotics.
 """
@@ -33,9 +33,9 @@ def make(
     """Make the environment of a worker.
 
     Args:
-        tasks: one registered id, FetchReach-v4 when None; sizes of states and actions differ between ids.
-        size: pixels of a side of the images.
-        horizon: control steps of an episode; that of the id when None.
+        tasks: a single registered id, because sizes of states and actions differ; None = FetchReach-v4.
+        size: width and height of the images in pixels.
+        horizon: control steps per episode; None = as registered with the id.
         shadows: whether images have shadows and smooth edges, which takes a software renderer many times as long.
         options: further arguments of the environment, such as reward_type.
     """
@@ -80,7 +80,7 @@ class KitchenSuccess(gymnasium.Wrapper):
 
 
 INNER_ENVIRONMENTS = ("robot_env", "point_env", "ant_env")
-"""Attributes in which kitchen and mazes keep the environment that has the scene."""
+"""Attributes of kitchen and mazes with the inner environment that has the scene."""
 
 INSTRUCTIONS = {
     "FetchReach": "move the gripper to the red target",

@@ -10,7 +10,7 @@ axis-angle (3), gripper (-1 opens, 1 closes). Images are turned by 180 degrees, 
 on are.
 
 Environment variables: LIBERO_ASSETS, the folder `libero/libero/assets` of the public repository, which the package
-lacks; LIBERO_CONFIG_PATH, a folder with LIBERO's own config.yaml, written here where there is none.
+lacks; LIBERO_CONFIG_PATH, a folder with LIBERO's own config.yaml, written here if missing.
 
 Source: arXiv 2306.03310; Lifelong-Robot-Learning/LIBERO libero/libero/envs, benchmark; the settling steps and horizons
 are those of openvla/openvla experiments/robot/libero/run_libero_eval.py.
@@ -58,14 +58,14 @@ def make(
 
     Args:
         suite: libero_spatial, libero_object, libero_goal, libero_10 or libero_90.
-        tasks: names of some of its tasks; all when None.
-        size: pixels of a side of the images.
-        horizon: control steps of an episode after the settling; the suite's usual number when None.
-        held_out_states: how many of the 50 stored states, the last ones, are the split held_out; the others are train,
-            and the split all has all of them in their order, as published numbers do.
+        tasks: names of some of its tasks; None = all.
+        size: width and height of the images in pixels.
+        horizon: control steps of an episode after the settling; None = the suite's usual number.
+        held_out_states: number of stored states, the last of the 50, in the split held_out; the others are the split
+            train, and the split all has all of them in order, as in published numbers.
         shadows: whether images have shadows, as published demonstrations do; without them drawing is faster.
         camera: agentview, frontview, birdview, sideview or robot0_eye_in_hand.
-        views: further cameras, such as robot0_eye_in_hand.
+        views: additional cameras, such as robot0_eye_in_hand.
     """
     if suite not in HORIZONS:
         raise SuiteError(f"LIBERO has no suite {suite!r}; it has: {', '.join(HORIZONS)}")
@@ -139,6 +139,7 @@ class LiberoRow:
         for robot in self._env.robots:
             # A soft reset leaves the command that the fingers are moving to where the last episode had it.
             robot.gripper.current_action = np.zeros(robot.gripper.dof)
+        # the stored state replaces the layout that the reset has drawn
         self._observation = self._env.set_init_state(self._starts[number])
         for _ in range(SETTLING_STEPS):
             self._observation, *_ = self._env.step(list(SETTLING_ACTION))

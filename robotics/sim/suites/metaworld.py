@@ -37,12 +37,12 @@ def make(
     """Make the row of a worker, whose scene is built with the first episode of a task.
 
     Args:
-        tasks: names such as `reach`, without the version; all 50 when None.
+        tasks: names such as `reach`, without the version; None = all 50.
         camera: name of a camera of the scenes.
-        size: pixels of a side of the images.
+        size: width and height of the images in pixels.
         horizon: control steps of an episode, at most 500.
         shadows: whether images have shadows and smooth edges, which takes a software renderer many times as long.
-        views: further cameras, such as gripperPOV.
+        views: additional cameras, such as gripperPOV.
     """
     for name in tasks or ():
         if name not in INSTRUCTIONS:
@@ -138,6 +138,7 @@ class MetaWorldRow:
         env = kind(render_mode="rgb_array", camera_name=self._camera, width=width, height=height)
         # As in the class with the visible goal, which takes no image size.
         env._partially_observable, env._freeze_rand_vec, env.seeded_rand_vec = False, False, True
+        # cached before the goal became visible
         env.__dict__.pop("sawyer_observation_space", None)
         env._set_task_called = True
         box = env.action_space

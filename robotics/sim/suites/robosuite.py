@@ -38,15 +38,15 @@ def make(
     """Make the environment of a worker.
 
     Args:
-        tasks: one environment, Lift when None; sizes of states differ between them.
+        tasks: a single environment, because sizes of states differ; None = Lift.
         robots: name of the arm, or several separated by commas for tasks of two arms.
         camera: camera of the images.
-        size: pixels of a side of the images.
+        size: width and height of the images in pixels.
         horizon: control steps of an episode.
         state: full, with the poses of the objects, or proprio.
         shadows: whether images have shadows and smooth edges, which takes a software renderer many times as long.
         options: further arguments of `robosuite.make`, such as reward_shaping or controller_configs.
-        views: further cameras, such as robot0_eye_in_hand.
+        views: additional cameras, such as robot0_eye_in_hand.
     """
     names = tasks or ["Lift"]
     if len(names) != 1:
@@ -107,11 +107,11 @@ class RobosuiteEnv(GymWrapper):  # type: ignore[misc]
         return observation, float(reward), False, bool(done), {**info, "success": bool(self.env._check_success())}
 
     def render(self) -> np.ndarray:
-        """(size, size, 3) uint8 of the present state."""
+        """(size, size, 3) uint8 of the current state."""
         return self.policy_image()
 
     def policy_image(self, camera: str | None = None) -> np.ndarray:
-        """(size, size, 3) uint8 of the present state, from a further camera if one is named."""
+        """(size, size, 3) uint8 of the current state, from an additional camera if one is named."""
         model, data = self.env.sim.model._model, self.env.sim.data._data
         if self._drawn is not model:  # a reset rebuilds the scene
             self._free()
