@@ -146,8 +146,8 @@ class TextRows:
         joined = {name: _joined(name, self.values, other.values) for name in self.values}
         return TextRows(joined, torch.cat([self.index, other.index + len(self.tokens)]))
 
-    def beside(self, other: TextRows) -> TextRows:
-        """This one prompt for each of the rows of another object, with their images to be edited."""
+    def for_rows_of(self, other: TextRows) -> TextRows:
+        """Repeat this single prompt for each row of another object, together with that row's image to be edited."""
         if REFERENCE not in other.values:
             return self.select(torch.zeros(len(other), dtype=torch.int64))
         count = len(other.values[REFERENCE])
