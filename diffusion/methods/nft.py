@@ -6,8 +6,8 @@ advantage determines how much v+ and v- have to predict it,
 
     L = mean (5 / b) [r |x+ - x_0|^2 / w+ + (1 - r) |x- - x_0|^2 / w-] + kl_coef mean |v - v_ref|^2,
 
-with r = clip(A, +-5) / 10 + 1/2 and w the mean absolute error, a constant (`diffusion.matching.losses.nft_loss`). In the
-public code the velocity distance to the start model is always part of the loss; here, `objective: {kl: {coef: 0}}`
+with r = clip(A, +-5) / 10 + 1/2 and w the mean absolute error, a constant (`diffusion.matching.losses.nft_loss`). In
+the public code the velocity distance to the start model is always part of the loss; here, `objective: {kl: {coef: 0}}`
 removes it.
 
 Two more losses on the same noisy versions compare the images of a prompt (`nft.loss`): DGPO's group preference and

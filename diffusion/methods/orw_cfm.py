@@ -45,7 +45,7 @@ class OrwSettings:
     """Weights of the images and of the distance to the start model."""
 
     weighting: str = choice("exp", lambda: WEIGHTS)
-    """exp: exp(tau A); linear: 1 + A, at least 0; indicator: 1 if A > 0, else 0; advantage: A itself, of either sign."""
+    """exp: exp(tau A); linear: 1 + A, at least 0; indicator: 1 if A > 0, else 0; advantage: A itself."""
     tau: float = 0.5
     """Inverse temperature of `exp`."""
     normalize_weights: bool = False

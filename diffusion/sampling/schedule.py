@@ -33,7 +33,7 @@ def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
 
 
 def sa_solver_grid(sigmas: Tensor) -> Tensor:
-    """Adapt a grid (S + 1,), S at least 2, to SA-Solver: start at 0.999, and set the last time before 0 by halving.
+    """Adapt a grid (S + 1,), S at least 2, to SA-Solver: start at 0.999, and end with half of the time before the last.
 
     The solver's log-SNR is infinite at pure noise, and a tiny last step is unstable.
 
