@@ -205,8 +205,8 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
         hidden = self.velocity.hidden(seen, latents, now.expand(len(latents)))
         velocity = self.velocity.leave(hidden)
         if self.config.parameterisation == "x0":
-            # x_sigma = (1 - sigma) x0 + sigma e, so the velocity e - x0 is (x_sigma - x0) / sigma. No division by 0: the
-            # last step starts at sigma = 1 / S.
+            # x_sigma = (1 - sigma) x0 + sigma e, so the velocity e - x0 is (x_sigma - x0) / sigma. The last step starts
+            # at sigma = 1 / S, so this never divides by 0.
             velocity = (latents - velocity) / now
         if self.noise is None:
             return (OdeStep() if ode else self._kernel).transition(velocity, latents, now, later)
