@@ -94,7 +94,6 @@ class FirstImages:
             row = int(started.failed.argmax())
             why = started.reasons.get(row, "no reason given")
             raise RunError(f"the environment whose images were to be shown did not start: {episodes[row]}: {why}")
-        # copied, since the next reset of the simulator may reuse the buffers
         self._images = images.copy()
         self._views = None if views is None else views.copy()
 
@@ -123,7 +122,7 @@ class ActingSettings:
     every control step; 0 = no ensemble."""
     scale: str = choice("none", SCALES)
     """none: the policy predicts the simulator's own -1..1; bounds_q99: it predicts normalised actions, which its
-    statistics convert to the units of the cloned data, i.e. those of the simulator. Use the same value as in cloning."""
+    statistics convert to the units of the cloned data, those of the simulator. Use the same value as in cloning."""
 
 
 @dataclass
@@ -342,7 +341,7 @@ class _Recorder:
         for index, row in enumerate(result.rows.tolist()):
             steps = int(result.steps[index])
             state, image = _state_and_image(observation, index)
-            # no step means that the environment failed: NaN, so that the row cannot pass for one with reward 0
+            # a chunk without an executed step has no reward: NaN, so that it cannot pass for a reward of 0
             rewards = result.rewards[index, :steps] if steps else np.array([np.nan])
             last, total = np.float32(rewards[-1]), np.float32(rewards.sum())
             chunk = {"state": state, "image": image, "steps": steps, "last_reward": last, "return": total}

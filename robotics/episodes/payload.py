@@ -88,7 +88,7 @@ class EpisodePayload(Payload):
         return torch.where(self.failed, torch.nan, self.chunk_returns.sum(1))
 
     def frames_of(self, row: int) -> NDArray[np.uint8] | None:
-        """Frames (F, H, W, 3) of an episode: every control step if rendered, otherwise chunk ends; None without images."""
+        """Frames (F, H, W, 3) of an episode: all control steps if rendered, else chunk ends; None without images."""
         if self.frames and self.frames[row] is not None:
             return self.frames[row]
         if self.images is None or self.last_image is None:
