@@ -1,4 +1,4 @@
-"""Options that every reinforcement-learning run of a diffusion or flow model has."""
+"""Options common to all reinforcement learning runs of diffusion and flow models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mmrl.training.settings import BaseRunConfig, RunConfig, TrainerConfig
 
 COMBINATIONS = ("sum", "gdpo")
 SCORES = ("kl_ref", "kl_old")
-"""Scores of denoising steps besides log-probabilities: divergences of two Gaussians."""
+"""Scores of denoising steps in addition to log-probabilities: divergences between two Gaussians."""
 
 
 def image_trainer() -> TrainerConfig:
@@ -44,11 +44,11 @@ def image_trainer() -> TrainerConfig:
 
 
 def check_matching(config: Any, sampler: SamplerConfig) -> None:
-    """Refuse options that a run on noisy versions does not have, before a model is loaded; raises ValueError."""
+    """Reject options that do not apply to runs on noisy versions, before a model is loaded; raises ValueError."""
     trainer, timesteps = config.trainer, config.timesteps
     if isinstance(trainer, TrainerConfig) and trainer.old_logp != "recompute":
         raise ValueError("trainer.old_logp must be 'recompute'; the sampler has no likelihood of noisy versions")
-    grid = torch.linspace(1, 0, sampler.steps + 1)  # the scheduler's own has as many times
+    grid = torch.linspace(1, 0, sampler.steps + 1)  # stands for the scheduler's grid, which has as many times
     try:
         sample_times(timesteps, grid, torch.Generator())
     except UserError as error:
@@ -68,18 +68,18 @@ def check_matching(config: Any, sampler: SamplerConfig) -> None:
 
 @dataclass
 class MatchingParts:
-    """Options of methods that match the policy's own images; to be inherited before `DiffusionConfig`."""
+    """Options of methods that train on the policy's own images; inherit from this before `DiffusionConfig`."""
 
     timesteps: TimestepConfig = field(default_factory=TimestepConfig)
     """The noisy versions."""
     sampler: SamplerConfig = field(
         default_factory=lambda: SamplerConfig(steps=14, guidance=1.0, solver="sa_solver", noise_level=0.4)
     )
-    """Sampling of images; the default is 14 steps of SA-Solver without guidance, as published for AWM on GenEval."""
+    """Sampling of images. Default: 14 steps of SA-Solver without guidance, as published for AWM on GenEval."""
     trainer: TrainerConfig = field(
         default_factory=lambda: replace(image_trainer(), minibatches_per_step=1, old_logp="recompute")
     )
-    """Batch sizes, optimiser and guards; one update an epoch, so that the ratio is 1 and nothing is clipped."""
+    """Batch sizes, optimiser and guards; one update per epoch, so the ratio is 1 and nothing is clipped."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
@@ -91,11 +91,11 @@ class MatchingParts:
 
 @dataclass
 class TrajectoryParts:
-    """Options of methods that train the steps of the sampler; to be inherited before `DiffusionConfig`."""
+    """Options of methods that train the sampler's steps; inherit from this before `DiffusionConfig`."""
 
     scored: ClassVar[tuple[str, ...]] = SCORES
     step: StepConfig = field(default_factory=StepConfig)
-    """Evaluation of the trained steps."""
+    """How trained steps are evaluated."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
@@ -105,17 +105,17 @@ class TrajectoryParts:
 
 @dataclass
 class DiffusionParts:
-    """Model and evaluation prompts of a diffusion run; to be inherited before the configuration of a run."""
+    """Model and evaluation prompts of a diffusion run; inherit from this before the configuration of a run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """Pipeline, adapter, precision."""
     eval_data: dict[str, PromptConfig] = field(default_factory=dict)
-    """Held-out prompts by name; the first split is the headline."""
+    """Held-out prompts by name; the first split gives the headline metrics."""
     eval_ema: EvalEmaConfig = field(default_factory=EvalEmaConfig)
     """Moving average that evaluations use."""
 
     def validate(self) -> None:
-        """Refuse float16 weights whose gradients would vanish or cannot be unscaled; raises ValueError."""
+        """Reject float16 weights whose gradients would vanish or could not be unscaled; raises ValueError."""
         super().validate()  # type: ignore[misc]
         if self.model.dtype != "float16":
             return
@@ -134,21 +134,21 @@ class DiffusionParts:
 
 @dataclass
 class GivenEvaluationConfig(DiffusionEvaluationConfig):
-    """Evaluation at fixed prompts and seeds of runs that learn from given images."""
+    """Evaluation at fixed prompts and seeds, for runs that learn from given images."""
 
     sampler: SamplerConfig = field(
         default_factory=lambda: SamplerConfig(guidance=1.0, eval_guidance=3.0, eval_steps=20)
     )
     """Sampling of images."""
     rewards: list[RewardConfig] = field(default_factory=list)
-    """Reward terms that are reported."""
+    """Reward terms to report."""
     heldout_rewards: list[RewardConfig] = field(default_factory=list)
-    """Reward terms that are reported as held out; at least one."""
+    """Reward terms to report as held out; at least one."""
 
 
 @dataclass
 class GivenImagesConfig(DiffusionParts, BaseRunConfig):
-    """A run that learns from given images; rewards and sampling belong to its evaluation."""
+    """A run that learns from given images; rewards and sampling are only used for evaluation."""
 
     evaluation: GivenEvaluationConfig = field(default_factory=GivenEvaluationConfig)
     """Evaluation at fixed prompts and seeds."""
@@ -169,28 +169,28 @@ class GivenImagesConfig(DiffusionParts, BaseRunConfig):
 
 @dataclass
 class DiffusionConfig(DiffusionParts, RunConfig):
-    """A reinforcement-learning run of a diffusion or flow model."""
+    """A reinforcement learning run of a diffusion or flow model."""
 
     compares_samples: ClassVar[bool] = True
-    """Whether advantages come from the other images of a prompt."""
+    """Whether advantages compare the images of a prompt with each other."""
     scored: ClassVar[tuple[str, ...]] = ("kl_ref", "draws")
-    """Scores of decisions besides log-probabilities; by default a velocity distance."""
+    """Scores of decisions in addition to log-probabilities; by default a velocity distance."""
     replaced_blocks: ClassVar[tuple[str, ...]] = ()
-    """Blocks of the objective that the method's own loss or estimator replaces; setting one is refused."""
+    """Blocks of the objective replaced by the method's own loss or estimator; setting one is an error."""
 
     data: PromptConfig = field(default_factory=PromptConfig)
     """Training prompts."""
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     """Sampling of images."""
     rewards: list[RewardConfig] = field(default_factory=list)
-    """Reward terms that are optimised, and their weights."""
+    """Reward terms to optimise, with their weights."""
     heldout_rewards: list[RewardConfig] = field(default_factory=list)
-    """Reward terms that are never optimised and always reported besides the others; at least one."""
+    """Reward terms that are never optimised and always reported with the others; at least one."""
     combine: str = rare(choice("sum", COMBINATIONS))
-    """sum: weighted sum of the rewards, then one advantage; gdpo: an advantage of each reward, their weighted sum
-    normalised over the batch, then the objective's bound and factor."""
+    """sum: weighted sum of the rewards, then one advantage; gdpo: one advantage per reward, whose weighted sum is
+    normalised over the batch, then the objective's clipping and scaling."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    """Objective that is optimised."""
+    """Objective to optimise."""
     trainer: TrainerConfig = field(default_factory=image_trainer)
     """Batch sizes, optimiser and guards."""
     evaluation: DiffusionEvaluationConfig = field(default_factory=DiffusionEvaluationConfig)
@@ -208,13 +208,13 @@ class DiffusionConfig(DiffusionParts, RunConfig):
 
     @property
     def compared(self) -> tuple[str, ...]:
-        """Rewards that the images of a prompt are compared by, see `Recipe.compared`."""
+        """Rewards by which the images of a prompt are compared, see `Recipe.compared`."""
         if not self.compares_samples:
             return ()
         return tuple(term.name for term in self.rewards if term.weight) if self.combine == "gdpo" else ("reward",)
 
     def _check_gdpo(self) -> None:
-        """Refuse parts of the objective that read the summed reward; raises ValueError."""
+        """Reject parts of the objective that read the summed reward; raises ValueError."""
         objective = make_objective(self.objective)
         try:
             check_decoupled(objective)
@@ -229,7 +229,7 @@ class DiffusionConfig(DiffusionParts, RunConfig):
             )
 
     def check_objective(self) -> None:
-        """Refuse an objective that the policy or the rewards cannot serve; raises ValueError."""
+        """Reject an objective that needs more than the policy or the rewards provide; raises ValueError."""
         refuse_blocks(self.objective, self.replaced_blocks)
         objective = make_objective(self.objective)
         if "order" in self.replaced_blocks and objective.order != Epochs():
@@ -240,11 +240,11 @@ class DiffusionConfig(DiffusionParts, RunConfig):
 
 OWN_KL = ("kl.to", "kl.anneal", "kl.in_reward", "kl.importance", "kl.clamp", "kl.aggregation")
 OWN_LOSS = ("ratio", "clip", "weight", "entropy", "aggregation", *OWN_KL)
-"""Blocks, and options of them, that matching losses replace; of the divergence they take the coefficient."""
+"""Blocks and options replaced by matching losses, which only use the coefficient of the divergence."""
 
 
 def refuse_blocks(objective: ObjectiveConfig, replaced: Sequence[str]) -> None:
-    """Refuse blocks of an objective, or options of them, that have no effect; raises ValueError."""
+    """Reject blocks of an objective, or options of blocks, that have no effect; raises ValueError."""
     for key in replaced:
         block, _, option = key.partition(".")
         if option in getattr(objective, block) or (not option and getattr(objective, block)):
@@ -252,7 +252,7 @@ def refuse_blocks(objective: ObjectiveConfig, replaced: Sequence[str]) -> None:
 
 
 def check_rewards(rewards: Sequence[RewardConfig], heldout_rewards: Sequence[RewardConfig]) -> None:
-    """Refuse rewards that measure nothing, and held-out rewards that are optimised; raises ValueError."""
+    """Reject rewards that measure nothing, and held-out rewards that are also optimised; raises ValueError."""
     if not any(reward.weight for reward in rewards):
         raise ValueError("rewards is empty or all of its weights are 0; name at least one, see `mmrl list rewards`")
     if not heldout_rewards:

@@ -1,4 +1,4 @@
-"""Recipes and metrics of diffusion and flow models; loads none of the modules that it names."""
+"""Recipes and metrics of diffusion and flow models; does not import the modules it refers to."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ RECIPES = (
     RecipeEntry(
         "flow_dppo",
         "diffusion.methods.flow_grpo:FlowGrpoRecipe:FlowGrpoConfig",
-        "Flow-GRPO with the exact divergence of a step in place of the clip",
+        "Flow-GRPO with the exact divergence of a step instead of the clip",
         "Flow-DPPO, arXiv 2606.11025",
         preset="diffusion.methods.flow_grpo:flow_dppo",
     ),

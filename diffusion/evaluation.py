@@ -1,4 +1,4 @@
-"""Evaluation on images of fixed prompts and seeds: rewards, held-out rewards, diversity, distance to the base model."""
+"""Evaluation on images from fixed prompts and seeds: rewards, held-out rewards, diversity, distance to the base."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 
 DISTANCE_TIMES = (0.2, 0.4, 0.6, 0.8)
 SHOWN_IMAGES = 4
-"""Images of a prompt in the report."""
+"""Number of images per prompt in the report."""
 
 
 @dataclass
 class DiffusionEvaluationConfig(EvaluationConfig):
-    """Evaluation of an image model: there is no greedy answer, only images from fixed seeds."""
+    """Evaluation of an image model; there is no greedy decoding, only images from fixed seeds."""
 
     greedy: bool = False
-    """Not for images; must stay false."""
+    """Does not apply to images; must be false."""
     samples: int = 4
-    """Images of each prompt, from seeds that are the same at every evaluation."""
+    """Images per prompt, from the same seeds at every evaluation."""
 
     def validate(self) -> None:
         """Check that the fields fit together; raises ValueError."""
@@ -56,24 +56,24 @@ class DiffusionEvaluationConfig(EvaluationConfig):
 
 
 ScoreImages = Callable[[Sequence[DiffusionTask], np.ndarray, Sequence[bool]], RewardResult]
-"""Scores images uint8 (B, height, width, 3), given the task of each row and whether the row has an image."""
+"""Scores images uint8 (B, height, width, 3), given each row's task and whether it has an image."""
 
 
 @dataclass
 class ImageMeasure(Measure[DiffusionTask]):
-    """Rewards and held-out rewards of images, their diversity and the distance to the base model.
+    """Rewards and held-out rewards of images, their diversity, and the distance to the base model.
 
-    The seeds follow from (seed, split, prompt) alone, so evaluations of different steps and arms are paired. The
-    metrics are score/<reward> and heldout/<reward> with bootstrap intervals over prompts, diversity/latent,
-    distance/base and the count unscored.
+    The seeds only depend on (seed, split, prompt), so evaluations of different steps and runs are paired. Metrics:
+    score/<reward> and heldout/<reward> with bootstrap intervals over prompts, diversity/latent, distance/base and
+    unscored (a count).
     """
 
     policy: DiffusionPolicy
     base: Reference
-    """The policy as it was at the start."""
+    """The policy at the start of the run."""
     score: ScoreImages
     heldout: Collection[str]
-    """Reward terms that are not optimised."""
+    """Names of reward terms that are not optimised."""
     evaluation: DiffusionEvaluationConfig
     sampler: SamplerConfig
     seed: int
@@ -83,7 +83,7 @@ class ImageMeasure(Measure[DiffusionTask]):
 
     @property
     def batch_size(self) -> int:
-        """Prompts whose images are drawn together."""
+        """Number of prompts whose images are drawn together."""
         return self.evaluation.batch_tasks
 
     def run(self, batch: Sequence[Trial[DiffusionTask]], start: int) -> list[Row]:
@@ -101,6 +101,7 @@ class ImageMeasure(Measure[DiffusionTask]):
             self.policy.family, latents, batch=sampler.batch_rows, frames=sampler.kept_frames
         )
         scored = self.score([task for task in tasks for _ in range(count)], images, finite.tolist())
+        # an overflowed image is counted as unscored; it must not make diversity and distance NaN as well
         usable = latents.nan_to_num(0.0, 0.0, 0.0)
         failure = failure_of(scored)
         rows = []
@@ -123,7 +124,7 @@ class ImageMeasure(Measure[DiffusionTask]):
         return rows
 
     def metrics(self, rows: Sequence[Row], tasks: Sequence[DiffusionTask]) -> dict[str, float]:
-        """Mean rewards with their intervals, diversity, distance and the count of missing scores."""
+        """Mean rewards with intervals, diversity, distance and the number of missing scores."""
         rng = np.random.default_rng(stream_seed(self.seed, "bootstrap", self.split))
         metrics: dict[str, float] = {}
         missing = 0
@@ -139,7 +140,7 @@ class ImageMeasure(Measure[DiffusionTask]):
         return metrics | {"unscored": float(missing)}
 
     def about(self) -> Row:
-        """How images are drawn and what scores them."""
+        """How images are drawn and scored."""
         names = ("eval_steps", "eval_guidance", "guidance", "negative_prompt", "kept_frames")
         return {
             "horizon": self.sampler.eval_steps,
@@ -151,7 +152,7 @@ class ImageMeasure(Measure[DiffusionTask]):
         }
 
     def entries(self, row: Row) -> list[Row]:
-        """The images of a prompt, with a digest of their pixels."""
+        """The images of a prompt, with digests of their pixels."""
         return [
             {
                 "decoding": "sampled",
@@ -165,7 +166,7 @@ class ImageMeasure(Measure[DiffusionTask]):
         ]
 
     def failure(self, rows: Sequence[Row]) -> str:
-        """Error text if no image could be scored, else empty."""
+        """Error message if no image could be scored, otherwise empty."""
         return describe_failure(rows, self.split)
 
     def record(self, row: Row) -> SampleRecord:
@@ -193,7 +194,7 @@ class ImageMeasure(Measure[DiffusionTask]):
 
 
 def shown_output(image: np.ndarray, task: DiffusionTask | None = None) -> Image:
-    """An image (h, w, 3), or the frames of a video (K, h, w, 3) as a film, beside what the task asks to edit."""
+    """An image (h, w, 3), or a film of the frames (K, h, w, 3) of a video, next to the image to be edited, if any."""
     frames = image[None] if image.ndim == 3 else image
     if task is not None and task.image is not None:
         edited = np.broadcast_to(task.image.pixels(*frames.shape[1:3]), frames.shape)
@@ -203,14 +204,14 @@ def shown_output(image: np.ndarray, task: DiffusionTask | None = None) -> Image:
 
 @contextmanager
 def training_cost(policy: DiffusionPolicy, accelerator: Accelerator) -> Iterator[dict[str, float]]:
-    """Keep evaluations out of a policy's cost."""
+    """Exclude evaluations from a policy's cost."""
     spent = dict(policy.cost)
     yield {f"cost/{name}": float(value) for name, value in spent.items()}
     policy.cost.load_state_dict(spent)
 
 
 def latent_diversity(latents: Tensor) -> float:
-    """Mean root-mean-square distance between latents (G, C, H, W) of one prompt; 0 for a single one.
+    """Mean root-mean-square distance between latents (G, C, H, W) of one prompt; 0 for a single image.
 
     Standard normal latents give about sqrt(2).
     """
@@ -223,8 +224,8 @@ def latent_diversity(latents: Tensor) -> float:
 
 
 def base_distance(policy: DiffusionPolicy, base: Reference, latents: Tensor, text: TextRows, seed: int) -> float:
-    """Mean squared distance between velocities of policy and base model on noisy versions of x_0 (B, C, H, W)."""
-    # the same times and noises for both: with separate draws the distance would contain the noise of both
+    """Mean squared distance between the velocities of policy and base model on noisy versions of x_0 (B, C, H, W)."""
+    # the same times and noises for both: separate draws would add their noise to the distance
     generator = torch.Generator().manual_seed(seed)
     noisy = stack_timesteps(latents, len(DISTANCE_TIMES), generator=generator, sigma=torch.tensor(DISTANCE_TIMES))
     rows = text.select(noisy.image)

@@ -43,15 +43,15 @@ from mmrl.training.plan import (
 from mmrl.training.recipe import single_update
 
 WORKING = 6
-"""Latents of each row, float32, that a loss has in hand: noise, mean, target and their differences."""
+"""Float32 latents per row that a loss needs at once: noise, mean, target and their differences."""
 PUBLISHED: dict[str, dict[str, Any]] = read_json_object(Path(__file__).with_name("published.json"))["models"]
-"""Released pipelines by hub id: class, network and autoencoder, parameters of the text encoders in billions."""
+"""Released pipelines by hub id: class, network, autoencoder, and text encoder parameters in billions."""
 
 
 def footprint(config: Any, *, passes: bool = True) -> Plan:
-    """Plan a run whose prompts all have the longest length that the model reads.
+    """Plan a run, assuming that all prompts have the model's maximum length.
 
-    Without passes the plan has what is held between them only: weights, gradients, moments, averages and copies.
+    Without passes, the plan only contains what is kept between them: weights, gradients, moments, averages and copies.
     """
     if not isinstance(getattr(config, "model", None), ModelConfig):
         raise NoPlan(f"there is no plan for the recipe '{config.recipe}'; its model is no diffusion model")
@@ -77,10 +77,10 @@ def footprint(config: Any, *, passes: bool = True) -> Plan:
 
 
 def preview(config: Any, recipe: Any) -> list[str]:
-    """Lines on the prompts that a recipe has read, which are measured if the model's tokenizers are here.
+    """Lines about the prompts of a recipe; their lengths are checked if the model's tokenizers are on this machine.
 
     Raises:
-        UserError: images that the model's family does not take, or prompts of which a part would be lost.
+        UserError: images that the model's family does not support, or prompts that would be truncated.
     """
     path = pipeline_path(config.model)
     counts = {"data": recipe.train_tasks} | {f"eval_data.{name}": tasks for name, tasks in recipe.eval_tasks.items()}
@@ -107,14 +107,14 @@ class _Step:
     times: int
     """Trained steps or noisy versions of an image."""
     denoises: bool
-    """Whether the steps of the sampler are trained."""
+    """Whether the sampler's steps are trained."""
     given: bool
-    """Whether images are given, not sampled."""
+    """Whether images are given instead of sampled."""
     sampler: SamplerConfig
 
     @classmethod
     def of(cls, config: Any) -> _Step:
-        """The sizes that a configuration asks for."""
+        """Read the sizes from a configuration."""
         trainer, given = config.trainer, not isinstance(config, DiffusionConfig)
         sampler = config.evaluation.sampler if given else config.sampler
         group = 1 + hasattr(config, "pairs") if given else trainer.samples_per_task
@@ -127,12 +127,12 @@ class _Step:
 
     @property
     def drawn(self) -> int:
-        """Images that are sampled or decoded together."""
+        """Images sampled or decoded at once."""
         return min(self.sampler.batch_rows, self.rows)
 
 
 class _Model:
-    """Networks, autoencoder and sizes of a pipeline whose weights have no values; made on the meta device."""
+    """Networks, autoencoder and sizes of a pipeline without weight values; built on the meta device."""
 
     mode: FakeTensorMode
 
@@ -160,6 +160,7 @@ class _Model:
         self.autoencoder = pipeline.vae.to(dtype).requires_grad_(False)
         self.encoders = encoders * dtype.itemsize
         self.edits = family.takes_image and has_images(config, family.edits)
+        # as `Trajectories.halves_together`: low precision with a detached half takes two calls in sampling too
         low_apart = self.low and step.denoises and config.step.detach_negative
         self.guided = step.sampler.guidance != 1.0 and not step.given
         self.together = not low_apart
@@ -171,25 +172,26 @@ class _Model:
         return [weight for weight in self.networks.parameters() if weight.requires_grad]
 
     def text(self, rows: int) -> dict[str, Tensor]:
-        """Zeros in place of the text of some rows, which take no memory."""
+        """Zeros instead of the text of some rows, without memory cost."""
         found = {name: torch.zeros(1, *shape, dtype=self.dtype) for name, shape in self.family.text_shapes().items()}
+        # a full mask for every entry, since the plan assumes prompts of maximum length
         found |= {name + MASK: torch.ones(value.shape[:2], dtype=torch.bool) for name, value in found.items()}
         if self.edits:
             found[REFERENCE] = torch.zeros(1, *self.shape, dtype=self.dtype)
         return {name: value.expand(rows, *value.shape[1:]) for name, value in found.items()}
 
     def text_bytes(self) -> int:
-        """Bytes of the text of a row."""
+        """Bytes of one row's text."""
         return sum(value.nbytes for value in self.text(1).values())
 
     def latent_bytes(self, itemsize: int | None = None) -> int:
-        """Bytes of a row's latents, in the precision of the model or another."""
+        """Bytes of one row's latents, in the model's precision unless `itemsize` is given."""
         return torch.Size(self.shape).numel() * (itemsize or self.dtype.itemsize)
 
     def velocity(self, rows: int) -> Tensor:
         """Evaluate the network for some rows and return a scalar.
 
-        The family translates zeros, and may look at their values; the network computes without values.
+        The family converts real zeros, because it may read values; the network runs without values.
         """
         network: Any = next(iter(self.networks.values()))
         found: list[Tensor] = []
@@ -218,10 +220,11 @@ class _Model:
 
 
 class _Called:
-    """A network that is called by another function."""
+    """A network whose calls go to another function."""
 
     def __init__(self, network: Any, function: Any) -> None:
-        self.network, self.function = network, function
+        self.network = network
+        self.function = function
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.network, name)
@@ -239,7 +242,7 @@ def pipeline_path(config: ModelConfig) -> str:
 
 
 def _pipeline(config: ModelConfig) -> tuple[Any, int]:
-    """The pipeline without values and the number of weights of its text encoders."""
+    """The pipeline without values, and the number of parameters of its text encoders."""
     path = pipeline_path(config)
     if path not in PUBLISHED or expanded(path).exists():
         try:
@@ -255,11 +258,11 @@ def _pipeline(config: ModelConfig) -> tuple[Any, int]:
     kind = find_family(known["pipeline_class"], config.family)
     parts = {kind.networks[0]: known["network"], "vae": known["autoencoder"]}
     made = {name: getattr(diffusers, own)(**values) for name, (own, values) in parts.items()}
-    with torch.device("cpu"):  # schedulers compute their sigmas
+    with torch.device("cpu"):  # schedulers compute their sigmas and need real values
         made["scheduler"] = getattr(diffusers, kind.schedulers[0])()
     own = getattr(diffusers, known["pipeline_class"])
     required = [p.name for p in inspect.signature(own).parameters.values() if p.default is inspect.Parameter.empty]
-    settings = dict.fromkeys(required) | made | known.get("settings", {})
+    settings = {**dict.fromkeys(required), **made, **known.get("settings", {})}
     return own(**settings), round(sum(known["encoder_billions"].values()) * 1e9)
 
 
@@ -279,7 +282,7 @@ def _weights(model: _Model) -> Iterator[Part]:
 
 
 def _latents(model: _Model, step: _Step) -> Iterator[Part]:
-    """Latents of a step, and the noise and text that sampling has in hand."""
+    """Latents of a step, and the noise and text needed during sampling."""
     config = model.config
     if step.given:
         yield Part("latents", step.rows * model.latent_bytes(), divided=True)
@@ -303,16 +306,17 @@ def averages_of(config: Any) -> int:
 
 
 class _Passes:
-    """Passes of a step through networks and autoencoder, counted once each."""
+    """Forward and backward passes of a step through networks and autoencoder, each counted once."""
 
     def __init__(self, model: _Model, step: _Step) -> None:
-        self.model, self.step = model, step
+        self.model = model
+        self.step = step
         config = model.config
         detached = not step.denoises or config.step.detach_negative
         self.rows = step.chunk * step.times
         self.halves = 2 if model.guided else 1
         self.compares = not step.given and make_objective(config.objective).needs_reference
-        doubled = 1 if detached else self.halves
+        doubled = 1 if detached else self.halves  # a detached negative half keeps no activations
         self.update = activations(
             model.networks, lambda: self._loss(doubled * self.rows), -(-step.minibatch // step.chunk)
         )
@@ -353,7 +357,7 @@ class _Passes:
         yield Work.of("update", self.update, chunks * trainer.epochs)
 
     def _loss(self, rows: int) -> Tensor:
-        """A loss of some rows; where steps are trained, the reference is asked when the graph is there."""
+        """A loss of some rows; if steps are trained, the reference is evaluated while the graph is in memory."""
         loss = self.model.velocity(rows)
         if self.compares and self.step.denoises:
             with torch.no_grad():
@@ -361,7 +365,7 @@ class _Passes:
         return loss
 
     def _without_gradient(self, detached: bool) -> int:
-        """Passes through the rows of a step without gradient: negative half, references, averages, old policy."""
+        """Number of passes without gradient per row: negative half, references, averages, old policy."""
         config, trainer = self.model.config, self.model.config.trainer
         if self.step.given:
             return hasattr(config, "pairs") * trainer.epochs

@@ -1,20 +1,20 @@
-"""PPO over stochastic denoising steps with a critic of the latents: AC-Flow's critic, and a policy gradient for actor.
+"""PPO over stochastic denoising steps: AC-Flow's latent critic with a policy-gradient actor.
 
-An image is an episode of T stochastic steps (`diffusion.sampling.trajectories`) that is rewarded at its end. With
+An image is an episode of T stochastic steps (`diffusion.sampling.trajectories`) with a reward at the end. With
 V(x_t, t, c) before each trained step and R = shape(reward) after the last,
 
     delta_i = V(s_{i+1}) - V(s_i),    delta_T = R - V(s_T),    A_i = sum_{l >= i} lambda^(l - i) delta_l,
     loss = mean max(-A_i rho_i, -A_i clip(rho_i, 1 +- 1e-4)) + 0.04 KL,    L_V = mean (V(s_i) - R)^2,
 
-with A_i within +-5. lambda 1 is R - V(s_i), a learned baseline; lambda 0 is the difference of the values around a step,
-as AC-Flow's `credit: difference`. AC-Flow matches the whole image of a path with it, of which later noise is a part;
-here the advantage of a step multiplies the gradient of that step's own log-density.
+with A_i clipped to +-5. With lambda 1, A_i is R - V(s_i), a learned baseline; with lambda 0, it is the difference
+between the values around a step, like AC-Flow's `credit: difference`. AC-Flow uses it to match the whole image of a
+path, which also contains later noise; here, the advantage of a step multiplies the gradient of its own log-density.
 
-The combination is the suite's own. Steps, clip range and KL are Flow-GRPO's (arXiv 2505.05470), the estimator is that
-of arXiv 1506.02438, and the critic that of `diffusion.methods.ac_flow`, a reconstruction of AC-Flow's (arXiv
-2510.18072). It has an optimiser of its own (`objective.value.kind: separate`) and is asked before it is trained on
-all states of the rollout; until `critic.warmup_updates` the policy stays as it is. Unlike groups, a critic needs no
-second image of a prompt.
+This combination is new. Steps, clip range and KL come from Flow-GRPO (arXiv 2505.05470), the advantage estimator from
+arXiv 1506.02438, and the critic from `diffusion.methods.ac_flow`, a reimplementation of AC-Flow (arXiv 2510.18072). The
+critic has a separate optimiser (`objective.value.kind: separate`) and is evaluated before it is trained on all states
+of the rollout; the policy does not change until `critic.warmup_updates`. Unlike group advantages, a critic works with a
+single image per prompt.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ def _objective() -> ObjectiveConfig:
 
 @dataclass
 class FlowPpoConfig(TrajectoryParts, DiffusionConfig):
-    """A run of PPO with a critic of the latents."""
+    """A PPO run with a critic on latents."""
 
     compares_samples: ClassVar[bool] = False
     shaping: ShapingConfig = rare(field(default_factory=ShapingConfig))
-    """Rewards to returns, of any kind but group_z: the critic is the baseline."""
+    """Conversion of rewards to returns; any kind except group_z, because the critic is the baseline."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The value function."""
     objective: ObjectiveConfig = field(default_factory=_objective)
-    """Flow-GRPO's clip and KL; gae over the steps with lambda 0.95, and a critic that is trained apart."""
+    """Flow-GRPO's clip and KL; gae over the steps with lambda 0.95, and a separately trained critic."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
@@ -67,7 +67,7 @@ class FlowPpoConfig(TrajectoryParts, DiffusionConfig):
             raise ValueError("critic.enabled is false, but Flow-PPO's advantages come from the critic; leave it true")
 
     def check_objective(self) -> None:
-        """Refuse an objective that has no place for this critic; raises ValueError."""
+        """Reject an objective that cannot use this critic; raises ValueError."""
         objective = make_objective(self.objective)
         check_objective(objective, (*self.scored, "values", "separate_critic"), None, [r.name for r in self.rewards])
         if "truncation" in self.objective.advantage:
@@ -75,7 +75,7 @@ class FlowPpoConfig(TrajectoryParts, DiffusionConfig):
         if not objective.needs_values:
             raise ValueError(f"objective.advantage is '{objective.advantage.kind}', which asks no critic; use gae")
         if "separate_critic" not in objective.needs:
-            raise ValueError("objective.value must be of kind 'separate': the critic has an optimiser of its own")
+            raise ValueError("objective.value must be of kind 'separate': the critic has a separate optimiser")
 
 
 class LatentCritic(LossTerm):
@@ -88,16 +88,16 @@ class LatentCritic(LossTerm):
         self.critic = critic
 
     def provides(self, step: Step) -> frozenset[str]:
-        """The values; the policy has no value head."""
+        """Values from this critic; the policy has no value head."""
         return frozenset({"values"})
 
     def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
-        """Ask the critic before it is trained."""
+        """Evaluate the critic before it is trained."""
         return rollouts.replace(values=self.critic.value(rollouts))
 
 
 class FlowPpoRecipe(TrajectoryRecipe):
-    """Policy gradient over denoising steps with a critic of their states; see the module."""
+    """Policy gradient over denoising steps with a critic of their states; see the module docstring."""
 
     config: FlowPpoConfig
 
@@ -110,9 +110,10 @@ class FlowPpoRecipe(TrajectoryRecipe):
         self.terms = [*self.terms, LatentCritic(self.critic)]
 
     def estimate(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Advantages of the shaped reward over the steps; none of them counts while the critic warms up."""
+        """Advantages of the shaped reward over the steps, all masked out while the critic warms up."""
         assert rollouts.values is not None
         returns = self.shaping(rollouts, accelerator)
+        # NaN stays NaN, so that the estimator still skips rows without a score; records show the plain reward
         shaped = rollouts.replace(reward=torch.where(rollouts.scored, returns, rollouts.reward))
         found = super().estimate(shaped, accelerator, step).replace(reward=rollouts.reward)
         if not self.critic.warm:

@@ -1,4 +1,4 @@
-"""Images to be edited: read beside a prompt, known by a digest of their bytes, fitted to the size of a run."""
+"""Images to be edited: read with a prompt, identified by a digest of their bytes, and resized to the size of a run."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class ReferenceImage:
     """An image to be edited, read when it is needed."""
 
     source: Path | bytes
-    """Its file, or the content of one."""
+    """Path of the image file, or its content."""
     max_pixels: int
-    """Largest image that is decoded."""
+    """Maximum number of pixels to decode."""
     digest: str
-    """Digest of the file's bytes, by which two rows share one embedding."""
+    """Digest of the file's bytes; rows with the same digest share an embedding."""
 
     @classmethod
     def of(cls, cell: Any, folder: Path, max_pixels: int) -> ReferenceImage:
-        """The image of a data cell: a path from `folder`, or content as data sets store it; ImageError without one."""
+        """The image of a data cell: a path relative to `folder`, or file content; raises ImageError without one."""
         stored = cell.read() if hasattr(cell, "read") else cell
         if isinstance(stored, Mapping):
             stored = stored.get("bytes") or stored.get("path")
@@ -47,7 +47,7 @@ class ReferenceImage:
         return cls(stored, max_pixels, hashlib.blake2b(content, digest_size=16).hexdigest())
 
     def pixels(self, height: int, width: int) -> NDArray[np.uint8]:
-        """RGB uint8 (height, width, 3): resized so that it covers this size, then cut off evenly on both sides."""
+        """RGB uint8 (height, width, 3), resized to cover this size and then center-cropped."""
         from PIL import Image, ImageOps
 
         try:

@@ -1,8 +1,8 @@
-"""A model family: how prompts are embedded, how the network is called, which times it is called at, how it decodes.
+"""A model family: how to embed prompts, call the network, choose its times and decode latents.
 
-A family is one class in one file of this folder, or in a file of yours that `model.family` names. Everything else in
-the package works on the same conventions, into which the class translates: latents as they are stored, (B, C, H, W) or
-for video (B, C, T, H, W); sigma from 1 (noise) to 0 (image); velocity = noise - image; guidance scale 1 = none.
+A family is one class in one file of this folder, or in your own file given by `model.family`. The class translates to
+the conventions used everywhere else in the package: latents as stored, (B, C, H, W), or (B, C, T, H, W) for videos;
+sigma from 1 (noise) to 0 (image); velocity = noise - image; guidance scale 1 = no guidance.
 
 Shapes: B rows (images or videos), C latent channels, T latent frames, H x W latent pixels, F x h x w frames and pixels,
 L text tokens of width D, P width of a pooled text embedding, S steps.
@@ -26,23 +26,23 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded
 
 Text = dict[str, Tensor]
-"""Embeddings of prompts by name: "tokens", where the model has one "pooled", and what else the family needs."""
+"""Embeddings of prompts by name: "tokens", "pooled" if the model uses it, and other entries the family needs."""
 VelocityModel = Callable[[Tensor, Tensor, Text], Tensor]
 """(latents (B, C, H, W), sigma (B,), text of B rows) -> velocity (B, C, H, W)."""
 Combine = Callable[[Tensor, Tensor, float, Tensor], Tensor]
 """(positive, negative, scale, sigma (B,)) -> guided velocity."""
 MASK = "_mask"
-"""End of the name of a padded entry's mask."""
+"""Suffix of the mask of a padded entry."""
 REFERENCE = "reference"
-"""Entry of the latents (C, H, W) of an image to be edited."""
+"""Name of the entry with the latents (C, H, W) of an image to be edited."""
 
 
 class LatentSides(NamedTuple):
-    """Sizes that a network can represent, in latent pixels."""
+    """Sizes supported by a network, in latent pixels."""
 
     patch: int
     default: int
-    """Height, and width where `width` is None."""
+    """Height, and also width if `width` is None."""
     most: int | None = None
     width: int | None = None
 
@@ -53,35 +53,35 @@ class TextPart(NamedTuple):
     encoder: str
     tokenizer: str
     is_clip: bool = False
-    """Whether it pools at its end token and reads `tokenizer_max_length` tokens instead of `max_sequence_length`."""
+    """Whether it pools at the end token and is limited to `tokenizer_max_length` instead of `max_sequence_length`."""
     optional: bool = False
 
 
 class Cut(NamedTuple):
-    """The end of a prompt that a tokenizer drops."""
+    """The part of a prompt that a tokenizer truncates."""
 
     tokenizer: str
     """Name of the tokenizer in the pipeline."""
     tokens: int
-    """Tokens of the whole prompt, start and end counted."""
+    """Number of tokens of the whole prompt, including start and end."""
     limit: int
-    """Tokens that are read."""
+    """Number of tokens that are read."""
     text: str
-    """The text that is dropped."""
+    """The truncated text."""
 
 
 class KohyaNames(NamedTuple):
-    """Names of a network's layers in adapter files of kohya-ss's format, as ComfyUI and diffusers read them."""
+    """Layer names of a network in adapter files in kohya-ss's format, as read by ComfyUI and diffusers."""
 
     prefix: str = "lora_unet_"
     renamed: tuple[tuple[str, str], ...] = ()
-    """Regular expressions and what takes their place in the names that diffusers has, one after the other."""
+    """Regular expressions and replacements, applied in order to the names used by diffusers."""
     fused: tuple[tuple[str, ...], ...] = ()
-    """Ends of the names of layers that are one layer there, which `renamed` calls by the first of them."""
+    """Name endings of layers that are fused there; `renamed` applies to the first of them."""
     dotted: bool = False
-    """Whether the parts of a name are joined by dots, otherwise by underscores."""
+    """Whether the parts of a name are joined by dots instead of underscores."""
     by_diffusers: bool = True
-    """Whether diffusers reads such files too."""
+    """Whether diffusers can read such files too."""
 
 
 @dataclass
@@ -89,7 +89,7 @@ class FamilyOptions:
     """Options of every family."""
 
     max_sequence_length: int | None = bounded(None, at_least=1)
-    """Tokens of the long text encoder; empty: the pipeline's own default."""
+    """Maximum number of tokens of the long text encoder. Default: the pipeline's own."""
 
 
 def linear_guidance(positive: Tensor, negative: Tensor, scale: float, sigma: Tensor | None = None) -> Tensor:
@@ -98,46 +98,46 @@ def linear_guidance(positive: Tensor, negative: Tensor, scale: float, sigma: Ten
 
 
 class Family(ABC):
-    """One model family, made for one pipeline.
+    """One model family, instantiated for one pipeline.
 
     Args:
-        pipeline: of the class that `pipeline_class` names.
-        options: of `options_class`; None are its defaults.
+        pipeline: an instance of the class named by `pipeline_class`.
+        options: an instance of `options_class`; None for the defaults.
     """
 
     pipeline_class: ClassVar[str]
-    """Name in the pipeline's model_index.json."""
+    """Class name in the pipeline's model_index.json."""
     summary: ClassVar[str]
     """Released models."""
     citation: ClassVar[str]
     """Paper or repository of the models."""
     schedulers: ClassVar[tuple[str, ...]] = ("FlowMatchEulerDiscreteScheduler",)
-    """Classes of schedulers whose times `sigma_grid` knows; steps are the suite's own."""
+    """Scheduler classes supported by `sigma_grid`; only their times are used, not their steps."""
     predictions: ClassVar[tuple[str, ...]] = ("flow_prediction",)
-    """Values of `prediction_type`, where the scheduler has one."""
+    """Supported values of the scheduler's `prediction_type`, if it has one."""
     networks: ClassVar[tuple[str, ...]] = ("transformer",)
-    """Names in the pipeline of the networks that predict the velocity; all but the first may be absent."""
+    """Names of the velocity networks in the pipeline; all except the first may be absent."""
     lora_targets: Sequence[str]
     """Linear layers that get an adapter, by the end of their name; each must exist."""
     text_parts: ClassVar[tuple[TextPart, ...]]
     text_length: ClassVar[int]
     """Default of `max_sequence_length`."""
     text_width: ClassVar[str]
-    """Name in the network's configuration for the width of its text tokens."""
+    """Entry of the network's configuration with the width of its text tokens."""
     ragged: ClassVar[tuple[str, ...]] = ()
-    """Entries of the text whose length L depends on the prompt; they get zeros behind them and a mask (B, L) bool."""
+    """Text entries whose length L depends on the prompt; they are padded with zeros and get a mask (B, L) bool."""
     negative_differs: ClassVar[bool] = False
-    """Whether a negative prompt is embedded otherwise than a positive one."""
+    """Whether negative prompts are embedded differently from positive ones."""
     settings: ClassVar[tuple[str, ...]] = ()
-    """Arguments of the pipeline's class that are no parts of it, such as the time at which two networks change over."""
+    """Arguments of the pipeline's class that are not components, such as the time to switch between two networks."""
     video: ClassVar[bool] = False
     """Whether a sample is a video, latents (C, T, H, W)."""
     takes_image: ClassVar[bool] = False
-    """Whether a prompt may come with an image to be edited."""
+    """Whether a prompt can have an image to be edited."""
     edits: ClassVar[bool] = False
-    """Whether the models were made for prompts with an image."""
+    """Whether the models are meant for prompts with an image."""
     kohya: ClassVar[KohyaNames | None] = None
-    """Names in adapter files of kohya-ss's format; None if no program reads such files."""
+    """Names in adapter files in kohya-ss's format; None if no program reads such files."""
     options_class: ClassVar[type[FamilyOptions]] = FamilyOptions
 
     def __init__(self, pipeline: Any, options: Any = None) -> None:
@@ -149,60 +149,62 @@ class Family(ABC):
 
     @property
     def max_sequence_length(self) -> int:
-        """Tokens of the long text encoder."""
+        """Maximum number of tokens of the long text encoder."""
         return self.options.max_sequence_length or self.text_length
 
     @property
     def text_device(self) -> torch.device:
-        """Device of the text encoders, which may move before the networks do."""
+        """Device of the text encoders, which may move earlier than the networks."""
         encoders = (getattr(self.pipeline, part.encoder) for part in self.text_parts)
         return next(encoder.device for encoder in encoders if encoder is not None)
 
     @abstractmethod
     def encode(self, prompt: str, *, negative: bool = False) -> Text:
-        """Embed one prompt, entries without the batch axis, by the pipeline's own `encode_prompt`."""
+        """Embed one prompt with the pipeline's own `encode_prompt`; entries have no batch axis."""
 
     def encode_edit(self, prompt: str, image: Tensor, *, negative: bool = False) -> Text:
-        """Embed one prompt with the image (3, h, w) in -1..1 that it is to edit.
+        """Embed one prompt with the image (3, h, w) in -1..1 to be edited.
 
-        Its latents are the mode of the autoencoder's Gaussian, as in the pipelines.
+        As in the pipelines, the latents of the image are the mode of the autoencoder's Gaussian.
         """
         return self.encode(prompt, negative=negative) | {
             REFERENCE: self.normalise(self.encode_pixels(image[None])[0])[0]
         }
 
     def token_ids(self, part: TextPart, prompt: str, *, negative: bool = False) -> list[int]:
-        """Tokens of a prompt that count towards its encoder's limit, none of them cut off."""
+        """All tokens of a prompt that count towards its encoder's limit, without truncation."""
         return self.tokenized(part, self.read_text(part, prompt))
 
     def tokenized(self, part: TextPart, text: str) -> list[int]:
-        """Tokens of a text, none of them cut off."""
+        """All tokens of a text, without truncation."""
         tokenizer = getattr(self.pipeline, part.tokenizer)
         ids: list[int] = tokenizer(text, truncation=False, verbose=False).input_ids
         return ids
 
     def read_text(self, part: TextPart, prompt: str) -> str:
-        """The prompt with a space inside each control token that it spells out, for tokenizers other than CLIP's.
+        """The prompt with a space inserted into each spelled-out control token, for tokenizers other than CLIP's.
 
-        T5's vocabulary has them as ordinary pieces, and a chat template needs its own.
+        They cannot simply be turned off: T5's vocabulary has them as ordinary pieces, and chat templates need them.
         """
         tokenizer = getattr(self.pipeline, part.tokenizer)
         if part.is_clip or tokenizer is None:
             return prompt
-        normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)  # ByT5's is Python
+        # Normalised first, because a text may only spell a control token after normalisation. ByT5's tokenizer is
+        # written in Python and has no backend.
+        normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
         text = prompt if normalizer is None else normalizer.normalize_str(prompt)
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         control = re.compile("|".join(map(re.escape, [*tokenizer.all_special_tokens, *added])) or "(?!)")
         return control.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) if control.search(text) else prompt
 
     def lengths(self, prompt: str, *, negative: bool = False) -> dict[str, int]:
-        """Length L of each ragged entry, from the tokenizer alone."""
+        """Length L of each ragged entry, from the tokenizer only."""
         part = self.text_parts[0]
         ids = self.token_ids(part, prompt, negative=negative) if self.ragged else []
         return dict.fromkeys(self.ragged, min(len(ids), self.max_sequence_length))
 
     def collate(self, rows: Sequence[Text], lengths: Mapping[str, int] | None = None) -> Text:
-        """Stack prompts, ragged entries padded to `lengths` or to the longest of them, whichever is more."""
+        """Stack prompts; ragged entries are padded to `lengths` or to the longest prompt, whichever is longer."""
         found: Text = {}
         for name in rows[0]:
             values = [row[name] for row in rows]
@@ -216,7 +218,7 @@ class Family(ABC):
         return found
 
     def text_vector(self, text: Text) -> Tensor:
-        """One vector (B, P) of each row's text, for critics and distances between prompts."""
+        """One text vector (B, P) per row, for critics and distances between prompts."""
         if "pooled" in text:
             return text["pooled"]
         tokens = text["tokens"]
@@ -227,7 +229,7 @@ class Family(ABC):
         return (tokens * weight).sum(1) / weight.sum(1).clamp(min=1)
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the entries of the longest prompt, from the configuration of the network alone."""
+        """Shapes of the entries for a prompt of maximum length, from the network's configuration only."""
         config = getattr(self.pipeline, self.networks[0]).config
         shapes: dict[str, tuple[int, ...]] = {"tokens": (self.max_sequence_length, int(config[self.text_width]))}
         if pooled := config.get("pooled_projection_dim"):
@@ -243,15 +245,15 @@ class Family(ABC):
 
     @property
     def few_steps(self) -> str:
-        """Reason, read from the pipeline, why it is a few-step model without guidance; empty if nothing does."""
+        """Why the pipeline counts as a few-step model without guidance; empty if it does not."""
         return ""
 
     @abstractmethod
     def velocity(self, network: Any, latents: Tensor, sigma: Tensor, text: Text) -> Tensor:
-        """Velocity of latents at times (B,), of their shape and in the network's dtype."""
+        """Velocity at latents and times (B,), in the shape of the latents and the network's dtype."""
 
     def model(self, network: Any = None) -> VelocityModel:
-        """A network, by default the pipeline's first, as a velocity model."""
+        """Wrap a network, by default the pipeline's first, as a velocity model."""
         return partial(self.velocity, getattr(self.pipeline, self.networks[0]) if network is None else network)
 
     def network_of(self, sigma: Tensor) -> Tensor | None:
@@ -259,35 +261,35 @@ class Family(ABC):
         return None
 
     def combine(self, positive: Tensor, negative: Tensor, scale: float, sigma: Tensor) -> Tensor:
-        """Guided velocity from those of a prompt and of the negative prompt; linear where not overridden."""
+        """Guided velocity from the velocities of the prompt and the negative prompt; linear by default."""
         return linear_guidance(positive, negative, scale)
 
     # sizes and times
 
     @property
     def factor(self) -> int:
-        """Pixels on a side of a latent pixel."""
+        """Size of a latent pixel in pixels."""
         return int(self.pipeline.vae_scale_factor)
 
     @property
     def channels(self) -> int:
-        """Latent channels."""
+        """Number of latent channels."""
         return int(self.pipeline.vae.config.latent_channels)
 
     @property
     def frame_factor(self) -> int:
-        """Frames of a latent frame but the first, which stands for one."""
+        """Frames per latent frame, except for the first latent frame, which is a single frame."""
         return 1
 
     default_frames: ClassVar[int] = 1
-    """Frames of a video where none are asked for."""
+    """Default number of frames of a video."""
 
     @abstractmethod
     def sides(self) -> LatentSides:
-        """Sides of the latent that the network can represent."""
+        """Latent sizes supported by the network."""
 
     def latent_shape(self, height: int | None = None, width: int | None = None, frames: int | None = None) -> Any:
-        """Shape of one sample's latents, (C, H, W) or (C, T, H, W), from its size in pixels; None = the default."""
+        """Shape of one sample's latents, (C, H, W) or (C, T, H, W), from the size in pixels; None for the default."""
         limits = self.sides()
         multiple = self.factor * limits.patch
         sides = []
@@ -318,7 +320,7 @@ class Family(ABC):
         return 1 + (shape[1] - 1) * self.frame_factor
 
     def tokens(self, shape: Sequence[int]) -> int:
-        """Tokens that the network sees of one sample with latents of `shape`."""
+        """Number of tokens that the network gets for one sample with latents of `shape`."""
         count = 1
         for side in shape[1:]:
             count *= side
@@ -328,22 +330,23 @@ class Family(ABC):
     def sigma_grid(self, steps: int, shape: Sequence[int]) -> Tensor:
         """Times (S + 1,) float32 on the CPU at which the pipeline calls the network for latents of `shape`.
 
-        They fall; the last, at which it is not called, is 0 but in a family whose paths end before it.
+        They are decreasing. The network is not called at the last time, which is 0 unless the family's paths end
+        earlier.
         """
 
     def time(self, sigma: Tensor) -> Tensor:
-        """Times (B,) as the network is called with them, 1000 at the noise; some schedulers cut off fractions."""
+        """Times (B,) as passed to the network, 1000 at pure noise; some schedulers truncate fractions."""
         scheduler = self.pipeline.scheduler
         if self._cuts is None or self._cuts[0] is not scheduler:
-            self._cuts = scheduler, cuts_times(scheduler)
+            self._cuts = scheduler, cuts_times(scheduler)  # cached per scheduler, which users may replace
         return (sigma * 1000).floor() if self._cuts[1] else sigma * 1000
 
     def drawing_scheduler(self) -> Any:
-        """The scheduler with which the pipeline itself takes the steps of evaluations, Euler's at these times."""
+        """The scheduler with which the pipeline itself takes the steps of evaluations: Euler steps at these times."""
         return self.pipeline.scheduler
 
     def first_latents(self, noise: Tensor, sigma: Tensor) -> Tensor:
-        """The first state (B, C, H, W) from standard normal noise, at the first time of the grid ()."""
+        """The initial state (B, C, H, W) from standard normal noise, at the first time of the grid ()."""
         return noise
 
     def finished(self, latents: Tensor, sigma: Tensor) -> Tensor:
@@ -353,10 +356,10 @@ class Family(ABC):
     # the pipeline's own call
 
     def call(self, shape: Sequence[int], scale: float, negative: str = "") -> dict[str, Any]:
-        """Arguments of the pipeline's call, besides prompt, steps and noise, with which it draws as the suite does.
+        """Arguments of the pipeline's call, besides prompt, steps and noise, that reproduce the suite's sampling.
 
         Args:
-            shape: that of one sample's latents.
+            shape: shape of one sample's latents.
             scale: guidance scale.
             negative: negative prompt.
         """
@@ -368,25 +371,25 @@ class Family(ABC):
         return {"guidance_scale": scale, **({"negative_prompt": negative} if negative and scale != 1 else {})}
 
     def further_call(self) -> dict[str, Any]:
-        """Arguments of the pipeline's call that depend on the options alone."""
+        """Arguments of the pipeline's call that only depend on the options."""
         return {"max_sequence_length": self.max_sequence_length}
 
     def edit_call(self, shape: Sequence[int]) -> dict[str, Any]:
-        """Arguments of the pipeline's call besides the image, of the size of the run, that is to be edited."""
+        """Further arguments of the pipeline's call for an image to be edited, which already has the size of the run."""
         return {}
 
     def call_lines(self, scale: float) -> list[str]:
-        """Lines of Python that set what the pipeline has no argument for."""
+        """Lines of Python for settings that are not arguments of the pipeline's call."""
         return []
 
     def call_lacks(self, scale: float, negative: str) -> str:
-        """Why no call of the pipeline draws as the suite does; empty where one does."""
+        """Why the pipeline's call cannot reproduce the suite's sampling; empty if it can."""
         return f"the pipeline has no guidance scale below 1, evaluations used {scale:g}" if scale < 1 else ""
 
     # pixels
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Pixels (B, h, w, 3) or (B, F, h, w, 3) float32, 0..1 but not yet clamped."""
+        """Pixels (B, h, w, 3) or (B, F, h, w, 3) float32, in 0..1 before clamping."""
         autoencoder = self.pipeline.vae
         encoded = self.denormalise(latents.to(autoencoder.device, autoencoder.dtype))
         return channels_last(autoencoder.decode(encoded, return_dict=False)[0])
@@ -397,7 +400,7 @@ class Family(ABC):
         return gaussian.mean.float(), gaussian.std.float()
 
     def normalise(self, encoded: Tensor) -> Tensor:
-        """Latents of the network from those of the autoencoder."""
+        """Convert the autoencoder's latents to the network's."""
         scale, shift = self._normalisation()
         return (encoded - shift) * scale
 
@@ -412,7 +415,7 @@ class Family(ABC):
 
 
 class ChannelwiseFamily(Family):
-    """A family whose autoencoder gives the mean and standard deviation of each channel of its latents."""
+    """A family whose autoencoder has a mean and standard deviation per latent channel."""
 
     def normalise(self, encoded: Tensor) -> Tensor:
         """Standardise each channel."""
@@ -426,18 +429,18 @@ class ChannelwiseFamily(Family):
 
 
 def _near(value: int, multiple: int, smallest: int) -> str:
-    """End of a message: the legal values on both sides of one that is not."""
+    """End of a message: the nearest valid values."""
     below = smallest + (value - smallest) // multiple * multiple
     return f"the smallest is {smallest}" if below < smallest else f"the nearest are {below} and {below + multiple}"
 
 
 def padded(values: Tensor, size: int) -> Tensor:
-    """Values (L, ...) with zeros behind them, (size, ...)."""
+    """Values (L, ...) padded with zeros at the end, (size, ...)."""
     return torch.cat([values, values.new_zeros(size - len(values), *values.shape[1:])])
 
 
 def channel_statistics(source: Any, like: Tensor) -> tuple[Tensor, Tensor]:
-    """`latents_mean` and `latents_std` of an autoencoder or its configuration, to go with latents (B, C, ...)."""
+    """`latents_mean` and `latents_std` of an autoencoder or its configuration, shaped for latents (B, C, ...)."""
     column = (1, -1, *[1] * (like.ndim - 2))
     mean, deviation = (torch.as_tensor(getattr(source, name)) for name in ("latents_mean", "latents_std"))
     return mean.to(like).reshape(column), deviation.to(like).reshape(column)
@@ -449,7 +452,7 @@ def channels_last(samples: Tensor) -> Tensor:
 
 
 def blocks_of(network: nn.Module) -> dict[str, nn.Module]:
-    """Blocks of a network by name: the outermost entries of its module lists that hold linear layers."""
+    """Blocks of a network by name: the outermost entries of its module lists that contain linear layers."""
     lists = [name for name, module in network.named_modules() if isinstance(module, nn.ModuleList)]
     outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     entries = itertools.chain.from_iterable(

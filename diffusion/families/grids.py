@@ -1,4 +1,4 @@
-"""Times at which pipelines call their networks, and latents cut into patches: parts that several families share."""
+"""Times at which pipelines call their networks, and patching of latents, shared by several families."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor
 from mmrl.errors import UserError
 
 PATCH = 2
-"""Latent pixels on a side of one image token."""
+"""Size of an image token in latent pixels."""
 
 
 def scheduler_grid(scheduler: Any, steps: int, *, tokens: int, even: bool = False) -> Tensor:
-    """Times of a flow-matching Euler scheduler, spaced by itself or given as S equal steps from 1 to 1 / S.
+    """Times of a flow-matching Euler scheduler, spaced by the scheduler or as S equal steps from 1 to 1 / S.
 
-    Either kind is then shifted by a fixed number or, with `use_dynamic_shifting`, by `dynamic_shift`. Times that the
-    scheduler spaces itself end at its already shifted `sigma_min`, so they are shifted twice.
+    Both are then shifted by a fixed number or, with `use_dynamic_shifting`, by `dynamic_shift`. Times spaced by the
+    scheduler end at its already shifted `sigma_min`, so they are shifted twice.
 
     Args:
-        scheduler: it is not changed.
+        scheduler: not modified.
         steps: S, at least 1.
-        tokens: tokens that the network sees of a sample.
-        even: equal steps.
+        tokens: number of tokens the network gets per sample.
+        even: whether to use equal steps.
 
     Returns:
         (S + 1,) float32 on the CPU, descending, the last 0.
@@ -48,7 +48,9 @@ def grid_of(scheduler: Any, steps: int, **options: Any) -> Tensor:
         raise UserError(f"{type(own).__name__} has no times for steps={steps} with its settings; take more steps")
     if not own.timesteps.is_floating_point():
         called = own.timesteps.cpu()
-        for up in (0.0, 1.0):  # the scheduler cuts what it has not rounded to float32 yet: 333.999 and 334 may be one
+        # The scheduler truncates before rounding to float32, so 333.999 may become 334 here. Such times are moved to
+        # the neighbouring float32 number, after which truncating them gives the scheduler's own number again.
+        for up in (0.0, 1.0):
             wrong = (grid[:-1] * 1000).floor() - called
             near = torch.nextafter(grid[:-1], torch.tensor(up))
             grid[:-1] = torch.where(wrong < 0 if up else wrong > 0, near, grid[:-1])
@@ -56,7 +58,7 @@ def grid_of(scheduler: Any, steps: int, **options: Any) -> Tensor:
 
 
 def cuts_times(scheduler: Any) -> bool:
-    """Whether the scheduler has the network called at whole numbers, as multistep solvers of diffusers do."""
+    """Whether the scheduler calls the network at whole numbers, as diffusers' multistep solvers do."""
     own = copy.deepcopy(scheduler)
     own.set_timesteps(2, **({"mu": 1.0} if scheduler.config.get("use_dynamic_shifting") else {}))
     return not own.timesteps.is_floating_point()
@@ -69,7 +71,7 @@ def even_sigmas(steps: int) -> list[float]:
 
 
 def dynamic_shift(scheduler: Any, tokens: int) -> float:
-    """Return mu, the logarithm of the shift for a size: a line through two sizes of the scheduler's config.
+    """Return mu, the logarithm of the shift for a size, by linear interpolation between two sizes in the config.
 
     Source: diffusers pipelines/flux/pipeline_flux.py, calculate_shift.
     """
@@ -79,7 +81,7 @@ def dynamic_shift(scheduler: Any, tokens: int) -> float:
 
 
 def pack_latents(latents: Tensor) -> Tensor:
-    """Cut latents (B, C, H, W) into patches of 2 x 2, row by row, each a token (B, H/2 * W/2, 4 C), channels first."""
+    """Cut latents (B, C, H, W) into 2 x 2 patches, row by row; each is a token (B, H/2 * W/2, 4 C), channels first."""
     rows, channels, height, width = latents.shape
     if height % PATCH or width % PATCH:
         raise UserError(f"latents of {height} x {width} cannot be cut into patches of {PATCH} x {PATCH}")

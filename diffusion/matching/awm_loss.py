@@ -1,9 +1,9 @@
-"""The loss of AWM on whatever is sampled by matching velocities: likelihoods, anchors, averages and metrics.
+"""The AWM loss for any samples trained by velocity matching: likelihoods, anchors, averages and metrics.
 
     L = mean max(-A r, -A clip(r)) + beta mean |v - v_ref|^2 + ema_coef mean |v - v_kl_ema|^2,
     r = exp(logp - logp_old),    logp = -(t / p) ((l + e)^p - e^p)      (`weighting: ghuber`, p = 1/4)
 
-with l the matching error of a noisy version. The first two terms are the objective's (`awm` of the catalogue).
+where l is the matching error of a noisy version. The first two terms belong to the objective (`awm` in the catalogue).
 
 Source: Xue et al., AWM, arXiv 2509.25050; scxue/advantage_weighted_matching.
 """
@@ -34,24 +34,24 @@ class AwmSettings:
     """Options of the matching loss."""
 
     weighting: str = choice("ghuber", lambda: WEIGHTINGS)
-    """Error to pseudo log-likelihood: uniform, t, t2, huber or ghuber."""
+    """Conversion of errors to pseudo log-likelihoods: uniform, t, t2, huber or ghuber."""
     power: float = rare(only_with(bounded(0.25, above=0), weighting="ghuber"))
     """Exponent p of ghuber."""
     average: str = rare(choice("exp_first", lambda: AVERAGING))
-    """exp_first: a ratio for each time; sum_first: one of their mean; bgpo: exp_first, but linear where A >= 0."""
+    """exp_first: one ratio per time; sum_first: one ratio of their mean; bgpo: like exp_first, but linear if A >= 0."""
     kl_kind: str = rare(choice("uniform", lambda: VELOCITY_KLS))
     """Weight of the velocity distances to reference and EMA: uniform or elbo."""
     ema_coef: float = bounded(1.0, at_least=0)
     """Weight of the distance to `kl_ema`, the moving average of past policies; 0 = no such term."""
     ema_limit: float = rare(bounded(0.3, at_least=0, below=1))
-    """Largest weight that the moving average gives to its old value."""
+    """Maximum weight of the old value in the moving average."""
     ema_slope: float = rare(bounded(0.001, at_least=0))
-    """Growth of that weight an epoch until the limit; large = at once."""
+    """Growth of that weight per epoch up to the limit; a large value reaches it immediately."""
     off_policy: bool = rare(False)
     """Draw images with the moving average instead of the policy."""
 
     def validate(self) -> None:
-        """Refuse options of a moving average that nothing reads; raises ValueError."""
+        """Reject options of a moving average that is not used; raises ValueError."""
         for name in () if self.ema_coef or self.off_policy else ("ema_limit", "ema_slope"):
             if getattr(self, name) != getattr(AwmSettings, name):
                 raise ValueError(
@@ -65,37 +65,41 @@ class AwmScores(PolicyOutputs):
     """Inputs of AWM's loss from one pass of the policy."""
 
     kl_ema: Tensor | None
-    """(B, T), distance to the velocity of the moving average; None where it was not asked for."""
+    """(B, T), distance to the velocity of the moving average; None if not requested."""
     error: Tensor
     """(B, T), matching errors, without gradient."""
     velocity_norm: Metric | None
-    """Size of the velocity over that of the reference."""
+    """Norm of the velocity relative to the reference's."""
 
 
 class AwmLoss(LossTerm):
-    """The distance to the moving average of past policies, with the likelihoods that the objective reads."""
+    """The distance to the moving average of past policies, and the likelihoods that the objective reads."""
 
     name = "kl_ema"
 
     def __init__(self, policy: nn.Module, settings: AwmSettings, process: VelocityMatching) -> None:
-        self.policy, self.settings, self.process = policy, settings, process
+        self.policy = policy
+        self.settings = settings
+        self.process = process
         needs_ema = settings.ema_coef > 0 or settings.off_policy
         self.kl_ema = EMAWeights(policy, enabled=needs_ema)
         self.outputs = frozenset({"kl_ema"} if settings.ema_coef else ())
 
     @property
     def sampling_average(self) -> EMAWeights | None:
-        """The moving average, where samples are drawn off policy."""
+        """The moving average, if samples are drawn off-policy."""
         return self.kl_ema if self.settings.off_policy else None
 
     def scores(
         self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str], reference: Reference | None
     ) -> AwmScores:
-        """Pseudo log-likelihood of each noisy version; with a reference and "kl_ema" the distances to the anchors."""
+        """Pseudo log-likelihood of each noisy version, plus distances to the anchors if requested."""
+        # mixed once: policy, moving average and reference have to be compared on the same noisy versions
         versions, kind = self.process.noisy(rollouts), self.settings.kl_kind
-        with torch.no_grad():  # before the policy's own pass: its graph must not see other weights come and go
+        with torch.no_grad():  # before the policy's own pass: its graph must not see its weights exchanged
             ema = None
             if "kl_ema" in outputs:
+                # the bare policy, whose parameters the average replaces for this pass
                 with self.kl_ema.applied():
                     ema = self.process.velocity(self.policy, rollouts, versions.rows)
             ref = self.process.reference_velocity(reference, rollouts, versions.rows)
@@ -121,11 +125,12 @@ class AwmLoss(LossTerm):
         if scores.kl_ema is None:
             return TermLoss(metrics=metrics)
         term = self.settings.ema_coef * mean_over_decisions(scores.kl_ema, minibatch, counts)
+        # the metric is the distance itself, without the coefficient
         metrics["policy/kl_ema"] = mean_metric(scores.kl_ema.detach(), mask)
         return TermLoss({"loss/kl_ema": term}, metrics)
 
     def formula(self) -> str:
-        """The anchor, and the substitute for a log-likelihood."""
+        """The anchor term and the substitute for a log-likelihood."""
         settings = self.settings
         anchor = f"          + {settings.ema_coef:g} mean |v - v_kl_ema|^2; " if settings.ema_coef else "  "
         return f"{anchor}logp = {settings.weighting} of the matching error"
@@ -144,7 +149,7 @@ class AwmLoss(LossTerm):
 
 
 def with_ratio(objective: ObjectiveConfig, settings: AwmSettings) -> ObjectiveConfig:
-    """The objective's ratio and clip rule for `settings.average`, unless the configuration sets them itself."""
+    """The objective with the ratio and clip rule of `settings.average`, unless the configuration sets them itself."""
     changes = AVERAGING[settings.average]
     return dataclasses.replace(objective, **{key: value | getattr(objective, key) for key, value in changes.items()})
 
@@ -159,4 +164,4 @@ AVERAGING: dict[str, dict[str, dict[str, str]]] = {
     "sum_first": {"ratio": {"kind": "sequence_full"}},
     "bgpo": {"clip": {"kind": "bgpo"}},
 }
-"""Changes of the objective by averaging."""
+"""Changes to the objective for each kind of averaging."""

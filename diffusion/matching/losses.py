@@ -1,4 +1,4 @@
-"""Noisy versions of images, and the losses of methods that learn from x_0 alone.
+"""Noisy versions of images, and the losses of methods that learn from x_0 only.
 
 Shapes: B images, K draws of each, R = K * B rows, C channels, H x W latent pixels. sigma runs from 1 (noise) to 0.
 """
@@ -20,7 +20,7 @@ NFT_ERROR_FLOOR = 1e-5
 
 @dataclass(frozen=True)
 class NoisyRows:
-    """K noisy versions of each of B images as one batch, draw by draw: k0b0 k0b1 .. k1b0 .."""
+    """K noisy versions of each of B images as one batch, ordered by draw: k0b0 k0b1 .. k1b0 .."""
 
     latents: Tensor
     """x_t = (1 - sigma) x_0 + sigma noise (R, C, H, W)."""
@@ -29,13 +29,13 @@ class NoisyRows:
     sigma: Tensor
     """Time (R,) float32."""
     image: Tensor
-    """Image that each row is a version of (R,) int64, on the CPU; selects its text rows and its advantage."""
+    """Index of each row's image (R,) int64, on the CPU; selects its text rows and its advantage."""
 
     def __len__(self) -> int:
         return len(self.sigma)
 
     def select(self, rows: slice) -> NoisyRows:
-        """Some of the rows, for a smaller batch, with the same draws."""
+        """Select some rows for a smaller batch, with the same draws."""
         return NoisyRows(self.latents[rows], self.target[rows], self.sigma[rows], self.image[rows])
 
     def matching_error(self, velocity: Tensor) -> Tensor:
@@ -50,20 +50,20 @@ def stack_timesteps(
     generator: torch.Generator,
     sigma: Tensor | None = None,
 ) -> NoisyRows:
-    """Draw K pairs of time and noise for each image and stack the noisy images as one batch.
+    """Draw K pairs of time and noise per image and stack the noisy images into one batch.
 
     Args:
         images: x_0 (B, C, H, W).
         draws: K, at least 1.
-        generator: source of times and noise; its device decides where they are drawn.
+        generator: source of times and noise, which are drawn on its device.
         sigma: times (K,) for all images or (K, B), between 0 and 1; None draws them uniformly, one from each of K
             equal intervals.
 
     Returns:
-        The K * B rows. Cutting them into smaller batches changes none of them.
+        The K * B rows. Splitting them into smaller batches does not change them.
 
     Raises:
-        UserError: shapes that do not fit, or times outside 0..1.
+        UserError: incompatible shapes, or times outside 0..1.
     """
     if draws < 1 or images.ndim < 2:
         raise UserError(
@@ -80,14 +80,14 @@ def stack_timesteps(
 def mix(clean: Tensor, noise: Tensor, sigma: Tensor, image: Tensor) -> NoisyRows:
     """Noisy versions x_t = (1 - sigma) x_0 + sigma noise of `clean` (R, C, H, W), with the velocities to match.
 
-    `sigma` is (R,) float32; `image` (R,) int64 on the CPU names the image of each row.
+    `sigma` is (R,) float32; `image` (R,) int64 on the CPU is the index of each row's image.
     """
     wide, weight = clean.float(), sigma.reshape(-1, *[1] * (clean.ndim - 1))
     return NoisyRows(((1 - weight) * wide + weight * noise).to(clean.dtype), noise - wide, sigma, image)
 
 
 def stratified(draws: int, count: int, generator: torch.Generator) -> Tensor:
-    """One time in each of K equal intervals of 0..1 for each source (K, count)."""
+    """One time in each of K equal intervals of 0..1, for each of `count` images (K, count)."""
     offset = torch.rand(draws, count, generator=generator, device=generator.device)
     lower = torch.arange(draws, device=generator.device)[:, None]
     return (lower + offset) / draws
@@ -102,8 +102,8 @@ def pseudo_log_likelihood(error: Tensor, sigma: Tensor, weighting: str = "ghuber
     * t: -t l
     * t2: -t^2 l
     * huber: -t (sqrt(l + e) - sqrt(e))
-    * ghuber: -(t / p) ((l + e)^p - e^p); its gradient weighs rows by t (l + e)^(p - 1), so rows that already match
-      weigh more
+    * ghuber: -(t / p) ((l + e)^p - e^p); its gradient weights rows by t (l + e)^(p - 1), so rows that already match
+      have more weight
 
     Args:
         error: mean squared distance to the target velocity (R,), of `NoisyRows.matching_error`.
@@ -115,7 +115,7 @@ def pseudo_log_likelihood(error: Tensor, sigma: Tensor, weighting: str = "ghuber
         (R,), float64 if the error is, otherwise float32; computed in float64.
 
     Raises:
-        ValueError: shapes that differ.
+        ValueError: different shapes.
 
     Gradient: through error.
 
@@ -128,7 +128,7 @@ def pseudo_log_likelihood(error: Tensor, sigma: Tensor, weighting: str = "ghuber
 
 
 def nft_weight(advantage: Tensor) -> Tensor:
-    """Bring advantages (R,), limited to +-5, to 0..1: the probability of being good that `nft_loss` weighs by.
+    """Clip advantages (R,) to +-5 and map them to 0..1: the probability of a good image that `nft_loss` weights by.
 
     Source: DiffusionNFT, arXiv 2509.16117; NVlabs/DiffusionNFT scripts/train_nft_sd3.py.
     """
@@ -151,13 +151,13 @@ def nft_loss(
         noisy: the rows; latents and sigma are read.
         clean: image of each row (R, C, H, W).
         weight: r of each row (R,), 0..1, of `nft_weight`.
-        beta: how far the policy's mixture reaches, above 0.
+        beta: distance of the mixtures from the old velocity, above 0.
 
     Returns:
         (R,) float32, computed in float64.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: incompatible shapes.
 
     Gradient: through velocity; w+-, r and the old velocity are constants.
 
@@ -183,9 +183,10 @@ def _checked(sigma: Tensor, draws: int, count: int) -> Tensor:
 
 
 def _nft_error(mixed: Tensor, noisy: NoisyRows, clean: Tensor) -> Tensor:
-    """Squared error of the clean image over its mean absolute error, by row."""
+    """Squared error of the predicted clean image divided by its mean absolute error, per row."""
     sigma = noisy.sigma.double().reshape(-1, *[1] * (clean.ndim - 1))
     miss = (noisy.latents.double() - sigma * mixed - clean.detach().double()).flatten(1)
+    # detached: the divisor makes rows of all times comparable and must not be trained
     scale = miss.detach().abs().mean(1).clamp(min=NFT_ERROR_FLOOR)
     return miss.square().mean(1) / scale
 

@@ -1,4 +1,4 @@
-"""Times at which finished samples are made noisy again: how many, from which distribution, which samples share them.
+"""Times at which noise is added to finished samples: how many, from which distribution, shared by which samples.
 
 Sources: scxue/advantage_weighted_matching; X-GenGroup/Flow-Factory, timestep sampler.
 """
@@ -27,25 +27,25 @@ LOWEST_UNIFORM_TIME = 0.2
 
 @dataclass
 class TimestepConfig:
-    """The noisy versions of a sample that are trained on."""
+    """The noisy versions of a sample to train on."""
 
     count: int = bounded(6, at_least=1)
-    """Times T of each image in an epoch."""
+    """Number T of times per image in an epoch."""
     times: str = choice("discrete_wo_init", lambda: TIME_SAMPLERS)
     """Distribution of the times: discrete, discrete_wo_init, discrete_with_init (of the sampler's grid),
     logit_normal or uniform."""
     fraction: float = bounded(0.9, above=0, at_most=1)
-    """Share of the grid that the discrete kinds use, from the noisy end."""
+    """Fraction of the grid that the discrete kinds use, from the noisy end."""
     shift: float = bounded(3.0, above=0)
-    """Shift of the continuous kinds towards noise; 1 = none."""
+    """Shift of the continuous kinds towards noise; 1 = no shift."""
     share_times: str = rare(choice("group", SHARING))
-    """Images with the same times: batch (all), group (those of a prompt) or image (each has its own)."""
+    """Which images share their times: batch (all images), group (images of one prompt) or image (none)."""
     share_noise: bool = rare(False)
-    """Whether the images of a group get the same noises."""
+    """Use the same noises for all images of a group."""
 
 
 def check_times(config: Any) -> None:
-    """Refuse a changed option of `timesteps` that its distribution of times does not read; raises ValueError."""
+    """Reject a changed option of `timesteps` that the chosen distribution does not read; raises ValueError."""
     make_default: Any = next(item.default_factory for item in fields(config) if item.name == "timesteps")
     times = config.timesteps.times
     unread = "fraction" if times in CONTINUOUS else "shift"
@@ -57,12 +57,14 @@ def check_times(config: Any) -> None:
 def draw_times(options: TimestepConfig, grid: Tensor, groups: int, group_size: int, streams: Streams) -> Tensor:
     """Draw the times (B, T) float32 of B = groups * group_size samples; `grid` (S + 1,) descends to 0."""
     if options.share_times == "batch":
+        # from the stream of the step, so that all processes use the same times
         return sample_times(options, grid, streams.shared("times")).repeat(groups * group_size, 1)
     distinct = group_size if options.share_times == "image" else 1
 
     def draw(own: torch.Generator) -> Tensor:
         return torch.stack([sample_times(options, grid, own) for _ in range(distinct)])
 
+    # each task draws from its own stream: its times do not depend on the process that has it
     return streams.stack(groups, draw, "times").repeat_interleave(group_size // distinct, 0)
 
 
@@ -76,18 +78,18 @@ def sample_times(options: TimestepConfig, grid: Tensor, generator: torch.Generat
     * uniform: strata of 0.2..1 in random order, shifted
 
     Args:
-        options: of the draws.
+        options: distribution and number of times.
         grid: the sampler's times (S + 1,), descending to 0; read by the discrete kinds.
-        generator: source of the draws; its device decides where they are made.
+        generator: source of the draws; they are made on its device.
 
     Raises:
-        UserError: a grid that is too short.
+        UserError: the grid is too short.
     """
     return TIME_SAMPLERS[options.times](options, grid, generator)
 
 
 def reachable_times(options: TimestepConfig, grid: Tensor) -> Tensor:
-    """Times (T,) that some draw may give, of continuous kinds the smallest and the largest."""
+    """Times (T,) that can be drawn; for continuous kinds, the smallest and the largest."""
     if options.times in CONTINUOUS:
         return torch.tensor([LOWEST_TIME, 1.0])
     return _usable(options, grid, first=0)[int(options.times == "discrete_wo_init") :]
@@ -103,15 +105,16 @@ def _discrete_with_init(options: TimestepConfig, grid: Tensor, generator: torch.
 def _grid_times(
     options: TimestepConfig, grid: Tensor, generator: torch.Generator, first: int, strata: int | None = None
 ) -> Tensor:
-    """One index of each stratum of first..int(fraction * S) - 1; strata without an index take the nearest below."""
+    """One index per stratum of first..int(fraction * S) - 1; an empty stratum takes the nearest index below."""
     times, strata, device = _usable(options, grid, first), strata or options.count, generator.device
+    # whole edges in exact arithmetic: with more strata than times some are empty, and their edge serves as the index
     edges = torch.arange(strata + 1, device=device) * (len(times) - first) // strata + first
     offset = torch.rand(strata, generator=generator, device=device) * (edges[1:] - edges[:-1])
     return times.to(device)[edges[:-1] + offset.long()]
 
 
 def _usable(options: TimestepConfig, grid: Tensor, first: int) -> Tensor:
-    """The grid's first int(fraction * S) times; raises UserError where none is left from `first` on."""
+    """The grid's first int(fraction * S) times; raises UserError if none is left from `first` on."""
     last = int((len(grid) - 1) * options.fraction)
     if last <= first:
         raise UserError(

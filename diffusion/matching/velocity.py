@@ -1,10 +1,10 @@
-"""A model's velocity on noisy versions of finished samples, whatever the samples are.
+"""A model's velocity on noisy versions of finished samples of any kind.
 
-A sample is a row; its T decisions are noisy versions of it, each a time and a noise, on which the model's velocity is
-compared with the true one. Times and noises are constants of the rollout (a seed a row), so old policy, anchors and
-every pass of the update see the same.
+A sample is a row. Its T decisions are noisy versions of it, each with a time and a noise, on which the model's velocity
+is compared with the true one. Times and noises are fixed for the rollout (one seed per row), so the old policy, the
+anchors and every pass of the update see the same noisy versions.
 
-Shapes: B rows (samples), T noisy versions of each, M of the B * T whose mask is 1, `...` the shape of one sample.
+Shapes: B rows (samples), T noisy versions of each, M of the B * T with mask 1, `...` the shape of one sample.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class MatchedSamples(NamedTuple):
     sigma: Tensor
     """Times (B, T) float32."""
     noise_seed: Tensor | None
-    """(B,) int64, seed of each row's T noises; None where the noisy versions are kept as they are."""
+    """(B,) int64, seed of each row's T noises; None if the noisy versions themselves are stored."""
 
 
 @dataclass(frozen=True)
 class NoisyVersions:
-    """The noisy versions whose mask is 1 as one batch of M."""
+    """The noisy versions with mask 1 as one batch of M."""
 
     decisions: TrainedDecisions
     """Their indices in (B, T)."""
@@ -88,7 +88,7 @@ class Matching:
         return self.decisions.scatter(self.error)
 
     def distance(self, anchor: Tensor, kind: str = "uniform") -> Tensor:
-        """Distance (B, T) to the velocity (M, ...) of another model by `velocity_kl`, 0 where not trained."""
+        """Distance (B, T) to the velocity (M, ...) of another model by `velocity_kl`, 0 if not trained."""
         return self.decisions.scatter(velocity_kl(self.velocity, anchor, self.noisy.sigma, kind))
 
     def loss(
@@ -100,16 +100,19 @@ class Matching:
         coefficient: float,
         weight: Tensor | None = None,
     ) -> LossOutput:
-        """Mean of the losses (B, T) of noisy versions, and the distance to a reference's velocity (M, ...).
+        """Mean of the losses (B, T) of noisy versions, plus the distance to the velocity (M, ...) of a reference.
 
-        `weight` (B, T) multiplies the distances beside the coefficient.
+        `weight` (B, T) multiplies the distances in addition to the coefficient.
         """
+        # denominators count the whole optimiser step, so micro-batches of unequal size add up to the same loss
         policy_term = mean_over_decisions(losses, minibatch, denominators)
-        anchor, metrics = self.velocity.new_zeros(()), {"loss/policy": Metric.summed(policy_term.detach())}
+        anchor = self.velocity.new_zeros(())
+        metrics = {"loss/policy": Metric.summed(policy_term.detach())}
         if reference is not None:
             distance = self.distance(reference)
             weighed = distance if weight is None else weight * distance
             anchor = coefficient * mean_over_decisions(weighed, minibatch, denominators)
+            # the metric is the plain distance: it stays comparable between runs with different weights
             metrics["policy/kl_ref"] = mean_metric(distance, minibatch.loss_mask)
             metrics["loss/kl"] = Metric.summed(anchor.detach())
         total = policy_term + anchor
@@ -131,24 +134,26 @@ class VelocityMatching(ABC):
         """Velocity (M, ...) of a model on noisy rows."""
 
     def noisy(self, rollouts: Rollouts) -> NoisyVersions:
-        """Mix the noisy versions whose mask is 1, row by row."""
+        """Mix the noisy versions with mask 1, row by row."""
         samples = self.samples(rollouts)
         assert samples.noise_seed is not None
         decisions = TrainedDecisions.of(rollouts)
+        # all T noises of a row, then those that are trained: a version keeps its noise whichever others are masked out
         noise = row_noise(samples.noise_seed, self.timesteps.count, tuple(samples.latents.shape[1:]))
         noise = decisions.gather(to_device(noise, decisions.index.device))
         clean, sigma = samples.latents[decisions.row], decisions.gather(samples.sigma)
+        # row numbers from the mask's copy on the CPU, where text rows are selected
         return NoisyVersions(decisions, mix(clean, noise, sigma, torch.nonzero(rollouts.host.mask > 0)[:, 0]))
 
     def evaluate(self, model: Any, rollouts: Rollouts, versions: NoisyVersions | None = None) -> Matching:
-        """Evaluate a model on the noisy versions of some rows; `versions` is an earlier result of `noisy`."""
+        """Evaluate a model on the noisy versions of some rows; `versions` reuses an earlier result of `noisy`."""
         versions = versions or self.noisy(rollouts)
         velocity = self.velocity(model, rollouts, versions.rows)
         clean = self.samples(rollouts).latents.float()[versions.decisions.row]
         return Matching(versions.decisions, versions.rows, clean, velocity)
 
     def scores(self, model: Any, rollouts: Rollouts, reference: Reference | None = None) -> PolicyOutputs:
-        """Minus the matching error as log-likelihood of each noisy version; the velocity distance to a reference."""
+        """Negative matching error as the log-likelihood of each noisy version; velocity distance to a reference."""
         matching = self.evaluate(model, rollouts)
         anchor = self.reference_velocity(reference, rollouts, matching.noisy)
         return PolicyOutputs(-matching.errors, kl_ref=None if anchor is None else matching.distance(anchor))
@@ -161,7 +166,7 @@ class VelocityMatching(ABC):
 
 
 class FlowMatching(VelocityMatching):
-    """Draws images with noisy versions of them, and evaluates models on these."""
+    """Draws images, makes noisy versions of them and evaluates models on these."""
 
     def __init__(self, policy: DiffusionPolicy, sampler: SamplerConfig, timesteps: TimestepConfig) -> None:
         super().__init__(timesteps)
@@ -172,10 +177,11 @@ class FlowMatching(VelocityMatching):
     def draw(
         self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], group_size: int, streams: Streams
     ) -> Rollouts:
-        """Draw G images of each task, and the times and noises that they will be trained on."""
+        """Draw G images per task, and the times and noises they will be trained on."""
         group = torch.arange(len(tasks)).repeat_interleave(group_size)
         seeds = group_seeds(len(tasks), group_size, streams, same_noise=self.sampler.same_noise)
         latents = sample_latents(policy, text_of(policy, tasks, group), seeds, self.sampler)
+        # a stream apart from "sample": the noise added to an image must not be the noise it was drawn from
         noise_seed = streams.seeds(len(tasks), group_size, purpose="matching")
         if self.timesteps.share_noise:
             noise_seed = noise_seed[::group_size].repeat_interleave(group_size)
@@ -187,7 +193,7 @@ class FlowMatching(VelocityMatching):
         return draw_times(self.timesteps, times_of(self.policy, self.sampler.steps), groups, group_size, streams)
 
     def states(self, rollouts: Rollouts) -> tuple[Tensor, Tensor, TrainedDecisions]:
-        """Noisy versions (M, C, H, W) whose mask is 1, their times (M,) and their places in (B, T)."""
+        """Noisy versions (M, C, H, W) with mask 1, their times (M,) and their positions in (B, T)."""
         versions = self.noisy(rollouts)
         return versions.rows.latents, versions.rows.sigma, versions.decisions
 
@@ -215,9 +221,9 @@ def matched_rollouts(
     noise_seed: Tensor | None = None,
     states: Tensor | None = None,
 ) -> Rollouts:
-    """Rows of finished latents x_0 (B, C, H, W) whose decisions are noisy versions at times (B, T), unscored.
+    """Unscored rows of finished latents x_0 (B, C, H, W) whose decisions are noisy versions at times (B, T).
 
-    The noisy versions are mixed from `noise_seed` (B,) int64 when they are needed, or are `states` (B, T, C, H, W).
+    The noisy versions are mixed from `noise_seed` (B,) int64 when needed, or given as `states` (B, T, C, H, W).
     """
     return Rollouts(
         group=to_device(group, latents.device),
@@ -243,7 +249,7 @@ def given_rollouts(
     sigma: Tensor,
     noise_seed: Tensor,
 ) -> Rollouts:
-    """Rows of given images, latents (B, C, H, W) and pixels uint8 (B, h, w, 3), without reward and advantage."""
+    """Rows of given images, latents (B, C, H, W) and pixels uint8 (B, h, w, 3), with reward and advantage 0."""
     latents, pixels = images
     device = latents.device
     latents = latents.to(policy.device, policy.dtype)

@@ -1,37 +1,37 @@
-"""AC-Flow: an actor-critic for flow matching (arXiv 2510.18072). A reconstruction; there is no public code.
+"""AC-Flow: an actor-critic for flow matching (arXiv 2510.18072). Reimplemented from the paper; no public code.
 
 From the abstract: shaped rewards that give the critic well-normalised targets, advantage clipping and a critic warm-up
 for stability, and a critic that generalises reward weighting, with Wasserstein regularisation; a cheap critic suffices.
-From the authors' project page: the critic predicts the reward to come at each denoising step, and ORW-CFM-W2 is the
-case without it (here exactly: `critic.enabled: false`, raw rewards, no clipping, exp). All else is reconstructed:
+From the authors' project page: the critic predicts the future reward at each denoising step, and ORW-CFM-W2 is the
+special case without a critic (reproduced exactly by `critic.enabled: false`, raw rewards, no clipping, exp). Everything
+else is reconstructed:
 
     R = shape(reward),    A = clip(R - V(x_t, t, c), +-k),    w = f(A),
     L = mean w |v - u|^2 + alpha mean |v - v_ref|^2,    L_V = mean (V(x_t, t, c) - R)^2.
 
-V is evaluated before it is trained on the rewards of the step. Until `critic.warmup_updates` only the critic is
-trained.
+V is evaluated before it is trained on the rewards of the step. Only the critic is trained until
+`critic.warmup_updates`.
 
 **States.** The return of all states of an image is its shaped reward.
 
-* `states: forward`: x_t = (1 - t) x_0 + t noise are re-noised images and u = noise - x_0. Any solver can be used, and
+* `states: forward`: x_t = (1 - t) x_0 + t noise are re-noised images and u = noise - x_0. Works with any solver, and
   ORW-CFM-W2 is the exact special case.
-* `states: trajectory`: x_t are states that the sampler went through, kept when the image was drawn, and
-  u = (x_t - x_0) / t is the velocity towards the path's own image; `diffusion.matching.states` says what that means for
-  which sampler.
+* `states: trajectory`: x_t are states of the sampler, kept while the image was drawn, and u = (x_t - x_0) / t is the
+  velocity towards the path's own image; `diffusion.matching.states` explains what that means for each kind of sampler.
 
-**Credit.** With s_1 .. s_T the states that were kept of a path, the noisiest first:
+**Credit.** Let s_1 .. s_T be the kept states of a path, the noisiest first:
 
 * `credit: return`: A_i = R - V(s_i), the same outcome for all states.
-* `credit: difference`: A_i = V(s_{i+1}) - V(s_i) and A_T = R - V(s_T), what the path gained from one state to the next.
-  They add up to R - V(s_1). This is generalised advantage estimation with gamma 1 and lambda 0; `return` is lambda 1.
-  Noise that was added after s_{i+1} is in u but not in A_i, and averages out of w u given s_{i+1}.
+* `credit: difference`: A_i = V(s_{i+1}) - V(s_i) and A_T = R - V(s_T), the gain of the path from one state to the next.
+  The sum is R - V(s_1). This is generalised advantage estimation with gamma 1 and lambda 0; `return` is lambda 1.
+  Noise added after s_{i+1} is part of u but not of A_i, and averages out of w u given s_{i+1}.
 
-A difference is the luck of the noise that was added in between. With a deterministic solver there is none: the first
-state decides the image, the exact V is the same at all states of a path, and differences are errors of the critic. They
-are refused there. For the same reason a critic of a deterministic path can only average (a baseline a prompt and time)
-and discount what it cannot predict: expect little over a group baseline.
+A difference measures the effect of the noise added in between. A deterministic solver adds none: the first state
+determines the image, the exact V is the same at all states of a path, and differences are just errors of the critic, so
+this combination is rejected. For the same reason, the critic of a deterministic path can only average (one baseline per
+prompt and time) and discount what it cannot predict: expect little improvement over a group baseline.
 
-`recipe: flow_ppo` gives the same critic to the policy gradient of stochastic steps.
+`recipe: flow_ppo` uses the same critic with the policy gradient of stochastic steps.
 """
 
 from __future__ import annotations
@@ -69,17 +69,17 @@ class AcFlowConfig(MatchingParts, DiffusionConfig):  # type: ignore[misc]  # the
     compares_samples: ClassVar[bool] = False
     replaced_blocks: ClassVar[tuple[str, ...]] = ("order", *OWN_LOSS)
     states: str = choice("forward", lambda: STATES)
-    """States that the critic judges and the policy is matched at: forward (images with new noise) or trajectory
-    (states of the sampler)."""
+    """States for the critic and the matching loss: forward (images with new noise) or trajectory (states of the
+    sampler)."""
     credit: str = choice("return", lambda: CREDITS)
-    """Advantage of a state: return (R - V) or difference (V of the next state kept - V; needs states: trajectory and a
+    """Advantage of a state: return (R - V) or difference (V of the next kept state - V; needs states: trajectory and a
     stochastic sampler)."""
     shaping: ShapingConfig = rare(field(default_factory=ShapingConfig))
-    """Rewards to returns."""
+    """Conversion of rewards to returns."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The value function."""
     advantage_bound: float = rare(bounded(1.0, at_least=0))
-    """Largest size k of an advantage; 0 = no bound."""
+    """Maximum absolute advantage k; 0 = no bound."""
     orw: OrwSettings = field(default_factory=lambda: OrwSettings(weighting="exp", tau=1.0, normalize_weights=True))
     """Weights of the images."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="flow_grpo", kl={"coef": 1.0}))
@@ -119,7 +119,7 @@ class AcFlowConfig(MatchingParts, DiffusionConfig):  # type: ignore[misc]  # the
 
 
 class AcFlowRecipe(OrwRecipe):
-    """Critic-weighted matching of the policy's own images; see the module."""
+    """Critic-weighted matching of the policy's own images; see the module docstring."""
 
     config: AcFlowConfig
     own_loss = "ac_flow"
@@ -135,7 +135,8 @@ class AcFlowRecipe(OrwRecipe):
             self.parts["critic"] = self.critic
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Weights f(clip(A, +-k)) of the matching errors; none of them counts while the critic warms up."""
+        """Weights f(clip(A, +-k)) of the matching errors, all masked out while the critic warms up."""
+        # V is read before `learn`: a critic that has seen the rewards of this step would explain them away
         returns, values = self.shaping(rollouts, accelerator), self.values(rollouts)
         bound = self.config.advantage_bound
         advantage = CREDITS[self.config.credit](returns[:, None].expand_as(values), values)
@@ -146,11 +147,12 @@ class AcFlowRecipe(OrwRecipe):
             return weighted
         if not self.critic.warm:
             weighted = weighted.replace(mask=torch.zeros_like(weighted.mask))
+        # trained on `rollouts`, whose mask is still whole: the critic learns during the warm-up
         self.noted |= self.critic.learn(rollouts, returns, accelerator, step)
         return weighted
 
     def values(self, rollouts: Rollouts) -> Tensor:
-        """V (B, T) of the states; 0 everywhere without a critic."""
+        """V (B, T) of the states; 0 without a critic."""
         return torch.zeros_like(rollouts.mask) if self.critic is None else self.critic.value(rollouts)
 
     def describe(self) -> str:
@@ -159,4 +161,4 @@ class AcFlowRecipe(OrwRecipe):
 
 
 STATES: dict[str, type[FlowMatching]] = {"forward": FlowMatching, "trajectory": StateMatching}
-"""Matching of each choice of states."""
+"""The matching process for each choice of states."""

@@ -1,18 +1,18 @@
 """AWM, Advantage Weighted Matching (Xue et al., arXiv 2509.25050; public code scxue/advantage_weighted_matching).
 
-The pretraining loss as policy gradient: each image's matching error l = mean |v - (noise - x_0)|^2 at T times takes the
-place of a log-likelihood, weighted by the image's group advantage,
+The pretraining loss as a policy gradient: the matching error l = mean |v - (noise - x_0)|^2 of each image at T times
+replaces the log-likelihood and is weighted by the group advantage of the image,
 
     L = mean max(-A r, -A clip(r)) + beta mean |v - v_ref|^2 + ema_coef mean |v - v_kl_ema|^2,
     r = exp(logp - logp_old),    logp = -(t / p) ((l + e)^p - e^p)      (`weighting: ghuber`, p = 1/4).
 
-Images come from any solver, without guidance; A = clip(group advantage over the epoch's standard deviation, +-5) / 5.
-With one update an epoch, the default as in all published runs, r is 1 and the gradient is A times that of logp.
+Images can come from any solver, without guidance; A = clip(group advantage over the epoch's standard deviation, +-5) /
+5. With one update per epoch, the default in all published runs, r is 1 and the gradient is A times that of logp.
 
-Differences from the public code: the two anchors are independent of each other (there the second needs the first);
-times are shared by the images of a prompt rather than of a micro-batch, so that micro-batches change nothing
-(`timesteps.share_times`); `bgpo` is added, linear in the draws where the advantage is positive (arXiv 2510.11683).
-Defaults are those of the GenEval preset of config/dgx_awm.py after 2026-03-27, except the sizes of an epoch.
+Differences from the public code: the two anchors are independent (there, the second requires the first); times are
+shared by the images of a prompt rather than of a micro-batch, so micro-batches do not affect the result
+(`timesteps.share_times`); `bgpo` is an addition that is linear in the draws if the advantage is positive (arXiv
+2510.11683). Defaults follow the GenEval preset of config/dgx_awm.py after 2026-03-27, except for the epoch size.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class AwmConfig(MatchingParts, DiffusionConfig):  # type: ignore[misc]  # the tr
 
 
 class AwmRecipe(DiffusionRecipe):
-    """Advantage weighted matching; see the module."""
+    """Advantage weighted matching; see the module docstring."""
 
     config: AwmConfig
     process: FlowMatching
@@ -56,10 +56,10 @@ class AwmRecipe(DiffusionRecipe):
 
     @property
     def sampling_average(self) -> EMAWeights | None:
-        """The moving average, off policy."""
+        """The moving average, if sampling is off-policy."""
         return self.awm.sampling_average
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
-        """Pseudo log-likelihood of each noisy version; with "kl_ref" and "kl_ema" the distances to the anchors."""
+        """Pseudo log-likelihood of each noisy version, plus distances to the anchors for "kl_ref" and "kl_ema"."""
         reference = self.loss_reference if "kl_ref" in outputs else None
         return self.awm.scores(policy, rollouts, outputs, reference)

@@ -1,6 +1,6 @@
-"""The critic of AC-Flow and Flow-PPO: returns from rewards, the value function, its training and its credit.
+"""The critic of AC-Flow and Flow-PPO: returns from rewards, the value function, its training and credit assignment.
 
-The value function predicts, from a noisy latent x_t, the reward that can still be expected.
+The value function predicts the expected reward from a noisy latent x_t.
 
 Source: the size, a small convolutional network with layer norms, as in a public summary of AC-Flow (arXiv 2510.18072);
     the rest of the architecture is ours.
@@ -51,11 +51,11 @@ class ShapingConfig:
     """none, minmax (clip((r - low) / (high - low), 0, 1)), running_z (running mean and deviation, clipped at +-3),
     running_z_tanh (its tanh) or group_z (the objective's group advantage)."""
     low: float = 0.0
-    """Smallest reward of minmax."""
+    """Lower end of the reward range for minmax."""
     high: float = 1.0
-    """Largest reward of minmax."""
+    """Upper end of the reward range for minmax."""
     momentum: float = rare(bounded(0.05, above=0, at_most=1))
-    """Weight of a new step in the running mean and deviation."""
+    """Weight of each new step in the running mean and deviation."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
@@ -64,7 +64,7 @@ class ShapingConfig:
 
 
 class RewardShaping:
-    """Turns the rewards of a step into returns and keeps their running mean and deviation."""
+    """Converts the rewards of a step to returns and tracks their running mean and deviation."""
 
     def __init__(self, config: ShapingConfig, objective: Objective) -> None:
         self.config = config
@@ -73,7 +73,7 @@ class RewardShaping:
         """Mean and standard deviation; None before the first step."""
 
     def __call__(self, rollouts: Rollouts, accelerator: Accelerator) -> Tensor:
-        """Returns (B,) of the rewards; 0 where a row could not be scored."""
+        """Returns (B,) of the rewards; 0 if a row could not be scored."""
         config, reward = self.config, rollouts.reward.nan_to_num()
         if config.kind == "minmax":
             return ((reward - config.low) / (config.high - config.low)).clamp(0, 1)
@@ -83,6 +83,7 @@ class RewardShaping:
             return estimated[:, 0]
         if config.kind == "none":
             return reward
+        # statistics of all processes, without NaN: every process has to keep the same running values
         scored = [value for value in merge_lists(rollouts.reward.tolist(), accelerator) if value == value]
         mean, deviation = self._update(torch.tensor(scored))
         z = torch.where(rollouts.scored, (reward - mean) / (deviation + 1e-8), 0.0).clamp(-Z_LIMIT, Z_LIMIT)
@@ -97,7 +98,7 @@ class RewardShaping:
         self.running = None if state is None else (state[0], state[1])
 
     def _update(self, rewards: Tensor) -> tuple[float, float]:
-        """Move the running mean and deviation; the first step sets them."""
+        """Update the running mean and deviation; the first step initialises them."""
         mean, deviation = float(rewards.mean()), float(rewards.std(correction=0))
         if self.running is not None:
             weight = self.config.momentum
@@ -112,25 +113,25 @@ class CriticConfig:
     """The value function and its training."""
 
     enabled: bool = True
-    """Whether there is a critic; without it V is 0."""
+    """Train a critic; without it, V is 0."""
     width: int = rare(bounded(64, at_least=1))
-    """Channels of the convolutions and hidden units."""
+    """Number of convolution channels and hidden units."""
     learning_rate: float = bounded(1e-3, above=0)
     """Learning rate of the critic's AdamW; 1e-4 for a large latent."""
     updates_per_step: int = bounded(4, at_least=1)
     """Passes over the states of a step."""
     warmup_updates: int = bounded(20, at_least=0)
-    """Updates of the critic before the policy is trained."""
+    """Number of critic updates before the policy is trained."""
     batch_rows: int = rare(bounded(256, at_least=1))
     """States in one update."""
     max_grad_norm: float = rare(bounded(1.0, above=0))
-    """Gradient norm above which its gradients are scaled down."""
+    """Gradient norm above which the critic's gradients are scaled down."""
 
 
 class Critic(nn.Module):
-    """V(x_t, t, c), a small convolutional network on C channels and a pooled text embedding of width P.
+    """V(x_t, t, c), a small convolutional network with C input channels and a pooled text embedding of width P.
 
-    Convolutions are over the pixels of an image, and over the frames of a video too.
+    Convolutions cover the pixels of an image, and also the frames of a video.
     """
 
     def __init__(self, channels: int, pooled_width: int, width: int, *, video: bool = False) -> None:
@@ -155,6 +156,7 @@ class Critic(nn.Module):
             nn.LayerNorm(width),
             nn.Linear(width, 1),
         )
+        # V is 0 everywhere at first: without a warm-up the first advantages are the plain returns
         last: Any = self.head[-1]
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
@@ -182,12 +184,12 @@ class CriticTrainer:
 
     @property
     def warm(self) -> bool:
-        """Whether the critic has had its warm-up."""
+        """Whether the warm-up of the critic is over."""
         return self.updates >= self.config.warmup_updates
 
     @torch.no_grad()
     def values(self, latents: Tensor, sigma: Tensor, pooled: Tensor) -> Tensor:
-        """Expected returns (M,) of noisy latents, in float32 and without gradient."""
+        """Expected returns (M,) of noisy latents, computed in float32 without gradient."""
         size = self.config.batch_rows
         parts = zip(latents.split(size), sigma.split(size), pooled.split(size), strict=True)
         with torch.autocast(latents.device.type, enabled=False):
@@ -204,9 +206,9 @@ class CriticTrainer:
     ) -> float:
         """Regress on returns (M,) from latents (M, C, H, W), times (M,) and pooled text (M, P); returns the mean loss.
 
-        The updates are those of one process with the states of all: `sizes` are the states of each of this process's
-        tasks, one each by default, and `places` where these tasks stand, as in `deal`. Without a state on any process
-        there is no update, and the loss is NaN.
+        The updates equal those of a single process with all states: `sizes` has the number of states of each task of
+        this process, one by default, and `places` the positions of these tasks, as in `deal`. If no process has any
+        states, there is no update and the loss is NaN.
         """
         losses: list[float | Tensor] = []
         own = [1] * len(returns) if sizes is None else sizes
@@ -215,17 +217,19 @@ class CriticTrainer:
             return float("nan")
         for _ in range(self.config.updates_per_step):
             parts = deal(own, -(-total // self.config.batch_rows), generator, accelerator, places)
+            # the size of each part over all processes, which divides the loss; `tensor_split` as in `deal`
             counts = [len(part) for part in torch.arange(total).tensor_split(len(parts))]
             for rows, count in zip(parts, counts, strict=True):
                 index = to_device(rows, returns.device)
                 losses.append(self._update([value[index] for value in (*inputs, returns)], count, accelerator))
+        # shares add up over processes; `losses` has one entry per update on each of them
         return sum(merge_lists([sum(numbers(losses))], accelerator)) / len(losses)
 
     def _update(self, rows: Sequence[Tensor], count: int, accelerator: Any) -> float | Tensor:
-        """One update on `count` states of all processes; returns this one's share of the mean loss."""
+        """One update on `count` states of all processes; returns this process's share of the mean loss."""
         x, sigma, pooled, returns = rows
         share: float | Tensor = 0.0
-        if len(returns):
+        if len(returns):  # a process without rows in this part still takes part in the sum of gradients
             with torch.enable_grad():
                 loss = (self.critic(x.float(), sigma, pooled.float()) - returns).square().sum() / count
                 loss.backward()
@@ -233,13 +237,13 @@ class CriticTrainer:
         sum_gradients(list(self.critic.parameters()), accelerator)
         nn.utils.clip_grad_norm_(self.critic.parameters(), self.config.max_grad_norm)
         self._optimizer.step()
-        torch.clear_autocast_cache()
+        torch.clear_autocast_cache()  # it caches copies of the weights and does not notice the update
         self._optimizer.zero_grad()
         self.updates += 1
         return share
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights, moments and count."""
+        """Weights, optimiser moments and update count."""
         return {
             "critic": self.critic.state_dict(),
             "optimizer": self._optimizer.state_dict(),
@@ -257,19 +261,19 @@ CREDITS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "return": lambda returns, values: returns - values,
     "difference": lambda returns, values: torch.cat([values[:, 1:], returns[:, -1:]], 1) - values,
 }
-"""Functions that turn returns and values (B, T) of states along a path into advantages (B, T); see
+"""Credit assignment: functions from returns and values (B, T) of states along a path to advantages (B, T); see
 `diffusion.methods.ac_flow`."""
 
 
 class StateCritic(CriticTrainer):
-    """The critic of the states of rollouts whose mask is 1, M of B * T, given a policy's latents and pooled text.
+    """The critic for the states of rollouts with mask 1, M of B * T.
 
     Args:
-        policy: gives the shape of latents and texts.
+        policy: determines the shapes of latents and text embeddings.
         tasks: training prompts, at least one.
         config: size and training.
-        seed: of the run; the global generator is left alone.
-        states: latents x_t (M, C, H, W), times (M,) float32 and places in (B, T) of the states of rollouts.
+        seed: seed of the run; the global generator is not used.
+        states: function from rollouts to latents x_t (M, C, H, W), times (M,) float32 and positions in (B, T).
     """
 
     def __init__(
@@ -286,11 +290,13 @@ class StateCritic(CriticTrainer):
             torch.manual_seed(stream_seed(seed, "critic"))
             critic = Critic(policy.latent_shape[0], pooled, config.width, video=policy.family.video)
         super().__init__(critic.to(policy.device), config)
-        self.policy, self.seed, self.states = policy, seed, states
+        self.policy = policy
+        self.seed = seed
+        self.states = states
 
     def value(self, rollouts: Rollouts) -> Tensor:
-        """V (B, T) float32 of the states, without gradient; 0 where the mask is 0."""
-        self.critic.to(self.policy.device, non_blocking=True)  # made before the policy moved to its device
+        """V (B, T) float32 of the states, without gradient; 0 if the mask is 0."""
+        self.critic.to(self.policy.device, non_blocking=True)  # built before the policy moved to its device
         inputs, decisions = self._inputs(rollouts)
         return decisions.scatter(self.values(*inputs))
 
@@ -299,8 +305,10 @@ class StateCritic(CriticTrainer):
         generator = make_generator(self.seed, "critic", step.number)
         with stopwatch("critic"):
             inputs, decisions = self._inputs(rollouts)
+            # states of rows without a reward have no target; one transfer to the CPU serves both tensors
             scored, row = to_host([rollouts.scored, decisions.row])
             usable = torch.nonzero(scored[row]).flatten()
+            # per task and not per row: `deal` orders the states of all processes by the positions of their tasks
             sizes = torch.bincount(rollouts.host.group[row[usable]], minlength=rollouts.num_groups).tolist()
             usable = to_device(usable, returns.device)
             latents, sigma, pooled = (values[usable] for values in inputs)
@@ -310,7 +318,7 @@ class StateCritic(CriticTrainer):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
-        self.critic.to(self.policy.device)  # the optimiser's moments go where the weights are
+        self.critic.to(self.policy.device)  # the optimiser's moments are loaded onto the device of the weights
         super().load_state_dict(state)
 
     def _inputs(self, rollouts: Rollouts) -> tuple[tuple[Tensor, Tensor, Tensor], TrainedDecisions]:
@@ -321,9 +329,9 @@ class StateCritic(CriticTrainer):
 
 
 def explained_by_time(rollouts: Rollouts, returns: Tensor, values: Tensor) -> dict[str, float]:
-    """Share of the variance of returns (B,) that values (B, T) explain: at all states, and in each half of time.
+    """Fraction of the variance of returns (B,) explained by values (B, T): at all states, and in each half of time.
 
-    The states are those of all processes; every process calls it.
+    Covers the states of all processes; every process has to call it.
     """
     columns = (DiffusionPayload.of(rollouts).sigma, rollouts.loss_mask, returns[:, None].expand_as(values), values)
     sigma, mask, wide, values = to_host(columns)

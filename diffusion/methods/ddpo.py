@@ -1,12 +1,12 @@
 """DDPO (Black et al., arXiv 2305.13301; public code kvablack/ddpo-pytorch) on flow models.
 
-Policy gradient over the denoising chain with PPO's clip, advantages from the history of each prompt's own rewards (mean
-and standard deviation of the last `history.size`, of the whole epoch while there are fewer than `history.min_count`),
-no KL.
+Policy gradient over the denoising chain with PPO's clip and no KL. Advantages compare rewards with the history of the
+same prompt: the mean and standard deviation of its last `history.size` rewards, or of the whole epoch if there are
+fewer than `history.min_count`.
 
-The public code trains Stable Diffusion 1 on DDIM steps with eta 1: `sampler: {kernel: ddim, noise_level: 1}`, which is
-the same step in a flow's coordinates (`diffusion.families.stable_diffusion`). The default steps are Flow-GRPO's.
-Defaults: clip 1e-4, guidance 5 with gradient through both halves, history 16 of 16, one pass.
+The public code trains Stable Diffusion 1 on DDIM steps with eta 1. `sampler: {kernel: ddim, noise_level: 1}` is the
+same step in flow coordinates (`diffusion.families.stable_diffusion`); by default the steps are Flow-GRPO's. Other
+defaults: clip 1e-4, guidance 5 with gradient through both halves, history 16 of 16, one pass.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from mmrl.training.recipe import Step
 
 
 class PromptHistory:
-    """The latest rewards of each prompt, over rollouts.
+    """The latest rewards of each prompt across rollouts.
 
-    Unlike a group baseline it needs no several images of a prompt in one rollout; it has to be saved with a run.
+    Unlike a group baseline, this works with a single image per prompt in a rollout. It has to be saved with the run.
 
     Source: kvablack/ddpo-pytorch ddpo_pytorch/stat_tracking.py.
     """
@@ -46,11 +46,10 @@ class PromptHistory:
         self._rewards: dict[str, deque[float]] = {}
 
     def normalise(self, prompts: Sequence[str], rewards: Tensor | Sequence[float]) -> Tensor:
-        """Remember the rewards (B,) of a rollout and return its advantages (B,), (reward - mean) / (std + eps).
+        """Store the rewards (B,) of a rollout and return its advantages (B,), (reward - mean) / (std + eps).
 
-        Mean and population standard deviation are those of the prompt's buffer, new rewards included, or of this
-        rollout while the buffer has fewer than `min_count`. A NaN reward could not be computed: it is left out and its
-        advantage is 0.
+        Mean and population standard deviation are computed over the prompt's buffer including the new rewards, or over
+        this rollout if the buffer has fewer than `min_count`. NaN rewards are skipped and get advantage 0.
         """
         if not isinstance(rewards, Tensor):
             rewards = torch.tensor(rewards, dtype=torch.float64)
@@ -58,6 +57,7 @@ class PromptHistory:
             raise ValueError(f"rewards have the shape {tuple(rewards.shape)}; must be ({len(prompts)},), one a prompt.")
         wide = rewards.detach().double().cpu()
         scored = ~wide.isnan()
+        # all rewards first: the images of a prompt are compared with each other too
         for prompt, reward, counts in zip(prompts, wide.tolist(), scored.tolist(), strict=True):
             if counts:
                 self._rewards.setdefault(prompt, deque(maxlen=self.buffer_size)).append(reward)
@@ -72,11 +72,11 @@ class PromptHistory:
         return advantages.to(rewards)
 
     def state_dict(self) -> dict[str, Any]:
-        """The rewards kept for each prompt, oldest first, as plain Python."""
+        """The stored rewards of each prompt, oldest first, as plain Python objects."""
         return {"rewards": {prompt: list(kept) for prompt, kept in self._rewards.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`; a shorter buffer keeps the latest rewards."""
+        """Restore `state_dict`; if the buffer is now shorter, it keeps the latest rewards."""
         self._rewards = {
             prompt: deque((float(reward) for reward in kept), maxlen=self.buffer_size)
             for prompt, kept in state["rewards"].items()
@@ -85,12 +85,12 @@ class PromptHistory:
 
 @dataclass
 class HistoryConfig:
-    """Rewards of a prompt that its advantages are measured against."""
+    """History of rewards that a prompt's advantages are based on."""
 
     size: int = rare(bounded(16, at_least=1))
-    """Latest rewards kept for each prompt."""
+    """Number of latest rewards kept per prompt."""
     min_count: int = rare(bounded(16, at_least=1))
-    """Fewest rewards of a prompt before its own mean and deviation are used."""
+    """Minimum number of rewards of a prompt before its own mean and deviation are used."""
 
     def validate(self) -> None:
         """Check that the fields fit together; raises ValueError."""
@@ -117,11 +117,11 @@ class DdpoConfig(TrajectoryParts, DiffusionConfig):
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="ddpo"))
     """Clip 1e-4, no KL."""
     history: HistoryConfig = rare(field(default_factory=HistoryConfig))
-    """Statistics of each prompt."""
+    """Reward statistics per prompt."""
 
 
 class DdpoRecipe(TrajectoryRecipe):
-    """Policy gradient with per-prompt reward statistics; see the module."""
+    """Policy gradient with per-prompt reward statistics; see the module docstring."""
 
     config: DdpoConfig
 
@@ -130,13 +130,15 @@ class DdpoRecipe(TrajectoryRecipe):
         self.history = self.parts["history"] = PromptHistory(config.history.size, config.history.min_count)
 
     def estimate(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Rewards against the history of their prompts; every process keeps the whole history."""
+        """Rewards normalised by the history of their prompts; every process keeps the whole history."""
         tasks = [DiffusionPayload.of(rollouts).tasks[group] for group in rollouts.group.tolist()]
+        # the same instruction for another image is another task, so the image is part of the key
         prompts = [task.prompt if task.image is None else f"{task.prompt} {task.image.digest}" for task in tasks]
         rewards = rollouts.reward.tolist()
         everyone = merge_lists([list(zip(prompts, rewards, strict=True))], accelerator)
         scored = [(prompt, reward) for part in everyone for prompt, reward in part if reward == reward]
         found = iter(self.history.normalise([prompt for prompt, _ in scored], [reward for _, reward in scored]))
+        # dealt back in the same order: only scored rows have taken an advantage from the iterator
         parts = [[next(found) if reward == reward else 0.0 for _, reward in part] for part in everyone]
         advantage = torch.tensor(parts[accelerator.process_index], device=rollouts.mask.device)
         limit = self.objective.scaling.clip

@@ -1,19 +1,19 @@
 """Flow-GRPO (Liu et al., arXiv 2505.05470; public code yifan123/flow_grpo).
 
 The flow's ODE sampler is made stochastic without changing its marginals (`flow_sde`), so that each denoising step is a
-Gaussian with a log-density, and the steps are trained with GRPO: few steps while training (10) and many for
-evaluation (40), guidance in both, group advantages over the epoch's standard deviation, PPO clip at 1e-4 and a KL to
-the start model.
+Gaussian with a log-density. The steps are trained with GRPO: few steps in training (10) and many in evaluation (40),
+guidance in both, group advantages divided by the epoch's standard deviation, a PPO clip of 1e-4 and a KL term to the
+start model.
 
-Where the paper and its code differ: the paper's KL is the exact divergence of two Gaussians (`step.kl_form: exact`, the
-default); the code at its head divides by the variance without the step length (`flow_grpo_head`), a factor of 0.04 to
-0.27, so its coefficients do not carry over. Older code sends gradient through the unconditional half of guidance
-(`step.detach_negative: false`). Groups whose images all have one reward are dropped, as there
-(`objective.filter.kind: drop`). Defaults are those of config/grpo.py for GenEval, except the sizes of an
-epoch (48 prompts of 24 images there).
+The paper and its code differ. The paper's KL is the exact divergence of two Gaussians (`step.kl_form: exact`, the
+default), while the latest code divides by the variance without the step length (`flow_grpo_head`); this is a factor of
+0.04 to 0.27, so its coefficients do not carry over. Older code has a gradient through the unconditional half of
+guidance (`step.detach_negative: false`). As in the code, groups whose images all have the same reward are dropped
+(`objective.filter.kind: drop`). Defaults follow config/grpo.py for GenEval, except for the epoch size (48 prompts with
+24 images there).
 
-`flow_grpo_fast`, `dance_grpo` and `mix_grpo` are this code with other constants, `flow_dppo` with another clip;
-`GrpoGuardRecipe` changes the ratio.
+`flow_grpo_fast`, `dance_grpo` and `mix_grpo` use this code with different hyperparameters, `flow_dppo` with a different
+clip; `GrpoGuardRecipe` changes the ratio.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ STEP_WEIGHTS: dict[str, Callable[[StepKernel, Tensor, Tensor], Tensor]] = {
     "equal": lambda kernel, sigma, sigma_next: kernel.gradient_scale(sigma, sigma_next).reciprocal(),
     "noise": lambda kernel, sigma, sigma_next: kernel.spread(sigma, sigma_next),
 }
-"""Weights (M,) of steps by their times (M,), up to a factor."""
+"""Weights (M,) of steps as functions of their times (M,), up to a constant factor."""
 
 
 def flow_grpo_objective() -> ObjectiveConfig:
@@ -61,8 +61,8 @@ class FlowGrpoConfig(TrajectoryParts, DiffusionConfig):
     objective: ObjectiveConfig = field(default_factory=flow_grpo_objective)
     """Clip 1e-4, exact KL 0.04, advantages clipped at 5; groups of equal reward are dropped."""
     step_weight: str = rare(choice("none", lambda: STEP_WEIGHTS))
-    """Weight of a step, over its mean: none; equal: 1 / the size of its gradient, which depends on the time
-    (Flash-GRPO, arXiv 2605.15980); noise: its standard deviation (TempFlow-GRPO, arXiv 2508.04324)."""
+    """Weight of a step, normalised to mean 1: none; equal: inverse of the gradient's magnitude at that time
+    (Flash-GRPO, arXiv 2605.15980); noise: standard deviation of the step (TempFlow-GRPO, arXiv 2508.04324)."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
@@ -72,12 +72,12 @@ class FlowGrpoConfig(TrajectoryParts, DiffusionConfig):
 
 
 class FlowGrpoRecipe(TrajectoryRecipe):
-    """Group-relative policy optimisation over stochastic denoising steps; see the module."""
+    """Group-relative policy optimisation over stochastic denoising steps; see the module docstring."""
 
     config: FlowGrpoConfig
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Group advantages, weighed by `step_weight`."""
+        """Group advantages, weighted by `step_weight`."""
         found = super().advantages(rollouts, accelerator, step)
         if self.config.step_weight == "none":
             return found
@@ -87,16 +87,17 @@ class FlowGrpoRecipe(TrajectoryRecipe):
         of_step = STEP_WEIGHTS[self.config.step_weight]
         weight = of_step(self.process.kernel, payload.sigma.flatten(), payload.sigma_next.flatten())
         weight = weight.view_as(payload.sigma)
+        # the mean over the trained steps of all processes: a process alone would scale its rows by its own mean
         sums = zip(*merge_lists([(float((weight * trained).sum()), float(trained.sum()))], accelerator), strict=True)
         total, count = (sum(parts) for parts in sums)
         return found.replace(advantage=found.advantage * weight * (count / max(total, TINY)))
 
 
 def flow_grpo_fast() -> FlowGrpoConfig:
-    """Flow-GRPO on a short window of the steps, placed at random in the first half; the others follow the ODE.
+    """Flow-GRPO on a short window of steps at a random position in the first half; the others follow the ODE.
 
-    No guidance in rollouts, training or evaluation: the model learns what guidance gave. Coefficient-preserving steps
-    (`cps`, noise 0.8), clip 1e-5, no KL. The public preset has 48 prompts of 24 images in an epoch.
+    There is no guidance in rollouts, training or evaluation: the model learns to do without it. Coefficient-preserving
+    steps (`cps`, noise 0.8), clip 1e-5, no KL. The public preset has 48 prompts with 24 images in an epoch.
 
     Source: yifan123/flow_grpo config/grpo.py (`*_fast_nocfg`), scripts/train_sd3_fast.py.
     """
@@ -107,11 +108,12 @@ def flow_grpo_fast() -> FlowGrpoConfig:
 
 
 def dance_grpo() -> FlowGrpoConfig:
-    """DanceGRPO: constant noise eta (`dance_sde`), one initial noise a prompt, a random 60 % of each image's steps.
+    """DanceGRPO: constant noise eta (`dance_sde`), one initial noise per prompt, a random 60 % of each image's steps.
 
-    Group advantages over the group's own standard deviation, clip 1e-4, no KL, no filter; 16 steps, eta 0.3, learning
-    rate 1e-5 for full fine-tuning and groups of 12, as in the FLUX script. The public code scores the image predicted
-    at the last step in place of the last state; here the last step is an ODE step to 0, which is that prediction.
+    Group advantages divided by the group's own standard deviation, clip 1e-4, no KL, no filter; 16 steps, eta 0.3,
+    learning rate 1e-5 for full fine-tuning and groups of 12, as in the FLUX script. The public code scores the image
+    predicted at the last step instead of the last state; here the last step is an ODE step to 0, which gives the same
+    image.
 
     Source: Xue et al., DanceGRPO, arXiv 2505.07818; XueZeyue/DanceGRPO fastvideo/train_grpo_flux.py.
     """
@@ -126,11 +128,11 @@ def dance_grpo() -> FlowGrpoConfig:
 
 
 def mix_grpo() -> FlowGrpoConfig:
-    """MixGRPO: 4 of 25 steps are stochastic, a window that moves by one step every 25 steps of the run.
+    """MixGRPO: 4 of 25 steps are stochastic, in a window that moves by one step every 25 steps of the run.
 
-    Noise, clip, advantages and one initial noise a prompt as in the FLUX script, where `sampler.guidance` is 1 and the
-    embedded guidance 3.5. The variants "Flash" of the paper, which follow the rest of the path with DPM-Solver++, are
-    not there: other steps are Euler's.
+    Noise, clip, advantages and one initial noise per prompt as in the FLUX script, where `sampler.guidance` is 1 and
+    the embedded guidance 3.5. The paper's "Flash" variants, which use DPM-Solver++ for the rest of the path, are not
+    implemented: the other steps are Euler steps.
 
     Source: MixGRPO, arXiv 2507.21802; Tencent-Hunyuan/MixGRPO scripts/finetune/finetune_flux_grpo_MixGRPO.sh.
     """
@@ -143,10 +145,10 @@ def mix_grpo() -> FlowGrpoConfig:
 
 
 def flow_dppo() -> FlowGrpoConfig:
-    """Flow-DPPO: a step that moves too far from the old policy and would move on is left out, in place of the clip.
+    """Flow-DPPO: instead of clipping, steps that have moved too far from the old policy and would move on are masked.
 
-    Three steps of the first half are stochastic, without guidance. In the public code they are any three of the first
-    half, here consecutive ones.
+    Three steps of the first half are stochastic, without guidance. In the public code these are any three steps of the
+    first half, here they are consecutive.
 
     Source: Flow-DPPO, arXiv 2606.11025; Tencent-Hunyuan/UniRL examples/diffusion/sd3_flowdppo.yaml.
     """
@@ -173,15 +175,16 @@ class GrpoGuardConfig(TrajectoryParts, DiffusionConfig):
 
 
 class GrpoGuardRecipe(TrajectoryRecipe):
-    """Flow-GRPO with ratios of one scale at all steps.
+    """Flow-GRPO with ratios on the same scale at all steps.
 
-    The log-density averaged over the latent's dimensions makes log-ratios negative on average and of a size that
-    depends on the time, so a clip range binds at some times and never at others, and mostly from one side. Here the
+    With log-densities averaged over the latent's dimensions, log-ratios are negative on average and their scale depends
+    on the time. A clip range is then active at some times and never at others, and mostly on one side. Here the
     log-ratio of a step is
 
         (logp - logp_old) d + mean((mean - mean_old)^2) / (2 d),    d = standard deviation of the step,
 
-    which is 0 on average and of one scale at all times. The gradient of each step is weighted by d as well, as there.
+    which averages to 0 and has the same scale at all times. As in the public code, this also weights the gradient of
+    each step by d.
 
     Source: GRPO-Guard, arXiv 2510.22319; X-GenGroup/Flow-Factory, trainer GRPOGuard.
     """
@@ -190,7 +193,7 @@ class GrpoGuardRecipe(TrajectoryRecipe):
     keeps_means = True
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
-        """Old log-density plus the normalised log-ratio, so that the objective's ratio is GRPO-Guard's."""
+        """Old log-density plus the normalised log-ratio, which makes the objective's ratio that of GRPO-Guard."""
         found = self.process.evaluate(policy, rollouts)
         logp_old, mean_old = self.old.of(found, rollouts)
         ratio = guard_log_ratio(found.logp, logp_old, found.mean, mean_old, found.std)

@@ -1,22 +1,24 @@
 """DiffusionNFT (arXiv 2509.16117; public code NVlabs/DiffusionNFT).
 
-Images are drawn with a slowly moving `old` policy, without guidance and without noise. On noisy versions of them the
-new velocity is mixed with the old one in both directions, v+ = b v + (1 - b) v_old and v- = (1 + b) v_old - b v; an
-image's advantage decides how much v+ and v- have to predict it,
+Images are drawn with a slowly moving `old` policy, without guidance or noise. On noisy versions of them, the new
+velocity is mixed with the old one in both directions, v+ = b v + (1 - b) v_old and v- = (1 + b) v_old - b v; an image's
+advantage determines how much v+ and v- have to predict it,
 
     L = mean (5 / b) [r |x+ - x_0|^2 / w+ + (1 - r) |x- - x_0|^2 / w-] + kl_coef mean |v - v_ref|^2,
 
-with r = clip(A, +-5) / 10 + 1/2 and w the mean absolute error, a constant (`diffusion.matching.losses.nft_loss`). The
-velocity distance to the start model is always part of the loss there; here `objective: {kl: {coef: 0}}` leaves it out.
+with r = clip(A, +-5) / 10 + 1/2 and w the mean absolute error, a constant (`diffusion.matching.losses.nft_loss`). In
+the public code the velocity distance to the start model is always part of the loss; here, `objective: {kl: {coef: 0}}`
+removes it.
 
-Two further losses on the same noisy versions compare the images of a prompt (`nft.loss`): DGPO's preference of groups
-and CRD's centred reward; `diffusion.matching.group_losses` has their formulas. Differences from their code: sums over a
-group are those of the policy before the update, not of the current one (the same with one update a step); CRD centres
-over a prompt's images, as the paper does, not over a micro-batch of all prompts; images and losses have one scale of
-guidance, `sampler.guidance`, while DGPO draws with 4.5 and learns without, and CRD's reference has 4.5. CRD's
-temperature 0 is left out, and DGPO's change to images of the old policy after 200 steps.
+Two more losses on the same noisy versions compare the images of a prompt (`nft.loss`): DGPO's group preference and
+CRD's centred reward; see `diffusion.matching.group_losses` for the formulas. Differences from their code: group sums
+are computed with the policy before the update rather than the current one (identical with one update per step); CRD
+centres over the images of a prompt, as in the paper, rather than over a micro-batch of all prompts; images and losses
+use the same guidance scale, `sampler.guidance`, whereas DGPO draws with 4.5 and trains without guidance, and CRD's
+reference uses 4.5. CRD's temperature 0 and DGPO's switch to images of the old policy after 200 steps are not
+implemented.
 
-Defaults are those of the GenEval run: b = 1, second-order solver with 10 steps, every grid time but the last of each
+Defaults follow the GenEval run: b = 1, second-order solver with 10 steps, every grid time except the last for each
 image, `old` schedule 1, evaluation average 0.9.
 """
 
@@ -45,7 +47,7 @@ from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.recipe import LossTerm, Passes, Step
 
 GAIN, CONSTANT = "group_gain", "group_constant"
-"""Extras (B, T) of rollouts: what groups are compared by, and, numbered, the constants of each row's group."""
+"""Extras (B, T) of rollouts: the values that groups are compared by, and (numbered) the constants of each group."""
 
 
 @dataclass
@@ -55,30 +57,30 @@ class NftSettings:
     loss: str = choice("two_sided", lambda: MATCHING_LOSSES)
     """two_sided: DiffusionNFT; group_preference: DGPO, arXiv 2510.08425; centred_reward: CRD, arXiv 2603.14128."""
     beta: float = rare(bounded(1.0, above=0))
-    """two_sided: distance of the mixtures from the old velocity, 0.1 for OCR and several rewards; centred_reward: scale
-    of the implied reward; group_preference: strength of the preference, 10 in its code."""
+    """two_sided: distance of the mixtures from the old velocity, 0.1 for OCR and multiple rewards; centred_reward:
+    scale of the implied reward; group_preference: strength of the preference, 10 in its code."""
     clip: float = rare(bounded(0.05, above=0))
-    """Bound of group_preference on exp(old error - error)."""
+    """Clip range of group_preference for exp(old error - error)."""
     temperature: float | None = rare(bounded(None, at_least=0.02))
-    """Of the means of centred_reward, weighted by softmax(+-reward / temperature); none = plain means."""
+    """Temperature of the means of centred_reward, weighted by softmax(+-reward / temperature); none = plain means."""
     distance: str = rare(choice("squared", DISTANCES))
     """How centred_reward compares the implied with the given reward: squared, or cross_entropy of their sigmoids."""
     moving_reference: bool = rare(False)
-    """Whether group_preference compares with the old policy in place of the model at the start."""
+    """Compare with the old policy instead of the start model in group_preference."""
     kl_floor: float | None = rare(bounded(None, at_least=0))
     """Weight of the distance to the start model for the worst images; it grows with the advantage up to
     `objective.kl.coef`, 1e-4 to 0.1 in CRD's code. none = the same for all images."""
     old_schedule: int = rare(choice(1, lambda: NFT_SCHEDULES))
-    """Share of itself that the old policy keeps: 0 none, 1 min(0.001 step, 0.5), 2 min(0.0075 (step - 75), 0.999), 3
+    """Decay of the old policy: 0 none, 1 min(0.001 step, 0.5), 2 min(0.0075 (step - 75), 0.999), 3
     min(0.25 + 0.005 step, 0.999) for CRD, 4 min(0.001 step, 0.3) for DGPO."""
     sampling_schedule: int | None = rare(choice(None, lambda: (None, *NFT_SCHEDULES)))
-    """Schedule of another policy that draws the images: 0 for the trained one (DGPO), 2 for CRD; none = the old one."""
+    """Decay of a separate sampling policy: 0 for the trained policy (DGPO), 2 for CRD; none = use the old policy."""
     advantage_mode: str = rare(choice("all", lambda: ADVANTAGE_MODES))
-    """all, positive_only, negative_only, one_only (1 or 0) or binary (the sign). The loss divides by 10, so that
-    one_only weighs images by 0.6 or 0.5, binary by 0.6, 0.5 or 0.4."""
+    """all, positive_only, negative_only, one_only (1 or 0) or binary (the sign). The loss divides by 10, so one_only
+    weights images by 0.6 or 0.5, and binary by 0.6, 0.5 or 0.4."""
 
     def validate(self) -> None:
-        """Refuse options that the loss does not read; raises ValueError."""
+        """Reject options that the loss does not read; raises ValueError."""
         readers = {"clip": "group_preference", "moving_reference": "group_preference"}
         readers |= {"temperature": "centred_reward", "distance": "centred_reward"}
         for name, reader in readers.items():
@@ -111,7 +113,7 @@ class DiffusionNftConfig(MatchingParts, DiffusionConfig):  # type: ignore[misc] 
 
 
 class DiffusionNftRecipe(DiffusionRecipe):
-    """Matching of velocities around an old policy; see the module."""
+    """Velocity matching around an old policy; see the module docstring."""
 
     config: DiffusionNftConfig
     process: FlowMatching
@@ -129,6 +131,7 @@ class DiffusionNftRecipe(DiffusionRecipe):
             moving=settings.moving_reference,
         )
         self.old = self.parts["old"] = EMAWeights(self.policy)
+        # both averages are parts of the recipe, so that checkpoints hold them
         self.drawing = self.old
         if settings.sampling_schedule is not None:
             self.drawing = self.parts["drawing"] = EMAWeights(self.policy)
@@ -136,16 +139,17 @@ class DiffusionNftRecipe(DiffusionRecipe):
 
     @property
     def sampling_average(self) -> EMAWeights:
-        """The old policy, or with `sampling_schedule` another average."""
+        """The old policy, or a separate average with `sampling_schedule`."""
         return self.drawing
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Advantages in the configured mode, and the constants of the groups."""
+        """Advantages in the configured mode, and the group constants."""
         found = super().advantages(rollouts, accelerator, step)
         assert found.advantage is not None
         found = found.replace(advantage=ADVANTAGE_MODES[self.config.nft.advantage_mode](found.advantage))
         if not self.rule.compares:
             return found
+        # here all rows of a group are together; minibatches and micro-batches may split them later
         constants = self.rule.constants(rollouts.extras[GAIN], found)
         numbered = {f"{CONSTANT}_{number}": constant for number, constant in enumerate(constants)}
         return found.replace(extras=found.extras | numbered)
@@ -160,15 +164,16 @@ class DiffusionNftRecipe(DiffusionRecipe):
         reference = self.process.reference_velocity(self.loss_reference, minibatch, matching.noisy)
         losses = matching.decisions.scatter(rows)
         floor, coef = self.config.nft.kl_floor, self.objective.kl_coef
+        # up to 1 for the best images: the coefficient itself is applied in `matching.loss`
         weight = None if floor is None else reference_weight(minibatch.advantage, floor, coef)
         output = matching.loss(losses, minibatch, denominators, reference, coef, weight)
         kl_old = mean_metric(matching.distance(old).detach(), minibatch.loss_mask)
         return LossOutput(output.loss, output.metrics | {"policy/kl_old": kl_old})
 
     def matching(self, policy: nn.Module, rollouts: Rollouts) -> tuple[Matching, Tensor]:
-        """Velocities of the policy and (M, C, H, W) of the old one on the noisy versions of some rows."""
+        """Velocities of the policy and of the old policy (M, C, H, W) on the noisy versions of some rows."""
         versions = self.process.noisy(rollouts)
-        with torch.no_grad(), self.old.applied():  # before the policy's own pass, whose graph must not see a swap
+        with torch.no_grad(), self.old.applied():  # before the policy's own pass: its graph must not see a swap
             old = self.process.velocity(self.policy, rollouts, versions.rows)
         return self.process.evaluate(policy, rollouts, versions), old
 
@@ -179,7 +184,7 @@ class DiffusionNftRecipe(DiffusionRecipe):
         return f"{self.rule.formula()} + {weight} mean |v - v_ref|^2"
 
     def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
-        """Move the averages."""
+        """Update the averages."""
         super().on_step_end(step, metrics)
         settings = self.config.nft
         self.old.update(nft_old_decay(step.number, settings.old_schedule))
@@ -188,7 +193,7 @@ class DiffusionNftRecipe(DiffusionRecipe):
 
 
 class GroupGains(LossTerm):
-    """Scores that the loss compares groups by, from the policy that the update starts from."""
+    """Values by which the loss compares groups, from the policy at the start of the update."""
 
     name = "group_gains"
     gradient = "never"
@@ -216,4 +221,4 @@ ADVANTAGE_MODES: dict[str, Callable[[Tensor], Tensor]] = {
     "one_only": lambda advantage: (advantage > 0).to(advantage.dtype),
     "binary": lambda advantage: advantage.sign(),
 }
-"""Choice of the advantages that are used, from (B, T) to (B, T)."""
+"""Which advantages are used, as functions from (B, T) to (B, T)."""

@@ -1,18 +1,18 @@
 """ORW-CFM-W2, online reward-weighted flow matching (Fan et al., ICLR 2025; public code markerthu/orw-cfm).
 
-Images drawn with `last_policy` are matched again, each weighted by its reward, and a bound on the Wasserstein distance
-to the start model keeps the policy from collapsing onto the best image:
+Images drawn with `last_policy` are matched again with weights that depend on their rewards. A bound on the Wasserstein
+distance to the start model keeps the policy from collapsing onto the best image:
 
     L = mean w |v - (noise - x_0)|^2 + alpha mean |v - v_ref|^2,    w = exp(tau R).
 
-W_2^2(p, p_ref) is at most e^{2L} times the integral of E |v - v_ref|^2 over time for L-Lipschitz velocities, which is
-what the second term bounds. The paper's time runs from noise to image; here it runs from image to noise.
+For L-Lipschitz velocities, W_2^2(p, p_ref) is at most e^{2L} times the integral of E |v - v_ref|^2 over time, which the
+second term bounds. The paper's time runs from noise to image; here it runs from image to noise.
 
-Faithful defaults: tau 0.5, alpha 1, raw rewards, no normalisation; `last_policy` is refreshed every `refresh_every`
-steps (10 000 in the public CIFAR script, 1 here). With tau times the range of R far below 1 all weights are nearly
-equal and the model mostly distils itself: `normalize_weights` divides by the mean weight, `center` subtracts each
-prompt's mean reward. The public code couples noise and images by optimal transport within a minibatch for CIFAR; here
-they are independent, as for its Stable Diffusion 3.
+The defaults follow the paper: tau 0.5, alpha 1, raw rewards, no normalisation; `last_policy` is refreshed every
+`refresh_every` steps (10 000 in the public CIFAR script, 1 here). If tau times the range of R is far below 1, all
+weights are nearly equal and the model mostly distils itself. For this case, `normalize_weights` divides by the mean
+weight and `center` subtracts the mean reward of each prompt. For CIFAR, the public code couples noise and images by
+optimal transport within a minibatch; here they are independent, as in its Stable Diffusion 3 code.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class OrwSettings:
     """Weights of the images and of the distance to the start model."""
 
     weighting: str = choice("exp", lambda: WEIGHTS)
-    """exp: exp(tau A); linear: 1 + A, at least 0; indicator: 1 where A > 0; advantage: A itself, of either sign."""
+    """exp: exp(tau A); linear: 1 + A, at least 0; indicator: 1 if A > 0, else 0; advantage: A itself."""
     tau: float = 0.5
     """Inverse temperature of `exp`."""
     normalize_weights: bool = False
-    """Divide the weights by their mean over the step (of their absolute values)."""
+    """Divide the weights by the mean of their absolute values over the step."""
     center: bool = False
-    """Subtract from each reward the mean of its prompt."""
+    """Subtract the mean reward of the prompt from each reward."""
     refresh_every: int = rare(bounded(1, at_least=1))
-    """Steps between refreshes of the policy that draws images."""
+    """Steps between refreshes of the sampling policy."""
 
 
 @dataclass
@@ -75,18 +75,18 @@ class OrwConfig(MatchingParts, DiffusionConfig):  # type: ignore[misc]  # the tr
 
 
 class OrwRecipe(DiffusionRecipe):
-    """Reward-weighted matching of the policy's own images; see the module. AC-Flow extends it with a critic."""
+    """Reward-weighted matching of the policy's own images; see the module docstring. AC-Flow adds a critic."""
 
     config: Any
     process: FlowMatching
     own_loss = "orw_cfm_w2"
     target = "(noise - x_0)"
-    """The velocity that is matched, for the formula."""
+    """The target velocity, for the formula."""
 
     def __init__(self, config: DiffusionConfig) -> None:
         super().__init__(config)
         self.process = FlowMatching(self.policy, self.config.sampler, self.config.timesteps)
-        refreshed = self.config.orw.refresh_every > 1
+        refreshed = self.config.orw.refresh_every > 1  # otherwise the policy itself draws, and no copy is needed
         self.last_policy = self.parts["last_policy"] = EMAWeights(self.policy, enabled=refreshed)
 
     @property
@@ -95,16 +95,16 @@ class OrwRecipe(DiffusionRecipe):
         return self.last_policy
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Weights (B, T) of the matching errors, made of the rewards, in the place of advantages."""
+        """Weights (B, T) of the matching errors, computed from the rewards and stored as advantages."""
         reward = rollouts.reward
         if self.config.orw.center:
             reward = group_center(reward, rollouts.group, rollouts.scored)
         return self.weighted(rollouts, reward.nan_to_num()[:, None].expand_as(rollouts.mask), accelerator)
 
     def weighted(self, rollouts: Rollouts, advantage: Tensor, accelerator: Accelerator) -> Rollouts:
-        """Rollouts with the weights (B, T) that advantages A (B, T) give to the matching errors, as `advantage`."""
+        """Convert advantages A (B, T) to weights (B, T) of the matching errors, stored as `advantage`."""
         settings: OrwSettings = self.config.orw
-        # exp(0) is 1, so decisions that are not trained have to be left out before the mean is taken
+        # exp(0) is 1, so untrained decisions have to be excluded before taking the mean
         weight = torch.where(rollouts.loss_mask > 0, WEIGHTS[settings.weighting](advantage, settings.tau), 0.0)
         if settings.normalize_weights:
             sums = merge_lists([numbers([weight.abs().sum(), rollouts.loss_mask.sum()])], accelerator)
@@ -140,4 +140,4 @@ WEIGHTS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "indicator": lambda advantage, tau: (advantage > 0).to(advantage.dtype),
     "advantage": lambda advantage, tau: advantage,
 }
-"""Functions that turn advantages A (B, T) and tau into weights of the matching errors (B, T)."""
+"""Weights of the matching errors (B, T) as functions of advantages A (B, T) and tau."""

@@ -20,11 +20,11 @@ from mmrl.training.recipe import LossTerm, Passes, Step, single_update
 
 
 class TrajectoryRecipe(DiffusionRecipe):
-    """Learning from stochastic denoising steps; `process` draws them."""
+    """Learning from stochastic denoising steps, which `process` draws."""
 
     process: Trajectories
     keeps_means: ClassVar[bool] = False
-    """Whether the method compares the means of the steps with those of the policy that the update starts from."""
+    """Whether the method compares the means of steps with those of the policy at the start of the update."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -35,11 +35,11 @@ class TrajectoryRecipe(DiffusionRecipe):
         self.terms = [self.old] if keep else []
 
     def draw(self, policy: DiffusionPolicy, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
-        """Draw images; a window of trained steps may move with the step of the run."""
+        """Draw images; the window of trained steps may move with the training step."""
         return self.process.draw(policy, tasks, self.config.trainer.samples_per_task, streams, step.number)
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
-        """Log-density of each step, and its divergence from the reference and from the policy before the update."""
+        """Log-density of each step, and its divergence from the reference and the policy before the update."""
         found = self.process.evaluate(policy, rollouts)
         decisions = found.steps.decisions
         kl_old = None
@@ -51,9 +51,9 @@ class TrajectoryRecipe(DiffusionRecipe):
 
 
 class OldMeans(LossTerm):
-    """Means and log-densities of the policy that the update starts from, where rounding makes the sampler's differ.
+    """Means and log-densities of the policy at the start of the update, if rounding makes the sampler's differ.
 
-    A single update has them itself.
+    A single update has them anyway.
     """
 
     name = "old_means"
@@ -64,12 +64,13 @@ class OldMeans(LossTerm):
 
     @property
     def is_in_update(self) -> bool:
-        """Whether the policy of the loss is the one that the update starts from."""
+        """Whether the policy in the loss is still the one at the start of the update."""
         return single_update(self.recipe.config.trainer) and not self.recipe.keeps_sampled_logp
 
     def of(self, found: StepScores, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
         """Old log-densities (M,) and means (M, C, H, W) of scored steps."""
         if self.is_in_update:
+            # detached from the same pass: the ratio is exactly 1 and still has a gradient
             return found.logp.detach(), found.mean.detach()
         means = DiffusionPayload.of(rollouts).mean_old
         assert means is not None
@@ -77,11 +78,11 @@ class OldMeans(LossTerm):
         return decisions.gather(rollouts.logp_old), decisions.gather(means)
 
     def provides(self, step: Step) -> frozenset[str]:
-        """The log-densities, which belong to the means."""
+        """The log-densities, which have to come from the same pass as the means."""
         return frozenset() if self.is_in_update else frozenset({"logp_old"})
 
     def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
-        """Evaluate the sampled steps again, in the micro-batches of the update."""
+        """Evaluate the sampled steps again, in the micro-batches of the update so that both round alike."""
         if self.recipe.keeps_sampled_logp or self.is_in_update:
             return rollouts
         payload = DiffusionPayload.of(rollouts)
@@ -93,6 +94,7 @@ class OldMeans(LossTerm):
             decisions = found.steps.decisions
             sampled = DiffusionPayload.of(chunk).mean_old
             assert sampled is not None
+            # untrained steps keep the sampler's means; nothing reads them, but the table stays rectangular
             mean = sampled.flatten(0, 1).index_copy(0, decisions.index, found.mean)
             means.append(mean.view(*decisions.shape, *mean.shape[1:]))
             logps.append(decisions.scatter(found.logp))

@@ -1,4 +1,4 @@
-"""Adapters as files for other programs: in the formats of diffusers, peft and kohya-ss, which ComfyUI reads too."""
+"""Adapter files for other programs, in the formats of diffusers, peft and kohya-ss (also read by ComfyUI)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PEFT_FILE = "adapter_model.safetensors"
 
 
 def save_formatted(policy: DiffusionPolicy, folder: Path, form: str) -> None:
-    """Write the adapters of a policy in one of `FORMATS`, that of a second network into a folder of its name.
+    """Write the adapters of a policy in one of `FORMATS`; a second network gets a subfolder with its name.
 
     Raises:
         UserError: the policy has no adapter, or no program reads adapters of its family in this format.
@@ -35,12 +35,12 @@ def save_formatted(policy: DiffusionPolicy, folder: Path, form: str) -> None:
 
 
 def read_by_diffusers(policy: DiffusionPolicy, form: str) -> bool:
-    """Whether diffusers or peft read the files that `save_formatted` writes."""
+    """Whether diffusers or peft can read the files written by `save_formatted`."""
     return form != "kohya" or (policy.family.kohya is not None and policy.family.kohya.by_diffusers)
 
 
 def loading_lines(policy: DiffusionPolicy, form: str, options: str = "") -> list[str]:
-    """Python that puts the adapters of `folder` onto the pipeline that they were trained for."""
+    """Python code that loads the adapters in `folder` into the pipeline they were trained for."""
     own = hub_id_of(policy.base_path) or Path(policy.base_path).name
     lines = [f'pipeline = DiffusionPipeline.from_pretrained("{own}"{options})  # that the adapter was trained for']
     if form == "peft":
@@ -64,7 +64,7 @@ def _save_diffusers(policy: DiffusionPolicy, network: Any, name: str, folder: Pa
 
 
 def _save_peft(policy: DiffusionPolicy, network: Any, name: str, folder: Path) -> None:
-    """Alpha is in adapter_config.json."""
+    """Write peft's files; alpha is in adapter_config.json."""
     from peft import LoraConfig
     from safetensors.torch import save_file
 
@@ -78,7 +78,7 @@ def _save_peft(policy: DiffusionPolicy, network: Any, name: str, folder: Path) -
 
 
 def _save_kohya(policy: DiffusionPolicy, network: Any, name: str, folder: Path) -> None:
-    """Alpha is a tensor of each layer."""
+    """Write kohya-ss's file; each layer has its alpha as a tensor."""
     from safetensors.torch import save_file
 
     names = policy.family.kohya
@@ -99,9 +99,10 @@ def _save_kohya(policy: DiffusionPolicy, network: Any, name: str, folder: Path) 
 
 
 def kohya_layers(weights: dict[str, Tensor], scale: float, names: KohyaNames, network: Any) -> dict[str, Tensor]:
-    """An adapter of peft's names by those of kohya-ss: `lora_down`, `lora_up` and `alpha` of each layer.
+    """Rename an adapter from peft's layout to that of kohya-ss: `lora_down`, `lora_up` and `alpha` per layer.
 
-    Layers that are one in the original network are one here: their halves side by side, with zeros for the others.
+    Layers that are fused in the original network are fused here: their down halves are stacked and their up halves form
+    a block-diagonal matrix.
     """
     stems = [key.removesuffix(".lora_A.weight") for key in weights if key.endswith(".lora_A.weight")]
     found, done = {}, set()
@@ -111,19 +112,23 @@ def kohya_layers(weights: dict[str, Tensor], scale: float, names: KohyaNames, ne
         parts = _fused_with(stem, names)
         done.update(parts)
         pairs = [(weights.get(f"{part}.lora_A.weight"), weights.get(f"{part}.lora_B.weight")) for part in parts]
+        # The fused layer has the sum of the ranks. Block-diagonal up halves keep each part's output to its own rows, so
+        # the product equals the separate adapters; a part without an adapter contributes rows of zeros.
         down = torch.cat([first for first, _ in pairs if first is not None])
         widths = [network.get_submodule(part).out_features for part in parts]
         up = torch.block_diag(
             *(torch.zeros(width, 0) if half is None else half for (_, half), width in zip(pairs, widths, strict=True))
         )
         name = _kohya_name(parts[0], names)
-        found[f"{name}.lora_down.weight"], found[f"{name}.lora_up.weight"] = down, up.to(down.dtype).contiguous()
+        found[f"{name}.lora_down.weight"] = down
+        found[f"{name}.lora_up.weight"] = up.to(down.dtype).contiguous()
+        # readers scale by alpha / rank, and the rank of a fused layer is larger than the adapter's
         found[f"{name}.alpha"] = torch.tensor(scale * len(down), dtype=down.dtype)
     return found
 
 
 def _fused_with(stem: str, names: KohyaNames) -> list[str]:
-    """Names of the layers that are one with a layer, itself among them, in their order."""
+    """Names of the layers fused with a layer, including itself, in order."""
     for group in names.fused:
         for end in group:
             if f".{stem}".endswith(f".{end}"):
@@ -145,4 +150,4 @@ FORMATS: dict[str, Callable[[DiffusionPolicy, Any, str, Path], None]] = {
     "peft": _save_peft,
     "kohya": _save_kohya,
 }
-"""Writers of adapter files by the names of their formats."""
+"""Writers of adapter files by format name."""

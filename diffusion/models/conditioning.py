@@ -1,4 +1,4 @@
-"""Embeddings of prompts by a pipeline's own text encoders, made once and selected for the rows of a batch."""
+"""Prompt embeddings from a pipeline's own text encoders, computed once and selected for the rows of a batch."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ class TextEncoders:
                 raise UserError(f"{type(self.pipeline).__name__} has no {part.encoder}; it cannot embed prompts")
         self.parts = [part for part in family.text_parts if getattr(self.pipeline, part.encoder) is not None]
         for part in self.parts:
-            if part.is_clip:  # it pools at the first end token
+            if part.is_clip:  # it pools at the first end token, so one spelled out in a prompt would cut the prompt
                 getattr(self.pipeline, part.tokenizer).split_special_tokens = True
 
     def modules(self) -> dict[str, Any]:
-        """Encoders by their name in the pipeline; none after `free`."""
+        """Encoders by their names in the pipeline; empty after `free`."""
         return {} if self.freed else {part.encoder: getattr(self.pipeline, part.encoder) for part in self.parts}
 
     def to(self, device: torch.device) -> None:
-        """Move the encoders, and the autoencoder of images to be edited, before the networks."""
+        """Move the encoders, and the autoencoder for images to be edited, before the networks move."""
         for module in (*self.modules().values(), self.pipeline.vae):
             module.to(device)
 
     def check_constant(self) -> None:
-        """Refuse encoders that could still change or are random; raises UserError with the culprit's name."""
+        """Reject encoders that could still change or are random; raises UserError naming the encoder."""
         for name, encoder in self.modules().items():
             trainable = next((key for key, weight in encoder.named_parameters() if weight.requires_grad), None)
             if trainable is not None:
@@ -63,14 +63,14 @@ class TextEncoders:
                 raise UserError(f"{name} is in training mode and its dropout would be cached; call .eval() on it")
 
     def encode(self, prompt: str, image: Tensor | None = None, *, negative: bool = False) -> Text:
-        """Embed one prompt, and the image (3, h, w) in -1..1 that it is to edit, without gradient."""
-        with torch.no_grad(), quiet_diffusers():  # which would warn of every prompt that CLIP cuts
+        """Embed one prompt, with the image (3, h, w) in -1..1 that it edits, without gradient."""
+        with torch.no_grad(), quiet_diffusers():  # diffusers would warn about every prompt that CLIP truncates
             if image is None:
                 return self.family.encode(prompt, negative=negative)
             return self.family.encode_edit(prompt, image, negative=negative)
 
     def cuts(self, prompt: str) -> list[Cut]:
-        """Find the ends of a prompt that diffusers would drop with only a warning."""
+        """Find the ends of a prompt that diffusers would truncate with just a warning."""
         found = []
         for part in self.parts:
             tokenizer = getattr(self.pipeline, part.tokenizer)
@@ -82,14 +82,15 @@ class TextEncoders:
         return found
 
     def lost(self, prompt: str) -> list[Cut]:
-        """Find the ends of a prompt that no encoder reads; a T5 encoder reads what is too long for CLIP."""
+        """Find the ends of a prompt that no encoder reads; T5 reads prompts that are too long for CLIP."""
         found = self.cuts(prompt)
         whole = {part.tokenizer for part in self.parts if not part.is_clip} - {cut.tokenizer for cut in found}
         return [] if whole else found
 
     def free(self) -> int:
-        """Take the encoders out of the pipeline; returns their bytes, free unless something else holds them."""
+        """Remove the encoders from the pipeline; returns their bytes, freed unless they are referenced elsewhere."""
         modules = self.modules()
+        # by identity: encoders may share tensors, which count once
         tensors = {id(t): t.nbytes for module in modules.values() for t in (*module.parameters(), *module.buffers())}
         for name in modules:
             setattr(self.pipeline, name, None)
@@ -102,13 +103,13 @@ class TextEncoders:
 
 
 def shortened(prompt: str) -> str:
-    """A prompt for an error message."""
+    """Shorten a prompt for an error message."""
     return f"prompt {prompt[:SHOWN_CHARACTERS]!r}" + ("..." if len(prompt) > SHOWN_CHARACTERS else "")
 
 
 @dataclass(frozen=True)
 class TextRows:
-    """Embeddings of U distinct prompts and which of them each of B rows takes; read only, the cache holds the same."""
+    """Embeddings of U distinct prompts, and the prompt of each of B rows; read-only, as the cache shares them."""
 
     values: Text
     """Entries (U, ...) by name."""
@@ -124,7 +125,7 @@ class TextRows:
         return self.values["tokens"]
 
     def select(self, rows: Tensor | slice) -> TextRows:
-        """Other rows of the same prompts; the embeddings are shared.
+        """Select rows; the embeddings are shared.
 
         Args:
             rows: (B',) int64 on the CPU, or a slice.
@@ -135,19 +136,19 @@ class TextRows:
         return TextRows(self.values, self.index[rows])
 
     def followed_by(self, other: TextRows) -> TextRows:
-        """These rows and then those of another object.
+        """Append the rows of another object.
 
         Args:
-            other: rows of the same family; where one has longer prompts than the other, masked entries are padded.
+            other: rows of the same family; masked entries are padded if their prompts differ in length.
 
         Returns:
-            Both, over U + U' prompts.
+            All rows, over U + U' prompts.
         """
         joined = {name: _joined(name, self.values, other.values) for name in self.values}
         return TextRows(joined, torch.cat([self.index, other.index + len(self.tokens)]))
 
-    def beside(self, other: TextRows) -> TextRows:
-        """This one prompt for each of the rows of another object, with their images to be edited."""
+    def for_rows_of(self, other: TextRows) -> TextRows:
+        """Repeat this single prompt for each row of another object, together with that row's image to be edited."""
         if REFERENCE not in other.values:
             return self.select(torch.zeros(len(other), dtype=torch.int64))
         count = len(other.values[REFERENCE])
@@ -155,11 +156,11 @@ class TextRows:
         return TextRows(values | {REFERENCE: other.values[REFERENCE]}, other.index)
 
     def expanded(self) -> Text:
-        """One embedding for each row.
+        """One embedding per row.
 
         Returns:
-            Entries (B, ...). Where all rows have one prompt, or each prompt has one row in order, they are views and
-            cost no memory; rows of several prompts are no strides over one tensor and are gathered.
+            Entries (B, ...). They are views without extra memory if all rows share one prompt or each prompt has one
+            row in order; otherwise they are gathered.
         """
         return {name: self._for_rows(value) for name, value in self.values.items()}
 
@@ -181,7 +182,7 @@ def _joined(name: str, one: Text, other: Text) -> Tensor:
 
 
 class _Key(NamedTuple):
-    """One prompt as a positive or a negative one, or with an image to be edited."""
+    """Cache key: a prompt as positive or negative, with or without an image to be edited."""
 
     prompt: str
     negative: bool = False
@@ -190,20 +191,20 @@ class _Key(NamedTuple):
 
 
 class PromptEmbeddings:
-    """Embeddings of a pipeline's frozen text encoders, made once per distinct prompt by its own `encode_prompt`.
+    """Embeddings of a pipeline's frozen text encoders, computed once per distinct prompt by its own `encode_prompt`.
 
-    Prompts are encoded one at a time, so that an embedding does not depend, not even in its last bit, on the prompts
-    that were asked for with it. Rows carry no gradient. The least recently used embeddings leave memory first, into
-    files where there is a folder; `close` deletes these.
+    Prompts are encoded one at a time, so an embedding does not depend on the other prompts of a call, not even in its
+    last bit. Rows carry no gradient. The least recently used embeddings are evicted first, to files if there is a
+    folder; `close` deletes the files.
 
     Args:
-        family: of a pipeline with frozen text encoders in evaluation mode.
-        max_bytes: embeddings kept in memory; the newest always stays.
-        folder: where embeddings go that leave memory; None = they are made again.
-        size: height and width in pixels that images to be edited are fitted to.
+        family: family of a pipeline with frozen text encoders in evaluation mode.
+        max_bytes: memory limit; the newest embedding is always kept.
+        folder: where evicted embeddings are written; None means they are computed again.
+        size: height and width in pixels of images to be edited.
 
     Raises:
-        UserError: a missing text encoder, or text encoders that could still change.
+        UserError: a text encoder is missing or could still change.
     """
 
     def __init__(
@@ -229,10 +230,10 @@ class PromptEmbeddings:
         self._filed: dict[_Key, Path] = {}
 
     def pad_to(self, prompts: Iterable[str], negatives: Iterable[str] = ("",)) -> None:
-        """Give all later rows one length, that of the longest of these prompts.
+        """Pad all later rows to the length of the longest of these prompts.
 
-        In low precision the padding is part of a policy: the same prompt beside longer ones is rounded differently.
-        Only families with masked text need it, and only their tokenizers are asked.
+        In low precision, padding affects the result: batched with longer prompts, the same prompt is rounded
+        differently. Only families with masked text need this, and only their tokenizers are called.
         """
         if not self.family.ragged:
             return
@@ -250,20 +251,20 @@ class PromptEmbeddings:
         negative: bool = False,
         images: Sequence[ReferenceImage | None] | None = None,
     ) -> TextRows:
-        """Embeddings of prompts, of each distinct one once.
+        """Embeddings of prompts; each distinct prompt is embedded once.
 
         Args:
-            prompts: prompts, at least one, repeated ones allowed.
-            samples: consecutive rows of each prompt, the group size.
-            allow_empty: whether a prompt may be empty, as it is without a caption.
-            negative: whether they are negative prompts, which some families embed otherwise.
-            images: image that each prompt is to edit, all or none.
+            prompts: at least one prompt; repetitions are allowed.
+            samples: consecutive rows per prompt (the group size).
+            allow_empty: whether a prompt may be empty, i.e. without a caption.
+            negative: whether these are negative prompts, which some families embed differently.
+            images: image to be edited by each prompt, for all prompts or none.
 
         Returns:
             len(prompts) * samples rows.
 
         Raises:
-            UserError: a prompt is empty, too long for a tokenizer or not to be had after `free_encoders`; the encoders
+            UserError: a prompt is empty, too long for a tokenizer or unavailable after `free_encoders`; or the encoders
                 have become trainable.
         """
         if not prompts:
@@ -272,6 +273,7 @@ class PromptEmbeddings:
             if not isinstance(prompt, str) or not (prompt.strip() or allow_empty):
                 raise UserError(f"prompt {number} of {len(prompts)} is empty: {prompt!r}")
         self.encoders.check_constant()
+        # most families embed both kinds alike; then a prompt has one cache entry for both
         side = negative and self.family.negative_differs
         given = [None] * len(prompts) if images is None else images
         keys = [
@@ -283,7 +285,7 @@ class PromptEmbeddings:
         found = [self._embedding(key, sources[key]) for key in numbers]
         index = torch.tensor([numbers[key] for key in keys]).repeat_interleave(samples)
         network = getattr(self.family.pipeline, self.family.networks[0])
-        device = torch.device("cpu") if network is None else network.device  # there are pipelines of encoders alone
+        device = torch.device("cpu") if network is None else network.device  # some pipelines only have encoders
         collated = self.family.collate(found, self._lengths)
         return TextRows({name: to_device(value, device) for name, value in collated.items()}, index)
 
@@ -292,15 +294,15 @@ class PromptEmbeddings:
         return self.rows([prompt], rows, allow_empty=True, negative=True)
 
     def free_encoders(self) -> int:
-        """Take the text encoders out of the pipeline, so that they leave memory.
+        """Remove the text encoders from the pipeline to free memory.
 
-        Afterwards only prompts in memory can be had, and the pipeline is saved without text encoders.
+        Afterwards only cached prompts are available, and the pipeline is saved without text encoders.
 
         Returns:
-            Bytes of weights that the pipeline no longer holds.
+            Bytes of weights removed from the pipeline.
 
         Raises:
-            UserError: embeddings were evicted and could not be made again.
+            UserError: some embeddings were evicted and could not be computed again.
         """
         if self._evicted:
             raise UserError(
@@ -343,10 +345,11 @@ class PromptEmbeddings:
             )
         self.encoded += 1
         embedding = self.encoders.encode(prompt, self._pixels(image), negative=key.negative)
+        # held on the CPU: many prompts must not fill the memory of the accelerator
         return dict(zip(embedding, to_host(list(embedding.values())), strict=True))
 
     def _pixels(self, image: ReferenceImage | None) -> Tensor | None:
-        """An image (3, h, w) in -1..1 of the size of the run, as the autoencoder takes it."""
+        """The image (3, h, w) in -1..1 at the size of the run, as the autoencoder expects it."""
         if image is None:
             return None
         if not self.family.takes_image:
@@ -362,13 +365,13 @@ class PromptEmbeddings:
         while len(self._held) > 1 and sum(map(_bytes, self._held.values())) > self.max_bytes:
             oldest, leaving = self._held.popitem(last=False)
             if self._folder is None:
-                self._evicted.add(oldest)
+                self._evicted.add(oldest)  # lost for good once the encoders are freed; `free_encoders` checks this
             elif oldest not in self._filed:
                 self._filed[oldest] = _write(leaving, Path(self._folder.name) / f"{len(self._filed)}.safetensors")
 
 
 def _temporary(folder: Path | str) -> tempfile.TemporaryDirectory[str]:
-    """A folder of this process inside another one, which is created with its parents."""
+    """A subfolder for this process; the parent folders are created."""
     place = expanded(folder)
     try:
         place.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Moving averages of the trained weights, with the decays of the published methods.
+"""Moving averages of the trained weights, with the decay schedules of the published methods.
 
-Three different ones are in use: the average that is evaluated and saved (`eval_ema_decay`), the anchor of AWM's KL term
-(`kl_ema_decay`) and the policy that DiffusionNFT samples from (`nft_old_decay`).
+There are three: the average used for evaluation and saving (`eval_ema_decay`), the anchor of AWM's KL term
+(`kl_ema_decay`) and the policy from which DiffusionNFT samples (`nft_old_decay`).
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ from mmrl.training.sharding import exact_weights
 
 
 class EMAWeights:
-    """A second set of values for the parameters that are trained; all other weights are shared with the policy.
+    """A moving average of the trained parameters; all other weights are shared with the policy.
 
-    The values start as a copy and are float32 whatever the parameters are, so that small steps of the average are not
-    rounded away.
+    The average starts as a copy. It is always float32, so small updates are not rounded away.
 
     Args:
-        policy: the policy; the parameters that require a gradient now are the ones that are followed.
-        enabled: without it there is no average: `applied` leaves the policy as it is, and nothing is saved.
+        policy: the policy; parameters that currently require a gradient are averaged.
+        enabled: if False, there is no average: `applied` does nothing, and nothing is saved.
 
     Raises:
-        UserError: nothing of the policy is trained.
+        UserError: the policy has no trainable parameters.
     """
 
     def __init__(self, policy: nn.Module, *, enabled: bool = True) -> None:
@@ -53,15 +52,16 @@ class EMAWeights:
         """Move the average towards the policy: average <- decay * average + (1 - decay) * policy.
 
         Args:
-            decay: share of the OLD average that is kept, 0..1; 0 copies the policy bit for bit.
+            decay: weight of the OLD average, 0..1; 0 copies the policy bit for bit.
 
         Raises:
-            RuntimeError: the average is in the policy's place, see `applied`.
+            RuntimeError: the average is currently applied to the policy, see `applied`.
         """
         self._check_apart()
         for name, weight in exact_weights(self._policy, list(self._values)):
             current = weight.float()
             if decay == 0.0:
+
                 self._values[name] = current.clone()
             else:
                 self._values[name] = to_device(self._values[name], current.device).lerp_(current, 1.0 - decay)
@@ -72,17 +72,17 @@ class EMAWeights:
 
     @contextlib.contextmanager
     def applied(self, policy: nn.Module | None = None) -> Iterator[None]:
-        """Replace the policy's weights by the average; they are restored afterwards, also after an exception.
+        """Replace the policy's weights with the average and restore them afterwards, even after an exception.
 
-        It is restored bit for bit. What is written into the parameters meanwhile is lost.
+        The weights are restored bit for bit. Changes made to the parameters in the meantime are lost.
 
         Args:
-            policy: the module whose parameters are replaced, by name; None is the policy that is averaged.
+            policy: the module whose parameters are replaced, by name; None for the averaged policy itself.
 
         Raises:
-            RuntimeError: the average is already in the policy's place.
+            RuntimeError: the average is already applied.
 
-        Gradient: the exchange is no part of any graph; a graph from before it can no longer be walked back.
+        Gradient: the exchange is not part of any graph; earlier graphs cannot be used for a backward pass any more.
         """
         self._check_apart()
         parameters = dict((self._policy if policy is None else policy).named_parameters())
@@ -97,18 +97,18 @@ class EMAWeights:
             self._applied = False
 
     def state_dict(self) -> dict[str, Tensor] | None:
-        """A copy of the values by parameter name, float32; None where the average is not enabled."""
+        """A float32 copy of the average by parameter name; None if it is not enabled."""
         return {name: value.clone() for name, value in self._values.items()} or None
 
     def load_state_dict(self, state: Mapping[str, Tensor] | None) -> None:
-        """Restore `state_dict`; an average that a checkpoint does not hold starts from the policy.
+        """Restore `state_dict`; if the checkpoint has no average, it starts from the policy.
 
         Args:
             state: values by parameter name.
 
         Raises:
-            UserError: they belong to other parameters.
-            RuntimeError: the average is in the policy's place.
+            UserError: the values belong to other parameters.
+            RuntimeError: the average is currently applied.
         """
         self._check_apart()
         if state is None or not self._values:
@@ -131,11 +131,11 @@ class EMAWeights:
 def _write(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
     for name, parameter in parameters.items():
         parameter.copy_(values[name], non_blocking=values[name].device.type == "cpu")
-    torch.clear_autocast_cache()  # it holds copies of the weights, and does not see that they have changed
+    torch.clear_autocast_cache()  # it caches copies of the weights and does not notice that they changed
 
 
 def eval_ema_decay(step: int, decay: float = 0.9999) -> float:
-    """Decay of the average that is evaluated and saved: min((1 + s) / (10 + s), d).
+    """Decay of the average used for evaluation and saving: min((1 + s) / (10 + s), d).
 
     Source: yifan123/flow_grpo flow_grpo/ema.py, scxue/advantage_weighted_matching.
     """
@@ -151,7 +151,7 @@ def kl_ema_decay(step: int, limit: float = 0.3, slope: float = 0.001) -> float:
 
 
 def nft_old_decay(step: int, kind: int) -> float:
-    """Decay of the policy that DiffusionNFT samples from after `step` steps; `kind` is a row of `NFT_SCHEDULES`.
+    """Decay of DiffusionNFT's sampling policy after `step` steps; `kind` is a row of `NFT_SCHEDULES`.
 
     Source: NVlabs/DiffusionNFT (decay types of the adapter `old`); X-GenGroup/Flow-Factory, trainers CRD and DGPO.
     """
@@ -166,34 +166,34 @@ NFT_SCHEDULES = {
     3: (0, 0.25, 0.005, 0.999),
     4: (0, 0.0, 0.001, 0.3),
 }
-"""Decay types: for a number of steps a first value, which then grows by a slope a step up to a limit."""
+"""Decay types (steps, value, slope, limit): constant for some steps, then growing by slope per step to the limit."""
 
 
 FOLDER = "eval_ema"
-"""Folder of a checkpoint that holds the averaged policy."""
+"""Subfolder of a checkpoint with the averaged policy."""
 
 
 @dataclass
 class EvalEmaConfig:
-    """A moving average of the weights for evaluation and use; sampling and KL terms do not see it."""
+    """A moving average of the weights for evaluation and export; sampling and KL terms do not use it."""
 
     decay: float = bounded(0.0, at_least=0, below=1)
-    """Share of the old average that is kept at most, min((1 + s) / (10 + s), decay); 0 = no average."""
+    """Maximum weight of the old average, which is min((1 + s) / (10 + s), decay) at step s; 0 = no average."""
 
 
 class EvalAverage(EMAWeights):
-    """The average of a policy's trained weights; a decay of 0 evaluates the policy itself."""
+    """The average of a policy's trained weights for evaluation; with decay 0, the policy itself is evaluated."""
 
     def __init__(self, policy: nn.Module, config: EvalEmaConfig) -> None:
         super().__init__(policy, enabled=config.decay > 0)
         self._decay = config.decay
 
     def on_step_end(self, step: int) -> None:
-        """Move the average after a step, counted from 1."""
+        """Update the average after a step, counted from 1."""
         self.update(eval_ema_decay(step, self._decay))
 
     def save(self, checkpoint: Path) -> None:
-        """Write the averaged policy into a checkpoint, as its `eval_ema`."""
+        """Write the averaged policy to the `eval_ema` folder of a checkpoint."""
         if len(self):
             policy: Any = self._policy
             with self.applied():
@@ -201,20 +201,20 @@ class EvalAverage(EMAWeights):
 
     @staticmethod
     def folder_of(checkpoint: Path) -> Path:
-        """The weights of a checkpoint that were evaluated: the average where there is one, else the model."""
+        """The folder of a checkpoint's evaluated weights: the average if there is one, otherwise the model."""
         averaged = checkpoint / FOLDER
         return averaged if averaged.is_dir() else checkpoint / "model"
 
 
 class KeepsEvalAverage:
-    """Moves and saves the evaluation average of a recipe's policy."""
+    """Updates and saves the evaluation average of a recipe's policy."""
 
     eval_ema: EvalAverage
 
     def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
-        """Move the evaluation average."""
+        """Update the evaluation average."""
         self.eval_ema.on_step_end(step.number + 1)
 
     def save_parts(self, folder: Path) -> None:
-        """Write the evaluation average beside the policy, as `eval_ema`."""
+        """Write the evaluation average next to the policy, as `eval_ema`."""
         self.eval_ema.save(folder)

@@ -1,4 +1,4 @@
-"""Pipelines of diffusers: loading them with all checks, decoding latents to images and encoding images to latents.
+"""Diffusers pipelines: loading with all checks, decoding latents to images, and encoding images to latents.
 
 Shapes: B rows (images or videos), C latent channels, H x W latent pixels, F x h x w frames and pixels; the latents of a
 video are (B, C, T, H, W).
@@ -30,9 +30,9 @@ from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
 INDEX_FILE = "model_index.json"
 LIBRARIES = ("diffusers", "transformers")
-"""Libraries whose classes a pipeline may name."""
+"""Libraries whose classes may appear in a pipeline's index."""
 OWN_CLASSES = "diffusion."
-"""Start of the modules of this package whose classes a pipeline may name."""
+"""Prefix of the modules of this package whose classes may appear there too."""
 
 
 class DecodedImages(NamedTuple):
@@ -41,7 +41,7 @@ class DecodedImages(NamedTuple):
     pixels: NDArray[np.uint8]
     """RGB (B, h, w, 3), or (B, K, h, w, 3) of videos; black where `finite` is False."""
     finite: NDArray[np.bool_]
-    """(B,) whether latents and decoded pixels are numbers. A black row that is not finite is no image of a policy."""
+    """(B,) bool, whether latents and decoded pixels are finite. A black row that is not finite is not an image."""
 
 
 def load_pipeline(
@@ -50,20 +50,20 @@ def load_pipeline(
     device: torch.device | str = "cpu",
     family: str | None = None,
 ) -> Any:
-    """Load a pipeline with all its parts frozen, in evaluation mode and without progress bars.
+    """Load a pipeline with all parts frozen, in evaluation mode and without progress bars.
 
     Args:
         path_or_id: pipeline folder, or a hub id such as stabilityai/stable-diffusion-3.5-medium.
         dtype: precision of all parts.
-        device: where they go.
-        family: `module:Class` of the user's own family; None = one of the suite's.
+        device: device of all parts.
+        family: `module:Class` of a custom family; None for a built-in one.
 
     Returns:
-        The pipeline, of the class that its model_index.json names.
+        The pipeline, an instance of the class given in its model_index.json.
 
     Raises:
-        UserError: no such folder or hub id, a pipeline without a family, a scheduler whose times the family does not
-            know, or a part that is missing or damaged.
+        UserError: the folder or hub id does not exist, the pipeline has no family, the family does not support its
+            scheduler, or a part is missing or damaged.
     """
     ensure_torchvision()
     where, folder = _resolve(path_or_id)
@@ -93,10 +93,10 @@ def load_pipeline(
 
 
 def outlined_pipeline(path_or_id: Path | str, family: str | None = None) -> Any:
-    """A pipeline by its configuration alone; its weights are on the default device and mean nothing.
+    """Build a pipeline from its configuration only; its weights are uninitialised and on the default device.
 
     Raises:
-        UserError: no such folder or hub id, a pipeline without a family, or a part whose configuration is damaged.
+        UserError: the folder or hub id does not exist, the pipeline has no family, or a configuration is damaged.
     """
     import diffusers
 
@@ -117,7 +117,7 @@ def outlined_pipeline(path_or_id: Path | str, family: str | None = None) -> Any:
 
 
 def _outlined(where: str, name: str, library: str, kind: str) -> Any:
-    """A part of a pipeline, without values if it has weights."""
+    """A part of a pipeline; its weights, if any, have no values."""
     own: Any = getattr(importlib.import_module(library), kind)
     if not issubclass(own, torch.nn.Module):
         return own.from_pretrained(where, subfolder=name)
@@ -127,19 +127,19 @@ def _outlined(where: str, name: str, library: str, kind: str) -> Any:
 
 
 def decode_latents(family: Family, latents: Tensor, batch: int = 8, frames: int = 0) -> DecodedImages:
-    """Decode latents to images or videos, some at a time.
+    """Decode latents to images or videos in small batches.
 
     Args:
         family: the family whose autoencoder decodes.
-        latents: (B, C, H, W) or (B, C, T, H, W), as the network works on them.
-        batch: images decoded together, videos one at a time; it limits memory and changes nothing else.
-        frames: frames of a video that are kept, evenly spaced from the first to the last; 0 = all.
+        latents: (B, C, H, W) or (B, C, T, H, W), in the network's normalisation.
+        batch: images decoded at once (videos one at a time); only affects memory.
+        frames: frames of a video to keep, evenly spaced from the first to the last; 0 = all.
 
     Returns:
-        The images and which of them are numbers.
+        The images and which of them are finite.
 
     Raises:
-        ValueError: latents of another number of dimensions or channels.
+        ValueError: wrong number of dimensions or channels.
 
     Gradient: none.
     """
@@ -150,6 +150,7 @@ def decode_latents(family: Family, latents: Tensor, batch: int = 8, frames: int 
     with torch.no_grad():
         for part in latents.split(1 if family.video else batch):
             images = family.decode(part)
+            # both are checked, since either can be finite while the other is not
             whole = images.isfinite().flatten(1).all(1) & part.to(images.device).isfinite().flatten(1).all(1)
             shown = images.clamp(0, 1).where(whole.reshape(-1, *[1] * (images.ndim - 1)), images.new_zeros(()))
             if family.video and 0 < frames < shown.shape[1]:
@@ -162,21 +163,20 @@ def decode_latents(family: Family, latents: Tensor, batch: int = 8, frames: int 
 def encode_images(
     family: Family, images: NDArray[np.uint8], generator: torch.Generator | None = None, batch: int = 8
 ) -> Tensor:
-    """Encode images or videos to latents, some at a time.
+    """Encode images or videos to latents in small batches.
 
     Args:
         family: the family whose autoencoder encodes.
-        images: RGB uint8 (B, h, w, 3), of videos (B, F, h, w, 3), of sizes that the autoencoder takes.
-        generator: source of a sample of the autoencoder's Gaussian; None takes its mode. The draws do not depend on
-            `batch`.
-        batch: images encoded together, videos one at a time.
+        images: RGB uint8 (B, h, w, 3), or (B, F, h, w, 3) for videos, in a size supported by the autoencoder.
+        generator: for sampling from the autoencoder's Gaussian, independent of `batch`; None takes its mode.
+        batch: images encoded at once (videos one at a time).
 
     Returns:
-        Latents (B, C, H, W) or (B, C, T, H, W) float32 on the autoencoder's device, as the network works on them.
+        Latents (B, C, H, W) or (B, C, T, H, W) float32 on the autoencoder's device, in the network's normalisation.
 
     Raises:
-        UserError: images for a family of videos, or the other way round.
-        ValueError: images of another shape or dtype.
+        UserError: images for a video family, or videos for an image family.
+        ValueError: wrong shape or dtype.
 
     Gradient: none.
     """
@@ -191,13 +191,14 @@ def encode_images(
             deviations.append(deviation)
         encoded = torch.cat(means)
         if generator is not None:
+            # drawn for all images at once, after the loop, so that `batch` does not change the noise
             noise = torch.randn(encoded.shape, generator=generator, device=generator.device).to(encoded.device)
             encoded = encoded + torch.cat(deviations) * noise
         return family.normalise(encoded)
 
 
 def _check_given(family: Family, images: NDArray[np.uint8]) -> None:
-    """Refuse images that the family's autoencoder does not take."""
+    """Reject images that the family's autoencoder does not support."""
     if images.ndim in (4, 5) and (images.ndim == 5) != family.video:
         drawn, given = ("videos", "images (B, h, w, 3)") if family.video else ("images", "videos (B, F, h, w, 3)")
         raise UserError(
@@ -252,7 +253,7 @@ def _read_index(where: str, folder: Path | None) -> dict[str, Any]:
 
 
 def _check_part(name: str, part: list[Any], place: str) -> None:
-    """Refuse classes that could be code of the folder itself, before diffusers looks for them."""
+    """Reject classes that could be code in the folder itself, before diffusers looks for them."""
     if len(part) != 2 or not all(entry is None or isinstance(entry, str) for entry in part):
         raise UserError(f"{place}: {name} is {part!r:.80}; expected the names of a library and a class")
     library, kind = part
@@ -263,13 +264,13 @@ def _check_part(name: str, part: list[Any], place: str) -> None:
         )
     if kind is not None and re.match("Auto(?!encoder)", kind):
         raise UserError(
-            f"{place}: {name} is {kind!r:.80}, which may stand for code in the folder, and that is never run; "
+            f"{place}: {name} is {kind!r:.80}, which may refer to code in the folder, and that is never run; "
             "name the class itself"
         )
 
 
 def _absent_parts(index: dict[str, Any], family: type[Family], where: str, folder: Path | None) -> list[str]:
-    """Parts that the index leaves out; diffusers needs each of them named."""
+    """Parts missing from the index; diffusers needs each of them passed as None."""
     import diffusers
 
     arguments = list(inspect.signature(getattr(diffusers, family.pipeline_class).__init__).parameters)[1:]
@@ -292,7 +293,7 @@ def _from_pretrained(where: str, index: dict[str, Any], dtype: torch.dtype, abse
     try:
         for part in index.values():
             if isinstance(part, list) and str(part[0]).startswith(OWN_CLASSES):
-                importlib.import_module(part[0])  # diffusers finds classes of other packages only once imported
+                importlib.import_module(part[0])  # diffusers only finds classes of other packages if already imported
         with quiet_transformers(), quiet_diffusers():
             return getattr(diffusers, index["_class_name"]).from_pretrained(where, torch_dtype=dtype, **missing)
     except Exception as error:  # damaged files, missing packages and memory each raise their own kinds
@@ -301,7 +302,7 @@ def _from_pretrained(where: str, index: dict[str, Any], dtype: torch.dtype, abse
 
 @contextlib.contextmanager
 def quiet_diffusers() -> Iterator[None]:
-    """Switch off the progress bars and warnings of loading and saving; this module makes those checks."""
+    """Turn off progress bars and warnings while loading and saving; this module does the checks itself."""
     from diffusers.utils import logging
 
     shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -309,7 +310,7 @@ def quiet_diffusers() -> Iterator[None]:
     logging.set_verbosity_error()
     try:
         with warnings.catch_warnings():
-            # the oldest release that is supported knows only the older name
+            # the oldest supported release only knows the old name of the argument
             warnings.filterwarnings("ignore", message=".*torch_dtype.*", category=FutureWarning)
             yield
     finally:
@@ -319,7 +320,7 @@ def quiet_diffusers() -> Iterator[None]:
 
 
 def _check_complete(name: str, part: torch.nn.Module, where: str) -> None:
-    # diffusers leaves weights that its files lack on the meta device and only logs it
+    # diffusers leaves missing weights on the meta device and only logs a warning
     lacking = [key for key, weight in part.state_dict().items() if weight.is_meta]
     if lacking:
         raise UserError(f"the files of {name} in {where} lack {len(lacking)} tensors, such as {lacking[0]}")
@@ -330,4 +331,4 @@ SCHEDULER_OPTIONS = {
     "invert_sigmas": "so its times run from image to noise",
     "stochastic_sampling": "so its steps are neither the Euler step nor one whose log-probability is known here",
 }
-"""Options that change the scheduler's steps, and how."""
+"""Unsupported scheduler options, and what they change."""

@@ -1,4 +1,4 @@
-"""A pipeline as a policy: its options, adapters, forward pass, saving and loading."""
+"""A diffusers pipeline as a policy: options, adapters, forward pass, saving and loading."""
 
 from __future__ import annotations
 
@@ -49,28 +49,28 @@ LOGGER = logging.getLogger("mmrl")
 
 @dataclass
 class LoraSettings:
-    """Low-rank adapters in place of full fine-tuning; rank, alpha and targets are those of Flow-GRPO and AWM."""
+    """Low-rank adapters instead of full fine-tuning; rank, alpha and targets as in Flow-GRPO and AWM."""
 
     enabled: bool = True
     """Train adapters and freeze the transformer's own weights."""
     rank: int = bounded(32, at_least=1)
-    """Width of the adapters."""
+    """Rank of the adapters."""
     alpha: int = bounded(64, at_least=1)
     """The adapters' output is scaled by alpha / rank."""
     dropout: float = rare(bounded(0.0, at_least=0, below=1))
     """Dropout on the adapters' input while training; above 0 the ratio is not 1 before the first step."""
     targets: list[str] | None = rare(None)
-    """Linear layers that get an adapter, by the end of their name; empty: those of the family."""
+    """Linear layers to adapt, by the end of their name. Default: the family's."""
 
     def validate(self) -> None:
-        """Refuse an empty list of layers; raises UserError."""
+        """Reject an empty list of layers; raises UserError."""
         if self.targets is not None and not self.targets:
             raise UserError("model.lora.targets names no layer; leave it out for those of the family")
 
 
 @dataclass
 class ModelConfig:
-    """The pipeline that is trained, its precision and size."""
+    """The pipeline to train, its precision and size."""
 
     path: str = MISSING
     """Pipeline folder, hub id such as stabilityai/stable-diffusion-3.5-medium, folder of saved weights of either, or
@@ -80,39 +80,39 @@ class ModelConfig:
     build_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the build function."""
     family: str | None = rare(None)
-    """`module:Class` of a `diffusion.families.base.Family` for a pipeline that the suite has none for."""
+    """`module:Class` of a `diffusion.families.base.Family`, for pipelines without a built-in family."""
     family_options: dict[str, Any] = rare(field(default_factory=dict))
-    """Further options of the family, the fields of its `options_class` in `diffusion/families`."""
+    """Options of the family: the fields of its `options_class` in `diffusion/families`."""
     dtype: str = choice("float32", lambda: DTYPES)
-    """Precision of all weights but the adapters, which are float32: float32, bfloat16 or float16."""
+    """Precision of all weights except the adapters, which are float32: float32, bfloat16 or float16."""
     lora: LoraSettings = field(default_factory=LoraSettings)
-    """Adapters in place of full fine-tuning."""
+    """Adapters instead of full fine-tuning."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass: saves memory, takes about a third more time."""
     height: int | None = bounded(None, at_least=1)
-    """Image height in pixels; empty: the size that the pipeline was trained for."""
+    """Image height in pixels. Default: the size the pipeline was trained for."""
     width: int | None = bounded(None, at_least=1)
-    """Image width in pixels; empty: the size that the pipeline was trained for."""
+    """Image width in pixels. Default: the size the pipeline was trained for."""
     frames: int | None = bounded(None, at_least=1)
-    """Frames of a video; empty: the family's default. Families of images have none."""
+    """Number of frames of a video. Default: the family's. Not for image families."""
     networks: list[str] | None = rare(None)
-    """Networks that are trained where a family has several; empty: all of them."""
+    """Networks to train if the family has several. Default: all of them."""
     guidance_embedding: float = rare(bounded(3.5, at_least=0, finite=True))
-    """Guidance scale, an input of guidance-distilled FLUX transformers; others have none."""
+    """Guidance scale passed to guidance-distilled FLUX transformers; other models have no such input."""
     max_sequence_length: int | None = bounded(None, at_least=1)
-    """Tokens of the long text encoder; empty: the pipeline's own default, 256 for Stable Diffusion 3 and 512 for
-    FLUX."""
+    """Maximum number of tokens of the long text encoder. Default: the pipeline's own, 256 for Stable Diffusion 3 and
+    512 for FLUX."""
     free_text_encoders: bool = False
-    """Embed all prompts at the start of the run and drop the text encoders; no other prompt can be drawn then."""
+    """Embed all prompts at the start of the run and free the text encoders; no other prompts can be used then."""
     embedding_memory_mb: int = rare(bounded(256, at_least=1))
-    """Prompt embeddings kept in memory, in 2^20 bytes; one of SD3.5 in bfloat16 takes 2.6. Others are made again, or
-    read from files where the text encoders are dropped."""
+    """Memory for prompt embeddings, in 2^20 bytes; one of SD3.5 in bfloat16 takes 2.6. Embeddings beyond the limit are
+    computed again, or read from files if the text encoders were freed."""
     embedding_cache: str | None = rare(None)
-    """Folder of these files, which last as long as the run; empty: the system's folder for temporary files."""
+    """Folder for these files, which are deleted at the end of the run. Default: the system's temporary folder."""
 
 
 def full_model() -> ModelConfig:
-    """Every weight of the transformer is trained."""
+    """Settings that train every weight of the transformer."""
     return ModelConfig(lora=LoraSettings(enabled=False))
 
 
@@ -124,7 +124,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def add_adapter(network: Any, settings: LoraSettings, family: Family, seed: int) -> None:
-    """Add adapters to linear layers; the random half is Gaussian, and both are float32."""
+    """Add float32 adapters to linear layers; the random half is Gaussian."""
     ensure_torchvision()
     import peft
 
@@ -143,7 +143,7 @@ def add_adapter(network: Any, settings: LoraSettings, family: Family, seed: int)
         )
     for weight in network.parameters():
         if weight.requires_grad:
-            # optimiser steps are smaller than bfloat16 and float16 can add
+            # optimiser steps are too small for bfloat16 and float16 weights: they would be rounded away
             weight.data = weight.data.float()
     blocks = blocks_of(network).values()
     reached = sum(any(".lora_" in name for name, _ in block.named_parameters()) for block in blocks)
@@ -151,7 +151,7 @@ def add_adapter(network: Any, settings: LoraSettings, family: Family, seed: int)
 
 
 def _targets(network: nn.Module, wanted: list[str] | None, of_family: Sequence[str]) -> list[str]:
-    """Targets for peft: ends of names, or whole names where an end also fits a module that is no linear layer."""
+    """Targets for peft: name endings, or full names if an ending also matches a module that is not a linear layer."""
     modules = dict(network.named_modules())
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
 
@@ -169,24 +169,24 @@ def _targets(network: nn.Module, wanted: list[str] | None, of_family: Sequence[s
 
 
 class DiffusionPolicy(nn.Module):
-    """A velocity model with weights to train. It is a `VelocityModel`.
+    """A trainable velocity model; implements `VelocityModel`.
 
     Only the networks of `Family.networks` are submodules, under their names in the pipeline. The frozen autoencoder and
-    text encoders stay in `pipeline`: they move with the policy but are neither saved nor copied nor put into training
-    mode. A deep copy shares them with the original, and beside an adapter every other weight too.
+    text encoders stay in `pipeline`: they move with the policy, but are not saved, copied or put into training mode. A
+    deep copy shares them with the original; with adapters, it shares all weights except the adapters.
 
     Args:
-        pipeline: frozen pipeline, as `load_pipeline` gives it; its networks are trained.
-        config: how it is trained; the path is only recorded beside saved weights.
-        seed: seed of the adapters' random half; the other half starts at zero, so the policy is the pipeline at first.
-            The global generator is left alone.
+        pipeline: frozen pipeline from `load_pipeline`; its networks are trained.
+        config: training settings; the path is only recorded with saved weights.
+        seed: seed of the adapters' random half. The other half starts at zero, so the policy equals the pipeline at
+            first. The global generator is not used.
 
     Raises:
         UserError: settings that do not fit the pipeline.
     """
 
     starts_from_adapter: bool = False
-    """Whether the adapters were trained before, so that the policy at the start is not the pipeline."""
+    """Whether the adapters were already trained, so that the policy differs from the pipeline at the start."""
 
     def __init__(self, pipeline: Any, config: ModelConfig, seed: int = 0) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class DiffusionPolicy(nn.Module):
         self.latent_shape: tuple[int, ...] = self.family.latent_shape(config.height, config.width, config.frames)
         """C, H, W of one image's latents at the configured size; C, T, H, W of a video's."""
         self.cost = Tally(forward_rows=0, train_rows=0)
-        """Rows that went through the network without and with a graph, copies of the policy included."""
+        """Rows that went through the network without and with a graph, including copies of the policy."""
         self.embeddings = PromptEmbeddings(
             self.family,
             max_bytes=config.embedding_memory_mb * 2**20,
@@ -209,11 +209,12 @@ class DiffusionPolicy(nn.Module):
         )
         present = [name for name in self.family.networks if getattr(pipeline, name, None) is not None]
         self.trained_networks = tuple(present if config.networks is None else config.networks)
-        """Names of the networks that are trained."""
+        """Names of the trained networks."""
         if unknown := [name for name in self.trained_networks if name not in present]:
             raise UserError(f"model.networks names {unknown}; {config.path} has {', '.join(present)}")
         for name in present:
             network = getattr(pipeline, name)
+            # untrained networks are registered too: they have to move with the policy, and the forward pass calls them
             self.add_module(name, network)
             if name not in self.trained_networks:
                 continue
@@ -230,16 +231,20 @@ class DiffusionPolicy(nn.Module):
                 f"model.guidance_embedding is {config.guidance_embedding}, but the transformer of {config.path} has no "
                 "such input; leave it out, and set sampler.guidance"
             )
+        # Device and precision are read from the largest weight: adapters are float32, and some networks keep norms in
+        # float32. Its name is kept rather than the tensor, which `to` may replace.
         weights = ((weight.numel(), name) for name, weight in self.named_parameters() if ".lora_" not in name)
         self._largest = max(weights)[1]
         self._adapter_off = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DiffusionPolicy:
+        # `cost` is shared so that copies (references, averages) count towards the same run
         shared = [self.pipeline, self.family, self.embeddings, self.cost]
         for name, network in self.named_children():
             weights = (*network.named_parameters(), *network.named_buffers())
             if self.has_adapter or name not in self.trained_networks:
                 shared += [weight for key, weight in weights if ".lora_" not in key]
+        # what `memo` already holds is returned as it is, so these are not copied
         memo.update({id(part): part for part in shared})
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
@@ -247,7 +252,7 @@ class DiffusionPolicy(nn.Module):
         return copied
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DiffusionPolicy:
-        # the pipeline's networks are this policy's, or those of the policy of which this is a copy
+        # the pipeline's networks are skipped: they belong to this policy, or to the policy it was copied from
         for name, part in self.pipeline.components.items():
             if isinstance(part, nn.Module) and name not in self.family.networks:
                 part._apply(fn)
@@ -266,12 +271,12 @@ class DiffusionPolicy(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Precision of the networks' own weights; a few kinds of layer may stay in float32."""
+        """Precision of the networks' weights; some layers may stay in float32."""
         return self.get_parameter(self._largest).dtype
 
     @property
     def trained(self) -> dict[str, Any]:
-        """The networks that are trained, by their names in the pipeline."""
+        """The trained networks by their names in the pipeline."""
         return {name: getattr(self, name) for name in self.trained_networks}
 
     def forward(self, latents: Tensor, sigma: Tensor, text: Text) -> Tensor:
@@ -280,10 +285,10 @@ class DiffusionPolicy(nn.Module):
         Args:
             latents: x_t (B, C, H, W), of videos (B, C, T, H, W).
             sigma: time (B,) float32, 1 (noise) to 0 (image).
-            text: embeddings of B rows, as `TextRows.expanded` gives them.
+            text: embeddings of B rows from `TextRows.expanded`.
 
         Returns:
-            Velocity noise - image of the latents' shape, in the network's precision or that of autocast.
+            Velocity noise - image, in the shape of the latents and the precision of the network or of autocast.
 
         Gradient: into the trained weights and the latents.
         """
@@ -294,6 +299,7 @@ class DiffusionPolicy(nn.Module):
         which = self.family.network_of(sigma)
         if which is None:
             return self.family.velocity(getattr(self, self.family.networks[0]), latents, sigma, text)
+        # rows of one batch may belong to different networks; each network only sees its own
         parts, order = [], []
         for number, name in enumerate(self.family.networks):
             rows = (which == number).nonzero().flatten()
@@ -301,14 +307,14 @@ class DiffusionPolicy(nn.Module):
                 own = {key: value[rows] for key, value in text.items()}
                 parts.append(self.family.velocity(getattr(self, name), latents[rows], sigma[rows], own))
                 order.append(rows)
-        return torch.cat(parts)[torch.cat(order).argsort()]
+        return torch.cat(parts)[torch.cat(order).argsort()]  # back in the order of the rows
 
     @contextlib.contextmanager
     def disable_adapter(self) -> Iterator[None]:
         """Run the networks without their LoRA adapters, as the reference of a KL term.
 
         Raises:
-            UserError: there is no adapter.
+            UserError: the model has no adapter.
         """
         if not self.has_adapter:
             raise UserError("the model has no adapter to switch off; set model.lora.enabled or use a frozen copy")
@@ -330,12 +336,12 @@ class DiffusionPolicy(nn.Module):
                 weight.requires_grad_(flag)
 
     def save_pretrained(self, path: Path | str) -> None:
-        """Write the trained weights and where the rest comes from.
+        """Write the trained weights and the source of the remaining parts.
 
         Args:
-            path: folder, created with its parents. With LoRA it holds the adapter, which the base pipeline's
-                `load_lora_weights` reads; without it, it is an ordinary folder of the network. Further networks lie in
-                folders of their names.
+            path: folder, created with its parents. With LoRA it contains the adapter, which the base pipeline's
+                `load_lora_weights` can read; without LoRA, it is an ordinary folder of the network. Further networks
+                are in subfolders with their names.
         """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
@@ -349,9 +355,9 @@ class DiffusionPolicy(nn.Module):
         follow_umask(folder)
 
     def save_pipeline(self, path: Path | str) -> None:
-        """Write an ordinary pipeline folder with the trained networks, adapters added into their weights.
+        """Write an ordinary pipeline folder with the trained networks and merged adapters.
 
-        Text encoders that were freed are left out, and the scheduler is the one whose steps evaluations take.
+        Freed text encoders are missing, and the scheduler is the one that takes the steps of evaluations.
 
         Args:
             path: folder, created with its parents.
@@ -359,24 +365,24 @@ class DiffusionPolicy(nn.Module):
         trained = {name: merged(part) if self.has_adapter else part for name, part in self.trained.items()}
         saved = self.pipeline.config
         given = {name: saved[name] for name in self.family.settings if name in saved}
-        parts = self.pipeline.components | trained | {"scheduler": self.family.drawing_scheduler()}
+        parts = {**self.pipeline.components, **trained, "scheduler": self.family.drawing_scheduler()}
         pipeline = type(self.pipeline)(**parts, **given)
         with replaced(Path(path)) as draft, quiet_transformers(), quiet_diffusers():
             pipeline.save_pretrained(draft)
 
     def absent_parts(self) -> list[str]:
-        """Parts of the pipeline that it has not, and that a saved one has to be told of as None."""
+        """Missing parts of the pipeline that have to be passed as None when it is loaded again."""
         optional = type(self.pipeline)._optional_components
         return [name for name, part in self.pipeline.components.items() if part is None and name not in optional]
 
     def load_weights(self, path: Path | str) -> None:
-        """Read the exact weights of `save_pretrained` into the present parameters.
+        """Load the weights of `save_pretrained` bit for bit into the existing parameters.
 
         Args:
-            path: folder written by `save_pretrained` of a policy of the same shape.
+            path: folder written by `save_pretrained` of a policy with the same shapes.
 
         Raises:
-            UserError: the folder is not one, is damaged or belongs to another model.
+            UserError: the folder is not a saved policy, is damaged or belongs to another model.
         """
         folder = Path(path)
         _check_kind(self, folder)
@@ -392,7 +398,7 @@ class DiffusionPolicy(nn.Module):
 
 
 def make_family(pipeline: Any, config: ModelConfig) -> Family:
-    """The family of a pipeline with its options, old names of `ModelConfig` among them."""
+    """The family of a pipeline with its options, some of which are fields of `ModelConfig`."""
     kind = find_family(type(pipeline).__name__, config.family, str(config.path))
     names = {item.name for item in fields(kind.options_class)}
     given = {name: getattr(config, name) for name in ("max_sequence_length", "guidance_embedding") if name in names}
@@ -407,8 +413,8 @@ def load_policy(config: ModelConfig, seed: int = 0) -> DiffusionPolicy:
     """Load a pipeline and wrap it as a policy.
 
     Args:
-        config: which pipeline and how. Where its path is a folder written by `DiffusionPolicy.save_pretrained`, the
-            pipeline that the folder names is loaded and training continues from the saved weights.
+        config: the pipeline and its settings. If the path is a folder written by `DiffusionPolicy.save_pretrained`, the
+            pipeline recorded there is loaded and training continues from the saved weights.
         seed: seed of the adapters' random half.
 
     Returns:
@@ -432,26 +438,27 @@ def load_policy(config: ModelConfig, seed: int = 0) -> DiffusionPolicy:
 
 
 class _Start(NamedTuple):
-    """Pipeline and weights that a policy starts from."""
+    """Pipeline and weights from which a policy starts."""
 
     pipeline: Any
     root: str
     """Source of the pipeline."""
     base: str
-    """Source of its transformer: the pipeline, or a folder of a transformer that was trained in full."""
+    """Source of its transformer: the pipeline, or the folder of a fully fine-tuned transformer."""
     adapter: Path | None
-    """Folder of a saved adapter on top of it."""
+    """Folder of a saved adapter for it."""
 
 
 def _find_start(path: str, config: ModelConfig) -> _Start:
-    """Follow saved weights down to their pipeline."""
+    """Follow saved weights to the pipeline that they are based on."""
     file = expanded(path) / BASE_FILE
     if not file.is_file():
-        # relative paths would end with this process
+        # made absolute: the path is saved, and a relative one only means something in this working directory
         place = str(Path(path).absolute()) if Path(path).is_dir() else str(path)
         return _Start(load_pipeline(path, DTYPES[config.dtype], family=config.family), place, place, None)
     check_model(file.parent)
     saved = read_base(file)
+    # saved weights may be based on saved weights: a full fine-tune of a fine-tune, an adapter on a fine-tune
     below = _find_start(str(saved["path"]), config)
     if below.adapter is not None:
         raise UserError(f"{file} goes on from an adapter, {below.adapter}; save_pipeline makes a pipeline of one")
@@ -477,7 +484,7 @@ def _base(policy: DiffusionPolicy) -> dict[str, Any]:
 
 
 def _check_kind(policy: DiffusionPolicy, folder: Path) -> None:
-    """Refuse a folder that was saved with other settings, naming them."""
+    """Reject a folder that was saved with different settings, and list them."""
     file = folder / BASE_FILE
     if not file.is_file():
         raise UserError(f"{folder} is not a saved policy: it has no {BASE_FILE}")

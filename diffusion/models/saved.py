@@ -1,4 +1,4 @@
-"""Files of a trained network: an adapter or all weights, written for diffusers and read back bit for bit."""
+"""Files of a trained network (an adapter or all weights), written for diffusers and restored bit for bit."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mmrl.hub.building import base_path, check_finite, first_line, merged_weight
 BASE_FILE = "base.json"
 LORA_FILE = "pytorch_lora_weights.safetensors"
 EXACT_FILE = "exact.safetensors"
-"""The adapter's own weights, where those of `LORA_FILE` cannot be divided by its scale without rounding."""
+"""The adapter's exact weights, written if those of `LORA_FILE` cannot be divided by the scale without rounding."""
 ADAPTER = "default"
 
 
 def read_base(file: Path) -> dict[str, Any]:
-    """Read which base pipeline the saved weights of a folder belong to; raises UserError where the file is damaged."""
+    """Read which base pipeline the saved weights of a folder belong to; raises UserError if the file is damaged."""
     saved = read_json_object(file)
     if not isinstance(saved.get("path"), str):
         raise UserError(f"{file} names no base pipeline: it has {', '.join(saved) or 'nothing'}")
@@ -41,7 +41,7 @@ def guarded(folder: Path, read: Callable[[], dict[str, Tensor]]) -> dict[str, Te
 
 
 def adapter_of(network: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights of a network's adapter on the CPU, by peft's names, and its settings."""
+    """Weights of a network's adapter on the CPU under peft's names, and its settings."""
     from peft import get_peft_model_state_dict
 
     weights = get_peft_model_state_dict(network, adapter_name=ADAPTER)
@@ -53,9 +53,9 @@ def adapter_of(network: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def save_adapter(network: Any, name: str, pipeline: Any, folder: Path) -> None:
     """Write a network's adapter as a file for its pipeline's `load_lora_weights`.
 
-    This format has alpha in the header alone, which ComfyUI and older diffusers do not read: they take alpha = rank. So
-    that is what the file has, and its weights are alpha / rank times as large. Where dividing does not give the weights
-    back bit for bit, as it does by powers of two, they are also there as they are.
+    This format only stores alpha in the header, which ComfyUI and older diffusers ignore: they assume alpha = rank. The
+    file therefore has alpha = rank and weights multiplied by alpha / rank. If dividing does not restore the weights bit
+    for bit (it does for powers of two), the exact weights are written as well.
     """
     from safetensors.torch import save_file
 
@@ -68,7 +68,7 @@ def save_adapter(network: Any, name: str, pipeline: Any, folder: Path) -> None:
     if any(".lora_B." in key and not torch.equal(layers[key] / scale, weight) for key, weight in weights.items()):
         save_file(weights, folder / EXACT_FILE, metadata={"format": "pt"})
     if hasattr(pipeline, "save_lora_weights"):
-        role = "unet" if name == "unet" else "transformer"  # a second transformer has a file of its own
+        role = "unet" if name == "unet" else "transformer"  # a second transformer is written to a separate file
         options = {f"{role}_lora_layers": layers, f"{role}_lora_adapter_metadata": settings}
         type(pipeline).save_lora_weights(folder, **options)
     else:  # for the network's own `load_lora_adapter`
@@ -78,7 +78,7 @@ def save_adapter(network: Any, name: str, pipeline: Any, folder: Path) -> None:
 
 
 def merged(network: Any) -> Any:
-    """A network with the adapters merged; weights without an adapter are shared."""
+    """A copy of a network with merged adapters; weights without an adapter are shared."""
     with torch.device("meta"):
         merged = type(network).from_config(network.config)
     merged.load_state_dict(merged_weights(network, ADAPTER), assign=True)
@@ -86,7 +86,7 @@ def merged(network: Any) -> Any:
 
 
 def read_adapter(network: Any, folder: Path) -> dict[str, Tensor]:
-    """Weights of an adapter file, under the names that they have in the network."""
+    """Weights of an adapter file, renamed to match the network."""
     from safetensors.torch import load_file
 
     config = network.peft_config[ADAPTER]
@@ -98,12 +98,12 @@ def read_adapter(network: Any, folder: Path) -> dict[str, Tensor]:
         exact = load_file(folder / EXACT_FILE)
         scaled = {key: weight * scale if ".lora_B." in key else weight for key, weight in exact.items()}
         if scaled.keys() == layers.keys() and all(torch.equal(scaled[key], layers[key]) for key in scaled):
-            found = exact  # otherwise the file before was replaced by another
+            found = exact  # they belong together; otherwise someone replaced the adapter file, which then counts
     return {f"{stem}.{ADAPTER}.{last}": w for key, w in found.items() for stem, _, last in [key.rpartition(".")]}
 
 
 def _scale_of(file: Path) -> float:
-    """Alpha over rank in the header of an adapter file, 1 where it has none."""
+    """Alpha / rank from the header of an adapter file; 1 if missing."""
     from safetensors import safe_open
 
     with safe_open(file, "pt") as opened:
@@ -113,7 +113,7 @@ def _scale_of(file: Path) -> float:
 
 
 def read_network(network: Any, folder: Path) -> dict[str, Tensor]:
-    """Weights of a network's folder, through diffusers, which reads sharded files."""
+    """Weights of a network's folder, read with diffusers because files may be sharded."""
     with quiet_diffusers():
         saved, report = type(network).from_pretrained(
             folder, torch_dtype=network.dtype, local_files_only=True, output_loading_info=True
@@ -125,7 +125,7 @@ def read_network(network: Any, folder: Path) -> dict[str, Tensor]:
 
 
 def copy_into(network: Any, state: dict[str, Tensor], folder: Path, *, adapter_only: bool) -> None:
-    """Copy saved weights into a network bit for bit; raises UserError where they do not fit."""
+    """Copy saved weights into a network bit for bit; raises UserError if they do not fit."""
     own = {key: value for key, value in network.state_dict().items() if not adapter_only or ".lora_" in key}
     different = sorted(set(state) ^ set(own))
     different += [key for key in own if key in state and own[key].shape != state[key].shape]

@@ -1,4 +1,4 @@
-"""Rewards that compare an edited image with the one that it was made from."""
+"""Rewards that compare an edited image with the original."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def kept(
     box: Sequence[Sequence[float] | None] | None = None,
     **_: Any,
 ) -> list[float]:
-    """Reward what an edit leaves alone: 1 - the mean distance of the pixels (h, w, 3) uint8 to the reference's, 0..1.
+    """Reward leaving the image unchanged: 1 - mean distance of the pixels (h, w, 3) uint8 to the reference's, 0..1.
 
-    The column `box` may name the part that is to change, (left, top, right, bottom) as shares of width and height; its
-    pixels do not count.
+    The column `box` can give the region to be edited, (left, top, right, bottom) as fractions of width and height; its
+    pixels are ignored.
     """
     boxes = box or [None] * len(completions)
     return [_likeness(*row) for row in zip(completions, reference, boxes, strict=True)]

@@ -1,4 +1,4 @@
-"""Compressibility of an image: a reward without any content, to show reward hacking."""
+"""Compressibility of an image: a reward that ignores the content, to demonstrate reward hacking."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def pickscore(
     batch: int = 16,
     **_: Any,
 ) -> list[float]:
-    """Score how people would like an image (H, W, 3) uint8 for its prompt, cosine * the model's scale / 26.
+    """Score how much people would like an image (H, W, 3) uint8 for its prompt, cosine * the model's scale / 26.
 
     Options: `path`, folder of PickScore_v1 with its CLIP processor; `device`; `batch`, images at a time.
 
@@ -60,7 +60,7 @@ def clip_score(
     batch: int = 16,
     **_: Any,
 ) -> list[float]:
-    """Score how well an image fits its prompt, cosine * the model's scale / 100; options of `pickscore`, CLIP ViT-L/14.
+    """Score how well an image matches its prompt, cosine * the model's scale / 100; options as `pickscore`, CLIP L/14.
 
     Source: CLIPScore, arXiv 2104.08718; scaled as in yifan123/flow_grpo flow_grpo/clip_scorer.py.
     """
@@ -77,9 +77,9 @@ def image_similarity(
     batch: int = 16,
     **_: Any,
 ) -> list[float]:
-    """Score how much an edited image is like its reference, the cosine of their image features by CLIP.
+    """Score the similarity of an edited image to its reference, the cosine of their CLIP image features.
 
-    Options as of `pickscore`, with the folder of CLIP ViT-L/14.
+    Options as for `pickscore`, with the folder of CLIP ViT-L/14.
 
     Source: yifan123/flow_grpo flow_grpo/rewards.py, image_similarity_score.
     """
@@ -100,10 +100,10 @@ def hpsv2(
     batch: int = 16,
     **_: Any,
 ) -> list[float]:
-    """Score how people would like an image for its prompt, the cosine alone.
+    """Score how much people would like an image for its prompt, as a plain cosine.
 
-    Options as of `pickscore`; the folder has the released HPS_v2.1_compressed.pt, which needs the package open_clip, or
-    the same weights converted for transformers.
+    Options as for `pickscore`; the folder contains the released HPS_v2.1_compressed.pt, which needs the package
+    open_clip, or the same weights converted for transformers.
 
     Source: HPS v2, arXiv 2306.09341; tgxs002/HPSv2 hpsv2/img_score.py.
     """
@@ -126,7 +126,7 @@ def aesthetic(
     batch: int = 16,
     **_: Any,
 ) -> list[float]:
-    """Score how beautiful an image is, whatever it shows: a small linear network on CLIP's image features.
+    """Score how beautiful an image is, regardless of its content: a small linear network on CLIP's image features.
 
     Options: `path`, folder of CLIP ViT-L/14; `head`, file of the network's weights (default: one of `HEAD_FILES` in the
     folder); `device`; `batch`.
@@ -150,9 +150,9 @@ def aesthetic(
 def image_reward(
     prompts: Sequence[str], completions: Sequence[NDArray[np.uint8]], *, path: str, device: str = "cpu", **_: Any
 ) -> list[float]:
-    """Score how people would like an image for its prompt, standardised over the training images.
+    """Score how much people would like an image for its prompt, standardised over the training images.
 
-    Options: `path`, a folder with ImageReward.pt and med_config.json, and `device`. The package fetches the tokenizer
+    Options: `path`, a folder with ImageReward.pt and med_config.json, and `device`. The package downloads the tokenizer
     bert-base-uncased unless it is in the Hugging Face cache.
 
     Source: ImageReward, arXiv 2304.05977; THUDM/ImageReward.
@@ -172,7 +172,7 @@ class _TransformersClip:
 
     @torch.no_grad()
     def features(self, texts: Sequence[str], images: Sequence[Image.Image]) -> Features:
-        """Features of B pairs; long texts are cut."""
+        """Features of B pairs; long texts are truncated."""
         length = self.model.config.text_config.max_position_embeddings
         inputs = self.processor(
             text=list(texts),
@@ -273,7 +273,7 @@ def _load_open_clip(path: str, device: str) -> _OpenClip:
 
 @functools.lru_cache(maxsize=4)
 def _load_head(path: str, head: str | None, device: str) -> nn.Sequential:
-    """The linear layers in their order; dropout between them does nothing here."""
+    """The linear layers in order; the dropout between them has no effect in evaluation."""
     candidates = [expanded(head)] if head else [expanded(path) / name for name in HEAD_FILES]
     file = next((candidate for candidate in candidates if candidate.is_file()), None)
     if file is None:

@@ -1,4 +1,4 @@
-"""Does the image show the text that the prompt quotes? Read with the tesseract program."""
+"""Check whether an image shows the text quoted in its prompt, read with tesseract."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from PIL import Image
 from mmrl.errors import UserError
 
 MIN_SIDE_PX = 256
-"""Smaller images are enlarged before they are read; tesseract wants letters of some 30 pixels."""
+"""Smaller images are enlarged before they are read; tesseract works best on letters about 30 pixels high."""
 
 
 def ocr(
@@ -29,7 +29,7 @@ def ocr(
     timeout_s: float = 20.0,
     **_: Any,
 ) -> list[float | None]:
-    """Compare the text read from an image (H, W, 3) uint8 with the one that the prompt quotes, such as `a sign "OPEN"`.
+    """Compare the text read from an image (H, W, 3) uint8 with the text quoted in the prompt, e.g. `a sign "OPEN"`.
 
     Options: `program`, tesseract's name or path; `language`, its language data; `layout`, its page segmentation mode
     (6: one block of text, 7: one line); `timeout_s`, seconds for one image.
@@ -51,7 +51,7 @@ def ocr(
 
 
 def text_score(text: str, target: str) -> float:
-    """Score a text: 1 if it contains the target, otherwise 1 - edit distance over the target's length, at least 0."""
+    """Score a text: 1 if it contains the target, otherwise 1 - edit distance / target length, at least 0."""
     text, target = _bare(text), _bare(target)
     if target in text:
         return 1.0
@@ -59,7 +59,7 @@ def text_score(text: str, target: str) -> float:
 
 
 def quoted_text(prompt: str) -> str | None:
-    """Return the first text in double quotes, or None if there is none that is more than spaces."""
+    """Return the first text in double quotes, or None if it is missing or blank."""
     match = re.search(r'["“]([^"“”]+)["”]', prompt)
     return match[1] if match and match[1].strip() else None
 

@@ -32,10 +32,10 @@ def unified_reward(
     timeout_s: float = 60.0,
     **_: Any,
 ) -> list[float]:
-    """Ask a server to score each image, as UnifiedReward is asked through an OpenAI-compatible endpoint.
+    """Ask an OpenAI-compatible server, such as one for UnifiedReward, to score each image.
 
-    Options: `url`, address of the server up to /v1; `model`, its name there; `question`, in which {prompt} stands for
-    the caption; `timeout_s`, seconds from the connection to the last byte of the answer.
+    Options: `url`, address of the server up to /v1; `model`, name of the model there; `question`, in which {prompt} is
+    replaced by the caption; `timeout_s`, seconds from the connection to the last byte of the answer.
 
     Source: UnifiedReward, arXiv 2503.05236; the scale of yifan123/flow_grpo flow_grpo/rewards.py, where a failure
         scores 0.
@@ -51,7 +51,7 @@ def unified_reward(
 
 
 def read_score(answer: str) -> float:
-    """Read the last "Final Score: x" of an answer."""
+    """Read the last "Final Score: x" in an answer."""
     found = FINAL_SCORE.findall(answer)
     if not found:
         raise RuntimeError(f"the answer has no 'Final Score: x': {answer[-200:]!r}")

@@ -22,17 +22,17 @@ class ImageReward:
     name: str
     """Name in configs and metrics."""
     function: str
-    """`module:function`, imported when it is used."""
+    """`module:function`, imported on first use."""
     summary: str
-    """One line on its measure."""
+    """What it measures, in one line."""
     citation: str
     """Source of the rule."""
     range: tuple[float | None, float | None]
-    """Lowest and highest value; None where there is no bound."""
+    """Minimum and maximum value; None if unbounded."""
     offline: bool = True
-    """Whether it works without weights or a server of the user."""
+    """Whether it works without user-provided weights or a server."""
     video: bool = False
-    """Whether it scores videos; of others the mean over a video's frames counts."""
+    """Whether it scores videos; other rewards are averaged over the frames of a video."""
     needs: str = "nothing"
     """Requirements beyond the installed package."""
 
@@ -50,10 +50,10 @@ class ImageReward:
 def load_image_rewards(
     names: Sequence[str], options: Mapping[str, Mapping[str, Any]] | None = None
 ) -> dict[str, Callable[..., Any]]:
-    """Load image rewards as the functions that `mmrl.rewards.RewardSum` takes.
+    """Load image rewards as functions for `mmrl.rewards.RewardSum`.
 
-    A reward whose required options are all given is tried without rows, so that missing weights, programs and
-    packages show before the run.
+    Rewards whose required options are all given are called once without rows, so that missing weights, programs and
+    packages are reported before the run.
 
     Args:
         names: keys of `IMAGE_REWARDS`.
@@ -163,7 +163,7 @@ _TABLE = (
         needs="the option path: folder of ImageReward, and the package ImageReward",
     ),
     ImageReward(
-        "aesthetic", "diffusion.rewards.learned:aesthetic", "beauty of the image, whatever it shows",
+        "aesthetic", "diffusion.rewards.learned:aesthetic", "beauty of the image, regardless of its content",
         "christophschuhmann/improved-aesthetic-predictor; DDPO, arXiv 2305.13301", (None, None), offline=False,
         needs="the option path: folder of CLIP ViT-L/14 with the head",
     ),

@@ -1,4 +1,4 @@
-"""Videos: rewards of images as means over frames, and rewards of change between frames."""
+"""Video rewards: image rewards averaged over frames, and rewards for changes between frames."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PIXEL_LEVELS = 255.0
 
 
 def over_frames(function: Callable[..., list[float]]) -> Callable[..., list[float]]:
-    """A reward of images that also takes videos (K, h, w, 3), as the mean of its values for their frames."""
+    """Extend an image reward to videos (K, h, w, 3) by averaging over their frames."""
 
     @functools.wraps(function)
     def scored(prompts: Sequence[str], completions: Sequence[NDArray[np.uint8]], **columns: Any) -> list[float]:
@@ -37,15 +37,15 @@ def over_frames(function: Callable[..., list[float]]) -> Callable[..., list[floa
 
 
 def smoothness(prompts: Sequence[str], completions: Sequence[NDArray[np.uint8]], **_: Any) -> list[float]:
-    """Reward videos (K, h, w, 3) uint8 whose neighbouring frames are alike: 1 - their mean distance, 0..1."""
+    """Reward videos (K, h, w, 3) uint8 with similar neighbouring frames: 1 - their mean distance, 0..1."""
     return [1.0 - flicker(video) for video in _videos(completions)]
 
 
 def motion(prompts: Sequence[str], completions: Sequence[NDArray[np.uint8]], **_: Any) -> list[float]:
-    """Reward videos (K, h, w, 3) uint8 that move as the prompt says: left, right, up or down.
+    """Reward videos (K, h, w, 3) uint8 that move in the prompt's direction: left, right, up or down.
 
-    The value is the way of the centre of brightness from the first frame to the last in that direction, in widths or
-    heights of the picture, -1..1; 0 where the prompt names no direction.
+    The value is the displacement of the centre of brightness from the first to the last frame along that direction, as
+    a fraction of width or height, -1..1; 0 if the prompt has no direction.
     """
     return [_way(prompt, video) for prompt, video in zip(prompts, _videos(completions), strict=True)]
 
@@ -73,7 +73,7 @@ def _way(prompt: str, video: NDArray[np.uint8]) -> float:
 
 
 def _centre(frame: NDArray[np.uint8], axis: int) -> float:
-    """Centre of brightness of a frame (h, w, 3) along an axis, 0..1; 0.5 of a black one."""
+    """Centre of brightness of a frame (h, w, 3) along an axis, 0..1; 0.5 for a black frame."""
     brightness = frame.astype(np.float64).sum(2)
     weights = brightness.sum(1 - axis)
     places = (np.arange(len(weights)) + 0.5) / len(weights)

@@ -1,4 +1,4 @@
-"""Models that were distilled to few steps, and settings and methods that do not suit them."""
+"""Few-step distilled models, and the settings and methods that do not suit them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from diffusion.sampling.sampler import SamplerConfig
 
 LOGGER = logging.getLogger("mmrl")
 MOST = 10
-"""Steps that no such model needs."""
+"""Number of steps beyond what any such model needs."""
 NAMED = re.compile(r"turbo|schnell|lightning|hyper-?sd|\blcm\b|distilled", re.IGNORECASE)
-"""Names of such models, some of which say it nowhere else: SD3.5-large-turbo, Z-Image-Turbo."""
+"""Names of such models; for some of them (SD3.5-large-turbo, Z-Image-Turbo) the name is the only sign."""
 
 
 def sign_of_few_steps(policy: Any) -> str:
-    """Reason why a model counts as distilled to few steps, from its pipeline or its name; empty if nothing does."""
+    """Why a model counts as a few-step distilled one, from its pipeline or its name; empty if it does not."""
     if sign := policy.family.few_steps:
         return str(sign)
     names = (policy.config.path, policy.base_path, policy.pipeline.config.get("_name_or_path"))
@@ -26,13 +26,13 @@ def sign_of_few_steps(policy: Any) -> str:
 
 
 def warn_of_few_steps(policy: Any, config: SamplerConfig, key: str = "sampler", *, matched: bool = False) -> None:
-    """Warn of guidance, many steps and methods that a model of few steps was not made for.
+    """Warn about guidance, many steps and methods that a few-step model was not made for.
 
     Args:
         policy: a `DiffusionPolicy`.
-        config: settings of sampling.
-        key: where they are.
-        matched: whether the method teaches velocities at noisy versions of images, not the sampler's own steps.
+        config: sampling settings.
+        key: path of these settings in the configuration.
+        matched: whether the method trains velocities at noisy versions of images rather than the sampler's own steps.
     """
     sign = sign_of_few_steps(policy)
     if not sign:

@@ -18,23 +18,23 @@ from mmrl.errors import UserError
 
 
 class GuidedVelocity:
-    """Velocity of fixed text rows under guidance, negative + scale (positive - negative), from one call of both.
+    """Velocity of fixed text rows under guidance, negative + scale (positive - negative).
 
-    The text rows are laid out at the first step and then serve every one. Scale 1 needs the positive half only, scale 0
-    the negative half only; the other half is then not computed.
+    The text rows are laid out at the first step and reused at every later one. Scale 1 only needs the positive half and
+    scale 0 only the negative half; the other half is not computed then.
 
     Args:
         model: the flow model.
         text: positive text of B rows.
-        negative: negative text of the same B rows, or of one row that all share; not needed with scale 1.
+        negative: negative text of the same B rows, or a single row shared by all; not needed with scale 1.
         scale: guidance scale w; 1 = no guidance.
-        together: whether both halves go through the model in one call of 2 B rows or in two of B.
-        detach_negative: leave the negative half out of the gradient. It then gets a call of its own without a graph
-            wherever gradients are on, which saves its backward pass.
-        combine: the family's own formula in place of the linear one.
+        together: whether both halves go through the model in one call of 2 B rows or in two calls of B rows.
+        detach_negative: exclude the negative half from the gradient. If gradients are enabled, it then gets a separate
+            call without a graph, which saves its backward pass.
+        combine: custom formula of the family instead of the linear one.
 
     Raises:
-        UserError: the scale is not finite, or guidance without a negative prompt for every row.
+        UserError: the scale is not finite, or guidance lacks a negative prompt for some row.
 
     Source: Ho and Salimans, Classifier-Free Diffusion Guidance (arXiv 2207.12598), eq. 6 with scale = 1 + their w.
     """
@@ -57,6 +57,7 @@ class GuidedVelocity:
         self.together = together
         self.detach_negative = detach_negative
         self.combine = combine
+        # scale 0 drops the positive half only in the linear formula; a family's own may need it at any scale
         self._positive = None if scale == 0.0 and combine is linear_guidance else text
         self._negative = None if scale == 1.0 else _negative_rows(negative, text, scale)
 
@@ -70,7 +71,7 @@ class GuidedVelocity:
 
         Args:
             latents: x_t (B, C, H, W).
-            sigma: time of each row (B,), or of all of them ().
+            sigma: time of each row (B,), or () for all rows.
 
         Returns:
             Velocity (B, C, H, W) in the model's dtype.
@@ -84,6 +85,7 @@ class GuidedVelocity:
             return self.model(latents, sigma, self._negative_text)
         apart = not self.together or (self.detach_negative and torch.is_grad_enabled())
         if apart:
+
             with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach_negative):
                 negative = self.model(latents, sigma, self._negative_text)
             positive = self.model(latents, sigma, self._positive_text)
@@ -92,7 +94,7 @@ class GuidedVelocity:
             negative, positive = both.chunk(2)
         return self.combine(positive, negative, self.scale, sigma)
 
-    # expanded at first use: a half that is never evaluated is never laid out
+    # laid out at first use, so a half that is never evaluated costs no memory
     @cached_property
     def _positive_text(self) -> Text:
         assert self._positive is not None
@@ -113,7 +115,8 @@ class GuidedVelocity:
 def guided(
     policy: Any, velocity_of: Any, text: TextRows, scale: float, negative: str, **options: Any
 ) -> GuidedVelocity:
-    """Velocity of rows under classifier-free guidance, with the policy's embeddings of the negative prompt."""
+    """Velocity of rows under classifier-free guidance, using the policy's embeddings of the negative prompt."""
+    # without guidance the negative prompt is never read, so it is not embedded either
     other = None if scale == 1.0 else policy.embeddings.negative(negative)
     linear = type(policy.family).combine is Family.combine
     combine = linear_guidance if linear else policy.family.combine
@@ -124,7 +127,7 @@ def _negative_rows(negative: TextRows | None, text: TextRows, scale: float) -> T
     if negative is None:
         raise UserError(f"guidance scale {scale} needs a negative prompt, which may be empty; scale 1 needs none")
     if len(negative) == 1:
-        return negative.beside(text)
+        return negative.for_rows_of(text)
     if len(negative) != len(text):
         raise UserError(f"there are {len(negative)} negative text rows for {len(text)} rows; must be 1 or {len(text)}")
     return negative

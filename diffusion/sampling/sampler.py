@@ -1,4 +1,4 @@
-"""Sampling from a flow model: trajectories with log-probabilities, images without.
+"""Sampling from a flow model: trajectories with log-probabilities, or only the images.
 
 Shapes: B rows (images), C channels, H x W latent pixels; latents of videos are (B, C, T, H, W). sigma runs from 1
 (noise) to 0 (image); velocity = noise - image.
@@ -46,7 +46,7 @@ def euler_ode(velocity: Callable[[Tensor, Tensor], Tensor], latents: Tensor, sig
         sigmas: grid (S + 1,) float32, descending from about 1 to 0; `scheduler.sigmas` after `set_timesteps(S)`.
 
     Returns:
-        Latents of the images (B, C, H, W) in the dtype of `latents`; the steps are added up in float32.
+        Latents of the images (B, C, H, W) in the dtype of `latents`; each step is added in float32.
     """
     for sigma, sigma_next in pairwise(sigmas):
         step = (sigma_next - sigma) * velocity(latents, sigma.to(latents.device)).float()
@@ -61,49 +61,49 @@ class SamplerConfig:
     steps: int = bounded(10, at_least=1)
     """Denoising steps of a training rollout."""
     guidance: float = bounded(4.5, at_least=0)
-    """Classifier-free guidance scale in rollouts and in training; 1 = none, one model row a step instead of two."""
+    """Classifier-free guidance scale in rollouts and in training; 1 = no guidance, which halves the cost of a step."""
     negative_prompt: str = rare("")
     """Negative prompt of classifier-free guidance."""
     kernel: str = rare(choice("flow_sde", lambda: KERNELS))
     """Transition of the trained steps: flow_sde, dance_sde, cps, ddim or linear_sde; methods that learn from x_0 use
     `solver`."""
     noise_level: float = bounded(0.7, at_least=0)
-    """Noise of the stochastic steps, eta; the meaning is the kernel's (or sa_solver's tau). euler and dpm have none."""
+    """Noise of the stochastic steps, eta; the kernel defines its scale (tau for sa_solver). euler and dpm have none."""
     window: int = rare(bounded(0, at_least=0))
-    """Consecutive stochastic steps that are trained, the others are ODE steps; 0 = all that `fraction` leaves."""
+    """Number of consecutive stochastic steps to train; the others are ODE steps. 0 = all steps within `fraction`."""
     window_low: int = rare(bounded(0, at_least=0))
     """First step at which the window may start."""
     window_high: int = rare(bounded(0, at_least=0))
-    """Step before which the window ends; 0 = half of the steps, or all but the last for one that moves."""
+    """Step before which the window ends; 0 = half of the steps, or all but the last for a moving window."""
     window_schedule: str = rare(choice("random", lambda: (*DRAWN_WINDOWS, *STAYS)))
-    """Place of the window: random in each rollout; random_per_task, for each prompt; or moving from noise to image
-    over training: progressive, decay or exp_decay (MixGRPO)."""
+    """Position of the window: random (drawn for each rollout), random_per_task (for each prompt), or moving from noise
+    to image during training: progressive, decay or exp_decay (MixGRPO)."""
     window_every: int = rare(bounded(25, at_least=1))
-    """Rollouts at a place of a moving window; decay and exp_decay stay shorter at later places."""
+    """Rollouts at each position of a moving window; decay and exp_decay spend fewer at later positions."""
     window_stride: int = rare(bounded(1, at_least=1))
     """Steps by which a moving window moves."""
     window_restart: bool = rare(True)
-    """Whether a moving window starts again from noise after its last place; otherwise it stays there."""
+    """Whether a moving window returns to the noise after its last position; otherwise it stays there."""
     fraction: float = rare(bounded(0.99, above=0, at_most=1))
-    """Share of the steps that is trained; 0.99 leaves out the last one, whose Gaussian is too peaked."""
+    """Fraction of the steps to train; 0.99 skips the last one, whose Gaussian is too peaked."""
     random_share: float = rare(bounded(1.0, above=0, at_most=1))
-    """Train on this share of the trained steps, drawn for each image (DanceGRPO 0.6)."""
+    """Fraction of these steps to train on, drawn for each image (DanceGRPO 0.6)."""
     solver: str = choice("euler", lambda: SOLVERS)
     """Solver of rollouts without log-probabilities: euler, sa_solver (2nd order, stochastic), dpm (2nd order), or the
     stochastic steps flow_sde, dance_sde, cps, ddim and linear_sde, of which the last has no noise."""
     same_noise: bool = rare(False)
-    """Whether the images of a group start from the same noise (DanceGRPO)."""
+    """Start all images of a group from the same noise (DanceGRPO)."""
     kept_frames: int = rare(bounded(4, at_least=0))
-    """Frames of a video that are kept for rewards and reports, evenly spaced; 0 = all, which takes much memory."""
+    """Frames of a video kept for rewards and reports, evenly spaced; 0 = all, which needs a lot of memory."""
     batch_rows: int = bounded(64, at_least=1)
-    """Most images drawn or decoded at a time; for memory only, the images do not depend on it."""
+    """Maximum number of images drawn or decoded at once. Affects memory only."""
     eval_steps: int = bounded(40, at_least=1)
     """ODE steps of evaluation images."""
     eval_guidance: float | None = bounded(None, at_least=0)
-    """Guidance scale of evaluation images; empty = that of training."""
+    """Guidance scale of evaluation images. Default: same as training."""
 
     def validate(self) -> None:
-        """Check that the window is inside the range of steps; raises ValueError."""
+        """Check that the window fits the number of steps; raises ValueError."""
         lowest = self.window_low + max(self.window, 1)
         highest = f"0, or between window_low + window={lowest} and steps={self.steps}"
         for name, valid, expected in (
@@ -115,24 +115,24 @@ class SamplerConfig:
                 raise ValueError(f"sampler.{name} is {getattr(self, name)}; must be {expected}")
 
     def refuse_set(self, names: Sequence[str], reason: str, key: str = "sampler") -> None:
-        """Refuse options that are not at their defaults and have no effect; raises ValueError."""
+        """Reject options that were changed but have no effect; raises ValueError."""
         for name in names:
             if getattr(self, name) != getattr(SamplerConfig, name):
                 raise ValueError(f"{key}.{name} is {getattr(self, name)}, but {reason}; leave it out")
 
 
 DRAWN_WINDOWS: tuple[str, ...] = ("random", "random_per_task")
-"""Windows at random places."""
+"""Windows at random positions."""
 MOVES = ("window_every", "window_stride", "window_restart")
-"""Options of windows that move over training."""
+"""Options of windows that move during training."""
 WINDOW = ("window", "window_low", "window_high", "window_schedule", *MOVES)
 TRAINED_STEPS = ("kernel", *WINDOW, "fraction", "random_share")
-"""Options of trained denoising steps, which methods that learn from x_0 alone do not have."""
+"""Options of trained denoising steps; methods that learn from x_0 alone have none."""
 
 
 @dataclass
 class Trajectory:
-    """Denoising runs, with the states and times at which their trained steps are evaluated again."""
+    """Denoising runs, with the states and times needed to evaluate their trained steps again."""
 
     latents: Tensor
     """x_0 (B, C, H, W)."""
@@ -145,7 +145,7 @@ class Trajectory:
     logp: Tensor
     """(B, T) float32, mean log-density per latent dimension."""
     mean: Tensor | None
-    """(B, T, C, H, W) float32, where asked for."""
+    """(B, T, C, H, W) float32, if requested."""
 
 
 class SampledStates(NamedTuple):
@@ -154,14 +154,15 @@ class SampledStates(NamedTuple):
     latents: Tensor
     """x_0 (B, C, H, W)."""
     states: Tensor
-    """(B, T, C, H, W), the latents that were kept."""
+    """Latents kept along the path (B, T, C, H, W)."""
     sigma: Tensor
     """(B, T) float32, their times."""
 
 
 def row_noise(seeds: Tensor, draws: int, shape: tuple[int, ...]) -> Tensor:
-    """Standard normal noise (B, draws, *shape) float32 on the CPU that depends on each row's seed (B,) alone."""
+    """Standard normal noise (B, draws, *shape) float32 on the CPU; each row depends only on its own seed (B,)."""
     generator = torch.Generator()
+    # one call per row: a draw for the whole batch would give a row other noise in another batch or process
     rows = [torch.randn(draws, *shape, generator=generator.manual_seed(seed)) for seed in seeds.tolist()]
     return torch.stack(rows) if rows else torch.zeros(0, draws, *shape)
 
@@ -170,19 +171,20 @@ def group_seeds(groups: int, size: int, streams: Streams, *, same_noise: bool = 
     """Draw the seeds (N * G, 2) of each row's initial noise and of its later noise."""
     seeds = streams.seeds(groups, size, 2, purpose="sample")
     if same_noise:
+        # only the initial noise is shared; with equal noise in the steps too, a group would be one image G times
         seeds[:, 0] = seeds[::size, 0].repeat_interleave(size)
     return seeds
 
 
 def text_of(policy: Any, tasks: Sequence[DiffusionTask], rows: Tensor) -> TextRows:
-    """Text of rows and images to be edited, given the task (B,) of each; an empty prompt has no caption."""
+    """Text of rows, with the images to be edited, given the task (B,) of each row; an empty prompt means no caption."""
     images = [task.image for task in tasks]
     embedded: TextRows = policy.embeddings.rows([task.prompt for task in tasks], allow_empty=True, images=images)
-    return embedded.select(rows.cpu())
+    return embedded.select(rows.cpu())  # each prompt is embedded once; its rows share the embedding
 
 
 def check_guidance(policy: Any, config: SamplerConfig, key: str = "sampler") -> None:
-    """Refuse guidance by a negative prompt on top of the distilled one; raises UserError."""
+    """Reject guidance by a negative prompt on top of distilled guidance; raises UserError."""
     embedded = policy.config.guidance_embedding
     for name in ("guidance", "eval_guidance"):
         scale = getattr(config, name)
@@ -195,9 +197,9 @@ def check_guidance(policy: Any, config: SamplerConfig, key: str = "sampler") -> 
 
 
 def check_networks(policy: Any, times: Tensor, key: str) -> None:
-    """Warn of trained networks that no time (T,) of training reaches; raises UserError where it reaches none of them.
+    """Warn about trained networks that no training time (T,) reaches; raises UserError if none is reached.
 
-    `key` names the options that decide about the times.
+    `key` names the options that determine the times.
     """
     which = policy.family.network_of(times)
     if which is None:
@@ -214,13 +216,14 @@ def check_networks(policy: Any, times: Tensor, key: str) -> None:
 
 
 def times_of(policy: Any, steps: int) -> Tensor:
-    """The grid (S + 1,) on which the policy's own pipeline would sample."""
+    """The time grid (S + 1,) that the policy's own pipeline would use."""
     grid: Tensor = policy.family.sigma_grid(steps, policy.latent_shape)
     return grid
 
 
 def make_kernel(config: SamplerConfig, grid: Tensor) -> StepKernel:
-    """Transition of the trained steps on a grid (S + 1,) of times."""
+    """Transition of the trained steps on a time grid (S + 1,)."""
+    # kernels take the second time as sigma_max: g of flow_sde would be infinite at the first
     return KERNELS[config.kernel](config.noise_level, float(grid[1]))
 
 
@@ -234,16 +237,16 @@ def sample_trajectories(
     keep_mean: bool = False,
     together: bool = True,
 ) -> Trajectory:
-    """Denoise, with the steps of the window stochastic and recorded and the others deterministic.
+    """Denoise; the steps in the window are stochastic and recorded, the others deterministic.
 
     Args:
         policy: a `DiffusionPolicy`.
         text: text of B rows.
-        seeds: (B,) int64 or (B, 2): of the initial noise and of the steps' noise.
+        seeds: (B,) int64 or (B, 2): seeds of the initial noise and of the steps' noise.
         config: grid, kernel and guidance.
-        window: the trained steps, of all rows or of each; as many in each.
-        keep_mean: whether the means of the transitions are returned.
-        together: of `GuidedVelocity`.
+        window: the trained steps, one range for all rows or one per row, all of equal length.
+        keep_mean: whether to return the means of the transitions.
+        together: see `GuidedVelocity`.
 
     Returns:
         The B runs.
@@ -268,20 +271,23 @@ def _trajectories(
     pairs = _pairs(seeds)
     latents = _first_latents(policy, pairs, grid)
     count = trained.shape[1]
-    # all of a row's noise from its own seed, so that the image does not depend on `batch_rows`
+    # all of a row's noise comes from its own seed, so the image does not depend on `batch_rows`
     noise = to_device(row_noise(pairs[:, 1], count, policy.latent_shape), policy.device)
     states = latents.new_zeros(len(seeds), count + 1, *latents.shape[1:])
-    wide = torch.promote_types(latents.dtype, torch.float32)
+    wide = torch.promote_types(latents.dtype, torch.float32)  # clip ranges of 1e-4 need float32 even in bfloat16 runs
     logp = latents.new_zeros(len(seeds), count, dtype=wide)
     means = torch.zeros_like(states[:, 1:], dtype=wide) if keep_mean else None
     for index, (sigma, sigma_next) in enumerate(pairwise(grid)):
         v = velocity(latents, to_device(sigma, latents.device))
+        # every row takes the ODE step; rows whose window covers this step overwrite it with a stochastic one
         following = OdeStep().transition(v, latents, sigma, sigma_next)[0].to(latents.dtype)
+        # windows may differ between rows: `place` is the position of this step in the row's own window
         rows, place = (trained == index).nonzero(as_tuple=True)
         if len(rows):
             rows, place = to_device(rows, latents.device), to_device(place, latents.device)
             result = sample_step(kernel, v[rows], latents[rows], sigma, sigma_next, noise[rows, place])
             states[rows, place] = latents[rows]
+            # the rounded latents, not the float32 draw: the update has to start from the state that was scored
             states[rows, place + 1] = following[rows] = result.previous
             logp[rows, place] = result.logp
             if means is not None:
@@ -312,11 +318,11 @@ def sample_latents(
     Args:
         policy: a `DiffusionPolicy`.
         text: text of B rows.
-        seeds: (B,) int64 or (B, 2): of the initial noise and of the solver's noise.
+        seeds: (B,) int64 or (B, 2): seeds of the initial noise and of the solver's noise.
         config: grid, solver and guidance.
-        steps: another number of steps.
-        guidance: another guidance scale.
-        solver: another solver.
+        steps: overrides the number of steps.
+        guidance: overrides the guidance scale.
+        solver: overrides the solver.
 
     Returns:
         x_0 (B, C, H, W) in the policy's dtype.
@@ -338,15 +344,16 @@ def sample_states(policy: Any, text: TextRows, seeds: Tensor, config: SamplerCon
     finished, states = [], []
     for rows in torch.arange(len(text)).split(config.batch_rows):
         velocity = guided(policy, policy, text.select(rows), config.guidance, config.negative_prompt)
-        # the whole path first: each row keeps states of other steps
+        # the whole path first, because each row keeps states of different steps
         path = torch.stack([*_solved(policy, velocity, made, seeds[rows])], 1)
         states.append(path[torch.arange(len(rows))[:, None], kept[rows]])
-        finished.append(path[:, -1].clone())
+        finished.append(path[:, -1].clone())  # a view would keep the whole path in memory
     latents = torch.cat(finished)
     return SampledStates(latents, torch.cat(states), made.sigmas[kept].to(latents.device))
 
 
 def _solver(policy: Any, config: SamplerConfig, name: str, steps: int) -> Solver:
+    # the default of noise_level is above 0, and deterministic solvers refuse any noise
     noise_level = config.noise_level if name in RANDOM_SOLVERS else 0.0
     return make_solver(name, times_of(policy, steps), noise_level)
 
@@ -356,16 +363,17 @@ def _solved(policy: Any, velocity: GuidedVelocity, solver: Solver, seeds: Tensor
     pairs = _pairs(seeds)
     latents = _first_latents(policy, pairs, solver.sigmas)
     yield latents
-    # a generator a row: solvers with noise draw step by step, and a shared one would tie rows to their batch
+    # one generator per row: solvers draw noise step by step, and a shared generator would tie rows to their batch
     sources = [torch.Generator().manual_seed(seed) for seed in pairs[:, 1].tolist()]
     for index in range(len(solver.sigmas) - 1):
         v = velocity(latents, to_device(solver.sigmas[index], latents.device))
         latents = solver.step(v, index, latents, sources)
+        # only the last state is x_0; families whose paths end before sigma 0 still have to extrapolate to it
         yield latents if index < len(solver.sigmas) - 2 else policy.family.finished(latents, solver.sigmas[-1])
 
 
 def trained_window(config: SamplerConfig, generator: torch.Generator, done: int = 0) -> range:
-    """Steps that are stochastic and trained in a rollout, after `done` others."""
+    """Steps that are stochastic and trained in a rollout, after `done` earlier rollouts."""
     if not config.window:
         return trained_steps(config.steps, config.fraction)
     low, high = config.window_low, last_trained(config) + 1
@@ -376,7 +384,7 @@ def trained_window(config: SamplerConfig, generator: torch.Generator, done: int 
 
 
 def reachable_times(config: SamplerConfig, grid: Tensor) -> Tensor:
-    """Times (T,) of a grid (S + 1,) that some rollout may train at."""
+    """Times (T,) of a grid (S + 1,) at which some rollout may train."""
     first = config.window_low if config.window else 0
     return grid[first : last_trained(config) + 1]
 
@@ -385,17 +393,19 @@ def last_trained(config: SamplerConfig) -> int:
     """The last step that `trained_window` may return."""
     if not config.window:
         return trained_steps(config.steps, config.fraction)[-1]
+    # Flow-GRPO-Fast draws its window in the first half; a moving window goes on to the last step with noise
     reached = config.steps // 2 if config.window_schedule in DRAWN_WINDOWS else config.steps - 1
     return (config.window_high or max(reached, config.window_low + config.window)) - 1
 
 
 def _pairs(seeds: Tensor) -> Tensor:
     """Seeds (B, 2) of the initial noise and of the noise of the steps."""
+    # one seed per row gives two streams: with equal seeds the first step's noise would repeat the initial noise
     return seeds if seeds.dim() == 2 else torch.stack([seeds, seeds ^ OTHER_STREAM], 1)
 
 
 def _first_latents(policy: Any, pairs: Tensor, grid: Tensor) -> Tensor:
-    """The first states (B, C, H, W) of a grid of times."""
+    """The initial states (B, C, H, W) at the first time of a grid."""
     noise = row_noise(pairs[:, 0], 1, policy.latent_shape)[:, 0]
     latents: Tensor = policy.family.first_latents(noise, grid[0])
     return to_device(latents, policy.device).to(policy.dtype)
@@ -403,4 +413,4 @@ def _first_latents(policy: Any, pairs: Tensor, grid: Tensor) -> Tensor:
 
 _JOINED = ("latents", "states", "sigma", "sigma_next", "logp")
 OTHER_STREAM = 0x5DEECE66D
-"""Turns the seed of a row's initial noise into that of its steps."""
+"""XOR mask that turns the seed of a row's initial noise into that of its steps."""

@@ -1,4 +1,4 @@
-"""The times of a sampler, its random and trained steps, and solvers without log-probabilities.
+"""Sampling times, the choice of stochastic trained steps, and solvers without log-probabilities.
 
 Shapes: S steps, B rows (images), C channels, H x W latent pixels. A grid (S + 1,) descends from about 1 (noise) to 0.
 """
@@ -18,14 +18,14 @@ from diffusion.sampling.steps import KERNELS, OdeStep, StepKernel, sample_step
 from mmrl.errors import UserError
 
 Noise = torch.Generator | list[torch.Generator] | None
-"""One generator for all rows, or one for each, so that images do not depend on their batch."""
+"""One generator for all rows, or one per row so that images do not depend on their batch."""
 
 RANDOM_FROM, RANDOM_TO = 0.3, 0.9  # times between which SA-Solver may add noise
 SA_FIRST_SIGMA = 0.999
 
 
 def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
-    """Move times 0..1 towards the noise, s sigma / (1 + (s - 1) sigma) for the shift s > 0; 1 / s undoes s.
+    """Shift times 0..1 towards the noise, s sigma / (1 + (s - 1) sigma) for the shift s > 0; 1 / s inverts s.
 
     Source: Stable Diffusion 3, arXiv 2403.03206, eq. 23.
     """
@@ -33,9 +33,9 @@ def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
 
 
 def sa_solver_grid(sigmas: Tensor) -> Tensor:
-    """Adapt a grid (S + 1,), S at least 2, to SA-Solver: it begins at 0.999 and its last time before 0 is halved.
+    """Adapt a grid (S + 1,), S at least 2, to SA-Solver: start at 0.999, and end with half of the time before the last.
 
-    At pure noise the solver's log-SNR would be infinite, and a tiny last step is unstable.
+    The solver's log-SNR is infinite at pure noise, and a tiny last step is unstable.
 
     Source: scxue/advantage_weighted_matching, SA-Solver of the rollout (which changes the scheduler in place).
     """
@@ -47,7 +47,7 @@ def sa_solver_grid(sigmas: Tensor) -> Tensor:
 
 
 def sde_window(steps: int, size: int, low: int, high: int, generator: torch.Generator) -> range:
-    """Draw the consecutive steps of a rollout that are random and trained; the others follow the ODE.
+    """Draw the window of consecutive stochastic steps that are trained; the others follow the ODE.
 
     Source: Flow-GRPO-Fast, yifan123/flow_grpo scripts/train_sd3_fast.py (low 0, high S // 2).
     """
@@ -64,26 +64,27 @@ def sde_window(steps: int, size: int, low: int, high: int, generator: torch.Gene
 def moving_window(
     done: int, size: int, low: int, high: int, schedule: str, every: int, stride: int = 1, *, restart: bool = True
 ) -> range:
-    """The consecutive random and trained steps of a rollout, at a place that moves from noise to image over training.
+    """The window of stochastic trained steps, at a position that moves from noise to image during training.
 
-    A place lasts `every` rollouts (progressive), falls linearly along the path to a quarter of them (decay), or from
-    step 13 on by a tenth a step (exp_decay).
+    The window stays at a position for `every` rollouts (progressive), for a number that falls linearly along the path
+    to a quarter of that (decay), or for one that falls by a factor exp(-0.1) per step from step 13 on (exp_decay).
 
     Args:
         done: rollouts before this one.
-        size: steps of the window.
-        low: first step of the first place.
-        high: step before which the last place ends.
+        size: number of steps in the window.
+        low: first step of the first position.
+        high: step before which the last position ends.
         schedule: one of `STAYS`.
-        every: rollouts at a place.
-        stride: steps from one place to the next.
-        restart: whether the first place follows the last; otherwise the last stays.
+        every: rollouts at a position.
+        stride: steps from one position to the next.
+        restart: whether to return to the first position after the last; otherwise the window stays at the last.
 
     Source: MixGRPO, arXiv 2507.21802, section 3.3; Tencent-Hunyuan/MixGRPO fastvideo/utils/grpo_states.py, where the
-        window also runs past the last place and loses steps there.
+        window also runs past the last position and loses steps there.
     """
     starts = range(low, high - size + 1, stride)
     stays = [STAYS[schedule](start, high, every) for start in starts]
+    # computed from the number of rollouts alone, so a resumed run needs no saved position
     left = done % sum(stays) if restart else done
     for start, stay in zip(starts, stays, strict=True):
         if left < stay:
@@ -102,13 +103,13 @@ STAYS: dict[str, Callable[[int, int, int], int]] = {
     "decay": _decayed_stay,
     "exp_decay": lambda start, high, every: math.ceil(every * math.exp(-0.1 * max(0, start - 13))),
 }
-"""Rollouts at the place of a moving window that begins at a step, of places below `high`."""
+"""Rollouts that a moving window stays at a position, from (first step, `high`, `every`)."""
 
 
 def trained_steps(steps: int, fraction: float = 0.99) -> range:
     """Return the steps that an update trains on, the first int(fraction * S).
 
-    The default leaves out the last step alone, whose Gaussian is so narrow that its log-ratio is mostly rounding.
+    The default only skips the last step, whose Gaussian is so narrow that its log-ratio is mostly rounding error.
 
     Source: yifan123/flow_grpo config/grpo.py, train.timestep_fraction.
     """
@@ -118,10 +119,10 @@ def trained_steps(steps: int, fraction: float = 0.99) -> range:
 
 
 class Solver(ABC):
-    """Follows the flow from noise to image on a grid, one model call a step, without log-probabilities.
+    """Follows the flow from noise to image on a grid, one model call per step, without log-probabilities.
 
-    For each index in 0..S - 1, evaluate the model at sigmas[index] and call `step`. Solvers with a memory reset it at
-    index 0, so one solver serves many rollouts.
+    For each index in 0..S - 1, evaluate the model at sigmas[index] and call `step`. Multistep solvers reset their
+    history at index 0, so one solver can be reused for many rollouts.
     """
 
     sigmas: Tensor
@@ -129,19 +130,19 @@ class Solver(ABC):
 
     @abstractmethod
     def step(self, velocity: Tensor, index: int, latents: Tensor, generator: Noise = None) -> Tensor:
-        """Go from sigmas[index] to sigmas[index + 1], in order; `velocity` is the model's at `latents` (B, C, H, W).
+        """Step from sigmas[index] to sigmas[index + 1], in order; `velocity` is the model's at `latents` (B, C, H, W).
 
-        The result has the dtype of `latents` and is computed in float32. Solvers with noise need a generator.
+        The result is computed in float32 and returned in the dtype of `latents`. Stochastic solvers need a generator.
         """
 
 
 class _KernelSolver(Solver):
-    """The stochastic steps of a kernel, the last one along the ODE; Euler's ODE steps without a kernel."""
+    """Stochastic steps of a kernel with a final ODE step; without a kernel, Euler's ODE steps."""
 
     def __init__(self, sigmas: Tensor, noise_level: float, kernel: Callable[[float, float], StepKernel] | None) -> None:
         self.sigmas = sigmas
         self._noise_level = noise_level
-        # the last step follows the ODE, so a grid of one step has no noise at all
+        # the last step follows the ODE, so a grid with a single step has no noise
         random = kernel is not None and noise_level and len(sigmas) > 2
         self._kernel = kernel(noise_level, float(sigmas[1])) if kernel is not None and random else OdeStep()
 
@@ -166,7 +167,7 @@ class _MultistepSolver(Solver):
 
     def __init__(self, sigmas: Tensor, make_scheduler: Callable[[], Any], noise_level: float) -> None:
         self.sigmas = sigmas.clone()
-        self.sigmas[-1] = 0.0  # the last step goes straight to x_0
+        self.sigmas[-1] = 0.0  # the last step goes straight to x_0, also in families whose grid ends above 0
         self._make_scheduler = make_scheduler
         self._noise_level = noise_level
         self._next = 0
@@ -181,26 +182,26 @@ class _MultistepSolver(Solver):
         self._next = index + 1
         v, x = velocity.float(), latents.float()
         if index == len(self.sigmas) - 2:
-            # The limit of every solver of data prediction at sigma 0, where the log-SNR it works in is infinite.
+            # The limit of any data-prediction solver at sigma 0, where its log-SNR is infinite.
             return (x - float(self.sigmas[index]) * v).to(latents.dtype)
         moved: Tensor = self._advance(v, index, x, generator)
         return moved.to(latents.dtype)
 
     def _start(self) -> None:
         steps = len(self.sigmas) - 1
-        self._scheduler = self._make_scheduler()
+        self._scheduler = self._make_scheduler()  # a fresh one: the history of the last rollout must not leak in
         self._scheduler.set_timesteps(steps)
         self._scheduler.sigmas = self.sigmas.clone()
-        # SA-Solver's tau is a function of the time; neither scheduler uses it for anything else
+        # SA-Solver reads its tau from these times; neither scheduler uses them for anything else
         self._scheduler.timesteps = self.sigmas[:-1].clone()
         self._scheduler.set_begin_index(0)
 
     def _advance(self, v: Tensor, index: int, x: Tensor, generator: Noise) -> Tensor:
-        # The schedulers draw even where the noise gets weight 0; this keeps them off the global generator.
+        # The schedulers draw even if the noise has weight 0; this keeps them off the global generator.
         source = generator or torch.Generator(x.device).manual_seed(0)
         moved: Tensor = self._scheduler.step(v, self._scheduler.timesteps[index], x, generator=source).prev_sample
         if index == 0 and hasattr(self._scheduler, "last_sample"):
-            # No correction of the first step: it spans most of the log-SNR range.
+            # The first step is not corrected: it spans most of the log-SNR range.
             self._scheduler.last_sample = None
         return moved
 
@@ -209,11 +210,10 @@ def make_solver(name: str, sigmas: Tensor, noise_level: float = 0.0) -> Solver:
     """Build a solver on a grid.
 
     * euler: first order, deterministic
-    * sa_solver: second-order predictor and corrector on `sa_solver_grid`, with noise tau = noise_level where
+    * sa_solver: second-order predictor-corrector on `sa_solver_grid`, with noise tau = noise_level for
       0.3 <= sigma <= 0.9; the first step is not corrected and the last one returns the predicted image
-    * dpm: DPM-Solver++ of second order, deterministic; the last time before 0 is half of the one before it, because a
-      rule that extrapolates from the step before overshoots in the grid's own step from 0.28 to 0.009, so far that
-      Euler's is the better one
+    * dpm: second-order DPM-Solver++, deterministic; the last time before 0 is half of the one before it. In the grid's
+      own step from 0.28 to 0.009, extrapolating from the previous step overshoots so far that Euler does better
     * flow_sde, dance_sde, cps, ddim, linear_sde: first order, stochastic steps of `diffusion.sampling.steps` at all
       times but the last
 
@@ -226,7 +226,7 @@ def make_solver(name: str, sigmas: Tensor, noise_level: float = 0.0) -> Solver:
         The solver.
 
     Raises:
-        UserError: noise for a solver without it, or too few steps.
+        UserError: a noise level for a deterministic solver, or too few steps.
 
     Source: SA-Solver, arXiv 2309.05019, as scxue/advantage_weighted_matching sets it up; DPM-Solver++, arXiv
         2211.01095, as NVlabs/DiffusionNFT does; steps by diffusers.
@@ -288,4 +288,4 @@ SOLVERS: dict[str, Callable[[Tensor, float], Solver]] = {
     **{name: functools.partial(_KernelSolver, kernel=kernel) for name, kernel in KERNELS.items()},
 }
 RANDOM_SOLVERS = ("sa_solver", *KERNELS)
-"""Solvers that add noise where the noise level is above 0."""
+"""Solvers that add noise if the noise level is above 0."""

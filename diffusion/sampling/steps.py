@@ -1,19 +1,19 @@
-r"""One step of a sampler as a Gaussian: its mean, its standard deviation and the log-probability of where it landed.
+r"""One sampler step as a Gaussian: mean, standard deviation and the log-probability of the result.
 
 Shapes: B rows (images), C channels, H x W latent pixels. sigma runs from 1 (noise) to 0 (image) and a step goes from
 sigma to sigma_next < sigma, so dt = sigma_next - sigma is negative. With x_t = (1 - sigma) x_0 + sigma noise and
 velocity v = noise - x_0, a model's v contains x_0 = x - sigma v and noise = x + (1 - sigma) v.
 
-Why an ODE sampler may be made random: the marginals of dx = v dt stay the same when noise g dW is added and the drift
-becomes v - (g^2 / 2) score, for every g, as the Fokker-Planck equation shows. The score of x_t given x_0 is
--noise / sigma; averaged over x_0 it is -(x + (1 - sigma) v) / sigma, so it costs no second model. One Euler-Maruyama
-step backwards in time is then the Gaussian
+Why an ODE sampler can be made stochastic: for every g, the marginals of dx = v dt stay the same if noise g dW is added
+and the drift becomes v - (g^2 / 2) score (Fokker-Planck equation). The score of x_t given x_0 is -noise / sigma;
+averaged over x_0 it is -(x + (1 - sigma) v) / sigma, so no second model is needed. One Euler-Maruyama step backwards in
+time is then the Gaussian
 
     mean = x + v dt + (g^2 / 2) (x + (1 - sigma) v) / sigma dt,    std = g sqrt(-dt).
 
-Flow-GRPO and DanceGRPO differ in g alone. All numbers are worked out in float32 (float64 if both velocity and latents
-are float64), and means over pixels, not sums, are reported, which is why clip ranges for these log-ratios are as
-small as 1e-4.
+Flow-GRPO and DanceGRPO only differ in g. Everything is computed in float32 (float64 if both velocity and latents are
+float64). Log-probabilities are means over pixels rather than sums, which is why clip ranges for these log-ratios are
+as small as 1e-4.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ class StepKernel(ABC):
         check_fields(self)
 
     def transition(self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and standard deviation of the latents after the step.
+        """Return the mean and standard deviation of the latents after the step.
 
         Args:
             velocity: the model's prediction at `latents` (B, C, H, W), any float dtype.
             latents: x at `sigma` (B, C, H, W), any float dtype.
-            sigma: time before the step, of all rows () or of each (B,); above 0 for the SDE steps.
+            sigma: time before the step, () for all rows or (B,); above 0 for the SDE steps.
             sigma_next: time after it, () or (B,), smaller than `sigma`.
 
         Returns:
             mean (B, C, H, W) and std (B,), float32; float64 if velocity and latents are.
 
         Raises:
-            ValueError: shapes that do not fit.
+            ValueError: incompatible shapes.
 
         Gradient: through velocity and latents.
         """
@@ -89,7 +89,7 @@ class StepKernel(ABC):
         """`transition` in one dtype, with times (B, 1, 1, 1)."""
 
     def gradient_scale(self, sigma: Tensor, sigma_next: Tensor) -> Tensor:
-        """Size (B,) of the gradient of the log-density with respect to the velocity, for noise of size 1.
+        """Magnitude (B,) of the gradient of the log-density with respect to the velocity, for unit noise.
 
         The mean is affine in the velocity, with slope b, so the gradient is |b| / std.
 
@@ -105,9 +105,9 @@ class StepKernel(ABC):
         return self.transition(none, none, sigma, sigma_next)[1]
 
     def log_prob(self, previous: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-        """Return the log-density (B,) float32 of the latents (B, C, H, W) that were drawn, averaged over C, H and W.
+        """Return the log-density (B,) float32 of the drawn latents (B, C, H, W), averaged over C, H and W.
 
-        Mean and standard deviation are those of `transition`; NaN where std is 0, because there is no density.
+        Mean and standard deviation come from `transition`; the result is NaN if std is 0, because there is no density.
 
         Gradient: through mean; `previous` is detached.
 
@@ -119,7 +119,7 @@ class StepKernel(ABC):
 
 @dataclass(frozen=True)
 class OdeStep(StepKernel):
-    """Euler step of the probability-flow ODE, x + v dt; nothing is random and log-probabilities are NaN."""
+    """Deterministic Euler step of the probability-flow ODE, x + v dt; log-probabilities are NaN."""
 
     def _gaussian(self, v: Tensor, x: Tensor, s: Tensor, s_next: Tensor) -> tuple[Tensor, Tensor]:
         return x + (s_next - s) * v, torch.zeros_like(s)
@@ -133,13 +133,13 @@ class FlowSdeStep(StepKernel):
     """
 
     sigma_max: float = bounded(above=0, below=1)
-    """The grid's second time; stands in for sigma in 1 - sigma at the first, where g would be infinite or nearly so."""
+    """Second time of the grid; replaces sigma in 1 - sigma at the first time, where g would be (nearly) infinite."""
     noise_level: float = bounded(0.7, at_least=0)
     """0 gives the ODE."""
 
     def _gaussian(self, v: Tensor, x: Tensor, s: Tensor, s_next: Tensor) -> tuple[Tensor, Tensor]:
-        # only the denominator is replaced, at the grid's first time, which is 1 or just below: g stays finite there and
-        # keeps its form elsewhere
+        # Only the denominator is replaced, and only at the grid's first time (1 or just below): g stays finite there
+        # and keeps its form elsewhere.
         first = s > (1 + self.sigma_max) / 2
         spread = self.noise_level * (s / (1 - torch.where(first, self.sigma_max, s))).sqrt()
         return _reverse_sde(v, x, s, s_next, spread)
@@ -147,7 +147,7 @@ class FlowSdeStep(StepKernel):
 
 @dataclass(frozen=True)
 class DanceSdeStep(StepKernel):
-    """SDE step with the same g = eta at every time, the noise of DanceGRPO.
+    """SDE step with constant g = eta, the noise of DanceGRPO.
 
     Source: DanceGRPO, arXiv 2505.07818; XueZeyue/DanceGRPO fastvideo/train_grpo_flux.py, flux_step.
     """
@@ -168,7 +168,7 @@ class LinearSdeStep(StepKernel):
     """
 
     sigma_max: float = bounded(above=0, below=1)
-    """The grid's second time."""
+    """Second time of the grid."""
     noise_level: float = bounded(1.0, at_least=0)
     """0 gives the ODE."""
 
@@ -181,9 +181,9 @@ class CpsStep(StepKernel):
     """Coefficient-preserving step: part of the predicted noise is replaced by fresh noise of the same size.
 
     mean = (1 - sigma') x_0 + sqrt(sigma'^2 - std^2) noise with std = sigma' sin(noise_level pi / 2), so x_0 and noise
-    keep the weights 1 - sigma' and sigma' of the path, however large the step is. That is the path's own variance if
-    x_0 is the true one; a model's is a mean over possible images, and the spread it averages out is lost. The noise
-    does not shrink with the step either.
+    keep the weights 1 - sigma' and sigma' of the path for any step size. This gives the variance of the path if x_0 is
+    the true image. A model predicts a mean over possible images, so the variance between them is lost. The noise also
+    does not shrink with the step size.
 
     Source: Flow-CPS, arXiv 2509.05952; X-GenGroup/Flow-Factory, flow-matching scheduler, dynamics "CPS".
     """
@@ -193,15 +193,15 @@ class CpsStep(StepKernel):
 
     def _gaussian(self, v: Tensor, x: Tensor, s: Tensor, s_next: Tensor) -> tuple[Tensor, Tensor]:
         angle = self.noise_level * math.pi / 2
-        # cos and sin of one angle: the old and the fresh noise add up to sigma' in variance
+        # cos and sin of one angle: the variances of old and fresh noise add up to sigma'^2
         mean = (1 - s_next) * (x - s * v) + s_next * math.cos(angle) * (x + (1 - s) * v)
         return mean, s_next * math.sin(angle)
 
     def log_prob(self, previous: Tensor, mean: Tensor, std: Tensor) -> Tensor:
         """Return -(previous - mean)^2 (B,), averaged over C, H and W; std is not used.
 
-        It leaves out 1 / (2 std^2) and the constants, as the public code does: every time then weighs the same in the
-        ratio, which is no longer one of densities.
+        Like the public code, it omits 1 / (2 std^2) and the constants. All times then have equal weight in the ratio,
+        which is no longer a ratio of densities.
 
         Gradient: through mean; `previous` is detached.
         """
@@ -210,7 +210,7 @@ class CpsStep(StepKernel):
 
 @dataclass(frozen=True)
 class DdimStep(StepKernel):
-    """Step of DDIM, DDPO's for Stable Diffusion 1: fresh noise of the size that the true reverse step has.
+    """DDIM step as in DDPO for Stable Diffusion 1: the fresh noise has the scale of the true reverse step.
 
     On the path x_t = sqrt(a) x_0 + sqrt(1 - a) noise of such a model, std = eta sqrt((1 - a') / (1 - a) (1 - a / a')).
     In the coordinates of a flow, `diffusion.families.stable_diffusion`, that is eta sigma' sqrt(1 - (r' / r)^2) with
@@ -226,7 +226,7 @@ class DdimStep(StepKernel):
     def _gaussian(self, v: Tensor, x: Tensor, s: Tensor, s_next: Tensor) -> tuple[Tensor, Tensor]:
         ratio = s_next * (1 - s) / (s * (1 - s_next))
         fresh = self.eta**2 * (1 - ratio.square())
-        # With eta = 1 rounding may leave a difference just below 0.
+        # with eta = 1, rounding may leave a difference just below 0
         kept = (1 - fresh).clamp(min=0)
         mean = (1 - s_next) * (x - s * v) + s_next * kept.sqrt() * (x + (1 - s) * v)
         return mean, s_next * fresh.clamp(min=0).sqrt()
@@ -237,21 +237,21 @@ def sample_step(
 ) -> StepResult:
     """Take one step with given noise.
 
-    The new latents are rounded to the dtype of the old ones before their log-probability is taken: an update that
-    evaluates the stored latents then starts from exactly the same number, ratio 1, also in bfloat16.
+    The new latents are rounded to the dtype of the old ones before their log-probability is computed. An update that
+    evaluates the stored latents then starts at a ratio of exactly 1, even in bfloat16.
 
     Args:
-        kernel: what to draw from.
+        kernel: Gaussian to draw from.
         velocity: the model's prediction at `latents` (B, C, H, W).
         latents: x at `sigma` (B, C, H, W).
         sigma: time before the step, () or (B,).
         sigma_next: time after it, () or (B,).
-        noise: standard normal (B, C, H, W); the kernel decides how much of it is used.
+        noise: standard normal (B, C, H, W); the kernel scales it.
 
     Returns:
         The new latents, the Gaussian they come from and their log-probability.
 
-    Gradient: none through `previous`; mean and log-probability keep that of velocity and latents.
+    Gradient: mean and log-probability keep the gradient of velocity and latents; `previous` has none.
     """
     mean, std = kernel.transition(velocity, latents, sigma, sigma_next)
     drawn = mean + std.reshape(-1, *[1] * (mean.ndim - 1)) * noise.to(mean)
@@ -260,7 +260,7 @@ def sample_step(
 
 
 def gaussian_kl(mean: Tensor, mean_ref: Tensor, std: Tensor) -> Tensor:
-    """Exact divergence between two steps of the same standard deviation, averaged over C, H and W.
+    """Exact KL divergence between two steps with equal standard deviation, averaged over C, H and W.
 
     Args:
         mean: of the policy's step (B, C, H, W).
@@ -278,9 +278,9 @@ def gaussian_kl(mean: Tensor, mean_ref: Tensor, std: Tensor) -> Tensor:
 
 
 def flow_grpo_head_kl(mean: Tensor, mean_ref: Tensor, std: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
-    """Divergence as Flow-GRPO's released code computes it: without sqrt(-dt), |dt| times `gaussian_kl`.
+    """Divergence as in the released Flow-GRPO code: without sqrt(-dt), |dt| times `gaussian_kl`.
 
-    Coefficients published with one form do not fit the other: |dt| is 0.04 to 0.27 on a grid of ten steps. Means are
+    Coefficients published for one form do not suit the other: |dt| is 0.04 to 0.27 on a grid of ten steps. Means are
     (B, C, H, W), std (B,) with sqrt(-dt) included, times () or (B,), the result (B,).
 
     Gradient: through mean; `mean_ref` is detached.
@@ -294,19 +294,19 @@ def velocity_kl(velocity: Tensor, velocity_ref: Tensor, sigma: Tensor, kind: str
     """Distance between two velocities at the same noisy latents.
 
     * uniform: mean((v - v_ref)^2) over C, H and W
-    * elbo: that over 2 g^2 with g = 0.7 sqrt(sigma / (1 - min(sigma, 0.99))), the noise of Flow-GRPO's sampler
+    * elbo: the same divided by 2 g^2 with g = 0.7 sqrt(sigma / (1 - min(sigma, 0.99))), the noise of Flow-GRPO
 
     Args:
         velocity: of the policy (R, C, H, W).
-        velocity_ref: of the anchor: reference, EMA or old policy (R, C, H, W).
-        sigma: time (R,); above 0 for elbo, which is infinite there.
+        velocity_ref: of the anchor (reference, EMA or old policy), (R, C, H, W).
+        sigma: time (R,); above 0 for elbo, which is infinite at 0.
         kind: one of `VELOCITY_KLS`.
 
     Returns:
         (R,) float32.
 
     Raises:
-        ValueError: shapes that differ.
+        ValueError: different shapes.
 
     Gradient: through velocity; `velocity_ref` is detached.
 
@@ -324,9 +324,9 @@ def velocity_kl(velocity: Tensor, velocity_ref: Tensor, sigma: Tensor, kind: str
 def guard_log_ratio(logp: Tensor, logp_old: Tensor, mean: Tensor, mean_old: Tensor, std: Tensor) -> Tensor:
     """Log-ratio of GRPO-Guard, (logp - logp_old) std + mean((mean - mean_old)^2) / (2 std).
 
-    With the noise z that was drawn, the plain log-ratio is mean(z d) / std - mean(d^2) / (2 std^2) for d = mean -
-    mean_old: never 0 on average, and on a scale that depends on the time. This one is mean(z d), which is 0 on average
-    and needs one clip range for all times; multiplying by std also reweights the gradient of each time by it.
+    With the drawn noise z and d = mean - mean_old, the plain log-ratio is mean(z d) / std - mean(d^2) / (2 std^2): its
+    average is never 0 and its scale depends on the time. This log-ratio is mean(z d), which averages to 0, so one clip
+    range works for all times. Multiplying by std also weights the gradient of each time by std.
 
     Log-probabilities and std, sqrt(-dt) included, are (B,), means (B, C, H, W), the result (B,).
 
@@ -364,9 +364,9 @@ KERNELS: dict[str, Callable[[float, float], StepKernel]] = {
     "ddim": lambda noise_level, sigma_max: DdimStep(noise_level),
     "linear_sde": lambda noise_level, sigma_max: LinearSdeStep(sigma_max, noise_level),
 }
-"""Stochastic steps of a flow model, from the noise level and the grid's second time."""
+"""Stochastic steps of a flow model, built from the noise level and the second time of the grid."""
 BOUNDED = ("cps", "ddim")
-"""Kernels whose noise level is at most 1, and whose step to sigma 0 has no noise."""
+"""Kernels with a noise level of at most 1, whose step to sigma 0 has no noise."""
 VELOCITY_KLS: dict[str, Callable[[Tensor], Tensor]] = {
     "uniform": torch.ones_like,
     "elbo": lambda sigma: (1 - sigma.clamp(0, ELBO_SIGMA_LIMIT)) / (2 * ELBO_NOISE_LEVEL**2 * sigma),

@@ -1,8 +1,8 @@
-"""Denoising trajectories with a log-density for each trained step, and their evaluation under another policy.
+"""Denoising trajectories with a log-density per trained step, and their evaluation under another policy.
 
-DDPO, Flow-GRPO and their relatives share it. An image is a row; each trained denoising step is one decision with a
+Shared by DDPO, Flow-GRPO and their variants. An image is a row; each trained denoising step is one decision with a
 Gaussian log-density, averaged over the latent's dimensions. Rollouts keep the latents before and after each trained
-step; the update evaluates the model again on them.
+step, and the update evaluates the model on them again.
 
 Shapes: N groups (prompts), B rows (images), T decisions (denoising steps or draws), C x H x W one latent.
 """
@@ -59,16 +59,16 @@ class DiffusionPayload(Payload):
     images: np.ndarray = per_row()
     """uint8 (B, height, width, 3), of videos (B, K, height, width, 3), the kept frames."""
     sigma: Tensor = per_decision()
-    """(B, T) float32, the time at which each decision is taken."""
+    """(B, T) float32, time at which each decision is taken."""
     sigma_next: Tensor | None = per_decision(default=None)
-    """(B, T) float32, the time that the decision leads to; trajectories only."""
+    """(B, T) float32, time after the decision; trajectories only."""
     states: Tensor | None = per_decision(default=None)
-    """(B, T + 1, C, H, W), the latents at the T times and after the last of them, or (B, T, C, H, W), those at the T
-    times alone; for methods that learn from the sampler's own states."""
+    """(B, T + 1, C, H, W), latents at the T times and after the last one, or (B, T, C, H, W), latents at the T times
+    only; for methods that learn from the sampler's own states."""
     mean_old: Tensor | None = per_decision(default=None)
-    """(B, T, C, H, W) float32, mean of each transition under the sampling policy; where a method needs it."""
+    """(B, T, C, H, W) float32, mean of each transition under the sampling policy, for methods that need it."""
     noise_seed: Tensor | None = per_row(default=None)
-    """(B,) int64, seed of each row's T noises; methods that match noisy versions of x_0 only."""
+    """(B,) int64, seed of each row's T noises; only for methods that match noisy versions of x_0."""
     finite: list[bool] = per_row(default_factory=list)
     """Whether each row's image could be decoded."""
 
@@ -78,7 +78,7 @@ class DiffusionPayload(Payload):
         return [task.prompt for task in self.tasks]
 
     def without_nonfinite(self) -> Self:
-        """Zeros in the rows without an image: infinities would spoil even masked sums."""
+        """Replace rows without an image by zeros, since infinities would spoil even masked sums."""
         if all(self.finite):
             return self
         bad = torch.tensor([not good for good in self.finite], device=self.latents.device)
@@ -102,6 +102,7 @@ class TrainedDecisions:
     @classmethod
     def of(cls, rollouts: Rollouts) -> TrainedDecisions:
         """Read the decisions from the rollouts' mask, row by row."""
+        # from the copy on the CPU: `nonzero` of a tensor on the GPU would wait for it
         index = torch.nonzero(rollouts.host.mask.flatten() > 0).flatten()
         return cls(to_device(index, rollouts.mask.device), rollouts.mask.shape)
 
@@ -111,7 +112,7 @@ class TrainedDecisions:
         return self.index // self.shape[1]
 
     def gather(self, table: Tensor) -> Tensor:
-        """Entries (M, ...) of a table (B, T, ...); columns after the first T are left out."""
+        """Entries (M, ...) of a table (B, T, ...); columns after the first T are ignored."""
         return table[:, : self.shape[1]].flatten(0, 1)[self.index]
 
     def scatter(self, values: Tensor) -> Tensor:
@@ -122,6 +123,7 @@ class TrainedDecisions:
 def mean_over_decisions(values: Tensor, minibatch: Rollouts, denominators: Denominators) -> Tensor:
     """Mean of values (B, T) over the trained decisions of the whole optimiser step."""
     mask = minibatch.loss_mask
+    # `where` and not a product: 0 times NaN of an untrained decision would be NaN
     return token_mean(torch.where(mask > 0, values, 0.0), mask, denominators)
 
 
@@ -130,16 +132,16 @@ KL_FORMS = ("exact", "flow_grpo_head", "velocity")
 
 @dataclass
 class StepConfig:
-    """Evaluation of the trained steps in the update."""
+    """How the update evaluates the trained steps."""
 
     kl_form: str = choice("exact", KL_FORMS)
     """KL of a step to the reference: exact, flow_grpo_head (as published, without the step length) or velocity."""
     detach_negative: bool = rare(True)
-    """Leave the negative half of guidance out of the gradient, as newer Flow-GRPO code does."""
+    """Exclude the negative half of guidance from the gradient, as newer Flow-GRPO code does."""
 
 
 def check_trajectories(sampler: SamplerConfig) -> None:
-    """Refuse sampler options under which a step has no log-density; raises ValueError."""
+    """Reject sampler options for which a step has no log-density; raises ValueError."""
     if sampler.noise_level == 0:
         raise ValueError("sampler.noise_level is 0, but a step without noise has no log-density")
     if sampler.kernel in BOUNDED and sampler.noise_level > 1:
@@ -155,6 +157,7 @@ def check_trajectories(sampler: SamplerConfig) -> None:
     if sampler.window_schedule in DRAWN_WINDOWS:
         sampler.refuse_set(MOVES, f"sampler.window_schedule '{sampler.window_schedule}' draws the place of the window")
     try:
+        # a trial run: the checks of the window's position are made where it is computed
         trained_window(sampler, torch.Generator())
     except UserError as error:
         raise ValueError(f"sampler: {error}") from error
@@ -168,7 +171,7 @@ def check_trajectories(sampler: SamplerConfig) -> None:
 
 @dataclass(frozen=True)
 class TrainedSteps:
-    """The steps whose mask is 1 as one batch of M."""
+    """The steps with mask 1 as one batch of M."""
 
     decisions: TrainedDecisions
     """Indices of the steps in (B, T)."""
@@ -197,7 +200,7 @@ class StepScores:
     std: Tensor
     """(M,) float32, standard deviation of the step."""
     logp: Tensor
-    """(M,) float32, log-density of the latents that were reached."""
+    """(M,) float32, log-density of the latents reached."""
 
 
 class Trajectories:
@@ -223,14 +226,14 @@ class Trajectories:
     @property
     def halves_together(self) -> bool:
         """Whether the two halves of guidance go through the model in one call."""
-        # In the update a negative half without gradient has a call of its own. In bfloat16 sampling has to do the same:
-        # rounding makes the two differ by more than a clip range of 1e-4.
+        # In the update, a negative half without gradient gets a separate call. In low precision, sampling has to do the
+        # same: the rounding of one call and two differs by more than a clip range of 1e-4.
         return not (self._low_precision and self.step.detach_negative)
 
     def draw(
         self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], group_size: int, streams: Streams, done: int = 0
     ) -> Rollouts:
-        """Denoise G images of each task with stochastic steps inside the window, after `done` steps of the run."""
+        """Denoise G images per task, stochastic inside the window, after `done` steps of the run."""
         group = torch.arange(len(tasks)).repeat_interleave(group_size)
         window = self._windows(len(tasks), group_size, streams, done)
         seeds = group_seeds(len(tasks), group_size, streams, same_noise=self.sampler.same_noise)
@@ -242,12 +245,13 @@ class Trajectories:
         return Rollouts(
             group=to_device(group, device),
             mask=to_device(_trained_share(run.logp.shape, self.sampler.random_share, group_size, streams), device),
+            # rows whose latents overflowed get no reward and so no weight, but NaN would survive the masked sums
             logp_old=run.logp.nan_to_num(0.0, 0.0, 0.0),
             reward=torch.full((len(group),), float("nan"), device=device),
             payload=DiffusionPayload(
                 tasks=list(tasks),
                 latents=run.latents,
-                images=np.zeros((len(group), 0, 0, 3), np.uint8),
+                images=np.zeros((len(group), 0, 0, 3), np.uint8),  # the recipe decodes them after drawing
                 sigma=run.sigma,
                 sigma_next=run.sigma_next,
                 states=run.states,
@@ -258,6 +262,7 @@ class Trajectories:
     def _windows(self, tasks: int, group_size: int, streams: Streams, done: int) -> range | list[range]:
         """The trained steps of all rows, or of each."""
         if self.sampler.window_schedule != "random_per_task":
+            # the shared stream: every process draws the same window, although each has other tasks
             return trained_window(self.sampler, streams.shared("window"), done)
         drawn = (trained_window(self.sampler, streams.of(task, "window")) for task in range(tasks))
         return [window for window in drawn for _ in range(group_size)]
@@ -267,21 +272,22 @@ class Trajectories:
 
         Gradient: through velocity, mean and log-density; see `StepConfig.detach_negative`.
         """
-        # the stored states, rounded as they were drawn: without an update the ratio is exactly 1
+        # the stored states are rounded exactly as drawn, so the ratio is exactly 1 before an update
         steps = self.trained_steps(rollouts)
         velocity, mean, std = self._transition(model, steps, self.step.detach_negative)
         return StepScores(steps, velocity, mean, std, self.kernel.log_prob(steps.reached, mean, std))
 
     def scores(self, model: nn.Module, rollouts: Rollouts, reference: Reference | None = None) -> PolicyOutputs:
-        """Log-density of each trained step, and its divergence from a reference where there is one."""
+        """Log-density of each trained step, and its divergence from the reference, if any."""
         found = self.evaluate(model, rollouts)
         return PolicyOutputs(found.steps.decisions.scatter(found.logp), kl_ref=self.kl(found, reference))
 
     def kl(self, scores: StepScores, reference: Reference | None) -> Tensor | None:
-        """Divergence (B, T) from the reference by `StepConfig.kl_form`, 0 where not trained; None without reference."""
+        """Divergence (B, T) from the reference by `StepConfig.kl_form`, 0 if not trained; None without a reference."""
         if reference is None:
             return None
         steps = scores.steps
+
         velocity, mean, _ = reference.score(lambda module: self._transition(module, steps, detach_negative=True))
         if self.step.kl_form == "velocity":
             divergence = velocity_kl(scores.velocity, velocity, steps.sigma)
@@ -292,12 +298,12 @@ class Trajectories:
         return steps.decisions.scatter(divergence)
 
     def states(self, rollouts: Rollouts) -> tuple[Tensor, Tensor, TrainedDecisions]:
-        """States (M, C, H, W) before the steps whose mask is 1, their times (M,) and their places in (B, T)."""
+        """States (M, C, H, W) before the steps with mask 1, their times (M,) and their positions in (B, T)."""
         steps = self.trained_steps(rollouts)
         return steps.latents, steps.sigma, steps.decisions
 
     def trained_steps(self, rollouts: Rollouts) -> TrainedSteps:
-        """The steps of some rows of `draw` whose mask is 1."""
+        """The steps with mask 1 of some rows of `draw`."""
         payload = DiffusionPayload.of(rollouts)
         assert payload.states is not None
         assert payload.sigma_next is not None
@@ -305,7 +311,7 @@ class Trajectories:
         return TrainedSteps(
             decisions=decisions,
             latents=decisions.gather(payload.states),
-            reached=decisions.gather(payload.states[:, 1:]),
+            reached=decisions.gather(payload.states[:, 1:]),  # the state after step t is the one before step t + 1
             sigma=decisions.gather(payload.sigma),
             sigma_next=decisions.gather(payload.sigma_next),
             text=text_of(self.policy, payload.tasks, rollouts.group[decisions.row]),
@@ -314,7 +320,7 @@ class Trajectories:
     def _transition(
         self, model: nn.Module, steps: TrainedSteps, detach_negative: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Velocity, and mean and standard deviation of the steps, under a model."""
+        """Velocity, mean and standard deviation of the steps under a model."""
         velocity = guided(
             self.policy,
             model,
@@ -329,9 +335,10 @@ class Trajectories:
 
 
 def _trained_share(shape: torch.Size, share: float, group_size: int, streams: Streams) -> Tensor:
-    """Mask (B, T) of the trained steps: a random share of them for each row."""
+    """Mask (B, T) of the trained steps: a random fraction of them for each row."""
     rows, steps = shape
     if share >= 1.0:
         return torch.ones(rows, steps)
+    # sorting twice gives random ranks: every row trains exactly the same number of steps
     order = streams.uniform(rows // group_size, group_size, steps, purpose="share").argsort(1).argsort(1)
     return (order < max(int(steps * share), 1)).float()

@@ -1,6 +1,6 @@
-"""Runs episodes of a policy in a simulator, with the options of acting: steps of a chunk, units, temporal ensemble.
+"""Runs episodes of a policy in a simulator, with options for executed steps, action units and temporal ensembling.
 
-Shapes: R rows, L of them at once, K control steps of a chunk, D entries of an action.
+Shapes: R rows, L of them running, K control steps of a chunk, D entries of an action.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ SCALES = ("none", "bounds_q99")
 
 
 class TemporalEnsemble:
-    """Averages the predictions of the last chunks for the present control step; a chunk is predicted at every step.
+    """Averages the predictions of the last chunks for the current control step; a chunk is predicted at every step.
 
-    The weight of the i-th oldest prediction is exp(-decay i), i = 0 for the oldest, so the oldest counts most and a
-    small decay reacts slowly to new observations. The mean is no decision of the policy and has no log-probability:
-    this is for evaluation only.
+    The weight of the i-th oldest prediction is exp(-decay i), with i = 0 for the oldest. The oldest prediction counts
+    most, and a small decay reacts slowly to new observations. The mean is not a decision of the policy and has no
+    log-probability, so this is for evaluation only.
 
     Source: ACT, arXiv 2304.13705, section IV-B and algorithm 2; tonyzhaozh/act imitate_episodes.py (m = 0.01).
     """
@@ -42,11 +42,11 @@ class TemporalEnsemble:
             raise UserError(f"rows={rows}, chunk={chunk} and action_size={action_size} must be at least 1")
         self._decay = decay
         self._chunks = np.zeros((rows, chunk, chunk, action_size), np.float32)
-        """[row, j] is the chunk of j control steps ago."""
+        """[row, j] is the chunk from j control steps ago."""
         self._count = np.zeros(rows, np.int64)
 
     def reset(self, rows: ArrayLike | None = None) -> None:
-        """Drop the chunks of rows whose episodes restart; None for all."""
+        """Discard the chunks of rows whose episodes restart; None for all rows."""
         self._count[slice(None) if rows is None else np.asarray(rows, np.int64)] = 0
 
     def step(self, chunks: ArrayLike, rows: ArrayLike) -> NDArray[np.float32]:
@@ -58,16 +58,16 @@ class TemporalEnsemble:
             raise ValueError(f"chunks have the shape {new.shape}; expected {(len(index), *self._chunks.shape[2:])}")
         self._chunks[index] = np.concatenate([new[:, None], self._chunks[index, :-1]], 1)
         self._count[index] = np.minimum(self._count[index] + 1, size)
-        count = self._count[index][:, None]
+        count = self._count[index][:, None]  # fewer than K chunks exist at the start of an episode
         age = np.arange(size)
-        # the oldest of them has the age count - 1
+        # the oldest prediction has age count - 1
         weight = np.where(age < count, np.exp(-self._decay * (count - 1 - age)), 0.0)
-        predicted = self._chunks[index][:, age, age]
+        predicted = self._chunks[index][:, age, age]  # a chunk of j steps ago predicts the current step as its entry j
         return ((weight[..., None] * predicted).sum(1) / weight.sum(1)[:, None]).astype(np.float32)
 
 
 def swap_layouts(episodes: Sequence[EpisodeSpec]) -> dict[EpisodeSpec, EpisodeSpec]:
-    """Assign each episode another layout of its task, the one half the number of layouts further."""
+    """Assign each episode a different layout of its task, shifted by half the number of layouts."""
     by_task: dict[str, list[EpisodeSpec]] = {}
     for episode in dict.fromkeys(episodes):
         by_task.setdefault(episode.task, []).append(episode)
@@ -83,7 +83,7 @@ def swap_layouts(episodes: Sequence[EpisodeSpec]) -> dict[EpisodeSpec, EpisodeSp
 
 
 class FirstImages:
-    """First images of some episodes, shown in place of those of the episodes in the same rows."""
+    """First images of some episodes, shown instead of those of the episodes in the same rows."""
 
     def __init__(self, sim: RobotSim, episodes: Sequence[EpisodeSpec]) -> None:
         started = sim.reset(episodes)
@@ -94,10 +94,11 @@ class FirstImages:
             row = int(started.failed.argmax())
             why = started.reasons.get(row, "no reason given")
             raise RunError(f"the environment whose images were to be shown did not start: {episodes[row]}: {why}")
-        self._images, self._views = images.copy(), None if views is None else views.copy()
+        self._images = images.copy()
+        self._views = None if views is None else views.copy()
 
     def replace_in(self, observation: RobotObservation) -> RobotObservation:
-        """The observation of some rows with these images, in its past too."""
+        """Replace the images in the observation of some rows, including its past."""
         images, views = (None if part is None else part[observation.rows] for part in (self._images, self._views))
         found = replace(observation, images=images, views=views)
         if observation.past_state is None:
@@ -109,20 +110,19 @@ class FirstImages:
 
 @dataclass
 class ActingSettings:
-    """Conversion of a policy's predictions to actions of the robot."""
+    """How a policy's predictions become actions of the robot."""
 
     n_action_steps: int = rare(bounded(0, at_least=0))
-    """Control steps of a chunk that are executed before the next observation; 0 = all of them."""
+    """Number of control steps of a chunk to execute before the next observation; 0 = all."""
     temperature: float = bounded(1.0, above=0)
-    """Divides the logits of tokens, and multiplies the noise of flow steps and the standard deviation of Gaussians,
-    while sampling and in every log-probability of the update."""
+    """Divides the logits of tokens, or multiplies the noise of flow steps and the standard deviation of Gaussians, in
+    sampling and in all log-probabilities of the update."""
     ensemble: float = rare(bounded(0.0, at_least=0))
     """Greedy evaluation only: weight decay m of the temporal ensemble over overlapping chunks, with an observation at
-    every control step; 0 = none."""
+    every control step; 0 = no ensemble."""
     scale: str = choice("none", SCALES)
     """none: the policy predicts the simulator's own -1..1; bounds_q99: it predicts normalised actions, which its
-    statistics convert to the units of the data that it was cloned from, those of the simulator. Use the value that the
-    policy was cloned with."""
+    statistics convert to the units of the cloned data, those of the simulator. Use the same value as in cloning."""
 
 
 @dataclass
@@ -130,15 +130,15 @@ class Episodes:
     """B finished episodes."""
 
     payload: EpisodePayload
-    """Observations and decisions; `episodes` has one entry a row."""
+    """Observations and decisions; `episodes` has one entry per row."""
     logp: Tensor
-    """(B, C, D) float32, log-probability of each decision as sampled; 0 where none was taken."""
+    """(B, C, D) float32, log-probability of each decision when sampled; 0 if no decision was made."""
     actions: list[NDArray[np.float32]] = field(default_factory=list)
     """(steps, A) executed actions of each row, in the simulator's -1..1."""
 
 
 def action_scale(policy: Any, settings: ActingSettings) -> ActionStatistics | None:
-    """Statistics that convert a policy's actions to the simulator's; raises UserError if `scale` does not fit."""
+    """Statistics that convert a policy's actions to the simulator's; raises UserError if `scale` does not apply."""
     statistics: ActionStatistics | None = getattr(policy, "statistics", None)
     if settings.scale == "none":
         if statistics is not None:
@@ -176,7 +176,7 @@ def sim_actions(actions: NDArray[np.float32], statistics: ActionStatistics | Non
 
 
 def inputs_of(observation: RobotObservation, episodes: Sequence[EpisodeSpec], device: torch.device) -> PolicyInputs:
-    """Turn an observation of R rows into policy inputs; `episodes`, indexed by row number, give the instructions."""
+    """Convert an observation of R rows to policy inputs; `episodes`, indexed by row, give the instructions."""
     parts = {name: getattr(observation, name) for name in INPUT_SHAPES}
     return PolicyInputs(
         instructions=tuple(episodes[row].instruction for row in observation.rows.tolist()),
@@ -196,20 +196,20 @@ def run_episodes(
     images_of: Sequence[EpisodeSpec] = (),
     timed: bool = False,
 ) -> Episodes:
-    """Run episodes to their ends, as many at once as the simulator has room for.
+    """Run episodes to completion, as many at once as the simulator supports.
 
     Args:
         policy: an action policy, see `robotics.policies.base.policy`.
         sim: the simulator.
         episodes: B initial states.
         settings: how actions are executed.
-        generator: for the policy's sampling: a seed for each episode, or a generator that draws the seeds. An episode
-            does not depend on those that run beside it.
+        generator: for the policy's sampling: one seed per episode, or a generator that draws the seeds. Episodes do not
+            depend on the other episodes running at the same time.
         greedy: take the most likely actions.
         record: render every control step.
-        images_of: B episodes whose first images the policy sees throughout in place of its own, which are still the
-            recorded ones; its own when empty.
-        timed: keep the time of each chunk, which no two runs share.
+        images_of: B episodes whose first images the policy sees throughout instead of its own; the recorded images are
+            still its own. Empty for normal images.
+        timed: measure the time of each chunk, which differs between runs.
 
     Returns:
         The episodes in the order given. Rows whose environment failed are marked and have no result.
@@ -217,7 +217,7 @@ def run_episodes(
     Raises:
         UserError: `settings.scale` does not fit the policy, see `action_scale`.
     """
-    action_scale(policy, settings)
+    action_scale(policy, settings)  # checked before any episode runs
     size = sim.capacity or len(episodes)
     seeds: Sequence[int] = (
         torch.randint(2**62, (len(episodes),), generator=generator).tolist()
@@ -230,9 +230,11 @@ def run_episodes(
         wave = slice(start, start + size)
         keep = (greedy, record, timed)
         waves.append(_run_wave(policy, sim, episodes[wave], settings, own[wave], *keep, images_of[wave]))
+    # The shapes of decisions are known only from a chunk, and a wave may have none if all of its episodes failed to
+    # start; so the first chunk of any wave serves all of them.
     example = next((chunks[0] for recorder in waves for chunks in recorder.chunks if chunks), None)
     parts = [recorder.close(example) for recorder in waves]
-    width = max(part.logp.shape[1] for part in parts)
+    width = max(part.logp.shape[1] for part in parts)  # waves are padded to their own longest episodes
     return Episodes(
         payload=EpisodePayload.concat([part.payload for part in parts]),
         logp=torch.cat([nn.functional.pad(part.logp, (0, 0, 0, width - part.logp.shape[1])) for part in parts]),
@@ -243,7 +245,7 @@ def run_episodes(
 def replay_episode(
     sim: RobotSim, episode: EpisodeSpec, actions: NDArray[np.float32], chunk: int = 8
 ) -> tuple[NDArray[np.uint8], bool]:
-    """Replay recorded actions (steps, A): frames (F, H, W, 3), none where none are rendered, and success."""
+    """Replay recorded actions (steps, A): frames (F, H, W, 3), empty without rendering, and success."""
     result = sim.reset([episode])
     frames: list[NDArray[np.uint8]] = [] if result.observation.images is None else [result.observation.images]
     success = False
@@ -269,10 +271,10 @@ def _run_wave(
     timed: bool,
     images_of: Sequence[EpisodeSpec],
 ) -> _Recorder:
-    """Run as many episodes as the simulator has room for, chunk by chunk, until the last one ends.
+    """Run as many episodes as the simulator supports, chunk by chunk, until the last one ends.
 
-    The policy acts for the live episodes only: `observation.of(sim.live)` drops those that ended in the last round, and
-    `recorder` adds the chunks of the live ones to their rows.
+    The policy only acts for live episodes: `observation.of(sim.live)` drops those that ended in the last round, and
+    `recorder` adds the chunks of the live episodes to their rows.
     """
     weights = policy.parameters() if isinstance(policy, nn.Module) else iter(())
     device = next(weights, torch.zeros(0)).device
@@ -286,8 +288,10 @@ def _run_wave(
     statistics = action_scale(policy, settings)
     while len(sim.live):
         observation, began = observation.of(sim.live), time.perf_counter()
+        # before the step, as the observation: a critic judges the state in which the decision was made
         full_state = sim.full_state() if hasattr(sim, "full_state") else None
         inputs = inputs_of(observation if shown is None else shown.replace_in(observation), episodes, device)
+        # by row number, not by position: ended episodes must not shift the generators of the others
         draws = RowGenerators([generators[row] for row in sim.live])
         choice = policy.act(inputs, draws, temperature=settings.temperature, greedy=greedy)
         actions = choice.actions.float().cpu().numpy()
@@ -304,17 +308,22 @@ def _run_wave(
 
 
 class _Recorder:
-    """Collects the chunks of episodes that run at the same time, row by row."""
+    """Collects the chunks of episodes running at the same time, row by row."""
 
     def __init__(self, episodes: Sequence[EpisodeSpec], started: ChunkResult, device: torch.device) -> None:
         rows = range(len(episodes))
-        self.episodes, self.started, self.device = list(episodes), started, device
+        self.episodes = list(episodes)
+        self.started = started
+        self.device = device
         self.chunks: list[list[dict[str, Any]]] = [[] for _ in rows]
         self.actions: list[list[NDArray[np.float32]]] = [[] for _ in rows]
         self.frames: list[list[NDArray[np.uint8]]] = [[] for _ in rows]
+        # the observation after the last chunk of each row; an episode that never starts keeps its first
         self.last = [_state_and_image(started.observation, row) for row in rows]
         self.poses = [[] if started.object_poses is None else [started.object_poses[row]] for row in rows]
-        self.success, self.terminated, self.truncated = (np.zeros(len(episodes), bool) for _ in range(3))
+        self.success = np.zeros(len(episodes), bool)
+        self.terminated = np.zeros(len(episodes), bool)
+        self.truncated = np.zeros(len(episodes), bool)
         self.failed = started.failed.copy()
         self.last_reward = np.zeros(len(episodes), np.float32)
         self.reasons = [started.reasons.get(row, "") for row in rows]
@@ -328,14 +337,16 @@ class _Recorder:
         full_state: NDArray[np.float32] | None,
         seconds: float | None = None,
     ) -> None:
-        """Add a chunk of the L live rows; `full_state` (L, F) is that before the chunk, which took some seconds."""
+        """Add a chunk of the L live rows; `full_state` (L, F) is the state before the chunk, `seconds` its duration."""
         for index, row in enumerate(result.rows.tolist()):
             steps = int(result.steps[index])
             state, image = _state_and_image(observation, index)
+            # a chunk without an executed step has no reward: NaN, so that it cannot pass for a reward of 0
             rewards = result.rewards[index, :steps] if steps else np.array([np.nan])
             last, total = np.float32(rewards[-1]), np.float32(rewards.sum())
             chunk = {"state": state, "image": image, "steps": steps, "last_reward": last, "return": total}
             chunk |= {} if full_state is None else {"full": full_state[index]}
+            # kept with every chunk, since nobody knows yet which one is the last
             chunk |= {} if result.full_state is None else {"last_full": result.full_state[index]}
             chunk |= {} if seconds is None else {"seconds": np.float32(seconds)}
             chunk |= {} if observation.views is None else {"views": observation.views[index]}
@@ -356,7 +367,7 @@ class _Recorder:
     def close(self, example: dict[str, Any] | None) -> Episodes:
         """Stack the chunks of all rows, padded to the longest episode."""
         rows, first = range(len(self.episodes)), self.started.observation
-        if example is None:  # no episode could start
+        if example is None:  # no episode of any wave could start
             empty = torch.zeros(1)
             example = {"decisions": empty.long(), "logp": empty, "state": self.last[0][0]}
         states, images = zip(*self.last, strict=True)
@@ -391,7 +402,7 @@ class _Recorder:
         return to_device(torch.from_numpy(values), self.device)
 
     def _stack(self, name: str, example: Tensor) -> Tensor:
-        """(B, C, ...) values of all chunks, put together where the example is."""
+        """Values (B, C, ...) of all chunks, stacked on the device of the example."""
         width = max(1, *(len(chunks) for chunks in self.chunks))
         out = torch.zeros((len(self.chunks), width, *example.shape), dtype=example.dtype, device=example.device)
         for row, chunks in enumerate(self.chunks):
@@ -400,7 +411,7 @@ class _Recorder:
         return to_device(out, self.device)
 
     def _last_full_state(self, example: dict[str, Any]) -> Tensor:
-        """(B, F) at the end of each row; zeros for rows that did not start."""
+        """Full states (B, F) at the end of each row; zeros for rows that did not start."""
         blank = {"last_full": np.zeros_like(example["last_full"])}
         return self._moved(np.stack([(chunks or [blank])[-1]["last_full"] for chunks in self.chunks]))
 

@@ -1,8 +1,8 @@
-"""The payload of robot rollouts: initial states, stored once per group, and one episode a row, its chunks in order.
+"""The payload of robot rollouts: initial states, stored once per group, and one episode per row, its chunks in order.
 
 Shapes: N groups (initial states), B rows (episodes), C chunks of the longest episode, S state entries, D decisions of a
-chunk (tokens, control steps or denoising steps), V further cameras, H x W pixels. Chunks that an episode did not reach
-are zeros. The past that some policies see when they act (`ActionPolicy.past`) is not kept.
+chunk (tokens, control steps or denoising steps), V further cameras, H x W pixels. Chunks beyond the end of an episode
+are zero. The past observations that some policies use (`ActionPolicy.past`) are not stored.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class EpisodePayload(Payload):
     states: Tensor = per_decision()
     """(B, C, S) float32, observed before each chunk."""
     decisions: Tensor = per_decision()
-    """(B, C, ...), the policy's decisions, in its own form."""
+    """(B, C, ...), the policy's decisions, in its own format."""
     steps: Tensor = per_decision()
-    """(B, C) int64, executed control steps of each chunk."""
+    """(B, C) int64, number of executed control steps per chunk."""
     success: Tensor = per_row()
     """(B,) bool, whether the task was solved."""
     terminated: Tensor = per_row()
@@ -48,7 +48,7 @@ class EpisodePayload(Payload):
     last_state: Tensor = per_row()
     """(B, S) float32, at the end of the episode."""
     truncated: Tensor | None = per_row(default=None)
-    """(B,) bool, whether a time limit cut the episode off: the horizon, or one of the environment's own."""
+    """(B,) bool, whether a time limit ended the episode: the horizon, or a limit of the environment."""
     images: Tensor | None = per_decision(default=None)
     """(B, C, H, W, 3) uint8, observed before each chunk."""
     views: Tensor | None = per_decision(default=None)
@@ -56,12 +56,12 @@ class EpisodePayload(Payload):
     last_image: Tensor | None = per_row(default=None)
     """(B, H, W, 3) uint8, at the end of the episode."""
     frames: list[NDArray[np.uint8] | None] = per_row(blank=None, default_factory=list)
-    """(F, H, W, 3) frame of every control step of each row; None or empty where only chunk ends were rendered."""
+    """Frames (F, H, W, 3) of every control step of each row; None or empty if only chunk ends were rendered."""
     object_poses: list[NDArray[np.float64] | None] = per_row(blank=None, default_factory=list)
-    """(F, 4, 4) T_world_object before each chunk and at the end, of the piece that the task acts on; None or empty
-    where the simulator does not report it."""
+    """(F, 4, 4) T_world_object of the object of the task, before each chunk and at the end; None or empty if the
+    simulator does not report it."""
     full_states: Tensor | None = per_decision(default=None)
-    """(B, C, F) float32, full state of the simulator before each chunk, for a critic; None where it reports none."""
+    """(B, C, F) float32, full state of the simulator before each chunk, for a critic; None if it is not reported."""
     last_full_state: Tensor | None = per_row(default=None)
     """(B, F) float32, full state at the end of the episode; None if the simulator reports none."""
     chunk_returns: Tensor | None = per_decision(default=None)
@@ -69,10 +69,10 @@ class EpisodePayload(Payload):
     chunk_last_rewards: Tensor | None = per_decision(default=None)
     """(B, C) float32, the environment's own reward at the last control step of each chunk."""
     seconds: Tensor | None = per_decision(default=None)
-    """(B, C) float32, time of each chunk, in which policy and simulator work on all episodes at once; None where
-    nothing asks for it."""
+    """(B, C) float32, duration of each chunk, during which policy and simulator process all episodes; None if not
+    requested."""
     reasons: list[str] = per_row(blank="", default_factory=list)
-    """Why each row ended as it did, where the environment reports it."""
+    """Why each row ended, if the environment reports it."""
     drawn: list[Mapping[str, Any] | None] = per_row(blank=None, default_factory=list)
     """Draw of the simulator's domain randomisation for each row; None or empty without one."""
 
@@ -83,12 +83,12 @@ class EpisodePayload(Payload):
 
     @property
     def returns(self) -> Tensor:
-        """(B,) float32, sum of the environment's own rewards over all control steps; NaN where it failed."""
+        """(B,) float32, sum of the environment's own rewards over all control steps; NaN for failed rows."""
         assert self.chunk_returns is not None
         return torch.where(self.failed, torch.nan, self.chunk_returns.sum(1))
 
     def frames_of(self, row: int) -> NDArray[np.uint8] | None:
-        """Frames (F, H, W, 3) of an episode: every control step if rendered, else chunk ends; None without images."""
+        """Frames (F, H, W, 3) of an episode: all control steps if rendered, else chunk ends; None without images."""
         if self.frames and self.frames[row] is not None:
             return self.frames[row]
         if self.images is None or self.last_image is None:
@@ -97,7 +97,7 @@ class EpisodePayload(Payload):
         return torch.cat([self.images[row, :taken], self.last_image[row][None]]).cpu().numpy()
 
     def unequal_starts(self, group: Tensor) -> tuple[int, str] | None:
-        """The first row that begins unlike the first row of its group (B,), and the part that differs; None if none."""
+        """The first row that starts differently from the first row of its group (B,), and what differs; else None."""
         numbers = group.tolist()
         firsts = [numbers.index(number) for number in numbers]
         named = [("the state", self.states), ("the image", self.images)]
@@ -111,12 +111,12 @@ class EpisodePayload(Payload):
         return None
 
     def path(self, row: int) -> NDArray[np.float32]:
-        """States (F, S) of an episode, before each chunk and at the end."""
+        """States (F, S) of an episode before each chunk and at the end."""
         taken = int((self.steps[row] > 0).sum())
         return torch.cat([self.states[row, :taken], self.last_state[row][None]]).cpu().numpy()
 
     def object_path(self, row: int) -> NDArray[np.float32] | None:
-        """Positions (F, 3) in metres of the object, before each chunk and at the end; None where that is not known."""
+        """Positions (F, 3) of the object in metres, before each chunk and at the end; None if unknown."""
         poses = self.object_poses[row] if self.object_poses else None
         return None if poses is None else poses[:, :3, 3].astype(np.float32)
 

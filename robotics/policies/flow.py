@@ -1,27 +1,27 @@
-"""A flow-matching action head: a chunk of actions is denoised in S stochastic steps, each with a log-probability.
+"""A flow-matching action head that denoises a chunk of actions in S stochastic steps, each with a log-probability.
 
 Shapes: B rows, K control steps, D entries of an action, S denoising steps, E = K D numbers of a chunk. sigma runs from
 1 (noise) to 0 (actions), x_sigma = (1 - sigma) actions + sigma noise and the velocity is noise - actions, as in the
 `diffusion` package, whose steps are used.
 
-A decision is one denoising step: a Gaussian around the next point of the flow, so its log-probability is exact, while
-that of the actions themselves would be an integral. `ActionChoice.decisions` is the whole chain (B, S + 1, E), starting
-with the noise.
+A decision is one denoising step: a Gaussian around the next point of the flow. Its log-probability is exact, whereas
+that of the actions themselves would require an integral. `ActionChoice.decisions` is the whole chain (B, S + 1, E),
+starting with the noise.
 
 Source: pi_0, arXiv 2410.24164 (flow matching over action chunks); Flow-GRPO, arXiv 2505.05470, ReinFlow, arXiv
     2505.22094, and pi_RL, arXiv 2510.25889 (denoising steps as decisions of reinforcement learning).
 
 Differences: the velocity is a small residual network on the outputs of the observation encoder instead of an action
-expert inside a transformer, so a denoising step costs little compared with encoding the observation; times of the
+expert inside a transformer, so denoising steps are cheap compared with encoding the observation; the times of the
 cloning loss are uniform.
 
-The noise of a step has a fixed size, Flow-GRPO's (pi_RL's Flow-SDE), or is learned (`noise: learned`, pi_RL's
-Flow-Noise): a network beside the velocity's last layer then predicts the standard deviation of each number between two
-bounds,
+The noise of a step has a fixed scale as in Flow-GRPO (pi_RL's Flow-SDE), or is learned (`noise: learned`, pi_RL's
+Flow-Noise). In the latter case, a network next to the velocity's last layer predicts the standard deviation of each
+number between two bounds,
 
     log std = log min + (log max - log min) (tanh h + 1) / 2,
 
-and the mean of a step is the ODE's. Cloning does not train it.
+and the mean of a step is that of the ODE. Cloning does not train this network.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ NOISES = ("fixed", "learned")
 REDUCTIONS = ("sum", "mean")
 PARAMETERISATIONS = ("velocity", "x0")
 FREQUENCIES = 16
-"""Sines and cosines that encode the time."""
+"""Number of frequencies that encode the time."""
 
 
 @dataclass
@@ -60,23 +60,24 @@ class FlowPolicyConfig:
     """Sizes and settings of the policy."""
 
     action_size: int = rare(bounded(at_least=1))
-    """D, numbers of an action."""
+    """D, number of entries of an action."""
     chunk: int = rare(bounded(8, at_least=1))
-    """K, control steps that are predicted at once."""
+    """K, control steps predicted at once."""
     steps: int = rare(bounded(5, at_least=2))
     """S, denoising steps."""
     parameterisation: str = choice("velocity", PARAMETERISATIONS)
-    """velocity: the network predicts the velocity; x0: the actions, which a small network learns far faster."""
+    """velocity: the network predicts the velocity; x0: it predicts the actions, which small networks learn much
+    faster."""
     noise: str = choice("fixed", NOISES)
     """fixed: `noise_level` sets the noise of a step; learned: a network predicts it for each number (Flow-Noise)."""
     noise_level: float = rare(bounded(0.5, above=0))
-    """Size of fixed noise, a in g = a sqrt(sigma / (1 - sigma))."""
+    """Scale of the fixed noise, a in g = a sqrt(sigma / (1 - sigma))."""
     min_std: float = rare(bounded(0.08, above=0))
-    """Smallest standard deviation of a step with learned noise, on the scale -1..1 of the actions."""
+    """Minimum standard deviation of a step with learned noise, on the scale -1..1 of the actions."""
     max_std: float = rare(bounded(0.16, above=0))
-    """Largest standard deviation of a step with learned noise."""
+    """Maximum standard deviation of a step with learned noise."""
     logp_reduction: str = rare(choice("sum", REDUCTIONS))
-    """sum: log-density of a step, as clip ranges of other policies assume; mean: divided by K D, as for images."""
+    """sum: log-density of a step, as clip ranges for other policies assume; mean: divided by K D, as for images."""
     hidden: int = rare(bounded(256, at_least=1))
     """Width of the velocity network."""
     blocks: int = rare(bounded(3, at_least=1))
@@ -95,7 +96,7 @@ class FlowPolicyConfig:
 
 
 class FlowActionPolicy(EncodedPolicy, ActionPolicy):
-    """Image, instruction and state to a chunk of actions by denoising."""
+    """Maps image, instruction and state to a chunk of actions by denoising."""
 
     kind = "flow"
     config_class = FlowPolicyConfig
@@ -105,8 +106,11 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
     def __init__(self, config: FlowPolicyConfig, vocabulary: Vocabulary, seed: int = 0) -> None:
         super().__init__()
         check_config(config)
-        self.config, self.vocabulary = config, vocabulary
-        self.chunk, self.action_size, self.decisions = config.chunk, config.action_size, config.steps
+        self.config = config
+        self.vocabulary = vocabulary
+        self.chunk = config.chunk
+        self.action_size = config.action_size
+        self.decisions = config.steps
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.encoder = ObservationEncoder(config.encoder, vocabulary, config.chunk)
@@ -115,7 +119,7 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
         self.has_means = self.noise is None
         self.register_buffer("sigmas", torch.linspace(1, 0, config.steps + 1), persistent=False)
         self._kernel = FlowSdeStep(sigma_max=1 - 1 / config.steps, noise_level=config.noise_level)
-        # numbers over which a log-density is summed; the kernel gives the mean
+        # the kernel averages over the numbers of a chunk; multiplying by their count gives the sum
         self._count = config.chunk * config.action_size if config.logp_reduction == "sum" else 1
 
     def act(
@@ -124,7 +128,7 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
         """Choose a chunk of actions for each row.
 
         The temperature multiplies the noise of the steps. Greedy follows the flow without noise from a random start,
-        as flow policies are evaluated; its steps have no density, so the log-probabilities are NaN.
+        the usual way to evaluate flow policies; its steps have no density, so the log-probabilities are NaN.
         """
         check_temperature(temperature)
         size = (len(batch), self.chunk * self.action_size)
@@ -134,7 +138,7 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
             logp = []
             for number in range(self.config.steps):
                 mean, std = self._transition(seen, chain[-1], number, ode=greedy)
-                # greedy still draws the noise, so that a generator is at the same place in both modes
+                # greedy still draws the noise, so that the generator ends in the same state in both modes
                 std = std * (0.0 if greedy else temperature)
                 chain.append(mean + std.reshape(len(std), -1) * self._noise(size, generator))
                 logp.append(self._score(chain[-1], mean, std))
@@ -149,7 +153,7 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
         check_temperature(temperature)
         seen, chain = self.encoder(batch).flatten(1), decisions.float()
         logp, entropy = [], []
-        # step by step as in sampling: other batch sizes round differently, and the ratio would not start at 1
+        # step by step as in sampling: a different batch size rounds differently, and the ratio would not start at 1
         for number in range(self.config.steps):
             mean, std = self._transition(seen, chain[:, number], number)
             logp.append(self._score(chain[:, number + 1], mean, std * temperature))
@@ -163,7 +167,7 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
         return torch.stack([self._transition(seen, chain[:, step], step)[0] for step in range(self.config.steps)], 1)
 
     def divergence(self, batch: PolicyInputs, decisions: Tensor, means_old: Tensor, temperature: float = 1.0) -> Tensor:
-        """Divergence (B, S) of the steps of fixed noise from those around other means (B, S, E), reduced as `logp` is.
+        """Divergence (B, S) of steps with fixed noise from steps around other means (B, S, E), reduced like `logp`.
 
         Gradient: into all trainable weights.
         """
@@ -176,7 +180,7 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
     def bc_loss(
         self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, float]]:
-        """Loss of behaviour cloning; squared error of the prediction at a random time and noise for each row.
+        """Behaviour cloning loss: squared error of the prediction at a random time and noise for each row.
 
         Raises:
             ValueError: no generator.
@@ -185,7 +189,7 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
         if generator is None:
             raise ValueError("flow matching samples times and noise; pass bc_loss a generator")
         weight = mask.to(self.device, torch.float32).repeat_interleave(self.action_size, 1)
-        # actions after the end of a demonstration must not reach the network either; 0 is no motion
+        # actions after the end of a demonstration must not reach the network as input either; 0 means no motion
         clean = actions.to(self.device, torch.float32).flatten(1).where(weight > 0, 0.0)
         noise = self._noise(tuple(clean.shape), generator)
         time = to_device(draw_rows(torch.rand, (len(batch),), generator), self.device)
@@ -196,13 +200,13 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
         return loss, {"bc/loss": float(loss.detach())}
 
     def _transition(self, seen: Tensor, latents: Tensor, number: int, ode: bool = False) -> tuple[Tensor, Tensor]:
-        """Mean (B, E) and standard deviation of a step, (B,) where it is fixed, (B, E) where it is learned."""
+        """Mean (B, E) and standard deviation of a step, (B,) if fixed, (B, E) if learned."""
         now, later = self.sigmas[number], self.sigmas[number + 1]
         hidden = self.velocity.hidden(seen, latents, now.expand(len(latents)))
         velocity = self.velocity.leave(hidden)
         if self.config.parameterisation == "x0":
-            # x_sigma = (1 - sigma) x0 + sigma e, so the velocity e - x0 is (x_sigma - x0) / sigma; the last step starts
-            # at sigma = 1 / S, never at 0
+            # x_sigma = (1 - sigma) x0 + sigma e, so the velocity e - x0 is (x_sigma - x0) / sigma. The last step starts
+            # at sigma = 1 / S, so this never divides by 0.
             velocity = (latents - velocity) / now
         if self.noise is None:
             return (OdeStep() if ode else self._kernel).transition(velocity, latents, now, later)
@@ -219,7 +223,7 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
 
 
 class _Velocity(nn.Module):
-    """Velocity of a noisy chunk: a residual network, scaled and shifted by encoder outputs and time."""
+    """Velocity of a noisy chunk: a residual network modulated by encoder outputs and time."""
 
     def __init__(self, config: FlowPolicyConfig) -> None:
         super().__init__()
@@ -228,14 +232,15 @@ class _Velocity(nn.Module):
         self.seen = nn.Linear(config.chunk * config.encoder.width, hidden)
         self.time = nn.Linear(2 * FREQUENCIES, hidden)
         self.blocks = nn.ModuleList(_VelocityBlock(hidden) for _ in range(config.blocks))
-        self.norm, self.leave = nn.LayerNorm(hidden), nn.Linear(hidden, numbers)
+        self.norm = nn.LayerNorm(hidden)
+        self.leave = nn.Linear(hidden, numbers)
 
     def forward(self, seen: Tensor, latents: Tensor, sigma: Tensor) -> Tensor:
         """(B, K W), (B, E), (B,) -> (B, E)."""
         return self.leave(self.hidden(seen, latents, sigma))
 
     def hidden(self, seen: Tensor, latents: Tensor, sigma: Tensor) -> Tensor:
-        """Inputs (B, H) of the last layer."""
+        """Inputs (B, H) to the last layer."""
         condition = functional.silu(self.seen(seen) + self.time(_waves(sigma)))
         hidden = self.enter(latents) + condition
         for block in self.blocks:
@@ -256,7 +261,8 @@ class _Noise(nn.Module):
             nn.SiLU(),
             nn.Linear(config.hidden, config.chunk * config.action_size),
         )
-        self.low, self.high = math.log(config.min_std), math.log(config.max_std)
+        self.low = math.log(config.min_std)
+        self.high = math.log(config.max_std)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(B, H) -> (B, E) float32."""
@@ -266,11 +272,9 @@ class _Noise(nn.Module):
 class _VelocityBlock(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.norm, self.wide, self.narrow = (
-            nn.LayerNorm(hidden),
-            nn.Linear(hidden, 2 * hidden),
-            nn.Linear(2 * hidden, hidden),
-        )
+        self.norm = nn.LayerNorm(hidden)
+        self.wide = nn.Linear(hidden, 2 * hidden)
+        self.narrow = nn.Linear(2 * hidden, hidden)
         self.modulate = nn.Linear(hidden, 2 * hidden)
 
     def forward(self, hidden: Tensor, condition: Tensor) -> Tensor:
@@ -279,7 +283,7 @@ class _VelocityBlock(nn.Module):
 
 
 def _waves(sigma: Tensor) -> Tensor:
-    """(B,) -> (B, 32) sines and cosines of periods from 4 down to 1/8."""
+    """(B,) -> (B, 32), sines and cosines with periods from 4 down to 1/8."""
     rate = torch.logspace(math.log10(math.pi / 2), math.log10(16 * math.pi), FREQUENCIES, device=sigma.device)
     angle = sigma[:, None] * rate
     return torch.cat([angle.sin(), angle.cos()], 1)

@@ -1,31 +1,31 @@
-"""A Gaussian action head: every control step of a chunk is drawn from a diagonal Gaussian around a predicted action.
+"""A Gaussian action head: every control step of a chunk is sampled from a diagonal Gaussian around a predicted action.
 
 Shapes: B rows, K control steps, D entries of an action, ... any leading dimensions. Actions, means and standard
 deviations are on the scale -1..1 of the actions; log-densities and entropies are in nats.
 
-A decision is one control step, a_k ~ N(mu_k, diag(sigma^2)), with the density of its D entries together:
+A decision is one control step, a_k ~ N(mu_k, diag(sigma^2)), with the joint density of its D entries:
 
     log p(a_k) = - sum over D of ((a - mu)^2 / (2 sigma^2) + log sigma + log(2 pi) / 2).
 
-It is the density of the sampled action. The executed action is clipped to -1..1 afterwards, and
-`ActionChoice.decisions` keeps the action before clipping, as CleanRL does: a clipped one has no density at -1 and 1.
-The mean itself has no bound. The gripper's entry is a Gaussian like the others, though only its sign counts in the
-tabletop tasks: it closes with the probability Phi(mu / sigma).
+This is the density of the sampled action. The executed action is clipped to -1..1 afterwards, and
+`ActionChoice.decisions` keeps the unclipped one, as in CleanRL, because a clipped action has no density at -1 and 1.
+The mean is unbounded. The gripper's entry is a Gaussian like the others, although the tabletop tasks only use its sign:
+it closes with probability Phi(mu / sigma).
 
-sigma is learned between two bounds that it only approaches, so that a gradient can lead back from them:
+sigma is learned between two bounds, which it approaches but never reaches, so that the gradient does not vanish:
 
     log sigma = log min + (log max - log min) sigmoid(4 x / (log max - log min)),
 
-where x is a number for each entry of an action (`std_per: action`), or a linear function of the encoder's output for
-the control step (`std_per: state`). In the middle of the range a change of x is a change of log sigma.
+where x is one number per entry of an action (`std_per: action`), or a linear function of the encoder's output for the
+control step (`std_per: state`). In the middle of the range, a change of x equals the change of log sigma.
 
 Source: PPO, arXiv 1707.06347; vwxyzjn/cleanrl cleanrl/ppo_continuous_action.py and DLR-RM/stable-baselines3
-    stable_baselines3/common/distributions.py (a number for each entry, sum over entries; CleanRL begins with a last
-    layer of gain 0.01); vwxyzjn/cleanrl cleanrl/sac_continuous_action.py (log sigma squashed into a range).
+    stable_baselines3/common/distributions.py (one number per entry, sum over entries; CleanRL initialises the last
+    layer with gain 0.01); vwxyzjn/cleanrl cleanrl/sac_continuous_action.py (log sigma squashed into a range).
 
-Differences: `ppo_continuous_action.py` and Stable-Baselines3's PPO have no bounds of sigma and begin at 1, where
-a third of the draws of an entry would be clipped here; Stable-Baselines3's SAC clamps log sigma, which has no gradient
-outside of the range. SAC's tanh of the action is left out: demonstrations of -1 or 1 would have no density.
+Differences: `ppo_continuous_action.py` and Stable-Baselines3's PPO do not bound sigma and start at 1, where a third of
+the samples of an entry would be clipped here; Stable-Baselines3's SAC clamps log sigma, which has no gradient outside
+the range. There is no tanh on the action as in SAC, because demonstrations of -1 or 1 would have no density.
 """
 
 from __future__ import annotations
@@ -60,22 +60,22 @@ class GaussianPolicyConfig:
     """Sizes and settings of the policy."""
 
     action_size: int = rare(bounded(at_least=1))
-    """D, numbers of an action."""
+    """D, number of entries of an action."""
     chunk: int = rare(bounded(8, at_least=1))
-    """K, control steps that are predicted at once."""
+    """K, control steps predicted at once."""
     std: float = rare(bounded(0.2, above=0))
-    """Standard deviation of every entry of an action at first, on the scale -1..1."""
+    """Initial standard deviation of every entry of an action, on the scale -1..1."""
     std_per: str = rare(choice("action", STD_PER))
-    """action: one for each entry of an action, whatever is seen; AdamW moves its logarithm by about the learning rate
-    a step. state: predicted from the observation for each entry and control step; it learns far faster."""
+    """action: one per entry of an action, independent of the observation; AdamW changes its logarithm by about the
+    learning rate per step. state: predicted from the observation per entry and control step; learns much faster."""
     min_std: float = rare(bounded(0.05, above=0))
-    """Floor of the standard deviation. Under it a small change of the mean changes log-probabilities by much, and a
+    """Minimum standard deviation. With smaller values, small changes of the mean change log-probabilities a lot, and a
     policy that was cloned for long hardly explores."""
     max_std: float = rare(bounded(1.0, above=0, finite=True))
-    """Ceiling of the standard deviation."""
+    """Maximum standard deviation."""
     cloning: str = rare(choice("likelihood", CLONING))
-    """likelihood: minus the log-density of the demonstrated actions, which teaches mean and standard deviation; error:
-    mean squared error of the mean, and `std` stays as it is for reinforcement learning to explore with."""
+    """likelihood: negative log-density of the demonstrated actions, which trains mean and standard deviation; error:
+    mean squared error of the mean, which leaves `std` unchanged for exploration in reinforcement learning."""
     encoder: EncoderConfig = rare(field(default_factory=EncoderConfig))
     """Sizes of the observation encoder."""
 
@@ -87,7 +87,7 @@ class GaussianPolicyConfig:
 
 
 class GaussianActionPolicy(EncodedPolicy, ActionPolicy):
-    """Image, instruction and state to a Gaussian over a chunk of K * D actions; a decision is a control step.
+    """Maps image, instruction and state to a Gaussian over a chunk of K * D actions; a decision is a control step.
 
     config = GaussianPolicyConfig(action_size=5, chunk=4, encoder=EncoderConfig(state_size=10))
     policy = GaussianActionPolicy.build(config, ["push the red cube"])
@@ -100,9 +100,14 @@ class GaussianActionPolicy(EncodedPolicy, ActionPolicy):
     def __init__(self, config: GaussianPolicyConfig, vocabulary: Vocabulary, seed: int = 0) -> None:
         super().__init__()
         check_config(config)
-        self.config, self.vocabulary = config, vocabulary
-        self.chunk, self.action_size, self.decisions = config.chunk, config.action_size, config.chunk
-        self._low, self._span = math.log(config.min_std), math.log(config.max_std / config.min_std)
+        self.config = config
+        self.vocabulary = vocabulary
+        self.chunk = config.chunk
+        self.action_size = config.action_size
+        self.decisions = config.chunk
+        self._low = math.log(config.min_std)
+        self._span = math.log(config.max_std / config.min_std)
+        # the inverse of the sigmoid in `gaussian`: the x at which sigma is `config.std`
         share = (math.log(config.std) - self._low) / self._span
         begin = self._span / 4 * math.log(share / (1 - share))
         width, size = config.encoder.width, config.action_size
@@ -122,8 +127,8 @@ class GaussianActionPolicy(EncodedPolicy, ActionPolicy):
     ) -> ActionChoice:
         """Choose a chunk of actions for each row.
 
-        The temperature multiplies the standard deviation. Greedy actions are the means, and their log-probabilities
-        those at the temperature. Decisions are (B, K, D) float32, the actions before they are clipped to -1..1.
+        The temperature multiplies the standard deviation. Greedy actions are the means; their log-probabilities use the
+        temperature too. Decisions are the actions (B, K, D) float32 before clipping to -1..1.
         """
         with torch.no_grad():
             mean, log_std = self.gaussian(batch, temperature)
@@ -135,10 +140,10 @@ class GaussianActionPolicy(EncodedPolicy, ActionPolicy):
         return ActionChoice(drawn.clamp(-1, 1), drawn, logp)
 
     def log_probs(self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Score decisions; decisions are (B, K, D) actions as drawn, and entropies may be negative.
+        """Score decisions, which are the actions (B, K, D) as sampled; entropies may be negative.
 
         Raises:
-            ValueError: decisions of another shape, or a temperature that is not above 0.
+            ValueError: wrong shape of decisions, or a temperature that is not above 0.
         """
         expected = (len(batch), self.chunk, self.action_size)
         if tuple(decisions.shape) != expected:
@@ -164,10 +169,10 @@ class GaussianActionPolicy(EncodedPolicy, ActionPolicy):
     def bc_loss(
         self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, float]]:
-        """Loss of behaviour cloning; nothing is drawn.
+        """Behaviour cloning loss, without random draws.
 
-        With `cloning: likelihood` the loss is minus the log-density of a demonstrated action, in nats, which may be
-        negative; with `cloning: error` the mean squared error of an entry. Both are means over the control steps.
+        With `cloning: likelihood`, the loss is the negative log-density of a demonstrated action in nats, which may be
+        negative; with `cloning: error`, the mean squared error of an entry. Both are means over control steps.
         """
         check_demonstrations(self, batch, actions, mask)
         mean, log_std = self.gaussian(batch)
@@ -188,9 +193,9 @@ class GaussianActionPolicy(EncodedPolicy, ActionPolicy):
         return loss, {name: float(value.detach()) for name, value in metrics.items()}
 
     def gaussian(self, batch: PolicyInputs, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Mean and log standard deviation, (B, K, D) float32, of the actions before they are clipped.
+        """Mean and log standard deviation (B, K, D) float32 of the actions before clipping.
 
-        The temperature multiplies the standard deviation; ValueError where it is not above 0.
+        The temperature multiplies the standard deviation; raises ValueError if it is not above 0.
 
         Gradient: into all trainable weights.
         """

@@ -1,4 +1,4 @@
-"""Loading policies: from a saved folder, new for a simulator, or from a user's own module."""
+"""Loading policies: from a saved folder, newly built for a simulator, or from a custom module."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OPTIONS = {
     "lerobot_flow": "robotics.policies.lerobot.flow:LeRobotFlowConfig",
     "openvla": "robotics.policies.openvla.folder:OpenVlaConfig",
 }
-"""Dataclass of the options of each kind of policy."""
+"""Options dataclass of each kind of policy."""
 OWN_UNITS = (
     "set model.options.action_box=true if these are the environment's own units, else model.options.action_low and "
     "action_high, [-1, ...] and [1, ...] for -1..1"
@@ -52,26 +52,26 @@ ONE_CAMERA = ("small", "gaussian", "flow", "vlm")
 
 @dataclass
 class ActionPolicyConfig:
-    """Which policy is trained."""
+    """The policy to train."""
 
     path: str = ""
-    """Folder of a saved policy or of a run, such as one of cloning (its best checkpoint); empty = a new one."""
+    """Folder of a saved policy, or a run folder, e.g. of cloning (uses its best checkpoint). Default: a new policy."""
     kind: str = choice("small", lambda: OPTIONS, or_function=True)
-    """Kind of a new policy: small, gaussian, flow, vlm, lerobot (a frozen one of LeRobot's with a learned correction),
-    lerobot_flow (LeRobot's SmolVLA, pi0 or pi0.5, whose action expert learns), openvla (a folder of OpenVLA-OFT, with
+    """Kind of a new policy: small, gaussian, flow, vlm, lerobot (a frozen LeRobot policy with a learned correction),
+    lerobot_flow (LeRobot's SmolVLA, pi0 or pi0.5 with a trainable action expert), openvla (an OpenVLA-OFT folder, with
     action tokens or an action head), or module:function that returns an ActionPolicy or a module with act and
-    log_probs. With a path only a user's function matters: it builds the module whose weights are loaded."""
+    log_probs. With a path, only a custom function has an effect: it builds the module whose weights are loaded."""
     chunk: int = bounded(8, at_least=1)
-    """K, control steps that a new policy predicts at once, for openvla as many as it learned; a saved policy and
-    LeRobot's keep their own."""
+    """K, control steps that a new policy predicts at once; for openvla, the number it was trained with. Saved policies
+    and LeRobot's keep their own."""
     options: dict[str, Any] = by_kind(
         lambda: {kind: _imported(spec) for kind, spec in OPTIONS.items()}, without=("action_size", "chunk")
     )
-    """Further options of a new policy's configuration, or arguments of the user's function. With a path only `vlm`:
-    changes to the saved model's settings, such as dtype, attention or gradient_checkpointing."""
+    """Further options of a new policy, or arguments of the custom function. With a path, only `vlm`: changes to the
+    saved model's settings, such as dtype, attention or gradient_checkpointing."""
     accept_other: list[str] = rare(choice([], FACTS))
-    """Facts that may differ from the simulator's, in a saved policy or in demonstrations: names or order of state or
-    actions, cameras, control_hz, action_bounds; the policy then learns the simulator's."""
+    """Properties of a saved policy or of demonstrations that may differ from the simulator's: names or order of state
+    or actions, cameras, control_hz, action_bounds; the policy then learns the simulator's."""
 
     def validate(self) -> None:
         """Check that the fields fit together; raises ValueError."""
@@ -83,15 +83,16 @@ def load_action_policy(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> 
     """Open or build a policy.
 
     Args:
-        config: which one.
-        sim: determines sizes and the words of the instructions.
-        seed: for new weights.
+        config: the policy to load or build.
+        sim: determines the sizes and the vocabulary of the instructions.
+        seed: seed of new weights.
 
     Returns:
         The policy on the CPU.
 
     Raises:
-        UserError: no such folder, an unknown option, or a kind that sees fewer cameras than the simulator has.
+        UserError: the folder does not exist, an option is unknown, or the simulator has more cameras than the policy
+            supports.
     """
     if config.path:
         config = dataclasses.replace(config, path=model_folder(config.path))
@@ -121,7 +122,7 @@ def _saved(config: ActionPolicyConfig) -> ActionPolicy:
 
 
 def _encoded(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPolicy:
-    """A policy on the observation encoder: sizes from the simulator, then the user's options."""
+    """A policy with the observation encoder: sizes from the simulator, overridden by the user's options."""
     policy_class = _imported(SAVED_POLICIES[config.kind])
     sizes = {"image_size": sim.image_size, "state_size": sim.state_size or None} | config.options.get("encoder", {})
     options = {**config.options, "encoder": _options(EncoderConfig, sizes, "model.options.encoder")}
@@ -152,7 +153,7 @@ def _lerobot_flow(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> Actio
 
 
 def _served(kind: type[Served], config: ActionPolicyConfig, sim: RobotSim) -> Served:
-    """Options of a served policy, with the bounds of the environment's own actions where `action_box` asks for them."""
+    """Options of a served policy; with `action_box`, the bounds are those of the environment's own actions."""
     options = _options(kind, config.options)
     if not options.action_box:
         if not (options.action_low or options.action_high):
@@ -169,14 +170,14 @@ def _served(kind: type[Served], config: ActionPolicyConfig, sim: RobotSim) -> Se
 
 
 def _need_units(sim: RobotSim, what: str, way: str) -> None:
-    """Refuse a policy from elsewhere whose units nobody declares, where the simulator's own are not -1..1."""
+    """Reject an external policy with undeclared action units if the simulator's own units are not -1..1."""
     own = bounds_of(sim)
     if own is not None and not own.same_as(ActionRange((-1.0,) * len(own.low), (1.0,) * len(own.low))):
         raise UserError(f"{what}, and the environment's own are in {own}; {way}")
 
 
 def _options(kind: type[Options], given: dict[str, Any], where: str = "model.options", **own: int) -> Options:
-    """A policy's configuration from the user's options and, not among them, what the simulator or `chunk` sets."""
+    """A policy's configuration from the user's options, plus `own` entries, which the user must not set."""
     allowed = sorted({entry.name for entry in dataclasses.fields(kind)} - set(own))  # type: ignore[arg-type]
     if unknown := sorted(set(given) - set(allowed)):
         raise UserError(f"{where} has {', '.join(unknown)}; allowed: {', '.join(allowed)}")
@@ -223,7 +224,7 @@ def _imported(spec: str) -> Any:
 
 
 def check_fit(policy: ActionPolicy, sim: RobotSim, accept_other: Collection[str] = ()) -> None:
-    """Check that a policy's inputs and actions are those of a simulator, but for facts that may differ."""
+    """Check that a policy's inputs and actions match a simulator, except for properties that may differ."""
     _check_cameras(policy, sim)
     if policy.action_size != sim.action_size:
         raise UserError(
@@ -256,10 +257,10 @@ def check_fit(policy: ActionPolicy, sim: RobotSim, accept_other: Collection[str]
 
 
 def check_interface(policy: ActionPolicy, sim: RobotSim, accept_other: Collection[str] = ()) -> None:
-    """Check that a policy was trained with the order, cameras, rate and units that a simulator has.
+    """Check that a policy was trained with the same order, cameras, rate and units as a simulator.
 
     Raises:
-        UserError: something differs that is not in `accept_other`.
+        UserError: a property differs that is not in `accept_other`.
     """
     sizes = policy.action_size
     theirs = seen_part(interface_of(sim), policy)
@@ -273,7 +274,7 @@ def check_interface(policy: ActionPolicy, sim: RobotSim, accept_other: Collectio
 
 
 def refuse_differences(found: Mapping[str, str], first: str, second: str, accept_other: Collection[str]) -> None:
-    """Refuse differences between two sides, but for the accepted ones; raises UserError."""
+    """Reject differences between two sides, except for the accepted ones; raises UserError."""
     wrong = {name: text.format(first, second) for name, text in found.items() if name not in accept_other}
     if wrong:
         names = ", ".join([*accept_other, *wrong])
@@ -285,7 +286,7 @@ def refuse_differences(found: Mapping[str, str], first: str, second: str, accept
 
 
 def bounds_of(sim: RobotSim) -> ActionRange | None:
-    """The values of a simulator's own units that are -1 and 1; None if they are -1 and 1."""
+    """The values in a simulator's own units that correspond to -1 and 1; None if they are -1 and 1."""
     bounds = getattr(sim, "action_bounds", None)
     if bounds is None:
         return None
@@ -294,7 +295,7 @@ def bounds_of(sim: RobotSim) -> ActionRange | None:
 
 
 def _check_cameras(policy: ActionPolicy, sim: RobotSim) -> None:
-    """Refuse a simulator with other cameras: a policy that ignored one would only seem to see it."""
+    """Reject a simulator with different cameras: a policy that ignores a camera would only appear to use it."""
     views = views_of(sim)
     if policy.views is None or policy.views == len(views):
         return
@@ -312,7 +313,7 @@ def _one_camera(what: str, views: tuple[str, ...]) -> UserError:
     return UserError(
         f"the simulator observes its camera and sim.views [{', '.join(views)}], but {what} sees one camera at most; "
         "leave sim.views empty, or take a policy of several cameras, see 'Several cameras' in docs/robot_policies.md "
-        "(a class of your own sets `views`)"
+        "(a custom class sets `views`)"
     )
 
 

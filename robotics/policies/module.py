@@ -1,4 +1,4 @@
-"""A user's own module as a robot policy.
+"""A custom module as a robot policy.
 
 Shapes as in `robotics.policies.base.policy`: B rows, K control steps of a chunk, D entries of an action, T decisions
 of a chunk.
@@ -20,23 +20,24 @@ from robotics.policies.base.saved import read_units, read_weights, write_units, 
 
 
 class ModuleAdapter(ActionPolicy):
-    """Wraps a user's module as a policy.
+    """Wraps a custom module as a policy.
 
     The module needs two methods. `obs` is a dict with "images" (B, H, W, 3) uint8, "views" (B, V, H, W, 3) uint8 of
-    further cameras and "state" (B, S) float32, if there are any, and "instructions", a list of B texts:
+    further cameras and "state" (B, S) float32, if available, and "instructions", a list of B texts:
 
-    * act(obs, generator) -> (actions, logp): actions (B, K, D), (B, D) where K = 1; logp (B, T), or (B,) where T = 1;
-      with `robotics.draw_rows(torch.randn, shape, generator)` an episode's actions do not depend on those beside it
+    * act(obs, generator) -> (actions, logp): actions (B, K, D), or (B, D) if K = 1; logp (B, T), or (B,) if T = 1. Use
+      `robotics.draw_rows(torch.randn, shape, generator)`, so that episodes do not depend on each other
     * log_probs(obs, actions) -> logp, or (logp, entropy): of the actions as sampled, before any clipping
 
-    `act` may also take `temperature` and `greedy`, `log_probs` `temperature`. A method bc_loss(obs, actions, mask) is
-    used if there is one; else the loss is minus the log-probability of the demonstrated actions.
+    `act` may also accept `temperature` and `greedy`, `log_probs` `temperature`. If the module has a method
+    bc_loss(obs, actions, mask), it is used; otherwise the loss is the negative log-probability of the demonstrated
+    actions.
 
     Args:
-        module: the user's module.
+        module: the custom module.
         action_size: D.
         chunk: K.
-        decisions: T: 1 for one log-probability a chunk, K for one a control step, K * D for one a number.
+        decisions: T: 1 for one log-probability per chunk, K for one per control step, K * D for one per number.
 
     Raises:
         UserError: a method is missing, or T is not 1, K or K * D.
@@ -58,13 +59,15 @@ class ModuleAdapter(ActionPolicy):
                 "chunk * action_size"
             )
         self.module = module
-        self.chunk, self.action_size, self.decisions = chunk, action_size, decisions
+        self.chunk = chunk
+        self.action_size = action_size
+        self.decisions = decisions
         self.by_step = decisions > 1 or chunk == 1
 
     def act(
         self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
     ) -> ActionChoice:
-        """Choose a chunk for each row; actions outside -1..1 are clipped after their log-probability is taken."""
+        """Choose a chunk for each row; actions are clipped to -1..1 after their log-probability is computed."""
         method: Any = self.module.act
         name = f"{type(self.module).__name__}.act"
         with torch.no_grad():
@@ -80,7 +83,7 @@ class ModuleAdapter(ActionPolicy):
             )
         sampled = actions.detach().float().reshape(len(batch), self.chunk, self.action_size)
         return ActionChoice(
-            # infinity stays visible to `sim_actions`, which looks at the actions on the host
+            # infinities are not clipped, so that `sim_actions` still sees and reports them
             actions=sampled.clamp(-1, 1).where(sampled.isfinite(), sampled),
             decisions=sampled.reshape(len(batch), self.decisions, -1),
             logp=self._checked_scores(logp, len(batch), name, "logp"),
@@ -100,7 +103,7 @@ class ModuleAdapter(ActionPolicy):
     def bc_loss(
         self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, float]]:
-        """Loss of behaviour cloning; with one log-probability a chunk, incomplete chunks do not count."""
+        """Behaviour cloning loss; with one log-probability per chunk, incomplete chunks are ignored."""
         check_demonstrations(self, batch, actions, mask)
         own = getattr(self.module, "bc_loss", None)
         if callable(own):
@@ -114,7 +117,7 @@ class ModuleAdapter(ActionPolicy):
         return loss, {"bc/loss": float(loss.detach())}
 
     def save_pretrained(self, path: Path | str) -> None:
-        """Write the statistics, and the module by its own `save_pretrained` if it has one, else its weights."""
+        """Write the statistics and the module, using its own `save_pretrained` if it has one."""
         own = getattr(self.module, "save_pretrained", None)
         if callable(own):
             own(path)
@@ -123,7 +126,7 @@ class ModuleAdapter(ActionPolicy):
         write_units(Path(path), self)
 
     def load_weights(self, path: Path | str) -> None:
-        """Read the statistics, and the weights by the module's own `load_weights` if it has one."""
+        """Read the statistics and the weights, using the module's own `load_weights` if it has one."""
         own = getattr(self.module, "load_weights", None)
         if callable(own):
             own(path)

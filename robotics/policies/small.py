@@ -1,11 +1,11 @@
-"""A small and fast vision-language-action policy: every number of an action chunk is a token, all decoded at once.
+"""A small and fast vision-language-action policy: every number of an action chunk is a token, all decoded in parallel.
 
-Source: OpenVLA-OFT, arXiv 2502.19645 (parallel decoding of action chunks), with a language-model head's likelihood in
-    place of its L1 regression, as Haozhan-Li/SimpleVLA-RL and sii-research/siiRL do.
+Source: OpenVLA-OFT, arXiv 2502.19645 (parallel decoding of action chunks), with the likelihood of a language-model head
+    instead of its L1 regression, as in Haozhan-Li/SimpleVLA-RL and sii-research/siiRL.
 
-Differences: the observation encoder is `robotics.policies.base.encoder` with about half a million weights; queries
-attend to each other in both directions; by default there is one query a control step with a head for each of the D
-numbers, which gives the same independent distributions with a D-th of the tokens (`queries="token"` has one query a
+Differences: the observation encoder is `robotics.policies.base.encoder` with about half a million parameters; queries
+attend to each other in both directions; by default there is one query per control step with a head for each of the D
+numbers, which gives the same independent distributions with 1/D of the tokens (`queries="token"` uses one query per
 number).
 """
 
@@ -29,25 +29,25 @@ class SmallVlaConfig:
     """Sizes and settings of the policy."""
 
     action_size: int = rare(bounded(at_least=1))
-    """D, numbers of an action."""
+    """D, number of entries of an action."""
     chunk: int = rare(bounded(8, at_least=1))
-    """K, control steps that are predicted at once."""
+    """K, control steps predicted at once."""
     bins: int = rare(bounded(64, at_least=2))
-    """Bins of each number; OpenVLA's 256 need more demonstrations."""
+    """Number of bins per entry; 256 as in OpenVLA needs more demonstrations."""
     token_mode: str = rare(choice("uniform", TOKEN_MODES))
     """uniform or openvla, see `ActionTokenizer`."""
     queries: str = rare(choice("step", QUERIES))
-    """step: one query a control step; token: one a number of an action."""
+    """step: one query per control step; token: one per entry of an action."""
     label_smoothing: float = rare(bounded(0.0, at_least=0, below=1))
-    """Share of the cloning target that is spread over all bins."""
+    """Fraction of the cloning target that is spread over all bins."""
     label_spread: float = rare(bounded(0.0, at_least=0))
-    """Standard deviation of a Gaussian cloning target on the scale of actions; 0 = the demonstrated bin alone."""
+    """Standard deviation of a Gaussian cloning target on the scale of actions; 0 = only the demonstrated bin."""
     encoder: EncoderConfig = rare(field(default_factory=EncoderConfig))
     """Sizes of the observation encoder."""
 
 
 class SmallVlaPolicy(EncodedPolicy, TokenPolicy):
-    """Image, instruction and state to K * D action tokens."""
+    """Maps image, instruction and state to K * D action tokens."""
 
     kind = "small"
     config_class = SmallVlaConfig
@@ -56,7 +56,8 @@ class SmallVlaPolicy(EncodedPolicy, TokenPolicy):
         check_config(config)
         tokenizer = ActionTokenizer(config.bins, config.token_mode)
         super().__init__(tokenizer, config.chunk, config.action_size, config.label_smoothing, config.label_spread)
-        self.config, self.vocabulary = config, vocabulary
+        self.config = config
+        self.vocabulary = vocabulary
         each = 1 if config.queries == "token" else config.action_size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

@@ -1,19 +1,19 @@
-"""A vision-language-action policy on the suite's vision-language models, in the manner of OpenVLA-OFT.
+"""A vision-language-action policy on the suite's vision-language models, similar to OpenVLA-OFT.
 
 Shapes: B rows, K control steps, D entries of an action, T = K D tokens, n bins, P prompt tokens, S state entries, H
 hidden units.
 
-A row is the chat prompt with the image and "What action should the robot take to ...?", a token made from the state if
-there is one, and T placeholders. One causal pass of the language model computes the hidden states at the placeholders;
-the rows of its head that belong to n ids of the vocabulary turn them into T distributions over n bins, independent
-given the observation.
+A row consists of the chat prompt with the image and "What action should the robot take to ...?", a token made from the
+state (if any), and T placeholders. One causal pass of the language model computes the hidden states at the
+placeholders. The rows of its head for n ids of the vocabulary turn them into T distributions over n bins, which are
+independent given the observation.
 
 Source: OpenVLA-OFT, arXiv 2502.19645; moojink/openvla-oft prismatic/extern/hf/modeling_prismatic.py; the language-model
     head as likelihood: PRIME-RL/SimpleVLA-RL, sii-research/siiRL.
 
-Differences from that code: a placeholder predicts its own token, there the next one (the last prompt token
-predicts the first); the prompt is the model's chat template; the n ids are the last ones of text tokens, because in
-Qwen's vocabulary control tokens and unused rows follow; images are not cropped to 0.9 of their area.
+Differences from that code: a placeholder predicts its own token rather than the next one (there, the last prompt token
+predicts the first); the prompt uses the model's chat template; the n ids are the last text tokens, because in Qwen's
+vocabulary control tokens and unused rows follow them; images are not cropped to 0.9 of their area.
 """
 
 from __future__ import annotations
@@ -58,27 +58,27 @@ class VlmActionConfig:
     """Sizes and settings of the policy."""
 
     action_size: int = rare(bounded(at_least=1))
-    """D, numbers of an action."""
+    """D, number of entries of an action."""
     chunk: int = rare(bounded(8, at_least=1))
-    """K, control steps that are predicted at once."""
+    """K, control steps predicted at once."""
     bins: int = rare(bounded(256, at_least=2))
-    """Ids of the vocabulary that are used as action tokens."""
+    """Number of vocabulary ids used as action tokens."""
     token_mode: str = rare(choice("openvla", TOKEN_MODES))
     """openvla or uniform, see `ActionTokenizer`."""
     first_id: int | None = rare(None)
-    """First of these ids; empty = the last text ids of the vocabulary."""
+    """First of these ids. Default: the last text ids of the vocabulary."""
     placeholders: str = rare(choice("zero", PLACEHOLDERS))
-    """Embeddings of the placeholders: zero, as in OpenVLA-OFT, or learned, one each."""
+    """Embeddings of the placeholders: zero, as in OpenVLA-OFT, or learned (one per placeholder)."""
     state_size: int | None = rare(bounded(None, at_least=1))
-    """Entries of the state, which becomes one token; None for a policy that has no state input."""
+    """Number of state entries, which become one token; None for a policy without a state."""
     prompt: str = rare("What action should the robot take to {instruction}?")
     """Prompt; the instruction is lower-cased."""
     label_smoothing: float = rare(bounded(0.0, at_least=0, below=1))
-    """Share of the cloning target that is spread over all bins."""
+    """Fraction of the cloning target that is spread over all bins."""
     label_spread: float = rare(bounded(0.0, at_least=0))
-    """Standard deviation of a Gaussian cloning target on the scale of actions; 0 = the demonstrated bin alone."""
+    """Standard deviation of a Gaussian cloning target on the scale of actions; 0 = only the demonstrated bin."""
     seed: int = 0
-    """Seed of the weights that are added to the model."""
+    """Seed of the weights added to the model."""
 
     def validate(self) -> None:
         """Check the prompt; raises UserError."""
@@ -87,10 +87,10 @@ class VlmActionConfig:
 
 
 class VlmActionPolicy(TokenPolicy):
-    """Image, instruction and state to K * D action tokens by a vision-language model.
+    """Maps image, instruction and state to K * D action tokens with a vision-language model.
 
     Args:
-        vlm: the model, with or without LoRA adapters, as `mmrl.vlm.engine.policy.load_policy` gives it.
+        vlm: the model, with or without LoRA adapters, from `mmrl.vlm.engine.policy.load_policy`.
         config: sizes and settings.
 
     Raises:
@@ -103,7 +103,8 @@ class VlmActionPolicy(TokenPolicy):
         check_config(config)
         tokenizer = ActionTokenizer(config.bins, config.token_mode)
         super().__init__(tokenizer, config.chunk, config.action_size, config.label_smoothing, config.label_spread)
-        self.config, self.vlm = config, vlm
+        self.config = config
+        self.vlm = vlm
         vlm.check_fast("an action head on a vision-language model")
         first = _first_id(vlm, config)
         self.register_buffer("action_ids", torch.arange(first, first + config.bins), persistent=False)
@@ -119,6 +120,7 @@ class VlmActionPolicy(TokenPolicy):
         rows, count = extra.shape[:2]
         index = torch.arange(rows, device=vlm.device)
         table = tabulate(prompts, vlm.pad_id, vlm.device)
+        # pad ids hold the positions of the state and the placeholders, whose embeddings are put in below
         fed = torch.full((rows, count), vlm.pad_id, device=vlm.device)
         packed = pack_rows(table, index, fed, torch.full_like(index, count), vlm.pad_id)
         embeddings, options = vlm.embed(packed, gather_features(vlm.network.model, prompts, vlm.features))
@@ -128,7 +130,7 @@ class VlmActionPolicy(TokenPolicy):
             inputs_embeds=embeddings, position_ids=packed.positions, use_cache=False, **options
         )
         states = output.last_hidden_state[index[:, None], positions[:, -self.decisions :]]
-        weight = vlm.network.lm_head.weight[self.action_ids]
+        weight = vlm.network.lm_head.weight[self.action_ids]  # only n rows of the head: no logits of other ids
         with torch.autocast(device_type=states.device.type, enabled=False):
             return functional.linear(states, weight.to(states.dtype)).float()
 
@@ -158,7 +160,7 @@ class VlmActionPolicy(TokenPolicy):
 
     @classmethod
     def from_model(cls, model: ModelConfig, config: VlmActionConfig) -> Self:
-        """Put an action head on a vision-language model, on the CPU; `shared_prefix` is off, since rows share none."""
+        """Add an action head to a vision-language model, on the CPU; `shared_prefix` is off, as rows share no prefix."""
         from mmrl.vlm.engine.policy import load_policy
 
         if model.router_aux_loss_coef:
@@ -167,9 +169,9 @@ class VlmActionPolicy(TokenPolicy):
 
     @classmethod
     def from_pretrained(cls, path: Path | str, model: ModelConfig | None = None) -> Self:
-        """Load what `save_pretrained` wrote, on the CPU; raises UserError for another or a damaged folder.
+        """Load a saved policy on the CPU; raises UserError if the folder is damaged or contains something else.
 
-        `model` replaces the saved settings of the model, such as precision and LoRA, but not its path.
+        `model` replaces the saved settings of the model, such as precision and LoRA, except for its path.
         """
         folder = Path(path)
         entries = read_config(folder)
@@ -211,7 +213,7 @@ def _model_config(entries: Mapping[str, Any], place: str) -> ModelConfig:
 
 
 class _Extra(nn.Module):
-    """Weights that are added to the model: projector of the state and embeddings of the placeholders."""
+    """Weights added to the model: the state projector and the placeholder embeddings."""
 
     zeros: Tensor
     project: nn.Linear | None
@@ -241,8 +243,8 @@ class _Extra(nn.Module):
 
 
 def _first_id(vlm: VlmPolicy, config: VlmActionConfig) -> int:
-    """First id of the actions."""
-    texts = int(vlm.processor.tokenizer.vocab_size)  # does not count the control tokens after the text tokens
+    """First id of the action tokens."""
+    texts = int(vlm.processor.tokenizer.vocab_size)  # excludes the control tokens, which follow the text tokens
     rows = int(vlm.network.lm_head.weight.shape[0])
     first = texts - config.bins if config.first_id is None else config.first_id
     if first < 0 or first + config.bins > rows:

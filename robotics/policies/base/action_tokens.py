@@ -1,10 +1,10 @@
-"""Actions as tokens: bins with their inverse, sampling, scoring and the cloning loss.
+"""Actions as tokens: binning and its inverse, sampling, scoring and the cloning loss.
 
-Shapes: B rows, T tokens of a chunk, n bins, ... any leading dimensions. A token is named by its index 0..n-1 among the
-action tokens; in a language model's vocabulary these are n neighbouring ids.
+Shapes: B rows, T tokens of a chunk, n bins, ... any leading dimensions. Tokens are indices 0..n-1 among the action
+tokens; in a language model's vocabulary these are n consecutive ids.
 
-Log-probabilities are those of log_softmax(logits / temperature) in float32, the same expression in sampling and in
-training, so that an update starts at ratio 1.
+Log-probabilities are log_softmax(logits / temperature) in float32. Sampling and training use the same expression, so an
+update starts at ratio 1.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ TOKEN_MODES = ("openvla", "uniform")
 
 @dataclass(frozen=True)
 class ActionTokenizer:
-    """Cuts -1..1 into bins.
+    """Divides -1..1 into bins.
 
-    * openvla: n edges from -1 to 1, so n - 1 bins, and ids that fall as actions rise, V - digitize(a). Only an action
-      of exactly 1 reaches the lowest id, which decodes to the same centre as the next.
-    * uniform: n bins of equal width, indices that rise with the action, and every index has its own centre.
+    * openvla: n edges from -1 to 1, so n - 1 bins; ids decrease with the action, V - digitize(a). Only an action of
+      exactly 1 gets the lowest id, which decodes to the same centre as the next one.
+    * uniform: n bins of equal width; indices increase with the action, and every index has a different centre.
 
     Source: openvla/openvla prismatic/vla/action_tokenizer.py (openvla).
     """
 
     bins: int = 256
-    """n, tokens of the vocabulary that are used for actions."""
+    """n, number of action tokens."""
     mode: str = "openvla"
     """openvla or uniform."""
 
@@ -50,10 +50,11 @@ class ActionTokenizer:
 
     @property
     def centres(self) -> NDArray[np.float64]:
-        """(n,) action that each index decodes to."""
+        """Action that each index decodes to (n,)."""
         if self.mode == "uniform":
             return (2 * np.arange(self.bins) + 1) / self.bins - 1
         edges = np.linspace(-1, 1, self.bins)
+        # n - 1 bins for n indices: the clip gives index 0 the centre of index 1
         falling = (self.bins - 1 - np.arange(self.bins)).clip(0, self.bins - 2)
         return ((edges[:-1] + edges[1:]) / 2)[falling]
 
@@ -61,7 +62,7 @@ class ActionTokenizer:
         """Bins of actions (...) as int64 indices (...); values outside -1..1 are clipped."""
         if not isinstance(actions, Tensor):
             return self.encode(torch.from_numpy(np.array(actions, np.float64))).numpy()
-        values = actions.double()  # so that float32 and float64 actions fall into the same bins
+        values = actions.double()  # float32 and float64 actions have to fall into the same bins
         if values.isnan().any():
             raise ValueError("actions hold NaN, which has no token")
         values = values.clamp(-1, 1)
@@ -85,16 +86,19 @@ class ActionTokenizer:
 def draw_tokens(
     logits: Tensor, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Sample a token (...) int64 of each distribution (..., n), with its log-probability (...) float32.
+    """Sample a token (...) int64 from each distribution (..., n), with its log-probability (...) float32.
 
     Gradient: none.
     """
     with torch.no_grad():
         logp = _log_softmax(logits, temperature)
+        # drawn even if greedy, so that the generator ends in the same state in both modes
         uniform = draw_rows(torch.rand, logp.shape[:-1], generator, torch.float64)
         if greedy:
             tokens = logp.argmax(-1)
         else:
+            # Inverse of the cumulative distribution, in float64: `multinomial` could not draw row by row from several
+            # generators. The total may miss 1 by rounding, so the uniform number is scaled by it.
             mass = logp.double().exp().cumsum(-1)
             target = to_device(uniform, mass.device)[..., None] * mass[..., -1:]
             tokens = torch.searchsorted(mass, target, right=True)[..., 0].clamp(max=mass.shape[-1] - 1)

@@ -1,4 +1,4 @@
-"""Random draws of the rows of a batch, each from its own generator."""
+"""Random numbers for the rows of a batch, each from a separate generator."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class RowGenerators(torch.Generator):
-    """A generator for each row of a batch, so that the draws of a row do not depend on the rows beside it.
+    """One generator per row of a batch, so that the draws of a row do not depend on the other rows.
 
-    `draw_rows` draws from them. Other code may use this as one generator, which is seeded by a draw from each row's;
-    its draws then depend on the whole batch.
+    Use `draw_rows` to draw from them. Other code can use this as a single generator, seeded with one draw from each
+    row's; its draws then depend on the whole batch.
     """
 
     def __new__(cls, rows: Sequence[torch.Generator]) -> Self:
@@ -26,23 +26,23 @@ class RowGenerators(torch.Generator):
 
     @classmethod
     def seeded(cls, seeds: Sequence[int]) -> Self:
-        """Generators of their own for rows with these seeds."""
+        """Create one generator per seed."""
         return cls([torch.Generator().manual_seed(seed) for seed in seeds])
 
 
 def draw_rows(
     draw: Callable[..., Tensor], shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Random numbers of a shape (B, ...), by row where there are `RowGenerators` of B rows.
+    """Draw random numbers of shape (B, ...), row by row if `generator` is a `RowGenerators` for B rows.
 
     Args:
         draw: `torch.rand` or `torch.randn`.
-        shape: of all rows.
-        generator: of the rows or of all together; its device decides where the numbers are drawn.
-        dtype: of the numbers, float32 by default.
+        shape: shape for all rows.
+        generator: one for all rows, or `RowGenerators`; the numbers are drawn on its device.
+        dtype: dtype of the numbers, float32 by default.
 
     Raises:
-        ValueError: there are `RowGenerators` of another number of rows than B.
+        ValueError: the number of rows of `RowGenerators` is not B.
     """
     options: dict[str, Any] = {"dtype": dtype or torch.float32, "device": generator.device}
     if not isinstance(generator, RowGenerators):

@@ -2,10 +2,10 @@
 
 Shapes: B rows, W width, Q queries, N observation tokens, P pixels of a feature map, L words of an instruction.
 
-The image stem suits little data: the instruction scales and shifts its features (FiLM), and besides 4 x 4 patch tokens
-it returns keypoints, the positions at which learned features are strongest, because a gripper needs positions. A row
-does not depend on the rest of the batch, and there is no dropout: the same weights compute the same numbers in sampling
-and in training.
+The image stem is designed for small datasets: the instruction scales and shifts its features (FiLM), and in addition to
+4 x 4 patch tokens it returns keypoints, the positions where learned features are strongest, because grasping depends on
+positions. Rows do not depend on the rest of the batch, and there is no dropout, so the same weights give the same
+numbers in sampling and training.
 
 Source: FiLM, arXiv 1709.07871, as in BC-Z, arXiv 2202.02005; keypoints (spatial softmax): arXiv 1504.00702; sines and
 cosines of doubling frequencies: NeRF, arXiv 2003.08934, eq. 4.
@@ -45,32 +45,32 @@ from robotics.sim.interface import RobotInterface
 WORD = re.compile(r"[a-z0-9]+")
 PADDING, UNKNOWN = 0, 1
 PATCHES = 4
-"""Patch tokens on a side."""
+"""Number of patch tokens per side."""
 KEYPOINT_SHARPNESS = 5.0
 """Standard deviation over positions of the keypoint scores at initialisation."""
 GROUPS = 8
-"""Groups of the group norms."""
+"""Number of groups in the group norms."""
 VOCABULARY_FILE = "vocabulary.json"
 
 
 def octave_code(positions: Tensor, octaves: int = 4) -> Tensor:
-    """(..., n (1 + 2 octaves)): positions (..., n) in -1..1 and sines and cosines of 2^k pi times them, k < octaves."""
+    """Encode positions (..., n) in -1..1 with sines and cosines of 2^k pi, k < octaves: (..., n (1 + 2 octaves))."""
     angles = positions[..., None] * (math.pi * 2.0 ** torch.arange(octaves, device=positions.device))
     return torch.cat([positions[..., None], angles.sin(), angles.cos()], -1).flatten(-2)
 
 
 def octave_size(numbers: int, octaves: int = 4) -> int:
-    """Numbers of `octave_code`."""
+    """Output size of `octave_code`."""
     return numbers * (1 + 2 * octaves)
 
 
 class Vocabulary:
-    """A list of words; a word's number is its index plus 2, after padding 0 and unknown 1."""
+    """A list of words; a word's number is its index plus 2, because 0 is padding and 1 is unknown."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = list(words)
         self.unknown: Counter[str] = Counter()
-        """Occurrences of words that are not in the list."""
+        """Counts of words that are not in the list."""
         self._number = {word: number for number, word in enumerate(self.words, start=UNKNOWN + 1)}
 
     @classmethod
@@ -83,13 +83,13 @@ class Vocabulary:
         return len(self.words) + UNKNOWN + 1
 
     def encode(self, texts: Sequence[str], length: int) -> Tensor:
-        """(N, length) int64 words of N texts, padded on the right with 0; a text without words is one unknown word."""
+        """Words (N, length) int64 of N texts, right-padded with 0; a text without words becomes one unknown word."""
         numbers = torch.full((len(texts), length), PADDING)
         for row, text in enumerate(texts):
             words = WORD.findall(text.lower())
             if len(words) > length:
                 raise UserError(f"the instruction {text!r} has {len(words)} words; at most {length} are possible")
-            if not words:  # attention needs something to attend to
+            if not words:  # attention over padding only would be NaN
                 numbers[row, 0] = UNKNOWN
                 continue
             self.unknown.update(self.unknown_words(text))
@@ -97,7 +97,7 @@ class Vocabulary:
         return numbers
 
     def unknown_words(self, text: str) -> list[str]:
-        """Words of a text that are not in the list, in order, with repetitions."""
+        """Words of a text that are not in the list, in order and with repetitions."""
         return [word for word in WORD.findall(text.lower()) if word not in self._number]
 
     def save(self, path: Path | str) -> None:
@@ -111,7 +111,7 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """Read what `save` wrote; raises UserError where there is no such file."""
+        """Load a saved vocabulary; raises UserError if the file is missing or damaged."""
         if not Path(path).is_file():
             raise UserError(f"there is no vocabulary {path}")
         try:
@@ -128,9 +128,9 @@ class EncoderConfig:
     """Sizes of the observation encoder."""
 
     image_size: tuple[int, int] | None = rare(bounded((64, 64), at_least=32, multiple_of=32))
-    """Height and width in pixels, multiples of 32; None for a policy that has no image input."""
+    """Height and width in pixels, multiples of 32; None for a policy without images."""
     state_size: int | None = rare(bounded(None, at_least=1))
-    """Entries of the state; None for a policy that has no state input."""
+    """Number of state entries; None for a policy without a state."""
     width: int = bounded(128, at_least=1)
     """Width of the transformer, a multiple of 8 * heads."""
     layers: int = bounded(3, at_least=1)
@@ -142,13 +142,13 @@ class EncoderConfig:
     keypoints: int = rare(bounded(32, at_least=0))
     """Number of keypoints; 0 = none."""
     octaves: int = bounded(0, at_least=0)
-    """Frequencies of sines and cosines of the keypoints' positions, added for policies that have to locate things to a
-    centimetre; 0 = the positions alone."""
+    """Number of frequencies of sines and cosines added to the keypoints' positions, for policies that have to locate
+    objects to within a centimetre; 0 = only the positions."""
     condition_queries: bool = False
-    """Also add the instruction, the state and the keypoints to the queries, which otherwise only attend to them, as the
-    blocks have to learn first."""
+    """Also add the instruction, the state and the keypoints to the queries. Otherwise the queries can only attend to
+    them, which the blocks have to learn first."""
     words: int = rare(bounded(32, at_least=1))
-    """Largest number of words of an instruction."""
+    """Maximum number of words in an instruction."""
 
     def __post_init__(self) -> None:
         if isinstance(self.image_size, list):
@@ -176,11 +176,11 @@ class StateScale(nn.Module):
         self.register_buffer("std", torch.ones(size))
 
     def set(self, statistics: StateStatistics) -> None:
-        """Use the statistics of a dataset; raises UserError if its states have another size."""
+        """Set the statistics of a dataset; raises UserError if its states have a different size."""
         if statistics.size != len(self.mean):
             raise UserError(f"the statistics have {statistics.size} state entries, the policy has {len(self.mean)}")
         self.mean.copy_(torch.as_tensor(statistics.mean))
-        # like `StateStatistics.normalise` for constant entries
+        # constant entries are only shifted: dividing by a tiny deviation would blow up any change in the simulator
         self.std.copy_(torch.as_tensor(statistics.std).where(torch.as_tensor(statistics.std) > 1e-6, 1.0))
 
     def forward(self, state: Tensor) -> Tensor:
@@ -194,7 +194,8 @@ class ObservationEncoder(nn.Module):
     def __init__(self, config: EncoderConfig, vocabulary: Vocabulary, queries: int) -> None:
         super().__init__()
         check_config(config, "encoder")
-        self.config, self.vocabulary = config, vocabulary
+        self.config = config
+        self.vocabulary = vocabulary
         width = config.width
         self.instruction = InstructionEncoder(len(vocabulary), config.words, width, config.heads)
         self.stem = None if config.image_size is None else _ImageStem(config)
@@ -225,13 +226,13 @@ class ObservationEncoder(nn.Module):
         return self.norm(self.blocks[-1](hidden, tail=queries.shape[1]))
 
     def scale_states(self, statistics: StateStatistics) -> None:
-        """Use the statistics of a dataset's states; does nothing without a state input."""
+        """Set the state statistics of a dataset; does nothing without a state input."""
         if self.scale is not None:
             self.scale.set(statistics)
 
     def _condition(self, tokens: list[Tensor]) -> Tensor:
-        """(B, 1, W) sum of the tokens of instruction, keypoints and state, given those of `forward` in its order."""
-        alone = [part for part in tokens if part.shape[1] == 1]
+        """Sum (B, 1, W) of the tokens of instruction, keypoints and state, given the tokens of `forward` in order."""
+        alone = [part for part in tokens if part.shape[1] == 1]  # instruction and state; the image has several
         if self.stem is not None and self.config.keypoints:
             alone.append(tokens[1][:, -1:])  # the stem puts the keypoints after the patches
         return torch.stack(alone).sum(0)
@@ -259,7 +260,7 @@ class ObservationEncoder(nn.Module):
 
 
 class InstructionEncoder(nn.Module):
-    """Words to one vector; padded to a fixed length, so that a text does not depend on the others."""
+    """Encodes words to one vector; texts are padded to a fixed length so that they do not depend on each other."""
 
     def __init__(self, entries: int, length: int, width: int, heads: int) -> None:
         super().__init__()
@@ -276,7 +277,7 @@ class InstructionEncoder(nn.Module):
 
 
 class _ImageStem(nn.Module):
-    """(B, H, W, 3) uint8 images to 16 patch tokens and, with keypoints, one token of them."""
+    """Encodes images (B, H, W, 3) uint8 to 16 patch tokens and, with keypoints, one keypoint token."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -285,7 +286,7 @@ class _ImageStem(nn.Module):
         self.second = nn.Conv2d(channels // 2, channels, 3, stride=2, padding=1)
         self.norm = nn.GroupNorm(GROUPS, channels)
         self.film = nn.Linear(width, 2 * channels)
-        # zero at initialisation: features do not depend on the instruction yet
+        # zero at initialisation, so that features do not depend on the instruction at first
         nn.init.zeros_(self.film.weight)
         nn.init.zeros_(self.film.bias)
         self.third = nn.Conv2d(channels, channels, 3, stride=2, padding=1)
@@ -296,7 +297,7 @@ class _ImageStem(nn.Module):
             nn.Linear(octave_size(2 * config.keypoints, config.octaves), width) if config.keypoints else None
         )
         if self.keypoints is not None:
-            # with nearly equal scores every keypoint is the middle of the image, and learning starts slowly
+            # with nearly equal scores, every keypoint would be the centre of the image, and learning would start slowly
             nn.init.normal_(self.keypoints.weight, std=KEYPOINT_SHARPNESS / config.channels**0.5)
 
     def forward(self, images: Tensor, text: Tensor) -> Tensor:
@@ -319,14 +320,17 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.before = nn.LayerNorm(width)
+        self.between = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.wide = nn.Linear(width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width)
 
     def forward(self, hidden: Tensor, real: Tensor | None = None, tail: int | None = None) -> Tensor:
-        """(B, N, W) -> (B, N, W), or the last `tail` tokens alone; `real` (B, N) marks those to attend to."""
+        """(B, N, W) -> (B, N, W), or only the last `tail` tokens; `real` (B, N) marks the tokens to attend to."""
         q, k, v = self.qkv(self.before(hidden)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        if tail is not None:
+        if tail is not None:  # the last block: only the queries are read, so nothing else is computed
             q, hidden = q[:, :, -tail:], hidden[:, -tail:]
         allowed = None if real is None else real[:, None, None]
         seen = functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
@@ -335,7 +339,7 @@ class Block(nn.Module):
 
 
 def expected_places(maps: Tensor) -> Tensor:
-    """(B, k, h, w) scores to (B, 2k) expected positions in -1..1 under the softmax of each map."""
+    """Expected positions (B, 2k) in -1..1 under the softmax of each map of scores (B, k, h, w)."""
     weight = maps.float().flatten(2).softmax(-1).unflatten(-1, maps.shape[2:])
     rows = torch.linspace(-1, 1, maps.shape[2], device=maps.device)
     columns = torch.linspace(-1, 1, maps.shape[3], device=maps.device)
@@ -343,15 +347,15 @@ def expected_places(maps: Tensor) -> Tensor:
 
 
 class EncodedPolicy(nn.Module):
-    """Mixin of an `ActionPolicy` with an `ObservationEncoder`, made as `cls(config, vocabulary, seed)`.
+    """Mixin for an `ActionPolicy` with an `ObservationEncoder`, constructed as `cls(config, vocabulary, seed)`.
 
-    The seed is that of the weights; the global generator is not used. A number out of range raises UserError.
+    The seed initialises the weights; the global generator is not used. Numbers out of range raise UserError.
     """
 
     kind: ClassVar[str]
-    """Row of `robotics.policies.base.policy.SAVED_POLICIES`."""
+    """Key of `robotics.policies.base.policy.SAVED_POLICIES`."""
     config_class: ClassVar[type[Any]]
-    """Dataclass of the configuration; it has a field `encoder`."""
+    """Dataclass of the configuration, with a field `encoder`."""
     config: Any
     vocabulary: Vocabulary
     encoder: ObservationEncoder
@@ -362,7 +366,7 @@ class EncodedPolicy(nn.Module):
 
     @classmethod
     def build(cls, config: Any, instructions: Iterable[str], seed: int = 0) -> Self:
-        """Make a policy with the words of some instructions as its vocabulary."""
+        """Create a policy whose vocabulary is the words of some instructions."""
         return cls(config, Vocabulary.from_texts(instructions), seed)  # type: ignore[call-arg]
 
     def scale_states(self, statistics: StateStatistics) -> None:

@@ -1,11 +1,11 @@
-"""The interface of robot policies, their inputs, and policies of action tokens.
+"""The interface of robot policies, their inputs, and policies with action tokens.
 
 Shapes: B rows (one observation each), K control steps of a chunk, D entries of an action, T decisions of a chunk (its
-tokens, control steps, denoising steps, or 1), S state entries, V further cameras, H x W pixels, P control steps of the
-past, ... any leading dimensions.
+tokens, control steps, denoising steps, or 1), S state entries, V further cameras, H x W pixels, P past control steps,
+... any leading dimensions.
 
-A policy chooses a chunk of K actions from one observation, by T decisions with a log-probability each. The form of the
-decisions is up to the policy: `log_probs` is given those that `act` returned.
+A policy chooses a chunk of K actions from one observation by making T decisions, each with a log-probability. The
+policy defines the format of its decisions; `log_probs` gets them as returned by `act`.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class PolicyInputs:
     state: Tensor | None
     """(B, S) float32 in the simulator's units; None without a state."""
     instructions: tuple[str, ...]
-    """Instruction for the robot, one a row."""
+    """One instruction per row."""
     views: Tensor | None = None
     """(B, V, H, W, 3) uint8 RGB of further cameras, in the order of `sim.views`; None without them."""
     past_images: Tensor | None = None
-    """(B, P, H, W, 3) uint8 RGB of the P control steps before, the oldest first, for policies with a `past`; before the
-    start of an episode its first observation. None without a past."""
+    """(B, P, H, W, 3) uint8 RGB of the last P control steps, oldest first, for policies with a `past`; padded with the
+    first observation at the start of an episode. None without a past."""
     past_state: Tensor | None = None
     """(B, P, S) float32 of the same control steps; None without a past."""
     past_views: Tensor | None = None
@@ -83,7 +83,7 @@ class PolicyInputs:
         return self._changed(lambda value: value.to(device))
 
     def select(self, rows: Tensor | Sequence[int]) -> Self:
-        """Keep the rows of (b,) int64 indices, in their order, or of a (B,) bool mask."""
+        """Select rows by (b,) int64 indices, in their order, or by a (B,) bool mask."""
         index = torch.as_tensor(rows)
         index = torch.nonzero(index).flatten() if index.dtype == torch.bool else index.long()
         texts = tuple(self.instructions[row] for row in index.tolist())
@@ -91,7 +91,7 @@ class PolicyInputs:
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
-        """Join inputs that have the same parts."""
+        """Concatenate inputs that have the same parts."""
 
         def join(name: str) -> Tensor | None:
             values = [getattr(part, name) for part in parts]
@@ -101,7 +101,7 @@ class PolicyInputs:
         return cls(instructions=texts, **{name: join(name) for name in INPUT_SHAPES})
 
     def _changed(self, change: Callable[[Tensor], Tensor], **others: Any) -> Self:
-        """Change every tensor."""
+        """Apply a function to every tensor."""
         tensors = {name: getattr(self, name) for name in INPUT_SHAPES}
         changed: dict[str, Any] = {name: None if value is None else change(value) for name, value in tensors.items()}
         return dataclasses.replace(self, **changed, **others)
@@ -109,12 +109,12 @@ class PolicyInputs:
 
 @dataclass(frozen=True)
 class ActionChoice:
-    """Chunks of actions and the decisions that led to them."""
+    """Chunks of actions and the decisions behind them."""
 
     actions: Tensor
-    """(B, K, D) float32 in -1..1; a policy with `statistics` may go beyond, which they extrapolate."""
+    """(B, K, D) float32 in -1..1; policies with `statistics` may exceed this range, which is then extrapolated."""
     decisions: Tensor
-    """(B, ...) in the form that `log_probs` takes; tokens are (B, T) int64."""
+    """(B, ...) in the format expected by `log_probs`; tokens are (B, T) int64."""
     logp: Tensor
     """(B, T) float32, nats."""
 
@@ -122,8 +122,8 @@ class ActionChoice:
 class ActionPolicy(nn.Module, ABC):
     """A policy that chooses chunks of actions and scores its decisions.
 
-    `policy("log_probs", batch, decisions)` is `policy.log_probs(batch, decisions)`, because mixed precision acts on
-    calls of the module only.
+    `policy("log_probs", batch, decisions)` calls `policy.log_probs(batch, decisions)`; it exists because mixed
+    precision only applies to calls of the module itself.
     """
 
     chunk: int
@@ -133,35 +133,37 @@ class ActionPolicy(nn.Module, ABC):
     decisions: int
     """T."""
     by_step: bool = True
-    """Whether the decisions follow the control steps, the same number for each; else each is about the whole chunk."""
+    """Whether decisions are ordered by control step, with the same number for each; otherwise each decision concerns
+    the whole chunk."""
     views: int | None = 0
-    """V, cameras that it sees in addition to `images`; None for any number."""
+    """V, number of cameras it uses in addition to `images`; None for any number."""
     past: int = 0
-    """P, control steps before the present one whose observations `act` and `bc_loss` also take. `log_probs` gets none,
-    since rollouts do not keep them: a policy with a past stores the parts it needs in its decisions."""
+    """P, number of past control steps whose observations `act` and `bc_loss` also use. `log_probs` does not get them,
+    because rollouts do not store them: a policy with a past has to store what it needs in its decisions."""
     cameras: tuple[str, ...] = ()
-    """Its names of its cameras, `images` first; empty where it has none."""
+    """The policy's names for its cameras, `images` first; empty if it has none."""
     image_fit: str | None = None
-    """How its own processor treats non-square images: pad or stretch; None if it was trained on images
-    as the simulator gives them."""
+    """How the policy's own processor treats non-square images: pad or stretch; None if it was trained on the
+    simulator's images as they are."""
     action_range: ActionRange | None = None
-    """Values of the policy's own units that are -1 and 1 of the simulator; applied inside the policy."""
+    """Values in the policy's own units that correspond to -1 and 1 in the simulator; applied inside the policy."""
     action_bounds: ActionRange | None = None
-    """Values of the environment's own units that are -1 and 1 of the simulator in which the policy was trained; None
-    where its actions are -1..1 too. Saved with the policy, for those who drive a robot with it."""
+    """Values in the environment's own units that correspond to -1 and 1 in the simulator used for training; None if the
+    environment uses -1..1 too. Saved with the policy, for driving a real robot."""
     interface: RobotInterface | None = None
-    """Names and order of states and actions, cameras and control rate that the policy was trained with; None if it
-    was not. Saved with the policy and compared with every simulator that it acts in."""
+    """Names and order of states and actions, cameras and control rate used in training; None if untrained. Saved with
+    the policy and compared with every simulator it acts in."""
     has_means: bool = False
-    """Whether decisions are Gaussians of fixed noise, with `means(batch, decisions)` and `divergence(batch, decisions,
-    means_old, temperature)`, the exact divergence (B, T) from those of the means `means_old`."""
+    """Whether decisions are Gaussians with fixed noise. The policy then has `means(batch, decisions)` and
+    `divergence(batch, decisions, means_old, temperature)`, the exact divergence (B, T) from Gaussians around
+    `means_old`."""
     mixes: bool | None = None
-    """None where decisions have no distribution that the observation alone gives. Otherwise there are
+    """None if the observation alone does not determine the distribution of a decision. Otherwise the policy has
     `distributions(batch, temperature)` and `divergence_from(batch, others, beta, temperature)`, the exact divergence
-    (B, T) from those of another policy of the kind: KL(others || own) with beta 0, KL(own || others) with 1; whether
-    betas between, Jensen-Shannon divergences, are exact, too."""
+    (B, T) from another policy of the same kind: KL(others || own) for beta 0, KL(own || others) for beta 1. True if the
+    betas in between (Jensen-Shannon divergences) are exact too."""
     statistics: ActionStatistics | None = None
-    """Statistics that normalised the actions that it was cloned from; saved with the policy, applied outside it."""
+    """Statistics that normalised the demonstrated actions; saved with the policy, applied outside it."""
 
     @abstractmethod
     def act(
@@ -171,8 +173,8 @@ class ActionPolicy(nn.Module, ABC):
 
         Args:
             batch: B rows.
-            generator: for sampling; draw with `draw_rows`, so that a row does not depend on the others.
-            temperature: spread of the samples; 1 is the policy's own.
+            generator: for sampling; use `draw_rows`, so that rows do not depend on each other.
+            temperature: scales the spread of the samples; 1 is the policy's own.
             greedy: take the most likely actions.
 
         Returns:
@@ -188,13 +190,13 @@ class ActionPolicy(nn.Module, ABC):
         """Score decisions.
 
         Args:
-            batch: the B rows for which the decisions were taken.
-            decisions: (B, ...) of `ActionChoice.decisions`.
-            temperature: that of sampling.
+            batch: the B rows for which the decisions were made.
+            decisions: (B, ...) from `ActionChoice.decisions`.
+            temperature: the temperature used for sampling.
 
         Returns:
-            Log-probabilities (B, T) float32, equal to those of `act` for the same weights, and entropies (B, T) or
-            None.
+            Log-probabilities (B, T) float32, equal to those of `act` if the weights are the same, and entropies (B, T)
+            or None.
 
         Gradient: into all trainable weights.
         """
@@ -203,13 +205,13 @@ class ActionPolicy(nn.Module, ABC):
     def bc_loss(
         self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, float]]:
-        """Loss of behaviour cloning.
+        """Behaviour cloning loss.
 
         Args:
             batch: B rows.
-            actions: (B, K, D) demonstrated, in -1..1.
+            actions: demonstrated actions (B, K, D) in -1..1.
             mask: (B, K), 1 before the end of the demonstration.
-            generator: for the noise of policies that learn from noisy actions.
+            generator: for policies that learn from noisy actions.
 
         Returns:
             Loss () and metrics.
@@ -222,7 +224,7 @@ class ActionPolicy(nn.Module, ABC):
         """Write the policy to a folder, created with its parents."""
 
     def export(self, path: Path | str) -> None:
-        """Write the policy so that the folder needs no other one, with adapters added into the weights."""
+        """Write a self-contained folder of the policy, with adapters merged into the weights."""
         self.save_pretrained(path)
 
     @abstractmethod
@@ -230,42 +232,42 @@ class ActionPolicy(nn.Module, ABC):
         """Restore what `save_pretrained` wrote, bit for bit; raises UserError if it does not fit the policy."""
 
     def scale_states(self, statistics: StateStatistics) -> None:
-        """Use the statistics of a dataset's states, which are saved with the weights; no effect without a state input.
+        """Set the state statistics of a dataset, which are saved with the weights; no effect without a state input.
 
         Raises:
-            UserError: the statistics are of other states.
+            UserError: the statistics have a different number of entries.
         """
 
     def executed_mask(self, steps: Tensor) -> Tensor:
         """Mask of the decisions that determined executed actions.
 
         Args:
-            steps: (...) int64, control steps of the chunk that were executed.
+            steps: (...) int64, number of executed control steps of the chunk.
 
         Returns:
-            (..., T) float32, 1 where a decision counts; one about the whole chunk counts if any step was executed.
+            (..., T) float32, 1 if a decision counts; decisions about the whole chunk count if any step was executed.
         """
         if not self.by_step:
             return (steps > 0).float()[..., None].expand(*steps.shape, self.decisions)
-        each = self.decisions // self.chunk
+        each = self.decisions // self.chunk  # decisions of one control step
         return (torch.arange(self.decisions, device=steps.device) < steps[..., None] * each).float()
 
     def forward(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call a method in `CALLABLE` by name; which have the last four, `has_means` and `mixes` say."""
+        """Call a method in `CALLABLE` by name; the last four exist depending on `has_means` and `mixes`."""
         if method not in CALLABLE:
             raise ValueError(f"a policy has no method {method!r} to call; available: {', '.join(CALLABLE)}")
         return getattr(self, method)(*arguments, **options)
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights; the CPU without weights."""
+        """Device of the weights; the CPU if there are none."""
         return next((weight.device for weight in self.parameters()), torch.device("cpu"))
 
 
 class TokenPolicy(ActionPolicy):
     """A policy whose decisions are K * D action tokens, independent given the observation.
 
-    Tokens are step-major: step 0 dims 0..D-1, step 1 ... A subclass computes their logits in one pass.
+    Tokens are ordered by step: step 0 dims 0..D-1, step 1, ... A subclass computes their logits in one pass.
 
     Source: OpenVLA-OFT, arXiv 2502.19645 (parallel decoding); HL-Gauss, arXiv 2403.03950 (Gaussian target).
     """
@@ -276,8 +278,12 @@ class TokenPolicy(ActionPolicy):
         self, tokenizer: ActionTokenizer, chunk: int, action_size: int, smoothing: float = 0.0, spread: float = 0.0
     ) -> None:
         super().__init__()
-        self.tokenizer, self.smoothing, self.spread = tokenizer, smoothing, spread
-        self.chunk, self.action_size, self.decisions = chunk, action_size, chunk * action_size
+        self.tokenizer = tokenizer
+        self.smoothing = smoothing
+        self.spread = spread
+        self.chunk = chunk
+        self.action_size = action_size
+        self.decisions = chunk * action_size
 
     @abstractmethod
     def logits(self, batch: PolicyInputs) -> Tensor:
@@ -286,7 +292,7 @@ class TokenPolicy(ActionPolicy):
     def act(
         self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
     ) -> ActionChoice:
-        """Choose a chunk of actions for each row; log-probabilities of greedy tokens are those at the temperature."""
+        """Choose a chunk of actions per row; log-probabilities of greedy tokens use the temperature too."""
         with torch.no_grad():
             tokens, logp = draw_tokens(self.logits(batch), generator, temperature, greedy)
         actions = self.tokenizer.decode(tokens).unflatten(1, (self.chunk, self.action_size))
@@ -311,16 +317,17 @@ class TokenPolicy(ActionPolicy):
     def bc_loss(
         self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, float]]:
-        """Loss of behaviour cloning; the cross-entropy."""
+        """Behaviour cloning loss: cross-entropy."""
         check_demonstrations(self, batch, actions, mask)
         logits = self.logits(batch)
         wanted = actions.to(logits.device).flatten(1)
+        # a mask of control steps becomes one of tokens: D neighbouring tokens belong to each step
         weight = mask.to(logits.device, torch.float32).repeat_interleave(self.action_size, 1)
         tokens = self.tokenizer.encode(wanted)
         targets = self._blurred(wanted) if self.spread else tokens
         loss = token_loss(logits, targets, weight, self.smoothing)
         with torch.no_grad():
-            best, count = logits.argmax(-1), weight.sum().clamp(min=1)
+            best, count = logits.argmax(-1), weight.sum().clamp(min=1)  # a batch may only have steps after the end
             distance = (self.tokenizer.decode(best) - wanted).abs()
             metrics = {
                 "bc/loss": loss,
@@ -330,23 +337,23 @@ class TokenPolicy(ActionPolicy):
         return loss, {name: float(value.detach()) for name, value in metrics.items()}
 
     def _blurred(self, actions: Tensor) -> Tensor:
-        """(B, T) actions as (B, T, bins) targets; indices with the same centre share its part."""
+        """Gaussian targets (B, T, bins) around actions (B, T); indices with the same centre share its probability."""
         centres = torch.from_numpy(self.tokenizer.centres).to(actions)
         far = (actions.clamp(-1, 1)[..., None] - centres) / self.spread
         return (-0.5 * far.square()).softmax(-1)
 
 
 def open_policy(path: Path | str) -> ActionPolicy:
-    """Load a policy of this package from the folder that it was saved to.
+    """Load a saved policy of this package.
 
     Args:
-        path: folder written by `save_pretrained`, or that of a run, whose best checkpoint is taken.
+        path: folder written by `save_pretrained`, or a run folder, in which case its best checkpoint is used.
 
     Returns:
         The policy, on the CPU.
 
     Raises:
-        UserError: the folder is not one, or is damaged.
+        UserError: the folder is not a saved policy, or is damaged.
     """
     path = model_folder(str(path))
     check_model(Path(path))
@@ -371,7 +378,7 @@ def check_demonstrations(policy: ActionPolicy, batch: PolicyInputs, actions: Ten
 
 
 def check_temperature(temperature: float) -> None:
-    """Refuse a temperature that is not above 0; raises ValueError."""
+    """Check that a temperature is above 0; raises ValueError."""
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; must be above 0. Use greedy to act without noise.")
 
@@ -386,4 +393,4 @@ SAVED_POLICIES = {
     "openvla": "robotics.policies.openvla.tokens:OpenVlaPolicy",
     "openvla_regression": "robotics.policies.openvla.regression:OpenVlaRegressionPolicy",
 }
-"""Classes of policies that can be saved, by kind."""
+"""Classes of saved policies by kind."""

@@ -1,4 +1,4 @@
-"""Policies as folders: policy.json with kind and configuration, weights and the statistics of the data."""
+"""Policies as folders: policy.json with kind and configuration, weights, and the statistics of the data."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "policy.json"
 STATISTICS_FILE = "action_statistics.json"
 SMALL = 4096
-"""A whole number up to this one is never too large."""
+"""Integers up to this are never considered too large."""
 COUNTS = ("layers", "blocks")
-"""Entries that count modules, each with a tensor at least."""
+"""Entries that count modules, each of which has at least one tensor."""
 NO_SIZES = ("seed", "first_id")
-"""Entries that size nothing."""
+"""Integer entries that are not sizes."""
 BOUNDS_FILE = "action_bounds.json"
 INTERFACE_FILE = "interface.json"
 EXAMPLE = '{"state": ["x", "y"], "actions": null, "cameras": ["front"], "control_hz": 10}'
 
 
 class Scaled(Protocol):
-    """A policy as far as its units and its robot go; see `ActionPolicy`."""
+    """The parts of an `ActionPolicy` about its units and its robot."""
 
     action_size: int
     statistics: ActionStatistics | None
@@ -56,7 +56,7 @@ def write_config(path: Path, kind: str, config: Any, policy: Scaled, **more: Any
 
 
 def write_units(path: Path, policy: Scaled) -> None:
-    """Write a policy's statistics, bounds of actions and interface into its folder, or remove those in it."""
+    """Write a policy's statistics, action bounds and interface to its folder; files of missing ones are removed."""
     if policy.statistics is None:
         (path / STATISTICS_FILE).unlink(missing_ok=True)
     else:
@@ -72,7 +72,7 @@ def write_units(path: Path, policy: Scaled) -> None:
 
 
 def is_saved_policy(path: Path) -> bool:
-    """Whether a folder holds a policy of this package, which `open_policy` loads."""
+    """Whether a folder contains a policy of this package that `open_policy` can load."""
     return (path / CONFIG_FILE).is_file()
 
 
@@ -86,7 +86,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def make_config(kind: type[Config], entries: dict[str, Any], place: str) -> Config:
-    """Build a dataclass from entries; raises UserError where one is unknown, missing or out of bounds."""
+    """Build a dataclass from entries; raises UserError if one is unknown, missing or out of bounds."""
     if not isinstance(entries, dict):
         raise UserError(f"{place} is {entries!r:.80}; expected an object")
     known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
@@ -102,7 +102,7 @@ def make_config(kind: type[Config], entries: dict[str, Any], place: str) -> Conf
 
 
 def read_units(path: Path, policy: Scaled) -> None:
-    """Read what `write_units` wrote into a policy; one that has bounds or an interface keeps what the folder lacks."""
+    """Read the files of `write_units` into a policy, which keeps its bounds or interface if the folder has none."""
     file, bounds, interface = path / STATISTICS_FILE, path / BOUNDS_FILE, path / INTERFACE_FILE
     policy.statistics = ActionStatistics.load(file) if file.is_file() else None
     if bounds.is_file():
@@ -124,13 +124,13 @@ def build_fitting(make: Callable[[], ModuleT], entries: Mapping[str, Any], path:
 
 
 def check_fitting(make: Callable[[], nn.Module], entries: Mapping[str, Any], path: Path) -> None:
-    """Make sure that a folder's weights have the sizes that its entries name.
+    """Check that a folder's weights have the sizes given by its entries.
 
-    The module, or a part of it, is made without memory and compared with the shapes in the file.
+    The module, or a part of it, is built without memory and compared with the shapes in the file.
     """
     shapes = check_sizes(entries, path)
     if not shapes:
-        return  # reading the weights says what is wrong with them
+        return  # reading the weights later reports what is wrong with them
     with torch.device("meta"):
         own = {name: tuple(value.shape) for name, value in make().state_dict().items()}
     wrong = [name for name, shape in own.items() if shapes.get(name, shape) != shape]
@@ -143,7 +143,7 @@ def check_fitting(make: Callable[[], nn.Module], entries: Mapping[str, Any], pat
 
 
 def check_sizes(entries: Mapping[str, Any], path: Path) -> dict[str, tuple[int, ...]]:
-    """Refuse whole numbers that the weights of a folder have no room for; returns the shapes of the weights."""
+    """Reject integers too large for the weights in a folder; returns the shapes of the weights."""
     shapes = _shapes(path / WEIGHTS_FILE)
     numbers = sum(map(math.prod, shapes.values()))
     for place, number in _integers(entries):
@@ -165,7 +165,7 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _integers(value: Any, place: str = "") -> Iterator[tuple[str, int]]:
-    """Whole numbers of nested entries with their places."""
+    """Integers in nested entries with their paths."""
     if isinstance(value, Mapping):
         for name, entry in value.items():
             yield from _integers(entry, f"{place}.{name}".lstrip("."))
@@ -186,7 +186,7 @@ def write_weights(module: nn.Module, path: Path) -> None:
 
 
 def read_weights(module: nn.Module, path: Path) -> None:
-    """Read what `write_weights` wrote into a module of the same shape."""
+    """Read the weights written by `write_weights` into a module with the same shapes."""
     from safetensors import SafetensorError
     from safetensors.torch import load_model
 

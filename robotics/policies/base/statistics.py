@@ -22,34 +22,35 @@ from mmrl.files import is_file, read_json_object, write_atomically
 
 Values = TypeVar("Values", Tensor, NDArray[Any])
 RANGE_EPS = 1e-8
-"""Added to q99 - q01 in both directions, as in OpenVLA."""
+"""Added to q99 - q01 when normalising and unnormalising, as in OpenVLA."""
 SMALLEST_STD = 1e-6
 """States with a smaller standard deviation are only shifted."""
 FARTHEST = 3.0
-"""Actions beyond it, on the scale -1..1, are more than a whole range outside: other units, not a few large commands."""
+"""Actions beyond this, on the scale -1..1, are more than a full range outside, which means different units rather than
+a few large commands."""
 STATE_LIMIT = 10.0
 """Standardised states are clipped to this."""
 
 
 @dataclass(frozen=True)
 class ActionRange:
-    """Values of other units that are -1 and 1 of the simulator, for each of D entries of an action.
+    """Values in other units that correspond to -1 and 1 in the simulator, for each of D entries of an action.
 
-    The units are those of a policy's data, which it converts inside, or the environment's own. `ActionStatistics`
-    instead normalise demonstrations and are applied outside the policy. An entry whose bounds are equal, such as a
-    locked joint, has one value, which is 0 of the simulator.
+    The units are those of a policy's data, which the policy converts itself, or the environment's own. In contrast,
+    `ActionStatistics` normalise demonstrations and are applied outside the policy. An entry with equal bounds, such as
+    a locked joint, has a single value, which corresponds to 0 in the simulator.
     """
 
     low: tuple[float, ...]
-    """D values that are -1 of the simulator."""
+    """D values that correspond to -1 in the simulator."""
     high: tuple[float, ...]
-    """D values that are 1 of the simulator."""
+    """D values that correspond to 1 in the simulator."""
     integer: bool = False
     """Whether the values are whole numbers."""
 
     @classmethod
     def of(cls, low: Sequence[float], high: Sequence[float], size: int, policy: str) -> ActionRange | None:
-        """Make one from options."""
+        """Create a range from options."""
         if not low and not high:
             return None
         for name, values in (("action_low", low), ("action_high", high)):
@@ -62,7 +63,7 @@ class ActionRange:
 
     @classmethod
     def load(cls, path: Path, size: int) -> ActionRange:
-        """Read both bounds of a policy with D = size entries from a file; raises UserError where it holds others."""
+        """Read both bounds of a policy with D = size entries from a file; raises UserError if they do not fit."""
         entries = read_json_object(path)
         low, high = (side if isinstance(side, list) else [] for side in (entries.get("low"), entries.get("high")))
         numbers = all(type(value) in (int, float) and math.isfinite(value) for value in low + high)
@@ -94,7 +95,7 @@ class ActionRange:
         return {"low": list(self.low), "high": list(self.high), **({"integer": True} if self.integer else {})}
 
     def same_as(self, other: ActionRange) -> bool:
-        """Whether two ranges are one, within float32's rounding of bounds."""
+        """Whether two ranges are equal up to float32 rounding of the bounds."""
         sides = ((self.low, other.low), (self.high, other.high))
         close = all(np.shape(one) == np.shape(two) and np.allclose(one, two, rtol=1e-6, atol=0) for one, two in sides)
         return close and self.integer == other.integer
@@ -110,7 +111,7 @@ class ActionRange:
 
 
 def check_bounds(low: Sequence[float], high: Sequence[float]) -> None:
-    """Check the options `action_low` and `action_high` as far as they go without a policy; raises ValueError."""
+    """Check the options `action_low` and `action_high` as far as possible without a policy; raises ValueError."""
     if low and high and len(low) != len(high):
         raise ValueError(f"action_low has {len(low)} entries and action_high {len(high)}; give one each for each entry")
     size = max(len(low), len(high))
@@ -125,7 +126,7 @@ def check_bounds(low: Sequence[float], high: Sequence[float]) -> None:
 
 @dataclass(frozen=True)
 class ActionStatistics:
-    """Distribution of each entry of an action over a dataset, in float64, so that a saved file restores every bit."""
+    """Distribution of each action entry over a dataset; float64, so that saving and loading is bit-exact."""
 
     q01: NDArray[np.float64]
     """(D,) quantile 0.01, in the dataset's units."""
@@ -154,7 +155,7 @@ class ActionStatistics:
 
     @property
     def hardly_moves(self) -> NDArray[np.bool_]:
-        """(D,) whether an entry is not constant, yet its quantiles span at most a fiftieth of its range."""
+        """(D,) whether an entry varies, but its quantiles span at most a fiftieth of its range."""
         span = self.maximum - self.minimum
         return (span > 0) & (self.q99 - self.q01 <= span / 50)
 
@@ -189,8 +190,8 @@ class ActionStatistics:
     def normalise(self, actions: Values) -> Values:
         """Normalise actions to -1..1 by their quantiles, clip(2 (a - q01) / (q99 - q01 + 1e-8) - 1).
 
-        Constant entries become 0, and entries outside the mask are unchanged. Where only the quantiles are equal, their
-        value becomes -1, and its neighbours -1 or 1.
+        Constant entries become 0, and entries outside the mask are unchanged. If only the quantiles are equal, their
+        value becomes -1, and other values -1 or 1.
 
         Source: openvla/openvla prismatic/vla/datasets/rlds/utils/data_utils.py (BOUNDS_Q99).
         """
@@ -216,7 +217,7 @@ class ActionStatistics:
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """Read what `save` wrote; raises UserError if the file is missing or has other entries."""
+        """Load saved statistics; raises UserError if the file is missing or has different entries."""
         if not is_file(path):
             raise UserError(f"there is no statistics file {path}")
         entries = read_json_object(Path(path))
@@ -284,7 +285,7 @@ def _table(values: ArrayLike, what: str) -> NDArray[np.float64]:
 
 
 def _like(values: NDArray[Any], like: Values) -> Any:
-    """The values as an array or tensor like another, on its device and in its dtype; bools stay bools."""
+    """Convert values to an array or tensor like another, with its device and dtype; bools stay bools."""
     if isinstance(like, Tensor):
         return torch.as_tensor(values).to(like.device, torch.bool if values.dtype == bool else like.dtype)
     return values if values.dtype == bool else values.astype(like.dtype)

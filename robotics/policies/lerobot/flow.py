@@ -1,26 +1,27 @@
-"""SmolVLA, pi0 and pi0.5 of the package lerobot, improved here by reinforcement learning of their action expert.
+"""SmolVLA, pi0 and pi0.5 from lerobot, improved here by reinforcement learning of their action expert.
 
-Shapes: B rows, K control steps, D entries of an action, M >= D those of the head (lerobot pads actions to M), S
-denoising steps, E = K M numbers of a chain's point.
+Shapes: B rows, K control steps, D entries of an action, M >= D entries of the head (lerobot pads actions to M), S
+denoising steps, E = K M numbers of a point of the chain.
 
-The policy runs in a separate process, in the interpreter of lerobot, which gives velocities and their gradients; the
-trained weights are parameters here, in float32, and are sent there when they changed. So the optimiser, clipping,
-averaging and checkpoints are the suite's, and the policy itself learns, not a correction around it. Trained are the
-weights that a velocity depends on once the observation has become keys and values: the action expert with its
-projections of actions and time, in pi0 also of the state, which pi0.5 reads as text. The vision-language model is
-frozen.
+The policy runs in a separate process, in lerobot's Python environment, which returns velocities and their gradients.
+The trained weights are float32 parameters here and are sent there whenever they change. Optimiser, clipping, averaging
+and checkpoints are therefore the suite's, and the policy itself learns rather than a correction on top of it. The
+trained weights are those that a velocity depends on once the observation has been turned into keys and values: the
+action expert with its projections of actions and time, and in pi0 also of the state, which pi0.5 reads as text. The
+vision-language model is frozen.
 
-Sampling is that of `flow_policy`: a decision is one denoising step of Flow-GRPO's SDE, which has the marginals of the
-policy's own ODE. Greedy actions follow the ODE and are those of lerobot's `predict_action_chunk` for the same noise.
+Sampling works as in `robotics.policies.flow`: a decision is one denoising step of Flow-GRPO's SDE, which has the same
+marginals as the policy's own ODE. Greedy actions follow the ODE and equal lerobot's `predict_action_chunk` for the same
+noise.
 
 Source: SmolVLA, arXiv 2506.01844; pi_0, arXiv 2410.24164; pi_0.5, arXiv 2504.16054; Flow-GRPO, arXiv 2505.05470, and
     pi_RL, arXiv 2510.25889 (denoising steps as decisions).
 
-`action_low` and `action_high` are the values of the policy's data that are -1 and 1 of the simulator. They convert
-executed and demonstrated actions; the chain and its density are those of the head.
+`action_low` and `action_high` are the values in the policy's data that correspond to -1 and 1 in the simulator. They
+convert executed and demonstrated actions; the chain and its density are in the units of the head.
 
-Differences from pi_RL: all of the chain's numbers are scored unless `scored` is `actions`, because entries that are
-padding, and control steps that are not executed, move the others in the next step; no step is left without noise.
+Differences from pi_RL: all numbers of the chain are scored unless `scored` is `actions`, because padded entries and
+control steps that are not executed affect the others in the next step; every step has noise.
 """
 
 from __future__ import annotations
@@ -47,26 +48,26 @@ SCORED = ("chain", "actions")
 TIME_POWER, TIME_SCALE, TIME_OFFSET = 1.5, 0.999, 0.001
 """Times of the cloning loss are 0.999 u + 0.001 with u from Beta(1.5, 1), as in lerobot's training."""
 INSIDE = "lerobot"
-"""Folder of the whole policy in an exported one."""
+"""Subfolder of an export that contains the complete policy."""
 
 
 @dataclass
 class LeRobotFlowConfig(LeRobotServerConfig):
-    """Which LeRobot policy is trained, and its denoising steps."""
+    """The LeRobot policy to train, and its denoising steps."""
 
     steps: int | None = rare(bounded(None, at_least=2))
     """S, denoising steps; None for the policy's own number."""
     noise_level: float = rare(bounded(0.5, above=0))
-    """Size of the noise of a step, a in g = a sqrt(sigma / (1 - sigma))."""
+    """Scale of the noise of a step, a in g = a sqrt(sigma / (1 - sigma))."""
     logp_reduction: str = rare(choice("sum", REDUCTIONS))
-    """sum: log-density of a step; mean: divided by the count of its numbers, as for images."""
+    """sum: log-density of a step; mean: divided by the number of its entries, as for images."""
     scored: str = rare(choice("chain", SCORED))
-    """chain: all K M numbers of a step, its exact density; actions: the K D that become actions, as in pi_RL, which
-    drops the noise of the padding, and its effect on later steps, from the gradient."""
+    """chain: all K M numbers of a step, its exact density; actions: the K D numbers that become actions, as in pi_RL,
+    which excludes the noise of the padding and its effect on later steps from the gradient."""
 
 
 class LeRobotFlowPolicy(ServedActionPolicy):
-    """A SmolVLA, pi0 or pi0.5 policy of LeRobot whose action expert learns.
+    """A SmolVLA, pi0 or pi0.5 policy of LeRobot with a trainable action expert.
 
     policy = LeRobotFlowPolicy(LeRobotFlowConfig("my-smolvla", python="lerobot-env/bin/python"))
     choice = policy.act(batch, torch.Generator().manual_seed(0))
@@ -85,7 +86,7 @@ class LeRobotFlowPolicy(ServedActionPolicy):
         self.decisions = config.steps or self._server.hello["steps"]
         initial = self._server.ask({"do": "initial"})
         self._names = tuple(initial)
-        # A parameter's name must not have a dot.
+        # torch does not allow dots in parameter names
         weights = {name: torch.from_numpy(values.copy()) for name, values in initial.items()}
         self.expert = nn.ParameterDict({_plain(name): nn.Parameter(value) for name, value in weights.items()})
         self._remote = _RemoteWeights(self._server, weights)
@@ -96,11 +97,13 @@ class LeRobotFlowPolicy(ServedActionPolicy):
     ) -> ActionChoice:
         """Choose a chunk of actions for each row.
 
-        The temperature multiplies the noise of the steps. Greedy follows the flow without noise from a random start, as
-        flow policies are evaluated; its steps have no density, so the log-probabilities are NaN.
+        The temperature multiplies the noise of the steps. Greedy follows the flow without noise from a random start,
+        the usual way to evaluate flow policies; its steps have no density, so the log-probabilities are NaN.
         """
         check_temperature(temperature)
         shape = (len(batch), self.decisions + 1, self.chunk, self.width)
+        # All noise is drawn here, from the generators of the rows, and the steps are sent as a table: the process of
+        # lerobot only evaluates velocities and adds, so it needs neither a generator nor the kernel.
         noise = draw_rows(torch.randn, shape, generator)
         table = _affine(OdeStep() if greedy else self._kernel, self._sigmas(), 0.0 if greedy else temperature)
         arrays = {"noise": noise.cpu().numpy(), "table": table.numpy()}
@@ -116,7 +119,7 @@ class LeRobotFlowPolicy(ServedActionPolicy):
         return ActionChoice(actions.clamp(-1, 1), chain.flatten(2), logp)
 
     def log_probs(self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Score decisions; decisions are (B, S + 1, E), entropies do not depend on the weights."""
+        """Score decisions (B, S + 1, E); the entropies do not depend on the weights."""
         expected = (len(batch), self.decisions + 1, self.chunk * self.width)
         if tuple(decisions.shape) != expected:
             raise ValueError(f"decisions have the shape {tuple(decisions.shape)}; expected {expected}")
@@ -128,7 +131,7 @@ class LeRobotFlowPolicy(ServedActionPolicy):
     def bc_loss(
         self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, float]]:
-        """Loss of behaviour cloning; the flow-matching loss with lerobot's times, over the D entries of an action."""
+        """Behaviour cloning loss: flow matching with lerobot's times, over the D entries of an action."""
         check_demonstrations(self, batch, actions, mask)
         if generator is None:
             raise ValueError("flow matching samples times and noise; pass bc_loss a generator")
@@ -138,6 +141,7 @@ class LeRobotFlowPolicy(ServedActionPolicy):
         found = self._remote.ask("normalised", self._weights(), batch, {"actions": wanted.numpy()})
         clean = self._tensor(found["actions"])
         noise = draw_rows(torch.randn, clean.shape, generator).to(clean)
+        # u^(1 / 1.5) of a uniform u has the distribution Beta(1.5, 1)
         uniform = draw_rows(torch.rand, (len(batch),), generator).to(clean)
         time = TIME_SCALE * uniform ** (1 / TIME_POWER) + TIME_OFFSET
         share = time[:, None, None]
@@ -148,7 +152,7 @@ class LeRobotFlowPolicy(ServedActionPolicy):
         return loss, {"bc/loss": float(loss.detach())}
 
     def export(self, path: Path | str) -> None:
-        """Write a folder that needs no other one; lerobot itself loads the folder `lerobot` in it."""
+        """Write a self-contained folder; lerobot itself can load its subfolder `lerobot`."""
         target = (Path(path) / INSIDE).resolve()
         target.mkdir(parents=True, exist_ok=True)
         write_config(Path(path), self.kind, self.settings, self, inside=INSIDE)
@@ -159,12 +163,12 @@ class LeRobotFlowPolicy(ServedActionPolicy):
         return [self.expert[_plain(name)] for name in self._names]
 
     def _sigmas(self) -> Tensor:
-        """(S + 1,) times computed as in lerobot, whose time encoding differs between neighbouring float32 numbers."""
+        """Times (S + 1,), computed as in lerobot, whose time encoding distinguishes neighbouring float32 numbers."""
         step = -1.0 / self.decisions
         return torch.tensor([*(1.0 + number * step for number in range(self.decisions)), 0.0], device=self.device)
 
     def _velocities(self, batch: PolicyInputs, points: Tensor, times: Tensor) -> Tensor:
-        """(B, S, K, M) and (B, S) -> (B, S, K, M), with the gradient for the trained weights."""
+        """(B, S, K, M) and (B, S) -> (B, S, K, M), differentiable with respect to the trained weights."""
         arrays = {"points": points.detach().cpu().numpy(), "times": times.contiguous().cpu().numpy()}
         found: Tensor = _ServedVelocity.apply(self._remote, batch, arrays, *self._weights())
         return found
@@ -186,10 +190,11 @@ class LeRobotFlowPolicy(ServedActionPolicy):
 
 
 class _RemoteWeights:
-    """Sends a server the weights that changed before each request; copies of a policy share it."""
+    """Sends changed weights to a server before each request; copies of a policy share it."""
 
     def __init__(self, server: LeRobotServer, weights: Mapping[str, Tensor]) -> None:
-        self._server, self._number = server, 0
+        self._server = server
+        self._number = 0  # of the last upload; a restarted process answers "stale" to any other number
         self._sent = {name: value.clone() for name, value in weights.items()}
 
     def ask(
@@ -202,14 +207,14 @@ class _RemoteWeights:
     ) -> Mapping[str, Any]:
         self._send(weights, everything=False)
         answer = self._server.ask({"do": task, "upload": self._number, **fields}, batch, arrays)
-        if not answer:  # the process was restarted and has the weights of the folder
+        if not answer:  # stale: the process was restarted and has the weights of the folder
             self._send(weights, everything=True)
             answer = self._server.ask({"do": task, "upload": self._number, **fields}, batch, arrays)
         return answer
 
     def _send(self, weights: Sequence[Tensor], everything: bool) -> None:
-        """Upload the weights that differ from those sent last."""
-        # the values are compared, since fused optimisers change weights without raising a tensor's `_version`
+        """Upload the weights that changed since the last upload."""
+        # compared by value, because fused optimisers change weights without incrementing a tensor's `_version`
         changed = {}
         for (name, old), new in zip(self._sent.items(), weights, strict=True):
             value = new.detach().float().cpu()
@@ -225,7 +230,7 @@ class _RemoteWeights:
 
 
 class _ServedVelocity(torch.autograd.Function):
-    """Velocities of the served policy; the backward pass computes them again, in the process of the policy."""
+    """Velocities of the served policy; for the backward pass, its process computes them again with a graph."""
 
     @staticmethod
     def forward(
@@ -248,7 +253,8 @@ class _ServedVelocity(torch.autograd.Function):
 
 
 def _affine(kernel: StepKernel, sigmas: Tensor, temperature: float) -> Tensor:
-    """(S, 4) float32: time, a, b and std of each step x' = a x + b velocity + std noise."""
+    """Table (S, 4) float32: time, a, b and std of each step x' = a x + b velocity + std noise."""
+    # the mean of every kernel is linear in x and velocity, so probing it with 0 and 1 gives the coefficients
     one, zero = torch.ones(1, 1), torch.zeros(1, 1)
     rows = []
     for now, later in zip(sigmas[:-1].cpu(), sigmas[1:].cpu(), strict=True):

@@ -1,18 +1,18 @@
-"""Policies that the package lerobot trained (ACT, diffusion, pi0.5, X-VLA, GR00T), evaluated and improved here.
+"""Policies trained with lerobot (ACT, diffusion, pi0.5, X-VLA, GR00T), evaluated and improved here.
 
-The policy stays frozen in a separate process, in the interpreter of lerobot, and predicts chunks of actions. A
-learned Gaussian surrounds them: its mean is the chunk plus a small network's correction, which starts as zero, and each
-entry of an action has its own standard deviation. Reinforcement learning moves both; greedy actions of an untrained one
-are lerobot's own. Each control step is a decision, with the log-density of its D entries; the chunk is kept with the
-decisions, so that scoring needs no call of the frozen policy.
+The policy stays frozen in a separate process, in lerobot's Python environment, and predicts chunks of actions. A
+learned Gaussian is added on top: its mean is the chunk plus the correction of a small network, which starts at zero,
+and each entry of an action has its own standard deviation. Reinforcement learning trains both; before training, greedy
+actions are lerobot's own. Each control step is a decision, with the log-density of its D entries. The chunk is stored
+with the decisions, so scoring does not call the frozen policy.
 
-The frozen policy's actions are in the units of its data. `action_low` and `action_high` are -1 and 1
-of the simulator; the Gaussian is centred on the converted ones, and its samples are clipped to -1..1.
+The frozen policy's actions are in the units of its data. `action_low` and `action_high` correspond to -1 and 1 in the
+simulator; the Gaussian is centred on the converted actions, and its samples are clipped to -1..1.
 
-A policy that takes several observations in a row, as diffusion does by default, gets those of the last control steps,
-which are the contents of the queues of lerobot's `select_action`. Scoring needs no call of it, and so no past.
+A policy that uses several consecutive observations, as diffusion does by default, gets those of the last control steps,
+like the queues in lerobot's `select_action`. Scoring does not call it and so needs no past.
 
-Source: Residual Policy Learning, arXiv 1812.06298 (frozen policy, correction that starts as zero); huggingface/lerobot
+Source: Residual Policy Learning, arXiv 1812.06298 (frozen policy, correction that starts at zero); huggingface/lerobot
     0.6.1, src/lerobot/scripts/lerobot_eval.py (processors).
 """
 
@@ -33,10 +33,10 @@ from robotics.policies.lerobot.server import LeRobotServerConfig, ServedActionPo
 
 @dataclass
 class LeRobotPolicyConfig(LeRobotServerConfig):
-    """Which LeRobot policy is served, and the Gaussian around its actions."""
+    """The LeRobot policy to serve, and the Gaussian around its actions."""
 
     std: float = rare(bounded(0.1, above=0))
-    """Standard deviation of each entry of an action at first, on the simulator's scale -1..1."""
+    """Initial standard deviation of each entry of an action, on the simulator's scale -1..1."""
     hidden: int = rare(bounded(64, at_least=1))
     """Width of the network that corrects the actions."""
 
@@ -59,6 +59,7 @@ class LeRobotPolicy(ServedActionPolicy):
             torch.manual_seed(seed)
             first = nn.Linear((self.config.state_size or 0) + size, config.hidden)
             last = nn.Linear(config.hidden, size)
+        # a correction of zero: untrained, the mean is the frozen policy's own action
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
         self.correction = nn.Sequential(first, nn.Tanh(), last)
@@ -67,8 +68,9 @@ class LeRobotPolicy(ServedActionPolicy):
     def act(
         self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
     ) -> ActionChoice:
-        """Choose a chunk of actions for each row; log-probabilities are of the actions before they are clipped."""
+        """Choose a chunk of actions for each row; log-probabilities are of the unclipped actions."""
         with torch.no_grad():
+            # one seed per batch, since lerobot draws the whole batch from its global generator
             seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
             base = self._base(batch, seed)
             mean, std = self._gaussian(batch, base, temperature)
@@ -78,7 +80,7 @@ class LeRobotPolicy(ServedActionPolicy):
         return ActionChoice(drawn.clamp(-1, 1), torch.cat([drawn, base], -1), logp)
 
     def log_probs(self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Score decisions; decisions are (B, K, 2 D): the actions drawn, and the frozen policy's."""
+        """Score decisions (B, K, 2 D): the sampled actions followed by those of the frozen policy."""
         drawn, base = decisions.to(self.device).float().split(self.action_size, -1)
         mean, std = self._gaussian(batch, base, temperature)
         density = Normal(mean, std, validate_args=False)
@@ -87,7 +89,7 @@ class LeRobotPolicy(ServedActionPolicy):
     def bc_loss(
         self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, float]]:
-        """Loss of behaviour cloning; minus the log-density of the demonstrated actions, by control step."""
+        """Behaviour cloning loss: negative log-density of the demonstrated actions, per control step."""
         check_demonstrations(self, batch, actions, mask)
         seed = 0 if generator is None else int(torch.randint(2**31, (), generator=generator, device=generator.device))
         base = self._base(batch, seed)
@@ -97,12 +99,12 @@ class LeRobotPolicy(ServedActionPolicy):
         return loss, {"bc/loss": float(loss.detach())}
 
     def predict(self, batch: PolicyInputs, seed: int) -> Tensor:
-        """(B, K, D) float32 actions of the frozen policy in the units of its data, not clipped."""
+        """Unclipped actions (B, K, D) float32 of the frozen policy in the units of its data."""
         actions = self._server.ask({"seed": seed}, batch)["actions"]
         return torch.from_numpy(actions.copy()).to(self.device)
 
     def _base(self, batch: PolicyInputs, seed: int) -> Tensor:
-        """(B, K, D) actions of the frozen policy on the simulator's scale."""
+        """Actions (B, K, D) of the frozen policy on the simulator's scale."""
         found = self.predict(batch, seed)
         return found if self.action_range is None else self.action_range.to_sim(found)
 

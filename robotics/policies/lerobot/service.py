@@ -1,7 +1,7 @@
-"""A LeRobot policy in a separate process; run by path in the interpreter of lerobot, see `mmrl.workers.serve`.
+"""A LeRobot policy in a separate process, run by path in lerobot's Python environment; see `mmrl.workers.serve`.
 
-It loads a folder that `PreTrainedPolicy.save_pretrained` wrote, with its pre- and post-processors, and answers
-observations with chunks of actions. It imports lerobot, torch and numpy, nothing of this package.
+It loads a folder written by `PreTrainedPolicy.save_pretrained`, with its pre- and post-processors, and answers
+observations with chunks of actions. It imports lerobot, torch and numpy, and nothing from this package.
 
 Shapes: B rows, K control steps, D entries of an action, V further cameras, P past control steps, S state entries.
 
@@ -25,14 +25,14 @@ import torch
 
 PAST = "past_"
 TOKENIZERS = ("tokenizer_name", "model_name")
-"""Entries of a processor's step that name a tokenizer; the second is GR00T's."""
+"""Entries of a processor step that refer to a tokenizer; the second is GR00T's."""
 HUB_FILES = ("tokenizer_config.json", "tokenizer.json", "config.json")
 PREPROCESSOR = "policy_preprocessor.json"
 STATE, IMAGES, TASK, ACTION = "observation.state", "observation.image", "task", "action"
 
 
 class RefusedError(Exception):
-    """The folder holds a policy that cannot be served; its message is for the user."""
+    """The policy in the folder cannot be served; the message is for the user."""
 
     for_user = True
 
@@ -51,15 +51,19 @@ class LeRobotService:
                 raise RefusedError(f"{folder} is no LeRobot policy: it has no {name}")
         config = PreTrainedConfig.from_pretrained(folder, local_files_only=True)
         config.device = device
-        if hasattr(config, "compile_model"):  # compiled code would not see the integrator of `FlowService`
+        if hasattr(config, "compile_model"):  # compiled code would ignore the integrator of `FlowService`
             config.compile_model = False
-        if hasattr(config, "pretrained_backbone_weights"):  # they would be downloaded, then replaced by the saved ones
+        if hasattr(config, "pretrained_backbone_weights"):  # they would be downloaded and then overwritten
             config.pretrained_backbone_weights = None
-        self._folder, self._device, self._config = Path(folder), device, config
+        self._folder = Path(folder)
+        self._device = device
+        self._config = config
         self._cameras = self._read_cameras(cameras)
         self._before, self._after = self._processors(tokenizer)
         self._policy = self._loaded()
-        self._state = STATE in config.input_features  # pi0.5 adds one where the folder names none
+        self._state = STATE in config.input_features  # read after loading: pi0.5 adds one if the folder has none
+        # A queue means that predictions read several observations, which only `select_action` collects. For diffusion
+        # `_batch` builds the same row of observations; other types are not known to work with it.
         queued = set(getattr(self._policy, "_queues", None) or ()) - {ACTION}
         if queued and config.type != "diffusion":
             raise RefusedError(
@@ -69,9 +73,10 @@ class LeRobotService:
         self._history = int(config.n_obs_steps) if queued else 1
 
     def hello(self) -> Mapping[str, Any]:
-        """Sizes of inputs and outputs; the length of a chunk is that of a predicted one."""
+        """Sizes of inputs and outputs; the chunk length is measured on a prediction."""
         import lerobot
 
+        # a prediction for zeros: the configuration types have no common entry for the length of a chunk
         blank = self._blank()
         _, found = self.answer({"tasks": [""], "seed": 0}, blank)
         executed: Any = getattr(self._config, "n_action_steps", found["actions"].shape[1])
@@ -91,7 +96,7 @@ class LeRobotService:
         }
 
     def _image_fit(self) -> str | None:
-        """How the policy treats non-square images; None if it takes them as they are."""
+        """How the policy treats non-square images; None if it uses them unchanged."""
         pads = getattr(self._config, "resize_imgs_with_padding", None) or getattr(
             self._config, "image_resolution", None
         )
@@ -100,13 +105,13 @@ class LeRobotService:
     def answer(
         self, fields: dict[str, Any], arrays: dict[str, np.ndarray]
     ) -> tuple[Mapping[str, Any], Mapping[str, np.ndarray]]:
-        """Predict `actions` (B, K, D) float32 in the units of the data that the policy learned from.
+        """Predict `actions` (B, K, D) float32 in the units of the policy's training data.
 
-        `fields` has `tasks`, B instructions, and `seed`, of the noise of policies that draw their actions. `arrays` has
-        `images` (B, H, W, 3) uint8, `views` (B, V, H, W, 3) uint8 of the cameras after the first, and `state` (B, S)
-        float32, where the policy has them; for a policy that takes P + 1 observations in a row also those of the P
-        control steps before, the oldest first, as `past_images` (B, P, H, W, 3) and so on. Without a past the present
-        observation is repeated.
+        `fields` has `tasks`, B instructions, and `seed` for policies that sample their actions. `arrays` has `images`
+        (B, H, W, 3) uint8, `views` (B, V, H, W, 3) uint8 of the cameras after the first, and `state` (B, S) float32, if
+        the policy uses them. A policy that uses P + 1 consecutive observations also gets those of the last P control
+        steps, oldest first, as `past_images` (B, P, H, W, 3) and so on; without a past, the present observation is
+        repeated.
         """
         with torch.inference_mode():
             torch.manual_seed(fields["seed"])
@@ -117,7 +122,7 @@ class LeRobotService:
         """Nothing to free."""
 
     def _processors(self, tokenizer: str | None) -> tuple[Any, Any]:
-        """The folder's processors; a tokenizer that they name on the hub is replaced by the given folder."""
+        """The folder's processors; a hub tokenizer that they refer to is replaced by the given folder."""
         from lerobot.policies.factory import make_pre_post_processors
 
         saved = json.loads((self._folder / PREPROCESSOR).read_text(encoding="utf-8"))
@@ -148,7 +153,8 @@ class LeRobotService:
     def _loaded(self) -> Any:
         """The policy with the weights of the folder.
 
-        pi0 and pi0.5 print why they could not read them and go on with random ones; here that is an error.
+        If pi0 and pi0.5 cannot read them, they only print the reason and continue with random weights; here this is an
+        error.
         """
         from lerobot.policies.factory import get_policy_class
 
@@ -162,6 +168,7 @@ class LeRobotService:
         kind = get_policy_class(self._config.type)
         load, reason = torch.nn.Module.load_state_dict, "lerobot did not read them"
 
+        # only the call for the whole policy counts: backbones load weights of their parts on the way
         def noted(module: torch.nn.Module, *given: Any, **options: Any) -> Any:
             nonlocal reason
             try:
@@ -181,7 +188,7 @@ class LeRobotService:
     def _read_cameras(self, wanted: list[str] | None) -> list[str]:
         """Image features of the policy in the order of the simulator's cameras."""
         features = self._config.input_features
-        # the policy fills these features itself where nothing is given
+        # the policy fills these features itself if they are missing
         empty = [f"{IMAGES}s.empty_camera_{number}" for number in range(getattr(self._config, "empty_cameras", 0))]
         known = [key for key in features if key.startswith(IMAGES) and key not in empty]
         if wanted and sorted(wanted) != sorted(known):
@@ -205,15 +212,15 @@ class LeRobotService:
         return cameras
 
     def _finished(self, chunk: torch.Tensor) -> np.ndarray:
-        """(B, K, D) actions of the model in the units of its data; the processors take the actions one by one."""
-        if self._config.type == "groot":  # relative actions are decoded by their place in the chunk
+        """Convert actions (B, K, D) of the model to the units of its data; processors take one action at a time."""
+        if self._config.type == "groot":  # relative actions are decoded by their position in the chunk
             found: torch.Tensor = self._after(chunk)
         else:
             found = torch.stack([self._after(chunk[:, step]) for step in range(chunk.shape[1])], 1)
         return found.float().cpu().numpy()
 
     def _blank(self) -> dict[str, np.ndarray]:
-        """Black images and a state of zeros, where the policy has them."""
+        """Black images and a zero state, if the policy uses them."""
         features, blank = self._config.input_features, {}
         if self._cameras:
             _, height, width = features[self._cameras[0]].shape
@@ -234,13 +241,14 @@ class LeRobotService:
         return batch
 
     def _batch(self, tasks: list[str], arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Observations as the policy takes them, several in a row (B, P + 1, ...), where it does.
+        """Observations as the policy expects them, with several consecutive ones (B, P + 1, ...) if it uses them.
 
-        They are the contents of the queues of lerobot's `select_action` when a chunk is predicted.
+        These equal the queues of lerobot's `select_action` when a chunk is predicted.
         """
         present = self._before(self._observation(tasks, arrays))
         if self._history == 1:
             return present
+        # each observation goes through the processor separately, as when `select_action` fills its queues
         past = {name[len(PAST) :]: part for name, part in arrays.items() if name.startswith(PAST)}
         row = [present] * self._history
         for step in range(self._history - 1 if past else 0):
@@ -250,15 +258,15 @@ class LeRobotService:
 
 
 class FlowService(LeRobotService):
-    """The flow head of a policy (SmolVLA, pi0, pi0.5): its velocities, their gradients, and its weights.
+    """The flow head of a policy (SmolVLA, pi0, pi0.5): velocities, their gradients, and weights.
 
     Shapes: B rows, K control steps, M entries of a padded action, S denoising steps.
 
     lerobot integrates every flow head with one function, `euler_integrate`, which calls the head's `denoise_step`. Both
-    are replaced for a call, so that the policy itself prepares observations and chunks: its methods take no other
-    integrator, and hand the keys and values of images, text and state that the head attends to only to `denoise_step`.
-    These are computed without gradients and kept for the last observations; trained are the weights that a velocity
-    then still depends on: the action expert with its projections.
+    are replaced during a call, so that the policy itself prepares observations and chunks. This is necessary because
+    its methods accept no other integrator, and only pass the keys and values of images, text and state that the head
+    attends to on to `denoise_step`. These are computed without gradients and cached for the last observations. The
+    trained weights are those that a velocity then still depends on: the action expert with its projections.
 
     Source: huggingface/lerobot 0.6.1, src/lerobot/policies/common/flow_matching.py, smolvla/modeling_smolvla.py,
         pi0/modeling_pi0.py, pi05/modeling_pi05.py.
@@ -274,7 +282,10 @@ class FlowService(LeRobotService):
                 "trained; model.kind lerobot learns a Gaussian around its actions"
             )
         self._steps = int(getattr(self._config, "num_steps", None) or self._config.num_inference_steps)
-        self._width, self._uploads = int(self._config.max_action_dim), 0
+        self._width = int(self._config.max_action_dim)
+        self._uploads = 0
+        # the keys and values of the last observations and a digest of these: the forward and the backward pass ask for
+        # the same ones. They stay valid after an upload, since no trained weight enters them.
         self._seen: tuple[str, dict[str, Any]] = ("", {})
         self._weights = self._trained_weights()
         self._requests: dict[str, Callable[[dict[str, Any], dict[str, np.ndarray]], dict[str, np.ndarray]]] = {
@@ -296,8 +307,8 @@ class FlowService(LeRobotService):
     ) -> tuple[Mapping[str, Any], Mapping[str, np.ndarray]]:
         """Answer the request `fields["do"]`, a key of `_requests`, or predict a chunk.
 
-        Every request but `upload` and `initial` names the number of the last upload; where that is another one, because
-        the process was restarted, the answer is only `stale`.
+        Every request except `upload` and `initial` contains the number of the last upload. If it differs, because the
+        process was restarted, the answer is just `stale`.
         """
         request = fields.get("do")
         if request is None:
@@ -308,6 +319,7 @@ class FlowService(LeRobotService):
 
     def _trained_weights(self) -> dict[str, torch.nn.Parameter]:
         """Weights that a velocity depends on, given the keys and values that the head attends to."""
+        # found by differentiating a velocity rather than by name: the families call their parts differently
         context = self._context({"tasks": [""]}, self._blank())
         noise = torch.zeros(1, self._config.chunk_size, self._width, device=self._device)
         everything = {name: weight for name, weight in self._policy.named_parameters() if weight.requires_grad}
@@ -330,9 +342,9 @@ class FlowService(LeRobotService):
         return {}
 
     def _sample(self, fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Chunks by S affine steps x' = a x + b velocity + std noise.
+        """Sample chunks with S affine steps x' = a x + b velocity + std noise.
 
-        `table` is (S, 4): time, a, b and std of each step; `noise` (B, S + 1, K, M) begins with x at time 1.
+        `table` is (S, 4): time, a, b and std of each step; `noise` (B, S + 1, K, M) starts with x at time 1.
         """
         noise, table = self._tensor(arrays.pop("noise")), arrays.pop("table")
         chain, velocities = [noise[:, 0]], []
@@ -355,10 +367,11 @@ class FlowService(LeRobotService):
             return {"velocities": _stacked([self._velocity(context, points[:, at], times[:, at]) for at in steps])}
 
     def _gradients(self, fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Gradient of sum(`cotangents` * velocities) for each trained weight; one denoising step at a time."""
+        """Gradient of sum(`cotangents` * velocities) for each trained weight, one denoising step at a time."""
         points, times = self._tensor(arrays.pop("points")), self._tensor(arrays.pop("times"))
         cotangents = self._tensor(arrays.pop("cotangents"))
         context, weights = self._context(fields, arrays), list(self._weights.values())
+        # summed in float32, step by step: only one step's graph is in memory, and bfloat16 weights lose nothing
         sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
         for at in range(points.shape[1]):
             with torch.enable_grad():
@@ -369,7 +382,7 @@ class FlowService(LeRobotService):
         return {name: total.cpu().numpy() for name, total in zip(self._weights, sums, strict=True)}
 
     def _normalised(self, fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """`actions` (B, K, D) in the units of the data as the head sees them, (B, K, M)."""
+        """Convert `actions` (B, K, D) from the units of the data to those of the head, (B, K, M)."""
         if getattr(self._config, "adapt_to_pi_aloha", False):
             raise RefusedError(f"{self._folder} has adapt_to_pi_aloha; demonstrations in its units are not supported")
         actions = torch.from_numpy(arrays.pop("actions"))
@@ -377,7 +390,7 @@ class FlowService(LeRobotService):
         return {"actions": self._policy.prepare_action(batch).float().cpu().numpy()}
 
     def _save(self, fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Write a folder that lerobot loads: the present weights, everything else as it was."""
+        """Write a folder that lerobot can load: current weights, all other files copied."""
         target = Path(fields["folder"])
         self._policy.save_pretrained(target)
         for file in self._folder.iterdir():
@@ -386,7 +399,7 @@ class FlowService(LeRobotService):
         return {"bytes": np.array((target / "model.safetensors").stat().st_size)}
 
     def _context(self, fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Keys and values that the head attends to, as arguments of its `denoise_step`; those of the last call kept."""
+        """Keys and values that the head attends to, as arguments of its `denoise_step`; the last result is cached."""
         digest = hashlib.blake2b(repr(fields["tasks"]).encode())
         for name in sorted(arrays):
             digest.update(name.encode() + arrays[name].tobytes())
@@ -396,6 +409,7 @@ class FlowService(LeRobotService):
             def integrate(
                 denoise: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], noise: torch.Tensor, *_: Any, **__: Any
             ) -> torch.Tensor:
+                # one call of the head, intercepted for its arguments; the chunk that comes of it is discarded
                 with patch.object(self._model, "denoise_step", lambda **given: arguments.update(given)):
                     denoise(noise, torch.ones(len(noise), device=noise.device))
                 return noise
@@ -406,7 +420,8 @@ class FlowService(LeRobotService):
         return self._seen[1]
 
     def _velocity(self, context: dict[str, Any], point: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        """(B, K, M), (B,) -> (B, K, M); the keys and values that the head appends do not reach the context."""
+        """(B, K, M), (B,) -> (B, K, M); keys and values appended by the head do not reach the cached context."""
+        # the cache and its layers are copied, not the tensors: appending replaces a layer's tensors
         cache = copy.copy(context["past_key_values"])
         cache.layers = [copy.copy(layer) for layer in cache.layers]
         velocity: torch.Tensor = self._model.denoise_step(
@@ -417,7 +432,7 @@ class FlowService(LeRobotService):
     def _predict(
         self, fields: dict[str, Any], arrays: dict[str, np.ndarray], integrate: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
-        """Predict a chunk (B, K, D) as lerobot does, with another integrator."""
+        """Predict a chunk (B, K, D) as lerobot does, but with a different integrator."""
         batch = self._before(self._observation(fields["tasks"], arrays))
         with patch.object(self._module, "euler_integrate", integrate), torch.no_grad():
             chunk: torch.Tensor = self._policy.predict_action_chunk(batch)
@@ -428,7 +443,7 @@ class FlowService(LeRobotService):
 
 
 def data_statistics(processors: list[Any]) -> dict[str, dict[str, list[float]]]:
-    """Smallest and largest action and state of the data that a policy learned from, as its processors keep them."""
+    """Minimum and maximum action and state of a policy's training data, as stored in its processors."""
     found: dict[str, dict[str, list[float]]] = {}
     for step in (step for processor in processors for step in getattr(processor, "steps", ())):
         for key, part in (getattr(step, "stats", None) or {}).items():
@@ -439,16 +454,16 @@ def data_statistics(processors: list[Any]) -> dict[str, dict[str, list[float]]]:
 
 
 def _at_hand(name: str) -> bool:
-    """Whether a model of the hub is a folder or in the cache."""
+    """Whether a hub model is available as a folder or in the cache."""
     from huggingface_hub import try_to_load_from_cache
 
     return Path(name).is_dir() or any(isinstance(try_to_load_from_cache(name, file), str) for file in HUB_FILES)
 
 
 def _stacked(tensors: list[torch.Tensor]) -> np.ndarray:
-    """B rows of each step as (B, S, ...) float32."""
+    """Stack the B rows of each step as (B, S, ...) float32."""
     return torch.stack(tensors, 1).float().cpu().numpy()
 
 
 make, make_flow = LeRobotService, FlowService
-"""Factories of the services of a worker."""
+"""Factories of the worker's services."""

@@ -1,4 +1,4 @@
-"""A model folder of OpenVLA-OFT: its settings, weights and tokenizer, action head of L1 regression, state projector.
+"""An OpenVLA-OFT model folder: settings, weights, tokenizer, action head for L1 regression, and state projector.
 
 Shapes: B rows, K control steps, D entries of an action, S state entries, C hidden units of the language model, W of the
 head.
@@ -32,27 +32,27 @@ from robotics.policies.openvla.prismatic import Prismatic, load_prismatic
 Part = TypeVar("Part", bound=nn.Module)
 
 HEAD, PROJECTOR = "action_head", "proprio_projector"
-"""Prefixes of the names of the files."""
+"""Prefixes of the file names."""
 BLOCKS = 2
-"""Residual blocks of an action head."""
+"""Number of residual blocks of an action head."""
 PARALLEL = "module."
-"""Prefix of the names of weights from data-parallel training, which OpenVLA-OFT writes; it reads both."""
+"""Name prefix of weights from data-parallel training. OpenVLA-OFT writes it and reads files with and without it."""
 DIFFUSION = "noise_predictor."
-"""Prefix of the names of a diffusion head's weights."""
+"""Name prefix of a diffusion head's weights."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ATTENTION = ("bidirectional", "causal")
 BOUNDS = {"q99": {}, "min_max": {"q01": "min", "q99": "max"}}
 GRIPPERS = ("as_data", "libero")
 TRAINED = ("language_model", "all")
 EMPTY_ID = 29871
-"""Llama 2's empty piece, the last token of every prompt of the training data."""
+"""Llama 2's empty piece, the last token of every prompt in the training data."""
 CROP = 0.9
-"""Share of an image's area that is kept."""
+"""Fraction of an image's area that is kept."""
 REFUSED = {"noisy_action_projector--*": "a diffusion head", "vision_backbone--*": "FiLM"}
 
 
 class ActionHead(nn.Module):
-    """States of the language model to actions, by residual blocks for each control step.
+    """Maps states of the language model to actions with residual blocks for each control step.
 
     Source: moojink/openvla-oft prismatic/models/action_heads.py, with the names of the weights there.
     """
@@ -63,20 +63,21 @@ class ActionHead(nn.Module):
         self.model = _Residual(size * hidden, width, size)
 
     def forward(self, states: Tensor) -> Tensor:
-        """(B, K D, C) -> (B, K, D), the D states of a control step side by side."""
+        """(B, K D, C) -> (B, K, D); the D states of a control step are concatenated."""
         found: Tensor = self.model(states.unflatten(1, (-1, self.size)).flatten(2))
         return found
 
 
 class StateProjector(nn.Module):
-    """A normalised state to an embedding of the language model.
+    """Maps a normalised state to an embedding of the language model.
 
     Source: moojink/openvla-oft prismatic/models/projectors.py, with the names of the weights there.
     """
 
     def __init__(self, size: int, hidden: int) -> None:
         super().__init__()
-        self.fc1, self.fc2 = nn.Linear(size, hidden), nn.Linear(hidden, hidden)
+        self.fc1 = nn.Linear(size, hidden)
+        self.fc2 = nn.Linear(hidden, hidden)
 
     def forward(self, states: Tensor) -> Tensor:
         """(B, S) -> (B, C)."""
@@ -85,7 +86,7 @@ class StateProjector(nn.Module):
 
 
 def find_part(folder: Path, name: str) -> Path | None:
-    """The file of a part of the model, None without one; raises UserError if there are several."""
+    """The file of a part of the model, or None; raises UserError if there are several."""
     found = sorted(folder.glob(f"{name}--*_checkpoint.pt"))
     if len(found) > 1:
         raise UserError(f"{folder} has several of {name}: {', '.join(file.name for file in found)}; keep one")
@@ -131,7 +132,7 @@ def fill_part(part: Part, weights: dict[str, Tensor], file: Path, assign: bool) 
 
 
 def read_part(file: Path) -> dict[str, Tensor]:
-    """Read weights by name, without the `module.` that data-parallel training puts before them."""
+    """Read weights by name, without the prefix `module.` from data-parallel training."""
     if not file.is_file():
         raise UserError(f"there is no file {file}")
     try:
@@ -146,25 +147,27 @@ def read_part(file: Path) -> dict[str, Tensor]:
 
 
 def write_part(part: nn.Module, file: Path) -> None:
-    """Write the weights of a part, with the names that OpenVLA-OFT's training gives them."""
+    """Write the weights of a part with the names used by OpenVLA-OFT's training."""
     write_tensors({PARALLEL + name: value for name, value in part.state_dict().items()}, file)
 
 
 def write_tensors(weights: dict[str, Tensor], file: Path) -> None:
-    """Write tensors by name; equal ones are equal bytes."""
+    """Write tensors by name; equal tensors give identical files."""
     values = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
-    with replaced(file) as draft, draft.open("wb") as opened_draft:  # a stream: a name would become part of the bytes
+    with replaced(file) as draft, draft.open("wb") as opened_draft:  # a stream, because torch stores a file name
         torch.save(values, opened_draft)
 
 
 class _Residual(nn.Module):
-    """A linear layer, residual blocks and a linear layer, each after a LayerNorm."""
+    """A linear layer, residual blocks and another linear layer, each preceded by a LayerNorm."""
 
     def __init__(self, size: int, width: int, out: int) -> None:
         super().__init__()
-        self.layer_norm1, self.fc1 = nn.LayerNorm(size), nn.Linear(size, width)
+        self.layer_norm1 = nn.LayerNorm(size)
+        self.fc1 = nn.Linear(size, width)
         self.mlp_resnet_blocks = nn.ModuleList(_Block(width) for _ in range(BLOCKS))
-        self.layer_norm2, self.fc2 = nn.LayerNorm(width), nn.Linear(width, out)
+        self.layer_norm2 = nn.LayerNorm(width)
+        self.fc2 = nn.Linear(width, out)
 
     def forward(self, values: Tensor) -> Tensor:
         """(..., size) -> (..., out)."""
@@ -188,62 +191,66 @@ class _Block(nn.Module):
 
 @dataclass
 class OpenVlaConfig:
-    """Which folder, and how its model is used."""
+    """The model folder, and how its model is used."""
 
     folder: str = rare("")
     """Folder of the model: config.json, safetensors, tokenizer and preprocessor_config.json."""
     chunk: int = rare(bounded(8, at_least=1))
-    """K, control steps that the model learned to predict at once: 8 for LIBERO, 25 for ALOHA, 5 for Bridge."""
+    """K, control steps that the model was trained to predict at once: 8 for LIBERO, 25 for ALOHA, 5 for Bridge."""
     unnorm_key: str | None = rare(None)
-    """Name of the dataset whose statistics turn tokens into actions; None where the folder has only one."""
+    """Name of the dataset whose statistics convert tokens to actions; None if the folder has only one."""
     bounds: str = rare(choice("q99", tuple(BOUNDS)))
-    """Bounds of actions and state that become -1 and 1: q99, the quantiles 1 % and 99 % of the data (LIBERO,
-    Bridge), or min_max (ALOHA)."""
+    """Bounds of actions and state that map to -1 and 1: q99, the 1 % and 99 % quantiles of the data (LIBERO, Bridge),
+    or min_max (ALOHA)."""
     gripper: str = rare(choice("as_data", GRIPPERS))
-    """libero: the last entry, 0 closed to 1 open in the data, becomes -1 to open or 1 to close, by `libero_gripper`."""
+    """libero: the last entry, from 0 (closed) to 1 (open) in the data, becomes -1 to open or 1 to close, see
+    `libero_gripper`."""
     num_images_in_input: int = rare(bounded(1, at_least=1))
-    """Cameras that the model learned to see: 1 for `sim.camera`, 2 for it and one view, such as the wrist's."""
+    """Number of cameras the model was trained with: 1 for `sim.camera`, 2 for it and one view, such as the wrist's."""
     center_crop: bool = rare(True)
-    """Keep the inner 90 % of an image, for models that learned from random crops, as the published ones."""
+    """Keep the inner 90 % of an image, for models trained with random crops like the published ones."""
     attention: str = rare(choice("bidirectional", ATTENTION))
     """bidirectional, as OpenVLA-OFT's fork of transformers, or causal, for models trained without the fork."""
     dtype: str = choice("float32", tuple(DTYPES))
     """Precision of the weights and activations; log-probabilities are float32 either way."""
     train: str = rare(choice("language_model", TRAINED))
-    """language_model: the language model, the projectors and the action head learn; all: the vision backbones too."""
+    """language_model: train the language model, the projectors and the action head; all: the vision backbones too."""
     gradient_checkpointing: bool = rare(False)
-    """Compute the language model's activations again in the backward pass, to save memory."""
+    """Recompute the language model's activations in the backward pass to save memory."""
     label_smoothing: float = rare(bounded(0.0, at_least=0, below=1))
-    """Share of the cloning target that is spread over all bins; refused where the folder has an action head."""
+    """Fraction of the cloning target that is spread over all bins; an error if the folder has an action head."""
     std: float = rare(bounded(0.1, above=0))
-    """Folders with an action head: standard deviation of each entry of an action at first, on the scale -1..1."""
+    """For folders with an action head: initial standard deviation of each action entry, on the scale -1..1."""
 
     def validate(self) -> None:
-        """Refuse an empty folder; raises ValueError."""
+        """Reject an empty folder; raises ValueError."""
         if not self.folder:
             raise ValueError("folder is empty; name the folder of an OpenVLA-OFT model, model.options.folder")
 
 
 def read_saved_config(path: Path | str) -> OpenVlaConfig:
-    """Configuration of a policy that `save_pretrained` wrote, with the folder it is in now."""
+    """Configuration of a saved policy, with the folder where it is now."""
     entries = {key: value for key, value in read_config(Path(path)).items() if key != "kind"}
     check_sizes(entries, Path(path))
     return make_config(OpenVlaConfig, {**entries, "folder": str(path)}, f"{path}/policy.json")
 
 
 class OpenVlaFolder:
-    """A folder of OpenVLA-OFT, without its weights."""
+    """An OpenVLA-OFT folder, without its weights."""
 
     def __init__(self, config: OpenVlaConfig) -> None:
         check_config(config)
-        self.settings, self.path = config, expanded(config.folder)
+        self.settings = config
+        self.path = expanded(config.folder)
         _refuse(self.path)
         entries = read_json_object(self.path / "config.json")
-        self.bins, self._vision = int(entries.get("n_action_bins", 256)), entries["image_sizes"]
+        self.bins = int(entries.get("n_action_bins", 256))
+        self._vision = entries["image_sizes"]
         self._key, self._known = _statistics(self.path, entries, config.unnorm_key)
         self.statistics = self.read_statistics("action")
-        """Statistics of the actions; with `min_max` the bounds replace the quantiles."""
-        self._images, self._texts = _ImageScale(self.path), _tokenizer(self.path)
+        """Statistics of the actions; with `min_max`, the bounds replace the quantiles."""
+        self._images = _ImageScale(self.path)
+        self._texts = _tokenizer(self.path)
 
     def read_statistics(self, part: str) -> ActionStatistics:
         """Statistics of `unnorm_key` by `bounds`."""
@@ -257,7 +264,7 @@ class OpenVlaFolder:
         return ActionStatistics.from_lerobot({part: {**found, **chosen}}, part, mask=found.get("mask"))
 
     def load(self) -> Prismatic:
-        """Load the model, with the weights that learn marked; raises UserError, see `load_prismatic`."""
+        """Load the model and mark its trainable weights; raises UserError, see `load_prismatic`."""
         model = load_prismatic(self.path, self.dtype)
         if model.vocabulary <= EMPTY_ID:
             raise UserError(f"{self.path} has {model.vocabulary} ids; prompts end with Llama 2's id {EMPTY_ID}")
@@ -268,7 +275,7 @@ class OpenVlaFolder:
         return model
 
     def look(self, batch: PolicyInputs, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-        """Pixels (B, 3 n m, H, W) of m images for each of the n backbones, and B prompts (P,) int64, for the model."""
+        """Model inputs: pixels (B, 3 n m, H, W) of m images for each of the n backbones, and B prompts (P,) int64."""
         if batch.images is None:
             raise UserError(f"{self.path} needs images, which the observations lack")
         images = [batch.images, *(() if batch.views is None else batch.views.unbind(1))]
@@ -287,7 +294,7 @@ class OpenVlaFolder:
         return actions if self.settings.gripper == "as_data" else libero_gripper(actions)
 
     def from_sim(self, actions: Tensor) -> Tensor:
-        """Turn the gripper of demonstrated actions (..., D) back, to 0..1 for `gripper: libero`."""
+        """Convert the gripper of demonstrated actions (..., D) back, to 0..1 for `gripper: libero`."""
         if self.settings.gripper == "as_data":
             return actions
         return torch.cat([actions[..., :-1], (1 - actions[..., -1:]) / 2], -1)
@@ -303,14 +310,15 @@ class OpenVlaFolder:
 
 
 class _ImageScale:
-    """Images as each backbone takes them; numbers of preprocessor_config.json."""
+    """Preprocesses images for each backbone, using the values in preprocessor_config.json."""
 
     def __init__(self, folder: Path) -> None:
         entries = read_json_object(folder / "preprocessor_config.json")
         strategy = entries.get("image_resize_strategy")
         if strategy != "resize-naive":
             raise UserError(f"{folder} resizes images by {strategy!r}; supported: 'resize-naive'")
-        self.means, self.stds = torch.tensor(entries["means"]), torch.tensor(entries["stds"])
+        self.means = torch.tensor(entries["means"])
+        self.stds = torch.tensor(entries["stds"])
 
     def __call__(self, images: Tensor, sizes: Sequence[int], crop: bool) -> Tensor:
         """(B, H, W, 3) uint8 -> (B, 3 n, size, size) float32."""
@@ -329,7 +337,7 @@ class _ImageScale:
 
 
 def _centre(images: Tensor) -> Tensor:
-    """Inner share of (B, H, W, 3) uint8 at the same size, bilinear with the corners on pixels, as TensorFlow's."""
+    """Crop (B, H, W, 3) uint8 to the inner area and resize it back, bilinear with aligned corners as in TensorFlow."""
     count, height, width, _ = images.shape
     steps = math.sqrt(CROP) * torch.linspace(-1, 1, height), math.sqrt(CROP) * torch.linspace(-1, 1, width)
     rows, columns = torch.meshgrid(*steps, indexing="ij")
@@ -358,7 +366,7 @@ def _tokenizer(folder: Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} has no tokenizer that transformers loads: {error}") from error
-    tokenizer.split_special_tokens = True  # an instruction that spells </s> means its characters
+    tokenizer.split_special_tokens = True  # an instruction that contains </s> means these characters
     return tokenizer
 
 

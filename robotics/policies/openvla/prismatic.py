@@ -1,11 +1,10 @@
-"""The model of OpenVLA folders: one or two vision transformers, a projector and Llama, with the names of their files.
+"""The model of OpenVLA folders: one or two vision transformers, a projector and Llama, with the weight names used there.
 
 Shapes: B rows, H x W pixels, N patches, L positions, P prompt tokens, T action tokens, C hidden units, V ids.
 
-A row is <s>, the patches of one image or of several after each other, further embeddings such as that of the robot's
-state, the rest of the prompt, T empty embeddings and </s>. Llama attends in both directions, as in the fork of
-transformers that OpenVLA-OFT runs with, and the last prompt token with the first T - 1 empty ones predicts the T tokens
-at once.
+A row is <s>, the patches of one or several images, further embeddings such as that of the robot's state, the rest of
+the prompt, T empty embeddings and </s>. Llama attends in both directions, as in OpenVLA-OFT's fork of transformers. The
+last prompt token and the first T - 1 empty ones predict the T tokens in parallel.
 
 Source: OpenVLA, arXiv 2406.09246; OpenVLA-OFT, arXiv 2502.19645; moojink/openvla-oft
     prismatic/extern/hf/modeling_prismatic.py; moojink/transformers-openvla-oft modeling_llama.py (attention);
@@ -32,7 +31,7 @@ STOP_ID = 2
 """Llama 2's </s>, which ended every row of the training data."""
 EXPECTED = ("timm_model_ids", "image_sizes", "use_fused_vision_backbone", "text_config", "pad_to_multiple_of")
 FUSED = 2
-"""Backbones that OpenVLA puts side by side."""
+"""Number of backbones whose features OpenVLA concatenates."""
 
 
 class Prismatic(nn.Module):
@@ -56,10 +55,10 @@ class Prismatic(nn.Module):
         self.hidden_size = int(config.hidden_size)
         """C."""
         self.vocabulary = int(config.vocab_size) - int(entries["pad_to_multiple_of"])
-        """V without the rows that pad the table; the last of these ids are the actions."""
+        """V without the rows that pad the embedding table; the last of these ids are the actions."""
 
     def logits(self, pixels: Tensor, prompts: Sequence[Tensor], tokens: int, bins: int, causal: bool = False) -> Tensor:
-        """(B, T, bins) float32 logits of the last `bins` ids of the vocabulary; other arguments as for `hidden`."""
+        """Logits (B, T, bins) float32 of the last `bins` ids of the vocabulary; other arguments as for `hidden`."""
         found = self.hidden(pixels, prompts, tokens, causal)
         head = self.language_model.lm_head.weight[self.vocabulary - bins : self.vocabulary]
         return functional.linear(found, head).float()
@@ -72,10 +71,10 @@ class Prismatic(nn.Module):
         causal: bool = False,
         after_patches: Tensor | None = None,
     ) -> Tensor:
-        """(B, T, C) states of the last layer, normalised, at the positions that predict the T `tokens` of a chunk.
+        """Normalised states (B, T, C) of the last layer at the positions that predict the T `tokens` of a chunk.
 
-        `pixels` are (B, 3 n m, H, W): m images, each as the n backbones take it, stacked by channel. `prompts` are B
-        texts (P,) int64 with <s> first, `after_patches` (B, n, C) embeddings that follow the patches of each row.
+        `pixels` are (B, 3 n m, H, W): m images, preprocessed for each of the n backbones, stacked by channel. `prompts`
+        are B texts (P,) int64 starting with <s>, `after_patches` (B, n, C) embeddings that follow the patches.
         """
         device, patches = pixels.device, self.projector(self.vision_backbone(pixels))
         if after_patches is not None:
@@ -86,6 +85,7 @@ class Prismatic(nn.Module):
         position = torch.arange(ids.shape[1], device=device)
         is_action = (position >= lengths[:, None]) & (position < lengths[:, None] + tokens)
         embeddings = self.language_model.get_input_embeddings()(ids).masked_fill(is_action[..., None], 0)
+        # the patches follow <s>, so every later position shifts by their number
         whole = torch.cat([embeddings[:, :1], patches.to(embeddings), embeddings[:, 1:]], 1)
         ends = lengths + patches.shape[1] + tokens + 1
         mask = _mask(ends, whole.shape[1], causal, whole.dtype)
@@ -93,12 +93,12 @@ class Prismatic(nn.Module):
         states: Tensor = self.language_model.model(
             inputs_embeds=whole, attention_mask=mask, position_ids=positions, use_cache=False
         ).last_hidden_state
-        first = lengths + patches.shape[1] - 1
+        first = lengths + patches.shape[1] - 1  # the last prompt token, which predicts the first action token
         return states[torch.arange(len(states), device=device)[:, None], first[:, None] + position[:tokens]]
 
 
 class _Vision(nn.Module):
-    """Patches of one or two vision transformers, from the last block but one, side by side."""
+    """Concatenated patch features of one or two vision transformers, from the second to last block."""
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class _Vision(nn.Module):
         self.width = sum(int(part.embed_dim) for part in parts)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """(B, 3 n m, H, W) -> (B, m N, width), the patches of m images after each other."""
+        """(B, 3 n m, H, W) -> (B, m N, width), the patches of m images in sequence."""
         backbones = [self.featurizer, self.fused_featurizer] if self.count == FUSED else [self.featurizer]
         images = []
         for image in pixels.split(3 * self.count, 1):
@@ -123,12 +123,13 @@ class _Vision(nn.Module):
 
 
 class _Projector(nn.Module):
-    """Two linear layers, or three behind fused backbones, with GELU between them."""
+    """Two linear layers, or three for fused backbones, with GELU in between."""
 
     def __init__(self, vision: int, hidden: int, backbones: int) -> None:
         super().__init__()
         wide = hidden if backbones == 1 else 4 * vision
-        self.fc1, self.fc2 = nn.Linear(vision, wide), nn.Linear(wide, hidden)
+        self.fc1 = nn.Linear(vision, wide)
+        self.fc2 = nn.Linear(wide, hidden)
         self.fc3 = nn.Linear(hidden, hidden) if backbones > 1 else None
 
     def forward(self, patches: Tensor) -> Tensor:
@@ -138,7 +139,7 @@ class _Projector(nn.Module):
 
 
 def load_prismatic(folder: Path, dtype: torch.dtype = torch.float32) -> Prismatic:
-    """Load the model of an OpenVLA folder; its own Python files are not run."""
+    """Load the model of an OpenVLA folder without running the folder's Python files."""
     from safetensors.torch import load_file
 
     entries = read_json_object(folder / "config.json")
@@ -166,7 +167,7 @@ def load_prismatic(folder: Path, dtype: torch.dtype = torch.float32) -> Prismati
 
 
 def save_prismatic(model: Prismatic, source: Path, folder: Path, without: Collection[str] = ()) -> None:
-    """Write a folder that OpenVLA's code loads: the weights by their names there, all other files as in `source`."""
+    """Write a folder that OpenVLA's code can load: weights under its names, all other files copied from `source`."""
     from huggingface_hub import save_torch_state_dict
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -185,7 +186,7 @@ def _featurizer(name: str, size: int, activation: str | None) -> Any:
     except ImportError as error:
         raise UserError("OpenVLA's vision backbones are timm's: pip install 'timm>=1.0'") from error
     made: Any = timm.create_model(name, pretrained=False, num_classes=0, img_size=size, act_layer=activation)
-    for part in ("norm", "attn_pool", "fc_norm", "head"):  # behind the block that is read
+    for part in ("norm", "attn_pool", "fc_norm", "head"):  # after the block that is read: they get no gradient
         for weight in getattr(made, part).parameters() if isinstance(getattr(made, part, None), nn.Module) else ():
             weight.requires_grad_(False)
     made.blocks[-1].requires_grad_(False)
@@ -200,7 +201,7 @@ def _patches(part: Any, pixels: Tensor) -> Tensor:
 
 
 def _empty_llama(config: Any) -> Any:
-    """Llama without weights, which are loaded later; initialising 7 billion takes minutes."""
+    """Llama without weights, which are loaded later: initialising 7 billion parameters would take minutes."""
     from transformers import LlamaForCausalLM
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -211,7 +212,7 @@ def _empty_llama(config: Any) -> Any:
 
 
 def _mask(ends: Tensor, width: int, causal: bool, dtype: torch.dtype) -> Tensor:
-    """(B, 1, L, L), 0 where a position may be attended to and the lowest number elsewhere."""
+    """Attention mask (B, 1, L, L): 0 for allowed positions, the lowest number for all others."""
     position = torch.arange(width, device=ends.device)
     allowed = (position < ends[:, None])[:, None, None].expand(-1, 1, width, -1)
     if causal:
@@ -220,7 +221,7 @@ def _mask(ends: Tensor, width: int, causal: bool, dtype: torch.dtype) -> Tensor:
 
 
 def _inner(name: str) -> str:
-    """Name of a weight in timm; LayerScale's has another name in the files."""
+    """Name of a weight in timm; the files use a different name for LayerScale's."""
     return name.replace(".scale_factor", ".gamma") if name.startswith("vision_backbone") else name
 
 

@@ -306,5 +306,5 @@ def test_each_row_edits_its_own_image(case, policy):
         alone = velocity(policy, seeds=(row, row))
         assert relative(both[row], alone[row]) < 1e-5
     assert relative(velocity(policy, seeds=(1, 1))[0], both[0]) > 1e-4
-    negative = policy.embeddings.negative("").beside(rows_of(policy, seeds=(0, 1)))
+    negative = policy.embeddings.negative("").for_rows_of(rows_of(policy, seeds=(0, 1)))
     assert torch.equal(negative.values[REFERENCE], rows_of(policy, seeds=(0, 1)).values[REFERENCE])
