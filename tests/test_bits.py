@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 
 import pytest
 import torch
@@ -38,5 +39,8 @@ def test_the_digests_of_objectives_repeat(name):
 
 
 def test_folders_and_times_of_a_card_are_left_out(tmp_path):
-    assert bits._plain(f"in {tmp_path.parent.parent}/model after 3.2 s on 2026-11-28") == "in FOLDER/model after _ on _"
+    assert (
+        bits._plain(f"in {tempfile.gettempdir()}/bits-x/model after 3.2 s on 2026-11-28")
+        == "in FOLDER/model after _ on _"
+    )
     assert json.loads(json.dumps(bits._plain("3 steps"))) == "3 steps"

@@ -33,7 +33,7 @@ def rows_of(name: str) -> list[Row]:
     group, headings = LISTINGS[name][2], load_target("mmrl.core.catalogue:all_headings")() if name in CATALOGUES else {}
     return [
         Row(
-            group or headings.get(key) or _domain_of(entry.target),
+            group or headings.get(key) or _domain_of(entry),
             key,
             entry.parts() if hasattr(entry, "parts") else entry.summary,
             entry.citation,
@@ -48,9 +48,10 @@ def _table(name: str) -> Mapping[str, Any]:
     return found() if callable(found) else found  # type: ignore[no-any-return]
 
 
-def _domain_of(target: str) -> str:
+def _domain_of(entry: Any) -> str:
     """Package of a recipe, such as "vlm", "robotics" or "contrib: agents"."""
-    parts = target.partition(":")[0].removeprefix("mmrl.").split(".")
+    place = entry.preset or entry.target  # a preset of contrib may be for a recipe of the library
+    parts = place.partition(":")[0].removeprefix("mmrl.").split(".")
     return f"contrib: {next(part for part in parts if part != 'contrib')}" if "contrib" in parts else parts[0]
 
 
