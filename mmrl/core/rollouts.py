@@ -415,7 +415,7 @@ def _chunk_sizes(group: Tensor, rows: int, whole_groups: bool) -> list[int]:
         # even parts: 9 rows at 4 a chunk become 3 + 3 + 3, which pad less than 4 + 4 + 1
         parts = 1 if whole_groups else -(-length // rows)
         sizes += [length // parts + (part < length % parts) for part in range(parts)]
-        # a group that was split leaves no room: its prompt is then in chunks of its own
+        # a group that was split leaves no room: no other prompt joins its chunks
         room = max(rows - length, 0)
     return sizes
 
