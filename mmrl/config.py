@@ -109,7 +109,7 @@ def save(config: Any, path: Path) -> None:
 
 
 def to_container(config: Any) -> dict[str, Any]:
-    """Plain nested dict of a configuration, as saved beside the run and read again by `load_run`.
+    """Plain nested dict of a configuration, as saved with the run and read again by `load_run`.
 
     A text that was given with `${oc.env:NAME}` is saved as it was given, so that a secret is in no file of the run.
     """
@@ -315,7 +315,7 @@ def _unknown_key(error: Any, structured: Any) -> str:
 
 
 def _exists(structured: Any, key: str) -> bool:
-    """Whether a configuration has a dotted key, whatever its value."""
+    """Whether a configuration has a dotted key, even if its value is null."""
     from omegaconf import DictConfig, OmegaConf
 
     parent, _, name = key.rpartition(".")

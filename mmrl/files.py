@@ -74,7 +74,7 @@ def replaced(path: Path) -> Iterator[Path]:
 def follow_umask(path: Path) -> None:
     """Give a file, or those of a folder, that only their owner may read the permissions of an ordinary new file.
 
-    safetensors writes weights for their owner alone, whatever the umask allows.
+    safetensors makes weights readable by their owner only, regardless of the umask.
     """
     files = [path, *(path.rglob("*") if path.is_dir() else ())]
     private = [file for file in files if file.is_file() and stat.S_IMODE(file.lstat().st_mode) == 0o600]

@@ -26,7 +26,7 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def reproduce(args: argparse.Namespace) -> int:
-    """Repeat a small experiment on fresh seeds, and say whether its result lies within the stored interval."""
+    """Repeat a small experiment on fresh seeds, and report whether its result is within the stored interval."""
     _check_at_least_one("jobs", args.jobs)
     _check_at_least_one("seeds", args.seeds)
     if args.name is None and not args.list:

@@ -1,4 +1,4 @@
-"""Findings of an experiment, kept in its file: differences between arms, beside what the papers claim.
+"""Findings of an experiment, kept in its file: differences between arms, next to the claims of the papers.
 
 The page of evidence, `mmrl explain` and `mmrl reproduce` read them from here.
 """
@@ -26,7 +26,7 @@ class FindingConfig:
     """One difference between two arms, and what it says about a row of the catalogue or a recipe."""
 
     about: list[str] = field(default_factory=list)
-    """Rows of the catalogue and recipes that the arm stands for."""
+    """Catalogue rows and recipes that the arm represents."""
     arm: str = MISSING
     """The measured arm."""
     against: str | None = None
@@ -70,7 +70,7 @@ class FindingConfig:
         return f"{signed(self.low, self.unit)} to {signed(self.high, self.unit)}"
 
     def expected(self, n: int, fresh: int) -> tuple[float, float]:
-        """Range in which the mean over fresh seeds lies with 95 % probability, given n stored ones.
+        """Range that contains the mean over fresh seeds with 95 % probability, given n stored ones.
 
         The half-width of the stored interval grows by sqrt(1 + n / fresh): the interval for the mean of further draws
         from the same normal distribution.
@@ -81,7 +81,7 @@ class FindingConfig:
 
 @dataclass
 class EvidenceConfig:
-    """Results of an experiment as they stand on its page, and what `mmrl reproduce` needs to repeat them."""
+    """Results of an experiment as shown on its page, and what `mmrl reproduce` needs to repeat them."""
 
     page: str = MISSING
     """Name of its page in docs/results."""

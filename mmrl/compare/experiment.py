@@ -45,13 +45,13 @@ class ArmConfig:
     overrides: dict[str, Any] = field(default_factory=dict)
     """Values that this arm changes, by dotted key; {output_dir} in a text is the output folder."""
     metrics: dict[str, str] = field(default_factory=dict)
-    """Names of the experiment's metrics in runs of this arm, where its recipe calls them otherwise."""
+    """Names of the experiment's metrics in runs of this arm, if its recipe names them differently."""
     runs_of: str | None = None
-    """Another arm whose runs this one reads, with its own `metrics`, such as a rule that every run measures beside what
-    it trains; nothing is run for this arm."""
+    """Another arm whose runs this one reads, with its own `metrics`, such as a rule that every run measures in addition
+    to what it trains; nothing is run for this arm."""
     reads: str = choice("end", ("end", "start"))
     """Evaluation of its runs that counts: end, the last one, or start, the one before any update; with `runs_of` an arm
-    that stands for the start."""
+    that represents the start."""
 
 
 @dataclass
@@ -139,7 +139,7 @@ class StoredArm:
     """Mean over the seeds."""
     difference: list[float] = field(default_factory=list)
     """Mean, lower and upper end of the paired difference to the baseline; the two ends alone where the page states no
-    mean, which is then that of the values. Empty for the baseline, and where there is none."""
+    mean, which is then that of the values. Empty for the baseline, or if there is none."""
     seeds: list[float] = field(default_factory=list)
     """Each seed in the experiment's order, or the smallest and the largest."""
 

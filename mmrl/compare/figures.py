@@ -1,7 +1,7 @@
-"""Figures of a comparison: comparison.png, and work.png where the experiment has costs.
+"""Figures of a comparison: comparison.png, and work.png if the experiment has costs.
 
-Differences come first, in points; conditions without an order are rows that no line joins, and names stand beside what
-they name.
+Differences come first, in points; conditions without an order are rows without connecting lines, and labels are next to
+what they name.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _said(found: Difference, factor: float) -> str:
 
 
 def _style(numbers: Iterable[float], factor: float) -> str:
-    """Format of figures that stand together: one decimal of a percentage, three of a score below 1."""
+    """Format of numbers shown together: one decimal of a percentage, three of a score below 1."""
     largest = max((abs(number) for number in numbers if math.isfinite(number)), default=0.0)
     return ".1f" if factor != 1 else ".3f" if 0.01 <= largest < 1 else ".3g"
 
@@ -306,7 +306,7 @@ def _draw_bands(
 
 
 def _name_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """The name of each curve beside its end, moved apart where names would overlap."""
+    """The name of each curve next to its end, moved apart if names would overlap."""
     low, high = axes.get_ylim()
     at = -math.inf
     for value, name, colour in sorted(ends):

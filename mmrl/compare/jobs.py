@@ -65,7 +65,7 @@ class _Running:
 
 
 def run_jobs(jobs: Sequence[Job], limit: int, timeout_s: float, on_done: Callable[[JobResult], None]) -> None:
-    """Run commands, at most `limit` at once; when this call ends, for whatever reason, its commands have ended too."""
+    """Run commands, at most `limit` at once; when this call ends, for any reason, its commands have ended too."""
     waiting = deque(jobs)
     running: list[_Running] = []
     with _signals_raise():
@@ -125,7 +125,7 @@ def _start(job: Job) -> _Running:
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # a group of its own, so that its worker processes end with it
+            start_new_session=True,  # a separate group, so that its worker processes end with it
         )
     return _Running(job, process, time.monotonic())
 

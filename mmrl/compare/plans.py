@@ -137,7 +137,7 @@ def is_finished(plan: RunPlan) -> bool:
 
 
 def failure_of(plan: RunPlan) -> str | None:
-    """Reason of the last failure with these settings; None where there was none."""
+    """Reason for the last failure with these settings, or None."""
     marker = _read_json(plan, MARKER)
     if marker is None or not _same_run(plan, marker):
         return None

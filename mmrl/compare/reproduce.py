@@ -1,7 +1,7 @@
 """`mmrl reproduce`: the experiment behind a row or recipe again, on a few fresh seeds, against the stored interval.
 
 Only the arms of the findings run, at the values that the sweep had chosen; where these are not stored, the sweep comes
-first. The mean of k fresh seeds agrees with n stored ones if it lies within their interval, widened by sqrt(1 + n / k):
+first. The mean of k fresh seeds agrees with n stored ones if it is within their interval, widened by sqrt(1 + n / k):
 where it falls with 95 % probability if both come from the same distribution.
 """
 

@@ -1,7 +1,7 @@
 """Content of comparison.json, as dataclasses, and its summary as text.
 
-A seed without a value is None; numbers of a mean, a difference or a ratio are None where no seed has one, and NaN where
-one seed alone gives no interval.
+A seed without a value is None. Means, differences and ratios are None if no seed has a value; interval ends are NaN if
+only one has.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class SweepResult:
     overrides: dict[str, Any]
     metric: str
     chosen: dict[str, Any]
-    """Arm to value; None where no run finished."""
+    """Value by arm; None if no run finished."""
     arms: dict[str, SweepArm]
 
 

@@ -50,6 +50,6 @@ class SharedRay:
 
 
 def own_ray(config: Any) -> RollersConfig | None:
-    """Options of the workers of a run that would start a Ray of its own; None of any other run."""
+    """Worker options of a run that would start its own Ray; None for other runs."""
     options: RollersConfig | None = getattr(config, "rollers", None)
     return options if options is not None and options.engine == "ray" and not options.address else None

@@ -143,7 +143,7 @@ def _mean_rows(arms: Mapping[str, list[SweepRow]]) -> list[SweepRow]:
 
 
 def _best_value(rows: Sequence[SweepRow], higher_is_better: bool) -> Any:
-    """Value with the best mean; the first of equals, None where nothing finished."""
+    """Value with the best mean, the first one in case of ties; None if nothing finished."""
     sign = 1 if higher_is_better else -1
     means = [(sign * row.mean, row.value) for row in rows if row.mean is not None]
     return max(means, key=lambda pair: pair[0], default=(0.0, None))[1]
@@ -342,7 +342,7 @@ def _failures(experiment: ExperimentConfig, folder: Path, plans: Plans) -> list[
 
 
 def _no_value(experiment: ExperimentConfig, plan: RunPlan) -> str | None:
-    """Reason why a finished run lacks the compared metric; None where it has it or is not finished."""
+    """Why a finished run lacks the compared metric; None if it has it or is not finished."""
     if not is_finished(plan) or last_value(experiment, plan, experiment.metric) is not None:
         return None
     if experiment.metric_over == "steps":

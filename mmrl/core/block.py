@@ -48,7 +48,7 @@ class Block:
     def observe(self, rollouts: Rollouts, state: Any) -> Rollouts:
         """Move the state by the rows of a step, of all processes and with advantages; may add to their `extras`.
 
-        An estimator of advantages is given the state beside the rows in its call instead.
+        Advantage estimators receive the state together with the rows in their call instead.
         """
         return rollouts
 

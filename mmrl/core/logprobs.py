@@ -17,7 +17,7 @@ CHUNK_ELEMENTS = 2**24  # 64 MiB of float32 for one [rows, V] buffer
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Log-probabilities of chosen entries and, where asked for, entropies."""
+    """Log-probabilities of chosen entries and, if requested, entropies."""
 
     logp: Tensor
     """(M,) nats, float32 (float64 for float64 inputs)."""
@@ -39,8 +39,8 @@ def linear_logprobs(
     """Return log softmax((hidden weight^T + bias) / temperature) at the targets.
 
     Equal to the naive form in values and gradients, but neither pass holds more than `chunk_rows` rows of
-    logits: the backward pass computes them again. The product is taken in the dtype of `hidden`, like the
-    model's own output layer; everything after it, and the sums over chunks, is in float32.
+    logits: the backward pass recomputes them. The product is computed in the dtype of `hidden`, like the
+    model's output layer; everything after it, and the sums over chunks, is in float32.
 
     Args:
         hidden: (M, H), states before each decision; float32, float64, bfloat16 or float16.
@@ -50,13 +50,13 @@ def linear_logprobs(
         temperature: Divides the logits; must be the one that was used for sampling.
         banned: (K,) int64, entries that cannot be chosen: their logits count as -inf.
         entropy: Whether to compute the entropy too.
-        chunk_rows: Rows of logits held at once; None takes as many as fit into 64 MiB.
+        chunk_rows: Rows of logits held at once; None uses as many as fit in 64 MiB.
 
     Returns:
-        Log-probabilities and, if asked for, entropies in nats.
+        Log-probabilities and, if requested, entropies in nats.
 
     Raises:
-        ValueError: Shapes that do not fit, a temperature that is not positive, a banned target.
+        ValueError: Mismatched shapes, a non-positive temperature, or a banned target.
 
     Gradient: through hidden, weight and bias, from both outputs; once (no second derivatives).
 
@@ -82,7 +82,7 @@ def logprobs_from_logits(
     entropy: bool = False,
     chunk_rows: int | None = None,
 ) -> LogProbs:
-    """Return log softmax(logits / temperature) at the targets for logits that exist already.
+    """Return log softmax(logits / temperature) at the targets, from existing logits.
 
     Args:
         logits: (M, V), any floating dtype; only chunks of it are ever converted to float32.
@@ -90,13 +90,13 @@ def logprobs_from_logits(
         temperature: Divides the logits.
         banned: (K,) int64, entries that cannot be chosen.
         entropy: Whether to compute the entropy too.
-        chunk_rows: Rows converted at once; None takes as many as fit into 64 MiB.
+        chunk_rows: Rows converted at once; None uses as many as fit in 64 MiB.
 
     Returns:
-        Log-probabilities and, if asked for, entropies in nats.
+        Log-probabilities and, if requested, entropies in nats.
 
     Raises:
-        ValueError: Shapes that do not fit, a temperature that is not positive, a banned target.
+        ValueError: Mismatched shapes, a non-positive temperature, or a banned target.
 
     Gradient: through logits, from both outputs, in the dtype of the logits; once.
     """
@@ -117,7 +117,7 @@ def gaussian_step_logprob(
         mean: (B, ...).
         std: Positive, broadcastable to x.
         reduction: "sum" is the log-density; "mean" divides it by the number of dimensions, as DDPO-style code
-            does, which changes what a clip range means by that factor.
+            does, which rescales the meaning of a clip range by that factor.
         batch_dims: Leading dimensions that are kept.
 
     Returns:
@@ -145,10 +145,10 @@ def gaussian_step_logprob(
 class _LinearLogProbs(torch.autograd.Function):
     """Log-probabilities from hidden states, in chunks of rows.
 
-    The forward pass keeps each row's log-sum-exp (and entropy) and drops the logits. The backward pass computes the
-    logits of a chunk again, turns them into d loss / d logits with the kept log-sum-exps, and adds the chunk's share to
-    the gradients of hidden, weight and bias. So neither pass ever holds more than `rows` rows of V logits; the price is
-    one more product with the weight.
+    The forward pass keeps each row's log-sum-exp (and entropy) and drops the logits. The backward pass recomputes the
+    logits of a chunk, turns them into d loss / d logits with the saved log-sum-exps, and adds the contribution of the
+    chunk to the gradients of hidden, weight and bias. So neither pass ever holds more than `rows` rows of V logits, at
+    the cost of one more product with the weight.
     """
 
     @staticmethod
@@ -169,6 +169,7 @@ class _LinearLogProbs(torch.autograd.Function):
             for part in _chunks(len(hidden), rows)
         ]
         logp, logsumexp, entropies = _join(outputs, hidden)
+        # one number a row, from which the backward pass normalises the logits without a second reduction over V
         ctx.save_for_backward(hidden, weight, bias, targets, banned, logsumexp, entropies)
         return logp, entropies
 
@@ -179,10 +180,13 @@ class _LinearLogProbs(torch.autograd.Function):
         temperature, entropy, rows = ctx.options
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         exact = _exact_dtype(hidden)
+        # empty: every row is in exactly one chunk and is written once
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        # all chunks add to these two, which would lose small ones in bfloat16
         grad_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=exact) if wants_bias else None
         with _no_autocast(hidden):
+            # cast once, not in every chunk
             operand = weight.to(hidden.dtype)
             for part in _chunks(len(hidden), rows):
                 slope = _logit_gradient(
@@ -193,9 +197,12 @@ class _LinearLogProbs(torch.autograd.Function):
                     entropies[part],
                     grad_logp[part],
                     grad_entropy[part] if entropy else None,
+                    # the logits were divided by the temperature, so their gradient is too
                 ).div_(temperature)
                 if grad_bias is not None:
+                    # before the cast below, so that the sum over rows is exact
                     grad_bias += slope.sum(0)
+                # the two products run in the dtype of the forward product
                 slope = slope.to(hidden.dtype)
                 if grad_hidden is not None:
                     grad_hidden[part] = slope @ operand
@@ -257,13 +264,14 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """Return a fresh float32 (or float64) tensor that may be overwritten."""
+    """Return a new float32 (or float64) tensor that may be overwritten."""
     return logits.to(_exact_dtype(logits)) / temperature
 
 
 def _statistics(logits: Tensor, targets: Tensor, banned: Tensor | None, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probability, log-sum-exp and entropy of (r, V) logits, which are overwritten."""
     if banned is not None:
+        # before the log-sum-exp: banned entries take no probability, as while sampling
         logits.index_fill_(1, banned, float("-inf"))
     logsumexp = torch.logsumexp(logits, dim=1)
     logp = logits.gather(1, targets[:, None]).squeeze(1) - logsumexp
@@ -272,6 +280,7 @@ def _statistics(logits: Tensor, targets: Tensor, banned: Tensor | None, entropy:
     probability = (logits - logsumexp[:, None]).exp_()
     if banned is not None:
         logits.index_fill_(1, banned, 0.0)  # 0 * -inf is NaN, and the probability there is 0
+    # H = -sum p log p = logsumexp - sum p logits, without another (r, V) buffer
     return logp, logsumexp, logsumexp - probability.mul_(logits).sum(1)
 
 
@@ -294,6 +303,7 @@ def _logit_gradient(
     else:
         if banned is not None:
             log_probability.index_fill_(1, banned, 0.0)
+        # in place, so that a chunk never needs more than two (r, V) buffers
         pull = log_probability.add_(entropies[:, None]).mul_(grad_entropy[:, None]).add_(grad_logp[:, None])
         slope = probability.mul_(pull).neg_()
     return slope.scatter_add_(1, targets[:, None], grad_logp[:, None].to(slope.dtype))
@@ -336,6 +346,7 @@ def _check_banned(banned: Tensor | None, targets: Tensor, entries: int) -> Tenso
     if banned is None or not len(banned):
         return None
     hit = torch.isin(targets, banned)
+    # one transfer for three checks
     low, high, hits = numbers([banned.min(), banned.max(), hit.any()])
     if low < 0 or high >= entries:
         raise ValueError(f"banned holds an entry outside 0..{entries - 1}.")

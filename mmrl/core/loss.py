@@ -1,4 +1,4 @@
-"""Masked means of per-decision terms, metrics and policy outputs, with denominators counted once an optimiser step."""
+"""Masked means of per-decision terms, metrics and policy outputs; denominators are counted once per optimiser step."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Denominators:
     rows: float
     """Rows with at least one trained decision; empty and unscored rows do not count."""
     length: float = 0.0
-    """Constant divisor a row of "fixed_length"; 0 where that mode is not used."""
+    """Constant divisor per row for "fixed_length"; 0 if that mode is not used."""
     turns: float = 0.0
-    """Turns with at least one trained decision; 0 where neither the aggregation nor a critic needs them."""
+    """Turns with at least one trained decision; 0 if neither the aggregation nor a critic needs them."""
     others: Mapping[str, float] = field(default_factory=dict)
-    """Counts that a recipe's own terms are divided by, by name."""
+    """Denominators of a recipe's additional loss terms, by name."""
 
     @staticmethod
     def total(parts: Iterable[Denominators]) -> Denominators:
@@ -40,6 +40,7 @@ class Denominators:
         return Denominators(
             tokens=sum(part.tokens for part in listed),
             rows=sum(part.rows for part in listed),
+            # the constant of a rank without rows is the same one, not something to add
             length=max((part.length for part in listed), default=0.0),
             turns=sum(part.turns for part in listed),
             others=dict(others),
@@ -50,14 +51,15 @@ def count(mask: Tensor, *, length: float = 0.0, turns: float | Tensor = 0.0) -> 
     """Count the denominators of a batch.
 
     Args:
-        mask: (B, T) {0, 1}, the loss mask of everything that goes into one optimiser step on this rank.
+        mask: (B, T) {0, 1}, the loss mask of all rows of one optimiser step on this rank.
         length: Constant L of "fixed_length".
-        turns: Number of turns, where the value loss needs it.
+        turns: Number of turns, if the loss needs it.
 
     Returns:
         The counts; add those of other ranks with `Denominators.total`.
     """
     lengths = mask.sum(1)
+    # one transfer for all counts
     tokens, rows, turns = numbers([lengths.sum(), (lengths > 0).sum(), turns])
     return Denominators(tokens, rows, float(length), turns)
 
@@ -86,6 +88,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     Returns:
         (B,); 0 for rows without a 1.
     """
+    # an empty row has the sum 0, and clamp makes its mean 0 instead of NaN
     return masked_sum(x, mask) / mask.sum(1).clamp(min=1).to(x.dtype)
 
 
@@ -100,6 +103,7 @@ def token_mean(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
 
 def sequence_mean(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
     """This batch's share of the mean over rows of row means; see `token_mean`."""
+    # not .mean(): that would divide by the rows of this micro-batch, empty ones included
     return masked_mean(x, mask).sum() / max(denominators.rows, 1.0)
 
 
@@ -111,6 +115,7 @@ def sequence_sum(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
 def turn_mean(x: Tensor, mask: Tensor, turn: Tensor, denominators: Denominators) -> Tensor:
     """This batch's share of the mean over turns of the mean of x (B, T) over each turn's decisions."""
     segment = turn_segments(turn)
+    # each decision is divided by the length of its turn, so that a sum over decisions is a sum of turn means
     number = torch.zeros_like(mask).scatter_add(1, segment, mask).gather(1, segment).clamp(min=1)
     return masked_sum(x / number.to(x.dtype), mask).sum() / max(denominators.turns, 1.0)
 
@@ -118,6 +123,7 @@ def turn_mean(x: Tensor, mask: Tensor, turn: Tensor, denominators: Denominators)
 def turn_segments(turn: Tensor) -> Tensor:
     """Number the turns of each row from 0: (B, T) int64; padding (-1) belongs to the turn before it."""
     changes = torch.zeros_like(turn)
+    # cummax carries the last turn over padding (-1), which would otherwise count as a change
     changes[:, 1:] = turn.cummax(1).values.diff(dim=1) != 0
     return changes.cumsum(1)
 
@@ -134,7 +140,7 @@ def fixed_length(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
 
 @dataclass(frozen=True)
 class Metric:
-    """A sum and its weight, so that a mean can be taken after everything has been added."""
+    """A sum and its weight, so that the mean can be taken after all parts have been added."""
 
     total: float | Tensor
     """Weighted sum; the sum itself for kind "sum"; the largest value for kind "max"."""
@@ -145,7 +151,7 @@ class Metric:
 
     @classmethod
     def summed(cls, total: float | Tensor) -> Metric:
-        """A share of a sum, such as the part of a loss that one micro-batch contributes."""
+        """A part of a sum, such as the contribution of one micro-batch to the loss."""
         return cls(total, 1.0, "sum")
 
     @property
@@ -154,6 +160,7 @@ class Metric:
         total, weight = float(self.total), float(self.weight)
         if self.kind != "mean":
             return total
+        # NaN, not 0: nothing was measured
         return total / weight if weight else float("nan")
 
 
@@ -186,6 +193,7 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
+            # sums and weights are added and divided only in `value`: a mean of means would weigh short parts too much
             merged[name] = _join(merged[name], metric) if name in merged else metric
     return merged
 
@@ -196,7 +204,7 @@ def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 
 def plain_metrics(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Metrics of Python numbers, which those of other devices can be merged with; a GPU is waited for once."""
+    """Metrics as Python numbers, so that those of different devices can be merged; one GPU synchronisation."""
     found = numbers([value for metric in metrics.values() for value in (metric.total, metric.weight)])
     pairs = zip(metrics.items(), found[::2], found[1::2], strict=True)
     return {name: Metric(total, weight, metric.kind) for (name, metric), total, weight in pairs}
@@ -207,6 +215,7 @@ def _join(first: Metric, second: Metric) -> Metric:
         raise ValueError(f"Cannot merge a metric of kind '{first.kind}' with one of kind '{second.kind}'.")
     if first.kind == "max":
         if isinstance(first.total, Tensor) and isinstance(second.total, Tensor):
+            # both on the device: comparing as floats would synchronise a GPU at every micro-batch
             return Metric(torch.where(first.total >= second.total, first.total, second.total), 1.0, "max")
         return first if float(first.total) >= float(second.total) else second
     if first.kind == "sum":
@@ -233,22 +242,23 @@ class PolicyOutputs:
     routes: Tensor | None = None
     """(2, E), how often each of E experts is chosen and the sum of its probabilities; needed by a router loss."""
     states: Tensor | None = None
-    """(M, H), the model's last states before the M decisions under the mask; needed by terms on whole distributions."""
+    """(M, H), last hidden states before the M trained decisions; needed by terms on whole distributions."""
 
     def masked(self, mask: Tensor) -> PolicyOutputs:
-        """Check shapes and set what is not trained to 0, so that no NaN comes back from there; mask (B, T) {0, 1}."""
+        """Check shapes and set untrained entries to 0, so that no NaN flows back from them; mask (B, T) {0, 1}."""
         kept = {}
         for name in ("logp", "entropy", "values", "kl_ref", "kl_old"):
             value = getattr(self, name)
             if value is not None:
                 check_decisions(f"scores.{name}", value, (mask.shape[0], mask.shape[1]))
+                # where, not a product: it also stops the gradient, and 0 * NaN is NaN
                 kept[name] = torch.where(mask > 0, value, 0.0)
         return PolicyOutputs(**kept)
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """A loss and the numbers about it."""
+    """A loss and its metrics."""
 
     loss: Tensor
     """Scalar, this batch's share of the loss of the optimiser step."""
@@ -257,7 +267,7 @@ class LossOutput:
 
 
 def required(value: Tensor | None, name: str, hint: str) -> Tensor:
-    """`value`, or a ValueError that names what is missing and where it comes from."""
+    """Return `value`, or raise a ValueError that says what is missing and where it comes from."""
     if value is None:
         raise ValueError(f"{name} is missing: {hint}.")
     return value

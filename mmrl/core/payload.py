@@ -9,8 +9,8 @@ A dataclass says of each field what its entries belong to; selecting, joining, p
         sigma: Tensor = per_decision()
         scores: Tensor | None = per_row(default=None)
 
-A field holds a tensor, a numpy array, a list, a dictionary of those, or an object with `select(rows)`, `concat(parts)`
-and `to(device)` of its own. With None, or with an empty list where the field has a default, a batch lacks the field.
+A field holds a tensor, a numpy array, a list, a dictionary of those, or an object with its own `select(rows)`,
+`concat(parts)` and `to(device)`. A batch lacks a field if it is None, or an empty list and the field has a default.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def gae(
         bootstrap: (B,) value of the state after the last decision; 0 for episodes that terminated. None is 0 for all.
         masked: (B,) bool, rows whose last decision has the advantage 0 and is worth its own value to those before it;
             None for none.
-        repeated: (B,) bool, rows after whose last decision V is that before it, in the place of `bootstrap`.
+        repeated: (B,) bool, rows after whose last decision V is that before it, instead of `bootstrap`.
 
     Returns:
         advantages (B, T) and returns (B, T) = advantages + values; both 0 where the mask is 0.

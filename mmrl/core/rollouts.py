@@ -1,6 +1,6 @@
-"""The trajectories of one rollout step, with every prompt stored once per group.
+"""Trajectories of one rollout step; each prompt is stored once per group.
 
-Shape letters used in the whole suite:
+Shape letters used throughout the suite:
 
 * B rows: one sampled response, trajectory or denoising run each
 * N groups: tasks (prompts, initial states, scenes), each with its samples
@@ -75,7 +75,7 @@ def check_mask(mask: Tensor, rows: int) -> tuple[int, int]:
 def check_zeros_and_ones(mask: Tensor) -> None:
     """Check the values of the decision mask."""
     if not bool(((mask == 0) | (mask == 1)).all()):
-        raise ValueError("mask must hold only 0 and 1; weights of decisions belong into the advantage.")
+        raise ValueError("mask must hold only 0 and 1; put decision weights into the advantage.")
 
 
 def check_decisions(name: str, value: Tensor, shape: tuple[int, int], *, integer: bool = False) -> None:
@@ -94,23 +94,26 @@ def check_decisions(name: str, value: Tensor, shape: tuple[int, int], *, integer
 
 
 def turns_before(trained: Tensor, turn: Tensor) -> Tensor:
-    """(B, T) int64, the latest turn of a trained decision before each decision; -1 where there is none."""
+    """(B, T) int64, turn of the last trained decision before each decision; -1 if there is none."""
+    # turns never decrease along a row, so the running maximum is the last trained one
     latest = torch.where(trained, turn, -1).cummax(1).values
+    # shifted by one: strictly before the decision
     return functional.pad(latest[:, :-1], (1, 0), value=-1)
 
 
 def count_turns(mask: Tensor, turn: Tensor | None) -> Tensor:
-    """(B,) int64, turns with a trained decision, 0 without turns; raises ValueError where turns fall along a row."""
+    """(B,) int64, number of turns with a trained decision; 0 without turns. Raises ValueError if turns decrease."""
     if turn is None:
         return torch.zeros(len(mask), dtype=torch.int64)
     before = turns_before(mask > 0, turn)
     if bool(((mask > 0) & (turn < before)).any()):
         raise ValueError("rollouts.turn falls along a row; number the environment steps upwards.")
+    # a turn counts at its first trained decision
     return ((mask > 0) & (turn > before)).sum(1)
 
 
 class OnHost(NamedTuple):
-    """Copies of what steers the host, on the CPU."""
+    """CPU copies of the fields that control flow on the host depends on."""
 
     group: Tensor
     mask: Tensor
@@ -119,38 +122,38 @@ class OnHost(NamedTuple):
 
 
 PLACE = "place"
-"""Key of `Rollouts.extras` (B,) int64: the place of the row's task among all that a step has drawn, in any process."""
+"""Key of `Rollouts.extras` (B,) int64: index of the row's task among all tasks drawn in the step by all processes."""
 TASK = "task"
-"""Key of `Rollouts.extras` (B,) int64: the index of the row's task among the training tasks of the run."""
+"""Key of `Rollouts.extras` (B,) int64: index of the row's task in the training set."""
 TOKENS = "tokens"
-"""Key of `Rollouts.extras` (B, T) int64: the token of each decision; only where a block needs it."""
+"""Key of `Rollouts.extras` (B, T) int64: the token of each decision; only set if a block needs it."""
 ANSWER = "answer"
-"""Key of `Rollouts.extras` (B,) int64: rows of a group with the same final answer share a number; likewise."""
+"""Key of `Rollouts.extras` (B,) int64: rows of a group with equal final answers share a number; only set if needed."""
 KEEPS_OLD = "keeps_logp_old"
-"""Extra (B,), 1 for rows whose old log-probabilities stay as they are in `logp_old`, such as replayed ones."""
+"""Key of `Rollouts.extras` (B,): 1 for rows that keep their `logp_old`, such as replayed ones."""
 COLLISION = "collision"
-"""Key of `Rollouts.extras` (B, T): sum of the squared probabilities at each decision, before the update; likewise."""
+"""Key of `Rollouts.extras` (B, T): sum of squared probabilities, before the update; only set if needed."""
 _DECISION_FIELDS = ("mask", "logp_old", "advantage", "logp_ref", "values", "returns", "entropy", "turn", "logp_rollout")
 
 
 @dataclass
 class Rollouts:
-    """Rows of decisions in groups that share a prompt; what flows from the sampler to the loss."""
+    """Rows of decisions, in groups that share a prompt. The sampler creates them and the loss consumes them."""
 
     group: Tensor = per_row()
     """(B,) int64, the group of each row, 0..N-1; every number occurs."""
     mask: Tensor = per_decision()
-    """(B, T) float, 1 where the policy took the decision and it is trained, 0 on tools, hints and padding."""
+    """(B, T) float, 1 for decisions of the policy that are trained, 0 for tool output, hints and padding."""
     logp_old: Tensor = per_decision()
-    """(B, T) float, log-probability in nats under the policy the update starts from; constant."""
+    """(B, T) float, log-probability in nats under the policy before the update; constant."""
     reward: Tensor = per_row()
     """(B,) float, total reward of the row; NaN marks a row that could not be scored."""
     payload: Payload | None = nested(default=None)
     """Prompts, images and responses of the domain, opened with `<its class>.of(rollouts)`."""
     reward_terms: dict[str, Tensor] = per_row(default_factory=dict)
-    """(B,) each, the named terms the reward was made of, before their weights."""
+    """(B,) each, the unweighted reward terms by name."""
     advantage: Tensor | None = per_decision(default=None)
-    """(B, T) float, set by `Objective.compute_advantages`; 0 where nothing is trained."""
+    """(B, T) float, set by `Objective.compute_advantages`; 0 on untrained decisions."""
     logp_ref: Tensor | None = per_decision(default=None)
     """(B, T) float, log-probability under the frozen reference policy."""
     values: Tensor | None = per_decision(default=None)
@@ -160,19 +163,20 @@ class Rollouts:
     entropy: Tensor | None = per_decision(default=None)
     """(B, T) float, entropy in nats of the action distribution at sampling time."""
     turn: Tensor | None = per_decision(default=None, padding=-1)
-    """(B, T) int64, environment step of each decision, not falling along a row, -1 on padding."""
+    """(B, T) int64, environment step of each decision, non-decreasing along a row, -1 on padding."""
     logp_rollout: Tensor | None = per_decision(default=None)
-    """(B, T) float, log-probability under the sampler where `logp_old` is the trainer's own; None where one is both."""
+    """(B, T) float, log-probability under the sampler; None if `logp_old` already is the sampler's."""
     extras: dict[str, Tensor] = per_decision(default_factory=dict)
-    """Further data per row (B,) or per decision (B, T), such as "kl_weight" or "decision_reward"."""
+    """Additional data per row (B,) or per decision (B, T), such as "kl_weight" or "decision_reward"."""
 
     def __post_init__(self) -> None:
         self._check(new=("group", "mask"))
 
     def _check(self, new: Collection[str] = ()) -> None:
-        """Check shapes, and the values of groups, mask and turns where one of them is new.
+        """Check shapes, and also the values of groups, mask and turns if one of them is new.
 
-        They steer the host, so it keeps a copy: a GPU is waited for once, not at every selection.
+        Control flow on the host depends on these three, so it keeps CPU copies: the GPU is synchronised once here
+        instead of at every selection.
         """
         rows = check_rows(self.group, self.reward)
         shape = check_mask(self.mask, rows)
@@ -181,6 +185,7 @@ class Rollouts:
             if value is not None:
                 check_decisions(name, value, shape, integer=name == "turn")
         if not {"group", "mask", "turn"}.isdisjoint(new):
+            # one transfer for all three
             group, mask, *turn = to_host([self.group, self.mask, *([] if self.turn is None else [self.turn])])
             check_groups(group)
             check_zeros_and_ones(mask)
@@ -206,10 +211,11 @@ class Rollouts:
 
     @property
     def places(self) -> list[int] | None:
-        """Place of each group's task among all that a step has drawn; None where nobody noted them."""
+        """Index of each group's task among all tasks drawn in the step; None if not recorded."""
         if PLACE not in self.extras:
             return None
         found = torch.empty(self.num_groups, dtype=torch.int64)
+        # the rows of a group share one task, so any of them may write its place
         found[self.host.group] = self.extras[PLACE].cpu()
         return found.tolist()
 
@@ -230,21 +236,22 @@ class Rollouts:
 
     @property
     def loss_mask(self) -> Tensor:
-        """(B, T) float, the mask without the rows that could not be scored."""
+        """(B, T) float, the mask, with rows that could not be scored set to 0."""
+        # an unscored row (NaN reward) has no gradient and counts in no denominator
         return self.mask * self.scored[:, None].to(self.mask.dtype)
 
     def replace(self, **changes: Any) -> Rollouts:
-        """Return a copy with some fields exchanged, checked like a new one."""
+        """Return a copy with some fields replaced, validated like a new one."""
         if unknown := changes.keys() - {field.name for field in dataclasses.fields(self)}:
             raise TypeError(f"Rollouts have no field {', '.join(sorted(unknown))}.")
         return self._copied(changes, self.host, new=changes)
 
     def to(self, device: torch.device | str) -> Rollouts:
-        """Return a copy whose tensors and payload lie on a device."""
+        """Return a copy with tensors and payload on a device."""
         return self._copied(move_fields(self, device), self.host)
 
     def select(self, rows: Tensor) -> Rollouts:
-        """Keep some rows, renumber their groups and drop the prompts that are no longer used.
+        """Keep some rows, renumber their groups and drop unused prompts.
 
         Args:
             rows: (b,) int64 row indices or (B,) bool; the order is kept.
@@ -253,6 +260,7 @@ class Rollouts:
             The rows; groups keep their relative order.
         """
         rows = _as_indices(rows, self.num_rows, "rows")
+        # on the host: unique has an output of unknown size, for which a GPU would be synchronised
         groups, renumbered = torch.unique(self.host.group[rows], return_inverse=True)
         return self._take(rows, groups, renumbered)
 
@@ -271,15 +279,17 @@ class Rollouts:
         if int((place >= 0).sum()) != len(groups):
             raise ValueError(f"select_groups needs every group at most once; got {groups.tolist()}.")
         position = place[self.host.group]
+        # stable keeps the sampling order of the rows within each group
         order = torch.argsort(position, stable=True)
+        # groups that were not asked for have position -1
         rows = order[position[order] >= 0]
         return self._take(rows, groups, position[rows])
 
     def exchanged(self, rows: Tensor, others: Rollouts) -> Rollouts:
-        """Put other rows into the places of some, whose groups and prompts they join.
+        """Replace rows by others, which take over their groups and prompts.
 
         Args:
-            rows: (k,) int64, the rows that leave.
+            rows: (k,) int64, the rows to replace.
             others: k rows with the same optional fields, terms and extras; their own groups and prompts are dropped.
 
         Returns:
@@ -287,14 +297,15 @@ class Rollouts:
         """
         joined, order = Rollouts.concat([self, others]), torch.arange(self.num_rows)
         order[_as_indices(rows, self.num_rows, "rows")] = self.num_rows + torch.arange(others.num_rows)
+        # concat puts the groups of self first, so these numbers keep its prompts and drop those of the others
         return joined._take(order, torch.arange(self.num_groups), self.host.group)
 
     def joined_by(self, others: Rollouts, groups: Tensor) -> Rollouts:
-        """Add other rows to groups; their own groups and prompts are dropped.
+        """Add rows to existing groups; their own groups and prompts are dropped.
 
         Args:
             others: k rows with the same optional fields, terms and extras.
-            groups: (k,) int64, the group that each of them joins.
+            groups: (k,) int64, the group that each row joins.
 
         Returns:
             All rows, group by group.
@@ -308,15 +319,15 @@ class Rollouts:
 
         Args:
             group: (B,) int64, the new group of each row.
-            prompts: (n,) int64, for each new group the present one whose prompt it has.
+            prompts: (n,) int64, for each new group the current group that provides its prompt.
         """
         return self._take(torch.arange(self.num_rows), prompts, group)
 
     def minibatches(self, count: int, generator: torch.Generator | None = None) -> list[Rollouts]:
-        """Cut into optimiser steps of whole groups, as even as possible.
+        """Split into minibatches of whole groups, as evenly as possible.
 
         Args:
-            count: Wanted number of minibatches; fewer come back when there are fewer groups.
+            count: Number of minibatches; fewer are returned if there are fewer groups.
             generator: CPU generator that shuffles the groups; None keeps their order.
 
         Returns:
@@ -327,19 +338,20 @@ class Rollouts:
         if self.num_rows == 0:
             return []
         total = self.num_groups
+        # groups are shuffled, never rows: group statistics and shared prompts stay in one optimiser step
         order = torch.arange(total) if generator is None else torch.randperm(total, generator=generator)
         return [self.select_groups(part) for part in torch.tensor_split(order, min(count, total))]
 
     def micro_batches(self, rows: int, *, whole_groups: bool = False) -> Iterator[Rollouts]:
-        """Cut into chunks that fit into memory; the sum of their losses is the loss of the whole.
+        """Split into chunks that fit in memory; their losses add up to the loss of the whole batch.
 
-        A chunk holds whole groups, so that each prompt is in one chunk; a group of more than `rows` rows is cut
-        into even parts, each a chunk of its own. T is trimmed to the chunk's own longest row. So a chunk is only
-        fit for the loss: advantages and denominators have to be there before.
+        A chunk holds whole groups, so that each prompt is processed in one chunk; a group of more than `rows` rows is
+        split into even parts, one chunk each. T is trimmed to the longest row of the chunk. A chunk can therefore only
+        be used for the loss: compute advantages and denominators first.
 
         Args:
-            rows: Largest number of rows of a chunk.
-            whole_groups: Whether a larger group stays together all the same, as a chunk of its own.
+            rows: Maximum number of rows per chunk.
+            whole_groups: Whether to keep larger groups together, in a separate chunk each.
 
         Returns:
             An iterator over consecutive rows, in order.
@@ -347,6 +359,7 @@ class Rollouts:
         if rows < 1:
             raise ValueError(f"micro_batches needs at least 1 row a chunk; got {rows}.")
         stops = list(accumulate(_chunk_sizes(self.host.group, rows, whole_groups)))
+        # decisions after the last trained one of a row cannot change its loss
         ends = torch.arange(1, self.num_decisions + 1).where(self.host.mask > 0, 0).amax(1).tolist()
         for start, stop in zip([0, *stops], stops, strict=False):
             chunk = self.select(torch.arange(start, stop))
@@ -378,12 +391,14 @@ class Rollouts:
         )
 
     def _copied(self, changes: dict[str, Any], host: OnHost, *, new: Collection[str] = ()) -> Rollouts:
-        """A copy with other values, of which those named in `new` are not yet checked."""
+        """A copy with changed fields; those named in `new` still need their values checked."""
         copied = copy.copy(self)
         copied.__dict__ |= changes
         copied.host = host
+        # renumbered on the host, so the device needs the new numbers too
         if host.group is not self.host.group:
             copied.group = to_device(host.group, self.group.device)
+        # shapes always; values only of new fields, since a selection of valid rows is valid
         copied._check(new)
         return copied
 
@@ -392,12 +407,15 @@ def _chunk_sizes(group: Tensor, rows: int, whole_groups: bool) -> list[int]:
     sizes: list[int] = []
     room = 0
     for length in torch.unique_consecutive(group, return_counts=True)[1].tolist():
+        # the group still fits behind the previous one
         if length <= room:
             sizes[-1] += length
             room -= length
             continue
+        # even parts: 9 rows at 4 a chunk become 3 + 3 + 3, which pad less than 4 + 4 + 1
         parts = 1 if whole_groups else -(-length // rows)
         sizes += [length // parts + (part < length % parts) for part in range(parts)]
+        # a group that was split leaves no room: no other prompt joins its chunks
         room = max(rows - length, 0)
     return sizes
 
@@ -413,5 +431,5 @@ def _as_indices(selection: Tensor, size: int, what: str) -> Tensor:
             f"{what} must be a 1-d int64 or bool tensor; got {selection.dtype} of shape {tuple(selection.shape)}."
         )
     if len(selection) and not (int(selection.min()) >= 0 and int(selection.max()) < size):
-        raise ValueError(f"{what} must lie in 0..{size - 1}; got {selection.tolist()}.")
+        raise ValueError(f"{what} must be in 0..{size - 1}; got {selection.tolist()}.")
     return selection

@@ -1,4 +1,4 @@
-"""Many small tensors from a device to the host at once: each transfer of its own would have the host wait for a GPU."""
+"""Copies many small tensors from a device to the host at once; separate transfers would each wait for the GPU."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies on the CPU, without gradient, by one transfer a device; tensors that are there stay themselves."""
+    """Copies on the CPU, without gradient, with one transfer per device; CPU tensors are returned as they are."""
     found = list(tensors)
     by_device: dict[torch.device, list[int]] = {}
     for number, tensor in enumerate(tensors):
         if tensor.device.type != "cpu":
             by_device.setdefault(tensor.device, []).append(number)
     for numbers in by_device.values():
-        # the widest entries first, so that each tensor starts at a multiple of its own entries' size
+        # the widest entries first, so that each tensor starts at a multiple of its entry size
         numbers.sort(key=lambda number: -tensors[number].element_size())
         parts = [tensors[number].detach().contiguous().reshape(-1).view(torch.uint8) for number in numbers]
         copied = torch.cat(parts).cpu().split([len(part) for part in parts])
@@ -26,11 +26,11 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on a device; a GPU is not waited for, which has its copy in the order of its other work."""
+    """The tensor on a device, without waiting for a GPU, which copies it in stream order."""
     return tensor.to(device, non_blocking=tensor.device.type == "cpu")
 
 
 def numbers(values: Sequence[float | Tensor]) -> list[float]:
-    """Python numbers of scalars, by one transfer."""
+    """Convert scalars to Python numbers with one transfer."""
     copied = iter(to_host([value for value in values if isinstance(value, Tensor)]))
     return [float(next(copied) if isinstance(value, Tensor) else value) for value in values]

@@ -57,7 +57,7 @@ def portable(value: Any, key: str = "") -> Any:
 
 
 def without_paths(text: str) -> str:
-    """A message with the names of files in place of their absolute paths."""
+    """A message with absolute paths shortened to file names."""
     return re.sub(r"(?<![\w.:/~>)])~?/(?:[\w.+@%-]+/)+([\w.+@%-]*)", r"\1", text)
 
 
@@ -104,7 +104,7 @@ def write_dataset_card(folder: Path, title: str, lines: Sequence[str], **head: A
 def note_build(path: Path, build: str, options: Mapping[str, Any], *, new_folder: bool) -> None:
     """Name the function and options that made a data set in its card.
 
-    A folder that is a data set has a card of its own. Files get one in a folder that was made for them, with a part for
+    A folder that is a data set has its own card. Files get one in a folder that was made for them, with a part for
     each file; the metadata keeps what the others were made with.
     """
     made = f"Made by {code(portable(build))}" + (f" with {code(portable(dict(options)))}." if options else ".")

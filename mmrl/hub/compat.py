@@ -31,7 +31,7 @@ _TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ni
 
 @functools.cache
 def ensure_torchvision() -> str:
-    """Make `import torchvision` work beside the installed torch, once per process; a row of `TORCHVISION_STATES`.
+    """Make `import torchvision` work with the installed torch, once per process; a row of `TORCHVISION_STATES`.
 
     Call it before anything that imports torchvision: image processors, peft, qwen_vl_utils.
     """
@@ -66,7 +66,7 @@ def _declare_operator(error: Exception) -> None:
     missing = _MISSING_OPERATOR.search(str(error))
     if missing is None:
         raise UserError(
-            f"torchvision cannot be imported beside torch {torch.__version__}: {error}; "
+            f"torchvision cannot be imported with torch {torch.__version__}: {error}; "
             f"install the release that goes with it, without a GPU by: {_CPU_WHEEL}"
         ) from error
     for name in [key for key in sys.modules if key == "torchvision" or key.startswith("torchvision.")]:
@@ -116,6 +116,6 @@ def quiet_transformers() -> Iterator[None]:
 
 TORCHVISION_STATES = {
     "native": "torchvision imports as installed",
-    "patched": "torchvision's compiled operators do not load beside this torch; their schemas are declared instead",
+    "patched": "torchvision's compiled operators do not load with this torch; their schemas are declared instead",
     "absent": "torchvision is not installed; images work through Pillow, videos do not",
 }

@@ -53,7 +53,7 @@ class ImageForm(NamedTuple):
 
 
 def image_form(space: Any) -> ImageForm | None:
-    """How a Box holds an image; None where it holds none.
+    """How a Box stores an image; None if it does not.
 
     An image is (H, W, C) with 1, 3 or 4 channels, (C, H, W) with 1 or 3, or a grey (H, W) of uint8; uint8 from 0 to 255
     or 1, or 3 or 4 channels of floats from 0 to 1 or 255.
@@ -78,7 +78,7 @@ def as_image(value: Any, form: ImageForm | None = None) -> np.ndarray:
 
     Args:
         value: uint8 from 0 to 255 with the channels last, or what the form says. Nothing is cast before it is checked.
-        form: of the space that declares it; None where nothing does.
+        form: of the space that declares it; None if none does.
 
     Raises:
         MalformedError: it is none of these; the message names shape and dtype.
@@ -138,7 +138,7 @@ def _bytes(image: np.ndarray, form: ImageForm) -> np.ndarray:
     what = f"an image of the shape {image.shape} is {image.dtype}"
     floats = image.dtype.kind == "f"
     if floats != (np.dtype(form.dtype).kind == "f") or not (floats or image.dtype == np.uint8):
-        advice = "; multiply it by 255 and round it, if it lies in 0 to 1" if floats else ""
+        advice = "; multiply it by 255 and round it, if it is in 0 to 1" if floats else ""
         raise MalformedError(f"{what}; expected {expected}{advice}")
     if image.dtype == np.uint8 and form.white == 255:
         return image

@@ -3,7 +3,7 @@
 A growing video is written in fragments to `<name>.part.mp4`, which plays up to its last fragment at any moment; closing
 copies the packets into a plain mp4 under the final name. Colours lose something: H.264 at crf 18 with colour at half
 resolution (yuv420p, which every player reads) brings images back within about 2 of 255 levels on average, but pixels
-beside sharp coloured edges only within about 100.
+next to sharp coloured edges only within about 100.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class VideoRecorder:
         self._encoder.add(frame)
 
     def close(self) -> Path | None:
-        """Finish the video and return its path; None where there was no frame, and then there is no file."""
+        """Finish the video and return its path; None if there were no frames and so no file."""
         if self._closed:
             return self.path if self.frames else None
         self._closed = True

@@ -22,7 +22,7 @@ from mmrl.runs.records import read_warnings
 from mmrl.runs.statistics import SHARES
 
 MOST_PARTS = 24
-"""Groups of tasks that the table of results lists; of more, the report tells."""
+"""Maximum number of task groups in the table of results; the report lists all."""
 LARGEST_SETTINGS = 12_000
 """Characters of settings that a card repeats."""
 
@@ -116,7 +116,7 @@ def start_of(settings: Mapping[str, Any], run_dir: Path) -> Start:
 
 
 def _found(path: str, run_dir: Path) -> Path | None:
-    """The folder of a path, also where the runs were moved together; None where there is none."""
+    """The folder of a path, found even if the runs were moved together; None if there is none."""
     places = (expanded(path), *(parent / path for parent in run_dir.resolve().parents)) if path else ()
     return next((place for place in places if place.is_dir()), None)
 
@@ -174,7 +174,7 @@ def _group_rows(tables: Sequence[Mapping[str, Any]], prefix: str = "") -> Iterat
 
 
 def _ends(cells: Sequence[Mapping[str, str] | None]) -> list[str]:
-    """Before, after and change as Markdown; empty where there is none."""
+    """Before, after and change as Markdown; empty if there are none."""
     first, last = (cells[0] if len(cells) > 1 else None), cells[-1]
     shown = ["" if cell is None else plain(f"{cell['value']} {cell['interval']}") for cell in (first, last)]
     change = plain(f"{last['change']} {last['change_interval']}") if last and "change" in last else ""

@@ -71,7 +71,7 @@ Estimates = Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float]
 
 
 class Chart(NamedTuple):
-    """A drawing, and where its horizontal axis lies, by which a page shows the values under the pointer."""
+    """A drawing and the position of its horizontal axis, with which a page shows the values under the pointer."""
 
     svg: bytes
     box: tuple[float, ...] = ()
@@ -107,7 +107,7 @@ def line_chart(series: Series, *, unit: str = "", log_scale: bool = False, smoot
 def interval_chart(series: Estimates, limits: tuple[float, float] | None = None) -> Chart:
     """Chart of label to (steps, values, low ends, high ends) as shares, in per cent; NaN ends draw no interval.
 
-    Charts that stand side by side get the same `limits`, the ends of the vertical axis as shares.
+    Charts shown side by side get the same `limits`, the ends of the vertical axis as shares.
     """
     figure, axes = _canvas("%")
     for place, ((label, (steps, *shares)), colour) in enumerate(zip(series.items(), colour_cycle(), strict=False)):
@@ -150,7 +150,7 @@ def stacked_chart(series: Series) -> Chart:
 
 
 def moving_average(values: Sequence[float], window: int) -> np.ndarray:
-    """Centred mean (n,) over finite neighbours; NaN where there is none."""
+    """Centred mean (n,) over finite neighbours; NaN if there are none."""
     array = np.asarray(values, dtype=float)
     half = window // 2
     if half == 0:

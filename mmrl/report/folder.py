@@ -69,7 +69,7 @@ class RunFolder:
         return [record for record in self.evaluations if record.get("split", "") == split]
 
     def text(self, name: str) -> str:
-        """Content of one of its files; empty where there is none."""
+        """Content of one of its files; empty if missing."""
         path = self.folder / name
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
@@ -95,7 +95,7 @@ class EvaluationPoint:
 
 
 def read_run(folder: Path) -> RunFolder:
-    """Read whatever a run folder holds."""
+    """Read all files of a run folder that exist."""
     rows = read_evaluations(folder)
     # `mmrl evaluate` appends to the same file later, possibly at an older step: not a point of the curve
     evaluations = [record for record in rows if record.get("tag") != EVALUATED]

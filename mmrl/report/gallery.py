@@ -151,7 +151,7 @@ def evaluation_columns(
 
 
 def question(prompt: str) -> str:
-    """The last user turn of a chat prompt without its marks, or the whole prompt where there is none."""
+    """The last user turn of a chat prompt without its marks, or the whole prompt if there is none."""
     turns = _USER_TURN.findall(prompt)
     return readable(_MARK.sub("", turns[-1]).strip() if turns else prompt)
 

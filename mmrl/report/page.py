@@ -30,7 +30,7 @@ from mmrl.runs.records import read_warnings
 def write_report(
     run_dir: Path, before: Path | None = None, chain: Sequence[Path] = (), output: Path | None = None
 ) -> Path:
-    """Write `report.html` into a run folder, or the file `output`, from whatever the folder holds."""
+    """Write `report.html` into a run folder, or the file `output`, from the files in the folder."""
     earlier = [*chain, *([] if before is None else [before])]
     runs = [read_run(Path(folder)) for folder in (*earlier, run_dir)]
     run = runs[-1]
@@ -142,6 +142,6 @@ def _render(content: Mapping[str, Any]) -> str:
     template = environment.from_string((here / "report.html.jinja").read_text(encoding="utf-8"))
     # our own files: nothing to escape
     style, script = (Markup((here / name).read_text(encoding="utf-8")) for name in ("report.css", "report.js"))
-    text = f"\n{script}\n"  # exactly what stands between the tags, which the page's policy names by its digest
+    text = f"\n{script}\n"  # exactly the text between the tags, which the page's policy names by its digest
     digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     return template.render(style=style, script=script, digest=digest, **content)

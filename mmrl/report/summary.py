@@ -65,7 +65,7 @@ def short_outcome(runs: Sequence[RunFolder]) -> str:
 
 
 def facts(run: RunFolder) -> list[tuple[str, str]]:
-    """Model, data, steps, time, date, machine, versions and command, as far as the run folder tells."""
+    """Model, data, steps, time, date, machine, versions and command, as far as the run folder contains them."""
     settings, result = settings_of(run), run.result
     rows = [
         (name, next((str(at) for place in places if (at := setting(settings, *place))), ""))
@@ -97,7 +97,7 @@ def settings_of(run: RunFolder) -> dict[str, Any]:
 
 
 def setting(settings: Mapping[str, Any], *place: str) -> Any:
-    """A setting by its place; None where there is none."""
+    """A setting by its path, or None."""
     value: Any = settings
     for name in place:
         value = value.get(name) if isinstance(value, dict) else None

@@ -286,7 +286,7 @@ def _part_groups(points: Sequence[EvaluationPoint], metric: str) -> list[dict[st
 
 
 def _part_row(points: Sequence[EvaluationPoint], metric: str, column: str, value: str) -> dict[str, Any]:
-    """A row over the tasks whose `column` has a value; over all tasks where there is no column."""
+    """A row over the tasks whose `column` has a value; over all tasks if there is no column."""
     cells = []
     before: dict[str, float] = {}
     for point in points:

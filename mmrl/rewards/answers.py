@@ -44,7 +44,7 @@ MESSAGE = re.compile(
 
 
 def with_think_tags(text: str) -> str:
-    """Return a completion with its thoughts in <think> blocks, whatever marks its model has for them.
+    """Return a completion with its reasoning in <think> blocks, regardless of the markers of the model.
 
     Of the channels of gpt-oss, analysis is the thought and final the answer; commentary, which has calls, stays.
     """
@@ -70,7 +70,7 @@ def with_think_tags(text: str) -> str:
 def completion_text(completion: Chat) -> str:
     """Return the text of a completion given as a string or as chat turns; of an agent's turns, its last answer.
 
-    Thoughts are in <think> blocks, whatever marks the model has for them.
+    Reasoning is in <think> blocks, regardless of the markers of the model.
     """
     if isinstance(completion, str):
         return with_think_tags(completion)

@@ -24,7 +24,7 @@ class RewardConfig:
     `file.py:function`, or any name when `function` is given."""
 
     function: str | None = None
-    """Function that `name` stands for, if the name is not the function itself."""
+    """The function, if `name` is only a label."""
 
     weight: float = bounded(1.0, finite=True)
     """Factor of this term in the sum; 0 only logs it."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, with the sizes and checksums that reveal a truncated or altered file before it is used."""
+"""Checkpoints of a run, with sizes and checksums that detect truncated or altered files before they are used."""
 
 from __future__ import annotations
 
@@ -40,24 +40,25 @@ mmrl evaluate ../..                    # the best checkpoint, else the newest, o
 mmrl train ../../config.yaml --resume  # continues the newest checkpoint; start it where the run was started
 ```
 """
-"""The text of a checkpoint's README.md."""
+"""Text of the README.md in a checkpoint."""
 
 
 class DamagedError(Exception):
-    """A file is missing or differs from the written one; the message names the file."""
+    """A file is missing or differs from what was written; the message names it."""
 
 
 def write_manifest(folder: Path) -> None:
-    """List every file of a folder with its size and CRC-32, and bring all of them to the disk.
+    """List every file of a folder with its size and CRC-32, and sync all of them to disk.
 
-    A CRC-32 tells every flipped bit and every burst of up to 32 bits, others but for one in 4e9; it guards against
-    broken disks and transfers, not against someone who forges a file.
+    CRC-32 detects every single-bit error and every burst of up to 32 bits, and misses one in 4e9 of the others. It
+    protects against broken disks and transfers, not against forgery.
     """
     follow_umask(folder)
     manifest = folder / MANIFEST
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != manifest)
     entries = {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "crc32": _crc32(path)} for path in files}
     manifest.write_text(json.dumps(entries, indent=1), encoding="utf-8")
+    # files first, then the folders that name them: after a power failure a name never points to missing content
     for path in (*files, manifest, *(path for path in folder.rglob("*") if path.is_dir()), folder):
         fsync(path)
 
@@ -70,7 +71,7 @@ def verify(folder: Path, below: str = "", needed: Iterable[str] = ()) -> None:
 
 
 def check_model(folder: Path) -> None:
-    """Verify a model folder if it is that of a checkpoint; another folder has no manifest to be compared with."""
+    """Verify a model folder if it belongs to a checkpoint; other folders have no manifest to compare with."""
     if not (folder.parent / MANIFEST).is_file():
         return
     try:
@@ -80,7 +81,7 @@ def check_model(folder: Path) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Bring a file or a folder's list of names to the disk."""
+    """Sync a file, or the entries of a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -104,6 +105,7 @@ def _entries(folder: Path, needed: Iterable[str]) -> dict[str, Any]:
 def _compare(path: Path, name: str, entry: Any) -> None:
     # the first release wrote sizes alone
     size, crc = (entry.get("bytes"), entry.get("crc32")) if isinstance(entry, dict) else (entry, None)
+    # type(), not isinstance: True is an int, and a manifest may have been edited
     if type(size) is not int or not (crc is None if entry is size else isinstance(crc, str)):
         raise DamagedError(f"{MANIFEST} cannot be read: its entry of {name} is {entry!r}")
     try:
@@ -138,7 +140,7 @@ class Checkpoints:
         self.keep = keep
 
     def save(self, step: int, state: dict[str, Any], write_parts: Callable[[Path], None]) -> Path:
-        """Write one checkpoint; readers see either all of it or nothing."""
+        """Write one checkpoint atomically; readers see either all of it or nothing."""
         final = self.path(step)
         temporary = self.folder / f"{TEMPORARY_PREFIX}{final.name}"
         shutil.rmtree(temporary, ignore_errors=True)
@@ -147,6 +149,7 @@ class Checkpoints:
             _write(temporary, state, write_parts)
             (temporary / "README.md").write_text(ABOUT.format(step=step), encoding="utf-8")  # people may edit it
             self._put(temporary, final)
+        # also KeyboardInterrupt: nothing half-written stays
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -164,7 +167,7 @@ class Checkpoints:
         return sorted(int(path.name[5:]) for path in self.folder.glob("step-*") if path.name[5:].isdigit())
 
     def mark_best(self, step: int, metric: str, value: float) -> None:
-        """Remember which checkpoint is the best so far; the one that was is kept no longer than others."""
+        """Record the best checkpoint so far; the previous best loses its protection from deletion."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / "best.json", json.dumps({"step": step, "metric": metric, "value": value}))
         self.forget_old()
@@ -174,8 +177,9 @@ class Checkpoints:
         (self.folder / "best.json").unlink(missing_ok=True)
 
     def forget_old(self) -> None:
-        """Remove all but the newest checkpoints and the best one; a run killed before that makes up for it."""
+        """Remove all but the newest checkpoints and the best one; what a killed run left is removed next time."""
         best = self.best()
+        # keep=0 keeps all
         protected = set(self.steps()[-self.keep :] if self.keep else self.steps())
         if best is not None:
             protected.add(best["step"])
@@ -187,16 +191,16 @@ class Checkpoints:
             shutil.rmtree(half, ignore_errors=True)
 
     def best(self) -> dict[str, Any] | None:
-        """Last record of `mark_best`; None without one, or where that checkpoint has been deleted."""
+        """Last record of `mark_best`; None if there is none or its checkpoint was deleted."""
         path = self.folder / "best.json"
         try:
             best = _checked_best(read_json_object(path)) if path.is_file() else None
         except (UserError, ValueError) as error:
-            raise UserError(f"{path} is damaged: {error}; delete it, the newest checkpoint then counts") from error
+            raise UserError(f"{path} is damaged: {error}; delete it to use the newest checkpoint instead") from error
         return best if best is not None and self.path(best["step"]).is_dir() else None
 
     def latest(self) -> Path:
-        """The newest checkpoint, checked to be whole."""
+        """Return the newest checkpoint after verifying it."""
         steps = self.steps()
         if not steps:
             raise UserError(f"nothing to resume: no checkpoint in {self.folder}")
@@ -212,7 +216,7 @@ class Checkpoints:
 
     @staticmethod
     def damage(path: Path) -> str | None:
-        """Damage of a checkpoint, in one line; None where it is whole."""
+        """Describe the damage of a checkpoint in one line; None if it is intact."""
         try:
             verify(path, needed=[STATE])
         except DamagedError as error:
@@ -220,10 +224,11 @@ class Checkpoints:
         return None
 
     def set_damaged_aside(self) -> None:
-        """Rename every checkpoint that is newer than the newest whole one, so that a resume starts from that."""
+        """Rename all checkpoints newer than the newest intact one, so that a resume starts from the latter."""
         damaged: list[tuple[Path, str]] = []
         for step in reversed(self.steps()):
             path = self.path(step)
+            # the manifest of the first release has no checksums, so state.pt is also opened
             damage = self.damage(path) or _unreadable(path)
             if damage is None:
                 break
@@ -233,6 +238,7 @@ class Checkpoints:
             raise UserError(f"no checkpoint in {self.folder} is whole ({found}); start again in another output_dir")
         for path, damage in damaged:
             aside = path.with_name(f"{DAMAGED_PREFIX}{path.name}")
+            # a damaged checkpoint of this step was set aside before
             if aside.exists():
                 aside = aside.with_name(f"{aside.name}-{time.strftime('%Y%m%d-%H%M%S')}")
             path.rename(aside)
@@ -240,31 +246,35 @@ class Checkpoints:
 
     @staticmethod
     def load_state(path: Path) -> dict[str, Any]:
-        """Read the state of a checked checkpoint."""
+        """Read the state of a verified checkpoint."""
         try:
             return _read_state(path)
         except DamagedError as error:
             raise UserError(Checkpoints(path.parent)._refusal(path, str(error))) from error
 
     def remove_partial(self) -> None:
-        """Delete the remains of a killed writer; a checkpoint that it was replacing is restored."""
+        """Delete what a killed writer left behind, and restore a checkpoint that it was replacing."""
         for path in self.folder.glob(f"{REPLACED_PREFIX}*"):
             final = path.with_name(path.name.removeprefix(REPLACED_PREFIX))
+            # killed between the two renames of `_put`: the old checkpoint gets its name back
             shutil.rmtree(path, ignore_errors=True) if final.exists() else path.rename(final)
         for path in (*self.folder.glob(f"{TEMPORARY_PREFIX}*"), *self.folder.glob(".*.partial.*")):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
     def _put(self, temporary: Path, final: Path) -> None:
-        """Give a whole checkpoint its name."""
+        """Move a complete checkpoint to its final name."""
         replaced = final.with_name(f"{REPLACED_PREFIX}{final.name}")
         if final.exists():
+            # a folder cannot be renamed onto another, so for an instant the step has no checkpoint; see remove_partial
             final.rename(replaced)
         temporary.rename(final)
+        # before the old one is deleted: the new name must survive a power failure
         fsync(self.folder)
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _refusal(self, path: Path, damage: str) -> str:
         older = [self.path(step) for step in reversed(self.steps()) if self.path(step) != path]
+        # newest first, and only until one is intact: each check reads a whole checkpoint
         whole = next((other for other in older if self.damage(other) is None), None)
         if whole is None:
             advice = f"no other checkpoint of the run is whole; delete {path.parent.parent} to start again"
@@ -275,12 +285,13 @@ class Checkpoints:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Make `target` hold the files of `source` without using disk space twice where the file system allows it."""
+    """Link or copy the files of `source` into `target`; links save disk space if the file system allows them."""
     for file in sorted(path for path in source.rglob("*") if path.is_file()):
         place = target / file.relative_to(source)
         place.parent.mkdir(parents=True, exist_ok=True)
         try:
             os.link(file, place)
+        # another file system, or one without hard links
         except OSError:
             shutil.copy2(file, place)
 
@@ -313,7 +324,7 @@ def _unreadable(path: Path) -> str | None:
 
 
 def _checked_best(found: dict[str, Any]) -> dict[str, Any]:
-    """Read best.json; raises ValueError where it is not as `mark_best` writes it."""
+    """Validate the content of best.json; raises ValueError if it is not as `mark_best` writes it."""
     kinds = {"step": int, "metric": str, "value": (int, float)}
     for name, kind in kinds.items():
         value = found.get(name)

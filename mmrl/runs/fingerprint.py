@@ -1,4 +1,4 @@
-"""Digests by which a run tells whether data or weights are still the same."""
+"""Digests with which a run checks whether data or weights have changed."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ def _plain_object(value: Any, files: list[Any]) -> Any:
 
 
 def _as_files(sources: Any) -> Any:
-    """Paths in place of the texts that are paths."""
+    """Convert strings that are paths to paths."""
     if isinstance(sources, str):
         return sources if sources.startswith("data:") else Path(sources)
     return [_as_files(source) for source in sources] if isinstance(sources, Sequence) else sources
 
 
 def _content(source: Any) -> Any:
-    """Content of a file; None where it cannot be read, which the run reports itself."""
+    """Content of a file; None if it cannot be read, which the run reports itself."""
     try:
         if isinstance(source, Path):
             return _bytes(source)

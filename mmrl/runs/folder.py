@@ -135,7 +135,7 @@ class RunLock:
 
 
 def owner_of(run_dir: Path) -> str | None:
-    """Name the running process that uses a run folder; None where none does."""
+    """Name the running process that uses a run folder; None if there is none."""
     path = run_dir / LOCK_FILE
     try:
         handle = os.open(path, os.O_RDONLY)

@@ -2,7 +2,7 @@
 
 `ledger.jsonl` and `protocol.json` lie in the evaluation's folder. The SHA-256 of the protocol covers what defines the
 numbers: tasks and initial states with how they were chosen, seeds, horizon, decoding, versions of the suite. Policy and
-machine are beside it, so policies that were measured alike share the hash.
+machine are stored next to it, so policies measured in the same way share the hash.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _chosen(data: Any) -> str:
 
 
 FILES = ("path", "file", "build", "build_options", "images", "image_folder")
-"""Options of data that name places; the digest of the tasks stands for what is in them."""
+"""Data options that are paths; the digest of the tasks represents their contents."""
 
 
 def write_ledger(folder: Path, rows: Sequence[Row], about: Row) -> Path:

@@ -26,7 +26,7 @@ def label(name: str) -> str:
 
 METRICS: dict[str, str] = {
     "time/batch": "Seconds of a supervised step spent in making its batch out of given data.",
-    "time/rollout": "Seconds spent sampling: encode, prefill, decode and what lies between them.",
+    "time/rollout": "Seconds spent sampling: encode, prefill, decode and the time between them.",
     "time/sync": "Seconds of the rollout in which weights went to the sampler's engine and were checked there.",
     "time/score": "Seconds spent in reward functions.",
     "time/old_logp": "Seconds of the pass for old log-probs and values; 0 where the update needs none.",
@@ -35,7 +35,7 @@ METRICS: dict[str, str] = {
     "time/forward": "Seconds of the update spent in forward passes and losses.",
     "time/backward": "Seconds of the update spent in backward passes and in averaging gradients over processes.",
     "time/optimizer": "Seconds of the update spent in clipping, optimiser steps and the moving average.",
-    "time/update": "Seconds of all optimiser steps: forward, backward, optimizer and what lies between them.",
+    "time/update": "Seconds of all optimiser steps: forward, backward, optimizer and the time between them.",
     "time/evaluate": "Seconds spent on evaluation since the step before.",
     "time/checkpoint": "Seconds spent writing a checkpoint since the step before.",
     "time/step": "Seconds of the step from sampling to update, without evaluation and checkpoint.",

@@ -269,7 +269,7 @@ class SampleRecord:
     outputs: list[Image] = field(default_factory=list)
     """Images that were drawn for the prompt; a `film` is an animated one."""
     reward: float | None = None
-    """Total reward; None where it could not be scored or does not exist."""
+    """Total reward; None if it could not be scored or does not exist."""
     terms: dict[str, float] = field(default_factory=dict)
     """Each reward term before its weight."""
     advantage: float | None = None

@@ -53,7 +53,7 @@ class Stopwatch:
     """Adds up seconds by stage.
 
     On a GPU, whose work is only queued when a call returns, a stage lasts from the end of the work queued before it
-    to the end of its own; events in the queue mark both, so that measuring does not synchronise.
+    to the end of its work; events in the queue mark both, so that measuring does not synchronise.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -284,8 +284,8 @@ class RunWarnings:
                 continue
             label = "the total reward" if name == "reward" else f"reward {name!r}"
             due[_constant(name)] = (
-                f"{label} was {streak.value:g} for all {streak.samples} samples of {streak.steps} steps, so it tells "
-                "none from another; unless that is its best value, look at the samples in the report, and at what the "
+                f"{label} was {streak.value:g} for all {streak.samples} samples of {streak.steps} steps, so it "
+                "cannot distinguish them; unless that is its best value, look at the samples in the report, and at what the "
                 "reward expects"
             )
         if self._streaks.get("groups", _Streak()).steps >= PATIENCE and "constant_reward" not in due:
@@ -339,9 +339,9 @@ class RunLog:
         self.failed_checkpoints = 0
         self.warnings = RunWarnings(None if tracker is None else run_dir)
 
-    def count(self, sampled: Iterable[Rollouts], kept: int = 0, beside: int = 0) -> None:
+    def count(self, sampled: Iterable[Rollouts], kept: int = 0, extra: int = 0) -> None:
         """Add the samples to the totals; a filter kept so many of their groups."""
-        self.totals["samples"] += beside
+        self.totals["samples"] += extra
         self.totals["kept"] += kept
         for part in sampled:
             self.totals["samples"] += part.num_rows

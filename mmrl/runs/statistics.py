@@ -223,7 +223,7 @@ def with_interval(name: str, values: Sequence[Sequence[float]], rng: np.random.G
             shares. Shares that are the same in all tasks have Wilson's too: their bootstrap has no width.
 
     Returns:
-        name, name/low and name/high; NaN where there is no score.
+        name, name/low and name/high; NaN if there is no score.
     """
     clusters = [scores for task in values if (scores := [value for value in task if value == value])]
     flat = [value for scores in clusters for value in scores]

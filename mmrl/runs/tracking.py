@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _HEADER_EVERY = 25
 QUIET_S = 10.0
-"""Seconds between two lines where there is no terminal, such as in the log of a batch job."""
+"""Seconds between two lines without a terminal, such as in the log of a batch job."""
 COLUMNS: dict[str, tuple[int, str, *tuple[str, ...]]] = {
     "reward": (8, ".4f", "reward/mean"),
     "success": (7, ".2f", "episode/success"),

@@ -34,7 +34,7 @@ TaskT = TypeVar("TaskT")
 Key = tuple[int, int]
 """Index and repeat of a trial."""
 Row = dict[str, Any]
-"""Outcome of one trial, with the keys "index" and "repeat" of the trial and whatever else its measure reads."""
+"""Outcome of one trial, with the keys "index" and "repeat" of the trial and those that its measure needs."""
 
 
 def parts_of_tasks(
@@ -159,7 +159,7 @@ class Measure(ABC, Generic[TaskT]):
         return {}
 
     def entries(self, row: Row) -> list[Row]:
-        """Rows of the ledger that a row stands for: one for an episode, one for each answer to a question."""
+        """Rows of the ledger that a row represents: one for an episode, one for each answer to a question."""
         found = self.outcome(row)
         return [{"decoding": ""} | ({} if found is None else {"state": found.id, **_scores(found)})]
 

@@ -28,7 +28,7 @@ BEAT_S = 2.0
 SILENCE_S = 10.0
 """Seconds without one after which a process is held to have ended, where a connection has broken as well."""
 LOST_S = 120.0
-"""Seconds without one after which a process is held to be lost whatever else; Python may be held up for a while."""
+"""Seconds without one after which a process counts as lost in any case; Python may be held up for a while."""
 GRACE_S = 4.0
 """Seconds that a process which has failed remains, for the others to read why."""
 PIECE_BYTES = 2**26
@@ -90,7 +90,7 @@ class Watch:
                 self._answered = time.monotonic()
             except RuntimeError as error:  # torch's DistStoreError and DistNetworkError
                 found = f"{GONE} ({' '.join(str(error).split())[:200]})"
-            if found and not self._over.wait(GRACE_S):  # time for an error of its own, which says more
+            if found and not self._over.wait(GRACE_S):  # time for its own error, which says more
                 self._end(found)
 
     def _guard(self) -> None:
@@ -241,7 +241,7 @@ def on_every_machine(folder: Path, accelerator: Accelerator) -> Iterator[None]:
 
 
 def _digest(folder: Path) -> str:
-    """Digest of a checkpoint's manifest, which holds the checksums of its files; empty where there is none."""
+    """Digest of a checkpoint's manifest, which holds the checksums of its files; empty if missing."""
     file = folder / MANIFEST
     return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest() if file.is_file() else ""
 

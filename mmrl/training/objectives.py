@@ -191,7 +191,7 @@ SCORES = {
     "entropy": "the entropy of the whole action distribution, which this recipe's policies do not score",
     "entropy_old": "the entropy of the action distribution before the update, which this recipe does not score",
     "logp_ref": "log-probabilities of the decisions under a reference; here an exact divergence is scored",
-    "separate_critic": "a critic with an optimiser of its own, which this recipe does not train",
+    "separate_critic": "a critic with its own optimiser, which this recipe does not train",
     "logp_rollout": "log-probabilities of the same decisions by sampler and policy, which this recipe does not compare",
     "probabilities": "decisions with probabilities (tokens, picks); here they have densities",
     "collision": "the sum of the squared probabilities of all tokens, which this recipe's policies do not score",

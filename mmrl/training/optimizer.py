@@ -245,7 +245,7 @@ def natural_step(rows: Rows, gradient: Tensor, advantage: Tensor, region: TrustR
 
     The weights stay as they are. `advantage` (b,) belongs to this process's rows.
 
-    Source: YifeiZhou02/HNPG trpo.py, trpo_step and linesearch, with the Fisher matrix of the sampled rows in place of
+    Source: YifeiZhou02/HNPG trpo.py, trpo_step and linesearch, with the Fisher matrix of the sampled rows instead of
     the KL's second derivative.
     """
 

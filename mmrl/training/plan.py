@@ -325,7 +325,7 @@ CHANGES: Sequence[tuple[str, Any]] = (
 
 
 def _changed(config: Any, key: str, value: Any) -> Any | None:
-    """A copy with another value; None where there is no such option or it has the value."""
+    """A copy with another value; None if there is no such option or it already has the value."""
     name, _, rest = key.partition(".")
     if not dataclasses.is_dataclass(config) or not hasattr(config, name):
         return None
@@ -370,7 +370,7 @@ class Allocations(TorchDispatchMode):
             self._add(tensor)
 
     def restart(self) -> None:
-        """Look for a new peak and count anew from here on."""
+        """Reset the peak and the counts from here on."""
         self.peak, self.flops, self.attention, self.kernels = self.alive, 0.0, 0.0, 0
 
     def counted(self, before: float) -> Counted:

@@ -1,8 +1,8 @@
 """Rollout workers as Ray actors, on this machine or on a running cluster.
 
-Weights are put into Ray's object store once a step, which copies them once to each machine. A worker is an actor that
-Ray places by its cores and GPUs; with a GPU it also renders there. Ray tells of actors and machines that are gone; how
-units are dealt, and what is done about lost ones, is in `mmrl.training.rollers`.
+Weights are put into Ray's object store once per step, which copies them once to each machine. A worker is an actor that
+Ray places according to its cores and GPUs; with a GPU it also renders there. Ray reports lost actors and machines; the
+scheduling of units and the handling of lost ones is in `mmrl.training.rollers`.
 """
 
 from __future__ import annotations
@@ -50,35 +50,35 @@ from mmrl.training.settings import BaseRunConfig, RollersConfig
 
 LOGGER = logging.getLogger("mmrl")
 START_S = 600.0
-"""Seconds in which a worker has to start when no other one works."""
+"""Maximum seconds for a worker to start while no other one is running."""
 POLL_S = 1.0
 CLOSE_S = 5.0
-"""Seconds that workers have to end their environments."""
+"""Seconds that workers have to close their environments."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_worker_niceness": "0",
 }
-"""Variables of Ray where the user has set none: no reports to its makers, GPUs are hidden by the worker itself, and
-workers have the priority of the run (15 less by default, so that anything else on their machine goes first)."""
+"""Defaults for Ray's environment variables: no usage reports, the worker itself hides GPUs, and workers run at the
+priority of the run (by default Ray lowers it by 15, so that any other program on the machine goes first)."""
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
 def open_rollers(
     recipe: Recipe[Any, Any], config: BaseRunConfig, accelerator: Accelerator, run_dir: Path, entry: Any = None
 ) -> Rollers:
-    """Create the rollers of a run; returns once the workers have started.
+    """Create the rollers of a run; returns once the first worker has started.
 
     Args:
-        recipe: that of the training process.
-        config: from which the recipe was made.
+        recipe: recipe of the training process.
+        config: configuration that the recipe was built from.
         accelerator: of the training process.
         run_dir: folder that receives what workers write.
-        entry: the recipe's row; by default that of its name.
+        entry: entry of the recipe; by default found by name.
 
     Raises:
-        UserError: Ray is not installed, or a worker cannot start as things are.
+        UserError: Ray is not installed, or a worker refuses to start.
         RunError: no worker starts.
     """
     options: RollersConfig = getattr(config, "rollers", None) or RollersConfig()
@@ -88,7 +88,7 @@ def open_rollers(
 
 
 class RayWorker(RolloutWorker):
-    """A worker in an actor."""
+    """A rollout worker as a Ray actor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,6 +98,7 @@ class RayWorker(RolloutWorker):
         if gpus:  # EGL counts all GPUs, also those that CUDA_VISIBLE_DEVICES hides
             os.environ.setdefault("MUJOCO_EGL_DEVICE_ID", gpus[0])
         else:
+            # the variable of SETTINGS keeps Ray from hiding GPUs, so a worker without one does it itself
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self._versions: list[int] = [-1, -1]
 
@@ -106,14 +107,15 @@ class RayWorker(RolloutWorker):
 
         Args:
             numbers: versions of weights and state.
-            references: where those are; the weights come with their checksum, the state is pickled.
-            unit: a pickled unit; arrays that Ray pickles itself cannot be written to.
+            references: object references to both; the weights come with a checksum, the state is pickled.
+            unit: a pickled unit, since arrays that Ray serialises itself are read-only.
 
         Returns:
             A pickled `Outcome`.
         """
         import ray
 
+        # weights change once a step, and a worker does several units of it
         if numbers[0] != self._versions[0]:
             self.load(*ray.get(references[0]))
         if numbers[1] != self._versions[1] and references[1] is not None:
@@ -123,7 +125,7 @@ class RayWorker(RolloutWorker):
 
 
 class RayCrew:
-    """Actors by number; a lost one is killed, in case it was only out of reach."""
+    """Actors by number; a lost one is killed, in case it was only unreachable."""
 
     def __init__(self, job: bytes, options: RollersConfig) -> None:
         import ray
@@ -132,6 +134,7 @@ class RayCrew:
         self._job = ray.put(job)
         resources = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
         remote: Any = ray.remote
+        # no restarts by Ray: a new actor has no weights, and the dealer decides who repeats a unit
         self._kind = remote(**resources, max_restarts=0, max_task_retries=0)(RayWorker)
         self._actors: dict[int, Any] = {}
         self._waiting: dict[Any, int] = {}
@@ -139,10 +142,10 @@ class RayCrew:
         self._next = 0
         self._closed = False
         self.numbers, self.references = (0, 0), (None, None)
-        """Versions of the weights and of the state for the next units, and where they are."""
+        """Versions of weights and state for the next units, and their object references."""
 
     def start(self) -> int:
-        """Begin to start an actor; Ray keeps it waiting while no machine has room."""
+        """Start an actor in the background; Ray queues it while no machine has room."""
         self._next += 1
         self._actors[self._next] = actor = self._kind.remote()
         self._starting.add(self._next)
@@ -150,16 +153,16 @@ class RayCrew:
         return self._next
 
     def ask(self, worker: int) -> None:
-        """Ask whether an actor is still there."""
+        """Ping an actor."""
         self._waiting[self._actors[worker].answer.remote()] = worker
 
     def send(self, worker: int, unit: Any) -> None:
-        """Give an actor a unit."""
+        """Send a unit to an actor."""
         actor = self._actors[worker]
         self._waiting[actor.work_at.remote(self.numbers, self.references, pickle.dumps(unit))] = worker
 
     def wait(self) -> tuple[int, Hello | Refusal | Outcome | Raised | Lost]:
-        """The next answer."""
+        """Wait for the next answer."""
         began = time.monotonic()
         while True:
             found, _ = self._ray.wait(list(self._waiting), num_returns=1, timeout=POLL_S)
@@ -174,11 +177,12 @@ class RayCrew:
         return worker, self._answer(worker, found[0])
 
     def interrupt(self) -> None:
-        """Have `wait` give up, in whichever thread it is."""
+        """Make `wait` give up, in any thread."""
         self._closed = True
 
     def close(self) -> None:
         """End the actors."""
+        # a busy actor would answer only after its unit, so it is killed as it is
         idle = [actor for number, actor in self._actors.items() if number not in self._waiting.values()]
         self._ray.wait([actor.close.remote() for actor in idle], num_returns=len(idle), timeout=CLOSE_S) if idle else ()
         for actor in self._actors.values():
@@ -190,6 +194,7 @@ class RayCrew:
             answer = self._ray.get(reference)
             return pickle.loads(answer) if isinstance(answer, bytes) else answer
         except errors.RayTaskError as error:
+            # an exception of the unit itself, which any other worker would raise too
             if not isinstance(error.cause, errors.RayError):
                 return Raised(error.cause, str(error))
             reason = error.cause  # what it was to read has gone with another machine
@@ -198,6 +203,7 @@ class RayCrew:
         with store_errors():
             if isinstance(reason, errors.ObjectStoreFullError | errors.OutOfDiskError):
                 raise reason
+        # perhaps only the connection is gone: its late answer must not meet that of its replacement
         self._ray.kill(self._actors.pop(worker))
         text = " ".join(str(reason).split())
         if len(text) > 400:  # the end of a traceback says most
@@ -215,7 +221,7 @@ class RayCrew:
 
 @contextmanager
 def store_errors() -> Iterator[None]:
-    """Say what to do about a full object store."""
+    """Turn a full object store into an error that suggests what to do."""
     import ray
 
     try:
@@ -230,7 +236,7 @@ def store_errors() -> Iterator[None]:
 
 
 class RayRollers:
-    """Samples and scores in Ray actors; this process samples what workers cannot, and scores what compares tasks."""
+    """Samples and scores in Ray actors. Tasks that depend on each other are sampled and scored in this process."""
 
     def __init__(
         self, recipe: Recipe[Any, Any], config: Any, accelerator: Accelerator, run_dir: Path, entry: Any
@@ -239,6 +245,7 @@ class RayRollers:
         options: RollersConfig = config.rollers
         check_processes(options, accelerator)
         self._unit = options.unit or 1
+        # workers are shared out like tasks: every world-size-th one
         self._size = len(range(accelerator.process_index, options.workers, accelerator.num_processes))
         self._local = LocalRollers(recipe, accelerator)
         self._owns = _connect(options, accelerator)
@@ -256,6 +263,7 @@ class RayRollers:
             raise
         LOGGER.info("%d rollout workers; the first one is on %s (%s)", self._size, hello.host, hello.device)
         self._again, self._lost, self._busy_s, self._since = 0, 0, 0.0, time.perf_counter()
+        # None: changed since they were last sent
         self._weights: Any = None
         self._draws, self._loads, self._staleness = 0, 0, 0
         self.looks_ahead = options.overlap
@@ -266,19 +274,20 @@ class RayRollers:
             _advise(recipe)
 
     def load(self, step: Step) -> None:
-        """The weights go to the object store when they are first asked for."""
+        """Mark the weights as changed; they are sent when they are first needed."""
         self._weights = None
 
     def begin(self, tasks: Sequence[Any], streams: Streams, step: Step) -> None:
-        """Sample tasks beside what this thread does; weights and state are those of now."""
+        """Sample tasks in the background, with the current weights and state."""
         if self._recipe.rolls_apart(step):
             units = self._units(tasks, streams, step)
             self._ahead = self._thread.submit(lambda: list(self._dealer.run(units)))
 
     def rollout(self, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
-        """Rows of the tasks from the workers, in order."""
+        """Rows of the tasks, sampled by the workers, in order."""
         recipe, ahead = self._recipe, self._ahead
         if ahead is not None:
+            # begun during the last update, with the weights of before it
             outcomes, self._ahead, self._staleness = ahead.result(), None, 1
         elif recipe.rolls_apart(step):
             outcomes = list(self._dealer.run(self._units(tasks, streams, step)))
@@ -291,15 +300,16 @@ class RayRollers:
         return joined(outcomes).to(self._accelerator.device)
 
     def _units(self, tasks: Sequence[Any], streams: Streams, step: Step) -> list[Unit]:
-        """Units, for which workers load the weights and the state of now."""
+        """Split tasks into units; workers load the current weights and state for them."""
         with store_errors():
             state = self._ray.put(pickle.dumps(self._recipe.rollout_state(tasks)))
+        # the version by which a worker sees that its state is old
         self._draws += 1
         self._send_weights(state)
         return cut(tasks, streams, step, self._unit)
 
     def _send_weights(self, state: Any) -> None:
-        """Have the workers load the policy as it is now, unless it has been sent, and a state."""
+        """Publish the current policy, unless it has been sent already, and a state."""
         policy = self._recipe.policy
         with store_errors():
             if self._weights is None:
@@ -308,8 +318,9 @@ class RayRollers:
         self._crew.numbers, self._crew.references = (self._loads, self._draws), (self._weights, state)
 
     def _take(self, outcome: Outcome, said: set[tuple[int, str]]) -> None:
-        """Take over what a worker noted, wrote and logged; each line that is not in `said` once."""
+        """Merge what a worker recorded, wrote and logged; log lines in `said` are not repeated."""
         self._busy_s += outcome.seconds
+        # a lost unit has noted nothing
         if not outcome.lost:
             add_notes(self._recipe, outcome.added)
         for line in outcome.logs:
@@ -319,17 +330,18 @@ class RayRollers:
         self._write(outcome)
 
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
-        """The rows with their rewards, which they have already unless those compare tasks."""
+        """Score the rows, unless the workers have done it."""
         done = self._recipe.rolls_apart(step) and self._recipe.scores_apart
         return rollouts if done else self._recipe.score(rollouts, step)
 
     def evaluate(self, split: str, step: Step) -> Evaluation:
-        """Measure the policy in the workers; `lost` counts the trials that no worker brought to an end."""
+        """Evaluate the policy in the workers; `lost` counts the trials that no worker completed."""
         lost, said = 0, set[tuple[int, str]]()
         self._weights = None  # those of an evaluation may be averages
 
         def elsewhere(measure: int, batches: Sequence[Batch]) -> Iterator[Sequence[Row]]:
             nonlocal lost
+            # an evaluation needs no new state
             self._send_weights(self._crew.references[1])
             units = [TrialUnit(batch, start, split, measure, step) for start, batch in batches]
             done = 0
@@ -339,16 +351,17 @@ class RayRollers:
                 self._take(outcome, said)
                 yield outcome.rows
             if units and not done:
-                raise RunError(f"no rollout worker has brought a trial of {split} to an end")
+                raise RunError(f"no rollout worker has completed a trial of {split}")
 
         found = self._recipe.evaluate(self._recipe.policy, split, self._accelerator, step, elsewhere)
         self._weights = None
+        # every process calls it, also one without lost trials
         if count := sum_over_processes({"lost": float(lost)})["lost"]:
             found.metrics["lost"] = count
         return found
 
     def metrics(self) -> dict[str, float]:
-        """Lost and repeated units of the step, how busy the workers were, and how old the weights that sampled."""
+        """Lost and repeated units of the step, worker utilisation, and the age of the weights used for sampling."""
         now = time.perf_counter()
         found = sum_over_processes(
             {
@@ -365,7 +378,8 @@ class RayRollers:
         return found
 
     def close(self) -> None:
-        """End the workers, and Ray if it was started for this run."""
+        """Stop the workers, and Ray if it was started for this run."""
+        # first: the thread below may be waiting for workers, and shutdown waits for the thread
         self._crew.interrupt()
         self._thread.shutdown()
         with suppress(self._ray.exceptions.RayError):  # another training process has ended the Ray that it started
@@ -373,11 +387,12 @@ class RayRollers:
         self._disconnect()
 
     def _write(self, outcome: Outcome) -> None:
-        """Write what a worker has written, or why a unit was lost, into the run's folder."""
+        """Write the files of a worker, or why a unit was lost, to the run folder."""
         lost = {"failures/rollers.txt": f"{outcome.error}\n".encode()} if outcome.lost else {}
         for name, content in {**outcome.files, **lost}.items():
             path = self._run_dir / name
             path.parent.mkdir(parents=True, exist_ok=True)
+            # under a temporary name first: a kill leaves no half-written file
             with replaced(path) as draft:
                 draft.write_bytes(content)
 
@@ -387,7 +402,7 @@ class RayRollers:
 
 
 def _advise(recipe: Recipe[Any, Any]) -> None:
-    """Say where nothing corrects for samples of older weights."""
+    """Log advice if nothing corrects for samples from older weights."""
     if "logp_rollout" not in recipe.objective.needs and not recipe.keeps_sampled_logp:
         LOGGER.info(
             "rollers.overlap updates on samples that are one update old; trainer.old_logp=sampler or a correction of "
@@ -396,7 +411,7 @@ def _advise(recipe: Recipe[Any, Any]) -> None:
 
 
 def check_processes(options: RollersConfig, accelerator: Accelerator) -> None:
-    """Refuse workers that the processes of a run could not use; every process calls it."""
+    """Reject worker settings that the processes of a run could not use; all processes must call it."""
     if options.engine == "local":
         return
     if options.workers < accelerator.num_processes:
@@ -407,13 +422,13 @@ def check_processes(options: RollersConfig, accelerator: Accelerator) -> None:
     hosts = list(dict.fromkeys(merge_lists([socket.gethostname()], accelerator)))
     if len(hosts) > 1 and not options.address:
         raise UserError(
-            f"the run has processes on {', '.join(hosts)}, and a Ray that it starts itself is on {hosts[0]} alone; run "
+            f"the run has processes on {', '.join(hosts)}, and a Ray that it starts itself is only on {hosts[0]}; run "
             "`ray start` on all of them and set rollers.address=auto"
         )
 
 
 def start_ray(cores: float) -> str:
-    """Start a Ray of this process on this machine, with so many cores at least; returns its address."""
+    """Start Ray on this machine for this process, with at least `cores` CPUs; returns its address."""
     cores = max(os.cpu_count() or 1, math.ceil(cores))
     with _connecting("Ray that was to start on this machine") as ray:
         # local: not a cluster that happens to run on this machine
@@ -422,7 +437,7 @@ def start_ray(cores: float) -> str:
 
 
 def _connect(options: RollersConfig, accelerator: Accelerator) -> bool:
-    """Join a cluster, or start one for the run; returns whether this process has to leave it."""
+    """Join a cluster, or start one for the run; returns whether this process must shut it down."""
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         return False
     address = options.address
@@ -440,7 +455,7 @@ def _connect(options: RollersConfig, accelerator: Accelerator) -> bool:
 
 @contextmanager
 def _connecting(where: str) -> Iterator[Any]:
-    """Ray's module, with the suite's variables; handlers of signals stay as they were."""
+    """Yield the ray module with our environment variables set; restores the signal handlers afterwards."""
     try:
         import ray
     except ModuleNotFoundError as error:
@@ -459,7 +474,7 @@ def _connecting(where: str) -> Iterator[Any]:
 
 
 def _check_room(options: RollersConfig) -> None:
-    """Refuse workers that no machine of the cluster could hold."""
+    """Reject workers that fit on no machine of the cluster."""
     import ray
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

@@ -1,4 +1,4 @@
-"""The stages of a method, the terms that it adds to the loss, and its passes over rollouts."""
+"""Recipes: the stages of a method, its additional loss terms, and its forward passes over rollouts."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ ScoresT = TypeVar("ScoresT")
 
 @dataclass(frozen=True)
 class Step:
-    """Position in a run; the trainer owns it and hands it to every stage."""
+    """Position in a run; the trainer owns it and passes it to every stage."""
 
     number: int = 0
-    """Steps completed before this one, 0 in the first."""
+    """Number of completed steps, 0 in the first step."""
     total: int = 1
-    """Steps of the whole run."""
+    """Total number of steps of the run."""
 
 
 class NoUsableTasksError(RunError):
-    """None of the tasks of a draw could be used, and others are drawn; `rollouts` stay where some of those could be."""
+    """No task of a draw could be used, so others are drawn; `rollouts` are kept if another unit has usable tasks."""
 
     def __init__(self, message: str, rollouts: Rollouts | None = None) -> None:
         super().__init__(message)
@@ -57,7 +57,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
 
     In each step the loop calls `rollout`, `score` and `advantages`, then `loss` for every micro-batch, and sometimes
     `evaluate`. A subclass sets `policy`, `objective`, `train_tasks` and `eval_tasks` in its `__init__`; a method that
-    adds to the loss sets `terms`. A recipe counts no steps and draws all random numbers from the streams it is given.
+    adds to the loss sets `terms`. A recipe keeps no step counter and draws all random numbers from the given streams.
     """
 
     policy: PolicyT
@@ -65,43 +65,43 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     objective: Objective
     """The objective to optimise; a `PreferenceObjective`, or None, in supervised recipes."""
     terms: Sequence[LossTerm] = ()
-    """Terms that the method adds to the loss of the objective."""
+    """Additional loss terms of the method."""
     train_tasks: Sequence[TaskT]
     eval_tasks: Mapping[str, Sequence[Any]]
-    """Held-out splits by name; the first one is the headline."""
+    """Held-out splits by name; the first one is the main result."""
     supervised: ClassVar[bool] = False
-    """Whether it learns from given data, without rewards; see `SupervisedRecipe`."""
+    """Whether it trains on given data, without rewards; see `SupervisedRecipe`."""
     critic_only: ClassVar[bool] = False
-    """Whether its loss trains the critic alone, and the policy stays as it is."""
+    """Whether its loss only trains the critic and leaves the policy unchanged."""
     own_loss: ClassVar[str] = ""
-    """Name of a loss that replaces the objective's, and has a gradient even if every advantage is 0."""
+    """Name of a loss that replaces that of the objective and has a gradient even if all advantages are 0."""
     start: Reference | None = None
-    """The policy as it was at the start, where a recipe keeps it anyway; a KL term to the start then needs no copy."""
+    """The initial policy, if the recipe keeps it anyway; a KL term to it then needs no further copy."""
     reference: Reference | None = None
-    """The reference policy of the step, for losses that compare with it exactly; set before the update."""
+    """The reference policy of the step, for losses with an exact divergence from it; set before the update."""
     trust_region: TrustRegionConfig | None = None
-    """Natural-gradient steps within it, in place of AdamW's; `trainer.learning_rate` is the share of each."""
+    """Trust region of natural-gradient steps, used instead of AdamW; `trainer.learning_rate` scales each step."""
     extra_samples: int = 0
-    """Samples drawn besides the rollouts in this step; they count in the run's cost. The trainer resets it."""
+    """Samples drawn in this step in addition to the rollouts; part of the run's cost. The trainer resets it."""
     variety: str = "a higher temperature"
-    """Advice for samples of a task that differ more; empty where no option does that."""
+    """Advice on how to get more diverse samples; empty if no option does that."""
     compared: Sequence[str] = ("reward",)
-    """Rewards that samples of a task are compared by: the total `reward`, or terms, each by itself; empty where not."""
+    """Rewards by which samples of a task are compared: the total `reward`, or single terms; empty if they are not."""
     samples_elsewhere: bool = False
-    """Whether another engine than the policy samples, whose log-probabilities are compared with the policy's own."""
+    """Whether an engine other than the policy samples; its log-probabilities are compared with those of the policy."""
     scores_apart: bool = True
-    """Whether `score` treats each task as if it were alone; else it is called with those of the whole step."""
+    """Whether `score` treats tasks independently; otherwise it is called once with all tasks of the step."""
     samples_as_it_scores: ClassVar[bool] = False
-    """Whether sampling and update compute log-probabilities by the same arithmetic, so that rounding alone differs."""
+    """Whether sampling and update compute log-probabilities with the same arithmetic, up to rounding."""
 
     def __init__(self, config: BaseRunConfig) -> None:
         self.config: Any = config
         self.parts: dict[str, Stateful] = {}
-        """Objects whose state checkpoints hold, by name."""
+        """Objects whose state is saved in checkpoints, by name."""
         self.added: dict[str, Any] = {}
-        """Counters and lists that stages add to, by name; workers send theirs, processes share their counts."""
+        """Counters and lists that stages add to, by name. Workers return theirs, and processes share their counts."""
         self.noted: dict[str, float | Metric] = {}
-        """Metrics of the step that stages add; a `Metric` is this process's share, a number that of the whole run."""
+        """Metrics that stages add in a step. A `Metric` is the part of this process, a number that of the run."""
 
     @abstractmethod
     def rollout(self, policy: PolicyT, tasks: Sequence[TaskT], streams: Streams, step: Step) -> Rollouts:
@@ -114,73 +114,76 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
             step: Position in the run.
 
         Returns:
-            N * G rows with `logp_old` (B, T) in nats as sampled and `reward` not yet set (NaN).
+            N * G rows with `logp_old` (B, T) in nats as sampled, and `reward` still NaN.
 
         Raises:
-            NoUsableTasksError: None of the tasks can be used; the trainer draws others.
+            NoUsableTasksError: No task can be used; the trainer draws others.
         """
 
     @abstractmethod
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
-        """Fill `reward` (B,) and `reward_terms`; NaN where a sample could not be scored."""
+        """Set `reward` (B,) and `reward_terms`; NaN if a sample could not be scored."""
 
     @abstractmethod
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Score the decisions of rollouts under a policy or its reference; outputs (B, T), with gradient if enabled.
 
-        `outputs` names those that are read: "logp", "entropy", "values", "kl_ref" or a term's own.
+        `outputs` names the ones needed: "logp", "entropy", "values", "kl_ref" or those of a term.
         """
 
     @abstractmethod
     def measures(self, policy: PolicyT, split: str, step: Step) -> Sequence[Measure[Any]]:
-        """Measures of the policy on one of `eval_tasks`; the first one is the headline."""
+        """Measures of the policy on one of `eval_tasks`; the first one is the main result."""
 
     def evaluate(
         self, policy: PolicyT, split: str, accelerator: Accelerator, step: Step, elsewhere: Elsewhere | None = None
     ) -> Evaluation:
-        """Measure the policy on one of `eval_tasks`; `step.number` steps are complete, `elsewhere` are workers."""
+        """Evaluate the policy on one of `eval_tasks`, after `step.number` steps; `elsewhere` runs trials in workers."""
         with self.evaluating(policy):
             measures, limit = self.measures(policy, split, step), self.config.evaluation.records
             return evaluate_tasks(measures, self.eval_tasks[split], limit, accelerator, elsewhere)
 
     def evaluating(self, policy: PolicyT) -> AbstractContextManager[Any]:
-        """Put the weights that evaluations use in the policy's place; `measures` are called meanwhile."""
+        """Context in which the policy has the weights to evaluate; `measures` is called inside."""
         return nullcontext()
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Turn rewards into advantages (B, T) with the objective's estimator, over all processes."""
+        """Compute advantages (B, T) from rewards with the estimator of the objective, over all processes."""
         return self.estimate(rollouts, accelerator, step)
 
     def estimate(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Advantages (B, T) of the objective's estimator over all processes; moves the state of its blocks."""
+        """Advantages (B, T) of the objective over all processes; updates the state of its blocks."""
         estimator = functools.partial(self.objective.compute_advantages, state=self.objective_state)
         return global_advantages(estimator, rollouts, accelerator)
 
     @property
     def objective_state(self) -> ObjectiveState:
-        """State of the objective's blocks, the same in every process; in `parts` where there is any."""
+        """State of the blocks of the objective, the same in every process; kept in `parts` unless empty."""
         if "objective" not in self.parts:
             try:
                 state = self.objective.state(self.train_tasks)
             except ValueError as error:
                 raise UserError(f"objective.{error}") from error
+            # nothing to save, so checkpoints hold no entry of it
             if not state.blocks:
                 return state
             self.parts["objective"] = state
         return self.parts["objective"]  # type: ignore[return-value]
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
-        """Scalar loss of a micro-batch: the objective's, and the terms.
+        """Scalar loss of a micro-batch: that of the objective plus the terms.
 
         `denominators` count the whole optimiser step on all processes, so that the losses of micro-batches add up.
         """
         scores = self.scores(policy, minibatch, self.loss_outputs)
+        # after scoring: with a single optimiser step, these scores are the old ones
         minibatch = old_in_update(self, minibatch, scores.logp)
+        # annealed coefficients follow the step, so they need no state in checkpoints
         output = self.objective.at(step.number / step.total).loss(scores, minibatch, denominators)
         return self.plus_terms(output, policy, minibatch, scores, denominators, step)
 
     def micro_batches(self, minibatch: Rollouts, rows: int, *, whole_groups: bool) -> Iterator[Rollouts]:
-        """Parts of an optimiser step whose losses add up; see `Rollouts.micro_batches`."""
+        """Split an optimiser step into parts whose losses add up; see `Rollouts.micro_batches`."""
         return minibatch.micro_batches(rows, whole_groups=whole_groups)
 
     def plus_terms(
@@ -192,37 +195,39 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         denominators: Denominators,
         step: Step,
     ) -> LossOutput:
-        """The loss of a micro-batch with that of the terms, which read the policy's `scores` on it."""
+        """Add the loss terms, which use the policy's `scores`, to the loss of a micro-batch."""
         return with_terms(output, [term(policy, minibatch, scores, denominators, step) for term in self.terms])
 
     def rolls_apart(self, step: Step) -> bool:
-        """Whether `rollout` treats each task of the step as if it were alone, so that workers can share them."""
+        """Whether `rollout` treats the tasks of the step independently, so that workers can share them."""
         return True
 
     def rollout_state(self, tasks: Sequence[TaskT]) -> Any:
-        """State, besides weights and step, that `rollout` and `score` need for these tasks; sent to rollout workers."""
+        """Return what `rollout` and `score` need for these tasks besides weights and step; sent to workers."""
         return None
 
     def load_rollout_state(self, state: Any) -> None:
-        """Take over `rollout_state`, in a worker."""
+        """Load the result of `rollout_state` in a worker."""
 
     @property
     def keeps_sampled_logp(self) -> bool:
         """Whether the old log-probabilities are those recorded while sampling; see `trainer.old_logp`."""
         trainer, weights = self.config.trainer, self.policy.parameters()
+        # low precision rounds differently in batches of other shapes, so that ratios of the first update would not be 1
         low = trainer.mixed_precision != "none" or any(weight.dtype.itemsize < 4 for weight in weights)
         exact = self.samples_as_it_scores and not low and "logp_rollout" not in self.objective.needs
         return trainer.old_logp == "sampler" or (trainer.old_logp == "auto" and exact)
 
     @property
     def keeps_logp_rollout(self) -> bool:
-        """Whether the sampler's log-probabilities stay beside the old ones, to correct or measure the difference."""
+        """Whether to keep the sampler's log-probabilities next to the old ones, to correct or log the difference."""
         return (self.samples_elsewhere or "logp_rollout" in self.objective.needs) and not self.keeps_sampled_logp
 
     @property
     def loss_outputs(self) -> frozenset[str]:
-        """Names of the policy outputs that objective and terms read."""
+        """Names of the policy outputs that the objective and the terms need."""
         own = self.objective
+        # an exact KL is only scored if there is a reference to score it with
         read = own.needs & ({"entropy", "kl_old", "kl_ref"} if own.needs_reference else {"entropy", "kl_old"})
         read |= {"values"} if own.needs_values else set()
         return frozenset({"logp"} | read).union(*(term.outputs for term in self.terms))
@@ -242,11 +247,11 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         return []
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
-        """Metrics of the domain after a step, see `noted`; counts in `added` are those of all processes."""
+        """Metrics of the domain after a step, as in `noted`; counts in `added` already cover all processes."""
         return {}
 
     def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
-        """Move averages and adaptive coefficients after a step."""
+        """Update averages and adaptive coefficients after a step."""
 
     def state_dict(self) -> dict[str, Any]:
         """State of `parts` and `terms`, for checkpoints."""
@@ -261,31 +266,31 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
             term.load_state_dict(state["terms"][term.name])
 
     def save_parts(self, folder: Path) -> None:
-        """Write further weights into a checkpoint for use outside the run; a resume reads `state_dict` instead."""
+        """Write additional weights into a checkpoint for use outside the run; a resume reads `state_dict` instead."""
 
     def data_digest(self) -> str:
-        """Digest of the training tasks' contents, by which a resume recognises other data."""
+        """Digest of the training tasks' contents, by which a resume detects different data."""
         return content_digest(self.train_tasks)
 
     @classmethod
     def export(cls, config: Any, checkpoint: Path, output: Path) -> Exported:
-        """Write a checkpoint's model for its own library; returns how it is loaded and used."""
-        raise UserError(f"{cls.__name__} has no export of its own; the model as it is saved lies in {checkpoint}/model")
+        """Write the model of a checkpoint in the format of its library; returns how to load and use it."""
+        raise UserError(f"{cls.__name__} has no export; the saved model is in {checkpoint}/model")
 
     def close(self) -> None:
-        """Free worker processes."""
+        """Stop worker processes."""
 
 
 Scorer = Callable[[nn.Module, Rollouts, frozenset[str]], PolicyOutputs]
-"""Scores the decisions of rollouts under a policy, given the names of the outputs that are wanted."""
+"""Scores the decisions of rollouts under a policy, given the names of the requested outputs."""
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Passes without gradient before an update, `trainer.micro_batch` rows at a time."""
+    """Forward passes without gradient before an update, `trainer.micro_batch` rows at a time."""
 
     policy: nn.Module
-    """The policy that the update starts from."""
+    """The policy before the update."""
     run: Callable[[nn.Module, Rollouts, frozenset[str], Scorer | None], PolicyOutputs]
     """`Recipe.scores_in_chunks`."""
 
@@ -301,40 +306,40 @@ class TermLoss:
     terms: Mapping[str, Tensor] = field(default_factory=dict)
     """Weighted scalars by metric name, such as "loss/perception", divided by counts of the whole optimiser step."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    """Further metrics; the scalars are logged under their own names."""
+    """Additional metrics; the scalars are logged under their own names."""
 
 
 class LossTerm:
-    """A term that a method adds to the loss of its objective, with everything that belongs to it.
+    """A term that a method adds to the loss of its objective, with its constants, state and metrics.
 
-    The trainer calls `prepare` once a step and the term itself for every micro-batch; `counts` are summed over all
-    processes and handed back in `Denominators.others`.
+    The trainer calls `prepare` once per step and the term itself for every micro-batch; `counts` are summed over all
+    processes and passed back in `Denominators.others`.
     """
 
     name: ClassVar[str]
     """Key of the term's state in checkpoints."""
     outputs: frozenset[str] = frozenset()
-    """Policy outputs that the term reads besides the objective's: "entropy", "values", ..."""
+    """Policy outputs that the term needs in addition to those of the objective: "entropy", "values", ..."""
     gradient: Literal["always", "never", "with_signal"] = "always"
-    """The term trains the policy always; never (it only measures); or with_signal, only in minibatches with an
-    advantage other than 0. Others then take no step, because AdamW would scale tiny gradients up to whole steps."""
+    """When the term trains the policy: always; never (it only measures); or with_signal, only in minibatches with a
+    non-zero advantage. Other minibatches are then skipped, because AdamW would turn tiny gradients into full steps."""
 
     def provides(self, step: Step) -> frozenset[str]:
-        """Constants of the update ("logp_old", "values", "logp_ref") that need no pass of the trainer in this step."""
+        """Constants of the update ("logp_old", "values", "logp_ref") that the trainer need not compute in this step."""
         return frozenset()
 
     def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
-        """Add the term's constants of the update, after old and reference log-probabilities."""
+        """Add the constants of the term; called after old and reference log-probabilities are set."""
         return rollouts
 
     def counts(self, minibatch: Rollouts) -> Mapping[str, float]:
-        """Counts of an optimiser step that the term divides by, by name."""
+        """Denominators of the term for an optimiser step, by name."""
         return {}
 
     def __call__(
         self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
     ) -> TermLoss:
-        """The term on a micro-batch, given the policy's outputs on it; nothing where it only prepares the update."""
+        """Compute the term on a micro-batch from the policy outputs; empty if it only prepares the update."""
         return TermLoss()
 
     def formula(self) -> str:
@@ -342,11 +347,11 @@ class LossTerm:
         return ""
 
     def metrics(self, rollouts: Rollouts, step: Step) -> Mapping[str, float | Metric]:
-        """Metrics of a completed step, see `Recipe.noted`; every process calls it."""
+        """Metrics of a completed step, as in `Recipe.noted`; all processes must call it."""
         return {}
 
     def on_step_end(self, step: Step) -> None:
-        """Move averages after a step."""
+        """Update averages after a step."""
 
     def state_dict(self) -> Any:
         """State that a resumed run needs."""
@@ -360,6 +365,7 @@ def with_terms(output: LossOutput, found: Sequence[TermLoss]) -> LossOutput:
     """Add loss terms to the loss of an objective."""
     terms = {name: term for each in found for name, term in each.terms.items()}
     metrics = {name: metric for each in found for name, metric in each.metrics.items()}
+    # without terms the objective's metrics stay as they are, "loss/total" included
     if not terms:
         return LossOutput(output.loss, output.metrics | metrics)
     total = output.loss + torch.stack(list(terms.values())).sum()
@@ -384,53 +390,56 @@ def score_in_chunks(
 
 
 def single_update(trainer: BaseTrainerConfig) -> bool:
-    """Whether the rows of a step serve one optimiser step only, so that old = new log-probabilities."""
+    """Whether the rows of a step are used for a single optimiser step, so that old = new log-probabilities."""
     return trainer.epochs == 1 and trainer.minibatches_per_step == 1
 
 
 def scores_before_update(recipe: Recipe[Any, Any], provided: frozenset[str] = frozenset()) -> bool:
-    """Whether the policy scores rollouts before an update: values, entropies or old log-probabilities are missing."""
+    """Whether a pass is needed before the update, for values, entropies or old log-probabilities."""
     objective = recipe.objective
+    # one update needs no pass (`old_in_update`), unless the KL is taken off the reward before it
     recomputed = not recipe.keeps_sampled_logp and (not single_update(recipe.config.trainer) or objective.kl_in_reward)
     asks = (objective.needs_values and "values" not in provided) or objective.needs & {"entropy_old", COLLISION}
     return bool(asks) or (recomputed and "logp_old" not in provided)
 
 
 def old_in_update(recipe: Recipe[Any, Any], minibatch: Rollouts, logp: Tensor) -> Rollouts:
-    """Use the update's own log-probabilities (B, T), detached, as old ones where a step has one optimiser step."""
+    """Use the log-probabilities (B, T) of the update, detached, as old ones if a step has a single optimiser step."""
     if recipe.keeps_sampled_logp or not single_update(recipe.config.trainer):
         return minibatch
     # at the first and only update new = old: the ratio is 1 in value and has the gradient of logp
     old = logp.detach()
     if KEEPS_OLD in minibatch.extras:
+        # replayed rows come from an older policy: their ratio is not 1 even at the first update
         old = torch.where(minibatch.extras[KEEPS_OLD][:, None] > 0, minibatch.logp_old, old)
     return minibatch.replace(logp_old=old)
 
 
 class PrefixScope(Protocol):
-    """Work that the chunks of a batch share, such as the forward pass of a prompt that several of them need."""
+    """Work shared by the chunks of a batch, such as the forward pass of a common prompt."""
 
     def backward(self) -> None:
         """Backpropagate through the shared work; called once, after the backward pass of the last chunk."""
 
 
 def shared_prefix(policy: nn.Module, chunks: Sequence[Rollouts]) -> AbstractContextManager[PrefixScope]:
-    """Share a policy's `prefixes` between chunks that are scored and differentiated in the order of their groups."""
+    """Share a policy's `prefixes` between chunks that are processed in the order of their groups."""
     prefixes: Any = getattr(policy, "prefixes", None)
+    # a single chunk shares nothing
     if prefixes is None or len(chunks) <= 1:
         return nullcontext(SimpleNamespace(backward=lambda: None))
     return prefixes.open()  # type: ignore[no-any-return]
 
 
 class Reference:
-    """Scores rollouts with the policy that the KL term pulls towards."""
+    """The reference policy of the KL term."""
 
     def __init__(self, kind: str, policy: nn.Module, decay: float = 0.0) -> None:
         self.kind, self.decay, self._policy = kind, decay, policy
         self.copy = _frozen_copy(policy) if kind in ("frozen", "ema") else None
 
     def score(self, scorer: Callable[[nn.Module], ScoresT]) -> ScoresT:
-        """Evaluate `scorer` on the reference, without gradient."""
+        """Call `scorer` on the reference, without gradient."""
         with torch.no_grad():
             if self.copy is not None:
                 return scorer(self.copy)
@@ -442,8 +451,10 @@ class Reference:
     def update(self) -> None:
         """Move an ema reference towards the policy; call once per optimiser step."""
         if self.kind == "ema" and self.copy is not None:
+            # each process averages its own parts; both sides are sharded alike
             with torch.no_grad(), in_parts(self.copy):
                 for mean, value in zip(self.copy.parameters(), self._policy.parameters(), strict=True):
+                    # frozen weights are equal in both
                     if value.requires_grad:
                         local(mean).lerp_(local(value).to(mean.dtype), 1.0 - self.decay)
 
@@ -454,7 +465,7 @@ class Reference:
         return self
 
     def whole(self) -> AbstractContextManager[None]:
-        """Gather its weights where they are in parts; every process calls it."""
+        """Context with gathered weights, if they are sharded; all processes must enter it."""
         return whole_weights(self.copy)
 
     @property
@@ -480,13 +491,14 @@ def make_reference(config: ReferenceConfig, policy: Any, *, needed: bool, start:
         raise UserError("the objective has a KL term but reference.kind is none; use auto, frozen, adapter or ema")
     if kind == "adapter" and not getattr(policy, "has_adapter", False):
         raise UserError("reference.kind is adapter but the model has no LoRA adapter; set model.lora.enabled=true")
+    # the recipe has this copy already
     if needed and start is not None and start.kind == kind:
         return start.to(next(policy.parameters()).device)
     return Reference(kind if needed else "none", policy, config.ema_decay)
 
 
 def start_kind(policy: Any) -> str:
-    """Kind of reference that is the policy at the start: without its adapter where that is new, else a frozen copy."""
+    """Kind of reference for the initial policy: the model without its adapter if the adapter is new, else a copy."""
     new_adapter = getattr(policy, "has_adapter", False) and not getattr(policy, "starts_from_adapter", False)
     return "adapter" if new_adapter else "frozen"
 
@@ -494,6 +506,7 @@ def start_kind(policy: Any) -> str:
 def _frozen_copy(policy: nn.Module) -> nn.Module:
     copied = copy.deepcopy(policy)
     own = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    # a class may keep references in __deepcopy__; a trained weight in the copy would move with the policy
     shared = [name for name, parameter in copied.named_parameters() if parameter is own.get(name)]
     if shared:
         raise RuntimeError(f"a copy of the policy shares weights that are trained: {', '.join(shared[:4])}")

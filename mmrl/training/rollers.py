@@ -1,9 +1,9 @@
 """Sampling and scoring of tasks, and trials of evaluations: in this process, or in workers with a copy of the recipe.
 
-A step's tasks are cut into units. A worker samples and scores a unit with the weights of the step, and sends back its
-rows with whatever the recipe noted meanwhile. Random streams belong to the places of the tasks in the step, so a unit
-has the same rows wherever it is sampled, and once more if its worker is lost; rows come back in the order of the tasks.
-The units of an evaluation are the batches that one process would run, so its numbers are the same to the last bit.
+The tasks of a step are split into units. A worker samples and scores a unit with the weights of the step, and returns
+its rows together with everything the recipe recorded. Random streams belong to the positions of tasks in the step, so a
+unit gives the same rows on any worker, also if it is repeated after its worker was lost. Rows are returned in task
+order. The units of an evaluation are the batches that a single process would run, so its results are bit-identical.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Rollers(Protocol):
     """Samples and scores tasks."""
 
     looks_ahead: bool
-    """Whether the tasks of a step are begun during the update before."""
+    """Whether sampling of a step starts during the previous update."""
 
     def load(self, step: Step) -> None:
-        """Sample with the policy's weights as they are now from here on; called once a step."""
+        """Use the current weights of the policy from now on; called once per step."""
         ...
 
     def begin(self, tasks: Sequence[Any], streams: Streams, step: Step) -> None:
-        """Sample the tasks that `rollout` will be asked for next, and return at once."""
+        """Start sampling the tasks of the next `rollout` call, and return immediately."""
         ...
 
     def rollout(self, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
@@ -50,11 +50,11 @@ class Rollers(Protocol):
         ...
 
     def evaluate(self, split: str, step: Step) -> Evaluation:
-        """Measure the policy as it is now; see `Recipe.evaluate`."""
+        """Evaluate the current policy; see `Recipe.evaluate`."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of a completed step; every process calls it."""
+        """Metrics of a completed step; all processes must call it."""
         ...
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class Rollers(Protocol):
 
 @dataclass(frozen=True)
 class Unit:
-    """Tasks of a step that are sampled together."""
+    """Tasks of a step to sample together."""
 
     tasks: Sequence[Any]
     streams: Streams
@@ -73,14 +73,14 @@ class Unit:
 
 @dataclass(frozen=True)
 class TrialUnit:
-    """Trials of an evaluation that are run together."""
+    """Trials of an evaluation to run together."""
 
     tasks: Sequence[Trial[Any]]
     start: int
-    """Place of the first one among the trials of the process."""
+    """Index of the first one among the trials of the process."""
     split: str
     measure: int
-    """Number of the measure among those of the split."""
+    """Index of the measure within the split."""
     step: Step
 
 
@@ -89,18 +89,18 @@ class Outcome:
     """Rows of a unit."""
 
     rollouts: Rollouts | None = None
-    """None where no task could be used, where the unit was lost, and of an evaluation."""
+    """None if no task could be used, if the unit was lost, or for an evaluation."""
     error: RunError | None = None
-    """Reason why none of the rows teaches anything, which ends the run only if it holds for all units of a step."""
+    """Why no row can be trained on; ends the run only if it happens to all units of a step."""
     added: Mapping[str, Any] = field(default_factory=dict)
-    """Counts and entries that the recipe noted for later stages."""
+    """Counts and entries that the recipe recorded for later stages."""
     logs: Sequence[tuple[int, str]] = ()
-    """Level and text of what was logged."""
+    """Level and text of log messages."""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Files that were written into the run's folder, such as tracebacks, by their path there."""
+    """Files written for the run folder, such as tracebacks, by relative path."""
     seconds: float = 0.0
     lost: bool = False
-    """Whether the tasks are left out because every worker that tried them was lost."""
+    """Whether the tasks are skipped because every worker that tried them was lost."""
     rows: Sequence[Row] = ()
     """Rows of an evaluation."""
 
@@ -114,13 +114,13 @@ class LocalRollers:
     looks_ahead = False
 
     def load(self, step: Step) -> None:
-        """The policy is at hand."""
+        """Do nothing: the policy is in this process."""
 
     def begin(self, tasks: Sequence[Any], streams: Streams, step: Step) -> None:
-        """Nothing is sampled beside the update."""
+        """Do nothing: there is no sampling during the update."""
 
     def rollout(self, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
-        """Rows of the tasks, unit by unit where they are cut."""
+        """Rows of the tasks, unit by unit if a unit size is set."""
         if not self._unit or not self._recipe.rolls_apart(step):
             with torch.no_grad(), self._accelerator.autocast():
                 rollouts = self._recipe.rollout(self._recipe.policy, tasks, streams, step)
@@ -131,6 +131,7 @@ class LocalRollers:
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
         """The rows with their rewards."""
         done = self._unit and self._recipe.rolls_apart(step) and self._recipe.scores_apart
+        # `sampled` has scored the units already
         return rollouts if done else self._recipe.score(rollouts, step)
 
     def evaluate(self, split: str, step: Step) -> Evaluation:
@@ -146,20 +147,20 @@ class LocalRollers:
 
 
 def cut(tasks: Sequence[Any], streams: Streams, step: Step, size: int) -> list[Unit]:
-    """Units of some tasks each, in order."""
+    """Split tasks into units of `size`, in order."""
     spans = [range(start, min(start + size, len(tasks))) for start in range(0, len(tasks), size)]
     return [Unit([tasks[number] for number in span], streams.select(span), step) for span in spans]
 
 
 def measured(recipe: Recipe[Any, Any], unit: TrialUnit, accelerator: Accelerator) -> Outcome:
-    """Rows of a unit of an evaluation."""
+    """Run a unit of an evaluation."""
     measure = recipe.measures(recipe.policy, unit.split, unit.step)[unit.measure]
     with torch.no_grad(), accelerator.autocast():
         return Outcome(rows=measure.run(unit.tasks, unit.start))
 
 
 def sampled(recipe: Recipe[Any, Any], unit: Unit, accelerator: Accelerator) -> Outcome:
-    """Rows of a unit, scored if that needs no others."""
+    """Sample a unit, and score it if its score does not depend on other units."""
     try:
         with torch.no_grad(), accelerator.autocast():
             rollouts = recipe.rollout(recipe.policy, unit.tasks, unit.streams, unit.step)
@@ -169,13 +170,14 @@ def sampled(recipe: Recipe[Any, Any], unit: Unit, accelerator: Accelerator) -> O
         left = None if error.rollouts is None else placed(error.rollouts, unit, recipe)
         return Outcome(_scored(recipe, left, unit.step), _without_rows(error))
     except RunError as error:
+        # a reward that failed on every row of the unit; those of other units may be fine, so `joined` decides
         if not isinstance(getattr(error, "rollouts", None), Rollouts):
             raise
         return Outcome(placed(error.rollouts, unit, recipe), _without_rows(error))  # type: ignore[attr-defined]
 
 
 def placed(rollouts: Rollouts, unit: Unit, recipe: Recipe[Any, Any]) -> Rollouts:
-    """Rollouts that hold the place of each group's task in the step."""
+    """Record the position of each group's task in the step."""
     if PLACE in rollouts.extras:
         return rollouts
     if rollouts.num_groups != len(unit.tasks) and not recipe.supervised and recipe.objective_state.blocks:
@@ -191,14 +193,17 @@ def _scored(recipe: Recipe[Any, Any], rollouts: Rollouts | None, step: Step) -> 
 
 
 def _without_rows(error: RunError) -> RunError:
+    # without its rows: an error is pickled on its way back, and they are sent once already
     return NoUsableTasksError(str(error)) if isinstance(error, NoUsableTasksError) else RunError(str(error))
 
 
 def joined(outcomes: Sequence[Outcome]) -> Rollouts:
-    """The rows of all units in order; raises what holds for all of them."""
+    """Join the rows of all units in order; raises an error if all units failed."""
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     rows = [outcome.rollouts for outcome in outcomes if outcome.rollouts is not None]
+    # one unit that worked is enough for the step to go on
     if len(errors) == len(outcomes):
+        # a broken reward says more than tasks that could not be used, after which others would be drawn
         error = next((error for error in errors if not isinstance(error, NoUsableTasksError)), errors[0])
         if rows and not isinstance(error, NoUsableTasksError):
             raise EveryRewardFailedError(str(error).partition(": ")[2], Rollouts.concat(rows))
@@ -208,7 +213,7 @@ def joined(outcomes: Sequence[Outcome]) -> Rollouts:
 
 @dataclass(frozen=True)
 class Hello:
-    """A worker's answer once it can sample."""
+    """Answer of a worker that is ready."""
 
     host: str
     device: str
@@ -216,67 +221,67 @@ class Hello:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A worker's answer if it cannot."""
+    """Answer of a worker that cannot start."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A worker has gone, with what it was doing."""
+    """A worker is gone, and its work with it."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Raised:
-    """A unit has raised an error that no other worker would avoid."""
+    """A unit raised an error that any other worker would raise too."""
 
     error: BaseException
     trace: str
 
 
 class Crew(Protocol):
-    """Workers of an engine, each with a number."""
+    """The numbered workers of an engine."""
 
     def start(self) -> int:
-        """Begin to start a worker, which answers with Hello, Refusal or Lost."""
+        """Start a worker in the background; it answers with Hello, Refusal or Lost."""
         ...
 
     def ask(self, worker: int) -> None:
-        """Ask a worker whether it is still there, which it answers with Hello, or Lost for it."""
+        """Ping a worker; the answer is Hello, or Lost if it is gone."""
         ...
 
     def send(self, worker: int, unit: Unit | TrialUnit) -> None:
-        """Give a worker a unit, which it answers with an Outcome, or which ends in Raised or Lost."""
+        """Send a unit to a worker; the answer is an Outcome, Raised or Lost."""
         ...
 
     def wait(self) -> tuple[int, Hello | Refusal | Outcome | Raised | Lost]:
-        """The next answer, with the number of its worker; a worker that is lost is gone."""
+        """Wait for the next answer and return it with its worker's number; lost workers are removed."""
         ...
 
 
 class Dealer:
-    """Gives units to workers that have answered, in order, and those of lost workers to others.
+    """Hands out units in order to workers that have answered, and units of lost workers to others.
 
     Args:
         crew: the workers.
-        size: wanted number of workers.
-        tries: workers that may be lost over a unit before it is given up.
+        size: number of workers.
+        tries: number of workers that may be lost on a unit before it is given up.
     """
 
     def __init__(self, crew: Crew, size: int, tries: int) -> None:
         self._crew, self._size, self._tries = crew, size, tries
         self._free: deque[int] = deque()
         self._in_vain = 0
-        """Workers that were lost one after the other before they had answered."""
+        """Workers lost in a row without any answer in between."""
         self.again = 0
-        """Units that were given to a worker once more."""
+        """Units that were repeated."""
         for _ in range(size):
             crew.start()
 
     def start(self) -> Hello:
-        """Wait for the first worker; raises UserError where it refuses, RunError where none starts."""
+        """Wait for the first worker; raises UserError if it refuses, RunError if none starts."""
         while True:
             worker, answer = self._crew.wait()
             if isinstance(answer, Hello):
@@ -285,15 +290,18 @@ class Dealer:
             self._replace(answer)
 
     def run(self, units: Sequence[Unit | TrialUnit]) -> Iterator[Outcome]:
-        """The outcome of each unit, in their order, as soon as those before it are there."""
+        """Yield the outcomes in order of the units, each as soon as all earlier ones are complete."""
         waiting, running = deque(range(len(units))), dict[int, int]()
         lost: Counter[int] = Counter()
+        # outcomes that wait for those of earlier units
         done: dict[int, Outcome] = {}
         following = 0
         while True:
             while waiting and self._free:
                 worker = self._free.popleft()
                 running[worker] = waiting.popleft()
+                # an idle worker takes the next unit, whichever it is: streams belong to tasks, so rows do not depend on
+                # it
                 self._crew.send(worker, units[running[worker]])
             while following in done:
                 yield done.pop(following)
@@ -301,6 +309,7 @@ class Dealer:
             if following == len(units):
                 return
             worker, answer = self._crew.wait()
+            # None for a worker that has just started or answered a ping
             number = running.pop(worker, None)
             if isinstance(answer, Hello | Outcome):
                 self._in_vain = 0
@@ -313,20 +322,23 @@ class Dealer:
                     lost[number] += 1
                     if lost[number] < self._tries:
                         self.again += 1
+                        # first in line: later outcomes wait for this one
                         waiting.appendleft(number)
                     else:
                         done[number] = _given_up(units[number], lost[number], answer)
 
     def _replace(self, answer: Refusal | Outcome | Raised | Lost) -> None:
-        """Start another worker for one that was lost; raise anything else."""
+        """Replace a lost worker; raise for any other answer."""
         if isinstance(answer, Refusal):
             raise UserError(answer.reason)
         if isinstance(answer, Raised):
             for line in answer.trace.splitlines():
                 LOGGER.error("  %s", line)
+            # an error in the code or the settings, which every worker would repeat
             raise answer.error
         assert isinstance(answer, Lost)
         self._in_vain += 1
+        # all workers at once may be lost with a machine; more in a row means that none can live
         if self._in_vain >= self._size + self._tries:
             raise RunError(f"{self._in_vain} rollout workers in a row were lost; the last one: {answer.reason}")
         LOGGER.warning("a rollout worker was lost and another one takes its place: %s", answer.reason)

@@ -264,7 +264,7 @@ def finish_run(config: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Pa
 
 
 def read_result(run_dir: Path) -> dict[str, Any]:
-    """Content of a run's result.json; empty where there is none."""
+    """Content of a run's result.json; empty if missing."""
     path = run_dir / "result.json"
     try:
         return read_json_object(path) if path.is_file() else {}

@@ -69,7 +69,7 @@ class RunSaver:
             shutil.rmtree(self.run_dir / "reference", ignore_errors=True)
 
     def scheduled(self, step: int) -> bool:
-        """Whether a checkpoint is due after a step, whatever the time."""
+        """Whether a checkpoint is due after a step, regardless of time."""
         every = self.config.checkpoint.every
         return step >= self.config.trainer.steps or bool(every and step and step % every == 0)
 
@@ -139,7 +139,7 @@ class RunSaver:
         return step
 
     def _newest(self) -> Path | None:
-        """The newest checkpoint, checked; None where there is none. Called in the process that writes them."""
+        """The newest checkpoint, verified, or None; called in the process that writes them."""
         if not self.checkpoints.steps():
             return None
         self.checkpoints.best()  # a damaged best.json is refused before anything is changed

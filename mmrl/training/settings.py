@@ -114,7 +114,7 @@ class TrainerConfig(BaseTrainerConfig):
 
 @dataclass
 class TrustRegionConfig:
-    """Natural-gradient steps in place of AdamW's; a row of a step counts as one action."""
+    """Natural-gradient steps instead of AdamW; a row of a step counts as one action."""
 
     max_kl: float = bounded(0.01, above=0)
     """KL to the policy before the step that the step may have, in nats an action, to second order."""
@@ -186,7 +186,7 @@ class CheckpointConfig:
     every: int = bounded(0, at_least=0)
     """Steps between checkpoints; 0 = only by time and at the end."""
     minutes: float = rare(bounded(15.0, at_least=0))
-    """Minutes since the last checkpoint after which a step ends with one, whatever `every` says; 0 = never by time."""
+    """Minutes since the last checkpoint after which a step ends with one, regardless of `every`; 0 = never."""
     keep: int = bounded(2, at_least=0)
     """Newest checkpoints kept, besides the best one; 0 = all."""
     best_metric: str = rare("")

@@ -1,16 +1,16 @@
-"""FSDP2: the trained weights, their gradients and the optimiser's moments lie in parts on the processes of a run.
+"""FSDP2: trained weights, their gradients and the optimiser state are sharded over the processes of a run.
 
-`fully_shard` cuts the weights, block by block, and gathers them; its hooks on forward and backward are taken off. They
-gather a block whenever it is called, so every process would have to call the same blocks in the same order, while the
-processes of a run sample answers of other lengths, see other numbers of images and leave out other groups. So the
-weights are whole from one optimiser step to the next, and in parts within it:
+`fully_shard` shards the weights, block by block, and gathers them; its forward and backward hooks are removed. They
+gather a block whenever it is called, so all processes would have to call the same blocks in the same order. But the
+processes of a run sample answers of different lengths, see different numbers of images and skip different groups. So
+the weights are whole between optimiser steps, and sharded (in parts) only within them:
 
     whole: sample, score, forward, backward -> gradients: sum, each process keeps its part
     in parts: clip, AdamW                   -> whole
 
-Samplers, shared prompts, LoRA and evaluations work on whole weights, as without FSDP2. What no process has whole is
-the optimiser's moments, the reference policy while nothing is scored with it, and with `gathered=torch.bfloat16` the
-float32 weights: the whole ones are then a bfloat16 copy.
+Samplers, shared prompts, LoRA and evaluations use whole weights, as without FSDP2. Always sharded are the moments of
+the optimiser, the reference policy while nothing is scored with it, and with `gathered=torch.bfloat16` the float32
+weights: the whole ones are then a bfloat16 copy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # they take a second to import, and most runs need none of th
     from torch.distributed.device_mesh import DeviceMesh
 
 ATTRIBUTE = "_weights_in_parts"
-"""Attribute of a divided module that holds its `Shards`."""
+"""Attribute of a sharded module that holds its `Shards`."""
 HOOKS = "torch.distributed.fsdp"
 """Package in which FSDP2 defines its hooks."""
 
@@ -40,16 +40,16 @@ HOOKS = "torch.distributed.fsdp"
 def shard(
     module: nn.Module, accelerator: Accelerator, names: frozenset[str], gathered: torch.dtype | None = None
 ) -> Shards:
-    """Divide weights of a module between the processes; they are in parts afterwards.
+    """Shard weights of a module over the processes; they are in parts afterwards.
 
     Args:
         module: A policy, the same on every process.
         accelerator: The processes.
-        names: Names of the weights to divide. Scalars, and weights of a dtype that few of the others have, stay whole.
-        gathered: Type of the whole weights; None is their own.
+        names: Names of the weights to shard. Scalars, and weights that do not have the most common dtype, stay whole.
+        gathered: Dtype of the gathered weights; None keeps their own.
 
     Raises:
-        UserError: There is one process, or none of the weights can be divided.
+        UserError: There is only one process, or none of the weights can be sharded.
 
     Source: torch.distributed.fsdp.fully_shard (FSDP2).
     """
@@ -63,7 +63,7 @@ def shard(
 
 
 def check_processes(accelerator: Accelerator) -> None:
-    """Refuse to divide weights of a run that is alone."""
+    """Reject sharding in a run of one process."""
     if accelerator.num_processes == 1:
         raise UserError(
             "trainer.sharding is fsdp2, which divides the weights between processes, but this run has one process; "
@@ -72,13 +72,13 @@ def check_processes(accelerator: Accelerator) -> None:
 
 
 def shards_of(module: nn.Module) -> Shards | None:
-    """The parts of a module that was divided; None for others."""
+    """The `Shards` of a sharded module; None for others."""
     return getattr(module, ATTRIBUTE, None)
 
 
 @contextlib.contextmanager
 def whole_weights(module: nn.Module | None) -> Iterator[None]:
-    """Gather a divided module, which is in parts again afterwards; every process calls it. Others stay as they are."""
+    """Gather a sharded module for the duration of the context; all processes must enter it. Others are unchanged."""
     shards = None if module is None else shards_of(module)
     if shards is None or shards.whole:
         yield
@@ -92,7 +92,7 @@ def whole_weights(module: nn.Module | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_parts(module: nn.Module) -> Iterator[None]:
-    """Free the whole weights of a divided module, and gather them again afterwards; the reverse of `whole_weights`."""
+    """Free the whole weights of a sharded module and gather them again afterwards; the reverse of `whole_weights`."""
     shards = shards_of(module)
     if shards is None or not shards.whole:
         yield
@@ -104,7 +104,7 @@ def in_parts(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def saving(module: nn.Module, *, keep: bool) -> Iterator[None]:
-    """Give a module weights in their own precision, to be read; every process calls it, `keep` where one needs them."""
+    """Give a module full-precision weights for reading; all processes must enter it, with `keep` if they need them."""
     shards = shards_of(module)
     with contextlib.nullcontext() if shards is None else shards.exact(keep=keep, write=False):
         yield
@@ -112,14 +112,14 @@ def saving(module: nn.Module, *, keep: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading(module: nn.Module) -> Iterator[None]:
-    """Keep the parts of whole weights that are written into a module meanwhile; every process calls it."""
+    """Copy weights that are written into a module meanwhile back to its parts; all processes must enter it."""
     shards = shards_of(module)
     with contextlib.nullcontext() if shards is None else shards.exact(keep=True, write=True):
         yield
 
 
 def exact_weights(module: nn.Module, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Names and values of weights in their own precision, one after the other; every process takes all of them."""
+    """Yield names and full-precision values of weights one by one; all processes must consume all of them."""
     shards = shards_of(module)
     weights = dict(module.named_parameters())
     for name in names:
@@ -131,14 +131,15 @@ def gather_state(optimizer: Any, keep: bool) -> dict[str, Any]:
     """State of an optimiser with whole moments on the CPU, the same for any number of processes.
 
     Args:
-        optimizer: Its weights may be in parts; every process calls it.
-        keep: Whether this process needs the state, else the moments are left out.
+        optimizer: Its weights may be in parts; all processes must call this.
+        keep: Whether this process needs the state; otherwise the moments are omitted.
     """
     state: dict[str, Any] = optimizer.state_dict()
     if not any(is_part(value) for moments in state["state"].values() for value in moments.values()):
         return state
     found: dict[Any, dict[str, Any]] = {}
     for number, moments in state["state"].items():
+        # every process gathers every moment, since it is a collective call; only `keep` copies them to the CPU
         whole = {name: _full(value) if is_part(value) else value for name, value in moments.items()}
         if keep:
             found[number] = {k: v.cpu() if torch.is_tensor(v) and v.ndim else v for k, v in whole.items()}
@@ -146,7 +147,7 @@ def gather_state(optimizer: Any, keep: bool) -> dict[str, Any]:
 
 
 def scatter_state(optimizer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    """`gather_state` as an optimiser with weights in parts loads it."""
+    """Convert the result of `gather_state` to what an optimiser with weights in parts loads."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     found = {
         number: {name: _like(value, weights[number]) for name, value in moments.items()}
@@ -156,15 +157,16 @@ def scatter_state(optimizer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def clip(parameters: Sequence[nn.Parameter], limit: float, loss: Tensor) -> tuple[float, float]:
-    """Scale the gradients down to a norm over all weights and processes (0 = never).
+    """Clip the gradients to a total norm over all weights and processes (0 = no clipping).
 
-    Returns the norm before, and the loss as a number, for both of which the host waits once. A norm that is not finite
-    leaves them: it would spread over every gradient and hide where it came from.
+    Returns the norm before clipping and the loss as numbers, with one synchronisation for both. If the norm is not
+    finite the gradients are left alone: scaling would spread it to all of them and hide where it came from.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     parts = [local(gradient) for gradient in gradients if is_part(gradient)]
     norm = torch.nn.utils.get_total_norm([gradient for gradient in gradients if not is_part(gradient)])
     if parts:
+        # parts differ between processes and their squares add up; whole gradients are equal on all and count once
         squares = torch.nn.utils.get_total_norm(parts).double() ** 2
         torch.distributed.all_reduce(squares)
         norm = (norm.to(squares) ** 2 + squares).sqrt().float()
@@ -172,22 +174,23 @@ def clip(parameters: Sequence[nn.Parameter], limit: float, loss: Tensor) -> tupl
     if limit and math.isfinite(norm_value):
         torch.nn.utils.clip_grads_with_norm_([p for p in parameters if not is_part(p)], limit, norm)
         if parts:
+            # as clip_grads_with_norm_ does, which does not take DTensors next to tensors
             torch._foreach_mul_(parts, (limit / (norm + 1e-6)).clamp(max=1.0))
     return norm_value, loss_value
 
 
 def is_part(tensor: Any) -> bool:
-    """Whether a tensor is in parts on the processes."""
+    """Whether a tensor is sharded over the processes."""
     return hasattr(tensor, "placements")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor in parts; others as they are."""
+    """The local part of a sharded tensor; other tensors unchanged."""
     return tensor.to_local() if is_part(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
 
 
 class Shards:
-    """The weights of a module that are divided between the processes of a mesh."""
+    """The weights of a module that are sharded over the processes of a mesh."""
 
     def __init__(
         self, module: nn.Module, mesh: DeviceMesh, names: frozenset[str], gathered: torch.dtype | None
@@ -195,9 +198,9 @@ class Shards:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         self.gathered = gathered
-        """Type of the whole weights where it is not their own."""
+        """Dtype of the whole weights if it differs from that of the parts."""
         self.whole = False
-        """Whether the module holds the whole weights now."""
+        """Whether the module currently holds the whole weights."""
         self._module, self._mesh = module, mesh
         chosen = _divisible(module, names)
         if not chosen:
@@ -205,12 +208,15 @@ class Shards:
                 f"trainer.sharding is fsdp2, but {type(module).__name__} has no trained weight that could be divided "
                 "between processes; set trainer.sharding=none"
             )
+        # then the whole weights are no rounded copy, and nothing has to be kept apart
         if gathered in {weight.dtype for weight in chosen.values()}:
             self.gathered = gathered = None
+        # otherwise fully_shard would also take frozen weights and scalars
         ignored = {weight for name, weight in module.named_parameters() if name not in chosen}
         precision = MixedPrecisionPolicy(param_dtype=gathered, cast_forward_inputs=False)
         self._groups: list[Any] = [*_blocks(module), module]
         for part in self._groups:
+            # inner blocks first: the call on the whole module then takes what is left
             fully_shard(part, mesh=mesh, reshard_after_forward=False, mp_policy=precision, ignored_params=ignored)
         self.parts: dict[str, Any] = {name: part for name, part in module.named_parameters() if name in chosen}
         """The weights in parts, by name."""
@@ -221,7 +227,7 @@ class Shards:
         self._fresh = True
 
     def gather(self) -> None:
-        """Make the weights whole; every process calls it."""
+        """Make the weights whole; all processes must call it."""
         for part in self._groups:
             part.unshard()
         self.whole = True
@@ -231,6 +237,7 @@ class Shards:
             if self.gathered is not None:
                 for name, weight in self._whole().items():
                     if weight.requires_grad:  # not in a reference
+                        # bfloat16 gradients of many micro-batches, added in bfloat16, would lose the small ones
                         weight.register_post_accumulate_grad_hook(self._summing(name))
 
     def release(self) -> None:
@@ -240,7 +247,7 @@ class Shards:
         self.whole = False
 
     def sum_gradients(self) -> None:
-        """Sum the gradients over all processes; the weights are in parts afterwards, each with its part of the sum."""
+        """Sum the gradients over all processes; afterwards the weights are in parts, each with its part of the sum."""
         from torch.distributed.tensor import DTensor, Partial
 
         whole = self._whole()
@@ -249,11 +256,14 @@ class Shards:
             weight.grad = None
         self.release()
         used = torch.tensor([int(found[name] is not None) for name in self.parts], device=self._mesh.device_type)
+        # a weight that any process has used is summed on all of them; one used nowhere has no gradient, for AdamW to
+        # skip
         torch.distributed.all_reduce(used, torch.distributed.ReduceOp.MAX)
         for (name, part), anywhere in zip(self.parts.items(), used.tolist(), strict=True):
             if anywhere:
                 own = found.pop(name)
                 own = torch.zeros(part.shape, dtype=part.dtype, device=part.device) if own is None else own
+                # Partial to sharded is a reduce-scatter: each process gets the sum of its part alone
                 summed = DTensor.from_local(own, self._mesh, [Partial()], run_check=False)
                 part.grad = summed.redistribute(placements=part.placements)
 
@@ -271,6 +281,7 @@ class Shards:
             weights = self._whole()
             with torch.no_grad():
                 for name, part in self.parts.items():
+                    # every process has written the same whole weights, and keeps its part
                     part.to_local().copy_(_like(weights[name], part).to_local())
         for (owner, key), weight in places.items():
             owner._parameters[key] = weight
@@ -278,15 +289,16 @@ class Shards:
             self.refresh()
 
     def refresh(self) -> None:
-        """Gather again, after the parts have changed; every process calls it."""
+        """Gather again after the parts have changed; all processes must call it."""
         self.release()
         self.gather()
 
     def _swap(self, weights: Mapping[str, nn.Parameter]) -> dict[tuple[nn.Module, str], nn.Parameter]:
-        """Put others into the places of weights, tied ones into all of theirs; returns what was there."""
+        """Replace weights, tied ones at every place they occur; returns the originals."""
         names: dict[nn.Parameter, str] = {}
         places: dict[tuple[nn.Module, str], nn.Parameter] = {}
         for name, weight in list(self._module.named_parameters(remove_duplicate=False)):
+            # tied weights occur under several names and are one parameter under the first
             first = names.setdefault(weight, name)
             if first in weights:
                 path, _, key = name.rpartition(".")
@@ -300,7 +312,7 @@ class Shards:
         return {name: weight for name, weight in self._module.named_parameters() if name in self.parts}
 
     def _summing(self, name: str) -> Any:
-        """A hook that adds the gradients of micro-batches up in the precision of the part."""
+        """Return a hook that accumulates the gradients of micro-batches in the precision of the part."""
 
         def add(weight: Tensor) -> None:
             assert weight.grad is not None
@@ -311,7 +323,7 @@ class Shards:
 
 
 def _divisible(module: nn.Module, names: frozenset[str]) -> dict[str, nn.Parameter]:
-    """Weights that `fully_shard` takes in one group: no scalar, contiguous, of the dtype that most of them have."""
+    """Weights that `fully_shard` accepts in one group: non-scalar, contiguous, and of the most common dtype."""
     weights = {name: weight for name, weight in module.named_parameters() if name in names}
     weights = {name: weight for name, weight in weights.items() if weight.ndim and weight.is_contiguous()}
     sizes: Counter[torch.dtype] = Counter()
@@ -322,7 +334,7 @@ def _divisible(module: nn.Module, names: frozenset[str]) -> dict[str, nn.Paramet
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:
-    """Entries of the innermost lists of a network, such as its layers, which are gathered one after the other."""
+    """Entries of the innermost module lists of a network, such as its layers; they are gathered one by one."""
     lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
     entries = dict.fromkeys(entry for part in lists for entry in part if not isinstance(entry, nn.ModuleList))
     return [
@@ -335,7 +347,7 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def _without_hooks(module: nn.Module) -> None:
-    """Take FSDP2's hooks off: on calls they gather and free the weights, in `state_dict` they return parts."""
+    """Remove the hooks of FSDP2: on calls they gather and free the weights, in `state_dict` they return parts."""
     for part in module.modules():
         for hooks in (
             part._forward_pre_hooks,
@@ -354,7 +366,7 @@ def _full(part: Any) -> Tensor:
 
 
 def _like(value: Any, weight: Any) -> Any:
-    """A whole tensor in parts as a weight is; other values, and those of whole weights, as they are."""
+    """Shard a whole tensor like `weight`; other values, and those of whole weights, are returned unchanged."""
     if not is_part(weight) or not torch.is_tensor(value) or value.shape != weight.shape:
         return value
     from torch.distributed.tensor import DTensor

@@ -47,31 +47,33 @@ from mmrl.training.update import Updater, has_advantage, needs_reference, unscor
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 ECHO_S = 1.0
-"""Launchers pass a Ctrl-C on that the terminal has sent to the whole group; one so soon is the same one."""
+"""Seconds. Launchers forward a Ctrl-C that the terminal has already sent to the whole process group; a second one
+within this time is the same key press."""
 SHOW_CURSOR = b"\x1b[?25h"
 MAX_DRAWS = 10
-"""Stop after this many consecutive draws without a usable task."""
+"""Maximum number of consecutive draws without a usable task."""
 TaskT = TypeVar("TaskT")
 
 
 class StopSignals:
-    """Turns SIGTERM, SIGHUP and the first Ctrl-C into a request that the loop reads between steps.
+    """Turns SIGTERM, SIGHUP and the first Ctrl-C into a stop request that the loop checks between steps.
 
-    A second Ctrl-C ends the process at once, with exit code 130 and without a traceback; what is on disk stays whole,
-    since every file is written under another name first. In an interactive session it raises KeyboardInterrupt. A
-    signal that the process ignores, such as SIGHUP under nohup, stays ignored. Outside the main thread, where Python
-    handles no signals, nothing is changed.
+    A second Ctrl-C exits immediately with code 130 and no traceback; files on disk stay intact, since every file is
+    written under a temporary name first. In an interactive session it raises KeyboardInterrupt instead. Signals that
+    the process ignores, such as SIGHUP under nohup, stay ignored. Outside the main thread, where Python cannot handle
+    signals, this does nothing.
     """
 
     def __init__(self) -> None:
         self.signum: int | None = None
-        """The first signal; None while there was none."""
+        """The first signal received, or None."""
         self._first_s = 0.0
         self._previous: dict[int, Any] = {}
         self._terminals: list[int] = []
 
     def requested(self, accelerator: Accelerator) -> bool:
-        """Whether any process of the run was asked to stop; every process calls it."""
+        """Whether any process of the run was asked to stop; all processes must call it."""
+        # a vote: a process that stopped alone would leave the others waiting for it in the next collective call
         wanted = not all_ranks(self.signum is None, accelerator)
         if wanted and self.signum is None:
             self.signum = signal.SIGTERM  # another process was asked
@@ -81,6 +83,7 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():
             self._terminals = [handle for handle in (1, 2) if os.isatty(handle)]
             for signum in SIGNALS:
+                # None: a handler that was not installed from Python, and could not be put back
                 if signal.getsignal(signum) not in (signal.SIG_IGN, None):
                     self._previous[signum] = signal.signal(signum, self._handle)
         return self
@@ -100,17 +103,18 @@ class StopSignals:
             self._say(f"mmrl: {name}: stopping when this step is done, with a checkpoint; Ctrl-C stops at once\n")
         elif signum == signal.SIGINT and now - self._first_s > ECHO_S:
             self._end()
+        # also when it is the second signal: the terminal has gone either way
         if signum == signal.SIGHUP:
             self._leave_terminals()
 
     def _say(self, text: str) -> None:
-        """Write without Python's buffers, which the interrupted code may be writing to."""
+        """Write past Python's buffers, which the interrupted code may be using."""
         if os.environ.get("RANK", "0") == "0":
             with contextlib.suppress(OSError):
                 os.write(2, text.encode())
 
     def _leave_terminals(self) -> None:
-        """Handle a closed terminal, to which writes would fail."""
+        """Redirect output after the terminal was closed, since writes to it would fail."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for handle in self._terminals:
             os.dup2(nowhere, handle)
@@ -150,6 +154,7 @@ class Trainer:
             order, state = recipe.objective.order, recipe.objective_state
             self.tasks.choose = lambda count, generator: order(len(recipe.train_tasks), count, state, generator)
         recipe.policy.to(accelerator.device)  # before the reference is copied and the optimiser made
+        # before the reference is copied, too: processes may have drawn new weights (LoRA, heads) differently
         share_weights(recipe.policy, accelerator)
         reference = getattr(config, "reference", ReferenceConfig())  # supervised configurations have none
         needed = needs_reference(recipe)
@@ -183,22 +188,22 @@ class Trainer:
 
     @property
     def policy(self) -> Any:
-        """The policy that is trained."""
+        """The policy being trained."""
         return self.recipe.policy
 
     @property
     def stage(self) -> str:
-        """The stage that the run is in."""
+        """The current stage of the run."""
         return f"{(self.log.watch.inside or ['no stage'])[-1]} of step {self.step + 1}"
 
     @property
     def group_filter(self) -> GroupFilter:
-        """Chooses the groups of a step that are trained on."""
+        """Selects the groups of a step to train on."""
         return KeepAll() if self.recipe.supervised else self.recipe.objective.filter
 
     @property
     def position(self) -> Step:
-        """The step that is next."""
+        """The next step."""
         return Step(self.step, self.config.trainer.steps)
 
     def run(self) -> dict[str, Any]:
@@ -220,15 +225,18 @@ class Trainer:
 
     def train_step(self) -> None:
         """One step of the algorithm: collect rollouts, estimate advantages, update the policy."""
+        # so that the logged peak is that of this step
         restart_peak_memory(self.accelerator.device)
         step = self.position
         with self.log.watch.running(), stopwatch("step"):
             rollouts, metrics = self.collect()
+            # before the update, whose time the workers then use; they sample with the weights of before it
             self._look_ahead()
             rewards, teaches = rollouts.reward, bool(self._kept(rollouts).any())
             if not teaches:
                 rollouts = unscored(rollouts)  # the filter left nothing here: these are logged and teach nothing
             self.heap.trim()
+            # the reference is in parts except while it scores, which saves its memory during sampling
             with self.accelerator.autocast(), self.reference.whole():
                 rollouts = update_constants(self.recipe, self.policy, self.reference, rollouts, step)
             with stopwatch("advantages"):
@@ -239,6 +247,7 @@ class Trainer:
             with stopwatch("update"), self.accelerator.autocast(), self.reference.whole() if exact else nullcontext():
                 metrics |= self.updater.update(rollouts, step)
         if not teaches:
+            # the log shows the rewards of the rows that the update did not use
             rollouts = rollouts.replace(reward=rewards)
         self.step += 1
         self.recipe.on_step_end(step, metrics)
@@ -247,8 +256,9 @@ class Trainer:
         self._log_step(rollouts, metrics, step, teaches=teaches)
 
     def collect(self) -> tuple[Rollouts, dict[str, float]]:
-        """Sample and score the groups of a step; groups without a signal are dropped or resampled by the filter."""
+        """Sample and score the groups of a step; the filter drops or resamples groups without a signal."""
         wanted = self.config.trainer.tasks_per_step
+        # no dropout while sampling: logp_old would otherwise be that of another network
         self.policy.eval()
         self.rollers.load(self.position)
         buffer = DynamicSamplingBuffer(wanted, max_tries=self.group_filter.tries)
@@ -256,10 +266,13 @@ class Trainer:
         done = False
         while not done:
             batch = self._placed(self._sample(attempt=len(sampled)), attempt=len(sampled))
+            # rewards and masks are enough for filter and metrics; images stay with their process
             sampled.append(batch.replace(payload=None).to("cpu"))
             buffer.add(batch, self._kept(sampled[-1]))
+            # counted over all processes: a step has as many groups as with one process, however they are spread
             kept = sum(merge_lists([buffer.counts.kept], self.accelerator))
             done = kept >= wanted or buffer.exhausted
+        # all that was sampled, dropped groups included: metrics must not depend on the filter
         everywhere = merge_lists(sampled, self.accelerator)
         self.log.count(everywhere, min(kept, wanted), sum(merge_lists([self.recipe.extra_samples], self.accelerator)))
         self.recipe.extra_samples = 0
@@ -270,20 +283,26 @@ class Trainer:
         # with nothing kept, the last batch keeps the log going and the processes together
         taken = buffer.take() if buffer.counts.kept else None
         own = [] if taken is None else taken.places or []
+        # the first `wanted` kept groups in the order of drawing, as one process would take them
         last = max(sorted(merge_lists(own, self.accelerator))[:wanted], default=0)
         if taken is not None and own[-1] > last:  # these are more than the step takes
+            # places rise within a process, so own[-1] is its largest
             mine = torch.tensor([place <= last for place in own])
+            # a process without a group left still takes part in the update, with rows that count nothing
             return (taken.select_groups(mine) if bool(mine.any()) else unscored(batch)), metrics
+        # not taken: `train_step` sees that the filter keeps nothing of it and unscores it
         return batch if taken is None else taken, metrics
 
     def _kept(self, rollouts: Rollouts) -> Tensor:
-        """Mask (N,) of the groups that go into the update."""
+        """Mask (N,) of the groups to train on."""
         return self.group_filter.kept(rollouts, self.recipe.compared or ("reward",))
 
     def _placed(self, batch: Rollouts, attempt: int) -> Rollouts:
-        """Rollouts that hold the place of each row's task among all that the step has drawn, and its index."""
+        """Record for each row its task's place among all tasks drawn in the step, and the index of the task."""
+        # tasks.drawn holds the tasks of all processes, and `place` is the index among those
         place = batch.extras[PLACE]
         task = to_device(torch.tensor(self.tasks.drawn), place.device)[place]
+        # later attempts come after all tasks of the earlier ones
         place = place + attempt * self.config.trainer.tasks_per_step
         return batch.replace(extras=batch.extras | {PLACE: place, TASK: task})
 
@@ -296,6 +315,7 @@ class Trainer:
         with self.log.watch.stage("evaluate"), self.accelerator.autocast(), start:
             for index, split in enumerate(self.recipe.eval_tasks):
                 result = self.rollers.evaluate(split, self.position)
+                # an evaluation that fails at the start fails by its settings; later ones are only reported
                 if result.failure and tag == "before":
                     raise RunError(result.failure)
                 self.log.outcomes(self.step, split, result.outcomes)
@@ -306,11 +326,11 @@ class Trainer:
         self.counts.share()
 
     def save(self) -> None:
-        """Write a checkpoint; a full disk is reported; training continues and keeps the older ones."""
+        """Write a checkpoint. A full disk is reported, and training continues with the older checkpoints."""
         self.saver.save(self.step)
 
     def resume(self, *, from_last_good: bool = False) -> None:
-        """Continue from the newest checkpoint, bit for bit as if the run had never stopped."""
+        """Continue from the newest checkpoint, bit for bit like an uninterrupted run."""
         step = self.saver.resume(from_last_good=from_last_good)
         self.resumed = step is not None
         self.counts.begin()
@@ -319,6 +339,7 @@ class Trainer:
     def _sample(self, attempt: int) -> Rollouts:
         for draws_left in reversed(range(MAX_DRAWS)):
             rollouts, failure = self._draw(attempt, draws_left)
+            # all draw again if one has nothing, so that attempts and streams stay the same on every process
             if all_ranks(rollouts is not None, self.accelerator):
                 break
             if not draws_left:
@@ -328,6 +349,7 @@ class Trainer:
             return score_everywhere(lambda: self.rollers.score(rollouts, self.position), failure)
 
     def _draw(self, attempt: int, draw: int) -> tuple[Rollouts | None, RunError | None]:
+        # every process draws all tasks and takes its share, so the stream does not depend on their number
         tasks = shard(self.tasks.next(self.config.trainer.tasks_per_step), self.accelerator)
         streams = self._streams(self.step, attempt, draw)
         with stopwatch("batch" if self.recipe.supervised else "rollout"):
@@ -341,18 +363,20 @@ class Trainer:
     def _streams(self, step: int, attempt: int, draw: int) -> Streams:
         """Random streams of this process's tasks; `draw` counts down."""
         places = shard(range(self.config.trainer.tasks_per_step), self.accelerator)
+        # counts up over the attempts and draws of a step
         number = attempt * MAX_DRAWS + MAX_DRAWS - 1 - draw
         return Streams(stream_seed(self.config.seed, "rollout", step, attempt, draw), places, number)
 
     def _look_ahead(self) -> None:
-        """Begin the next step's tasks before the update, unless an evaluation or a checkpoint comes between."""
+        """Start sampling the next step before the update, unless an evaluation or a checkpoint comes in between."""
         following, trainer = self.step + 1, self.config.trainer
+        # a resumed run samples the step after a checkpoint with the new weights, so an uninterrupted run has to as well
         if self.rollers.looks_ahead and not self.saver.scheduled(following) and not self._evaluates_after(following):
             tasks = shard(self.tasks.upcoming(trainer.tasks_per_step), self.accelerator)
             self.rollers.begin(tasks, self._streams(following, 0, MAX_DRAWS - 1), Step(following, trainer.steps))
 
     def _evaluates_after(self, step: int) -> bool:
-        """Whether an evaluation follows a step before the last one."""
+        """Whether an evaluation follows this step; the one after the last step is not counted."""
         every = self.config.evaluation.every
         return bool(every) and step % every == 0 and step < self.config.trainer.steps
 
@@ -360,6 +384,7 @@ class Trainer:
         self.counts.share()
         metrics |= collect_metrics(self.recipe, rollouts, step, teaches=teaches) | self.rollers.metrics()
         self.counts.begin()
+        # from the copy on the host, which costs no synchronisation
         tokens = sum(merge_lists([float(rollouts.host.mask.sum())], self.accelerator))
         self.log.step(self.step, metrics, tokens)
         every = self.config.evaluation.every or self.config.trainer.steps
@@ -368,7 +393,7 @@ class Trainer:
             self.log.samples(self.step, "train", self.recipe.records(rollouts, self.config.evaluation.records))
 
     def _evaluate_and_save(self) -> None:
-        """Evaluate and save where the schedule asks for it."""
+        """Evaluate and save if they are due."""
         last = self.step >= self.config.trainer.steps
         evaluation = self.config.evaluation
         self.saver.evaluation_pending = False
@@ -385,6 +410,7 @@ class Trainer:
         if self.stop is None or not self.stop.requested(self.accelerator):
             return
         assert self.stop.signum is not None
+        # a resume then makes up for the evaluation that this stop skips
         self.saver.evaluation_pending = not evaluated
         if save:
             self.saver.save_before_stop(self.step)
@@ -413,9 +439,9 @@ class Trainer:
 
 
 class TaskStream(Generic[TaskT]):
-    """Visits every task once an epoch, in an order that follows from (seed, epoch) alone, or as an objective chooses.
+    """Visits every task once per epoch, in an order that depends only on (seed, epoch), or as an objective chooses.
 
-    Tasks that were asked for ahead of time stay the next ones, whatever an objective learns meanwhile.
+    Tasks that were requested ahead of time stay the next ones, even if the objective would choose others by then.
     """
 
     def __init__(
@@ -434,11 +460,11 @@ class TaskStream(Generic[TaskT]):
         self._fingerprint = fingerprint
         self.position = 0
         self.drawn: list[int] = []
-        """Indices of the latest tasks."""
+        """Indices of the tasks drawn last."""
         self._ahead: list[int] | None = None
         self._order: tuple[int, list[int]] | None = None
         self.choose: Callable[[int, torch.Generator], Tensor | None] = lambda count, generator: None
-        """Draws the indices of the next tasks; None for the order of the epoch."""
+        """Chooses the indices of the next tasks; returns None to follow the epoch order."""
 
     @property
     def epoch(self) -> float:
@@ -446,7 +472,7 @@ class TaskStream(Generic[TaskT]):
         return self.position / len(self.tasks)
 
     def next(self, count: int) -> list[TaskT]:
-        """Return the next `count` tasks; epochs follow each other without a gap."""
+        """Return the next `count` tasks; one epoch follows another without a gap."""
         drawn = self.upcoming(count)
         assert self._ahead is not None
         self.drawn, self._ahead = self._ahead, None
@@ -454,8 +480,9 @@ class TaskStream(Generic[TaskT]):
         return drawn
 
     def upcoming(self, count: int) -> list[TaskT]:
-        """The next `count` tasks, which stay the next ones."""
+        """Return the next `count` tasks without consuming them."""
         if self._ahead is None:
+            # keyed by the position alone, so a resumed run chooses the same tasks
             chosen = self.choose(count, make_generator(self.seed, "task-choice", self.position))
             places = range(self.position, self.position + count)
             self._ahead = [self._at(place) for place in places] if chosen is None else chosen.tolist()
@@ -463,12 +490,13 @@ class TaskStream(Generic[TaskT]):
 
     @cached_property
     def contents(self) -> str | None:
-        """Digest of the tasks' contents; None where nobody gave one."""
+        """Digest of the tasks' contents, or None if no fingerprint function was given."""
         return None if self._fingerprint is None else self._fingerprint()
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the endless order, and a digest of the tasks."""
+        """Position in the stream, and a digest of the tasks."""
         found = {"position": self.position, "size": len(self.tasks), "contents": self.contents}
+        # saved, since an objective might choose others by now
         return found if self._ahead is None else found | {"ahead": self._ahead}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -489,10 +517,11 @@ class TaskStream(Generic[TaskT]):
         self._ahead = state.get("ahead")
 
     def _at(self, position: int) -> int:
-        """Index of the task at a place of the endless order."""
+        """Index of the task at a position of the stream."""
         epoch, index = divmod(position, len(self.tasks))
         if not self.shuffle:
             return index
+        # cached: one permutation an epoch, not one a task
         if self._order is None or self._order[0] != epoch:
             generator = make_generator(self.seed, "task-order", epoch)
             self._order = (epoch, torch.randperm(len(self.tasks), generator=generator).tolist())

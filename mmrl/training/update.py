@@ -1,4 +1,4 @@
-"""An update of the policy: its constants (old and reference log-probabilities), and its optimiser steps."""
+"""The policy update: its constants (old and reference log-probabilities) and its optimiser steps."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ from mmrl.training.sharding import clip, gather_state, is_part, local, scatter_s
 
 LOGGER = logging.getLogger("mmrl")
 BOOTSTRAP = "bootstrap_mask"
-"""Extra (B, T), 1 at the decision whose value bootstraps an episode that a time limit ended."""
+"""Key of `Rollouts.extras` (B, T): 1 at the decision whose value bootstraps an episode cut off by a time limit."""
 
 
 def update_constants(
     recipe: Recipe[Any, Any], policy: nn.Module, reference: Reference, rollouts: Rollouts, step: Step
 ) -> Rollouts:
-    """Add the constants of an update: old log-probabilities, values, reference log-probabilities, those of the terms.
+    """Add the constants of an update: old log-probabilities, values, reference log-probabilities, those of terms.
 
-    The old policy is the one that the update starts from. Where a step takes a single optimiser step, the policy of
-    the loss *is* the old one, so `old_in_update` takes its own log-probabilities: the ratio is exactly 1 and a forward
-    pass is saved. Several optimiser steps need a pass before the first of them, unless the sampler's own
-    log-probabilities are used (`trainer.old_logp: sampler`).
+    The old policy is the policy before the update. If a step has a single optimiser step, the policy in the loss *is*
+    the old policy, so `old_in_update` uses its log-probabilities: the ratio is exactly 1 and a forward pass is saved.
+    Several optimiser steps need a pass before the first of them, unless the log-probabilities of the sampler are used
+    (`trainer.old_logp: sampler`).
 
     Gradient: none flows; everything here is a constant of the update.
     """
@@ -74,19 +74,21 @@ def update_constants(
     provided = frozenset().union(*(term.provides(step) for term in recipe.terms))
     if not recipe.supervised:
         if recipe.keeps_logp_rollout:
+            # before the old pass replaces logp_old by the trainer's own scores
             rollouts = rollouts.replace(logp_rollout=rollouts.logp_old)
         rollouts = _old_pass(recipe, passes, rollouts, provided)
     if scores_reference(recipe) and "logp_ref" not in provided:
         with stopwatch("ref_logp"):
             scores = reference.score(lambda module: recipe.scores_in_chunks(module, rollouts, frozenset({"logp"})))
         rollouts = rollouts.replace(logp_ref=scores.logp)
+    # last: terms may read old and reference log-probabilities
     for term in recipe.terms:
         rollouts = term.prepare(passes, rollouts, step)
     return rollouts
 
 
 def scores_reference(recipe: Recipe[Any, Any]) -> bool:
-    """Whether the loss compares with log-probabilities of the reference; an exact divergence is scored in the loss."""
+    """Whether the loss needs reference log-probabilities; an exact divergence is computed in the loss instead."""
     objective = recipe.objective
     return objective is not None and objective.needs_reference and "logp_ref" in objective.needs
 
@@ -111,6 +113,7 @@ def _old_pass(recipe: Recipe[Any, Any], passes: Passes, rollouts: Rollouts, prov
     mask, seen = rollouts.mask, rollouts
     if bootstraps:
         bootstrap = rollouts.extras[BOOTSTRAP] * rollouts.scored[:, None]
+        # policies score decisions under the mask only, so the last state is put under it for this one pass
         seen = rollouts.replace(mask=mask + bootstrap)
     with stopwatch("old_logp"):
         scores = passes.scores(seen, outputs)
@@ -122,9 +125,11 @@ def _old_pass(recipe: Recipe[Any, Any], passes: Passes, rollouts: Rollouts, prov
     if not bootstraps:
         return found
     assert scores.values is not None
+    # a truncated row without a last state to evaluate has an unknown value, not 0
     unknown = (rollouts.extras["truncated"] > 0) & (bootstrap.sum(1) == 0)
     value = (scores.values * bootstrap).sum(1).masked_fill(unknown, math.nan)
     return found.replace(
+        # the bootstrap decision is no decision of the policy: its score is removed again
         values=scores.values * mask,
         logp_old=torch.where(mask > 0, found.logp_old, 0.0),
         extras=found.extras | {"bootstrap_value": value},
@@ -136,7 +141,7 @@ def _bootstraps(advantage: object) -> bool:
 
 
 def describe_nonfinite(minibatch: Rollouts, loss: Tensor | None, policy: nn.Module) -> str | None:
-    """Name the numbers that are not finite, the earliest cause first."""
+    """Describe the first non-finite number, checking causes before effects; None if all are finite."""
     names = ("advantage", "logp_old", "logp_rollout", "logp_ref", "values", "returns")
     fields = {name: getattr(minibatch, name) for name in names}
     fields |= {f"extras[{name!r}]": value for name, value in minibatch.extras.items()}
@@ -145,6 +150,7 @@ def describe_nonfinite(minibatch: Rollouts, loss: Tensor | None, policy: nn.Modu
         for name, value in fields.items()
         if value is not None
     ]
+    # inputs, then weights, then the loss, then gradients: a NaN spreads in this direction
     checks += [(f"weight {name}", parameter.detach()) for name, parameter in policy.named_parameters()]
     if loss is not None:
         checks.append(("loss", loss.detach().reshape(1)))
@@ -158,7 +164,7 @@ def describe_nonfinite(minibatch: Rollouts, loss: Tensor | None, policy: nn.Modu
 
 
 def save_failure(folder: Path, step: int, rank: int, minibatch: Rollouts, cause: str, extra: dict[str, Any]) -> Path:
-    """Write the rows of a process's failed optimiser step for inspection."""
+    """Save the rows of a failed optimiser step of one process for inspection."""
     folder.mkdir(parents=True, exist_ok=True)
     ending = f"-rank-{rank}.pt" if rank else ".pt"
     path = folder / f"step-{step:06d}-{len(list(folder.glob('*.pt')))}{ending}"
@@ -197,6 +203,7 @@ class Updater:
         self.scale = LossScale(enabled=self.config.mixed_precision == "fp16")
         # for evaluation, since the loop adds up the gradients of the processes itself: no data-parallel wrapper
         self.policy = accelerator.prepare_model(recipe.policy, evaluation_mode=True)
+        # before the optimiser is made, which then holds moments for parts only
         divide(recipe, accelerator, reference)
         optimizer = make_optimizer(recipe.policy, self.config, recipe.trust_region)
         check_precision(optimizer)
@@ -204,6 +211,7 @@ class Updater:
         self._trained = [parameter for parameter in recipe.policy.parameters() if parameter.requires_grad]
         actor = actor_weights(recipe.policy)
         self._learning = self._trained if recipe.critic_only else actor
+        # a sum of bits, not a copy of the weights
         self._at_start = _digest(self._learning)
         self.shards = shards_of(recipe.policy)
         if self.shards is not None:
@@ -217,6 +225,7 @@ class Updater:
         """Take all optimiser steps of one rollout step."""
         self.policy.train()
         taken: list[dict[str, float]] = []
+        # per rollout step: its old policy is the one that this update starts from
         self._moves = False
         for epoch in range(self.config.epochs):
             for minibatch in self._minibatches(rollouts, step, epoch):
@@ -229,14 +238,14 @@ class Updater:
 
     @property
     def moved(self) -> bool:
-        """Whether a weight of the policy, its critic aside, differs from the start of the run; every process asks.
+        """Whether any policy weight differs from the start of the run; all processes must call it.
 
-        Of a recipe that trains the critic alone, a weight of the critic.
+        The critic does not count, unless the recipe trains only the critic.
         """
         return not all_ranks(_digest(self._learning) == self._at_start, self.accelerator)
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimiser moments and counters, whole in the first process; every process calls it."""
+        """Optimiser state and counters, complete in the first process; all processes must call it."""
         return {
             "optimizer": gather_state(self.optimizer, keep=self.accelerator.is_main_process),
             "optimiser_step": self.optimiser_step,
@@ -254,13 +263,15 @@ class Updater:
         self.scale.load_state_dict(state.get("loss_scale", {}))
 
     def _minibatches(self, rollouts: Rollouts, step: Step, epoch: int) -> list[Rollouts | None]:
-        """Whole groups for each optimiser step, those that one process would take; None where none is of this one."""
+        """Whole groups for each optimiser step, split as one process would; None if this process has none."""
         number = self.config.minibatches_per_step
         if number == 1:
             return [rollouts]
+        # keyed by step and epoch, not by process: all processes cut the same shuffled order
         generator = make_generator(self.recipe.config.seed, "minibatch", step.number, epoch)
         teaches = bool(rollouts.scored.any())  # what a filter left nothing of is only logged
         nowhere = all_ranks(not teaches, self.accelerator)
+        # rows that are only logged take no place in a minibatch, unless that is all there is anywhere
         groups = rollouts.num_groups if teaches or nowhere else 0
         places = None if rollouts.places is None else rollouts.places[:groups]
         parts = deal([1] * groups, number, generator, self.accelerator, places)
@@ -269,11 +280,12 @@ class Updater:
     def _optimiser_step(self, minibatch: Rollouts | None, step: Step) -> dict[str, Metric] | None:
         """Take one optimiser step, unless there is nothing to learn; None if it was skipped.
 
-        The denominators are counted over the whole minibatch and all processes before any group is left out and before
-        it is cut into micro-batches. Neither changes the step: the shares of the micro-batches add up to the same loss.
+        Denominators are counted over the whole minibatch and all processes, before groups are skipped and before it is
+        split into micro-batches. So neither changes the result: the micro-batches add up to the same loss.
         """
         counts = [] if minibatch is None else [count_denominators(self.recipe, minibatch)]
         denominators = Denominators.total(merge_lists(counts, self.accelerator))
+        # AdamW would move the weights by momentum alone
         if denominators.tokens == 0 or self._waits(minibatch):
             self.waited += 1
             return {"update/zero_advantage_groups": Metric(1.0)}
@@ -281,6 +293,7 @@ class Updater:
         loss, metrics = self._accumulate(minibatch, denominators, step)
         taken = self._apply(minibatch, loss, step)
         if self.shards is not None:
+            # also after a skipped step: sampling needs whole weights
             self.shards.gather()
         if taken is None:
             return None
@@ -288,13 +301,17 @@ class Updater:
         return metrics | {"optim/grad_norm": Metric.summed(taken)}
 
     def _apply(self, minibatch: Rollouts | None, loss: Tensor, step: Step) -> float | None:
-        """Take an optimiser step with the gradients that are there; returns their norm, None if it was skipped."""
+        """Take an optimiser step with the accumulated gradients; returns their norm, or None if it was skipped."""
         with stopwatch("optimizer"):
+            # before the norm is taken, which max_grad_norm and the log mean without the scale of fp16
             self.scale.unscale(self._trained)
             self._complete_gradients()
+            # after summing over processes, so all of them clip by the same norm
             used = [p for p in self.policy.parameters() if p.grad is not None]
             norm, loss_value = clip(used, self.config.max_grad_norm, loss)
+        # one process cannot skip alone: its weights would differ from then on
         if not all_ranks(math.isfinite(loss_value) and math.isfinite(norm), self.accelerator):
+            # a finite loss with an infinite gradient: the scale was too large, which is no fault of the batch
             if self.scale.can_shrink and all_ranks(math.isfinite(loss_value), self.accelerator):
                 self._on_overflow(step.number)
             else:
@@ -302,18 +319,21 @@ class Updater:
             return None
         self.scale.keep()
         with stopwatch("optimizer"):
+            # replaces the gradients by the natural step that the optimiser then takes
             to_natural_steps(self.recipe, self.policy, minibatch, self._trained, self.accelerator)
             self.optimizer.step()
             torch.clear_autocast_cache()  # it holds copies of the weights, and does not see that they have changed
             self.optimizer.zero_grad()
+            # an EMA reference moves once an optimiser step, after the weights
             self.reference.update()
         self.optimiser_step += 1
         self._moves = True
         return norm
 
     def _waits(self, minibatch: Rollouts | None) -> bool:
-        """Whether no step is taken: none of the groups, in any process, has a gradient."""
+        """Whether to take no step because no group, in any process, has a gradient."""
         find: Callable[[Rollouts], Tensor]
+        # a term with a tiny gradient without advantages, which AdamW would scale to a whole step
         if any(term.gradient == "with_signal" for term in self.recipe.terms):
             find = groups_with_advantage
         elif not self.recipe.supervised and self.config.skip_steps_without_gradient:
@@ -323,10 +343,11 @@ class Updater:
         return all_ranks(minibatch is None or not bool(find(minibatch).any()), self.accelerator)
 
     def _live(self, minibatch: Rollouts | None) -> Rollouts | None:
-        """Groups that the forward pass is needed of, of all processes one at least: weights in use get a gradient."""
+        """Groups that need a forward pass, at least one over all processes, so that weights in use get a gradient."""
         if self.recipe.supervised or not self.config.skip_zero_advantage_groups:
             return minibatch
         live = torch.zeros(0) if minibatch is None else groups_with_gradient(self.recipe, minibatch)
+        # asked before the early returns below: every process must take part in the vote
         if all_ranks(not bool(live.any()), self.accelerator):
             live = self._longest(minibatch)
         if minibatch is None or bool(live.all()):
@@ -334,20 +355,22 @@ class Updater:
         return minibatch.select_groups(live) if bool(live.any()) else None
 
     def _longest(self, minibatch: Rollouts | None) -> Tensor:
-        """Mask (N,) of the group with the most trained decisions, the first of those of all processes."""
+        """Mask (N,) of the group with the most trained decisions over all processes; the first one in case of ties."""
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         found: list[tuple[float, int]] = []
         if minibatch is not None:
             trained = group_sum(minibatch.loss_mask.sum(1), minibatch.group, minibatch.num_groups).tolist()
+            # without recorded places, those of `shard`: ties are broken alike for any number of processes
             places = minibatch.places or range(rank, rank + world * len(trained), world)
             found = [(-number, place) for number, place in zip(trained, places, strict=True)]
+        # most decisions first (hence the minus), then the earliest place
         first = min(merge_lists(found, self.accelerator))
         return torch.tensor([each == first for each in found])
 
     def _settled(self, live: Rollouts | None) -> Rollouts | None:
-        """Rows with what the clip rule must know of the whole optimiser step; every process calls it.
+        """Add what the clip rule needs to know about the whole optimiser step; all processes must call it.
 
-        Before the policy has moved, the ratios that such a rule reads are 1, and a pass is saved.
+        Before the policy has moved all ratios are 1, which saves a pass.
         """
         recipe, parts = self.recipe, []
         if recipe.objective is None or not recipe.objective.surveys:
@@ -357,13 +380,15 @@ class Updater:
                 with stopwatch("forward"):
                     logp = recipe.scores_in_chunks(self.policy, live, frozenset({"logp"})).logp
                 parts = [recipe.objective.survey(PolicyOutputs(logp), old_in_update(recipe, live, logp)).cpu()]
+            # outside the branch above: a process without rows takes part with an empty list
             parts = merge_lists(parts, self.accelerator)
         return None if live is None else recipe.objective.settled(parts, live)
 
     def _accumulate(
         self, minibatch: Rollouts | None, denominators: Denominators, step: Step
     ) -> tuple[Tensor, dict[str, Metric]]:
-        """Add up the gradients of all micro-batches of all processes; returns this process's loss and metrics."""
+        """Sum the gradients of all micro-batches and processes; returns the loss and metrics of this process."""
+        # a process without rows contributes 0
         losses = [torch.zeros((), device=self.accelerator.device)]
         parts: list[dict[str, Metric]] = []
         live = self._settled(self._live(minibatch))
@@ -371,6 +396,7 @@ class Updater:
             groups, used = minibatch.num_groups, 0 if live is None else live.num_groups
             parts = [{"update/zero_advantage_groups": Metric(groups - used, groups)}]
         if live is not None:
+            # 0 means one chunk
             most = self.config.micro_batch or live.num_rows
             chunks = list(self.recipe.micro_batches(live, most, whole_groups=compares_rows(self.recipe)))
             with shared_prefix(self.recipe.policy, chunks) as shared:
@@ -379,32 +405,35 @@ class Updater:
                         output = self.recipe.loss(self.policy, chunk, denominators, step)
                     with stopwatch("backward"):
                         self.accelerator.backward(self.scale.scaled(output.loss))
+                    # detached, so that the graph of each chunk is freed after its backward pass
                     losses.append(output.loss.detach())
                     parts.append(output.metrics)
                 with stopwatch("backward"):
+                    # the prompt's graph waits for the gradients that all chunks send into it, and runs once
                     shared.backward()
         with stopwatch("backward"):
             if self.shards is not None:
+                # sums, not means: each loss is divided by the counts of all processes already
                 self.shards.sum_gradients()
             sum_gradients([weight for weight in self._trained if not is_part(weight)], self.accelerator)
         return torch.stack(losses).sum(), merge_metrics(parts)
 
     def _complete_gradients(self) -> None:
-        """Give weights that have been trained before a gradient of 0 where this minibatch does not use them.
+        """Set a zero gradient on weights that were trained before but are not used by this minibatch.
 
-        AdamW would leave them out, but a skipped group might have used them: their momentum decays either way.
+        AdamW would skip them, but a skipped group might have used them. This way their momentum decays in both cases.
         """
         for parameter in self._trained:
             if parameter.grad is None and parameter in self.optimizer.state:
                 parameter.grad = torch.zeros_like(parameter)
 
     def _on_overflow(self, step: int) -> None:
-        """Leave out the step of a gradient that the scaling of the loss may have made infinite, on every process."""
+        """Skip the step on every process because loss scaling may have made the gradient infinite."""
         self.optimizer.zero_grad()
         before = self.scale.value
         self.scale.shrink()
         LOGGER.warning(
-            "step %d: a gradient overflows in fp16; optimiser step skipped, loss scale %g in place of %g",
+            "step %d: a gradient overflows in fp16; optimiser step skipped, loss scale %g instead of %g",
             step,
             self.scale.value,
             before,
@@ -441,7 +470,7 @@ class Updater:
 
 
 def unscored(rollouts: Rollouts) -> Rollouts:
-    """Rollouts without their rewards, which have no gradient and do not count."""
+    """Return rollouts without rewards, so that they have no gradient and count in no denominator."""
     return rollouts.replace(reward=torch.full_like(rollouts.reward, math.nan))
 
 
@@ -453,10 +482,10 @@ def count_denominators(recipe: Recipe[Any, Any], minibatch: Rollouts) -> Denomin
 
 
 def groups_with_gradient(recipe: Recipe[Any, Any], minibatch: Rollouts) -> Tensor:
-    """Mask on the host of the groups (N,) that can have a gradient; the update may leave out the others.
+    """CPU mask (N,) of the groups that can have a gradient; the update may skip the others.
 
-    All of them where the loss has a part that does not vanish with the advantages: a KL, entropy or value term, a term
-    of the method, or a loss of its own.
+    True for all groups if a part of the loss does not vanish with the advantages: a KL, entropy or value term, a term
+    of the method, or a loss that replaces the objective's.
     """
     always = any(term.gradient != "never" for term in recipe.terms)
     if recipe.supervised or recipe.own_loss or always or recipe.objective.regularised:
@@ -465,7 +494,7 @@ def groups_with_gradient(recipe: Recipe[Any, Any], minibatch: Rollouts) -> Tenso
 
 
 def groups_with_advantage(minibatch: Rollouts) -> Tensor:
-    """Mask on the host of the groups (N,) with an advantage other than 0; all of them before there are advantages."""
+    """CPU mask (N,) of the groups with a non-zero advantage; true for all before advantages are computed."""
     if minibatch.advantage is None:
         return torch.ones(minibatch.num_groups, dtype=torch.bool)
     moved = ((minibatch.advantage != 0) & (minibatch.loss_mask > 0)).any(1)
@@ -473,24 +502,24 @@ def groups_with_advantage(minibatch: Rollouts) -> Tensor:
 
 
 def has_advantage(rollouts: Rollouts) -> bool:
-    """Whether any trained decision has an advantage other than 0."""
+    """Whether any trained decision has a non-zero advantage."""
     return rollouts.advantage is not None and bool(groups_with_advantage(rollouts).any())
 
 
 def compares_rows(recipe: Recipe[Any, Any]) -> bool:
-    """Whether the loss of a row depends on the others of its group, which then stay in one micro-batch."""
+    """Whether the loss of a row depends on the rest of its group, which must then stay in one micro-batch."""
     return recipe.objective is not None and recipe.objective.compares_rows
 
 
 def _clipped_at_start(taken: list[dict[str, float]], rollouts: Rollouts) -> dict[str, float]:
-    """Share of decisions that are clipped although the policy has not moved yet; nothing where there are none."""
+    """Fraction of decisions clipped before the policy has moved; empty if there are none."""
     first = next((metrics for metrics in taken if "policy/ratio_mean" in metrics), {})
     share = sum(first.get(f"policy/clip_fraction_{side}", 0.0) for side in ("low", "high"))
     return {"policy/clipped_at_start": share} if share and KEEPS_OLD not in rollouts.extras else {}
 
 
 def _over_steps(taken: list[dict[str, float]]) -> dict[str, float]:
-    """Mean over optimiser steps; the maximum for names that end in max."""
+    """Mean over optimiser steps; maximum for names that end in "_max"."""
     names = dict.fromkeys(name for metrics in taken for name in metrics)
     columns = {name: [metrics[name] for metrics in taken if name in metrics] for name in names}
     return {n: max(values) if n.endswith("_max") else sum(values) / len(values) for n, values in columns.items()}

@@ -18,7 +18,7 @@ ROUNDS = 20
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of whatever its descendants leave behind, so that `descendants` finds that too."""
+    """Make this process adopt orphans of its descendants, so that `descendants` finds them too."""
     try:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     except (AttributeError, OSError):  # not Linux

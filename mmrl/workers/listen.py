@@ -3,7 +3,7 @@
     python listen.py path/to/service.py:make HOST:PORT '{"option": 1}'
 
 One client at a time; the next one is served when it has left. Where MMRL_SERVICE_TOKEN is set, a client sends the same
-token before anything else. This file runs in whatever Python the service needs, as `serve.py` does.
+token before anything else. This file runs in the Python of the service, as `serve.py` does.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Connection:
         self._peer, self._stream = peer, peer.makefile("rb")
 
     def receive(self) -> wire.Message | None:
-        """The next request; None where the client has left."""
+        """The next request; None if the client has left."""
         try:
             return wire.read(self._stream)
         except (OSError, wire.WireError):

@@ -124,7 +124,7 @@ def _load_file(place: str, what: str) -> ModuleType:
         folder = file.parent
         found = sorted(entry.name for entry in folder.glob("*.py")) if folder.is_dir() else []
         raise LoadError(f"{what}: no such file {file}; Python files there: {', '.join(found) or 'none'}")
-    # A name of its own, so that two files called rewards.py do not hide each other or an installed module.
+    # A unique name, so that two files called rewards.py do not hide each other or an installed module.
     name = f"mmrl_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]

@@ -10,7 +10,7 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 
 def machine_bytes() -> int | None:
-    """Return bytes of memory that all processes here may hold together; None where it cannot be found out."""
+    """Return the memory in bytes available to all processes here together; None if unknown."""
     found = []
     try:
         found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

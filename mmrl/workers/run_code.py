@@ -3,7 +3,7 @@ r"""Runs a program that a model wrote in a strict sandbox and returns its output
     result = run_code("print(sum(range(10)))", timeout_s=5)
     result.stdout == "45\n" and result.exit_code == 0
 
-Each program has a process and a folder of its own, see `mmrl.workers.sandbox`. It gets its input as text and files and
+Each program has its own process and folder, see `mmrl.workers.sandbox`. It gets its input as text and files and
 answers with text: it never shares a process with the reward or the environment that judges it.
 """
 

@@ -151,7 +151,7 @@ def require_strict() -> None:
 
 
 def why_not() -> str | None:
-    """Run a program that does nothing; return why it did not run, None where it did."""
+    """Run a program that does nothing; return why it did not run, or None if it did."""
     if shutil.which("bwrap") is None:
         return "bubblewrap is not installed"
     command = [*strict_command(Limits(), ()), sys.executable, "-I", "-S", "-c", "print('ready')"]

@@ -195,7 +195,7 @@ def test_an_evaluation_counts_the_trials_that_no_worker_ends(monkeypatch, tmp_pa
     found = ray_rollers(ToyRecipe(config()), Counter({4: 9}), monkeypatch).evaluate("all", STEP)
     assert found.metrics["lost"] == 2
     assert found.metrics["n"] == 4
-    with pytest.raises(RunError, match="no rollout worker has brought a trial of all to an end"):
+    with pytest.raises(RunError, match="no rollout worker has completed a trial of all"):
         ray_rollers(ToyRecipe(config()), Counter(dict.fromkeys(range(6), 9)), monkeypatch).evaluate("all", STEP)
 
 

@@ -186,7 +186,7 @@ def group_outcome_std(
     With partial rewards for failures, the standard deviation of all rewards shrinks the weight of a rare success, and
     where all fail it enlarges the smallest differences to full size. Here a success has the advantage that it has with
     success alone (3.75 for one of 16), and partial rewards only shift weight between failures. In a group of n rows of
-    one outcome the floor stands in, the deviation of n - 1 failures and one success: 1 / sqrt(n) with ddof 1.
+    one outcome the floor is used, the deviation of n - 1 failures and one success: 1 / sqrt(n) with ddof 1.
 
     Args:
         reward: (B,) float.

@@ -1,4 +1,4 @@
-"""Importance ratios between the new and the old policy, and the clip rules of the policy loss.
+"""Importance ratios between new and old policy, and the clipping rules of the policy loss.
 
 Below, d = logp - logp_old, limited to +-20. "sequence" and "sequence_full" have equal values, and equal gradients when
 the advantage is constant in a row and rows are averaged; only "sequence" stays meaningful with advantages that differ
@@ -22,6 +22,7 @@ from mmrl.fields import bounded, choice, rare
 
 LOG_RATIO_LIMIT = 20.0
 
+# as in volcengine/verl compute_policy_loss_gspo
 SEQUENCE_LOG_RATIO_LIMIT = 10.0
 
 
@@ -32,11 +33,11 @@ class Ratio(Block):
     level: ClassVar[str] = "row"
     """Scope of one ratio: "decision" or "row"."""
     row_gradient: ClassVar[bool] = False
-    """Whether the ratio of a row has the gradient of all its decisions, so that the advantage must be the row's too."""
+    """Whether the ratio of a row has the gradient of all its decisions, so that the advantage must be per row too."""
 
     @property
     def limited(self) -> bool:
-        """Whether the log-ratio is bounded, so that a ratio can be made of it."""
+        """Whether the log-ratio is bounded, so that it is safe to exponentiate."""
         return True
 
     def __call__(self, logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
@@ -44,6 +45,7 @@ class Ratio(Block):
 
         Gradient: through logp only.
         """
+        # masked first: padding may hold any value, and the row-level ratios below sum over it
         difference = torch.where(mask > 0, logp - logp_old.detach(), 0.0)
         # exp(20) is far beyond every clip bound, and still finite after products with advantages in float32
         return self.of(difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), logp, mask)
@@ -95,6 +97,7 @@ class SequenceRatio(Ratio):
         # own is 0 in value: every decision has the ratio of its row, but the gradient of its own logp
         own = torch.where(mask > 0, logp - logp.detach(), 0.0)
         mean = masked_mean(difference, mask)[:, None]
+        # above the limit the clamp also stops the gradient
         return (own + mean.detach()).clamp(max=SEQUENCE_LOG_RATIO_LIMIT)
 
     def rule(self) -> str:
@@ -125,7 +128,7 @@ class SequenceProductRatio(Ratio):
     kind = "sequence_product"
     row_gradient = True
     limit: float | None = rare(bounded(LOG_RATIO_LIMIT, above=0))
-    """Largest size of the sum, beyond which it has no gradient; none where no ratio is made of it."""
+    """Maximum magnitude of the sum; no gradient beyond it. none disables it, for losses that do not exponentiate."""
 
     @property
     def limited(self) -> bool:
@@ -134,6 +137,7 @@ class SequenceProductRatio(Ratio):
     def of(self, difference: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
         total = masked_sum(difference, mask)[:, None]
         if self.limit is not None:
+            # a sum over a long row easily leaves the range of exp, although each d is limited
             total = total.clamp(-self.limit, self.limit)
         return total.expand_as(difference)
 
@@ -155,7 +159,7 @@ def clipped_loss(
         advantage: (B, T), constant.
         low: The ratio is bounded below by 1 - low.
         high: The ratio is bounded above by 1 + high.
-        dual: Where the advantage is negative, the loss is at most -A * dual; None switches that off.
+        dual: Upper bound -A * dual on the loss for negative advantages; None disables it.
 
     Returns:
         (B, T), to be minimised.
@@ -167,9 +171,11 @@ def clipped_loss(
     """
     ratio, advantage = log_ratio.exp(), advantage.detach()
     bounded_ratio = ratio.clamp(1.0 - low, 1.0 + high)
+    # the paper maximises the minimum of two surrogates; negated, that is the maximum of two losses
     loss = torch.maximum(-advantage * ratio, -advantage * bounded_ratio)
     if dual is None:
         return loss
+    # for A < 0 the loss grows with r without bound, since the clip only acts below 1 - low
     capped = torch.minimum(loss, -advantage * dual)
     return torch.where(advantage < 0, capped, loss)
 
@@ -205,16 +211,16 @@ class Clip(Block):
     """Per-decision policy loss."""
 
     uses_ratio: ClassVar[bool] = True
-    """False for losses on the log-probability itself."""
+    """False for losses on the log-probability only."""
     exponentiates: ClassVar[bool] = True
-    """Whether the loss holds the ratio itself, whose logarithm must then be limited."""
+    """Whether the loss uses the ratio and not only its logarithm, which must then be limited."""
     compares_rows: ClassVar[bool] = False
-    """Whether the loss of a row depends on the others of its group, which must then pass the policy together, and has a
-    gradient where all advantages are 0."""
+    """Whether the loss of a row depends on the other rows of its group. The group must then be scored together, and has
+    a gradient even if all its advantages are 0."""
 
     @property
     def reads_turns(self) -> bool:
-        """Whether it is called with the turn of each decision as well."""
+        """Whether it also takes the turn of each decision."""
         return False
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
@@ -222,7 +228,7 @@ class Clip(Block):
         raise NotImplementedError
 
     def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
-        """The same for rows of some rollouts and the policy's outputs; for rules that need more of them."""
+        """The same from rollouts and policy outputs; override it in rules that need more of them."""
         return self(log_ratio, outputs.logp, advantage, *((rollouts.turn,) if self.reads_turns else ()))
 
     def conflicts(self, ratio: Ratio) -> Iterator[str]:
@@ -232,32 +238,33 @@ class Clip(Block):
 
 @dataclass(frozen=True)
 class StepClip(Clip):
-    """A rule that must know more decisions than those of a micro-batch."""
+    """A rule that depends on decisions outside the micro-batch."""
 
     surveys: ClassVar[bool] = False
-    """Whether it must know all decisions of an optimiser step as the policy now scores them, once it has moved."""
+    """Whether it needs the current scores of all decisions of an optimiser step, once the policy has moved."""
 
     def constants(self, rollouts: Rollouts) -> dict[str, Tensor]:
-        """Entries of `extras` for the loss, computed once a step from all rows with their advantages."""
+        """Entries of `extras` for the loss, computed once per step from all rows and their advantages."""
         return {}
 
     def survey(self, log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
-        """Numbers about a part of an optimiser step, from log-ratios, advantages and the mask (B, T)."""
+        """Summary of a part of an optimiser step, from log-ratios, advantages and the mask (B, T)."""
         raise NotImplementedError
 
     def settle(self, parts: Sequence[Tensor], rollouts: Rollouts) -> Rollouts:
-        """Rows of an optimiser step with what the loss must know of all of it, given the `survey` of its parts.
+        """Add what the loss needs to know about the whole optimiser step, given the `survey` of its parts.
 
-        There are no parts before the policy has moved: then all ratios are 1.
+        There are no parts before the policy has moved, since all ratios are then 1.
         """
         raise NotImplementedError
 
 
 def clip_indicators(ratio: Tensor, low: float, high: float, signed: Tensor | None = None) -> dict[str, Tensor]:
-    """Mask (B, T) of the decisions at a bound; with advantages `signed`, only those whose gradient stops."""
+    """Masks (B, T) of the decisions at a bound; with advantages `signed`, only those without a gradient."""
     ratio = ratio.detach()
     below, above = ratio < 1.0 - low, ratio > 1.0 + high
     if signed is not None:
+        # the other two corners lie outside the bounds too, but there the unclipped branch wins and keeps its gradient
         below, above = below & (signed < 0), above & (signed > 0)
     return {
         "policy/clip_fraction_low": below.to(ratio.dtype),
@@ -267,7 +274,7 @@ def clip_indicators(ratio: Tensor, low: float, high: float, signed: Tensor | Non
 
 @dataclass(frozen=True)
 class BoundedClip(Clip):
-    """Bounds the ratio, on both sides of 1."""
+    """Base of rules that bound the ratio on both sides of 1."""
 
     low: float = bounded(0.2, at_least=0, at_most=1)
     """The ratio is bounded below by 1 - low."""
@@ -288,10 +295,10 @@ class PpoClip(BoundedClip):
 
     kind = "ppo_clip"
     dual: float | None = rare(bounded(None, above=1))
-    """Bound c > 1 (3 is usual) on the loss -A c where the advantage is negative; none switches it off."""
+    """Bounds the loss by -A c for negative advantages, with c > 1 (usually 3); none disables it."""
     ratio_limit: float | None = rare(bounded(None, above=1))
-    """Where a ratio of a turn (of a row, without turns) is larger, the loss of the whole turn is the clipped term
-    -A clip(r), which has no gradient where the ratio is out of bounds (VL-DAC: 10); none switches it off."""
+    """If any ratio of a turn (of a row, without turns) is larger, the whole turn uses the clipped term -A clip(r),
+    which has no gradient for ratios out of bounds (VL-DAC: 10); none disables it."""
 
     @property
     def reads_turns(self) -> bool:
@@ -318,17 +325,18 @@ class PpoClip(BoundedClip):
 
 
 def _any_of_turn(flags: Tensor, turn: Tensor | None) -> Tensor:
-    """(B, T) bool, true on all decisions of turns, or of rows without turns, with a true one."""
+    """(B, T) bool, true on all decisions of a turn (of a row, without turns) if any of them is true."""
     if turn is None:
         return flags.any(1, keepdim=True).expand_as(flags)
     segment = turn_segments(turn)
+    # count the flags of each turn, then hand the count back to each of its decisions
     number = torch.zeros_like(segment).scatter_add(1, segment, flags.to(segment.dtype))
     return number.gather(1, segment) > 0
 
 
 @dataclass(frozen=True)
 class GspoClip(BoundedClip):
-    """Clipped surrogate on the ratio of a whole row, so that all its decisions are clipped at once.
+    """Clipped surrogate on the ratio of a whole row, so that its decisions are clipped together.
 
     Source: GSPO, arXiv 2507.18071, eq. 5 (sequence) and 13 (token form).
     """
@@ -363,6 +371,7 @@ class Cispo(BoundedClip):
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
         """See `Clip`; the indicators do not depend on the sign of the advantage."""
+        # detached: the ratio only weighs, and logp below carries the gradient at every decision
         ratio = log_ratio.detach().exp()
         bounded_ratio = ratio.clamp(1.0 - self.low, 1.0 + self.high)
         return -bounded_ratio * advantage.detach() * logp, clip_indicators(ratio, self.low, self.high)
@@ -408,7 +417,7 @@ class Unclipped(Clip):
 
 @dataclass(frozen=True)
 class DivergenceMask(Clip):
-    """Importance-weighted loss -A r, 0 where the exact divergence D from the old policy is large and would grow.
+    """Importance-weighted loss -A r, masked where the exact divergence D from the old policy is large and would grow.
 
     Gradient: through the ratio of the decisions that are kept; D only selects.
 
@@ -418,12 +427,13 @@ class DivergenceMask(Clip):
     kind = "divergence_mask"
     needs = frozenset({"kl_old"})
     limit: float = rare(bounded(1e-5, above=0))
-    """Divergence in nats (for steps of an image, a number of the latent) from which on a decision is left out."""
+    """Divergence in nats (per latent element for denoising steps) from which a decision is masked."""
 
     def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
         """See `Clip`; the divergence comes from the policy's outputs."""
         moved = required(outputs.kl_old, "scores.kl_old", "clip 'divergence_mask' needs the policy to score it")
         far, advantage, ratio = moved.detach() >= self.limit, advantage.detach(), log_ratio.exp()
+        # only steps that move further away: one that leads back keeps its gradient at any distance
         above, below = far & (ratio > 1) & (advantage > 0), far & (ratio < 1) & (advantage < 0)
         loss = torch.where(above | below, 0.0, -advantage * ratio)
         fractions = {f"policy/clip_fraction_{side}": x.to(ratio.dtype) for side, x in (("low", below), ("high", above))}
@@ -434,11 +444,12 @@ class DivergenceMask(Clip):
 
 
 def group_deviations(x: Tensor, group: Tensor, valid: Tensor, ddof: int = 1) -> tuple[Tensor, Tensor]:
-    """Distance (B,) of each valid row of x (B,) to the mean of its group, and the group's standard deviation (B,).
+    """Deviation (B,) of each valid row of x (B,) from its group mean, and the standard deviation (B,) of the group.
 
-    Gradient: through both. Where all values of a group are equal, the distances keep their gradient and that of the
-    standard deviation is 0, unlike in `group_center` and `group_std`, which are for constants.
+    Gradient: through both. If all values of a group are equal, the deviations keep their gradient and the standard
+    deviation has none, unlike in `group_center` and `group_std`, which are for constants.
     """
+    # rows without a trained decision have the log-ratio 0, which would pull the mean towards 0
     x = torch.where(valid, x, 0.0)
     number = group_count(group, valid)
     centred = torch.where(valid, x - (group_sum(x, group, len(group))[group] / number.clamp(min=1)), 0.0)
@@ -452,8 +463,8 @@ def group_deviations(x: Tensor, group: Tensor, valid: Tensor, ddof: int = 1) -> 
 class GroupRegression(Clip):
     """Squared distance between the advantage and the one that the policy's own log-ratio predicts.
 
-    With rho_i the log-ratio of row i, the KL-regularised optimum has R = lambda rho + lambda log Z. Standardised over
-    the group, lambda and Z are gone: the loss of row i is (A_i - (rho_i - mean rho) / (std rho + eps))^2. Nothing is
+    With rho_i the log-ratio of row i, the KL-regularised optimum has R = lambda rho + lambda log Z. Standardising over
+    the group removes lambda and Z: the loss of row i is (A_i - (rho_i - mean rho) / (std rho + eps))^2. Nothing is
     clipped. At the first update of a step all rho are 0 and the gradient is that of -2 A rho / eps: a policy gradient
     of that size, which `trainer.max_grad_norm` bounds. Later updates of the same rollouts regress.
 
@@ -470,8 +481,8 @@ class GroupRegression(Clip):
     ddof: int = rare(choice(1, (0, 1)))
     """1 divides the variance of the log-ratios by n - 1, 0 by n."""
     scale: float | None = rare(bounded(None, above=0))
-    """The paper's lambda, in units of the advantage a nat: the prediction is scale (rho - mean rho), so that the
-    log-ratios have a size to reach; none standardises."""
+    """Lambda of the paper, in advantage units per nat: the prediction is scale (rho - mean rho), which gives the
+    log-ratios a target size; none standardises instead."""
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
         """See `Clip`; all rows are one group."""
@@ -479,7 +490,7 @@ class GroupRegression(Clip):
         return self._loss(log_ratio, advantage, group, torch.ones_like(group, dtype=torch.bool))
 
     def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
-        """See `Clip`; rows without a trained decision are left out of their group."""
+        """See `Clip`; rows without a trained decision are excluded from their group."""
         return self._loss(log_ratio, advantage, rollouts.group, rollouts.loss_mask.any(1))
 
     def _loss(self, log_ratio: Tensor, advantage: Tensor, group: Tensor, valid: Tensor) -> Loss:

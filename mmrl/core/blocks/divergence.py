@@ -77,7 +77,7 @@ def kl_full(logits: Tensor, logits_ref: Tensor, temperature: float = 1.0) -> Ten
 
     Args:
         logits: (..., V).
-        logits_ref: (..., V); -inf must stand at the same entries as in `logits`.
+        logits_ref: (..., V); -inf must be at the same entries as in `logits`.
         temperature: Both are divided by it.
 
     Returns:

@@ -24,7 +24,7 @@ def zero_variance_groups(
     Args:
         rollouts: The rows of whole groups.
         key: "reward" or the name of a reward term, such as "accuracy".
-        low: With `low` or `high`, keep instead the groups whose mean lies strictly between them.
+        low: With `low` or `high`, keep instead the groups whose mean is strictly between them.
         high: See `low`.
 
     Returns:
@@ -197,9 +197,9 @@ class DropGroups(GroupFilter):
     key: str = rare("reward")
     """`reward`, or the name of a reward term."""
     low: float | None = rare(None)
-    """Keep groups whose mean of `key` lies strictly above; None for both bounds asks for different rewards."""
+    """Keep groups whose mean of `key` is strictly larger; without bounds, keep groups with different rewards."""
     high: float | None = rare(None)
-    """Keep groups whose mean of `key` lies strictly below."""
+    """Keep groups whose mean of `key` is strictly smaller."""
 
     @property
     def reward_key(self) -> str:

@@ -59,7 +59,7 @@ class Interval(Block):
         raise NotImplementedError
 
     def holds(self, rho: Tensor) -> Tensor:
-        """Mask (B, T) bool of the decisions whose rho (B, T) lies within the bounds."""
+        """Mask (B, T) bool of the decisions whose rho (B, T) is within the bounds."""
         inside = torch.ones_like(rho, dtype=torch.bool)
         if self.low is not None:
             inside &= rho >= self.low

@@ -32,7 +32,7 @@ class TaskOrder(Block):
             generator: CPU generator of this draw, the same in every process.
 
         Returns:
-            Their indices (count,) int64; None for each task once an epoch, in an order that is shuffled anew.
+            Their indices (count,) int64; None for each task once per epoch, reshuffled every epoch.
         """
         raise NotImplementedError
 
@@ -43,7 +43,7 @@ class TaskOrder(Block):
 
 @dataclass(frozen=True)
 class Epochs(TaskOrder):
-    """Each task once an epoch, in an order that is shuffled anew."""
+    """Each task once per epoch, reshuffled every epoch."""
 
     kind = "epochs"
 

@@ -46,7 +46,7 @@ class Pairs:
     ref_l: Tensor | None = None
     """(M,)."""
     score_w: Tensor | None = None
-    """(M,) score of the side in the data; None where the data has none."""
+    """(M,) score of the side in the data; None if the data has none."""
     score_l: Tensor | None = None
     """(M,)."""
     previous_w: Tensor | None = None
@@ -54,7 +54,7 @@ class Pairs:
     previous_l: Tensor | None = None
     """(M,)."""
     own_w: Tensor | None = None
-    """(M,) bool, whether w is the policy's answer and l an opponent's; None where it may be both."""
+    """(M,) bool, whether w is the policy's answer and l an opponent's; None if either may be."""
     drift_w: Tensor | None = None
     """(M,) sum of log-ratio times log-probability of w's decisions, the former a constant: its gradient is that of the
     KL to the reference."""
@@ -127,7 +127,7 @@ class PairLoss(Block):
 
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref"})
     paired: ClassVar[bool] = True
-    """Whether the two sides are compared; else each has a loss of its own."""
+    """Whether the two sides are compared; otherwise each has a separate loss."""
     opponent: ClassVar[str] = "policy"
     """Sampler of the other answer in the method's paper: policy, reference, or mixture of the two."""
 

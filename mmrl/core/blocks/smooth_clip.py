@@ -213,7 +213,7 @@ class Vespo(Clip):
 
 @dataclass(frozen=True)
 class Dro(Clip):
-    """Direct reward optimisation: -A logp + beta/2 (log r)^2, a squared penalty in the place of a clip.
+    """Direct reward optimisation: -A logp + beta/2 (log r)^2, a squared penalty instead of clipping.
 
     Gradient: through logp in both terms, also far off policy.
 
@@ -252,7 +252,7 @@ def _first(order: Tensor, chosen: Tensor, number: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ClipCov(BoundedClip):
-    """Clipped surrogate without a few decisions, drawn at random among those whose covariance lies in a band.
+    """Clipped surrogate without a few decisions, drawn at random from those whose covariance is in a band.
 
     Decisions with a high covariance of advantage and log-probability are those that lower the entropy. The means of
     the covariance and the number of draws are those of a micro-batch. The draw is a hash of the decision's

@@ -23,7 +23,7 @@ ROWS = (
         GroupMeanStd(),
         Sapo(),
         SequenceMean(),
-        claim="a smooth gate in place of the clip keeps a gradient for off-policy tokens",
+        claim="a smooth gate instead of the clip keeps a gradient for off-policy tokens",
         citation="Gao et al., SAPO, arXiv 2511.20347 (temperatures 1 and 1.05)",
         verified="verl 0.9.1, trl 1.16.0, skyrl 0.3.0",
     ),
@@ -169,7 +169,7 @@ ROWS = (
         claim="the plain policy gradient, rescaled for groups without a signal, beats GRPO",
         citation="Chu et al., GPG, arXiv 2504.02546 (policy gradient, scaled up for groups of equal rewards)",
         verified="AMAP-ML/GPG at e096da8ce527",
-        differs="verl scales by the rows with a reward other than 0 in the place of the groups with different rewards",
+        differs="verl scales by the rows with a reward other than 0 instead of the groups with different rewards",
     ),
     Objective(
         "remax",

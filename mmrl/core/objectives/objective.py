@@ -40,7 +40,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import ObjectiveState
 
 Term = tuple[Tensor | None, dict[str, Metric]]
-"""A term of the loss, None where it has none, and its metrics."""
+"""A loss term, or None, and its metrics."""
 
 
 @dataclass(frozen=True)
@@ -56,49 +56,50 @@ class Objective:
     name: str
     """Short name, as in the catalogue."""
     advantage: Advantage = field(default_factory=GroupMeanStd)
-    """Rewards to advantages."""
+    """Estimator that turns rewards into advantages."""
     clip: Clip = field(default_factory=PpoClip)
     """Policy loss of a decision."""
     aggregation: Aggregation = field(default_factory=TokenMean)
     """Aggregation of decisions into the loss of an optimiser step."""
     ratio: Ratio = field(default_factory=TokenRatio)
-    """Level of the importance ratio."""
+    """Importance ratio, per decision or per row."""
     scaling: AdvantageScaling = field(default_factory=AdvantageScaling)
-    """Processing of advantages after their estimation."""
+    """Post-processing of advantages."""
     kl: Divergence | None = None
     """Divergence from the reference or the old policy."""
     entropy: Entropy | None = None
     """Entropy bonus."""
     value: CriticLoss | None = None
-    """Loss of the critic, for estimators that have one."""
+    """Critic loss, for estimators with a critic."""
     filter: GroupFilter = field(default_factory=KeepAll)
-    """Choice of the groups that go into the update."""
+    """Which groups to train on."""
     weight: Weight | None = None
-    """Weight of each decision, computed once a step."""
+    """Weight of each decision, computed once per step."""
     correction: Correction | None = None
-    """Weight of each decision for the difference between sampler and trainer."""
+    """Weight of each decision that corrects for the difference between sampler and trainer."""
     gate: Gate | OffPolicyGate | None = None
-    """Decisions or rows that are left out because sampler and trainer differ too much."""
+    """Rule that excludes decisions or rows on which sampler and trainer differ too much."""
     order: TaskOrder = field(default_factory=Epochs)
-    """Choice of the tasks that come next."""
+    """Order in which tasks are drawn."""
     claim: str = ""
-    """Promise of its paper, in one line."""
+    """Claim of the paper, in one line."""
     citation: str = ""
-    """Publication of the method."""
+    """Paper that the method is from."""
     verified: str = ""
-    """Outside program whose numbers the tests compare, such as "verl 0.9.1" or the authors' repository at a commit."""
+    """Reference implementation used in tests, such as "verl 0.9.1" or a commit of the authors' repository."""
     differs: str = ""
-    """Differences from the paper and its code, in one line; empty where there are none."""
+    """Differences from the paper and its code, in one line; empty if there are none."""
 
     @property
     def blocks(self) -> dict[str, Block]:
-        """The blocks by field, without those that are not there."""
+        """The blocks that are set, by field."""
         found = {key: getattr(self, key) for key in BLOCKS}
         return {key: block for key, block in found.items() if block is not None}
 
     @property
     def needs(self) -> frozenset[str]:
-        """Union of the blocks' `needs`; blocks with weight 0 need nothing."""
+        """Union of the blocks' `needs`; blocks with coefficient 0 need nothing."""
+        # a coefficient of 0 must not cost a reference model or a pass for entropies
         idle = {"kl": not self.regularises, "entropy": self.entropy is None or self.entropy.coef == 0}
         active = [block.inputs for key, block in self.blocks.items() if not idle.get(key, False)]
         active += [mean.needs for mean in self._averages]
@@ -111,7 +112,7 @@ class Objective:
 
     @property
     def regularises(self) -> bool:
-        """Whether a divergence is used, from the reference or from the old policy."""
+        """Whether a divergence from the reference or the old policy is used."""
         return self.kl is not None and self.kl.coef > 0
 
     @property
@@ -122,12 +123,12 @@ class Objective:
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the policy must score the entropy of the whole distribution."""
+        """Whether the policy must return the entropy of the whole distribution."""
         return "entropy" in self.needs
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether a divergence is taken off the reward."""
+        """Whether the divergence is subtracted from the reward."""
         return self.kl is not None and self.kl.in_reward
 
     @property
@@ -137,7 +138,7 @@ class Objective:
 
     @property
     def regularised(self) -> bool:
-        """Whether the loss has terms with a gradient on rows whose advantages are all 0."""
+        """Whether rows have a gradient even if all their advantages are 0."""
         if self.compares_rows:
             return True
         divergence = self.regularises and not self.kl_in_reward
@@ -146,53 +147,55 @@ class Objective:
 
     @property
     def compares_rows(self) -> bool:
-        """Whether the loss of a row depends on the other rows of its group: whole groups must be scored together."""
+        """Whether the loss of a row depends on the other rows of its group, so that groups must be scored together."""
         return self.clip.compares_rows
 
     def replace(self, **changes: Any) -> Objective:
-        """A copy with some blocks exchanged."""
+        """Return a copy with some blocks replaced."""
         return dataclasses.replace(self, **changes)
 
     def with_kl_coef(self, coef: float) -> Objective:
-        """A copy with another weight of its divergence; without one, an unchanged copy."""
+        """Return a copy with another KL coefficient; unchanged if there is no divergence."""
         return self if self.kl is None else self.replace(kl=self.kl.replace(coef=coef))
 
     def at(self, progress: float) -> Objective:
-        """The objective after a share of the run's steps, where the weight of its divergence is annealed."""
+        """Return the objective at a fraction of the run, with its KL coefficient annealed if it is scheduled."""
+        # the same object where nothing is annealed: this runs for every micro-batch
         return self if self.kl is None or not self.kl.anneal else self.replace(kl=self.kl.at(progress))
 
     def override(self, changes: Mapping[str, Mapping[str, Any]]) -> Objective:
-        """Change numbers of blocks, or exchange blocks by `kind`.
+        """Change numbers of blocks, or replace blocks by `kind`.
 
         Args:
             changes: Field to new numbers, such as {"clip": {"high": 0.3}, "kl": {"kind": "none"}}. A divergence or an
-                entropy whose coefficient becomes 0 is left out.
+                entropy bonus whose coefficient becomes 0 is removed.
 
         Returns:
             The changed objective, not yet validated.
 
         Raises:
-            ValueError: Unknown field, kind or option, or a value of the wrong type; the message lists what exists.
+            ValueError: Unknown field, kind or option, or a value of the wrong type; the message lists the valid ones.
         """
         return self.replace(**changed_blocks({key: getattr(self, key) for key in BLOCKS}, changes))
 
     def validate(self) -> None:
-        """Refuse numbers out of range and blocks that contradict each other.
+        """Reject numbers out of range and blocks that contradict each other.
 
         Raises:
-            ValueError: The message names the options, what they may be and what to try.
+            ValueError: The message states the options, their valid values and what to try.
         """
         problems = [problem for key, block in self.blocks.items() for problem in block.problems(key)]
+        # conflicts are only checked between blocks that are valid by themselves
         problems = problems or list(self._conflicts())
         if problems:
             listed = "\n".join(f"- {problem}" for problem in problems)
             raise ValueError(f"The objective '{self.name}' cannot be used:\n{listed}")
 
     def describe(self) -> str:
-        """Return the formula this objective computes, with its constants.
+        """Return the formula of this objective, with its constants.
 
         Raises:
-            ValueError: The objective is not valid, so there is no such formula.
+            ValueError: The objective is not valid.
         """
         self.validate()
         lines = [f"{self.name}: {self.citation}" if self.citation else self.name]
@@ -211,11 +214,11 @@ class Objective:
         return "\n".join(lines)
 
     def parts(self) -> str:
-        """The blocks in one line, for tables; parts that do nothing are left out."""
+        """The blocks in one line, for tables; idle ones are omitted."""
         return blocks_line(self.blocks)
 
     def state(self, tasks: Sequence[Any] = ()) -> ObjectiveState:
-        """A fresh state of the blocks that remember earlier steps; `tasks` are the training tasks of a run."""
+        """Return a new state for the blocks that remember earlier steps; `tasks` are the training tasks of a run."""
         found = {key: block.state() for key, block in self.blocks.items() if key != "order"}
         found["order"] = self.order.state(tasks)
         return ObjectiveState({key: state for key, state in found.items() if state is not None})
@@ -223,58 +226,62 @@ class Objective:
     def compute_advantages(self, rollouts: Rollouts, state: ObjectiveState | None = None) -> Rollouts:
         """Turn rewards into advantages (and returns, with a critic).
 
-        Call it on everything a rollout step produced, before minibatches are cut: groups must be whole and
-        batch statistics are taken over all rows.
+        Call it on all rows of a rollout step, before they are split into minibatches: groups must be complete, and
+        batch statistics are computed over all rows.
 
         Args:
             rollouts: Scored rows; with `logp_ref` if the divergence goes into the reward, with `values` if a
                 critic is used.
-            state: What `state()` returned at the start of the run, for blocks that remember earlier steps; it moves.
-                None is a first step.
+            state: The object returned by `state()` at the start of the run, for blocks that remember earlier steps; it
+                is updated in place. None means a first step.
 
         Returns:
-            A copy with `advantage` (B, T), 0 where nothing is trained, with a critic `returns` (B, T), and with a
-            `weight` block `extras["weight"]` (B, T).
+            A copy with `advantage` (B, T), 0 on untrained decisions; with `returns` (B, T) if there is a critic; and
+            with `extras["weight"]` (B, T) if there is a `weight` block.
 
         Gradient: none; all of them are constants.
         """
         with torch.no_grad():
+            # the penalty changes what is estimated from, not the rewards that are logged
             shaped = self._kl_shaped(rollouts) if self.kl_in_reward and self.needs_reference else rollouts
             memory = (self.state() if state is None else state).blocks
             own = (memory["advantage"],) if "advantage" in memory else ()
             advantage = self.advantage(shaped, *own)
             returns = rollouts.returns
             if self.needs_values and rollouts.values is not None:
+                # before scaling: the critic regresses on returns in units of reward, and whitening is for the policy
+                # alone
                 returns = torch.where(rollouts.loss_mask > 0, advantage + rollouts.values, 0.0)
             advantage = self.scaling(advantage, rollouts)
             rollouts = self.weighed(rollouts.replace(advantage=advantage.to(rollouts.logp_old.dtype), returns=returns))
             return self.observed(rollouts, ObjectiveState(memory))
 
     def observed(self, rollouts: Rollouts, state: ObjectiveState) -> Rollouts:
-        """Move the blocks that remember earlier steps, the estimator aside, by rows with advantages."""
+        """Update the state of all blocks but the estimator, from rows with advantages."""
         for key, memory in state.blocks.items():
+            # the estimator has moved its own state when it was called
             rollouts = rollouts if key == "advantage" else self.blocks[key].observe(rollouts, memory)
         return rollouts
 
     def weighed(self, rollouts: Rollouts) -> Rollouts:
-        """Rollouts with the constants of the loss that follow from their advantages, such as a `weight` block's."""
+        """Add the constants of the loss that depend on advantages, such as those of a `weight` block."""
         found = {} if self.weight is None else {WEIGHT: self.weight(rollouts).detach().to(rollouts.logp_old.dtype)}
         found |= self.clip.constants(rollouts) if isinstance(self.clip, StepClip) else {}
         return rollouts.replace(extras=rollouts.extras | found) if found else rollouts
 
     @property
     def surveys(self) -> bool:
-        """Whether the loss must know all decisions of an optimiser step; see `survey`."""
+        """Whether the loss depends on all decisions of an optimiser step; see `survey`."""
         return isinstance(self.clip, StepClip) and self.clip.surveys
 
     def survey(self, outputs: PolicyOutputs, rollouts: Rollouts) -> Tensor:
-        """Numbers about a part of an optimiser step, without gradient; `settled` takes those of all parts."""
+        """Summarise a part of an optimiser step, without gradient; pass the summaries of all parts to `settled`."""
         assert isinstance(self.clip, StepClip)
         log_ratio, advantage = self._log_ratio(outputs.masked(rollouts.loss_mask), rollouts)
         return self.clip.survey(log_ratio.detach(), advantage, rollouts.loss_mask)
 
     def settled(self, parts: Sequence[Tensor], rollouts: Rollouts) -> Rollouts:
-        """Rows of an optimiser step with what their loss must know of all of it; without this, each batch by itself."""
+        """Add what the loss needs to know about the whole optimiser step; without it, each batch stands alone."""
         assert isinstance(self.clip, StepClip)
         return self.clip.settle(parts, rollouts)
 
@@ -282,7 +289,7 @@ class Objective:
         """Count what the loss of an optimiser step is divided by.
 
         Args:
-            rollouts: Everything of this rank that goes into one optimiser step.
+            rollouts: All rows of one optimiser step on this rank.
 
         Returns:
             The counts; add those of other ranks with `Denominators.total` before calling `loss`.
@@ -322,6 +329,7 @@ class Objective:
         Gradient: through `outputs` only.
         """
         mask = rollouts.loss_mask
+        # all terms below may then compute on padding without producing NaN
         outputs = outputs.masked(mask)
         policy, metrics = self._policy_term(outputs, rollouts, denominators)
         terms = {"loss/policy": policy}
@@ -338,7 +346,7 @@ class Objective:
         return LossOutput(total, summed | metrics)
 
     def critic_loss(self, outputs: PolicyOutputs, rollouts: Rollouts, denominators: Denominators) -> LossOutput:
-        """The part of `loss` that trains the critic, alone; for warming it up before the policy moves.
+        """The critic part of `loss`, to warm up the critic before the policy is trained.
 
         Raises:
             ValueError: The objective has no critic.
@@ -361,6 +369,7 @@ class Objective:
         mask, logp_old = rollouts.loss_mask, rollouts.logp_old.detach()
         log_ratio, trained = self._log_ratio(outputs, rollouts)
         loss, indicators = self.clip.of_rollouts(log_ratio, outputs, trained, rollouts)
+        # a ratio without a limit (losses on log-ratios) could overflow here, in a metric
         rho = log_ratio.detach().clamp(max=LOG_RATIO_LIMIT).exp()
         metrics = {
             "policy/ratio_mean": mean_metric(rho, mask),
@@ -370,17 +379,19 @@ class Objective:
         metrics |= {name: mean_metric(value, mask) for name, value in indicators.items()}
         weight, more = self._weights(outputs, rollouts)
         if weight is not None:
+            # where, because 0 * inf is NaN. The mask stays as it is: rejected decisions still count in the denominator,
+            # so that rejecting some does not raise the weight of the others.
             loss = torch.where(weight > 0, weight * loss, 0.0)
         return _average(self.aggregation, loss, mask, denominators, rollouts), metrics | more
 
     def _log_ratio(self, outputs: PolicyOutputs, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
-        """Log-ratios (B, T) and advantages (B, T), 0 where nothing is trained."""
+        """Log-ratios (B, T) and advantages (B, T), 0 on untrained decisions."""
         advantage = required(rollouts.advantage, "rollouts.advantage", "compute_advantages(rollouts) sets it")
         log_ratio = self.ratio(outputs.logp, rollouts.logp_old.detach(), rollouts.loss_mask)
         return log_ratio, torch.where(rollouts.loss_mask > 0, advantage, 0.0)
 
     def _weights(self, outputs: PolicyOutputs, rollouts: Rollouts) -> tuple[Tensor | None, dict[str, Metric]]:
-        """Weight (B, T) of each decision, None where all are 1."""
+        """Weight (B, T) of each decision, or None if all are 1, and metrics."""
         weight, metrics = self._mismatch(outputs, rollouts)
         if self.weight is None:
             return weight, metrics
@@ -391,13 +402,16 @@ class Objective:
         return own if weight is None else own * weight, metrics
 
     def _mismatch(self, outputs: PolicyOutputs, rollouts: Rollouts) -> tuple[Tensor | None, dict[str, Metric]]:
-        """Weight (B, T) for the difference between trainer and sampler, None where all are 1, and its metrics."""
+        """Weight (B, T) for the difference between trainer and sampler, or None if all are 1, and metrics."""
         blocks = [block for block in (self.correction, self.gate) if block is not None]
         if self.correction is not None:
             required(rollouts.logp_rollout, "rollouts.logp_rollout", "the sampler's own log-probabilities")
         if rollouts.logp_rollout is not None:
+            # the sampler's own log-probabilities were kept: the difference is that between two engines, constant in a
+            # step
             trainer, sampler = rollouts.logp_old.detach(), rollouts.logp_rollout
         elif blocks:
+            # logp_old is the sampler's: the difference grows with the updates of the step
             trainer, sampler = outputs.logp.detach(), rollouts.logp_old.detach()
         else:
             return None, {}
@@ -420,16 +434,19 @@ class Objective:
         mask = rollouts.loss_mask
         divergence = self.kl(outputs, rollouts)
         metrics = {"policy/kl_ref": mean_metric(divergence, mask)} if self.needs_reference else {}
+        # it is in the advantages already; here it is only measured
         if self.kl.in_reward:
             return None, metrics
         weighted = divergence * row_weights(rollouts)
         if self.kl.importance:
+            # KL under the current policy, from samples of the old one: DeepSeek-V3.2, arXiv 2512.02556
             weighted = weighted * self.ratio(outputs.logp, rollouts.logp_old.detach(), mask).exp()
         mean = self.kl.aggregation or self.aggregation
         return self.kl.coef * _average(mean, weighted, mask, denominators, rollouts), metrics
 
     def _entropy_term(self, outputs: PolicyOutputs, rollouts: Rollouts, denominators: Denominators) -> Term:
         mask = rollouts.loss_mask
+        # logged in every run; without a pass over the whole distribution, from the sampled decisions
         shown = entropy_sampled(outputs.logp) if outputs.entropy is None else outputs.entropy
         metrics = {"policy/entropy": mean_metric(shown, mask)}
         if self.entropy is None or self.entropy.coef == 0:
@@ -455,6 +472,7 @@ class Objective:
         mask, penalty = rollouts.loss_mask, self.kl.penalty(rollouts)
         shaped = decision_rewards(rollouts) - torch.where(mask > 0, penalty, 0.0)
         return rollouts.replace(
+            # group estimators read the sum, critics the rewards of decisions; both get the same penalty
             reward=rollouts.reward - masked_sum(penalty, mask),
             extras={**rollouts.extras, "decision_reward": shaped},
         )

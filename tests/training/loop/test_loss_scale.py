@@ -83,7 +83,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(make_trainer, caplog):
     assert all(torch.equal(one, other) for one, other in zip(start, weights(trainer), strict=True))
     assert not trainer.updater.optimizer.state
     assert (found["optim/overflows"], found["optim/skipped"], found["optim/loss_scale"]) == (2, 0, 2.0**14)
-    assert "step 0: a gradient overflows in fp16; optimiser step skipped, loss scale 32768 in place of 65536" in (
+    assert "step 0: a gradient overflows in fp16; optimiser step skipped, loss scale 32768 instead of 65536" in (
         caplog.text
     )
     trainer.train_step()
