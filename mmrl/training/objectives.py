@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.core.blocks import BLOCKS, PREFERENCE_BLOCKS, all_kinds
+from mmrl.core.blocks import BLOCKS, PREFERENCE_BLOCKS, all_kinds, kind_names
 from mmrl.core.blocks.preference import CHOSEN
 from mmrl.core.catalogue import get, get_preference
 from mmrl.core.loss import Denominators, mean_metric
@@ -111,7 +111,8 @@ def check_objective(
 def check_group_size(samples_per_task: int, objective: Objective, scores: Collection[str]) -> None:
     """Refuse an estimator that compares the samples of a group where groups have one."""
     if "samples" in objective.advantage.needs and samples_per_task < 2:
-        alone = [kind for kind, block in all_kinds("advantage").items() if block.needs <= set(scores)]
+        kinds = all_kinds("advantage")
+        alone = [name for name in kind_names("advantage") if kinds[name].needs <= set(scores)]
         raise ValueError(
             f"samples_per_task is {samples_per_task}, but the advantage '{objective.advantage.kind}' compares the "
             f"samples of a group, so every advantage would be 0; use 2 or more, or an estimator that works "

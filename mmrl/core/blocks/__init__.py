@@ -31,7 +31,7 @@ from mmrl.core.blocks.preference import ChosenLikelihood, PairLoss, PairScore
 from mmrl.core.blocks.weight import Weight
 from mmrl.core.loss import Aggregation
 
-__all__ = ["BLOCKS", "PREFERENCE_BLOCKS", "all_kinds", "contrib"]
+__all__ = ["BLOCKS", "PREFERENCE_BLOCKS", "all_kinds", "contrib", "kind_names"]
 
 PARTS: dict[str, tuple[type[Block], ...]] = {
     "advantage": (Advantage,),
@@ -71,8 +71,14 @@ def contrib() -> Any:
 
 
 def all_kinds(part: str) -> dict[str, type[Block]]:
-    """The kinds of block that a field takes: those of the library by name, then those of contrib."""
+    """The kinds of block that a field takes: those of the library, then those of contrib."""
     inside = f"{contrib().__name__}."
     found = kinds(*(PARTS | PREFERENCE_PARTS)[part])
     added = {kind: block for kind, block in found.items() if block.__module__.startswith(inside)}
-    return dict(sorted((BLOCKS | PREFERENCE_BLOCKS)[part].items())) | dict(sorted(added.items()))
+    return (BLOCKS | PREFERENCE_BLOCKS)[part] | added
+
+
+def kind_names(part: str) -> list[str]:
+    """Names of all kinds of a field, as messages list them: those of the library, then those of contrib."""
+    own = (BLOCKS | PREFERENCE_BLOCKS)[part].keys()
+    return [*sorted(own), *sorted(all_kinds(part).keys() - own)]

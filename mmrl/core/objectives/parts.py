@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmrl.core.block import Block, unknown_name
-from mmrl.core.blocks import BLOCKS, PREFERENCE_BLOCKS, all_kinds
+from mmrl.core.blocks import BLOCKS, PREFERENCE_BLOCKS, all_kinds, kind_names
 from mmrl.core.blocks.advantage import AdvantageScaling
 from mmrl.core.blocks.filter import KeepAll
 from mmrl.core.blocks.order import Epochs
@@ -58,7 +58,8 @@ def changed(base: Block | None, changes: Mapping[str, Any], part: str, where: st
     if not changes:
         return base
     options, where = dict(changes), where or part
-    kind, table = options.pop("kind", base.kind if base is not None else None), (BLOCKS | PREFERENCE_BLOCKS)[part]
+    kind = options.pop("kind", base.kind if base is not None else None)
+    table = (BLOCKS | PREFERENCE_BLOCKS)[part]
     if kind == "none" and "none" not in table:
         return None
     if not isinstance(kind, str) or kind not in table:
@@ -66,12 +67,12 @@ def changed(base: Block | None, changes: Mapping[str, Any], part: str, where: st
     if kind is None:
         raise ValueError(
             f"{where} is not part of this objective, so {where}.{next(iter(options))} would do nothing; to go without, "
-            f"set objective.{where}.kind=none; to add one, name its kind: {', '.join(table)}"
+            f"set objective.{where}.kind=none; to add one, name its kind: {', '.join(kind_names(part))}"
         )
     if not isinstance(kind, str):
-        raise ValueError(f"{where}.kind is {kind!r}; expected a name: {', '.join(table)}")
+        raise ValueError(f"{where}.kind is {kind!r}; expected a name: {', '.join(kind_names(part))}")
     if kind not in table:
-        raise ValueError(f"{where}.kind: {unknown_name(kind, table, where)}")
+        raise ValueError(f"{where}.kind: {unknown_name(kind, kind_names(part), where)}")
     block_class = table[kind]
     known = block_class.options()
     for name in options:
