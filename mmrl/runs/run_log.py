@@ -285,8 +285,8 @@ class RunWarnings:
             label = "the total reward" if name == "reward" else f"reward {name!r}"
             due[_constant(name)] = (
                 f"{label} was {streak.value:g} for all {streak.samples} samples of {streak.steps} steps, so it "
-                "cannot distinguish them; unless that is its best value, look at the samples in the report, and at what the "
-                "reward expects"
+                "cannot distinguish them; unless that is its best value, look at the samples in the report, and at "
+                "what the reward expects"
             )
         if self._streaks.get("groups", _Streak()).steps >= PATIENCE and "constant_reward" not in due:
             more = ", ".join(filter(None, ("more samples_per_task", self.variety, "easier or harder tasks")))

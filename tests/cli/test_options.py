@@ -111,7 +111,7 @@ def test_options_that_depend_on_a_kind_name_it():
 def test_options_of_an_objective_are_those_of_its_blocks():
     options = options_of(RECIPES["papo"].load_config_class())
     (kind,) = (option for option in options if option.key == "objective.clip.kind")
-    assert kind.bounds.startswith("one of cispo, clip_cov")
+    assert kind.bounds.startswith("one of ppo_clip, gspo")
     dual = [option.facts for option in options if option.key == "objective.clip.dual"]
     assert any(facts.startswith("float | None; for ppo_clip") for facts in dual)
     assert all(facts.endswith("; above 1; default the preset's") for facts in dual)
