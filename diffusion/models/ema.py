@@ -61,7 +61,6 @@ class EMAWeights:
         for name, weight in exact_weights(self._policy, list(self._values)):
             current = weight.float()
             if decay == 0.0:
-
                 self._values[name] = current.clone()
             else:
                 self._values[name] = to_device(self._values[name], current.device).lerp_(current, 1.0 - decay)

@@ -85,7 +85,6 @@ class GuidedVelocity:
             return self.model(latents, sigma, self._negative_text)
         apart = not self.together or (self.detach_negative and torch.is_grad_enabled())
         if apart:
-
             with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach_negative):
                 negative = self.model(latents, sigma, self._negative_text)
             positive = self.model(latents, sigma, self._positive_text)

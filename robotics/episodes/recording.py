@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("mmrl")
 CAMERA = "front"
-"""Name of the images of a simulator without a choice of cameras, the default of `demonstrations.camera`."""
+"""Camera name for simulators without a choice of cameras; the default of `demonstrations.camera`."""
 FPS = 10
-"""Frames a second that a dataset gets of a simulator that does not say its control rate."""
+"""Frames per second of a dataset from a simulator that does not report its control rate."""
 BATCH = 32
-"""Episodes that run at once where the simulator has room for any number."""
+"""Number of episodes to run at once if the simulator has no limit."""
 TRIES = 10
-"""Episodes that are run for each one wanted, at most."""
+"""Maximum number of episodes to run per requested one."""
 BROKEN = 3
-"""Nothing more is run where the simulation of the first episodes, so many or more, failed in all."""
+"""Stop if the simulation failed in all episodes so far and there were at least this many."""
 
 
 @dataclass
@@ -174,7 +174,7 @@ def _successes(sim: RobotSim, task: str, instruction: str, wanted: int, first_la
     if not hasattr(sim, "expert_actions"):
         builder = world_table("DEMONSTRATIONS")["tabletop"]
         raise UserError(
-            "this simulator has no expert of its own; sim.kind gymnasium takes one, and those of the tabletop build "
+            "this simulator has no built-in expert; sim.kind gymnasium takes one, and those of the tabletop build "
             f"demonstrations by {builder}"
         )
     ask: Callable[[], NDArray[np.float64]] = sim.expert_actions

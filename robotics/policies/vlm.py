@@ -160,7 +160,7 @@ class VlmActionPolicy(TokenPolicy):
 
     @classmethod
     def from_model(cls, model: ModelConfig, config: VlmActionConfig) -> Self:
-        """Add an action head to a vision-language model, on the CPU; `shared_prefix` is off, as rows share no prefix."""
+        """Add an action head to a vision-language model, on the CPU; `shared_prefix` is off, since rows share none."""
         from mmrl.vlm.engine.policy import load_policy
 
         if model.router_aux_loss_coef:

@@ -132,7 +132,7 @@ def _runs(hues: NDArray[np.int64]) -> Iterator[Run]:
     # a grey column at the right end keeps a run from going on in the next row
     flat = np.pad(hues, ((0, 0), (0, 1)), constant_values=GREY).ravel()
     starts = np.flatnonzero(np.diff(flat, prepend=GREY))
-    ends = np.append(starts, len(flat))[1:]  # none where all is grey
+    ends = np.append(starts, len(flat))[1:]  # empty if all pixels are grey
     for start, end, hue in zip(starts.tolist(), ends.tolist(), flat[starts].tolist(), strict=True):
         if hue != GREY:
             yield Run(start // width, start % width, end - start // width * width, hue)
