@@ -75,6 +75,7 @@ class HunyuanVideo15Family(Family):
     def velocity(self, network: Any, latents: Tensor, sigma: Tensor, text: Text) -> Tensor:
         """Velocity (B, C, T, H, W)."""
         rows, _, *sides = latents.shape
+        # the network also serves image-to-video: without an image, its latents, their mask and its tokens are zeros
         condition = torch.cat([torch.zeros_like(latents), latents.new_zeros(rows, 1, *sides)], 1)
         image = (rows, self.pipeline.vision_num_semantic_tokens, network.config.image_embed_dim)
         velocity: Tensor = network(

@@ -67,6 +67,7 @@ class QwenImageFamily(ChannelwiseFamily):
         height, width = positive.shape[-2:]
         alone, other = pack_latents(positive), pack_latents(negative)
         both = other + scale * (alone - other)
+        # per token, as the pipeline does it, so packed first
         size = alone.norm(dim=-1, keepdim=True) / both.norm(dim=-1, keepdim=True)
         return unpack_latents(both * size, height, width)
 

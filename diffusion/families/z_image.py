@@ -52,6 +52,7 @@ class ZImageFamily(Family):
         """Velocity (B, C, H, W) in the latents' dtype."""
         lengths = text["tokens_mask"].sum(1).tolist()
         prompts = [tokens[:length] for tokens, length in zip(text["tokens"], lengths, strict=True)]
+        # the network takes each image with a frame axis, and its time and velocity run from noise to image
         found = network([*latents[:, :, None]], 1 - sigma, prompts, return_dict=False)[0]
         return -torch.stack([*found])[:, :, 0].to(latents.dtype)
 
