@@ -48,7 +48,7 @@ def check_matching(config: Any, sampler: SamplerConfig) -> None:
     trainer, timesteps = config.trainer, config.timesteps
     if isinstance(trainer, TrainerConfig) and trainer.old_logp != "recompute":
         raise ValueError("trainer.old_logp must be 'recompute'; the sampler has no likelihood of noisy versions")
-    grid = torch.linspace(1, 0, sampler.steps + 1)  # stands for the scheduler's grid, which has as many times
+    grid = torch.linspace(1, 0, sampler.steps + 1)  # a stand-in with as many times as the scheduler's grid
     try:
         sample_times(timesteps, grid, torch.Generator())
     except UserError as error:

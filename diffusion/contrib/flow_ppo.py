@@ -8,7 +8,7 @@ V(x_t, t, c) before each trained step and R = shape(reward) after the last,
 
 with A_i clipped to +-5. With lambda 1, A_i is R - V(s_i), a learned baseline; with lambda 0, it is the difference
 between the values around a step, like AC-Flow's `credit: difference`. AC-Flow uses it to match the whole image of a
-path, which also contains later noise; here, the advantage of a step multiplies the gradient of its own log-density.
+path, which also contains later noise; here, the advantage of a step multiplies the gradient of its log-density.
 
 This combination is new. Steps, clip range and KL come from Flow-GRPO (arXiv 2505.05470), the advantage estimator from
 arXiv 1506.02438, and the critic from `diffusion.methods.ac_flow`, a reimplementation of AC-Flow (arXiv 2510.18072). The

@@ -209,6 +209,7 @@ class Family(ABC):
         for name in rows[0]:
             values = [row[name] for row in rows]
             if name in self.ragged:
+                # the run's common length if it is known: in low precision the padding changes the rounding
                 size = max(int((lengths or {}).get(name, 0)), *(len(value) for value in values))
                 found[name] = torch.stack([padded(value, size) for value in values])
                 real = torch.tensor([len(value) for value in values], device=found[name].device)
@@ -225,7 +226,7 @@ class Family(ABC):
         mask = text.get("tokens" + MASK)
         if mask is None:
             return tokens.mean(1)
-        weight = mask.to(tokens)[..., None]
+        weight = mask.to(tokens)[..., None]  # the mean over real tokens: padding must not change the vector
         return (tokens * weight).sum(1) / weight.sum(1).clamp(min=1)
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -25,8 +25,8 @@ class FluxOptions(FamilyOptions):
 class FluxFamily(Family):
     """FLUX.1: tokens of T5, pooled CLIP, equal steps.
 
-    A guidance-distilled transformer takes the guidance scale as an input and costs one row an image whatever its value.
-    Guidance with a negative prompt is of the other kind.
+    A guidance-distilled transformer has the guidance scale as an input and needs one row per image for any scale.
+    Guidance with a negative prompt is independent of this.
 
     Source: black-forest-labs/flux src/flux/sampling.py (`prepare`, `denoise`, `unpack`).
     """
@@ -51,11 +51,11 @@ class FluxFamily(Family):
 
     @property
     def few_steps(self) -> str:
-        """Schnell, the only released model without the input."""
+        """Schnell is the only released model without this input."""
         return "" if self.embedded_guidance else "its transformer has no input for guidance, as that of FLUX.1 schnell"
 
     def guidance_call(self, scale: float, negative: str) -> dict[str, Any]:
-        """Two scales: that of the input, and that of a negative prompt, which must be there even if it is empty."""
+        """Two scales: of the input, and of a negative prompt, which has to be passed even if it is empty."""
         embedded = {"guidance_scale": self.options.guidance_embedding} if self.embedded_guidance else {}
         return embedded | ({"true_cfg_scale": scale, "negative_prompt": negative} if scale != 1 else {})
 
@@ -95,7 +95,7 @@ class FluxFamily(Family):
         return unpack_latents(velocity, height, width)
 
     def sides(self) -> LatentSides:
-        """Positions are rotary, so the transformer has no size of its own."""
+        """Positions are rotary, so the transformer supports any size."""
         return LatentSides(PATCH, self.pipeline.vae.config.sample_size // self.factor)
 
     def sigma_grid(self, steps: int, shape: Sequence[int]) -> Tensor:
@@ -104,9 +104,9 @@ class FluxFamily(Family):
 
 
 class KontextFamily(FluxFamily):
-    """FLUX.1 Kontext: FLUX.1 dev whose image tokens are followed by those of the image to be edited.
+    """FLUX.1 Kontext: FLUX.1 dev with the tokens of the image to be edited appended to the image tokens.
 
-    The reference is fitted to the size of the run; the pipeline's choice among its preferred sizes is left to the user.
+    The reference is resized to the size of the run; choosing among the pipeline's preferred sizes is up to the user.
 
     Source: FLUX.1 Kontext, arXiv 2506.15742; diffusers pipelines/flux/pipeline_flux_kontext.py.
     """

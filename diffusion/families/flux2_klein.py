@@ -119,6 +119,7 @@ class KleinFamily(Family):
         if REFERENCE in text:
             image = text[REFERENCE]
             tokens = torch.cat([tokens, image.flatten(2).transpose(1, 2)], 1)
+            # the reference has the same rows and columns; its first coordinate distinguishes the two images
             own = _positions((1, *image.shape[-2:], 1), rows, latents.device)
             places = torch.cat([places, own + own.new_tensor([REFERENCE_TIME, 0, 0, 0])], 1)
         velocity = network(
@@ -130,7 +131,7 @@ class KleinFamily(Family):
             img_ids=places,
             return_dict=False,
         )[0]
-        return velocity[:, : height * width].transpose(1, 2).reshape(latents.shape)
+        return velocity[:, : height * width].transpose(1, 2).reshape(latents.shape)  # without the reference's tokens
 
     def sides(self) -> LatentSides:
         """Positions are rotary; the default is the pipeline's."""

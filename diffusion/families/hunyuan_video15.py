@@ -12,13 +12,13 @@ from diffusion.families.base import MASK, Family, LatentSides, Text, TextPart
 from diffusion.families.grids import scheduler_grid
 
 HEIGHT, WIDTH = 480, 832
-"""Pixels where none are asked for."""
+"""Default size in pixels."""
 
 
 class HunyuanVideo15Family(Family):
-    """HunyuanVideo 1.5: tokens of Qwen2.5-VL and of ByT5 for quoted text, each behind a mask, an empty image condition.
+    """HunyuanVideo 1.5: masked tokens of Qwen2.5-VL and (for quoted text) ByT5, and an empty image condition.
 
-    The pipeline has no loader of adapters: they are saved for `pipeline.transformer.load_lora_adapter`.
+    The pipeline cannot load adapters, so they are saved for `pipeline.transformer.load_lora_adapter`.
     """
 
     pipeline_class = "HunyuanVideo15Pipeline"
@@ -68,13 +68,14 @@ class HunyuanVideo15Family(Family):
         return self.tokenized(part, text)[self.pipeline.prompt_template_encode_start_idx :]
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Glyphs beside the tokens."""
+        """Shapes of the tokens and the glyphs."""
         width = self.pipeline.transformer.config.text_embed_2_dim
         return super().text_shapes() | {"glyphs": (self.pipeline.tokenizer_2_max_length, width)}
 
     def velocity(self, network: Any, latents: Tensor, sigma: Tensor, text: Text) -> Tensor:
         """Velocity (B, C, T, H, W)."""
         rows, _, *sides = latents.shape
+        # the network also serves image-to-video: without an image, its latents, their mask and its tokens are zeros
         condition = torch.cat([torch.zeros_like(latents), latents.new_zeros(rows, 1, *sides)], 1)
         image = (rows, self.pipeline.vision_num_semantic_tokens, network.config.image_embed_dim)
         velocity: Tensor = network(

@@ -24,7 +24,7 @@ from diffusion.families.grids import scheduler_grid
 from mmrl.fields import bounded
 
 HEIGHT, WIDTH = 512, 704
-"""Pixels where none are asked for, as in the pipeline's call."""
+"""Default size in pixels, as in the pipeline's call."""
 
 
 @dataclass
@@ -32,13 +32,13 @@ class LtxOptions(FamilyOptions):
     """Options of LTX-Video."""
 
     frame_rate: float = bounded(25.0, above=0, finite=True)
-    """Frames a second, an input of the transformer's positions."""
+    """Frames per second, used for the transformer's positions."""
 
 
 class LtxFamily(Family):
-    """LTX-Video: tokens of T5, a mask for the transformer alone, one token a latent pixel.
+    """LTX-Video: tokens of T5, with a mask only for the transformer; one token per latent pixel.
 
-    An autoencoder that takes a time decodes at time 0 without noise, so that a video follows from its latents.
+    Autoencoders with a time input decode at time 0 without noise, so that the latents determine the video.
     """
 
     pipeline_class = "LTXPipeline"

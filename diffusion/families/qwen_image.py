@@ -13,9 +13,9 @@ from diffusion.families.grids import PATCH, pack_latents, scheduler_grid, unpack
 
 
 class QwenImageFamily(ChannelwiseFamily):
-    """Qwen-Image: tokens of Qwen2.5-VL behind a mask, equal steps, guidance of the norm of the prompt's own velocity.
+    """Qwen-Image: masked tokens of Qwen2.5-VL, equal steps, guidance rescaled to the norm of the positive velocity.
 
-    The autoencoder is one of videos; an image is its single frame.
+    It uses a video autoencoder; an image is a single frame.
     """
 
     pipeline_class = "QwenImagePipeline"
@@ -67,11 +67,12 @@ class QwenImageFamily(ChannelwiseFamily):
         height, width = positive.shape[-2:]
         alone, other = pack_latents(positive), pack_latents(negative)
         both = other + scale * (alone - other)
+        # per token, as the pipeline does it, so packed first
         size = alone.norm(dim=-1, keepdim=True) / both.norm(dim=-1, keepdim=True)
         return unpack_latents(both * size, height, width)
 
     def guidance_call(self, scale: float, negative: str) -> dict[str, Any]:
-        """The negative prompt must be there even if it is empty; the input of a distilled network is 1, as here."""
+        """The negative prompt has to be passed even if it is empty; the input of a distilled network is 1, as here."""
         embedded = {"guidance_scale": 1.0} if self.pipeline.transformer.config.guidance_embeds else {}
         return embedded | {"true_cfg_scale": scale, **({"negative_prompt": negative} if scale != 1 else {})}
 

@@ -19,13 +19,14 @@ class SanaOptions(FamilyOptions):
     """Options of SANA."""
 
     instruction: list[str] | None = None
-    """Lines before a positive prompt that ask the text encoder to enrich it; empty: the pipeline's own."""
+    """Lines before a positive prompt that ask the text encoder to enrich it. Default: the pipeline's own."""
 
 
 class SanaFamily(Family):
-    """SANA: tokens of Gemma behind a mask, an instruction before positive prompts only, linear attention.
+    """SANA: masked tokens of Gemma, an instruction before positive prompts only, linear attention.
 
-    Its scheduler, DPM-Solver++ on flow times, is Euler at first order, on the same times, whose fractions it cuts off.
+    Its scheduler, DPM-Solver++ on flow times, equals Euler at first order on the same times, whose fractions it
+    truncates.
     """
 
     pipeline_class = "SanaPipeline"
@@ -53,7 +54,7 @@ class SanaFamily(Family):
     def _instruction(self) -> list[str]:
         if self.options.instruction is not None:
             return self.options.instruction
-        # the default of `encode_prompt` is another one than that of the pipeline's call
+        # `encode_prompt` has a different default from the pipeline's call
         found: list[str] = inspect.signature(self.pipeline.__call__).parameters["complex_human_instruction"].default
         return found
 
@@ -97,7 +98,7 @@ class SanaFamily(Family):
         """The size is not moved to one of a list, and the instruction is the run's."""
         own = self.options.instruction
         instruction = {} if own is None else {"complex_human_instruction": [*own]}
-        return super().further_call() | {"use_resolution_binning": False} | instruction
+        return {**super().further_call(), "use_resolution_binning": False, **instruction}
 
     def encode_pixels(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """The autoencoder has no distribution."""

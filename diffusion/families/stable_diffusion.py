@@ -1,14 +1,14 @@
 """Stable Diffusion 1.5, 2 and XL as flow models.
 
-They are trained on x_t = sqrt(a) x_0 + sqrt(1 - a) noise, with a = alphas_cumprod of a step t of 1000. In other
-coordinates that is the path of a flow model: with k = sqrt(a) + sqrt(1 - a),
+They are trained on x_t = sqrt(a) x_0 + sqrt(1 - a) noise, with a = alphas_cumprod at step t of 1000. In rescaled
+coordinates this is the path of a flow model: with k = sqrt(a) + sqrt(1 - a),
 
     x = x_t / k,    sigma = sqrt(1 - a) / k,    velocity = noise - x_0,
 
-so x = (1 - sigma) x_0 + sigma noise, and deterministic DDIM is Euler's rule. Back, k = 1 / sqrt((1 - sigma)^2 +
-sigma^2) and a = ((1 - sigma) k)^2. DDPO's stochastic step is `diffusion.sampling.steps.DdimStep`. Paths neither start
-at pure noise, sigma 1, nor end at 0: the first state is unit noise at the first time, and the last one is taken for the
-image.
+so x = (1 - sigma) x_0 + sigma noise, and deterministic DDIM is Euler's method. The inverse is k = 1 / sqrt((1 -
+sigma)^2 + sigma^2) and a = ((1 - sigma) k)^2. DDPO's stochastic step is `diffusion.sampling.steps.DdimStep`. Paths
+neither start at pure noise (sigma 1) nor end at 0: the first state is unit noise at the first time, and the last state
+is used as the image.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from diffusion.families.base import Family, KohyaNames, LatentSides, Text, TextP
 from mmrl.errors import UserError
 
 NEAR = 0.05
-"""Distance of a time from a step of training, in steps, up to which it is that step and its difference rounding."""
+"""Times within this distance of a training step, in steps, count as that step; the difference is rounding."""
 
 
 class StableDiffusionFamily(Family):
@@ -68,6 +68,7 @@ class StableDiffusionFamily(Family):
 
     def velocity(self, network: Any, latents: Tensor, sigma: Tensor, text: Text) -> Tensor:
         """Velocity (B, C, H, W) in the latents' dtype."""
+        # sigma 1 is no step of training; the noisiest one is the nearest that the UNet knows
         sigma = sigma.float().clamp(max=float(self._sigmas[-1]))
         s = sigma.reshape(-1, 1, 1, 1)
         k = 1 / (s.square() + (1 - s).square()).sqrt()
@@ -98,7 +99,7 @@ class StableDiffusionFamily(Family):
         return _sigma_of(self._scheduler.alphas_cumprod.double())
 
     def _steps(self, sigma: Tensor) -> Tensor:
-        """Step of training (B,) of each time, between steps by the logarithm of the ratio of noise to signal."""
+        """Training step (B,) of each time, interpolated in the logarithm of the noise-to-signal ratio."""
         table, times = (value.double().cpu().numpy() for value in (self._sigmas, sigma))
         found = np.interp(np.log(times / (1 - times)), np.log(table / (1 - table)), np.arange(len(table)))
         whole = np.round(found)
@@ -107,13 +108,13 @@ class StableDiffusionFamily(Family):
 
     @property
     def few_steps(self) -> str:
-        """Turbo and its kin, whose steps trail; models of zero terminal signal have such steps too."""
+        """Turbo models use trailing steps; so do models with zero terminal SNR, which are excluded."""
         config = self.pipeline.scheduler.config
         trails = config.get("timestep_spacing") == "trailing" and not config.get("rescale_betas_zero_snr")
         return "the steps of its scheduler trail, as those of SD-Turbo and SDXL-Turbo" if trails else ""
 
     def drawing_scheduler(self) -> Any:
-        """DDIM on the times of the pipeline's scheduler, without cutting values off."""
+        """DDIM on the times of the pipeline's scheduler, without clipping."""
         return copy.deepcopy(self._scheduler)
 
     def further_call(self) -> dict[str, Any]:
@@ -125,7 +126,7 @@ class StableDiffusionFamily(Family):
         return noise * _root(sigma).to(noise)
 
     def finished(self, latents: Tensor, sigma: Tensor) -> Tensor:
-        """The last state in the UNet's own coordinates is taken for the image."""
+        """Use the last state, in the UNet's own coordinates, as the image."""
         return latents / _root(sigma).to(latents)
 
     def sides(self) -> LatentSides:
@@ -165,7 +166,7 @@ class StableDiffusionXlFamily(StableDiffusionFamily):
         return found
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The pooled text stands beside six embedded sizes."""
+        """The network's input has the pooled text and six embedded sizes."""
         config = self.pipeline.unet.config
         sizes = 6 * config.addition_time_embed_dim
         return super().text_shapes() | {"pooled": (config.projection_class_embeddings_input_dim - sizes,)}

@@ -22,7 +22,7 @@ from diffusion.families.grids import grid_of
 from mmrl.fields import bounded
 
 HEIGHT, WIDTH = 480, 832
-"""Pixels where none are asked for, as in the pipeline's call."""
+"""Default size in pixels, as in the pipeline's call."""
 
 
 @dataclass
@@ -30,14 +30,14 @@ class WanOptions(FamilyOptions):
     """Options of Wan."""
 
     guidance_2: float | None = bounded(None, at_least=0)
-    """Guidance scale of the second network, at low noise; empty: as that of the first."""
+    """Guidance scale of the second network, at low noise. Default: same as the first."""
 
 
 class WanFamily(ChannelwiseFamily):
-    """Wan: tokens of UMT5, zeros behind them and no mask, videos of latents (C, T, H, W), linear guidance.
+    """Wan: tokens of UMT5, zero-padded without a mask; video latents (C, T, H, W), linear guidance.
 
-    The 14B model of Wan 2.2 is two networks: one from noise to `boundary_ratio`, one from there on. The released
-    scheduler, UniPC on flow times, is Euler at first order, on the same times, whose fractions it cuts off.
+    The 14B model of Wan 2.2 has two networks: one from noise to `boundary_ratio`, one below. The released scheduler,
+    UniPC on flow times, equals Euler at first order on the same times, whose fractions it truncates.
     """
 
     pipeline_class = "WanPipeline"
@@ -59,7 +59,7 @@ class WanFamily(ChannelwiseFamily):
             (r"\.ffn\.net\.0\.proj$", ".ffn.0"),
             (r"\.ffn\.net\.2$", ".ffn.2"),
         ),
-        by_diffusers=False,  # it wants adapters of the feed-forward layers, which the family's list has not
+        by_diffusers=False,  # it expects adapters on the feed-forward layers, which `lora_targets` does not include
     )
     video = True
     default_frames = 81

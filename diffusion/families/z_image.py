@@ -16,9 +16,9 @@ DEFAULT_SIDE = 1024
 
 
 class ZImageFamily(Family):
-    """Z-Image: ragged tokens of Qwen3, lists in place of batches, time 1 - sigma and the velocity's sign turned round.
+    """Z-Image: ragged tokens of Qwen3, lists instead of batches, time 1 - sigma and a velocity of opposite sign.
 
-    The pipeline's guidance scale g is the suite's g + 1: it adds g times the difference to the positive half.
+    The pipeline's guidance scale g corresponds to g + 1 here: it adds g times the difference to the positive half.
     """
 
     pipeline_class = "ZImagePipeline"
@@ -33,7 +33,7 @@ class ZImageFamily(Family):
 
     def encode(self, prompt: str, *, negative: bool = False) -> Text:
         """Tokens (L, D) of the prompt in its chat template."""
-        # a new list: the pipeline writes the template into it
+        # a new list on each call: the pipeline writes the template into it
         tokens, _ = self.pipeline.encode_prompt(
             [self.read_text(self.text_parts[0], prompt)],
             device=self.text_device,
@@ -52,11 +52,12 @@ class ZImageFamily(Family):
         """Velocity (B, C, H, W) in the latents' dtype."""
         lengths = text["tokens_mask"].sum(1).tolist()
         prompts = [tokens[:length] for tokens, length in zip(text["tokens"], lengths, strict=True)]
+        # the network takes each image with a frame axis, and its time and velocity run from noise to image
         found = network([*latents[:, :, None]], 1 - sigma, prompts, return_dict=False)[0]
         return -torch.stack([*found])[:, :, 0].to(latents.dtype)
 
     def guidance_call(self, scale: float, negative: str) -> dict[str, Any]:
-        """Their scale is 0 without guidance."""
+        """The pipeline's scale is 0 without guidance."""
         return super().guidance_call(scale, negative) | {"guidance_scale": scale - 1}
 
     def sides(self) -> LatentSides:

@@ -147,7 +147,7 @@ class VelocityMatching(ABC):
 
     def evaluate(self, model: Any, rollouts: Rollouts, versions: NoisyVersions | None = None) -> Matching:
         """Evaluate a model on the noisy versions of some rows; `versions` reuses an earlier result of `noisy`."""
-        versions = versions or self.noisy(rollouts)
+        versions = versions or self.noisy(rollouts)  # given ones, so that several models see the very same rows
         velocity = self.velocity(model, rollouts, versions.rows)
         clean = self.samples(rollouts).latents.float()[versions.decisions.row]
         return Matching(versions.decisions, versions.rows, clean, velocity)

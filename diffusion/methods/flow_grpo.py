@@ -90,6 +90,7 @@ class FlowGrpoRecipe(TrajectoryRecipe):
         # the mean over the trained steps of all processes: a process alone would scale its rows by its own mean
         sums = zip(*merge_lists([(float((weight * trained).sum()), float(trained.sum()))], accelerator), strict=True)
         total, count = (sum(parts) for parts in sums)
+        # over their mean, so that the weights move gradient between steps and leave the learning rate's scale alone
         return found.replace(advantage=found.advantage * weight * (count / max(total, TINY)))
 
 

@@ -158,6 +158,7 @@ class DiffusionNftRecipe(DiffusionRecipe):
         """The matching loss and the distance to the start model."""
         matching, old = self.matching(policy, minibatch)
         assert minibatch.advantage is not None
+        # sorted: the rule expects its constants in the order in which it has made them
         names = sorted(name for name in minibatch.extras if name.startswith(CONSTANT))
         constants = [matching.decisions.gather(minibatch.extras[name]) for name in names]
         rows = self.rule.rows(matching, old, matching.decisions.gather(minibatch.advantage), constants)

@@ -108,6 +108,7 @@ class OrwRecipe(DiffusionRecipe):
         weight = torch.where(rollouts.loss_mask > 0, WEIGHTS[settings.weighting](advantage, settings.tau), 0.0)
         if settings.normalize_weights:
             sums = merge_lists([numbers([weight.abs().sum(), rollouts.loss_mask.sum()])], accelerator)
+            # over all processes: a weight must not depend on which other images its process has drawn
             mean = sum(total for total, _ in sums) / max(sum(count for _, count in sums), 1.0)
             weight = weight / max(mean, 1e-8)
         return rollouts.replace(advantage=weight.float())

@@ -219,6 +219,7 @@ class DiffusionPolicy(nn.Module):
             if name not in self.trained_networks:
                 continue
             if config.lora.enabled:
+                # the pipeline comes frozen, so the adapters are its only trainable weights
                 add_adapter(network, config.lora, self.family, seed)
             else:
                 network.requires_grad_(True)
@@ -430,6 +431,7 @@ def load_policy(config: ModelConfig, seed: int = 0) -> DiffusionPolicy:
         build_if_missing(config, "model")
     start = _find_start(model_folder(config.path), config)
     policy = DiffusionPolicy(start.pipeline, config, seed)
+    # an adapter refers to the weights it was trained on, full weights only to the pipeline for the remaining parts
     policy.base_path = start.base if config.lora.enabled else start.root
     if start.adapter is not None:
         policy.load_weights(start.adapter)

@@ -78,7 +78,7 @@ class GuidedVelocity:
 
         Gradient: through both halves, or with `detach_negative` through the positive one only.
         """
-        sigma = sigma.expand(len(latents))
+        sigma = sigma.expand(len(latents))  # samplers pass one time for all rows, updates one per row
         if self._negative is None:
             return self.model(latents, sigma, self._positive_text)
         if self._positive is None:

@@ -26,8 +26,8 @@ def run(output_dir: Path, seed: int = 0) -> list[str]:
         seed: of every stage; its data is the same.
 
     Returns:
-        Lines to print: optimised and held-out reward before pre-training, before AWM and after it, and where the
-        image and the report lie.
+        Lines to print: optimised and held-out reward before pre-training, before AWM and after it, and the paths of the
+        image and the report.
 
     Raises:
         UserError: a configuration is missing.

@@ -1,8 +1,8 @@
 """Features of a LeRobotDataset: the contents of a frame, as in `meta/info.json`.
 
-A feature has a dtype, a shape and names. A camera has the dtype video or image and the shape (H, W, 3), or (3, H, W) in
-datasets from elsewhere; with `is_depth_map` in its info it is depth, (H, W, 1). The others are columns of numbers,
-booleans or texts.
+A feature has a dtype, a shape and names. A camera has dtype video or image and shape (H, W, 3), or (3, H, W) in
+external datasets; with `is_depth_map` in its info it is a depth camera, (H, W, 1). All other features are columns of
+numbers, booleans or texts.
 
 Source: huggingface/lerobot 0.6.1, src/lerobot/datasets/feature_utils.py, src/lerobot/utils/feature_utils.py.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 STATE, ACTION, SUCCESS = "observation.state", "action", "next.success"
 IMAGE_PREFIX = "observation.images."
 MOST_AXES = 5
-"""Largest number of axes of a numeric feature, which lerobot stores as Array2D to Array5D."""
+"""Maximum number of axes of a numeric feature, which lerobot stores as Array2D to Array5D."""
 IMAGES = ("video", "image")
 FLOATS, INTEGERS = ("float16", "float32", "float64"), ("int8", "int16", "int32", "int64")
 DTYPES = (*FLOATS, *INTEGERS, "uint8", "uint16", "uint32", "uint64", "bool")
@@ -36,7 +36,7 @@ COLUMNS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), INTEGER),
 }
 BOOKKEPT = tuple(key for key in COLUMNS if key != SUCCESS)
-"""Columns that every dataset has, whoever wrote it."""
+"""Columns that every dataset has."""
 
 
 def robot_features(
@@ -46,20 +46,21 @@ def robot_features(
     video: bool = True,
     depth: Mapping[str, tuple[int, int]] | None = None,
 ) -> dict[str, Any]:
-    """Describe the features of a robot that has an action and, if wanted, a state, cameras and depth cameras.
+    """Describe the features of a robot with an action and, optionally, a state, cameras and depth cameras.
 
     Args:
-        state: entries of the state, or their names; None without one.
-        action: entries of the action, or their names.
-        cameras: (H, W) pixels of each camera; none when None.
-        video: whether images become mp4, with some loss; else PNG, and TIFF for depth, inside the data files, without.
-        depth: (H, W) pixels of each depth camera, whose names differ from those of the cameras; none when None.
+        state: number of state entries, or their names; None without a state.
+        action: number of action entries, or their names.
+        cameras: (H, W) pixels of each camera; None without cameras.
+        video: whether images are stored as mp4, which is lossy; otherwise as lossless PNG, or TIFF for depth, inside
+            the data files.
+        depth: (H, W) pixels of each depth camera, with names different from the cameras'; None without depth cameras.
 
     Returns:
-        Features as `EpisodeWriter` takes and `meta/info.json` shows them.
+        Features for `EpisodeWriter`, in the format of `meta/info.json`.
 
     Raises:
-        UserError: a camera and a depth camera have one name.
+        UserError: a camera and a depth camera have the same name.
     """
     features = {} if state is None else {STATE: _vector(state)}
     features[ACTION] = _vector(action)
@@ -73,7 +74,7 @@ def robot_features(
 
 
 def complete_features(features: Mapping[str, Any]) -> dict[str, Any]:
-    """Check features (name -> dtype, shape, names, info) and add those of every dataset made here."""
+    """Check features (name -> dtype, shape, names, info) and add the columns of every dataset written here."""
     complete = {}
     for key, feature in features.items():
         dtype, shape = feature.get("dtype"), [int(size) for size in feature.get("shape", ())]
@@ -95,7 +96,7 @@ def camera_features(features: Mapping[str, Any], depth: bool = False) -> list[st
 
 
 def is_depth(feature: Mapping[str, Any]) -> bool:
-    """Whether a feature is depth: `is_depth_map`, which versions before 0.6 called `video.is_depth_map`."""
+    """Whether a feature is depth: `is_depth_map`, or `video.is_depth_map` in versions before 0.6."""
     about = [part for part in (feature.get("info"), feature.get("video_info")) if isinstance(part, Mapping)]
     return any(part.get("is_depth_map") or part.get("video.is_depth_map") for part in about)
 
@@ -106,7 +107,7 @@ def camera_name(key: str) -> str:
 
 
 def image_size(feature: Mapping[str, Any]) -> tuple[int, int]:
-    """(H, W) of a camera's feature; datasets from elsewhere may give (channel, height, width)."""
+    """(H, W) of a camera's feature; external datasets may use (channel, height, width)."""
     shape, names = feature["shape"], feature.get("names") or ()
     first = str(names[0]) if names and not isinstance(names, Mapping) else ""
     channel_first = first.startswith("c") or (not first and shape[0] in (1, 3) and shape[2] not in (1, 3))
@@ -114,9 +115,9 @@ def image_size(feature: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def names_of_feature(feature: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Names of the entries of a feature; None if it does not have a different one for each.
+    """Names of the entries of a feature; None unless each entry has a different name.
 
-    Datasets from elsewhere have a list, groups of lists such as {"motors": [...]}, or the place of each name.
+    External datasets use a list, groups of lists such as {"motors": [...]}, or a dictionary from names to positions.
     """
     names: Any = feature.get("names")
     size = math.prod(feature.get("shape", ()))
@@ -144,7 +145,7 @@ def by_feature(features: Mapping[str, Any], images: Mapping[str, Any]) -> dict[s
 def checked_columns(columns: Mapping[str, NDArray], features: Mapping[str, Any]) -> dict[str, NDArray]:
     """Columns (T, ...) by feature, without success and bookkeeping; depth as (T, H, W).
 
-    Raises ValueError where a feature is missing, unknown, not finite, or of another shape, type or number of frames.
+    Raises ValueError if a feature is missing, unknown or not finite, or has a wrong shape, type or number of frames.
     """
     wanted = {key: feature for key, feature in features.items() if key not in (*BOOKKEPT, SUCCESS)}
     if set(columns) != set(wanted):
@@ -155,7 +156,7 @@ def checked_columns(columns: Mapping[str, NDArray], features: Mapping[str, Any])
 
 
 def frame_tasks(task: str | Sequence[str], length: int) -> list[str]:
-    """Instruction of each frame; raises ValueError where there is another number of texts than `length`."""
+    """Instruction of each frame; raises ValueError if the number of texts is not `length`."""
     tasks = [task] * length if isinstance(task, str) else [str(one) for one in task]
     if len(tasks) != length:
         raise ValueError(f"task has {len(tasks)} texts; the episode has {length} frames, give one text or one for each")
@@ -189,7 +190,7 @@ def _camera(shape: list[int], video: bool) -> dict[str, Any]:
 
 
 def _wanted_shape(feature: Mapping[str, Any], depth: bool) -> str:
-    """Expected shape where a feature cannot be stored; empty where it can."""
+    """Expected shape if a feature cannot be stored, otherwise empty."""
     shape = feature["shape"]
     positive = min(shape, default=0) >= 1
     if feature["dtype"] in IMAGES:
@@ -232,7 +233,7 @@ def _checked(key: str, values: NDArray, feature: Mapping[str, Any], length: int)
 
 
 def _check_storable(key: str, values: NDArray, dtype: np.dtype) -> None:
-    """Refuse finite values that would become others: infinite ones, or whole numbers that wrap around."""
+    """Reject finite values that would change when stored: become infinite, or wrap around as integers."""
     with np.errstate(over="ignore", invalid="ignore"):
         stored = values.astype(dtype)
     lost = ~np.isfinite(stored) if dtype.kind == "f" else stored != values

@@ -1,4 +1,4 @@
-"""Reading of LeRobotDataset v3.0: whole episodes, and frames with the actions around them."""
+"""Reading LeRobotDataset v3.0: whole episodes, and frames with the actions around them."""
 
 from __future__ import annotations
 
@@ -57,23 +57,23 @@ class EpisodeData:
     number: int
     """Index of the episode."""
     state: NDArray[np.float32]
-    """(T, S) before each action; (T, 0) where the dataset has none."""
+    """(T, S) before each action; (T, 0) if the dataset has none."""
     action: NDArray[np.float32]
-    """(T, A); (T, 0) where the dataset has none."""
+    """(T, A); (T, 0) if the dataset has none."""
     images: Mapping[str, NDArray[np.uint8]]
-    """(T, H, W, 3) RGB by camera, decoded at each access."""
+    """(T, H, W, 3) RGB by camera, decoded on each access."""
     depth_m: Mapping[str, NDArray[np.float32]]
-    """(T, H, W) metres by depth camera, decoded at each access."""
+    """(T, H, W) metres by depth camera, decoded on each access."""
     task: str
     """Instruction of the first frame."""
     frame_tasks: Sequence[str]
-    """T instructions; they differ where the task changes within the episode."""
+    """T instructions, which differ if the task changes within the episode."""
     success: bool | None
-    """Whether the task was done; None where the dataset does not store it."""
+    """Whether the task succeeded; None if the dataset does not store it."""
     timestamp_s: NDArray[np.float32]
     """(T,) seconds since the first frame."""
     extra: Mapping[str, NDArray]
-    """(T, ...) the other features by name in their own type, such as `next.reward`; texts as objects."""
+    """(T, ...) all other features by name in their own dtype, such as `next.reward`; texts as objects."""
 
     def __len__(self) -> int:
         return len(self.action)
@@ -90,9 +90,9 @@ class FrameSample:
     state: NDArray[np.float32]
     """(S,)."""
     action: NDArray[np.float32]
-    """(K, A) an action for each requested time; the nearest of the episode beyond its ends."""
+    """(K, A) an action for each requested time; beyond the ends of the episode, the nearest one."""
     valid: NDArray[np.bool_]
-    """(K,) False where the time is beyond the episode's ends."""
+    """(K,) False for times beyond the ends of the episode."""
     images: Mapping[str, NDArray[np.uint8]]
     """(H, W, 3) by requested camera."""
     task: str
@@ -107,7 +107,7 @@ def action_chunks(actions: NDArray, offsets: Sequence[int]) -> tuple[NDArray, ND
         offsets: K frames from the current one, 0 is its own action.
 
     Returns:
-        (T, K, A) actions, the first or last of the episode beyond its ends, and (T, K) whether there was one.
+        Actions (T, K, A), padded with the first or last action of the episode, and (T, K) bool, False for padding.
     """
     index = np.arange(len(actions))[:, None] + np.asarray(offsets, np.int64)
     inside = np.clip(index, 0, len(actions) - 1)
@@ -122,7 +122,7 @@ class LeRobotReader:
             ...
 
     Raises:
-        UserError: a file is missing or broken, of another version, or episodes that the info counts are not there;
+        UserError: a file is missing, broken or of a different version; episodes counted in the info are missing; or
             pyarrow is not installed.
     """
 
@@ -145,9 +145,9 @@ class LeRobotReader:
             self.tasks: list[str] = task_texts(read_table(tasks)) if self.episodes or tasks.exists() else []
             """Instructions by index."""
             self.stats: dict[str, Statistics] = self._statistics()
-            """Statistics by feature; empty where the dataset has none."""
+            """Statistics by feature; empty if the dataset has none."""
         self.counts: Counter[str] = Counter()
-        """`corrupt_frames`: images accessed that could not be decoded and repeat a neighbour."""
+        """`corrupt_frames`: accessed images that could not be decoded and were replaced by a neighbour."""
 
     @property
     def fps(self) -> float:
@@ -280,11 +280,11 @@ class LeRobotReader:
             wanted = [name for name in read_schema(path).names if not name.startswith("stats/")]
             chunk, file = (int(part.rpartition("-")[2]) for part in (path.parent.name, path.stem))
             for row in read_table(path, columns=wanted).to_pylist():
-                # The folder where it was found, because merged datasets may still name the file it was in before.
+                # The file where the row was found, because rows of merged datasets may still point to their old file.
                 row |= {"meta/episodes/chunk_index": chunk, "meta/episodes/file_index": file}
-                # A killed writer may leave a row twice, of which the first is newer, and one that info does not count.
+                # A killed writer may leave a row twice, the first being newer, and a row that info does not count.
                 rows.setdefault(check_row(row, path)["episode_index"], row)
-        # Search as many numbers as there are rows, whatever total is.
+        # bounded by the number of rows: `total` comes from a file and may be any number
         first = next(number for number in range(len(rows) + 1) if number not in rows)
         if first < total:
             lacking = total - sum(number < total for number in rows)
@@ -345,6 +345,7 @@ class LeRobotReader:
         good = [frame for frame in frames if frame is not None]
         if not good:
             raise UserError(f"no image of an episode in {self.folder} can be decoded as {size[1]}x{size[0]}")
+        # a bad frame repeats the one before it; bad frames at the start repeat the first good one
         latest, filled = good[0], []
         for frame in frames:
             latest = latest if frame is None else frame

@@ -1,7 +1,7 @@
-"""Numbered files that grow by an episode at a time and are readable at any time.
+"""Numbered files that grow one episode at a time and are readable at any time.
 
-Each new episode gets a file of its own; such files are the tail of the series. Closing joins the tail: the joined file
-replaces the first of them, and the caller removes the others once nothing points to them any more.
+Each new episode is written to a separate file; these files are the tail of the series. Closing joins the tail: the
+joined file replaces the first one, and the caller removes the others once nothing points to them any more.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class FileSeries:
         tail, self.tail = self.tail, []
         if not tail:
             return []
+        # the joined file takes the number of the first one; the numbers of the others become free again
         self.number -= len(tail) - 1
         if self.join is not None and len(tail) > 1:
             self.join([segment.path for segment in tail], tail[0].path)
@@ -89,6 +90,7 @@ class FileSeries:
         for segment in tail:
             segment.row.update(self.pointers(self.number - 1) | self._times(frames, segment.row["length"]))
             frames += segment.row["length"]
+        # not removed here: until the changed rows are on disk, a reader still follows the old ones to these files
         return [segment.path for segment in tail[1:]]
 
     def _times(self, start: int, length: int) -> dict[str, float]:
@@ -101,7 +103,7 @@ class FileSeries:
 def check_appendable(
     folder: Path, info: Mapping[str, Any], fps: float | None, features: Mapping[str, Any] | None, robot_type: str | None
 ) -> None:
-    """Refuse to append to a dataset with other features, rate or robot than the given ones."""
+    """Reject appending to a dataset whose features, rate or robot differ from the given ones."""
     theirs = {key: (one["dtype"], list(one["shape"])) for key, one in info["features"].items()}
     ours = theirs
     if features is not None:
@@ -127,13 +129,13 @@ def check_appendable(
 
 
 def row_schema(folder: Path) -> pa.Schema | None:
-    """Columns of the rows in `meta/episodes`, those of the first file as in lerobot; None without rows."""
+    """Columns of the rows in `meta/episodes`, taken from the first file as in lerobot; None if there are no rows."""
     files = numbered_files(folder / "meta/episodes", ".parquet")
     return read_schema(files[0]).remove_metadata() if files else None
 
 
 def aligned_rows(table: pa.Table, schema: pa.Schema | None) -> pa.Table:
-    """Rows with the columns and types of those that are there; missing columns are null."""
+    """Rows converted to the existing columns and types; missing columns are null."""
     import pyarrow as pa
 
     if schema is None:
@@ -145,7 +147,7 @@ def aligned_rows(table: pa.Table, schema: pa.Schema | None) -> pa.Table:
 
 
 def remove_leftovers(series: FileSeries, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Remove files that no row points to: an interruption leaves them, and readers would take them for frames."""
+    """Remove files that no row points to: interruptions leave them behind, and readers would read them as frames."""
     folder = series.folder / series.prefix
     used = {series.path(series.number_in(row)) for row in rows}
     for path in [*numbered_files(folder, series.suffix), *folder.glob("chunk-*/.*.partial.*")]:
@@ -156,8 +158,8 @@ def remove_leftovers(series: FileSeries, rows: Sequence[Mapping[str, Any]]) -> N
 def remove_joined(data: FileSeries, rows: Sequence[Mapping[str, Any]]) -> None:
     """Remove frames from joined files whose rows do not point there yet.
 
-    Between a join and the rows that point to it, the episodes are in the joined file and in their own. Extra images in
-    a video do no harm, but readers count on the index of a frame among all frames.
+    After a join and before the rows are updated, episodes are both in the joined file and in their separate files.
+    Extra images in a video are harmless, but readers rely on the index of a frame among all frames.
     """
     held: dict[Path, list[Mapping[str, Any]]] = {}
     for row in rows:

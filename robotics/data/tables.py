@@ -36,7 +36,7 @@ def data_schema(features: Mapping[str, Any]) -> pa.Schema:
 
 
 def episode_table(columns: Mapping[str, NDArray], features: Mapping[str, Any]) -> pa.Table:
-    """Frames of an episode as in a data file: images (T, H, W, 3) become PNG, depth TIFF; videos are left out."""
+    """Frames of an episode as in a data file: images (T, H, W, 3) become PNG and depth TIFF; videos are excluded."""
     import pyarrow as pa
 
     schema = data_schema(features)
@@ -44,11 +44,11 @@ def episode_table(columns: Mapping[str, NDArray], features: Mapping[str, Any]) -
 
 
 def column_array(column: pa.ChunkedArray) -> NDArray:
-    """Values (T,) or (T, n, ...) of a column in their own type; texts and anything else as objects."""
+    """Values (T,) or (T, n, ...) of a column in their own dtype; texts and everything else as objects."""
     import pyarrow as pa
 
     whole, shape = column.combine_chunks(), [len(column)]
-    if isinstance(whole, pa.ExtensionArray):  # matrices, where the library datasets is imported
+    if isinstance(whole, pa.ExtensionArray):  # matrices, once the library `datasets` has been imported
         whole = whole.storage
     if _has_structs(whole.type):
         cells = np.empty(len(whole), object)
@@ -62,7 +62,7 @@ def column_array(column: pa.ChunkedArray) -> NDArray:
 
 
 def task_table(tasks: Sequence[str]) -> pa.Table:
-    """`meta/tasks.parquet`, in which pandas takes the texts as the index of the numbers."""
+    """`meta/tasks.parquet`, with metadata that makes the texts the index in pandas."""
     import pyarrow as pa
 
     described = {

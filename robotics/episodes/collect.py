@@ -406,7 +406,7 @@ class _Recorder:
         width = max(1, *(len(chunks) for chunks in self.chunks))
         out = torch.zeros((len(self.chunks), width, *example.shape), dtype=example.dtype, device=example.device)
         for row, chunks in enumerate(self.chunks):
-            for number, chunk in enumerate(chunks):
+            for number, chunk in enumerate(chunks):  # rows of ended episodes stay zero
                 out[row, number] = torch.as_tensor(chunk[name])
         return to_device(out, self.device)
 
@@ -418,6 +418,7 @@ class _Recorder:
     def _frames_of(self, row: int) -> NDArray[np.uint8] | None:
         if not self.frames[row] or self.started.observation.images is None:
             return None
+        # the simulator records the frame after each step, so the first observation is put in front
         return np.concatenate([self.chunks[row][0]["image"][None], *self.frames[row]])
 
 

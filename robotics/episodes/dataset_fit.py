@@ -1,8 +1,8 @@
-"""Whether a dataset fits a simulator: units of its actions, names and order of its entries, cameras, and frame rate.
+"""Checks whether a dataset fits a simulator: action units, names and order of entries, cameras, and frame rate.
 
-Numbers alone do not tell: metres of -0.06 to 0.03 also lie in -1..1. So where the simulator's own units are not -1..1,
-they are declared by `demonstrations.units` or by the dataset itself (`info: {units: ...}` of its feature `action`, as
-datasets made here have it), and then compared with the numbers.
+The numbers alone are not enough: metres from -0.06 to 0.03 are also within -1..1. If the simulator's own units are not
+-1..1, the units therefore have to be declared, by `demonstrations.units` or by the dataset itself (`info: {units: ...}`
+of its feature `action`, as in datasets made here), and are then compared with the numbers.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from robotics.sim.interface import RobotInterface, as_rate, interface_of
 LOGGER = logging.getLogger("mmrl")
 UNITS = ("environment", "normalised")
 TOLERANCE = 1e-3
-"""Share of a range by which actions may be outside it, for rounding."""
+"""Fraction of a range by which actions may exceed it, for rounding."""
 LITTLE = 0.1
-"""Actions that use at most this share of a range may be in smaller units."""
+"""Actions that use at most this fraction of a range may be in different units."""
 
 
 def action_units(info: Mapping[str, Any]) -> tuple[str, ActionRange | None]:
@@ -76,7 +76,8 @@ def check_dataset(
         UserError: something differs.
     """
     data, theirs = dataset_interface(info, used), interface_of(sim)
-    # names that nobody shares are other people's for the same entries; a shared one in another place is another order
+    # If no name is shared, both sides just call the same entries differently; a shared name at a different position
+    # means a different order.
     state, moves = _comparable(data.state, theirs.state), _comparable(data.actions, theirs.actions)
     known = {name.removeprefix("observation.images.") for name in info["features"]}
     shown = tuple(name if name in known else "" for name in theirs.cameras or ())
@@ -107,7 +108,7 @@ def in_simulator_units(
         info: content of its `meta/info.json`.
         actions: as they are in the dataset.
         units: of `demonstrations.units`; empty = what the dataset says.
-        sim: the simulator, which reports the bounds of its own units.
+        sim: the simulator, which reports the bounds in the environment's units.
 
     Raises:
         UserError: the units are declared nowhere and matter, declarations contradict each other or the numbers, or the

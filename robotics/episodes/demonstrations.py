@@ -1,4 +1,4 @@
-"""Demonstrations, cut into transitions: an observation and the actions that followed."""
+"""Demonstrations as transitions: an observation and the actions that followed."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ class DemonstrationConfig:
     camera: str = "front"
     """Camera of the policy's images; empty = no images."""
     views: list[str] = rare(field(default_factory=list))
-    """Further cameras of the dataset, in the order in which the policy sees them."""
+    """Further cameras of the dataset, in the order expected by the policy."""
     cache: str = ""
-    """Folder for decoded images, which all processes of a machine map from disk instead of each holding a copy in
-    memory; an image of 256 x 256 takes 197 kB. Empty = in memory."""
+    """Folder for decoded images, which all processes of a machine map from disk instead of each keeping a copy in
+    memory; a 256 x 256 image takes 197 kB. Default: in memory."""
     max_episodes: int = rare(bounded(0, at_least=0))
-    """Number of episodes, the first ones; 0 = all."""
+    """Use only the first N episodes; 0 = all."""
     only_success: bool = rare(True)
-    """Leave out episodes that are marked as failures."""
+    """Skip episodes marked as failures."""
     units: str = choice("", ("", *UNITS))
     """environment: actions are in the environment's own units, within the bounds of its action space, as robots are
-    usually recorded; normalised: in -1..1. Empty = what the dataset declares; where it declares nothing, it is refused
-    unless the environment's own units are -1..1 too."""
+    usually recorded; normalised: in -1..1. Default: as declared by the dataset, which is rejected if it declares
+    nothing, unless the environment's own units are -1..1 too."""
     unscaled: list[int] = field(default_factory=list)
-    """Entries of an action that `acting.scale: bounds_q99` does not scale, such as the gripper; -1 is the last one."""
+    """Action entries that `acting.scale: bounds_q99` does not scale, such as the gripper; -1 is the last one."""
 
     def validate(self) -> None:
         """Refuse an empty path, and views that are not further cameras; raises ValueError."""
@@ -154,7 +154,7 @@ class Demonstrations:
         if still:
             first = still[0]
             LOGGER.warning(
-                "entries %s of the actions stay within a fiftieth of their range in 98 %% of the frames (entry %d lies "
+                "entries %s of the actions stay within a fiftieth of their range in 98 %% of the frames (entry %d is "
                 "in %g to %g, its 1 and 99 %% quantiles are %g and %g); scale bounds_q99 clips what they do in the "
                 "others; demonstrations.unscaled leaves them as they are",
                 still,
@@ -260,13 +260,13 @@ def _images(episode: EpisodeData, reader: LeRobotReader, config: DemonstrationCo
         raise UserError(f"demonstrations.{option} '{camera}', but {config.path} has {known}")
     if not config.cache:
         return episode.images[camera]
-    # the digest of the dataset's contents, so that another dataset at the same path has another folder
+    # named by a digest of the dataset's metadata: a different dataset at the same path gets a different folder
     about = json.dumps([str(reader.folder.absolute()), camera, reader.info], sort_keys=True)
     folder = expanded(config.cache) / f"{reader.folder.name}-{hashlib.sha256(about.encode()).hexdigest()[:12]}"
     path = folder / f"episode-{episode.number:06d}.npy"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Several processes may write at once; each puts a whole file there.
+        # several processes may write at the same time; each renames a complete file into place
         draft = path.with_name(f".{path.stem}.{os.getpid()}.npy")
         try:
             np.save(draft, episode.images[camera])

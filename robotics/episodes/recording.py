@@ -1,6 +1,6 @@
-"""Demonstrations of an expert as a LeRobotDataset, from your own Gymnasium environment or any other simulator.
+"""Expert demonstrations as a LeRobotDataset, from your own Gymnasium environment or any other simulator.
 
-Shapes: L rows that still run, A entries of an action, S entries of the state.
+Shapes: L rows still running, A entries of an action, S entries of the state.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("mmrl")
 CAMERA = "front"
-"""Name of the images of a simulator without a choice of cameras, the default of `demonstrations.camera`."""
+"""Camera name for simulators without a choice of cameras; the default of `demonstrations.camera`."""
 FPS = 10
-"""Frames a second that a dataset gets of a simulator that does not say its control rate."""
+"""Frames per second of a dataset from a simulator that does not report its control rate."""
 BATCH = 32
-"""Episodes that run at once where the simulator has room for any number."""
+"""Number of episodes to run at once if the simulator has no limit."""
 TRIES = 10
-"""Episodes that are run for each one wanted, at most."""
+"""Maximum number of episodes to run per requested one."""
 BROKEN = 3
-"""Nothing more is run where the simulation of the first episodes, so many or more, failed in all."""
+"""Stop if the simulation failed in all episodes so far and there were at least this many."""
 
 
 @dataclass
@@ -107,18 +107,18 @@ def record_episodes(sim: RobotSim, episodes: Sequence[EpisodeSpec], act: Act) ->
 def build_demonstrations(
     path: str, *, sim: Mapping[str, Any], expert: str = "", episodes: int = 50, first_layout: int = 0
 ) -> Path:
-    """Run an expert until enough of its episodes succeed, and write those as a LeRobotDataset.
+    """Run an expert until enough of its episodes succeed, and write these as a LeRobotDataset.
 
-    States, images and actions are those of a policy in the same simulator, so that it can be cloned from them.
+    States, images and actions are those that a policy has in the same simulator, so it can be cloned from them.
 
     Args:
         path: folder to write.
         sim: options of the simulator, those of the run.
         expert: module:function or file.py:function, called as function(observation) with what your Gymnasium
             environment observes, for an action in its units, which is clipped to its bounds; for sim.kind gymnasium.
-            Empty: the simulator's own expert, such as Meta-World's.
-        episodes: successful episodes of each task; the others are left out.
-        first_layout: number of the first layout; they are those of the split train.
+            Default: the simulator's own expert, such as Meta-World's.
+        episodes: number of successful episodes per task; failed ones are discarded.
+        first_layout: number of the first layout, in the split train.
 
     Returns:
         The folder.
@@ -154,7 +154,7 @@ def build_demonstrations(
 
 
 def check_missing(path: Path) -> None:
-    """Refuse a folder that exists; raises UserError."""
+    """Check that a folder does not exist yet; raises UserError."""
     if path.exists():
         raise UserError(f"{path} exists already; name another folder or remove it")
 
@@ -170,11 +170,11 @@ def _with_expert(config: SimConfig, expert: str) -> SimConfig:
 
 
 def _successes(sim: RobotSim, task: str, instruction: str, wanted: int, first_layout: int) -> Iterator[Demonstration]:
-    """So many successful episodes of the expert in a task, in the order of their layouts."""
+    """Yield `wanted` successful episodes of the expert in a task, in the order of their layouts."""
     if not hasattr(sim, "expert_actions"):
         builder = world_table("DEMONSTRATIONS")["tabletop"]
         raise UserError(
-            "this simulator has no expert of its own; sim.kind gymnasium takes one, and those of the tabletop build "
+            "this simulator has no built-in expert; sim.kind gymnasium takes one, and those of the tabletop build "
             f"demonstrations by {builder}"
         )
     ask: Callable[[], NDArray[np.float64]] = sim.expert_actions
@@ -182,6 +182,7 @@ def _successes(sim: RobotSim, task: str, instruction: str, wanted: int, first_la
     last = last if limit is None else min(last, limit)
     ends, reason, layout = Counter[str](), "", first_layout
     while ends["success"] < wanted and layout < last:
+        # never more than are still missing: which layouts end up in the dataset must not depend on the capacity
         count = min(sim.capacity or BATCH, wanted - ends["success"], last - layout)
         specs = [EpisodeSpec(task, instruction, number) for number in range(layout, layout + count)]
         layout += count

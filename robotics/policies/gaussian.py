@@ -162,6 +162,7 @@ class GaussianActionPolicy(EncodedPolicy, ActionPolicy):
         """
         own = self.distributions(batch, temperature)
         (mean, log_std), (other, other_log_std) = (own, others) if beta == 1 else (others, own)
+        # from the first Gaussian to the second, by log standard deviations: no division by a small variance
         variance = (2 * (log_std - other_log_std)).exp()
         apart = (mean - other).square() * (-2 * other_log_std).exp()
         return (0.5 * (variance + apart - 1) + other_log_std - log_std).sum(-1)

@@ -160,7 +160,11 @@ class VlmActionPolicy(TokenPolicy):
 
     @classmethod
     def from_model(cls, model: ModelConfig, config: VlmActionConfig) -> Self:
+<<<<<<< HEAD
         """Add an action head to a vision-language model, on the CPU; `shared_prefix` is off: rows share none."""
+=======
+        """Add an action head to a vision-language model, on the CPU; `shared_prefix` is off, since rows share none."""
+>>>>>>> w-e4
         from mmrl.vlm.engine.policy import load_policy
 
         if model.router_aux_loss_coef:

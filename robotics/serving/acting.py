@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 STATES = {STATE_SIZE: "state", PROPRIO_SIZE: "proprio"}
 ANY_SIDE = 64
-"""Pixels of the images of a policy that takes any size and whose run is not known."""
+"""Image size in pixels for a policy that accepts any size and whose run is unknown."""
 
 
 class PolicyActor:
@@ -51,7 +51,7 @@ class PolicyActor:
             )
         views = self._served.format.views
         if views != len(run.get("views", ())):
-            raise UserError(f"{folder} sees {views + 1} cameras, but no run beside it names them; play it by its run")
+            raise UserError(f"{folder} sees {views + 1} cameras, but no run next to it names them; play it by its run")
         self._n_action_steps = int(self._served.about.get("n_action_steps", policy.chunk))
         size, state_size = self._served.format.image_size, self._served.format.state_size
         if state_size not in (None, *STATES):
@@ -79,7 +79,7 @@ class PolicyActor:
         self._recent = RecentObservations(self._served.policy.past)
 
     def act(self, env: TabletopEnv, observation: dict[str, Any]) -> NDArray[Any]:
-        """Choose an action (5,): the next one of the chunk, or the first of a new one."""
+        """Choose an action (5,): the next one of the chunk, or the first of a new chunk."""
         names = {"images": "rgb", "state": self._state, "views": "views"}
         seen = {name: observation[key] for name, key in names.items() if key in observation}
         self._recent.add(seen)

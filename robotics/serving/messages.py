@@ -1,4 +1,4 @@
-"""Messages as openpi's client packs them: dictionaries in msgpack, arrays as bytes with their dtype and shape.
+"""Messages in the format of openpi's client: msgpack dictionaries, with arrays as bytes, dtype and shape.
 
 An array is {b"__ndarray__": True, b"data": its bytes in row-major order, b"dtype": "<f4", b"shape": [K, D]}, a NumPy
 number {b"__npgeneric__": True, b"data": a number, b"dtype": "<f4"}. Only booleans, integers and floats are read, never
@@ -20,15 +20,15 @@ import numpy as np
 from mmrl.errors import UserError
 
 LARGEST_MESSAGE = 64 * 2**20
-"""Bytes of a message; larger ones end the connection."""
+"""Maximum size of a message in bytes; larger ones close the connection."""
 MOST_ENTRIES = 10_000
-"""Largest number of entries of a message, those of all its lists and dictionaries together."""
+"""Maximum number of entries of a message, over all its lists and dictionaries."""
 MOST_LEVELS = 8
-"""Dictionaries inside one another; the names of their entries are joined with `/`."""
+"""Maximum nesting of dictionaries; the names of nested entries are joined with `/`."""
 LONGEST_NAME = 256
-"""Characters of an entry's name."""
+"""Maximum length of an entry's name in characters."""
 MOST_AXES = 8
-"""Axes of an array."""
+"""Maximum number of axes of an array."""
 DTYPE = re.compile(r"[<>|=]?[biuf]\d{1,2}")
 ARRAY, NUMBER = b"__ndarray__", b"__npgeneric__"
 
@@ -39,7 +39,7 @@ class BadMessageError(UserError):
 
 @dataclass(frozen=True)
 class Unreadable:
-    """An array of a message that could not be read, so that the error can name its entry."""
+    """An array in a message that could not be read; kept so that the error can name its entry."""
 
     reason: str
 
@@ -78,7 +78,7 @@ def unpack(data: bytes | str) -> dict[str, Any]:
 
 
 class _Limit:
-    """Ends the decoding of a message with too many entries as soon as it has them, before they fill the memory."""
+    """Stops decoding a message as soon as it has too many entries, before they fill the memory."""
 
     def __init__(self) -> None:
         self._entries = 0
@@ -113,7 +113,7 @@ def describe_value(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """A robot's text for the log: control characters, which could forge lines or steer a terminal, are escaped."""
+    """Escape control characters in a robot's text for the log, as they could forge lines or control a terminal."""
     return text if text.isprintable() else ascii(text)[1:-1]
 
 

@@ -31,27 +31,26 @@ class ServeConfig:
     """Options of `mmrl serve`."""
 
     temperature: float = bounded(0.0, at_least=0)
-    """Spread of sampled actions; 0 = the most likely ones, as `greedy` evaluates."""
+    """Spread of sampled actions; 0 = most likely actions, as in `greedy` evaluation."""
     seed: int = 0
-    """Seed of the random numbers of policies that draw some."""
+    """Random seed for stochastic policies."""
     max_batch: int = bounded(8, at_least=1)
-    """Observations that the policy answers at once where so many wait; 1 = one after the other."""
+    """Maximum number of waiting observations to answer in one call; 1 = one at a time."""
     image_key: str = "observation/image"
     """Entry of a message with the camera image. Nested entries are joined with `/`."""
     view_keys: list[str] = field(default_factory=lambda: ["observation/wrist_image"])
-    """Entries with the images of further cameras, in the order in which the policy sees them; extra ones are not
-    read."""
+    """Entries with the images of further cameras, in the order expected by the policy; additional ones are ignored."""
     state_key: str = "observation/state"
     """Entry with the robot's state."""
     prompt_key: str = "prompt"
     """Entry with the instruction."""
     action_units: str = choice("environment", UNITS)
-    """environment: actions are in the units of the environment that the policy was trained in, within the bounds of its
-    action space; normalised: in -1..1. The metadata has the bounds."""
+    """environment: actions are in the units of the training environment, within the bounds of its action space;
+    normalised: in -1..1. The metadata contains the bounds."""
     prompt: str = ""
-    """Instruction for messages without one; empty = they are refused."""
+    """Default instruction; if empty, messages without an instruction are rejected."""
     log_every_s: float = bounded(60.0, above=0)
-    """Seconds between the lines with latencies."""
+    """Seconds between log lines with latencies."""
 
     def validate(self) -> None:
         """Check that the entries have different names; raises ValueError."""
@@ -76,7 +75,7 @@ class ObservationFormat:
     def __post_init__(self) -> None:
         if self.views > len(self.config.view_keys):
             raise UserError(
-                f"the policy sees {self.views} cameras beside the first, but view_keys names "
+                f"the policy sees {self.views} cameras besides the first, but view_keys names "
                 f"{len(self.config.view_keys)}: {', '.join(self.config.view_keys) or 'none'}"
             )
 

@@ -81,7 +81,7 @@ class ServedPolicy:
 def open_served_policy(
     folder: Path, config: ServeConfig, step: int | None = None, allow: Sequence[str] = ()
 ) -> ServedPolicy:
-    """Open a policy on the GPU where there is one.
+    """Open a policy, on the GPU if available.
 
     Args:
         folder: of a run, of which the best (else newest) checkpoint is taken, or of a saved or exported policy.
@@ -105,7 +105,7 @@ def open_served_policy(
         about: dict[str, Any] = {"source": str(folder)}
         about |= {name: exported[name] for name in ("recipe", "step") if name in exported}
         return _placed(served, make_accelerator(), about)
-    also = f"; the module of your own that {ABOUT_FILE} names is served from its run folder" if is_export else ""
+    also = f"; the custom module that {ABOUT_FILE} names is served from its run folder" if is_export else ""
     raise UserError(f"{folder} is neither a run folder (config.yaml) nor a robot policy (policy.json){also}")
 
 
@@ -138,7 +138,7 @@ def _users_policy(run: Any, model: Path) -> tuple[ActionPolicy, ImageSize, int |
     """A user's own module, whose sizes are those of the run's simulator."""
     if ":" not in run.model.kind:
         raise UserError(
-            f"{model} holds the weights of a module of your own, but the run's model.kind is '{run.model.kind}' and "
+            f"{model} holds the weights of a custom module, but the run's model.kind is '{run.model.kind}' and "
             "names no function that builds it; serve it from Python with robotics.serving.PolicyServer"
         )
     sim = open_sim(run.sim)

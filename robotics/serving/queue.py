@@ -44,13 +44,13 @@ class _Request:
 
 
 class PolicyQueue:
-    """Observations that wait for the policy, which runs in a thread so that messages are read meanwhile.
+    """Queue of observations for the policy, which runs in a thread so that messages can be read meanwhile.
 
         robot 1  ──▶┐
         robot 2  ──▶┤ waiting ──▶ the policy's thread: up to max_batch at once ──▶ answers
         robot 3  ──▶┘
 
-    A call takes what arrived during the one before; it does not wait for more.
+    Each call takes the observations that arrived during the previous one; it does not wait for more.
     """
 
     def __init__(self, served: ServedPolicy) -> None:
@@ -75,7 +75,7 @@ class PolicyQueue:
                 batch = self._next_batch()
                 found = await loop.run_in_executor(self._thread, self._answers, batch)
                 for request, answer in zip(batch, found, strict=True):
-                    if request.answer.done():  # its robot has left
+                    if request.answer.done():  # cancelled, because its robot has left
                         continue
                     if isinstance(answer, Exception):
                         request.answer.set_exception(answer)
@@ -96,7 +96,7 @@ class PolicyQueue:
         return batch
 
     def _answers(self, batch: list[_Request]) -> list[Chunk | Exception]:
-        """A chunk or an exception for each; where the policy raises, each is asked alone to find the culprit."""
+        """A chunk or an exception per request; if the policy raises, each is retried alone to find the culprit."""
         try:
             inputs = PolicyInputs.concat([request.inputs for request in batch])
             return list(choose_chunks(self._served, inputs, RowGenerators([request.generator for request in batch])))
@@ -115,7 +115,7 @@ def choose_chunks(served: ServedPolicy, inputs: PolicyInputs, generator: torch.G
             inputs.to(policy.device), generator, temperature=temperature or 1.0, greedy=temperature == 0
         )
     actions = sim_actions(choice.actions.float().cpu().numpy(), served.scale)
-    actions = actions.clip(-1, 1)  # as simulators do
+    actions = actions.clip(-1, 1)  # as simulators do; a robot must not get more than the policy was trained with
     if served.bounds is not None:
         actions = served.bounds.to_data(torch.from_numpy(actions)).numpy()
     elapsed = 1000 * (time.perf_counter() - began)

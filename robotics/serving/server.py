@@ -1,12 +1,12 @@
-"""A policy behind a websocket: metadata to each robot that connects, then an answer to each of its observations.
+"""A policy behind a websocket: sends metadata to each robot that connects, then answers its observations.
 
-The messages are those of openpi's server, so that `openpi_client.WebsocketClientPolicy` can talk to it: the first
-message to a robot is the metadata; each message from it is an observation, each answer a dictionary with `actions`
-(K, D) float32, `server_timing` and `policy_timing`; a text instead of an answer is an error. `GET /healthz` answers
+It uses the message format of openpi's server, so `openpi_client.WebsocketClientPolicy` works with it. The first message
+to a robot is the metadata. Each message from a robot is an observation; each answer is a dictionary with `actions`
+(K, D) float32, `server_timing` and `policy_timing`; a text instead of an answer is an error. `GET /healthz` returns
 200.
 
-Differences: an error does not end the connection, it is sent to its robot and logged once, and the next message is
-answered; {"endpoint": "reset"} restarts the robot's random numbers.
+Differences: an error does not close the connection; it is sent to the robot and logged once, and the next message is
+answered. {"endpoint": "reset"} restarts the robot's random numbers.
 
 Source: openpi-client 0.1.2; Physical-Intelligence/openpi src/openpi/serving/websocket_policy_server.py.
 """
@@ -47,10 +47,10 @@ LOGGER = logging.getLogger("mmrl")
 HOST, PORT = "127.0.0.1", 8000
 PROTOCOL = "openpi-client 0.1.2"
 FORMAT = 2
-"""Version of the metadata and of the entries of answers; grows when one changes its meaning."""
+"""Version of the metadata and of the entries of answers; incremented when the meaning of one changes."""
 CLOSE_TIMEOUT_S = 2.0
 ENDS = {1000: "left", 1001: "was sent away", 1006: "left without closing"}
-"""Texts of the log by close code; openpi's client never closes, its program just ends."""
+"""Log texts by close code; openpi's client never closes the connection, its program just ends."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PACKAGES = ("websockets", "msgpack")
 """Packages of the extra `serve`."""
@@ -70,8 +70,8 @@ class PolicyServer:
         served: the policy.
         host: address to listen at; 0.0.0.0 for robots on other machines.
         port: 0 for any free one, see `port`.
-        token: what clients have to send, as `Authorization: Api-Key TOKEN` (the `api_key` of openpi's client) or
-            `Bearer TOKEN`; empty for none.
+        token: token that clients have to send, as `Authorization: Api-Key TOKEN` (the `api_key` of openpi's client) or
+            `Bearer TOKEN`; empty for no token.
 
     Raises:
         UserError: a package is missing, or the policy cannot answer.
@@ -79,7 +79,8 @@ class PolicyServer:
 
     def __init__(self, served: ServedPolicy, host: str = HOST, port: int = PORT, token: str = "") -> None:
         require_packages("serving", PACKAGES, "serve")
-        self.host, self.port = host, port
+        self.host = host
+        self.port = port
         self._token = token
         self._lines = _Lines()
         self.counts = AnswerCounts()
@@ -103,7 +104,7 @@ class PolicyServer:
         found: list[int] = []
 
         def stop(signum: int) -> None:
-            if found:  # a policy may not return
+            if found:  # the second signal: a policy that hangs would keep the first from ending the process
                 os._exit(128 + signum)
             found.append(signum)
             self.stop()
@@ -124,7 +125,9 @@ class PolicyServer:
 
     async def serve(self, started: Callable[[], object] = lambda: None) -> None:
         """Answer until `stop` is called; `started` is called when the server listens and `port` is its own."""
-        self._loop, self._stopping, self._queue = asyncio.get_running_loop(), asyncio.Event(), PolicyQueue(self._served)
+        self._loop = asyncio.get_running_loop()
+        self._stopping = asyncio.Event()
+        self._queue = PolicyQueue(self._served)
         async with await self._listen() as server:
             self.port = next(iter(server.sockets)).getsockname()[1]
             versions = ", ".join(f"{name} {_version(name)}" for name in ("mmrl-suite", *PACKAGES))
@@ -132,12 +135,12 @@ class PolicyServer:
             place = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
             LOGGER.info("serving at ws://%s, health at http://%s/healthz; Ctrl-C ends", place, place)
             if not self._token and self.host not in (HOST, "localhost", "::1"):
-                LOGGER.warning("whoever reaches %s can use the policy; --token TEXT asks clients for one", place)
+                LOGGER.warning("anyone who reaches %s can use the policy; --token TEXT asks clients for one", place)
             started()
             tasks = [asyncio.create_task(self._queue.run()), asyncio.create_task(self._log_regularly())]
             await self._stopping.wait()
             server.close()
-            await server.wait_closed()  # robots that wait for an answer need the queue until then
+            await server.wait_closed()  # robots still waiting for an answer need the queue until then
             for task in tasks:
                 task.cancel()
         LOGGER.info("%d robots: %s", self.robots, self.counts.summary())
@@ -146,7 +149,7 @@ class PolicyServer:
         from websockets.asyncio.server import serve
 
         silent = logging.getLogger("websockets.mmrl")
-        silent.setLevel(logging.CRITICAL + 1)  # else a traceback for each port scan
+        silent.setLevel(logging.CRITICAL + 1)  # otherwise every port scan would log a traceback
         try:
             return await serve(
                 self._talk,
@@ -155,7 +158,7 @@ class PolicyServer:
                 compression=None,  # images hardly shrink, and the robot waits
                 max_size=LARGEST_MESSAGE,
                 process_request=self._admit,
-                origins=[None],  # robots send no Origin; every page in a browser does
+                origins=[None],  # robots send no Origin, web pages do: a page must not drive a robot
                 close_timeout=CLOSE_TIMEOUT_S,
                 logger=silent,
             )
@@ -190,7 +193,7 @@ class PolicyServer:
         began = time.perf_counter()
         chunk: Chunk | None = None
         try:
-            message, inputs = await asyncio.to_thread(self._read, data)  # other robots need not wait for it
+            message, inputs = await asyncio.to_thread(self._read, data)  # decoding must not block other robots
             if inputs is None:
                 robot.reset()
                 reply: bytes | str = pack({"status": "reset successful"})
@@ -198,7 +201,7 @@ class PolicyServer:
                 self._note_unread(robot, message, inputs.instructions[0])
                 chunk = await self._queue.ask(inputs, robot.generator)
                 reply = pack(_as_answer(chunk, robot.previous_ms, began))
-        except Exception as error:  # whatever a policy raises concerns this message only
+        except Exception as error:  # an error of the policy must only affect this message
             reply = self._refuse(robot, error)
         await connection.send(reply)
         robot.previous_ms = 1000 * (time.perf_counter() - began)
@@ -207,7 +210,7 @@ class PolicyServer:
                 counts.add(chunk.infer_ms, robot.previous_ms, chunk.batch_size)
 
     def _read(self, data: bytes | str) -> tuple[dict[str, Any], PolicyInputs | None]:
-        """A message, and the inputs of the policy; None where it asks for a reset."""
+        """A message, and the inputs of the policy; None for a reset request."""
         message = unpack(data)
         return message, None if _asks_for_reset(message) else self._served.format.read(message)
 
@@ -317,10 +320,11 @@ def _quantiles(values: deque[float]) -> str:
 
 
 class _Lines:
-    """Log lines that robots cause, at most `LINES_A_MINUTE`: one that reconnects without end must not fill a disk."""
+    """Log lines caused by robots, at most `LINES_A_MINUTE`: a robot in a reconnect loop must not fill the disk."""
 
     def __init__(self) -> None:
-        self._minute, self._said = 0, 0
+        self._minute = 0
+        self._said = 0
 
     def say(self, level: int, text: str) -> None:
         """Log a line, or leave it out."""
@@ -328,7 +332,8 @@ class _Lines:
         if minute != self._minute:
             if self._said > LINES_A_MINUTE:
                 LOGGER.info("%d lines about robots left out", self._said - LINES_A_MINUTE)
-            self._minute, self._said = minute, 0
+            self._minute = minute
+            self._said = 0
         self._said += 1
         if self._said <= LINES_A_MINUTE:
             LOGGER.log(level, "%s", text)
@@ -338,7 +343,8 @@ class _Robot:
     """A connection, with random numbers that do not depend on other robots."""
 
     def __init__(self, number: int, seed: int) -> None:
-        self.number, self._seed = number, seed
+        self.number = number
+        self._seed = seed
         self.counts = AnswerCounts()
         self.previous_ms: float | None = None  # duration of the answer before
         self.prompt: str | None = None  # the last instruction
@@ -353,7 +359,7 @@ class _Robot:
 
 
 def _try_policy(served: ServedPolicy) -> Chunk:
-    """Ask once with an observation of zeros: refuses a policy that cannot answer, and warms up the others."""
+    """Call the policy once with zeros: rejects a policy that cannot answer, and warms up the others."""
     try:
         return choose_chunks(served, served.format.example(), make_generator(served.config.seed, "serve"))[0]
     except UserError as error:

@@ -221,7 +221,7 @@ def test_an_entry_that_hardly_acts_is_named_before_its_quantiles_delete_it(caplo
     with caplog.at_level("WARNING", "mmrl"):
         found.statistics()
     said = (
-        "entries [1] of the actions stay within a fiftieth of their range in 98 % of the frames (entry 1 lies in 0 to 1"
+        "entries [1] of the actions stay within a fiftieth of their range in 98 % of the frames (entry 1 is in 0 to 1"
     )
     assert said in caplog.text
     caplog.clear()

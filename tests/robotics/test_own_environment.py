@@ -96,7 +96,7 @@ def test_successful_episodes_of_an_expert_become_demonstrations(tmp_path):
         ({"expert": f"{ENVS}:fails"}, r"in 0 of 4 episodes of 'Slider', 8 are wanted; 4 .* failed.*ZeroDivision"),
         ({"expert": f"{ENVS}:wide"}, r"the expert's action is \[0\. 0\.\]; expected 1 finite number"),
         ({"expert": f"{ENVS}:nothing"}, "has no 'nothing'"),
-        ({"expert": ""}, "has no expert of its own"),
+        ({"expert": ""}, "has no built-in expert"),
         ({"expert": f"{ENVS}:slide", "first_layout": 1, "episodes": 0}, "episodes is 0; must be at least 1"),
         ({"sim": {**SLIDER, "envs": 1}}, "envs"),
         ({"sim": {"kind": "tabletop", "tasks": ["reach"]}, "expert": f"{ENVS}:slide"}, "only gymnasium takes one"),

@@ -411,7 +411,7 @@ def test_a_served_policy_reads_the_images_of_further_cameras():
         read.read({"observation/image": image})
     with pytest.raises(BadMessageError, match=r"wrist_image has the shape \(4, 6, 3\); expected \(8, 6, 3\)"):
         read.read(message | {"observation/wrist_image": wrist[:4]})
-    with pytest.raises(UserError, match=r"sees 2 cameras beside the first, but view_keys names 1: .*wrist_image"):
+    with pytest.raises(UserError, match=r"sees 2 cameras besides the first, but view_keys names 1: .*wrist_image"):
         ObservationFormat((8, 6), None, ServeConfig(), views=2)
     one = ObservationFormat((8, 6), None, ServeConfig(prompt="go"))
     assert one.read(message).views is None

@@ -1,8 +1,8 @@
 """An autoencoder without training: the principal components of image patches as latent channels.
 
-It takes the place of AutoencoderKL in tiny pipelines, where training one would take longer than everything else.
-Patches of p x p pixels become one latent pixel of K channels, its coordinates along the K directions in which patches
-vary most; decoding is the linear inverse. With K = 3 p^2 nothing is lost.
+It replaces AutoencoderKL in tiny pipelines, where training one would take longer than everything else. A patch of p x p
+pixels becomes one latent pixel with K channels: its coordinates along the K directions in which patches vary most.
+Decoding is the linear inverse, which is lossless for K = 3 p^2.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A tiny Wan pipeline: the released classes, and an autoencoder of clips that needs no training.
 
-The first frame stands alone and the others follow in groups, as in Wan's own autoencoder. A group of t frames of p x p
-pixels becomes one latent pixel, its coordinates along the K directions in which such blocks vary most.
+The first frame is encoded alone and the others in groups, as in Wan's own autoencoder. A group of t frames of p x p
+pixels becomes one latent pixel: its coordinates along the K directions in which such blocks vary most.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class BlockAutoencoder(ModelMixin, ConfigMixin):  # type: ignore[misc]
         latents_std: Sequence[float] = (),
     ) -> None:
         super().__init__()
-        self._pixels, self._frames = scale_factor_spatial, scale_factor_temporal
+        self._pixels = scale_factor_spatial
+        self._frames = scale_factor_temporal
         size = 3 * scale_factor_temporal * scale_factor_spatial**2
         if not 1 <= z_dim <= size:
             raise UserError(f"z_dim={z_dim} must be between 1 and {size}")

@@ -1,4 +1,4 @@
-"""Dense, smooth rewards for colour and place, with which a training loop can be checked in seconds."""
+"""Dense, smooth rewards for colour and position, which make it possible to test a training loop in seconds."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def caption_colour(
     metadata: Sequence[Mapping[str, Any] | None] | None = None,
     **_: Any,
 ) -> list[float | None]:
-    """Reward pixels that are near the colours of the caption: 1 - mean distance to the nearest of them.
+    """Reward pixels close to the colours of the caption: 1 - mean distance to the nearest of them.
 
-    Images are (H, W, 3) uint8; captions are searched for colours where there is no `metadata` in GenEval's layout.
+    Images are (H, W, 3) uint8; colours come from `metadata` in GenEval's format, or from the caption if it is missing.
     """
     rows = metadata or [None] * len(prompts)
     return [
@@ -45,7 +45,7 @@ def caption_position(
 ) -> list[float | None]:
     """Reward the distance between two colours' centres of mass along the relation of the caption.
 
-    Images are (H, W, 3) uint8; `metadata` is in GenEval's layout and is read from the caption where there is none.
+    Images are (H, W, 3) uint8; `metadata` is in GenEval's format and is read from the caption if missing.
     """
     rewards: list[float | None] = []
     for image, row in zip(completions, metadata_rows(prompts, metadata), strict=True):

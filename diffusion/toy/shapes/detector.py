@@ -1,7 +1,7 @@
-"""Finds coloured shapes in an image by rules, without a learned model.
+"""Finds coloured shapes in an image with rules instead of a learned model.
 
-Saturated pixels get the nearest of the four hues; connected pixels of one hue are an object; its shape follows from how
-it fills its box. Texture is ignored, since an object must be one clean connected area.
+Saturated pixels are assigned to the nearest of the four hues; connected pixels of one hue form an object, and the way
+it fills its box determines its shape. Texture is ignored, since an object has to be one clean connected area.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from diffusion.toy.shapes.captions import COLOURS
 
 UNKNOWN = "unknown"
-"""Shape of an object that is large enough to count and none of the shapes."""
+"""Shape of an object that is large enough to count but matches no known shape."""
 MIN_SATURATION = 60
-"""Least distance of the largest from the smallest colour channel, 0..255."""
+"""Minimum difference between the largest and the smallest colour channel, 0..255."""
 MIN_AREA_SHARE = 20 / 32**2
-"""Least area of an object as a share of the image's; 20 pixels of 32 x 32."""
+"""Minimum area of an object as a fraction of the image's; 20 pixels of 32 x 32."""
 ASPECT_RANGE = (0.7, 1.43)
 TRIANGLE_ASYMMETRY, TRIANGLE_EXTENT = 0.22, 0.75
 CIRCLE_EXTENT, SQUARE_EXTENT = 0.66, 0.90
@@ -132,7 +132,7 @@ def _runs(hues: NDArray[np.int64]) -> Iterator[Run]:
     # a grey column at the right end keeps a run from going on in the next row
     flat = np.pad(hues, ((0, 0), (0, 1)), constant_values=GREY).ravel()
     starts = np.flatnonzero(np.diff(flat, prepend=GREY))
-    ends = np.append(starts, len(flat))[1:]  # none where all is grey
+    ends = np.append(starts, len(flat))[1:]  # empty if all pixels are grey
     for start, end, hue in zip(starts.tolist(), ends.tolist(), flat[starts].tolist(), strict=True):
         if hue != GREY:
             yield Run(start // width, start % width, end - start // width * width, hue)

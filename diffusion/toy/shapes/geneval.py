@@ -44,9 +44,9 @@ def shapes_geneval(
 ) -> list[float]:
     """Score how much of its caption an image (H, W, 3) uint8 shows: shapes, counts, colours, relation, nothing else.
 
-    `metadata` is in GenEval's layout and is read from the caption where there is none. Option `strict`: 1 for an
-    entirely right image, else 0, instead of the mean of the parts. Option `compat`: a wrong relation gives 0.5 instead
-    of 0, as the published reward does by adding a second part of 1.
+    `metadata` is in GenEval's format; if missing, it is read from the caption. Option `strict`: 1 for a fully correct
+    image, otherwise 0, instead of the mean of the parts. Option `compat`: a wrong relation gives 0.5 instead of 0, like
+    the published reward, which adds a second part of 1.
 
     Source: after GenEval, arXiv 2310.11513, but stricter, see the module; graded as in yifan123/flow_grpo, except that
         a wrong count never gives less than 0, and the share of asked-for objects among all that are seen is a part too.
@@ -65,7 +65,7 @@ def shapes_geneval_strict(
     metadata: Sequence[Mapping[str, Any] | None] | None = None,
     **_: Any,
 ) -> list[float]:
-    """Give 1 to an image that matches its caption exactly and 0 to every other one; see `shapes_geneval`."""
+    """Give 1 to images that match their caption exactly and 0 to all others; see `shapes_geneval`."""
     return shapes_geneval(prompts, completions, metadata=metadata, strict=True)
 
 
@@ -88,7 +88,7 @@ def judge_scene(found: Sequence[Detection], include: Sequence[Mapping[str, Any]]
 def metadata_rows(
     prompts: Sequence[str], metadata: Sequence[Mapping[str, Any] | None] | None
 ) -> list[Mapping[str, Any]]:
-    """Take each row's metadata, or read it from the prompt where there is none."""
+    """Each row's metadata, read from the prompt if missing."""
     given = [None] * len(prompts) if metadata is None else metadata
     rows = [parse_caption(prompt).metadata if row is None else row for prompt, row in zip(prompts, given, strict=True)]
     for row in rows:
@@ -129,7 +129,7 @@ def _relation_scores(
 
 
 def _precision(found: Sequence[Detection], include: Sequence[Mapping[str, Any]]) -> float:
-    """Share of the objects that were asked for, in shape, colour and number; 0 of none."""
+    """Fraction of the found objects that the caption asks for, in shape, colour and number; 0 if none was found."""
     left = Counter[tuple[str, str | None]]()
     for wanted in include:
         left[wanted["class"], wanted.get("color")] += int(wanted["count"])

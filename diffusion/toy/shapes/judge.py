@@ -1,6 +1,6 @@
-"""Held-out judge of images of shapes: a small network that counts, where the reward's detector follows rules.
+"""Held-out judge for images of shapes: a small counting network, whereas the reward's detector follows rules.
 
-A policy that only finds a gap in the rules raises the reward and not the judge; reporting both makes that visible.
+A policy that only exploits a gap in the rules raises the reward but not the judge; reporting both makes this visible.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ShapesJudge:
         return logits.softmax(-1)
 
     def score(self, images: Sequence[NDArray[np.uint8]], metadatas: Sequence[Mapping[str, Any]]) -> list[float]:
-        """Probability that every look has the number of objects that its description in GenEval's layout asks for.
+        """Probability that every look has the number of objects required by its description in GenEval's format.
 
         Positions are not judged.
         """
@@ -99,7 +99,7 @@ class ShapesJudge:
 
     @classmethod
     def load(cls, folder: Path | str) -> ShapesJudge:
-        """Read a judge that was saved."""
+        """Load a saved judge."""
         from safetensors.torch import load_file
 
         folder = Path(folder)
@@ -125,10 +125,10 @@ def shapes_judge(
     images: int = 5000,
     **_: Any,
 ) -> list[float]:
-    """Score images with a judge that is trained once and kept in a folder; for measuring and not for training.
+    """Score images with a judge that is trained once and stored in a folder; for evaluation, not for training.
 
-    `metadata` is in GenEval's layout and is read from the caption where there is none. Options: `path`, the judge's
-    folder, written where there is none, and `seed` and number of `images` of its training.
+    `metadata` is in GenEval's format; if missing, it is read from the caption. Options: `path`, folder of the judge,
+    which is created if missing, and `seed` and number of `images` for its training.
     """
     return _kept_judge(path, seed, images).score(completions, metadata_rows(prompts, metadata))
 
@@ -158,7 +158,7 @@ def _network() -> nn.Sequential:
     for before, after, stride in zip((3, *WIDTHS), WIDTHS, (2, 2, 1), strict=False):
         layers += [nn.Conv2d(before, after, 3, stride, 1), nn.BatchNorm2d(after), nn.ReLU()]
     answers = len(LOOKS) * COUNT_CLASSES
-    # averaged over places and not flattened: a shape counts the same wherever it lies
+    # averaged over positions rather than flattened: a shape counts the same anywhere in the image
     layers += [nn.Conv2d(WIDTHS[-1], 2 * answers, 3, 1, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     layers += [nn.BatchNorm1d(2 * answers), nn.Linear(2 * answers, 2 * answers), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(2 * answers, answers), nn.Unflatten(1, (len(LOOKS), COUNT_CLASSES)))

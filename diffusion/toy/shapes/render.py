@@ -1,4 +1,4 @@
-"""Images of scenes: coloured shapes of random size and place on a light background."""
+"""Images of scenes: coloured shapes with random size and position on a light background."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from diffusion.toy.shapes.captions import COLOURS, RELATIONS, Scene, ShapeGroup
 from mmrl.errors import UserError
 
 MIN_SIZE_PX = 32
-"""Smallest image; in a smaller one the objects have too few pixels for their shapes to differ."""
+"""Minimum image size; in smaller images, objects have too few pixels for their shapes to differ."""
 SUPERSAMPLING = 4
 SIDE_RANGE: dict[int, tuple[float, float]] = {1: (0.31, 0.56), 2: (0.29, 0.44), 3: (0.26, 0.35)}
-"""Smallest and largest side of an object as a share of the image's, by the number of objects."""
+"""Minimum and maximum size of an object as a fraction of the image's, by the number of objects."""
 GAP = 0.06
-"""Least distance of two objects' boxes as a share of the image's side: two pixels of 32."""
+"""Minimum distance between two objects' boxes as a fraction of the image's size: two pixels of 32."""
 DOMINANCE = 1.2
-"""Smallest ratio of the distance of related objects along the relation to that across it."""
+"""Minimum ratio of the distance between related objects along the relation to the distance across it."""
 TRIES = 2000
 COLOUR_JITTER = 12.0
 BACKGROUND = 236.0
@@ -31,7 +31,7 @@ Box = tuple[float, float, float, float]
 
 
 def render_scene(scene: Scene, *, size: int = 32, rng: np.random.Generator) -> NDArray[np.uint8]:
-    """Draw a scene with random sizes, places and shades; objects never touch and relations hold.
+    """Draw a scene with random sizes, positions and shades; objects never touch and relations hold.
 
     Args:
         scene: what to draw.
@@ -64,8 +64,8 @@ def render_dataset(
         scenes: S scenes.
         count: N images.
         size: side of an image in pixels.
-        seed: seed of sizes, places and shades; each image has a generator of its own, so that the first ones
-            stay the same when more are asked for.
+        seed: seed of sizes, positions and shades; each image has a separate generator, so the first images stay the
+            same if more are requested.
 
     Returns:
         RGB images (N, size, size, 3) uint8 and the index of the scene of each (N,) int64.

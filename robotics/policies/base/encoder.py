@@ -220,6 +220,7 @@ class ObservationEncoder(nn.Module):
         queries = self.queries.expand(len(batch), -1, -1)
         if self.config.condition_queries:
             queries = queries + self._condition(tokens)
+        # queries last: the final block only computes its tail
         hidden = torch.cat([*(token.to(text.dtype) for token in tokens), queries.to(text.dtype)], 1)
         for block in self.blocks[:-1]:
             hidden = block(hidden)
@@ -304,7 +305,7 @@ class _ImageStem(nn.Module):
         pixels = images.permute(0, 3, 1, 2).to(self.places.dtype) / 255 - 0.5
         features = self.norm(self.second(functional.gelu(self.first(pixels))))
         scale, shift = self.film(text)[:, :, None, None].chunk(2, 1)
-        features = functional.gelu(features * (1 + scale) + shift)
+        features = functional.gelu(features * (1 + scale) + shift)  # 1 + scale: FiLM starts as the identity
         # each patch is 2 x 2 positions of the coarser map, concatenated
         coarse = functional.adaptive_avg_pool2d(functional.gelu(self.third(features)), 2 * PATCHES)
         tokens = self.patches(functional.pixel_unshuffle(coarse, 2).flatten(2).transpose(1, 2)) + self.places

@@ -81,6 +81,7 @@ class ActionRange:
     def to_sim(self, actions: Tensor) -> Tensor:
         """Convert actions (..., D) of the data to the simulator's, 2 (a - low) / (high - low) - 1, not clipped."""
         low, width = self._scales(actions)
+        # in float64: bounds such as 512 would cost float32 actions their last bits on the way there and back
         scaled = 2 * (actions.double() - low) / torch.where(width == 0, 1.0, width) - 1
         return torch.where(width == 0, 0.0, scaled).to(actions.dtype)
 

@@ -181,6 +181,7 @@ class LeRobotFlowPolicy(ServedActionPolicy):
         for step in range(self.decisions):
             mean, std = self._kernel.transition(velocities[:, step], chain[:, step], sigmas[step], sigmas[step + 1])
             std = (std * temperature).expand(len(chain))
+            # the kernel averages over the scored numbers; `count` turns the mean into a sum
             logp.append(count * self._kernel.log_prob(chain[:, step + 1, :, :size], mean[..., :size], std))
             entropy.append(count * (0.5 * math.log(2 * math.pi * math.e) + std.log()))
         return torch.stack(logp, 1), torch.stack(entropy, 1)
@@ -237,6 +238,7 @@ class _ServedVelocity(torch.autograd.Function):
         ctx: Any, remote: _RemoteWeights, batch: PolicyInputs, arrays: dict[str, Any], *weights: Tensor
     ) -> Tensor:
         ctx.call = (remote, batch, arrays)
+        # saved so that autograd notices weights that change before the backward pass, which would evaluate the new ones
         ctx.save_for_backward(*weights)
         found = remote.ask("velocities", weights, batch, arrays)["velocities"]
         return torch.from_numpy(found.copy()).to(weights[0].device)

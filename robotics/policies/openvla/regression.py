@@ -2,18 +2,18 @@
 
 Shapes: B rows, K control steps, D entries of an action, T = K D positions, S state entries, C hidden units.
 
-The head maps the states of the language model at the T positions of a chunk to K actions in one pass, where
-`openvla_policy` reads tokens; the state of the robot is one more embedding, behind the patches. Greedy actions are the
-head's output. It has no likelihood, so for reinforcement learning it is the mean of a Gaussian,
-and each entry of an action has its own learned standard deviation. A control step is a decision,
-with the log-density of its D entries; the temperature multiplies the standard deviations.
+The head maps the states of the language model at the T positions of a chunk to K actions in one pass, whereas
+`OpenVlaPolicy` reads tokens there. The state of the robot is one more embedding after the patches. Greedy actions are
+the head's output. It has no likelihood, so reinforcement learning uses it as the mean of a Gaussian with a learned
+standard deviation per action entry. A control step is a decision, with the log-density of its D entries; the
+temperature multiplies the standard deviations.
 
-Cloning minimises the L1 distance of the head's output to the demonstrated actions, as OpenVLA-OFT was trained; the
-standard deviations do not learn from it.
+Cloning minimises the L1 distance between the head's output and the demonstrated actions, as in OpenVLA-OFT's training;
+it does not train the standard deviations.
 
 Actions are normalised and, as in OpenVLA-OFT's own evaluation, not clipped: beyond -1..1 the statistics extrapolate,
-and the simulator's limits hold. Without statistics, after cloning with `acting.scale: none`, they are clipped. A saved
-policy is a folder that OpenVLA-OFT's code loads again.
+and the simulator's limits apply. Without statistics, after cloning with `acting.scale: none`, they are clipped. A saved
+policy is a folder that OpenVLA-OFT's code can load.
 
 Source: OpenVLA-OFT, arXiv 2502.19645; moojink/openvla-oft prismatic/extern/hf/modeling_prismatic.py (predict_action),
     experiments/robot/openvla_utils.py (normalize_proprio), vla-scripts/finetune.py (loss).
@@ -85,10 +85,13 @@ class OpenVlaRegressionPolicy(ActionPolicy):
         if config.label_smoothing:
             raise UserError(f"label_smoothing has no effect on {path}, which has an action head and no bins")
         self._files = {HEAD: head.name} | ({} if projector is None else {PROJECTOR: projector.name})
-        self.settings, self.statistics = config, self.folder.statistics
+        self.settings = config
+        self.statistics = self.folder.statistics
         self.views = config.num_images_in_input - 1
         self.image_fit = "stretch"  # of the only image_resize_strategy that OpenVlaFolder takes
-        self.chunk, self.action_size, self.decisions = config.chunk, self.statistics.size, config.chunk
+        self.chunk = config.chunk
+        self.action_size = self.statistics.size
+        self.decisions = config.chunk
         self.model = self.folder.load()
         self.model.language_model.lm_head.requires_grad_(False)  # not read
         self.head = load_head(head, self.action_size, self.model.hidden_size).to(self.folder.dtype)

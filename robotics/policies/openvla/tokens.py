@@ -1,4 +1,4 @@
-"""OpenVLA-OFT folders with action tokens, evaluated and improved: the policies of SimpleVLA-RL and SRPO.
+"""OpenVLA-OFT folders with action tokens, for evaluation and training: the policies of SimpleVLA-RL and SRPO.
 
 Shapes: B rows, K control steps, D entries of an action, T = K D tokens, H x W pixels.
 
@@ -47,7 +47,9 @@ class OpenVlaPolicy(TokenPolicy):
                 )
         tokenizer = ActionTokenizer(folder.bins, "openvla")
         super().__init__(tokenizer, config.chunk, folder.statistics.size, config.label_smoothing)
-        self.settings, self.folder, self.statistics = config, folder, folder.statistics
+        self.settings = config
+        self.folder = folder
+        self.statistics = folder.statistics
         self.views = config.num_images_in_input - 1
         self.image_fit = "stretch"  # of the only image_resize_strategy that OpenVlaFolder takes
         self.model = folder.load()
