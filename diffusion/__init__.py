@@ -73,7 +73,7 @@ _NAMES = {
         "encode_images",
         "load_pipeline",
     ),
-    "diffusion.models.policy": (
+    "diffusion.models.diffusion_policy": (
         "DiffusionPolicy",
         "LoraSettings",
         "ModelConfig",
@@ -85,7 +85,7 @@ _NAMES = {
         "load_image_rewards",
     ),
     "diffusion.sampling.guidance": ("GuidedVelocity",),
-    "diffusion.sampling.sampler": (
+    "diffusion.sampling.latent_sampler": (
         "SamplerConfig",
         "euler_ode",
         "sample_latents",

@@ -89,8 +89,8 @@ RECIPES = (
         supervised=True,
     ),
 )
-PLAN = "diffusion.plan:footprint"
-PREVIEW = "diffusion.plan:preview"
+PLAN = "diffusion.diffusion_plan:footprint"
+PREVIEW = "diffusion.diffusion_plan:preview"
 READER = "diffusion.data.prompts:load_prompts"
 """Functions for `mmrl train --dry-run`."""
 METRICS = {

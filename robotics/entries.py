@@ -7,7 +7,7 @@ from mmrl.entries import RecipeEntry
 RECIPES = (
     RecipeEntry(
         "flow3d",
-        "robotics.flow3d.methods.recipe:Flow3dRecipe:Flow3dConfig",
+        "robotics.flow3d.methods.flow3d_recipe:Flow3dRecipe:Flow3dConfig",
         "a world model of 3D flow, which predicts how the points of an object will move",
         "3DFlowAction, arXiv 2506.06199",
         supervised=True,
@@ -53,13 +53,13 @@ RECIPES = (
 EVALUATIONS = (
     RecipeEntry(
         "flow3d_eval",
-        "robotics.flow3d.closed_loop.recipe:Flow3dEvaluation:Flow3dEvaluationConfig",
+        "robotics.flow3d.closed_loop.closed_loop_recipe:Flow3dEvaluation:Flow3dEvaluationConfig",
         "a world model of 3D flow in closed loop, on arms, objects and backgrounds it has and has not seen",
         "3DFlowAction, arXiv 2506.06199",
         trains=False,
     ),
 )
-PLAN = "robotics.plan:footprint"
+PLAN = "robotics.robot_plan:footprint"
 """Function for `mmrl train --dry-run`."""
 METRICS = {
     "loss/distillation": "Exact divergence from the teacher, weight included.",

@@ -52,8 +52,8 @@ def make_model(folder: Path) -> Path:
 
 
 def _vlm_results(folder: Path) -> None:
-    from mmrl.vlm.engine.policy import load_policy
-    from mmrl.vlm.model.config import LoraSettings, ModelConfig
+    from mmrl.vlm.engine.vlm_policy import load_policy
+    from mmrl.vlm.model.model_config import LoraSettings, ModelConfig
 
     base = make_model(folder)
     load_policy(ModelConfig(path=str(base))).save_pretrained(checkpoint(folder, "digits-papo", 300))
@@ -62,7 +62,7 @@ def _vlm_results(folder: Path) -> None:
 
 
 def _diffusion_results(folder: Path) -> None:
-    from diffusion.models.policy import LoraSettings, ModelConfig, load_policy
+    from diffusion.models.diffusion_policy import LoraSettings, ModelConfig, load_policy
     from diffusion.toy.pipelines.tiny import TinySd3Sizes, build_tiny_sd3
 
     base = build_tiny_sd3(folder / "runs/shapes/pipeline", corpus=list(CAPTIONS), sizes=TinySd3Sizes(layers=1))

@@ -16,7 +16,7 @@ from mmrl.compare.experiment import load_experiment
 from mmrl.compare.plans import plan_arm_run, plan_preparations
 from mmrl.config import load_run
 from mmrl.entries import load_target
-from mmrl.rewards.loading import load_function
+from mmrl.rewards.reward_loading import load_function
 from mmrl.training.run import train
 from mmrl.vlm.toy.countdown import build_problems
 from mmrl.vlm.toy.signs import build_model

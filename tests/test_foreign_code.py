@@ -11,9 +11,9 @@ from mmrl.cli.doctor.run_folder import check_run
 from mmrl.config import foreign_run, load_run
 from mmrl.errors import UserError
 from mmrl.files import CONFIGS
-from mmrl.rewards.loading import load_function
+from mmrl.rewards.reward_loading import load_function
 from mmrl.trust import ALLOW, check_foreign, is_known, named_code, remember, restricted
-from robotics.policies.lerobot.server import ServedActionPolicy
+from robotics.policies.lerobot.lerobot_server import ServedActionPolicy
 from tests.programs import Program
 
 FOREIGN = """

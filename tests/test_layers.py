@@ -113,13 +113,13 @@ def test_every_part_of_the_suite_is_known_to_the_checker():
         (
             "mmrl/core/objectives/objective.py",
             "from ...vlm.engine.policy import VlmPolicy",
-            "mmrl.core imports mmrl.vlm.engine.policy",
+            "mmrl.core imports mmrl.vlm.engine.vlm_policy",
         ),
         ("mmrl/core/__init__.py", "from .. import rewards", "mmrl.core imports mmrl.rewards"),
         ("mmrl/training/run.py", "import mmrl.vlm.methods.papo as papo", "mmrl.training imports mmrl.vlm.methods.papo"),
         ("mmrl/training/run.py", "def f():\n    from mmrl import cli", "mmrl.training imports mmrl.cli"),
         ("mmrl/rewards/maths.py", "import diffusion", "mmrl.rewards imports diffusion"),
-        ("diffusion/sampling/sampler.py", "from robotics.sim import scene", "diffusion imports robotics.sim"),
+        ("diffusion/sampling/latent_sampler.py", "from robotics.sim import scene", "diffusion imports robotics.sim"),
         ("mmrl/core/objectives/objective.py", "from mmrl.config import load", "mmrl.core imports mmrl.config"),
         ("mmrl/config.py", "def f():\n    import mmrl.vlm.methods.papo", "mmrl.config imports mmrl.vlm.methods.papo"),
         ("robotics/methods/srpo.py", "from mmrl.cli import main", "robotics imports mmrl.cli"),
@@ -130,7 +130,7 @@ def test_every_part_of_the_suite_is_known_to_the_checker():
             "from mmrl.contrib.rows import tracked",
             "mmrl.core imports mmrl.contrib.rows",
         ),
-        ("mmrl/vlm/recipe.py", "def f():\n    import mmrl.contrib.rows", "mmrl.vlm imports mmrl.contrib.rows"),
+        ("mmrl/vlm/vlm_recipe.py", "def f():\n    import mmrl.contrib.rows", "mmrl.vlm imports mmrl.contrib.rows"),
         (
             "robotics/methods/ppo.py",
             "from diffusion.contrib import entries",
@@ -150,9 +150,9 @@ def test_checker_catches_a_planted_arrow(tmp_path, file, line, rooms):
 def test_checker_accepts_allowed_arrows(tmp_path):
     allowed = {
         "mmrl/training/trainer.py": "from mmrl.core import rollouts\nfrom mmrl.errors import RunError\n",
-        "mmrl/vlm/engine/policy.py": "import torch\nfrom .payload import Prompt\nfrom ..rewards import RewardSum\n",
+        "mmrl/vlm/engine/vlm_policy.py": "import torch\nfrom .payload import Prompt\nfrom ..rewards import RewardSum\n",
         "mmrl/cli/commands.py": "def run():\n    from mmrl.vlm import demo\n",
-        "robotics/policies/base/policy.py": "from diffusion import sampler\nfrom mmrl.core import Objective\n",
+        "robotics/policies/base/action_policy.py": "from diffusion import sampler\nfrom mmrl.core import Objective\n",
     }
     for file, text in allowed.items():
         path = tmp_path / file
@@ -186,7 +186,7 @@ HEAVY = (
         ("import diffusion", ("torch", *HEAVY)),
         ("import robotics", ("torch", *HEAVY)),
         ("import mmrl.vlm", HEAVY),
-        ("import mmrl.gui, mmrl.gui.commands", ("torch", "numpy", "gymnasium", "playwright", *HEAVY)),
+        ("import mmrl.gui, mmrl.gui.gui_commands", ("torch", "numpy", "gymnasium", "playwright", *HEAVY)),
         ("from mmrl.cli import main; main(['--help'])", ("torch", "numpy", "omegaconf", *HEAVY)),
         ("from mmrl.cli import main; main(['train', '--help'])", ("torch", "numpy", "omegaconf", *HEAVY)),
         ("from mmrl.cli import main; main(['list', 'recipes'])", ("torch", "numpy", *HEAVY)),

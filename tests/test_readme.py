@@ -110,7 +110,7 @@ def test_reward_example_runs_with_its_configuration(tmp_path, monkeypatch):
 
 
 def test_own_recipes_are_named_as_the_docs_say():
-    entry = find_recipe("mmrl.vlm.recipe:VlmRecipe:VlmConfig")
+    entry = find_recipe("mmrl.vlm.vlm_recipe:VlmRecipe:VlmConfig")
     recipe = entry.load_recipe_class()
     (sentence,) = re.findall(r"overrides the stages that it changes:(.*?)\.", ADDING.text, re.DOTALL)
     assert len(code(sentence)) == 5

@@ -13,11 +13,11 @@ import pytest
 from diffusion.models.pipelines import load_pipeline
 from mmrl.errors import UserError
 from mmrl.hub.tables import read_rows
-from mmrl.vlm.engine.policy import load_policy
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.engine.vlm_policy import load_policy
+from mmrl.vlm.model.model_config import ModelConfig
 from mmrl.vlm.model.network import load_network
 from mmrl.vlm.model.processor import load_processor
-from robotics.policies.base.policy import open_policy
+from robotics.policies.base.action_policy import open_policy
 
 PROJECT = Path(__file__).resolve().parents[1]
 RAY = {"mmrl/training/ray_rollers.py", "mmrl/training/rollout_worker.py"}

@@ -7,7 +7,7 @@ import pytest
 from mmrl.config import fill
 from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
-from mmrl.rewards.config import RewardConfig
+from mmrl.rewards.reward_config import RewardConfig
 from mmrl.rewards.sum import RewardSum
 
 QUESTIONS = ["model.path=m", "data.path=d.jsonl", "rewards=[{name: exact}]"]

@@ -22,7 +22,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.vlm.data.prompt import VlmPayload, join_prompts
 from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.engine.rows import text_prompt
-from mmrl.vlm.recipe import VlmRecipe
+from mmrl.vlm.vlm_recipe import VlmRecipe
 
 CHUNK = 6
 """Rows of single turns in one pass; more would not fit into memory."""

@@ -16,7 +16,7 @@ from diffusion.families.table import family_of
 from diffusion.matching.losses import stack_timesteps
 from diffusion.models.conditioning import PromptEmbeddings
 from diffusion.sampling.guidance import GuidedVelocity
-from diffusion.sampling.sampler import euler_ode
+from diffusion.sampling.latent_sampler import euler_ode
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
 PROMPT = "a red circle and a blue square"
@@ -340,7 +340,7 @@ def step_arm(options: dict[str, Any]) -> dict[str, Any]:
 def _step_config(defaults: Any, folder: Path, options: dict[str, Any]) -> Any:
     """Configuration of a run on two prompts whose reward differs from image to image whatever the weights are."""
     from diffusion.data.prompts import PromptConfig
-    from diffusion.models.policy import ModelConfig
+    from diffusion.models.diffusion_policy import ModelConfig
     from mmrl.rewards import RewardConfig
     from mmrl.runs.tracking import TrackingConfig
 

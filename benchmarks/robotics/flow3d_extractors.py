@@ -219,8 +219,8 @@ def _say(text: str) -> None:
 
 def _videos(size_px: int, count: int) -> Iterator[RgbdVideo]:
     from robotics.flow3d.objects.demonstrator import Demonstrator
+    from robotics.flow3d.objects.flow_tasks import FLOW_TASKS
     from robotics.flow3d.objects.scene import FlowScene, SceneConfig
-    from robotics.flow3d.objects.tasks import FLOW_TASKS
 
     number = 0
     for task, known in FLOW_TASKS.items():

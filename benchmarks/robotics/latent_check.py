@@ -27,8 +27,8 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields
 from mmrl.training.processes import Streams, stream_seed
 from mmrl.training.recipe import Step
+from robotics.episodes.episode_tasks import episode_id
 from robotics.episodes.payload import EpisodePayload
-from robotics.episodes.tasks import episode_id
 from robotics.methods.latents import LATENTS, LatentConfig, make_latent
 from robotics.methods.progress import (
     ProgressSettings,

@@ -25,7 +25,7 @@ from robotics.scenes.batch import BatchSettings, TabletopBatch
 from robotics.scenes.control import ACTION_SIZE, CartesianController
 from robotics.scenes.envs import TabletopEnv
 from robotics.scenes.tabletop import PHYSICS_STEPS
-from robotics.scenes.tasks import LAYOUTS
+from robotics.scenes.tabletop_tasks import LAYOUTS
 from robotics.sim.episodes import EpisodeSpec, RobotSim
 from robotics.sim.subprocess_sim import SubprocessSettings, SubprocessSim
 

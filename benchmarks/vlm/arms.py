@@ -32,13 +32,13 @@ from mmrl.training.recipe import Step, make_reference, shared_prefix
 from mmrl.training.settings import TrainerConfig
 from mmrl.training.trainer import Trainer
 from mmrl.training.update import count_denominators, update_constants
-from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.dataset import DataConfig
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
-from mmrl.vlm.engine.sampler import SamplerConfig, sample
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig, sample
 from mmrl.vlm.methods.papo import PapoConfig, PapoRecipe, blacken_patches
-from mmrl.vlm.model.config import ModelConfig
-from mmrl.vlm.recipe import VlmRecipe
+from mmrl.vlm.model.model_config import ModelConfig
+from mmrl.vlm.vlm_config import VlmConfig
+from mmrl.vlm.vlm_recipe import VlmRecipe
 
 OFF_POLICY = 0.3
 """Standard deviation of old minus new log-prob, in nats: about half of the ratios are clipped."""

@@ -24,7 +24,7 @@ from mmrl.training.update import count_denominators
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.engine.rows import PackedRows, pack_prompts, pack_responses
 from mmrl.vlm.model.vision import encode_vision
-from mmrl.vlm.recipe import VlmRecipe
+from mmrl.vlm.vlm_recipe import VlmRecipe
 
 LOGP_TOLERANCE = 5e-6
 """Largest difference of a log-prob in float32."""

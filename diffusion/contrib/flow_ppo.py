@@ -25,8 +25,8 @@ from typing import ClassVar
 import torch
 from accelerate import Accelerator
 
-from diffusion.config import DiffusionConfig, TrajectoryParts
-from diffusion.methods.critic import (
+from diffusion.diffusion_config import DiffusionConfig, TrajectoryParts
+from diffusion.methods.latent_critic import (
     CriticConfig,
     RewardShaping,
     ShapingConfig,

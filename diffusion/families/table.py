@@ -9,7 +9,7 @@ from typing import Any
 import diffusion.families
 from diffusion.families.base import Family
 from mmrl.errors import UserError
-from mmrl.rewards.loading import load_function
+from mmrl.rewards.reward_loading import load_function
 
 ADDING = "a further family is one class: docs/adding.md, and model.family=module:Class for your own"
 

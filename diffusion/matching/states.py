@@ -36,8 +36,8 @@ from diffusion.data.prompts import DiffusionTask
 from diffusion.matching.losses import NoisyRows
 from diffusion.matching.times import TimestepConfig, draw_times
 from diffusion.matching.velocity import FlowMatching, NoisyVersions, matched_rollouts
-from diffusion.models.policy import DiffusionPolicy
-from diffusion.sampling.sampler import SamplerConfig, group_seeds, sample_states, text_of
+from diffusion.models.diffusion_policy import DiffusionPolicy
+from diffusion.sampling.latent_sampler import SamplerConfig, group_seeds, sample_states, text_of
 from diffusion.sampling.trajectories import DiffusionPayload, TrainedDecisions
 from mmrl.core.rollouts import Rollouts
 from mmrl.training.processes import Streams

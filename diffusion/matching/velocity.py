@@ -22,9 +22,9 @@ from torch import Tensor
 from diffusion.data.prompts import DiffusionTask
 from diffusion.matching.losses import NoisyRows, mix
 from diffusion.matching.times import TimestepConfig, draw_times, reachable_times
-from diffusion.models.policy import DiffusionPolicy
+from diffusion.models.diffusion_policy import DiffusionPolicy
 from diffusion.sampling.guidance import guided
-from diffusion.sampling.sampler import (
+from diffusion.sampling.latent_sampler import (
     SamplerConfig,
     check_networks,
     group_seeds,

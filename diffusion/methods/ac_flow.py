@@ -43,10 +43,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from diffusion.config import OWN_LOSS, SCORES, DiffusionConfig, MatchingParts, refuse_blocks
+from diffusion.diffusion_config import OWN_LOSS, SCORES, DiffusionConfig, MatchingParts, refuse_blocks
 from diffusion.matching.states import StateMatching, check_states
 from diffusion.matching.velocity import FlowMatching
-from diffusion.methods.critic import (
+from diffusion.methods.latent_critic import (
     CREDITS,
     CriticConfig,
     RewardShaping,

@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from diffusion.config import DiffusionConfig, MatchingParts
+from diffusion.diffusion_config import DiffusionConfig, MatchingParts
+from diffusion.diffusion_recipe import DiffusionRecipe
 from diffusion.matching.awm_loss import AwmLoss, AwmSettings, with_ratio
 from diffusion.matching.velocity import FlowMatching
 from diffusion.models.ema import EMAWeights
-from diffusion.recipe import DiffusionRecipe
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.training.objectives import ObjectiveConfig

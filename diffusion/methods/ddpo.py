@@ -20,9 +20,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from diffusion.config import DiffusionConfig, TrajectoryParts
+from diffusion.diffusion_config import DiffusionConfig, TrajectoryParts
 from diffusion.methods.trajectory import TrajectoryRecipe
-from diffusion.sampling.sampler import SamplerConfig
+from diffusion.sampling.latent_sampler import SamplerConfig
 from diffusion.sampling.trajectories import DiffusionPayload, StepConfig
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare

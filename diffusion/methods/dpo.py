@@ -25,18 +25,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from diffusion.config import GivenImagesConfig, check_matching
 from diffusion.data.image_pairs import ImagePair, ImagePairConfig, load_pairs
 from diffusion.data.prompts import DiffusionTask
-from diffusion.evaluation import shown_output
+from diffusion.diffusion_config import GivenImagesConfig, check_matching
+from diffusion.diffusion_evaluation import shown_output
+from diffusion.diffusion_recipe import DiffusionDomain
 from diffusion.matching.times import TimestepConfig
 from diffusion.matching.velocity import FlowMatching, given_rollouts
 from diffusion.methods.fifa import PairFilterConfig, embed_captions, select_pairs
 from diffusion.models.conditioning import TextEncoders
+from diffusion.models.diffusion_policy import DiffusionPolicy
 from diffusion.models.ema import KeepsEvalAverage
 from diffusion.models.pipelines import encode_images
-from diffusion.models.policy import DiffusionPolicy
-from diffusion.recipe import DiffusionDomain
 from diffusion.sampling.trajectories import DiffusionPayload
 from mmrl.core.blocks.preference import SCORE
 from mmrl.core.loss import Denominators

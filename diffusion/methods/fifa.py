@@ -34,7 +34,7 @@ from torch import Tensor
 from diffusion.data.image_pairs import NUMBERS, ImagePair, ImagePairConfig, load_pairs, write_pairs
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, choice, rare
-from mmrl.rewards.loading import load_function
+from mmrl.rewards.reward_loading import load_function
 
 CHUNK = 1024
 """Rows of the distance table in memory at a time."""
@@ -118,8 +118,8 @@ def select_pairs(
 def score_pairs(pairs: Sequence[ImagePair], reward: str) -> list[ImagePair]:
     """Score both images of each pair."""
     from diffusion.data.prompts import DiffusionTask
-    from diffusion.recipe import score_images
-    from diffusion.rewards.table import load_rewards
+    from diffusion.diffusion_recipe import score_images
+    from diffusion.rewards.image_rewards import load_rewards
     from mmrl.rewards import RewardConfig
 
     rewards = load_rewards([RewardConfig(name=reward)], [])
@@ -238,7 +238,7 @@ def _encoders(path: str, gamma: float) -> Callable[[Sequence[str]], Tensor]:
         return lambda captions: torch.zeros(len(captions), 1)
     if not path:
         raise UserError("--gamma weighs the captions' diversity, which needs --pipeline; or give --gamma 0")
-    from diffusion.models.policy import ModelConfig, load_policy
+    from diffusion.models.diffusion_policy import ModelConfig, load_policy
 
     return embed_captions(load_policy(ModelConfig(path=path, max_sequence_length=1)))
 

@@ -27,10 +27,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from diffusion.config import DiffusionConfig, TrajectoryParts, image_trainer
+from diffusion.diffusion_config import DiffusionConfig, TrajectoryParts, image_trainer
 from diffusion.methods.trajectory import TrajectoryRecipe
-from diffusion.models.policy import full_model
-from diffusion.sampling.sampler import SamplerConfig
+from diffusion.models.diffusion_policy import full_model
+from diffusion.sampling.latent_sampler import SamplerConfig
 from diffusion.sampling.steps import StepKernel, guard_log_ratio
 from diffusion.sampling.trajectories import DiffusionPayload
 from mmrl.core.objectives.objective import PolicyOutputs

@@ -32,13 +32,13 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from diffusion.config import OWN_LOSS, DiffusionConfig, MatchingParts
+from diffusion.diffusion_config import OWN_LOSS, DiffusionConfig, MatchingParts
+from diffusion.diffusion_recipe import DiffusionRecipe
 from diffusion.matching.group_losses import DISTANCES, MATCHING_LOSSES, reference_weight
 from diffusion.matching.times import TimestepConfig
 from diffusion.matching.velocity import FlowMatching, Matching
 from diffusion.models.ema import NFT_SCHEDULES, EMAWeights, EvalEmaConfig, nft_old_decay
-from diffusion.recipe import DiffusionRecipe
-from diffusion.sampling.sampler import SamplerConfig
+from diffusion.sampling.latent_sampler import SamplerConfig
 from mmrl.core.loss import Denominators, mean_metric
 from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts

@@ -25,10 +25,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from diffusion.config import OWN_LOSS, DiffusionConfig, MatchingParts
+from diffusion.diffusion_config import OWN_LOSS, DiffusionConfig, MatchingParts
+from diffusion.diffusion_recipe import DiffusionRecipe
 from diffusion.matching.velocity import FlowMatching
 from diffusion.models.ema import EMAWeights
-from diffusion.recipe import DiffusionRecipe
 from mmrl.core.blocks.advantage import group_center
 from mmrl.core.loss import Denominators, mean_metric
 from mmrl.core.objectives.objective import LossOutput

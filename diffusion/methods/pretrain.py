@@ -18,15 +18,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from diffusion.config import GivenImagesConfig, check_matching
 from diffusion.data.captioned_images import CaptionedImage, ImageDataConfig, load_images
 from diffusion.data.prompts import DiffusionTask
+from diffusion.diffusion_config import GivenImagesConfig, check_matching
+from diffusion.diffusion_recipe import DiffusionDomain
 from diffusion.matching.times import TimestepConfig
 from diffusion.matching.velocity import FlowMatching, given_rollouts
+from diffusion.models.diffusion_policy import DiffusionPolicy, ModelConfig, full_model
 from diffusion.models.ema import KeepsEvalAverage
 from diffusion.models.pipelines import encode_images
-from diffusion.models.policy import DiffusionPolicy, ModelConfig, full_model
-from diffusion.recipe import DiffusionDomain
 from diffusion.sampling.trajectories import mean_over_decisions
 from mmrl.core.loss import Denominators, Metric
 from mmrl.core.objectives.objective import LossOutput, PolicyOutputs

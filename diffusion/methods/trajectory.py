@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from diffusion.models.policy import DiffusionPolicy
-from diffusion.recipe import DiffusionRecipe
+from diffusion.diffusion_recipe import DiffusionRecipe
+from diffusion.models.diffusion_policy import DiffusionPolicy
 from diffusion.sampling.steps import gaussian_kl
 from diffusion.sampling.trajectories import DiffusionPayload, StepScores, Trajectories
 from mmrl.core.objectives.objective import PolicyOutputs

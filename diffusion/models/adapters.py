@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from diffusion.families.base import KohyaNames
-from diffusion.models.policy import DiffusionPolicy
+from diffusion.models.diffusion_policy import DiffusionPolicy
 from diffusion.models.saved import LORA_FILE, adapter_of, save_adapter
 from mmrl.errors import UserError
 from mmrl.hub.building import sort_header

@@ -7,7 +7,7 @@ from typing import Any
 
 from diffusion.data.prompts import has_images
 from diffusion.models.adapters import loading_lines, read_by_diffusers
-from diffusion.models.policy import DiffusionPolicy
+from diffusion.models.diffusion_policy import DiffusionPolicy
 from mmrl.runs.export import Exported
 
 PROMPT = "a red circle"

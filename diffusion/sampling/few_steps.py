@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from diffusion.sampling.sampler import SamplerConfig
+from diffusion.sampling.latent_sampler import SamplerConfig
 
 LOGGER = logging.getLogger("mmrl")
 MOST = 10

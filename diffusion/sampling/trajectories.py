@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from diffusion.data.prompts import DiffusionTask
 from diffusion.models.conditioning import TextRows
-from diffusion.models.policy import DiffusionPolicy
+from diffusion.models.diffusion_policy import DiffusionPolicy
 from diffusion.sampling.guidance import guided
-from diffusion.sampling.sampler import (
+from diffusion.sampling.latent_sampler import (
     DRAWN_WINDOWS,
     MOVES,
     SamplerConfig,

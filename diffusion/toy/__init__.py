@@ -1,6 +1,6 @@
 """Shapes, digits, tiny pipelines and the demo."""
 
-DEMOS = {"diffusion": ("diffusion.toy.demo", "runs/diffusion-demo")}
+DEMOS = {"diffusion": ("diffusion.toy.diffusion_demo", "runs/diffusion-demo")}
 """Module and run folder of each demo of `mmrl demo`."""
 _DIGITS = "this suite; scans of E. Alpaydin and C. Kaynak, UCI repository, 1998"
 IMAGE_REWARDS = {

@@ -22,7 +22,7 @@ _NAMES = {
         "write_answer",
     ),
     "mmrl.agents.rollout.episodes": ("ConversationConfig", "Episode", "EpisodeConfig", "Writer"),
-    "mmrl.agents.evaluation": ("AgentEvaluationConfig",),
+    "mmrl.agents.agent_evaluation": ("AgentEvaluationConfig",),
     "mmrl.agents.environments.experts": ("ExpertEpisode", "run_expert", "write_episodes"),
     "mmrl.agents.environments.videos": ("Video", "draw_frames", "write_videos"),
     "mmrl.agents.methods.digirl": (
@@ -34,10 +34,10 @@ _NAMES = {
         "step_threshold",
     ),
     "mmrl.agents.environments.gym": ("GymEnvironment",),
-    "mmrl.agents.recipe": ("AgentConfig", "AgentRecipe", "AgentRewardConfig"),
+    "mmrl.agents.agent_recipe": ("AgentConfig", "AgentRecipe", "AgentRewardConfig"),
     "mmrl.agents.rollout.runner": ("EpisodeRunner",),
     "mmrl.agents.selection": ("TaskSelector", "build_tasks", "measure_tasks", "write_tasks"),
-    "mmrl.agents.environments.tasks": ("AgentTask", "TaskSetConfig", "list_tasks"),
+    "mmrl.agents.environments.agent_tasks": ("AgentTask", "TaskSetConfig", "list_tasks"),
     "mmrl.agents.methods.vl_dac": ("VlDacConfig", "VlDacRecipe"),
 }
 

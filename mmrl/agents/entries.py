@@ -7,7 +7,7 @@ from mmrl.entries import RecipeEntry
 RECIPES = (
     RecipeEntry(
         "agent",
-        "mmrl.agents.recipe:AgentRecipe:AgentConfig",
+        "mmrl.agents.agent_recipe:AgentRecipe:AgentConfig",
         "an agent that acts over several turns with images and text, with any objective of the catalogue",
         "objective: see `mmrl list objectives`",
     ),
@@ -37,8 +37,8 @@ RECIPES = (
         "Bai et al., DigiRL, arXiv 2406.11896",
     ),
 )
-PLAN = "mmrl.vlm.plan:footprint"
-READER = "mmrl.agents.environments.tasks:list_tasks"
+PLAN = "mmrl.vlm.vlm_plan:footprint"
+READER = "mmrl.agents.environments.agent_tasks:list_tasks"
 """Functions for `mmrl train --dry-run`."""
 
 METRICS = {

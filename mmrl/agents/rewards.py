@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mmrl.agents.environments.tasks import AgentTask
+from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.rollout.episodes import Episode
 from mmrl.core.transfer import to_device
 from mmrl.errors import UserError

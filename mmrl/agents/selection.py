@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 
 from accelerate import PartialState
 
-from mmrl.agents.environments.tasks import AgentTask
+from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.rollout.storage import write_recorded
 from mmrl.errors import UserError
 from mmrl.files import replaced
 from mmrl.training.processes import stream_seed
 
 if TYPE_CHECKING:
-    from mmrl.agents.recipe import AgentRecipe
+    from mmrl.agents.agent_recipe import AgentRecipe
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def measure_tasks(
 
 def open_agent(config: Path | str, overrides: Sequence[str] = ()) -> AgentRecipe:
     """Open the recipe of an agent's configuration, with its policy on the fastest device; the caller closes it."""
-    from mmrl.agents.recipe import AgentRecipe
+    from mmrl.agents.agent_recipe import AgentRecipe
     from mmrl.config import load_run
 
     entry, settings = load_run(config, overrides)

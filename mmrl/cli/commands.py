@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TextIO
 
 from mmrl.cli.listings import in_columns
 from mmrl.cli.starters import STARTERS, write_starter
-from mmrl.compare.commands import (
+from mmrl.compare.compare_commands import (
     add_allow_argument,
     add_compare_arguments,
     add_reproduce_arguments,
@@ -125,7 +125,7 @@ def evaluate(args: argparse.Namespace) -> int:
     from mmrl.config import foreign_run, load_run
 
     if args.verify:
-        return int(load_target("mmrl.compare.commands:verify")(args))
+        return int(load_target("mmrl.compare.compare_commands:verify")(args))
     if not args.target.is_dir():
         return _evaluate(args, *load_run(args.target, args.overrides), None)
     run_dir = _existing_run(args.target)
@@ -252,7 +252,7 @@ def init(args: argparse.Namespace) -> int:
 
 def sim(args: argparse.Namespace) -> int:
     """Install a simulator suite in a separate Python, check a simulator with its experts, or show episodes."""
-    rooms = importlib.import_module("robotics.commands")
+    rooms = importlib.import_module("robotics.robot_commands")
     if args.action == "setup":
         rooms.setup(args.name, args.folder, say)
         return 0
@@ -291,7 +291,7 @@ def serve(args: argparse.Namespace) -> int:
 
 def gui(args: argparse.Namespace) -> int:
     """Generate screens for training, and check grounding benchmarks."""
-    return int(args.run_gui(args, say))  # of the table in `mmrl.gui.commands`
+    return int(args.run_gui(args, say))  # of the table in `mmrl.gui.gui_commands`
 
 
 def watch(args: argparse.Namespace) -> int:
@@ -356,7 +356,7 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
 def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="CONFIG_OR_RUN_DIR", type=Path, help="YAML file, run, or ledger to verify")
     _add_overrides(parser)
-    load_target("mmrl.compare.commands:add_verify_arguments")(parser)
+    load_target("mmrl.compare.compare_commands:add_verify_arguments")(parser)
     add_allow_argument(parser)
 
 
@@ -500,6 +500,6 @@ COMMANDS: dict[str, Command] = {
     "schema": Command(schema, _add_schema_arguments, "look something up"),
     "sim": Command(sim, _add_sim_arguments, "simulators and screens"),
     "gui": Command(
-        gui, lambda parser: load_target("mmrl.gui.commands:add_arguments")(parser), "simulators and screens"
+        gui, lambda parser: load_target("mmrl.gui.gui_commands:add_arguments")(parser), "simulators and screens"
     ),
 }

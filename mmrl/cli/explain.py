@@ -62,13 +62,13 @@ class Domain(NamedTuple):
 
 
 DOMAINS = (
-    Domain("language", {"vlm": "mmrl.vlm.config:SCORES", "masked": "mmrl.masked.config:SCORES"}),
-    Domain("agents", {"agent": "mmrl.agents.recipe:SCORES"}),
-    Domain("images", {"flow_grpo": "diffusion.config:SCORES"}),
+    Domain("language", {"vlm": "mmrl.vlm.vlm_config:SCORES", "masked": "mmrl.masked.masked_config:SCORES"}),
+    Domain("agents", {"agent": "mmrl.agents.agent_recipe:SCORES"}),
+    Domain("images", {"flow_grpo": "diffusion.diffusion_config:SCORES"}),
     Domain(
         "robots",
         {
-            "robot_grpo": "robotics.methods.recipe:SCORES",
+            "robot_grpo": "robotics.methods.robot_recipe:SCORES",
             "robot_ppo": "robotics.methods.ppo:RobotPpoConfig.scored_outputs",
         },
     ),

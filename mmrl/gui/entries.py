@@ -13,7 +13,7 @@ RECIPES = (
     ),
     RecipeEntry(
         "grounding_sft",
-        "mmrl.gui.grounding.sft:GroundingSftRecipe:GroundingSftConfig",
+        "mmrl.gui.grounding.grounding_sft:GroundingSftRecipe:GroundingSftConfig",
         "supervised warm start on worked answers to questions about screens",
         "maximum likelihood",
         supervised=True,
@@ -22,13 +22,13 @@ RECIPES = (
 EVALUATIONS = (
     RecipeEntry(
         "grounding_eval",
-        "mmrl.gui.benchmarks.recipe:GroundingEvaluation:GroundingEvaluationConfig",
+        "mmrl.gui.benchmarks.benchmark_recipe:GroundingEvaluation:GroundingEvaluationConfig",
         "published GUI grounding benchmarks, greedy",
         "protocol of InfiXAI/InfiGUI-G1 eval/eval.py",
         trains=False,
     ),
 )
-PLAN = "mmrl.vlm.plan:footprint"
+PLAN = "mmrl.vlm.vlm_plan:footprint"
 READER = "mmrl.vlm.data.dataset:load_tasks"
 """Functions for `mmrl train --dry-run`."""
 

@@ -109,7 +109,7 @@ def build_if_missing(config: Any, what: str = "data") -> None:
     if config.build is None or path.exists():
         return
     fetch_follows(config.path, "the run builds it")
-    from mmrl.rewards.loading import load_function
+    from mmrl.rewards.reward_loading import load_function
 
     function = load_function(config.build, what=f"{what}.build")
     new = not path.parent.exists()

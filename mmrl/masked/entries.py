@@ -7,20 +7,20 @@ from mmrl.entries import RecipeEntry
 RECIPES = (
     RecipeEntry(
         "masked",
-        "mmrl.masked.recipe:MaskedRecipe:MaskedConfig",
+        "mmrl.masked.masked_recipe:MaskedRecipe:MaskedConfig",
         "any objective of the catalogue on a masked-diffusion language model (BGPO), with inpainted hints (IGPO)",
         "Nie et al., LLaDA, arXiv 2502.09992; BGPO, arXiv 2510.11683; IGPO (inpainting), arXiv 2509.10396",
     ),
     RecipeEntry(
         "masked_sft",
-        "mmrl.masked.sft:MaskedSftRecipe:MaskedSftConfig",
+        "mmrl.masked.masked_sft:MaskedSftRecipe:MaskedSftConfig",
         "masked-diffusion training of a language model on given completions",
         "Nie et al., LLaDA, arXiv 2502.09992",
         supervised=True,
     ),
 )
 
-PLAN = "mmrl.masked.plan:footprint"
+PLAN = "mmrl.masked.masked_plan:footprint"
 PREVIEW = "mmrl.vlm.data.preview:preview"
 READER = "mmrl.vlm.data.dataset:load_tasks"
 """Functions for `mmrl train --dry-run`."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mmrl.masked.config import InpaintingConfig
+from mmrl.masked.masked_config import InpaintingConfig
 
 Chunk = tuple[int, int]
 """First token, and the one after the last."""

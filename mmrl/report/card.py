@@ -14,8 +14,8 @@ import yaml
 from mmrl.files import expanded
 from mmrl.hub.cards import card_text, code, fenced, head_of, hub_id_of, plain, portable, table, without_paths
 from mmrl.report.folder import RunFolder, estimate, read_run
+from mmrl.report.report_tables import JUDGED, headline, headline_name, part_tables, score_tables
 from mmrl.report.summary import GENERIC, SOURCES, facts, method, outcome, setting, settings_of
-from mmrl.report.tables import JUDGED, headline, headline_name, part_tables, score_tables
 from mmrl.runs.export import Exported, is_run
 from mmrl.runs.metrics import measured
 from mmrl.runs.records import read_warnings

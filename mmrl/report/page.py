@@ -13,8 +13,7 @@ from mmrl.files import write_atomically
 from mmrl.report.curves import constants, curves
 from mmrl.report.folder import RunFolder, estimate, plain, read_run
 from mmrl.report.gallery import before_after, image_grid, sample_gallery, videos_of
-from mmrl.report.summary import facts, outcome, short_outcome
-from mmrl.report.tables import (
+from mmrl.report.report_tables import (
     DIVERSITY_LOSS,
     JUDGED,
     derived_numbers,
@@ -23,6 +22,7 @@ from mmrl.report.tables import (
     part_tables,
     score_tables,
 )
+from mmrl.report.summary import facts, outcome, short_outcome
 from mmrl.runs.metrics import DIVERSITY, label, measured
 from mmrl.runs.records import read_warnings
 

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from mmrl.report.folder import RunFolder
-from mmrl.report.tables import SCORE_GROUPS, duration, headline, headline_name, part_tables, score_tables
+from mmrl.report.report_tables import SCORE_GROUPS, duration, headline, headline_name, part_tables, score_tables
 
 Cell = Mapping[str, str]
 GENERIC = ("vlm", "masked", "agent", "robot_grpo", "preference")

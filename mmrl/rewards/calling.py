@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from mmrl.rewards.answers import completion_text
-from mmrl.rewards.config import TrainerState
+from mmrl.rewards.reward_config import TrainerState
 from mmrl.workers.wire import error_text
 
 MAX_MESSAGE_CHARS = 400

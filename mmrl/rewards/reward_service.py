@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mmrl.rewards.calling import Batch, RewardFailure, call, signature_of
-from mmrl.rewards.config import TrainerState
+from mmrl.rewards.reward_config import TrainerState
 from mmrl.workers.loading import LoadError, find_function
 from mmrl.workers.wire import decode, error_text
 

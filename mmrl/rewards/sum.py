@@ -15,9 +15,9 @@ from mmrl.fields import field_problems
 from mmrl.rewards.answers import chat_text, completion_text
 from mmrl.rewards.builtin import REWARDS
 from mmrl.rewards.calling import ROWS, Batch, RewardFailure, RewardOutcome, Signature, call, signature_of
-from mmrl.rewards.config import RewardConfig, RewardResult, TrainerState
 from mmrl.rewards.isolated import RewardWorkers
-from mmrl.rewards.loading import load_function
+from mmrl.rewards.reward_config import RewardConfig, RewardResult, TrainerState
+from mmrl.rewards.reward_loading import load_function
 
 LOGGER = logging.getLogger("mmrl")
 ROW_COLUMNS = ("answer", "completion_lengths", "grounding")

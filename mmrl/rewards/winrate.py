@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mmrl.rewards.answers import Chat
-from mmrl.rewards.loading import load_function
+from mmrl.rewards.reward_loading import load_function
 
 Judge = Callable[..., Sequence[float]]
 

@@ -12,7 +12,7 @@ import torch
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.transfer import to_device
 from mmrl.errors import RunError
-from mmrl.rewards.config import RewardResult
+from mmrl.rewards.reward_config import RewardResult
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import metric_label
 from mmrl.training.processes import from_all

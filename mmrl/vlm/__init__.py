@@ -10,7 +10,7 @@ from __future__ import annotations
 from mmrl.lazy import lazy_names
 
 _NAMES = {
-    "mmrl.vlm.config": (
+    "mmrl.vlm.vlm_config": (
         "VlmConfig",
         "VlmEvaluationConfig",
     ),
@@ -30,12 +30,12 @@ _NAMES = {
         "VlmTask",
         "load_videos",
     ),
-    "mmrl.vlm.engine.policy": (
+    "mmrl.vlm.engine.vlm_policy": (
         "VlmPolicy",
         "load_policy",
     ),
     "mmrl.vlm.engine.prefix": ("KeepPrefill",),
-    "mmrl.vlm.engine.sampler": (
+    "mmrl.vlm.engine.vlm_sampler": (
         "PolicySampler",
         "SamplerConfig",
         "Samples",
@@ -73,13 +73,13 @@ _NAMES = {
         "SftConfig",
         "SftRecipe",
     ),
-    "mmrl.vlm.model.config": (
+    "mmrl.vlm.model.model_config": (
         "CriticSettings",
         "FrozenModelConfig",
         "LoraSettings",
         "ModelConfig",
     ),
-    "mmrl.vlm.recipe": ("VlmRecipe",),
+    "mmrl.vlm.vlm_recipe": ("VlmRecipe",),
 }
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

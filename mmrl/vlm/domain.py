@@ -19,7 +19,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Stateful, Tally
 from mmrl.errors import UserError
 from mmrl.rewards import RewardResult, RewardSum, TrainerState
-from mmrl.rewards.config import about_rewards, readers_of
+from mmrl.rewards.reward_config import about_rewards, readers_of
 from mmrl.runs.dry_run import model_follows
 from mmrl.runs.export import Exported
 from mmrl.runs.records import Outcome, SampleRecord, short_digest
@@ -38,14 +38,14 @@ from mmrl.training.evaluation import (
 from mmrl.training.processes import Streams, stream_seed
 from mmrl.training.recipe import LossTerm, NoUsableTasksError, Step
 from mmrl.training.scoring import RewardErrors, describe_failure, failure_of, scored_record
-from mmrl.vlm.config import AnswerScoring, ExtraMeasures, VlmConfig, VlmEvaluationConfig
 from mmrl.vlm.data.dataset import LoadedTasks, load_splits, load_tasks
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
 from mmrl.vlm.data.task import TaskError, VideoOptions, VlmTask, check_columns, score_texts, splits_by_key, task_images
-from mmrl.vlm.engine.export import export_model
-from mmrl.vlm.engine.policy import VlmPolicy, load_policy
-from mmrl.vlm.engine.sampler import Samples, sample
+from mmrl.vlm.engine.vlm_export import export_model
+from mmrl.vlm.engine.vlm_policy import VlmPolicy, load_policy
+from mmrl.vlm.engine.vlm_sampler import Samples, sample
 from mmrl.vlm.router_loss import router_terms
+from mmrl.vlm.vlm_config import AnswerScoring, ExtraMeasures, VlmConfig, VlmEvaluationConfig
 
 LOGGER = logging.getLogger("mmrl")
 
@@ -102,7 +102,7 @@ class VlmDomain:
     policy_class: ClassVar[type[VlmPolicy]] = VlmPolicy
     """Class of the policy."""
     draw_answers: ClassVar[Callable[..., Samples]] = staticmethod(sample)
-    """Samples answers to held-out questions, with the arguments of `mmrl.vlm.engine.sampler.sample`."""
+    """Samples answers to held-out questions, with the arguments of `mmrl.vlm.engine.vlm_sampler.sample`."""
 
     def open(
         self,

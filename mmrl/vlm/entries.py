@@ -7,7 +7,7 @@ from mmrl.entries import RecipeEntry
 RECIPES = (
     RecipeEntry(
         "vlm",
-        "mmrl.vlm.recipe:VlmRecipe:VlmConfig",
+        "mmrl.vlm.vlm_recipe:VlmRecipe:VlmConfig",
         "any objective of the catalogue on a vision-language or language model",
         "objective: see `mmrl list objectives`",
     ),
@@ -43,7 +43,7 @@ RECIPES = (
     ),
     RecipeEntry(
         "tspo",
-        "mmrl.vlm.tspo.recipe:TspoRecipe:TspoConfig",
+        "mmrl.vlm.tspo.tspo_recipe:TspoRecipe:TspoConfig",
         "an agent that picks the frames of long videos for a video model, trained from rewards",
         "TSPO, arXiv 2508.04369",
     ),
@@ -61,7 +61,7 @@ RECIPES = (
         "Rafailov et al., DPO, arXiv 2305.18290; others: `mmrl list objectives`",
     ),
 )
-PLAN = "mmrl.vlm.plan:footprint"
+PLAN = "mmrl.vlm.vlm_plan:footprint"
 PREVIEW = "mmrl.vlm.data.preview:preview"
 READER = "mmrl.vlm.data.dataset:load_tasks"
 """Functions for `mmrl train --dry-run`."""

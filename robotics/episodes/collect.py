@@ -19,9 +19,9 @@ from mmrl.core.transfer import to_device
 from mmrl.errors import RunError, UserError
 from mmrl.fields import bounded, choice, rare
 from robotics.episodes.payload import EpisodePayload
+from robotics.policies.base.action_policy import INPUT_SHAPES, PolicyInputs
+from robotics.policies.base.action_statistics import ActionStatistics
 from robotics.policies.base.draws import RowGenerators
-from robotics.policies.base.policy import INPUT_SHAPES, PolicyInputs
-from robotics.policies.base.statistics import ActionStatistics
 from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotObservation, RobotSim, begin_episodes
 
 SCALES = ("none", "bounds_q99")
@@ -199,7 +199,7 @@ def run_episodes(
     """Run episodes to completion, as many at once as the simulator supports.
 
     Args:
-        policy: an action policy, see `robotics.policies.base.policy`.
+        policy: an action policy, see `robotics.policies.base.action_policy`.
         sim: the simulator.
         episodes: B initial states.
         settings: how actions are executed.

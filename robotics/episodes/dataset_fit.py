@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from mmrl.errors import UserError
 from robotics.data import LeRobotReader
 from robotics.data.features import ACTION, STATE, names_of_feature, robot_features
-from robotics.policies.base.statistics import FARTHEST, ActionRange
-from robotics.policies.loading import bounds_of, refuse_differences
+from robotics.policies.base.action_statistics import FARTHEST, ActionRange
+from robotics.policies.policy_loading import bounds_of, refuse_differences
 from robotics.sim.episodes import RobotSim
 from robotics.sim.interface import RobotInterface, as_rate, interface_of
 

@@ -22,8 +22,8 @@ from mmrl.hub.building import build_if_missing
 from mmrl.runs.fingerprint import content_digest
 from robotics.data import EpisodeData, LeRobotReader
 from robotics.episodes.dataset_fit import UNITS, check_dataset, in_simulator_units
-from robotics.policies.base.policy import PolicyInputs
-from robotics.policies.base.statistics import ActionStatistics, StateStatistics
+from robotics.policies.base.action_policy import PolicyInputs
+from robotics.policies.base.action_statistics import ActionStatistics, StateStatistics
 from robotics.sim.episodes import RobotSim
 
 LOGGER = logging.getLogger("mmrl")

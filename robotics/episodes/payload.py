@@ -21,7 +21,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.core.transfer import to_host
 from mmrl.runs.records import SampleRecord
 from mmrl.training.scoring import scored_record
-from robotics.episodes.tasks import episode_id
+from robotics.episodes.episode_tasks import episode_id
 from robotics.sim.episodes import EpisodeSpec
 
 

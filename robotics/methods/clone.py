@@ -30,10 +30,10 @@ from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig
 from mmrl.training.supervised import SupervisedRecipe
 from robotics.episodes.collect import action_scale
 from robotics.episodes.demonstrations import DemonstrationConfig, Demonstrations, load_demonstrations
-from robotics.episodes.evaluation import RobotEvaluationConfig
-from robotics.methods.recipe import RobotDomain, RobotParts
+from robotics.episodes.episode_evaluation import RobotEvaluationConfig
+from robotics.methods.robot_recipe import RobotDomain, RobotParts
+from robotics.policies.base.action_policy import ActionPolicy, PolicyInputs
 from robotics.policies.base.draws import RowGenerators
-from robotics.policies.base.policy import ActionPolicy, PolicyInputs
 from robotics.sim.episodes import RobotSim, views_of
 from robotics.sim.opening import open_sim
 

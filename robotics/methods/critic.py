@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmrl.core.transfer import to_device
 from mmrl.fields import bounded, rare
 from robotics.episodes.payload import EpisodePayload
-from robotics.policies.base.statistics import STATE_LIMIT
+from robotics.policies.base.action_statistics import STATE_LIMIT
 
 
 @dataclass

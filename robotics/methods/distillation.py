@@ -36,9 +36,9 @@ from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.recipe import LossTerm, Passes, Step, TermLoss
 from robotics.methods.grpo import EpisodeRewardParts, RobotGrpoRecipe
-from robotics.methods.recipe import RobotConfig
-from robotics.policies.base.policy import ActionPolicy
-from robotics.policies.loading import ActionPolicyConfig, check_fit, load_action_policy
+from robotics.methods.robot_recipe import RobotConfig
+from robotics.policies.base.action_policy import ActionPolicy
+from robotics.policies.policy_loading import ActionPolicyConfig, check_fit, load_action_policy
 from robotics.sim.episodes import RobotSim
 
 LOGP_TEACHER = "logp_teacher"

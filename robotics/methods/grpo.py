@@ -37,8 +37,8 @@ from mmrl.training.recipe import Step
 from robotics.episodes.payload import EpisodePayload
 from robotics.flow3d.reward.following import FlowFollowing, FlowRewardConfig
 from robotics.methods.progress import rank_agreement
-from robotics.methods.recipe import RobotConfig, RobotRecipe
-from robotics.policies.base.policy import ActionPolicy
+from robotics.methods.robot_recipe import RobotConfig, RobotRecipe
+from robotics.policies.base.action_policy import ActionPolicy
 from robotics.sim.episodes import RobotSim
 
 REWARDS = ("sparse", "return", "potential", "flow")

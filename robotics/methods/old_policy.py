@@ -13,7 +13,7 @@ from mmrl.errors import UserError
 from mmrl.training.recipe import LossTerm, Passes, Step
 
 if TYPE_CHECKING:
-    from robotics.policies.base.policy import ActionPolicy
+    from robotics.policies.base.action_policy import ActionPolicy
 
 
 class OldPolicy(LossTerm):

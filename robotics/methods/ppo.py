@@ -55,10 +55,10 @@ from mmrl.training.settings import TrainerConfig
 from robotics.episodes.collect import Episodes
 from robotics.episodes.payload import EpisodePayload
 from robotics.methods.critic import CriticConfig, StateCritic, critic_inputs, last_inputs
-from robotics.methods.recipe import SCORES, RobotConfig, RobotRecipe
-from robotics.policies.base.policy import ActionChoice, ActionPolicy
+from robotics.methods.robot_recipe import SCORES, RobotConfig, RobotRecipe
+from robotics.policies.base.action_policy import ActionChoice, ActionPolicy
+from robotics.policies.base.action_statistics import StateStatistics
 from robotics.policies.base.saved import read_weights, write_weights
-from robotics.policies.base.statistics import StateStatistics
 from robotics.sim.episodes import RobotSim
 
 LOGGER = logging.getLogger("mmrl")

@@ -51,8 +51,8 @@ from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import from_all, global_advantages, stream_seed
 from mmrl.training.recipe import Step
 from robotics.episodes.dataset_fit import check_state
+from robotics.episodes.episode_tasks import episode_id
 from robotics.episodes.payload import EpisodePayload
-from robotics.episodes.tasks import episode_id
 from robotics.methods.latents import LATENTS, LatentConfig, StateLatent, make_latent
 from robotics.methods.progress import (
     ProgressSettings,
@@ -62,8 +62,8 @@ from robotics.methods.progress import (
     rank_agreement,
     shuffled_failures,
 )
-from robotics.methods.recipe import RobotConfig, RobotRecipe
-from robotics.policies.base.policy import ActionPolicy
+from robotics.methods.robot_recipe import RobotConfig, RobotRecipe
+from robotics.policies.base.action_policy import ActionPolicy
 from robotics.sim.episodes import EpisodeSpec, RobotSim
 
 LOGGER = logging.getLogger("mmrl")

@@ -38,15 +38,15 @@ from diffusion.sampling.steps import LOG_SQRT_2PI, FlowSdeStep, OdeStep, gaussia
 from mmrl.core.transfer import to_device
 from mmrl.errors import ConfigError
 from mmrl.fields import bounded, check_config, choice, rare
-from robotics.policies.base.draws import draw_rows
-from robotics.policies.base.encoder import EncodedPolicy, EncoderConfig, ObservationEncoder, Vocabulary
-from robotics.policies.base.policy import (
+from robotics.policies.base.action_policy import (
     ActionChoice,
     ActionPolicy,
     PolicyInputs,
     check_demonstrations,
     check_temperature,
 )
+from robotics.policies.base.draws import draw_rows
+from robotics.policies.base.encoder import EncodedPolicy, EncoderConfig, ObservationEncoder, Vocabulary
 
 NOISES = ("fixed", "learned")
 REDUCTIONS = ("sum", "mean")

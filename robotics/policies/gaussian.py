@@ -39,15 +39,15 @@ from torch import Tensor, nn
 from mmrl.core.transfer import to_device
 from mmrl.errors import ConfigError
 from mmrl.fields import bounded, check_config, choice, rare
-from robotics.policies.base.draws import draw_rows
-from robotics.policies.base.encoder import EncodedPolicy, EncoderConfig, ObservationEncoder, Vocabulary
-from robotics.policies.base.policy import (
+from robotics.policies.base.action_policy import (
     ActionChoice,
     ActionPolicy,
     PolicyInputs,
     check_demonstrations,
     check_temperature,
 )
+from robotics.policies.base.draws import draw_rows
+from robotics.policies.base.encoder import EncodedPolicy, EncoderConfig, ObservationEncoder, Vocabulary
 
 STD_PER = ("action", "state")
 CLONING = ("likelihood", "error")

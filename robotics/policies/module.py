@@ -1,7 +1,7 @@
 """A custom module as a robot policy.
 
-Shapes as in `robotics.policies.base.policy`: B rows, K control steps of a chunk, D entries of an action, T decisions
-of a chunk.
+Shapes as in `robotics.policies.base.action_policy`: B rows, K control steps of a chunk, D entries of an action, T
+decisions of a chunk.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.errors import UserError
-from robotics.policies.base.policy import ActionChoice, ActionPolicy, PolicyInputs, check_demonstrations
+from robotics.policies.base.action_policy import ActionChoice, ActionPolicy, PolicyInputs, check_demonstrations
 from robotics.policies.base.saved import read_units, read_weights, write_units, write_weights
 
 

@@ -11,7 +11,7 @@ from mmrl.files import read_json_object, write_atomically
 from mmrl.hub.cards import CARD, card_text, fenced, plain, table
 from mmrl.runs.export import Exported
 from mmrl.runs.records import read_jsonl
-from robotics.policies.base.policy import ActionPolicy
+from robotics.policies.base.action_policy import ActionPolicy
 from robotics.sim.interface import RobotInterface
 
 SIMULATED = "The policy was trained and measured in simulation only; it has not driven a real robot."

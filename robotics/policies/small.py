@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.fields import bounded, check_config, choice, rare
+from robotics.policies.base.action_policy import PolicyInputs, TokenPolicy
 from robotics.policies.base.action_tokens import TOKEN_MODES, ActionTokenizer
 from robotics.policies.base.encoder import EncodedPolicy, EncoderConfig, ObservationEncoder, Vocabulary
-from robotics.policies.base.policy import PolicyInputs, TokenPolicy
 
 QUERIES = ("step", "token")
 

@@ -30,9 +30,10 @@ from torch.nn import functional
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, choice, rare
+from robotics.policies.base.action_policy import PolicyInputs, TokenPolicy
+from robotics.policies.base.action_statistics import StateStatistics
 from robotics.policies.base.action_tokens import TOKEN_MODES, ActionTokenizer
 from robotics.policies.base.encoder import StateScale
-from robotics.policies.base.policy import PolicyInputs, TokenPolicy
 from robotics.policies.base.saved import (
     check_sizes,
     make_config,
@@ -42,12 +43,11 @@ from robotics.policies.base.saved import (
     write_config,
     write_weights,
 )
-from robotics.policies.base.statistics import StateStatistics
 
 if TYPE_CHECKING:
     from mmrl.vlm.data.prompt import Prompt
-    from mmrl.vlm.engine.policy import VlmPolicy
-    from mmrl.vlm.model.config import ModelConfig
+    from mmrl.vlm.engine.vlm_policy import VlmPolicy
+    from mmrl.vlm.model.model_config import ModelConfig
 
 PLACEHOLDERS = ("zero", "learned")
 VLM_FOLDER = "vlm"
@@ -90,7 +90,7 @@ class VlmActionPolicy(TokenPolicy):
     """Maps image, instruction and state to K * D action tokens with a vision-language model.
 
     Args:
-        vlm: the model, with or without LoRA adapters, from `mmrl.vlm.engine.policy.load_policy`.
+        vlm: the model, with or without LoRA adapters, from `mmrl.vlm.engine.vlm_policy.load_policy`.
         config: sizes and settings.
 
     Raises:
@@ -160,12 +160,8 @@ class VlmActionPolicy(TokenPolicy):
 
     @classmethod
     def from_model(cls, model: ModelConfig, config: VlmActionConfig) -> Self:
-<<<<<<< HEAD
-        """Add an action head to a vision-language model, on the CPU; `shared_prefix` is off: rows share none."""
-=======
         """Add an action head to a vision-language model, on the CPU; `shared_prefix` is off, since rows share none."""
->>>>>>> w-e4
-        from mmrl.vlm.engine.policy import load_policy
+        from mmrl.vlm.engine.vlm_policy import load_policy
 
         if model.router_aux_loss_coef:
             raise UserError("model.router_aux_loss_coef is for text; a policy with an action head has no router loss")
@@ -206,7 +202,7 @@ class VlmActionPolicy(TokenPolicy):
 
 
 def _model_config(entries: Mapping[str, Any], place: str) -> ModelConfig:
-    from mmrl.vlm.model.config import CriticSettings, LoraSettings, ModelConfig
+    from mmrl.vlm.model.model_config import CriticSettings, LoraSettings, ModelConfig
 
     nested: dict[str, type[Any]] = {"lora": LoraSettings, "critic": CriticSettings}
     if not isinstance(entries, Mapping) or not all(isinstance(entries.get(name, {}), Mapping) for name in nested):

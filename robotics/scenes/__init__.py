@@ -19,7 +19,7 @@ _NAMES = {
     "robotics.scenes.envs": ("SimulationDiverged", "TabletopEnv"),
     "robotics.scenes.expert_check": ("check_experts", "replay_experts"),
     "robotics.scenes.experts": ("EXPERTS", "Expert"),
-    "robotics.scenes.tasks": ("TASKS",),
+    "robotics.scenes.tabletop_tasks": ("TASKS",),
     "robotics.scenes.vector_env": ("TabletopVectorEnv",),
 }
 

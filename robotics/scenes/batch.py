@@ -20,7 +20,7 @@ from mmrl.fields import bounded, check_config, check_fields, choice
 from robotics.scenes.arms import find_arm
 from robotics.scenes.control import ACTION_NAMES, ACTION_SIZE, CartesianController, ControlSettings, check_actions
 from robotics.scenes.tabletop import PHYSICS_STEPS, PROPRIO_SIZE, STATE_NAMES, STATE_SIZE
-from robotics.scenes.tasks import LAYOUTS, SPLITS, TASKS, TabletopScene, find_task, layout_seed
+from robotics.scenes.tabletop_tasks import LAYOUTS, SPLITS, TASKS, TabletopScene, find_task, layout_seed
 from robotics.scenes.variant import ActionDelay, SceneVariant
 from robotics.scenes.videos import VideoRenderer, video_size
 from robotics.sim.backends import Backend, probe_backend, require_backend

@@ -21,7 +21,7 @@ from mmrl.fields import check_fields
 from robotics.scenes.arms import find_arm
 from robotics.scenes.control import ACTION_NAMES, ACTION_SIZE, CartesianController, ControlSettings, check_actions
 from robotics.scenes.tabletop import CONTROL_HZ, PHYSICS_STEPS, PROPRIO_NAMES, PROPRIO_SIZE, STATE_NAMES, STATE_SIZE
-from robotics.scenes.tasks import LAYOUTS, TabletopScene, find_task, layout_seed
+from robotics.scenes.tabletop_tasks import LAYOUTS, TabletopScene, find_task, layout_seed
 from robotics.scenes.variant import ActionDelay, ObservationDelay, SceneVariant
 from robotics.scenes.videos import VIDEO_SIZE, Caption, VideoRenderer, write_caption
 from robotics.sim.backends import require_backend

@@ -18,7 +18,7 @@ from robotics.scenes.control import ACTION_SIZE
 from robotics.scenes.envs import SHOWN_PARTS, TabletopEnv
 from robotics.scenes.experts import Expert
 from robotics.scenes.tabletop import CONTROL_HZ
-from robotics.scenes.tasks import SPLITS, find_task
+from robotics.scenes.tabletop_tasks import SPLITS, find_task
 from robotics.scenes.videos import Caption, ImageStrip, VideoRenderer, video_size, write_caption, write_strips
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from robotics.sim.rendering import Outcome, update_poses
 if TYPE_CHECKING:
     import mujoco
 
-    from robotics.scenes.tasks import TabletopScene
+    from robotics.scenes.tabletop_tasks import TabletopScene
 
 
 class PresentedScene:

@@ -27,7 +27,7 @@ from robotics.scenes.batch import BatchSettings, TabletopBatch
 from robotics.scenes.control import ACTION_SIZE
 from robotics.scenes.envs import observation_space
 from robotics.scenes.tabletop import CONTROL_HZ
-from robotics.scenes.tasks import LAYOUTS, layout_seed
+from robotics.scenes.tabletop_tasks import LAYOUTS, layout_seed
 from robotics.sim.episodes import ChunkResult, EpisodeSpec
 
 if TYPE_CHECKING:

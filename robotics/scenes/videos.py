@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL import Image
 
-    from robotics.scenes.tasks import TabletopScene
+    from robotics.scenes.tabletop_tasks import TabletopScene
 
 
 VIDEO_SIZE = (480, 640)

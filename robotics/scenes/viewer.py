@@ -21,7 +21,7 @@ from robotics.scenes.videos import Caption
 if TYPE_CHECKING:
     import mujoco
 
-    from robotics.scenes.tasks import TabletopScene
+    from robotics.scenes.tabletop_tasks import TabletopScene
 
 
 class SceneViewer:

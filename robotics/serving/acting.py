@@ -10,7 +10,7 @@ import torch
 
 from mmrl.errors import UserError
 from mmrl.training.processes import make_generator
-from robotics.policies.base.policy import PolicyInputs
+from robotics.policies.base.action_policy import PolicyInputs
 from robotics.scenes.control import ACTION_NAMES, ACTION_SIZE
 from robotics.scenes.tabletop import CONTROL_HZ, PROPRIO_SIZE, STATE_NAMES, STATE_SIZE
 from robotics.serving.observations import ServeConfig

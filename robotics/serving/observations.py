@@ -11,7 +11,7 @@ import torch
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
-from robotics.policies.base.policy import PolicyInputs
+from robotics.policies.base.action_policy import PolicyInputs
 from robotics.serving.messages import BadMessageError, describe_value
 from robotics.sim.interface import RobotInterface, as_rate
 

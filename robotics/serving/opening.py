@@ -19,12 +19,12 @@ from mmrl.recipes import RECIPES
 from mmrl.runs.export import ABOUT_FILE, chosen_checkpoint
 from mmrl.training.processes import make_accelerator
 from robotics.episodes.collect import ActingSettings, action_scale
-from robotics.methods.recipe import RobotParts
+from robotics.methods.robot_recipe import RobotParts
+from robotics.policies.base.action_policy import ActionPolicy, open_policy
+from robotics.policies.base.action_statistics import ActionRange, ActionStatistics
 from robotics.policies.base.encoder import Vocabulary
-from robotics.policies.base.policy import ActionPolicy, open_policy
 from robotics.policies.base.saved import is_saved_policy
-from robotics.policies.base.statistics import ActionRange, ActionStatistics
-from robotics.policies.loading import load_action_policy
+from robotics.policies.policy_loading import load_action_policy
 from robotics.serving.observations import ObservationFormat, ServeConfig
 from robotics.sim.interface import RobotInterface
 from robotics.sim.opening import open_sim

@@ -32,7 +32,7 @@ import numpy as np
 
 from mmrl.errors import RunError, RunStopped, UserError, require_packages
 from mmrl.training.processes import make_generator
-from robotics.policies.base.statistics import ActionRange
+from robotics.policies.base.action_statistics import ActionRange
 from robotics.serving.messages import LARGEST_MESSAGE, BadMessageError, describe_value, pack, printable, unpack
 from robotics.serving.opening import ServedPolicy
 from robotics.serving.queue import Chunk, PolicyQueue, choose_chunks
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from websockets.asyncio.server import Server, ServerConnection
     from websockets.http11 import Request, Response
 
-    from robotics.policies.base.policy import PolicyInputs
+    from robotics.policies.base.action_policy import PolicyInputs
 
 LOGGER = logging.getLogger("mmrl")
 HOST, PORT = "127.0.0.1", 8000

@@ -107,7 +107,7 @@ def open_sim(config: SimConfig) -> RobotSim:
     """
     if config.kind in SIMULATORS:
         return SIMULATORS[config.kind](config)
-    from mmrl.rewards.loading import load_function
+    from mmrl.rewards.reward_loading import load_function
 
     function = load_function(config.kind, what="sim.kind")
     try:

@@ -11,14 +11,14 @@ from typing import Any
 
 from mmrl.errors import UserError
 from robotics.flow3d.clip import FlowEncoding
-from robotics.flow3d.extract.building import write_clips
+from robotics.flow3d.extract.clip_building import write_clips
 from robotics.flow3d.extract.depth import SensorDepth
 from robotics.flow3d.extract.extractor import FlowExtractor
 from robotics.flow3d.extract.simulated import SimSegmentation, SimState
 from robotics.flow3d.objects.demonstrations import DemonstrationConfig
 from robotics.flow3d.objects.demonstrations import videos as recorded_videos
+from robotics.flow3d.objects.flow_tasks import FLOW_TASKS
 from robotics.flow3d.objects.scene import SceneConfig
-from robotics.flow3d.objects.tasks import FLOW_TASKS
 from robotics.flow3d.video import RgbdVideo
 
 LOGGER = logging.getLogger("mmrl")

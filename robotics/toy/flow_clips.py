@@ -12,8 +12,8 @@ from mmrl.files import replaced
 from robotics.flow3d.clip import FlowClip, FlowEncoding
 from robotics.flow3d.data import FlowWriter
 from robotics.flow3d.objects.demonstrations import DemonstrationConfig, demonstrations, instructed_clips
+from robotics.flow3d.objects.flow_tasks import FLOW_TASKS
 from robotics.flow3d.objects.scene import HAND, NOBODY, SceneConfig
-from robotics.flow3d.objects.tasks import FLOW_TASKS
 
 LOGGER = logging.getLogger("mmrl")
 SEEN_ACTORS = (HAND, NOBODY, "free_gripper", "panda")

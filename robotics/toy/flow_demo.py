@@ -8,7 +8,7 @@ from typing import Any
 
 from mmrl.config import load_run
 from mmrl.training.run import evaluate, finish_run, read_result
-from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig, list_episodes
+from robotics.flow3d.closed_loop.flow_episodes import FlowEpisodesConfig, list_episodes
 
 CONFIGS = Path("configs/robotics")
 FAMILIES = {"place": "place on a pad", "pour": "pour", "insert": "insert", "drawer": "open a drawer"}

@@ -11,9 +11,9 @@ from mmrl.agents.rollout.episodes import Trajectory, tabulate_tokens
 from mmrl.agents.rollout.turns import TurnSampler
 from mmrl.core.rollouts import Rollouts
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, join_prompts
-from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.rows import text_prompt
-from mmrl.vlm.engine.sampler import SamplerConfig
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig
 from tests.vlm.builders import make_task
 
 SIZES = [(64, 64), (64, 96), (128, 64)]

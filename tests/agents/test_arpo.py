@@ -9,9 +9,9 @@ import json
 import pytest
 import torch
 
+from mmrl.agents.environments.agent_tasks import TaskSetConfig
 from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import ActionConfig
-from mmrl.agents.environments.tasks import TaskSetConfig
 from mmrl.agents.methods.arpo import (
     ArpoConfig,
     ArpoRecipe,
@@ -32,8 +32,8 @@ from mmrl.training.run import train
 from mmrl.training.settings import CheckpointConfig, TrainerConfig
 from mmrl.training.trainer import collect_metrics
 from mmrl.training.update import update_constants
-from mmrl.vlm.engine.sampler import SamplerConfig
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig
+from mmrl.vlm.model.model_config import ModelConfig
 from tests.agents.test_recipe import CORRIDOR, by_length
 from tests.golden.numbers import load
 from tests.rounding import assert_equal_up_to_rounding

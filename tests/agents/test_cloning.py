@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from mmrl.agents.environments import experts
+from mmrl.agents.environments.agent_tasks import TaskSetConfig
 from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import ActionConfig
-from mmrl.agents.environments.tasks import TaskSetConfig
 from mmrl.agents.methods import clone as cloning
 from mmrl.agents.methods.clone import AgentCloneConfig, AgentCloneRecipe, CloneEvaluationConfig
 from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, EpisodeConfig
@@ -25,8 +25,8 @@ from mmrl.training.recipe import NoUsableTasksError, Step
 from mmrl.training.run import train
 from mmrl.training.settings import BaseTrainerConfig
 from mmrl.training.trainer import collect_metrics
-from mmrl.vlm.engine.sampler import AnswerSampling
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.engine.vlm_sampler import AnswerSampling
+from mmrl.vlm.model.model_config import ModelConfig
 from tests.agents.test_recipe import CORRIDOR
 from tests.rounding import assert_equal_up_to_rounding
 

@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 
+from mmrl.agents.environments.agent_tasks import TaskSetConfig
 from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import ActionConfig
 from mmrl.agents.environments.experts import run_expert, write_episodes
 from mmrl.agents.environments.gym import GymEnvironment
-from mmrl.agents.environments.tasks import TaskSetConfig
 from mmrl.agents.methods.digirl import DigirlConfig, DigirlRecipe, DigirlSettings, kept_steps
 from mmrl.agents.methods.digirl_critics import CriticConfig, LabelledEpisodes, StepCritic, label_episodes
 from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, Episode, Writer
@@ -30,8 +30,8 @@ from mmrl.training.settings import CheckpointConfig, TrainerConfig
 from mmrl.training.update import count_denominators
 from mmrl.vlm.data.prompt import join_prompts
 from mmrl.vlm.engine.rows import text_prompt
-from mmrl.vlm.engine.sampler import SamplerConfig
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig
+from mmrl.vlm.model.model_config import ModelConfig
 from tests.agents.test_recipe import CORRIDOR, by_length
 from tests.rounding import assert_equal_up_to_rounding
 

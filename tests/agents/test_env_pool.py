@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.environments.env_pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.environment import (
     Action,
@@ -18,7 +19,6 @@ from mmrl.agents.environments.environment import (
     pack_outcome,
     unpack_outcome,
 )
-from mmrl.agents.environments.tasks import AgentTask
 from mmrl.errors import ConfigError, RunError, UserError
 from mmrl.fields import check_config
 from mmrl.runs.tracking import describe_metric

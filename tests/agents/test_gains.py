@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 import torch
 
+from mmrl.agents.agent_recipe import AgentRecipe
+from mmrl.agents.environments.agent_tasks import TaskSetConfig
 from mmrl.agents.environments.environment import ActionConfig
-from mmrl.agents.environments.tasks import TaskSetConfig
-from mmrl.agents.recipe import AgentRecipe
 from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig
 from mmrl.agents.rollout.gains import add_gains, contexts_before_turns
 from mmrl.contrib.rows.agentic import TurnNormalised

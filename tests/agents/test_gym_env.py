@@ -3,11 +3,11 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, Text
 
+from mmrl.agents.agent_recipe import check_environment
+from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.environments.env_pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.environment import FORMATS, Action
 from mmrl.agents.environments.gym import GymEnvironment, NotExecutableError, action_reader
-from mmrl.agents.environments.tasks import AgentTask
-from mmrl.agents.recipe import check_environment
 from mmrl.errors import UserError
 
 PICTURE = Box(0, 255, (4, 6, 3), np.uint8)

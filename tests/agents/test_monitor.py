@@ -6,11 +6,11 @@ from collections import Counter
 
 import pytest
 
+from mmrl.agents.agent_recipe import AgentConfig, AgentRewardConfig
+from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import ActionConfig
-from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.monitor import agent_alarms, count_below_silence, count_episodes, episode_metrics, silent_return
-from mmrl.agents.recipe import AgentConfig, AgentRewardConfig
 from mmrl.agents.rollout.episodes import ConversationConfig, Episode, EpisodeConfig
 from mmrl.runs.run_log import RunWarnings
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from mmrl.agents.agent_evaluation import AgentEvaluationConfig
+from mmrl.agents.agent_recipe import AgentConfig, AgentRecipe, AgentRewardConfig
+from mmrl.agents.environments.agent_tasks import TaskSetConfig
 from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import Action, ActionConfig, Observation, ParsedAnswer
-from mmrl.agents.environments.tasks import TaskSetConfig
-from mmrl.agents.evaluation import AgentEvaluationConfig
-from mmrl.agents.recipe import AgentConfig, AgentRecipe, AgentRewardConfig
 from mmrl.agents.rollout.episodes import OMITTED, AgentPayload, ConversationConfig, EpisodeConfig, Writer
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
@@ -24,8 +24,8 @@ from mmrl.training.recipe import NoUsableTasksError, Step
 from mmrl.training.run import train
 from mmrl.training.settings import CheckpointConfig, TrainerConfig
 from mmrl.training.trainer import collect_metrics
-from mmrl.vlm.engine.sampler import SamplerConfig
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig
+from mmrl.vlm.model.model_config import ModelConfig
 from tests.rounding import assert_equal_up_to_rounding
 from tests.vlm.builders import build_for_vllm, needs_vllm, through_vllm
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmrl.agents.agent_evaluation import AgentEvaluationConfig
+from mmrl.agents.agent_recipe import AgentConfig, AgentRecipe, AgentRewardConfig
+from mmrl.agents.environments.agent_tasks import AgentTask, TaskSetConfig
 from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import Action, ActionConfig, Observation, ParsedAnswer
-from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig
-from mmrl.agents.evaluation import AgentEvaluationConfig
 from mmrl.agents.methods.digirl import DigirlConfig
-from mmrl.agents.recipe import AgentConfig, AgentRecipe, AgentRewardConfig
 from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, Writer
 from mmrl.agents.rollout.storage import restore_episode, store_episode
 from mmrl.errors import RunError, UserError
@@ -26,9 +26,9 @@ from mmrl.training.recipe import Step
 from mmrl.training.run import train
 from mmrl.training.settings import TrainerConfig
 from mmrl.training.trainer import collect_metrics
-from mmrl.vlm.engine.policy import load_policy
-from mmrl.vlm.engine.sampler import SamplerConfig
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.engine.vlm_policy import load_policy
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig
+from mmrl.vlm.model.model_config import ModelConfig
 from tests.agents.my_judges import BRIGHTNESS
 
 CORRIDOR = f"{Path(__file__).with_name('corridor.py')}:Corridor"

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from mmrl.agents.agent_recipe import AgentRecipe
+from mmrl.agents.environments.agent_tasks import AgentTask, TaskSetConfig, list_tasks
 from mmrl.agents.environments.environment import ActionConfig, ParsedAnswer
-from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig, list_tasks
-from mmrl.agents.recipe import AgentRecipe
 from mmrl.agents.selection import TaskRate, TaskSelector, build_tasks, measure_tasks, write_tasks
 from mmrl.cli import main
 from mmrl.config import save

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig, check_disjoint, list_tasks
+from mmrl.agents.environments.agent_tasks import AgentTask, TaskSetConfig, check_disjoint, list_tasks
 from mmrl.errors import UserError
 from mmrl.fields import check_config
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmrl.agents.agent_evaluation import AgentEvaluationConfig
+from mmrl.agents.agent_recipe import AgentConfig, AgentRecipe
+from mmrl.agents.environments.agent_tasks import TaskSetConfig
 from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import Action, ActionConfig, ParsedAnswer
-from mmrl.agents.environments.tasks import TaskSetConfig
-from mmrl.agents.evaluation import AgentEvaluationConfig
-from mmrl.agents.recipe import AgentConfig, AgentRecipe
 from mmrl.agents.rewards import tabulate_failed_answers
 from mmrl.agents.rollout.episodes import ConversationConfig
 from mmrl.agents.rollout.runner import Fork
@@ -23,8 +23,8 @@ from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.processes import Streams
 from mmrl.training.run import train
 from mmrl.training.settings import TrainerConfig
-from mmrl.vlm.engine.sampler import SamplerConfig
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig
+from mmrl.vlm.model.model_config import ModelConfig
 
 TALK = f"{Path(__file__).with_name('talk.py')}:Talk"
 

@@ -5,22 +5,22 @@ from pathlib import Path
 
 import pytest
 
+from mmrl.agents.agent_recipe import AgentConfig, AgentRecipe
+from mmrl.agents.environments.agent_tasks import AgentTask, TaskSetConfig
 from mmrl.agents.environments.env_pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.environment import Action, ActionConfig, CallResult, Observation, ParsedAnswer
-from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig
 from mmrl.agents.environments.tools import ToolEnvironment
 from mmrl.agents.methods.clone import AgentCloneConfig
 from mmrl.agents.methods.digirl import DigirlConfig
-from mmrl.agents.recipe import AgentConfig, AgentRecipe
 from mmrl.agents.rollout.episodes import ConversationConfig, Writer
 from mmrl.errors import UserError
-from mmrl.rewards.loading import load_function
+from mmrl.rewards.reward_loading import load_function
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.training.settings import TrainerConfig
-from mmrl.vlm.engine.policy import VlmPolicy, load_policy
-from mmrl.vlm.engine.sampler import SamplerConfig
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.engine.vlm_policy import VlmPolicy, load_policy
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig
+from mmrl.vlm.model.model_config import ModelConfig
 from mmrl.vlm.model.processor import TextProcessor
 
 TOOLS = f"{Path(__file__).with_name('my_tools.py')}"

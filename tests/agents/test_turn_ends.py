@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
+from mmrl.agents.agent_recipe import AgentRecipe
+from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.environments.environment import Observation
-from mmrl.agents.environments.tasks import AgentTask
-from mmrl.agents.recipe import AgentRecipe
 from mmrl.agents.rollout.episodes import Episode, Trajectory
 from mmrl.agents.rollout.runner import check_dropped, note_overflow
 from mmrl.agents.rollout.storage import replay_episode
@@ -16,8 +16,8 @@ from mmrl.errors import UserError
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.vlm.data.task import TaskError
-from mmrl.vlm.engine.policy import load_policy
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.engine.vlm_policy import load_policy
+from mmrl.vlm.model.model_config import ModelConfig
 from tests.agents.test_text import make_config
 from tests.vlm.builders import make_task
 

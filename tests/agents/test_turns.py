@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from mmrl.vlm.data.prompt import VlmPayload, leaves
-from mmrl.vlm.engine.policy import load_policy
 from mmrl.vlm.engine.rows import pack_reading
-from mmrl.vlm.engine.sampler import SamplerConfig, sample
-from mmrl.vlm.model.config import LoraSettings, ModelConfig
+from mmrl.vlm.engine.vlm_policy import load_policy
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig, sample
+from mmrl.vlm.model.model_config import LoraSettings, ModelConfig
 from mmrl.vlm.toy.tiny_generic import build_tiny_generic
 from tests.agents.conversations import converse, one_row_a_turn
 from tests.rounding import assert_equal_up_to_rounding, assert_same_gradient

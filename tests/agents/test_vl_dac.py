@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmrl.agents.agent_recipe import AgentConfig
+from mmrl.agents.environments.agent_tasks import TaskSetConfig
 from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import ActionConfig
-from mmrl.agents.environments.tasks import TaskSetConfig
 from mmrl.agents.methods.vl_dac import VlDacConfig, VlDacRecipe
-from mmrl.agents.recipe import AgentConfig
 from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, EpisodeConfig
 from mmrl.agents.rollout.turns import TurnSampler
 from mmrl.core.objectives.objective import PolicyOutputs
@@ -26,10 +26,10 @@ from mmrl.training.run import train
 from mmrl.training.settings import CheckpointConfig, TrainerConfig
 from mmrl.training.update import count_denominators, update_constants
 from mmrl.vlm.data.prompt import join_prompts
-from mmrl.vlm.engine.policy import load_policy
 from mmrl.vlm.engine.rows import split_row
-from mmrl.vlm.engine.sampler import SamplerConfig
-from mmrl.vlm.model.config import CriticSettings, ModelConfig
+from mmrl.vlm.engine.vlm_policy import load_policy
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig
+from mmrl.vlm.model.model_config import CriticSettings, ModelConfig
 from tests.rounding import assert_equal_up_to_rounding
 
 CRITIC = CriticSettings(hidden=[16, 8], stop_gradient=True)

@@ -158,13 +158,13 @@ def refused(mmrl):
 @pytest.fixture
 def unloaded(monkeypatch):
     """Fails where a model is loaded."""
-    import diffusion.recipe
+    import diffusion.diffusion_recipe
     import mmrl.vlm.domain
 
     def refuse(*arguments, **options):
         raise AssertionError("a model was loaded")
 
-    for module in (mmrl.vlm.domain, diffusion.recipe):
+    for module in (mmrl.vlm.domain, diffusion.diffusion_recipe):
         monkeypatch.setattr(module, "load_policy", refuse)
 
 

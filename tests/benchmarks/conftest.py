@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.vlm.engine.policy import load_policy
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.engine.vlm_policy import load_policy
+from mmrl.vlm.model.model_config import ModelConfig
 from mmrl.vlm.toy.tiny import FAMILIES, build_tiny_vlm
 from tests.vlm.builders import CORPUS
 

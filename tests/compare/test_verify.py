@@ -16,7 +16,7 @@ from mmrl.runs.ledger import read_ledger
 from mmrl.runs.records import read_jsonl
 from mmrl.training.run import evaluate, train
 from mmrl.trust import named_code
-from robotics.episodes.evaluation import RobotEvaluationConfig, RobotMeasure
+from robotics.episodes.episode_evaluation import RobotEvaluationConfig, RobotMeasure
 from tests.robotics.test_robot_recipes import grpo, trainer
 
 

@@ -124,7 +124,7 @@ def _of_unequal_length(number: int, row: dict[str, Any]) -> None:
 def _vlm(name: str, folder: Path) -> Any:
     from mmrl.rewards import RewardConfig
     from mmrl.vlm.critic.revision import RevisionConfig
-    from mmrl.vlm.model.config import CriticSettings
+    from mmrl.vlm.model.model_config import CriticSettings
     from tests.vlm.pairs import write_pairs
     from tests.vlm.runs import add_columns, run_config
 
@@ -165,11 +165,11 @@ def _vlm(name: str, folder: Path) -> Any:
 
 
 def _masked(name: str, folder: Path) -> Any:
-    from mmrl.masked.config import InpaintingConfig, MaskedScoring
-    from mmrl.masked.sampler import MaskedSampling
+    from mmrl.masked.masked_config import InpaintingConfig, MaskedScoring
+    from mmrl.masked.masked_sampler import MaskedSampling
     from mmrl.rewards import RewardConfig
     from mmrl.vlm.data.dataset import DataConfig
-    from mmrl.vlm.model.config import ModelConfig
+    from mmrl.vlm.model.model_config import ModelConfig
 
     sampling = MaskedSampling(max_new_tokens=8, block=8, steps=2)
     rewards = [RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)]
@@ -213,11 +213,11 @@ def _gui(name: str, folder: Path) -> Any:
 
 
 def _agents(name: str, folder: Path) -> Any:
+    from mmrl.agents.environments.agent_tasks import TaskSetConfig
     from mmrl.agents.environments.env_pool import EnvironmentConfig
     from mmrl.agents.environments.environment import ActionConfig
-    from mmrl.agents.environments.tasks import TaskSetConfig
-    from mmrl.vlm.engine.sampler import AnswerSampling, SamplerConfig
-    from mmrl.vlm.model.config import ModelConfig
+    from mmrl.vlm.engine.vlm_sampler import AnswerSampling, SamplerConfig
+    from mmrl.vlm.model.model_config import ModelConfig
 
     parts: dict[str, Any] = {
         "sampler": SamplerConfig(max_new_tokens=4, stop=[*"aeiou"]),  # an answer that is cut does nothing
@@ -290,9 +290,9 @@ def _diffusion(name: str, folder: Path) -> Any:
 
 
 def _pretraining(name: str, folder: Path) -> Any:
-    from diffusion.config import GivenEvaluationConfig
     from diffusion.data.captioned_images import ImageDataConfig, write_images
-    from diffusion.models.policy import LoraSettings, ModelConfig
+    from diffusion.diffusion_config import GivenEvaluationConfig
+    from diffusion.models.diffusion_policy import LoraSettings, ModelConfig
     from mmrl.rewards import RewardConfig
     from tests.diffusion.runs import tiny_model
 
@@ -316,8 +316,8 @@ def _pretraining(name: str, folder: Path) -> Any:
 
 
 def _robotics(name: str, folder: Path) -> Any:
-    from robotics.episodes.tasks import EpisodeSetConfig
-    from robotics.policies.loading import ActionPolicyConfig
+    from robotics.episodes.episode_tasks import EpisodeSetConfig
+    from robotics.policies.policy_loading import ActionPolicyConfig
     from robotics.sim.opening import SimConfig
 
     trainer = TrainerConfig(steps=2, tasks_per_step=2, samples_per_task=4, learning_rate=0.02, threads=1)
@@ -348,7 +348,7 @@ def _robotics(name: str, folder: Path) -> Any:
 
 def _cloning(folder: Path) -> dict[str, Any]:
     from robotics.episodes.demonstrations import DemonstrationConfig
-    from robotics.policies.loading import ActionPolicyConfig
+    from robotics.policies.policy_loading import ActionPolicyConfig
     from tests.robotics.line_demos import BLIND, demonstrate
 
     demos = demonstrate(folder / "demonstrations")
@@ -367,7 +367,7 @@ def _flow3d(name: str, folder: Path) -> Any:
         score = dataclasses.replace(RIGHT, value="score")  # of yes and no a scene often has one kind, and then no step
         return awm_config(folder, verifiers=[score], exploration=ExplorationConfig(shift_cm=2.0, turn_deg=5.0))
     from robotics.flow3d.methods.clip_sets import ClipSetConfig
-    from robotics.flow3d.methods.recipe import WorldModelConfig
+    from robotics.flow3d.methods.flow3d_recipe import WorldModelConfig
     from tests.robotics.flow3d.model.builders import tiny_config
 
     return find_recipe(name).load_config_class()(
@@ -382,16 +382,16 @@ def _flow3d(name: str, folder: Path) -> Any:
 
 
 DOMAINS = {
-    "vlm": Domain("vlm", "mmrl.vlm.config", _vlm),
-    "agents": Domain("agent", "mmrl.agents.recipe", _agents),
-    "masked": Domain("masked", "mmrl.masked.config", _masked),
-    "diffusion": Domain("flow_grpo", "diffusion.config", _diffusion, needs=("diffusers",)),
-    "robotics": Domain("robot_grpo", "robotics.methods.recipe", _robotics),
+    "vlm": Domain("vlm", "mmrl.vlm.vlm_config", _vlm),
+    "agents": Domain("agent", "mmrl.agents.agent_recipe", _agents),
+    "masked": Domain("masked", "mmrl.masked.masked_config", _masked),
+    "diffusion": Domain("flow_grpo", "diffusion.diffusion_config", _diffusion, needs=("diffusers",)),
+    "robotics": Domain("robot_grpo", "robotics.methods.robot_recipe", _robotics),
 }
 
-FLOW3D = Domain("flow3d", "robotics.flow3d.methods.recipe", _flow3d)
+FLOW3D = Domain("flow3d", "robotics.flow3d.methods.flow3d_recipe", _flow3d)
 """Its recipes learn from given clips, without an objective, or with the loss of AWM."""
-TSPO = Domain("tspo", "mmrl.vlm.tspo.config", _tspo)
+TSPO = Domain("tspo", "mmrl.vlm.tspo.tspo_config", _tspo)
 """Its decisions are frames; the objectives are tried on tokens alone."""
 GUI = Domain("aepo", "mmrl.gui.grounding.aepo", _gui)
 """Its recipes are those of the vlm room with other questions, so the objectives are tried there alone."""

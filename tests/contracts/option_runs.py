@@ -89,7 +89,7 @@ def _prompt_table(config: Any, folder: Path) -> Any:
 
 def _edits(config: Any, folder: Path) -> Any:
     """Images to edit, by a tiny Kontext."""
-    from diffusion.models.policy import LoraSettings, ModelConfig
+    from diffusion.models.diffusion_policy import LoraSettings, ModelConfig
     from tests.diffusion.edits import write_edits
     from tests.diffusion.families.cases import CASES
 
@@ -168,8 +168,8 @@ def _adapted_answerer(config: Any, folder: Path) -> Any:
 
 
 def _tabletop(config: Any, folder: Path) -> Any:
-    from robotics.episodes.tasks import EpisodeSetConfig
-    from robotics.policies.loading import ActionPolicyConfig
+    from robotics.episodes.episode_tasks import EpisodeSetConfig
+    from robotics.policies.policy_loading import ActionPolicyConfig
     from robotics.sim.opening import SimConfig
 
     config.sim = SimConfig(tasks=["reach"], image_size=32, horizon=4, workers=1)
@@ -219,7 +219,7 @@ def _randomised(config: Any, folder: Path) -> Any:
 
 def _policy(kind: str, **options: Any) -> Callable[[Any, Path], Any]:
     def change(config: Any, folder: Path) -> Any:
-        from robotics.policies.loading import ActionPolicyConfig
+        from robotics.policies.policy_loading import ActionPolicyConfig
 
         encoder = {**TINY_ENCODER, "image_size": None}
         config.model = ActionPolicyConfig(kind=kind, chunk=2, options={"encoder": encoder, **options})
@@ -229,7 +229,7 @@ def _policy(kind: str, **options: Any) -> Callable[[Any, Path], Any]:
 
 
 def _vlm_policy(config: Any, folder: Path) -> Any:
-    from robotics.policies.loading import ActionPolicyConfig
+    from robotics.policies.policy_loading import ActionPolicyConfig
     from tests.contracts.domains import tiny_vlm
 
     config = _tabletop(config, folder) if hasattr(config, "data") else config
@@ -247,9 +247,9 @@ def _followed(config: Any, folder: Path) -> Any:
 
 
 def _closed_loop(config: Any, folder: Path) -> Any:
-    from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig, LoopConfig
-    from robotics.flow3d.plan.config import PlannerConfig
+    from robotics.flow3d.closed_loop.flow_episodes import FlowEpisodesConfig, LoopConfig
     from robotics.flow3d.plan.judge import VerifierConfig
+    from robotics.flow3d.plan.planner_config import PlannerConfig
 
     tasks = {"tasks": ["open_red"], "arms": ["ur5e"]}
     config.episodes = {"unseen": FlowEpisodesConfig(**tasks, episodes=1, image_size=64)}
@@ -258,7 +258,7 @@ def _closed_loop(config: Any, folder: Path) -> Any:
 
 
 def _motion_unet(config: Any, folder: Path) -> Any:
-    from robotics.flow3d.methods.recipe import WorldModelConfig
+    from robotics.flow3d.methods.flow3d_recipe import WorldModelConfig
     from tests.robotics.flow3d.model.builders import tiny_config
 
     config.model = WorldModelConfig(**vars(tiny_config("unet_motion")))

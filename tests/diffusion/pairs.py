@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from diffusion.config import GivenEvaluationConfig
 from diffusion.data.image_pairs import ImagePairConfig, write_pairs
+from diffusion.diffusion_config import GivenEvaluationConfig
 from diffusion.methods.dpo import DiffusionDpoConfig
-from diffusion.models.policy import LoraSettings, ModelConfig
+from diffusion.models.diffusion_policy import LoraSettings, ModelConfig
 from diffusion.toy.shapes import all_scenes, render_scene
 from mmrl.rewards import RewardConfig
 from mmrl.runs.tracking import TrackingConfig

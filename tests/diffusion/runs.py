@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from diffusion.data.prompts import PromptConfig
-from diffusion.evaluation import DiffusionEvaluationConfig
-from diffusion.models.policy import LoraSettings, ModelConfig
+from diffusion.diffusion_evaluation import DiffusionEvaluationConfig
+from diffusion.models.diffusion_policy import LoraSettings, ModelConfig
 from diffusion.toy.shapes import building
 from mmrl.core.rollouts import Rollouts
 from mmrl.recipes import find_recipe

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from diffusion.data.prompts import PromptConfig, load_prompts
-from diffusion.models.policy import LoraSettings, ModelConfig
+from diffusion.models.diffusion_policy import LoraSettings, ModelConfig
 from diffusion.rewards.editing import kept
 from mmrl.errors import UserError
 from mmrl.rewards import RewardConfig

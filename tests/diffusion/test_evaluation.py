@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.evaluation import latent_diversity
+from diffusion.diffusion_evaluation import latent_diversity
 from mmrl.recipes import RECIPES
 from mmrl.training.processes import make_accelerator
 from mmrl.training.recipe import Step, make_reference
@@ -113,16 +113,16 @@ def test_evaluations_use_the_average(tmp_path):
 
 
 def test_images_that_cannot_be_scored_are_counted(tmp_path, monkeypatch):
-    import diffusion.evaluation
+    import diffusion.diffusion_evaluation
 
-    real = diffusion.evaluation.sample_latents
+    real = diffusion.diffusion_evaluation.sample_latents
 
     def spoilt(*arguments, **options):
         latents = real(*arguments, **options)
         latents[0] = float("nan")
         return latents
 
-    monkeypatch.setattr(diffusion.evaluation, "sample_latents", spoilt)
+    monkeypatch.setattr(diffusion.diffusion_evaluation, "sample_latents", spoilt)
     metrics = evaluated(build(run_config("awm", tmp_path))).metrics
     assert metrics["unscored"] == 2.0  # of one image, one for each of two terms
     assert np.isfinite(metrics["score/caption_colour"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diffusion.plan import PUBLISHED, footprint
+from diffusion.diffusion_plan import PUBLISHED, footprint
 from mmrl.cli import main
 from mmrl.hub.compat import ensure_torchvision
 from tests.contracts.options import with_changes

@@ -64,7 +64,7 @@ def _tspo(config: Any, folder: Path) -> None:
 
 
 def _agents(config: Any, folder: Path) -> None:
-    from mmrl.agents.environments.tasks import TaskSetConfig
+    from mmrl.agents.environments.agent_tasks import TaskSetConfig
 
     config.eval_data = {"held_out": TaskSetConfig(seeds=3, first_seed=100)}
     config.evaluation = dataclasses.replace(config.evaluation, videos=1)
@@ -84,7 +84,7 @@ def _diffusion(config: Any, folder: Path) -> None:
 
 
 def _robotics(config: Any, folder: Path) -> None:
-    from robotics.episodes.tasks import EpisodeSetConfig
+    from robotics.episodes.episode_tasks import EpisodeSetConfig
 
     config.eval_data = {"held_out": EpisodeSetConfig(tasks=["right", "left"], split="held_out", layouts=2)}
     config.evaluation = dataclasses.replace(config.evaluation, videos=1)

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmrl.masked.config import InpaintingConfig
 from mmrl.masked.inpainting import with_chunks
-from mmrl.masked.sampler import MaskedSampling, fill
+from mmrl.masked.masked_config import InpaintingConfig
+from mmrl.masked.masked_sampler import MaskedSampling, fill
 from tests.golden.numbers import load, tensor
 
 FILE = load("masked_filling")

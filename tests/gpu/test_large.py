@@ -17,9 +17,9 @@ from mmrl.training.processes import make_accelerator
 from mmrl.training.settings import CheckpointConfig, TrainerConfig
 from mmrl.training.trainer import Trainer
 from mmrl.vlm.data.dataset import DataConfig
-from mmrl.vlm.engine.sampler import SamplerConfig
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig
 from mmrl.vlm.methods.papo import PapoConfig
-from mmrl.vlm.model.config import LoraSettings, ModelConfig
+from mmrl.vlm.model.model_config import LoraSettings, ModelConfig
 from tests.contracts.domains import weights
 
 pytestmark = pytest.mark.gpu

@@ -9,11 +9,11 @@ from mmrl.gui.grounding.grounding_tasks import FIRST_CORRECT, GroundingSettings
 from mmrl.gui.toy.icons import build_icons, build_model
 from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.settings import BaseTrainerConfig, CheckpointConfig, TrainerConfig
-from mmrl.vlm.config import VlmEvaluationConfig, scoring_evaluation
 from mmrl.vlm.data.dataset import DataConfig
-from mmrl.vlm.engine.sampler import AnswerSampling, SamplerConfig
+from mmrl.vlm.engine.vlm_sampler import AnswerSampling, SamplerConfig
 from mmrl.vlm.methods.sft import GivenAnswersConfig
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.model.model_config import ModelConfig
+from mmrl.vlm.vlm_config import VlmEvaluationConfig, scoring_evaluation
 
 SMALL = {"hidden": 24, "layers": 1, "heads": 2, "kv_heads": 1, "vision_hidden": 16, "vision_depth": 1}
 

@@ -13,8 +13,8 @@ from mmrl.gui.grounding.coords import CoordinateSpace, Resize
 from mmrl.gui.grounding.grounding_tasks import GroundingSettings, check_held_out, grounding_task, prepare_tasks
 from mmrl.vlm.data.dataset import DataConfig, LoadedTasks, load_tasks
 from mmrl.vlm.data.task import TaskError, VlmTask
-from mmrl.vlm.engine.policy import load_policy
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.engine.vlm_policy import load_policy
+from mmrl.vlm.model.model_config import ModelConfig
 from tests.gui.screens import small_model
 
 

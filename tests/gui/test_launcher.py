@@ -13,7 +13,7 @@ from mmrl.gui.grounding.samples import AnyOf
 from mmrl.gui.toy.pages.composer import SPLITS
 from mmrl.gui.toy.pages.launcher import COLORS, LauncherSettings, app_name, build_model, compose_launcher
 from mmrl.gui.toy.pages.screens import ScreenSettings, WebScreens
-from mmrl.gui.toy.pages.settings import SHEET_WH
+from mmrl.gui.toy.pages.settings_page import SHEET_WH
 from mmrl.gui.toy.pages.themes import THEMES
 from mmrl.gui.toy.pages.vocabulary import LANGUAGES, functions
 from tests.gui.screens import SMALL

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.environments.env_pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.environment import Action
-from mmrl.agents.environments.tasks import AgentTask
 from mmrl.workers.family import descendants
 
 TASK = AgentTask("todo/3", {"name": "todo", "seed": 3}, seed=1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmrl.gui.browser.browser import find_chromium
-from mmrl.gui.toy.demo import run
+from mmrl.gui.toy.gui_demo import run
 
 FUNCTION, NAME = "accuracy/greedy/kind=function", "accuracy/greedy/kind=name"
 

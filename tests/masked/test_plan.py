@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mmrl.masked.plan import footprint
-from mmrl.masked.sampler import MaskedSampling
+from mmrl.masked.masked_plan import footprint
+from mmrl.masked.masked_sampler import MaskedSampling
 from mmrl.recipes import RECIPES, plan_of
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.toy.signs import build_model

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 from mmrl.core.objectives.objective import Objective
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
-from mmrl.masked.policy import MaskedPayload, MaskedPolicy, hide_counts
+from mmrl.masked.masked_policy import MaskedPayload, MaskedPolicy, hide_counts
 from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.vlm.data.dataset import DataConfig, load_tasks
-from mmrl.vlm.engine.policy import load_policy
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.engine.vlm_policy import load_policy
+from mmrl.vlm.model.model_config import ModelConfig
 from mmrl.vlm.toy.countdown import build_model
 from tests.contracts.domains import tiny_masked
 

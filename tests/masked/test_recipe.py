@@ -9,12 +9,12 @@ import torch
 
 from mmrl.core.blocks.foreign import HINTED, SOURCE, HintedEntropy
 from mmrl.core.rollouts import Rollouts
-from mmrl.masked.config import InpaintingConfig, LikelihoodConfig
 from mmrl.masked.inpainting import cut, hinted_answer
-from mmrl.masked.policy import MaskedPayload
-from mmrl.masked.recipe import MaskedRecipe
-from mmrl.masked.sampler import MaskedSampling, propose, step_shares, unmask
-from mmrl.masked.sft import TIME, MaskedSftRecipe
+from mmrl.masked.masked_config import InpaintingConfig, LikelihoodConfig
+from mmrl.masked.masked_policy import MaskedPayload
+from mmrl.masked.masked_recipe import MaskedRecipe
+from mmrl.masked.masked_sampler import MaskedSampling, propose, step_shares, unmask
+from mmrl.masked.masked_sft import TIME, MaskedSftRecipe
 from mmrl.rewards import RewardConfig
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from mmrl.report.charts import moving_average, panel_chart
-from mmrl.report.tables import derived_numbers, stage_shares
+from mmrl.report.report_tables import derived_numbers, stage_shares
 
 
 def test_derived_numbers_by_hand():

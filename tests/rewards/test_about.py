@@ -1,6 +1,6 @@
 """Rewards in the protocol of an evaluation: their code and options count, the folder of their file does not."""
 
-from mmrl.rewards.config import RewardConfig, about_rewards
+from mmrl.rewards.reward_config import RewardConfig, about_rewards
 
 
 def test_code_and_options_of_rewards_count_and_places_do_not(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from mmrl.errors import UserError
 from mmrl.rewards import REWARDS, RewardConfig, RewardSum
 from mmrl.rewards.calling import FAILURE_KINDS
-from mmrl.rewards.loading import load_function
+from mmrl.rewards.reward_loading import load_function
 
 
 def test_a_term_sets_the_number_of_its_workers():

@@ -271,7 +271,7 @@ def test_no_worker_outlives_a_killed_program_even_while_it_hangs():
 def test_neither_rewards_nor_workers_import_torch():
     code = (
         "import sys, mmrl.rewards, mmrl.rewards.reward_service, mmrl.workers.pool, mmrl.rewards.maths;"
-        "import mmrl.rewards.loading;"
+        "import mmrl.rewards.reward_loading;"
         "heavy = {'torch', 'transformers', 'numpy', 'PIL', 'datasets'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -15,12 +15,12 @@ from mmrl.errors import UserError
 from robotics.episodes.collect import ActingSettings, action_scale
 from robotics.methods.clone import CloneRecipe
 from robotics.methods.ppo import PolicyWithCritic, StateCritic
-from robotics.policies.base.policy import open_policy
-from robotics.policies.base.statistics import ActionRange, ActionStatistics, check_bounds
-from robotics.policies.lerobot import server as lerobot_server
+from robotics.policies.base.action_policy import open_policy
+from robotics.policies.base.action_statistics import ActionRange, ActionStatistics, check_bounds
+from robotics.policies.lerobot import lerobot_server as lerobot_server
 from robotics.policies.lerobot.flow import LeRobotFlowConfig, LeRobotFlowPolicy
 from robotics.policies.lerobot.gaussian import LeRobotPolicy, LeRobotPolicyConfig
-from robotics.policies.loading import ActionPolicyConfig, load_action_policy
+from robotics.policies.policy_loading import ActionPolicyConfig, load_action_policy
 from robotics.sim.gym_adapter import GymRow
 from robotics.sim.subprocess_sim import problem_in_hello
 from tests.robotics.ball_env import HIGH, LOW, Ball

@@ -3,8 +3,8 @@ import sys
 
 import pytest
 
+from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.environments.env_pool import EnvironmentConfig, EnvPool
-from mmrl.agents.environments.tasks import AgentTask
 from mmrl.errors import UserError
 from mmrl.workers import PoolVectorEnv, loading
 from robotics.sim import backends

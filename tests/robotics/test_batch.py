@@ -5,7 +5,7 @@ from mmrl.errors import UserError
 from robotics.scenes.batch import BatchSettings, TabletopBatch
 from robotics.scenes.envs import TabletopEnv
 from robotics.scenes.experts import Expert
-from robotics.scenes.tasks import TASKS
+from robotics.scenes.tabletop_tasks import TASKS
 from robotics.sim.episodes import EpisodeSpec, RobotSim
 
 pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")

@@ -21,13 +21,13 @@ from robotics.data import LeRobotReader
 from robotics.data.reader import LazyImages
 from robotics.episodes.collect import ActingSettings, replay_episode, run_episodes
 from robotics.episodes.demonstrations import DemonstrationConfig, load_demonstrations
-from robotics.episodes.tasks import EpisodeSetConfig
+from robotics.episodes.episode_tasks import EpisodeSetConfig
 from robotics.methods.clone import CloneConfig, CloneRecipe
 from robotics.methods.grpo import RobotGrpoConfig, RobotGrpoRecipe
-from robotics.policies.base.policy import ActionChoice, open_policy
-from robotics.policies.base.statistics import ActionStatistics
-from robotics.policies.loading import ActionPolicyConfig
+from robotics.policies.base.action_policy import ActionChoice, open_policy
+from robotics.policies.base.action_statistics import ActionStatistics
 from robotics.policies.module import ModuleAdapter
+from robotics.policies.policy_loading import ActionPolicyConfig
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.opening import SimConfig
 from tests.robotics.line_demos import BLIND, ENCODER, SPEED, demonstrate

@@ -15,7 +15,7 @@ from mmrl.training.processes import make_accelerator
 from mmrl.training.recipe import Passes, Step
 from mmrl.training.run import train
 from robotics.methods.distillation import RobotDistilConfig, RobotDistilRecipe, check_divergence, check_teacher
-from robotics.policies.loading import ActionPolicyConfig
+from robotics.policies.policy_loading import ActionPolicyConfig
 from tests.robotics.policies.builders import make_flow, make_gaussian, make_inputs, make_small
 from tests.robotics.test_robot_recipes import collected, grpo, trainer
 

@@ -12,7 +12,7 @@ from robotics.scenes.arms import ARMS
 from robotics.scenes.envs import OBSERVATIONS, SimulationDiverged, TabletopEnv
 from robotics.scenes.experts import Expert
 from robotics.scenes.registration import ENVIRONMENT_IDS, register
-from robotics.scenes.tasks import TASKS
+from robotics.scenes.tabletop_tasks import TASKS
 
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from robotics.commands import experts
+from robotics.robot_commands import experts
 from robotics.scenes.arms import ARMS
 from robotics.scenes.batch import BatchSettings, TabletopBatch
 from robotics.scenes.expert_check import replay_experts, replay_line
 from robotics.scenes.experts import EXPERTS, Expert
 from robotics.scenes.tabletop import PROPRIO_SIZE, STATE_SIZE
-from robotics.scenes.tasks import SPLITS, TASKS
+from robotics.scenes.tabletop_tasks import SPLITS, TASKS
 from robotics.sim.episodes import EpisodeSpec
 
 pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")

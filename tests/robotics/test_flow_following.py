@@ -18,8 +18,8 @@ from mmrl.training.trainer import collect_metrics
 from robotics.episodes.payload import EpisodePayload
 from robotics.flow3d.clip import FlowEncoding, Observation
 from robotics.flow3d.geometry import intrinsics, make_pose
-from robotics.flow3d.model.settings import BodyConfig, ConditionConfig, FlowModelConfig
 from robotics.flow3d.model.world_model import FlowWorldModel
+from robotics.flow3d.model.world_model_settings import BodyConfig, ConditionConfig, FlowModelConfig
 from robotics.flow3d.reward.following import FlowFollowing, FlowRewardConfig
 from robotics.methods.grpo import RobotGrpoRecipe
 from robotics.policies.base.encoder import Vocabulary

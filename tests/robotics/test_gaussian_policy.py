@@ -16,10 +16,10 @@ from mmrl.errors import ConfigError, UserError
 from mmrl.recipes import find_recipe
 from mmrl.training.run import train
 from mmrl.training.settings import CheckpointConfig
+from robotics.policies.base.action_policy import open_policy
 from robotics.policies.base.encoder import EncoderConfig
-from robotics.policies.base.policy import open_policy
 from robotics.policies.gaussian import GaussianActionPolicy, GaussianPolicyConfig, score_gaussian
-from robotics.policies.loading import ActionPolicyConfig
+from robotics.policies.policy_loading import ActionPolicyConfig
 from tests.robotics.line_demos import ENCODER
 from tests.robotics.policies.builders import TEXTS, B, D, K, demonstrations, draw, make_gaussian, make_inputs
 from tests.robotics.test_ppo import ppo

@@ -13,8 +13,8 @@ from mmrl.report.export import export_run
 from mmrl.training.run import train
 from mmrl.training.saving import RunSaver
 from mmrl.training.trainer import Trainer
-from robotics.episodes.evaluation import RobotEvaluationConfig
-from robotics.methods.recipe import RobotRecipe
+from robotics.episodes.episode_evaluation import RobotEvaluationConfig
+from robotics.methods.robot_recipe import RobotRecipe
 from tests.faults.sameness import differences
 from tests.robotics.test_robot_recipes import grpo
 
@@ -45,7 +45,7 @@ def killed_run(folder, monkeypatch, place):
         elif place == "before the first step":
             patch.setattr(Trainer, "train_step", kill)
         else:  # in the evaluation after the first step, with the first batches done
-            import robotics.episodes.evaluation as evaluation
+            import robotics.episodes.episode_evaluation as evaluation
 
             run = evaluation.RobotMeasure.run
             evaluate = RobotRecipe.evaluate
@@ -124,7 +124,7 @@ def make_policy(folder, kind):
         return SmallVlaPolicy.build(
             SmallVlaConfig(action_size=2, chunk=2, encoder=encoder), ["go right", "go left"], seed=0
         )
-    from mmrl.vlm.model.config import LoraSettings, ModelConfig
+    from mmrl.vlm.model.model_config import LoraSettings, ModelConfig
     from mmrl.vlm.toy.tiny import build_tiny_vlm
     from robotics.policies.vlm import VlmActionConfig, VlmActionPolicy
 

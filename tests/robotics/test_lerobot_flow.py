@@ -18,8 +18,8 @@ from torch.distributions import Normal
 
 from mmrl.cli import main
 from mmrl.errors import UserError
-from robotics.policies.base.policy import PolicyInputs, open_policy
-from robotics.policies.lerobot import server as lerobot_server
+from robotics.policies.base.action_policy import PolicyInputs, open_policy
+from robotics.policies.lerobot import lerobot_server as lerobot_server
 from robotics.policies.lerobot.flow import LeRobotFlowConfig, LeRobotFlowPolicy
 from tests.robotics import lerobot_flows, lerobot_policies
 from tests.robotics.lerobot_policies import observations

@@ -22,10 +22,10 @@ from mmrl.training.recipe import Step
 from robotics.episodes.collect import ActingSettings, run_episodes
 from robotics.episodes.demonstrations import Transition
 from robotics.methods.clone import CloneRecipe
-from robotics.policies.base.policy import PolicyInputs
-from robotics.policies.lerobot import server as lerobot_server
+from robotics.policies.base.action_policy import PolicyInputs
+from robotics.policies.lerobot import lerobot_server as lerobot_server
 from robotics.policies.lerobot.gaussian import LeRobotPolicy, LeRobotPolicyConfig
-from robotics.policies.loading import ActionPolicyConfig, check_fit, load_action_policy
+from robotics.policies.policy_loading import ActionPolicyConfig, check_fit, load_action_policy
 from robotics.serving.observations import ServeConfig
 from robotics.serving.opening import ServedPolicy
 from robotics.serving.queue import choose_chunks

@@ -19,10 +19,10 @@ from torch.distributions import Normal
 from mmrl.cli import main
 from mmrl.errors import RunError, UserError
 from robotics.episodes.collect import TemporalEnsemble
-from robotics.policies.base.policy import PolicyInputs, open_policy
-from robotics.policies.lerobot import server as lerobot_server
+from robotics.policies.base.action_policy import PolicyInputs, open_policy
+from robotics.policies.lerobot import lerobot_server as lerobot_server
 from robotics.policies.lerobot.gaussian import LeRobotPolicy, LeRobotPolicyConfig
-from robotics.policies.loading import check_fit
+from robotics.policies.policy_loading import check_fit
 from tests.robotics import lerobot_policies
 from tests.robotics.lerobot_policies import observations
 from tests.robotics.lerobot_process import run_peer

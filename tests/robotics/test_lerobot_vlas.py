@@ -18,11 +18,11 @@ import torch
 from mmrl.cli import main
 from mmrl.errors import UserError
 from robotics.episodes.collect import ActingSettings, run_episodes
-from robotics.policies.base.policy import open_policy
-from robotics.policies.lerobot import server as lerobot_server
+from robotics.policies.base.action_policy import open_policy
+from robotics.policies.lerobot import lerobot_server as lerobot_server
 from robotics.policies.lerobot.flow import LeRobotFlowConfig, LeRobotFlowPolicy
 from robotics.policies.lerobot.gaussian import LeRobotPolicy, LeRobotPolicyConfig
-from robotics.policies.loading import ActionPolicyConfig, check_fit, load_action_policy
+from robotics.policies.policy_loading import ActionPolicyConfig, check_fit, load_action_policy
 from robotics.serving.observations import ServeConfig
 from robotics.serving.opening import open_served_policy
 from robotics.serving.queue import choose_chunks

@@ -11,8 +11,8 @@ from mmrl.fields import check_config
 from robotics.episodes.collect import ActingSettings, run_episodes
 from robotics.policies.flow import FlowActionPolicy
 from robotics.policies.gaussian import GaussianActionPolicy
-from robotics.policies.loading import ActionPolicyConfig, check_fit, load_action_policy
 from robotics.policies.module import ModuleAdapter
+from robotics.policies.policy_loading import ActionPolicyConfig, check_fit, load_action_policy
 from robotics.policies.small import SmallVlaPolicy
 from robotics.sim.episodes import EpisodeSpec
 from tests.robotics.line_demos import BLIND, ENCODER

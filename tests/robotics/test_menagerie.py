@@ -12,7 +12,7 @@ from robotics.scenes.arms import ARMS
 from robotics.scenes.envs import TabletopEnv
 from robotics.scenes.menagerie import FILES, VARIABLE
 from robotics.scenes.presentation import PresentedScene
-from robotics.scenes.tasks import TASKS, TabletopScene
+from robotics.scenes.tabletop_tasks import TASKS, TabletopScene
 
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 

@@ -11,8 +11,8 @@ import torch
 from mmrl.cli import main
 from mmrl.errors import UserError
 from mmrl.hub.compat import ensure_torchvision
-from robotics.policies.base.policy import PolicyInputs, open_policy
-from robotics.policies.openvla.folder import OpenVlaConfig, _centre
+from robotics.policies.base.action_policy import PolicyInputs, open_policy
+from robotics.policies.openvla.openvla_folder import OpenVlaConfig, _centre
 from robotics.policies.openvla.tokens import OpenVlaPolicy
 from tests.robotics import openvla_peer, tiny_timm
 

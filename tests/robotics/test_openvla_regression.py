@@ -14,11 +14,11 @@ import torch
 from mmrl.cli import main
 from mmrl.errors import UserError
 from mmrl.hub.compat import ensure_torchvision
-from robotics.policies.base.policy import PolicyInputs, open_policy
-from robotics.policies.loading import ActionPolicyConfig, check_fit, load_action_policy
-from robotics.policies.openvla.folder import ActionHead, OpenVlaConfig, StateProjector, read_part, write_part
+from robotics.policies.base.action_policy import PolicyInputs, open_policy
+from robotics.policies.openvla.openvla_folder import ActionHead, OpenVlaConfig, StateProjector, read_part, write_part
 from robotics.policies.openvla.regression import OpenVlaRegressionPolicy
 from robotics.policies.openvla.tokens import OpenVlaPolicy
+from robotics.policies.policy_loading import ActionPolicyConfig, check_fit, load_action_policy
 from robotics.serving.observations import ServeConfig
 from robotics.serving.opening import open_served_policy
 from tests.robotics import openvla_peer, openvla_regression_peer, tiny_timm

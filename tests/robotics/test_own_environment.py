@@ -19,10 +19,10 @@ from mmrl.training.recipe import Step
 from mmrl.training.settings import TrainerConfig
 from robotics.data import LeRobotReader
 from robotics.episodes.demonstrations import DemonstrationConfig, load_demonstrations
+from robotics.episodes.episode_tasks import EpisodeSetConfig
 from robotics.episodes.recording import build_demonstrations
-from robotics.episodes.tasks import EpisodeSetConfig
-from robotics.policies.base.statistics import ActionRange
-from robotics.policies.loading import ActionPolicyConfig
+from robotics.policies.base.action_statistics import ActionRange
+from robotics.policies.policy_loading import ActionPolicyConfig
 from robotics.serving import ServeConfig, open_served_policy
 from robotics.sim.opening import SimConfig
 

@@ -10,7 +10,7 @@ import torch
 
 from mmrl.errors import UserError
 from robotics.episodes.collect import ActingSettings, FirstImages, inputs_of, run_episodes
-from robotics.policies.base.policy import PolicyInputs
+from robotics.policies.base.action_policy import PolicyInputs
 from robotics.policies.small import SmallVlaPolicy
 from robotics.scenes.batch import BatchSettings, TabletopBatch
 from robotics.scenes.envs import TabletopEnv

@@ -7,7 +7,7 @@ import torch
 
 from mmrl.cli import main
 from mmrl.config import load_run
-from robotics.plan import PUBLISHED, footprint
+from robotics.robot_plan import PUBLISHED, footprint
 from tests.contracts.domains import domain_of
 from tests.contracts.options import with_changes
 from tests.peaks import check_plan, measured_peaks

@@ -14,9 +14,9 @@ from mmrl.recipes import find_recipe
 from mmrl.training.run import evaluate, train
 from mmrl.training.settings import CheckpointConfig
 from robotics.episodes.collect import ActingSettings, run_episodes
-from robotics.episodes.tasks import EpisodeSetConfig
+from robotics.episodes.episode_tasks import EpisodeSetConfig
 from robotics.methods.grpo import RobotGrpoRecipe
-from robotics.policies.loading import ActionPolicyConfig
+from robotics.policies.policy_loading import ActionPolicyConfig
 from robotics.sim.episodes import EpisodeSpec
 from tests.robotics.line_demos import ENCODER
 from tests.robotics.line_sim import LineSim

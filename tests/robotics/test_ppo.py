@@ -27,8 +27,8 @@ from robotics.methods.ppo import (
     critic_inputs,
     shuffled_successes,
 )
-from robotics.policies.base.policy import ActionPolicy, open_policy
-from robotics.policies.base.statistics import ActionRange
+from robotics.policies.base.action_policy import ActionPolicy, open_policy
+from robotics.policies.base.action_statistics import ActionRange
 from robotics.sim.episodes import EpisodeSpec
 from tests.robotics.policies.builders import make_small
 from tests.robotics.test_robot_recipes import grpo, trainer

@@ -14,7 +14,7 @@ from mmrl.fields import bounds_of
 from robotics.scenes.arms import find_arm
 from robotics.scenes.batch import BatchSettings, TabletopBatch
 from robotics.scenes.envs import TabletopEnv
-from robotics.scenes.tasks import TabletopScene, find_task
+from robotics.scenes.tabletop_tasks import TabletopScene, find_task
 from robotics.scenes.variations import vary_model
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.opening import SimConfig, open_sim

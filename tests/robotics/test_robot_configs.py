@@ -9,7 +9,7 @@ import pytest
 
 from mmrl.config import load_run
 from mmrl.training.run import last_model, train
-from robotics.policies.base.policy import open_policy
+from robotics.policies.base.action_policy import open_policy
 from robotics.policies.gaussian import GaussianActionPolicy
 from tests.robotics.tiny_runs import TWO_STEPS, save_tiny_policy
 

@@ -20,12 +20,12 @@ from mmrl.training.settings import CheckpointConfig, TrackingConfig, TrainerConf
 from mmrl.training.trainer import collect_metrics
 from mmrl.training.update import count_denominators
 from robotics.episodes.collect import ActingSettings
-from robotics.episodes.evaluation import RobotEvaluationConfig
-from robotics.episodes.tasks import EpisodeSetConfig
+from robotics.episodes.episode_evaluation import RobotEvaluationConfig
+from robotics.episodes.episode_tasks import EpisodeSetConfig
 from robotics.methods.grpo import RobotGrpoConfig, RobotGrpoRecipe
 from robotics.methods.latents import LatentConfig
 from robotics.methods.srpo import SrpoConfig, SrpoRecipe
-from robotics.policies.loading import ActionPolicyConfig
+from robotics.policies.policy_loading import ActionPolicyConfig
 from robotics.sim.episodes import ChunkResult
 from robotics.sim.opening import SimConfig
 from tests.contracts.options import with_changes
@@ -261,7 +261,7 @@ def test_evaluation_continues_where_it_stopped(tmp_path, monkeypatch):
     lines = files[0].read_text().splitlines()
     assert [json.loads(line)["layout"] for line in lines] == list(range(8))
     files[0].write_text("".join(line + "\n" for line in lines[:3]))
-    import robotics.episodes.evaluation as evaluation
+    import robotics.episodes.episode_evaluation as evaluation
 
     ran = []
     run_episodes = evaluation.run_episodes
@@ -273,7 +273,7 @@ def test_evaluation_continues_where_it_stopped(tmp_path, monkeypatch):
 
 
 def test_episodes_whose_environment_broke_down_are_tried_again(tmp_path, monkeypatch, caplog):
-    import robotics.episodes.evaluation as evaluation
+    import robotics.episodes.episode_evaluation as evaluation
 
     entry, config = find_recipe("robot_grpo"), grpo(tmp_path, sim={"never_starts": [1, 5]})
     config.evaluation.batch_tasks = 2
@@ -297,7 +297,7 @@ def test_episodes_whose_environment_broke_down_are_tried_again(tmp_path, monkeyp
 
 
 def test_what_other_processes_wrote_is_not_run_again(tmp_path, monkeypatch):
-    import robotics.episodes.evaluation as evaluation
+    import robotics.episodes.episode_evaluation as evaluation
 
     entry, config = find_recipe("robot_grpo"), grpo(tmp_path)
     config.evaluation.batch_tasks = 2

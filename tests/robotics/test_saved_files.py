@@ -7,9 +7,9 @@ import pytest
 
 from mmrl.errors import UserError
 from robotics.methods.video_encoder import VideoEncoder, VideoEncoderConfig
+from robotics.policies.base.action_policy import open_policy
+from robotics.policies.base.action_statistics import ActionStatistics
 from robotics.policies.base.encoder import EncoderConfig
-from robotics.policies.base.policy import open_policy
-from robotics.policies.base.statistics import ActionStatistics
 from robotics.policies.small import SmallVlaConfig, SmallVlaPolicy
 
 

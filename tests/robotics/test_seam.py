@@ -19,16 +19,16 @@ from mmrl.recipes import find_recipe
 from mmrl.training.settings import BaseTrainerConfig
 from robotics.episodes.dataset_fit import check_state
 from robotics.episodes.demonstrations import DemonstrationConfig
-from robotics.episodes.evaluation import RobotEvaluationConfig
+from robotics.episodes.episode_evaluation import RobotEvaluationConfig
+from robotics.episodes.episode_tasks import EpisodeSetConfig
 from robotics.episodes.recording import build_demonstrations
-from robotics.episodes.tasks import EpisodeSetConfig
 from robotics.methods.clone import CloneConfig, CloneRecipe
-from robotics.methods.recipe import RobotConfig
-from robotics.policies.base.policy import open_policy
-from robotics.policies.base.statistics import ActionRange
-from robotics.policies.lerobot.server import check_data
+from robotics.methods.robot_recipe import RobotConfig
+from robotics.policies.base.action_policy import open_policy
+from robotics.policies.base.action_statistics import ActionRange
+from robotics.policies.lerobot.lerobot_server import check_data
 from robotics.policies.lerobot.service import data_statistics
-from robotics.policies.loading import ActionPolicyConfig, check_fit, load_action_policy
+from robotics.policies.policy_loading import ActionPolicyConfig, check_fit, load_action_policy
 from robotics.serving import ServeConfig, open_served_policy
 from robotics.serving.messages import BadMessageError
 from robotics.sim.gym_adapter import EnvError, GymRow

@@ -24,10 +24,10 @@ from websockets.sync.client import connect
 
 from mmrl.errors import UserError
 from robotics.episodes.collect import ActingSettings, run_episodes
-from robotics.episodes.tasks import EpisodeSetConfig, list_episodes
+from robotics.episodes.episode_tasks import EpisodeSetConfig, list_episodes
+from robotics.policies.base.action_policy import ActionChoice, ActionPolicy
+from robotics.policies.base.action_statistics import ActionRange, ActionStatistics
 from robotics.policies.base.encoder import EncoderConfig
-from robotics.policies.base.policy import ActionChoice, ActionPolicy
-from robotics.policies.base.statistics import ActionRange, ActionStatistics
 from robotics.policies.small import SmallVlaConfig, SmallVlaPolicy
 from robotics.serving import PolicyServer, ServeConfig
 from robotics.serving.messages import LARGEST_MESSAGE, BadMessageError

@@ -26,11 +26,11 @@ from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
 from mmrl.report.export import export_run
 from mmrl.training.run import train
-from mmrl.vlm.model.config import ModelConfig
-from robotics.methods.recipe import RobotParts
+from mmrl.vlm.model.model_config import ModelConfig
+from robotics.methods.robot_recipe import RobotParts
+from robotics.policies.base.action_policy import PolicyInputs
+from robotics.policies.base.action_statistics import ActionRange
 from robotics.policies.base.encoder import EncoderConfig
-from robotics.policies.base.policy import PolicyInputs
-from robotics.policies.base.statistics import ActionRange
 from robotics.policies.flow import FlowActionPolicy, FlowPolicyConfig
 from robotics.policies.gaussian import GaussianActionPolicy, GaussianPolicyConfig
 from robotics.policies.small import SmallVlaConfig, SmallVlaPolicy

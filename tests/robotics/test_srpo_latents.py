@@ -20,11 +20,11 @@ from mmrl.training.processes import make_accelerator
 from mmrl.training.recipe import Step
 from mmrl.training.run import train
 from mmrl.training.trainer import collect_metrics
-from robotics.episodes.tasks import EpisodeSetConfig
+from robotics.episodes.episode_tasks import EpisodeSetConfig
 from robotics.methods.latents import LatentConfig
 from robotics.methods.progress import ProgressSettings
 from robotics.methods.srpo import SrpoRecipe
-from robotics.policies.loading import ActionPolicyConfig
+from robotics.policies.policy_loading import ActionPolicyConfig
 from tests.robotics.line_sim import LineSim
 from tests.robotics.test_robot_recipes import SCALE, collected, srpo, trainer
 from tests.robotics.tiny_models import save_tiny_video_encoder, save_tiny_vjepa2

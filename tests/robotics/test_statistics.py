@@ -7,8 +7,8 @@ import torch
 
 from mmrl.errors import UserError
 from robotics.methods.latents import StateLatent, StateSettings
+from robotics.policies.base.action_statistics import ActionStatistics, StateStatistics, libero_gripper
 from robotics.policies.base.encoder import StateScale
-from robotics.policies.base.statistics import ActionStatistics, StateStatistics, libero_gripper
 
 ACTIONS = np.random.default_rng(0).normal([0.0, 5.0, 0.0], [1.0, 0.1, 1.0], (1000, 3))
 ACTIONS[:, 2] = (ACTIONS[:, 2] > 0).astype(float)

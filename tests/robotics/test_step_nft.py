@@ -12,9 +12,9 @@ from mmrl.recipes import find_recipe
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.recipe import Passes, Step
 from mmrl.training.run import train
-from robotics.episodes.tasks import EpisodeSetConfig
+from robotics.episodes.episode_tasks import EpisodeSetConfig
 from robotics.methods.grpo import RobotGrpoRecipe
-from robotics.policies.loading import ActionPolicyConfig
+from robotics.policies.policy_loading import ActionPolicyConfig
 from tests.contracts.option_runs import TINY_ENCODER
 from tests.robotics.policies.builders import draw, make_flow, make_inputs
 from tests.robotics.test_robot_recipes import collected, grpo, trainer

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from robotics.episodes.evaluation import MACHINE
+from robotics.episodes.episode_evaluation import MACHINE
 from robotics.sim import subprocess_sim, suite_setup
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.subprocess_sim import SubprocessSettings, SubprocessSim

@@ -4,7 +4,7 @@ import pytest
 from mmrl.errors import UserError
 from robotics.scenes.arms import ARMS
 from robotics.scenes.tabletop import PIECES, PROPRIO_SIZE, STATE_SIZE, SceneReading
-from robotics.scenes.tasks import SPLITS, SQUARE_M, TASKS, TabletopScene, draw_layout, find_task, layout_seed
+from robotics.scenes.tabletop_tasks import SPLITS, SQUARE_M, TASKS, TabletopScene, draw_layout, find_task, layout_seed
 from robotics.sim import FrameRenderer, RenderSettings
 from robotics.sim.scene_results import SceneSteps
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from robotics.episodes.evaluation import ReplayVideos
+from robotics.episodes.episode_evaluation import ReplayVideos
 from robotics.scenes import viewer
 from robotics.scenes.arms import ARMS
 from robotics.scenes.batch import BatchSettings, TabletopBatch
 from robotics.scenes.envs import OBSERVATIONS, TabletopEnv
 from robotics.scenes.experts import Expert
 from robotics.scenes.presentation import PresentedScene
-from robotics.scenes.tasks import TASKS, TabletopScene
+from robotics.scenes.tabletop_tasks import TASKS, TabletopScene
 from robotics.scenes.videos import Caption, video_size, write_caption
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.gym_adapter import GymRow

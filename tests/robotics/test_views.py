@@ -16,9 +16,9 @@ from mmrl.training.recipe import Step
 from mmrl.training.update import count_denominators
 from robotics.episodes.collect import ActingSettings, run_episodes
 from robotics.episodes.payload import EpisodePayload
-from robotics.policies.base.policy import PolicyInputs
-from robotics.policies.loading import ActionPolicyConfig, check_fit, load_action_policy
+from robotics.policies.base.action_policy import PolicyInputs
 from robotics.policies.module import ModuleAdapter
+from robotics.policies.policy_loading import ActionPolicyConfig, check_fit, load_action_policy
 from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotObservation, views_of
 from robotics.sim.gym_adapter import EnvError, GymRow
 from robotics.sim.opening import SimConfig, open_sim, open_video_sim
@@ -285,7 +285,7 @@ def test_episodes_without_views_hold_none():
 
 
 def test_likelihoods_of_training_are_those_of_acting(tmp_path):
-    from robotics.episodes.tasks import EpisodeSetConfig
+    from robotics.episodes.episode_tasks import EpisodeSetConfig
     from robotics.methods.grpo import RobotGrpoConfig, RobotGrpoRecipe
 
     config = RobotGrpoConfig(data=EpisodeSetConfig(tasks=["right", "left"], layouts=2), output_dir=str(tmp_path))

@@ -114,7 +114,7 @@ def test_a_scene_that_diverges_fails_alone():
 def test_a_full_buffer_is_a_failure_and_not_a_trajectory(monkeypatch):
     from robotics.scenes.arms import find_arm
     from robotics.scenes.tabletop import PHYSICS_STEPS
-    from robotics.scenes.tasks import TabletopScene, find_task
+    from robotics.scenes.tabletop_tasks import TabletopScene, find_task
     from robotics.sim import warp_physics
     from robotics.sim.rollout import ImageRollout
 

@@ -18,7 +18,7 @@ from mmrl.training.trainer import Trainer, collect_metrics
 from robotics.methods.latents import LatentConfig
 from robotics.methods.progress import ProgressSettings
 from robotics.methods.srpo import SrpoRecipe
-from robotics.policies.loading import ActionPolicyConfig
+from robotics.policies.policy_loading import ActionPolicyConfig
 from tests.robotics.test_robot_recipes import collected, srpo, trainer
 
 

@@ -12,9 +12,9 @@ from PIL import Image
 from mmrl.core.rollouts import Rollouts
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.data.task import VideoClip, VlmTask
-from mmrl.vlm.engine.policy import VlmPolicy
-from mmrl.vlm.engine.sampler import SamplerConfig, Samples, sample
-from mmrl.vlm.inference.sampler import EngineSamplerConfig, VllmConfig
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig, Samples, sample
+from mmrl.vlm.inference.inference_sampler import EngineSamplerConfig, VllmConfig
 from mmrl.vlm.toy.tiny import build_tiny_vlm
 
 CORPUS = [

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl.vlm.engine.policy import VlmPolicy, load_policy
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.engine.vlm_policy import VlmPolicy, load_policy
+from mmrl.vlm.model.model_config import ModelConfig
 from mmrl.vlm.toy.countdown import build_model
 from mmrl.vlm.toy.tiny import FAMILIES, build_tiny_vlm
 from tests.vlm.builders import CORPUS

@@ -11,9 +11,9 @@ from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.settings import BaseTrainerConfig, CheckpointConfig
 from mmrl.vlm.critic.measures import ScoringEvaluationConfig
 from mmrl.vlm.data.dataset import DataConfig
-from mmrl.vlm.engine.sampler import AnswerSampling
+from mmrl.vlm.engine.vlm_sampler import AnswerSampling
 from mmrl.vlm.methods.preference import PreferenceRunConfig
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.model.model_config import ModelConfig
 from tests.vlm.runs import write_questions
 
 

@@ -13,10 +13,10 @@ from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.settings import BaseTrainerConfig, CheckpointConfig, TrainerConfig
 from mmrl.vlm.critic.measures import CriticEvaluationConfig, ScoringEvaluationConfig
 from mmrl.vlm.data.dataset import DataConfig
-from mmrl.vlm.engine.sampler import AnswerSampling
-from mmrl.vlm.inference.sampler import EngineSamplerConfig
+from mmrl.vlm.engine.vlm_sampler import AnswerSampling
+from mmrl.vlm.inference.inference_sampler import EngineSamplerConfig
 from mmrl.vlm.methods.sft import GivenAnswersConfig
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.model.model_config import ModelConfig
 
 
 def write_questions(folder: Path, count: int = 6, text_only_last: bool = True) -> Path:

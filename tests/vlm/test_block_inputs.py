@@ -13,8 +13,8 @@ from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step
 from mmrl.training.trainer import Trainer
 from mmrl.vlm.data.prompt import VlmPayload, token_lists
-from mmrl.vlm.engine.sampler import sample
-from mmrl.vlm.recipe import VlmRecipe
+from mmrl.vlm.engine.vlm_sampler import sample
+from mmrl.vlm.vlm_recipe import VlmRecipe
 from tests.contracts.domains import DOMAINS
 
 

@@ -12,8 +12,8 @@ from mmrl.runs.records import read_outcomes
 from mmrl.runs.statistics import wilson_interval
 from mmrl.training.evaluation import parts_of_tasks
 from mmrl.training.run import train
-from mmrl.vlm.config import VlmConfig
-from mmrl.vlm.recipe import VlmRecipe
+from mmrl.vlm.vlm_config import VlmConfig
+from mmrl.vlm.vlm_recipe import VlmRecipe
 from tests.vlm.runs import run_config
 
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from mmrl.vlm.data.dataset import DataConfig, load_tasks
-from mmrl.vlm.engine.policy import load_policy
-from mmrl.vlm.engine.sampler import SamplerConfig, sample
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.engine.vlm_policy import load_policy
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig, sample
+from mmrl.vlm.model.model_config import ModelConfig
 from tests.rounding import assert_equal_up_to_rounding
 from tests.vlm.builders import make_rollouts
 

@@ -11,9 +11,9 @@ from PIL import Image
 from mmrl.vlm.data.control import EARLIER, HIDDEN
 from mmrl.vlm.data.prompt import Prompt, PromptTooLong
 from mmrl.vlm.data.task import TaskError, VlmTask
-from mmrl.vlm.engine.policy import load_policy
+from mmrl.vlm.engine.vlm_policy import load_policy
 from mmrl.vlm.methods.augmentation import augment_task
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.model.model_config import ModelConfig
 from mmrl.vlm.model.processor import ImageOnlyProcessor
 from tests.vlm.builders import make_task, noise_image
 
@@ -200,11 +200,11 @@ import sys
 sys.modules["torchvision"] = None  # as if it were not installed
 import torch
 from mmrl.hub.compat import ensure_torchvision
-from mmrl.vlm.model.config import ModelConfig
-from mmrl.vlm.engine.policy import load_policy
+from mmrl.vlm.model.model_config import ModelConfig
+from mmrl.vlm.engine.vlm_policy import load_policy
 from mmrl.vlm.methods.augmentation import augment_task
-from mmrl.vlm.engine.sampler import sample
-from mmrl.vlm.engine.sampler import SamplerConfig
+from mmrl.vlm.engine.vlm_sampler import sample
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig
 from mmrl.vlm.toy.tiny import build_tiny_vlm
 from tests.vlm.builders import CORPUS, draw, make_task
 from tests.rounding import assert_equal_up_to_rounding

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from mmrl.core.loss import masked_mean
-from mmrl.vlm.engine import decoder, sampler
+from mmrl.vlm.engine import decoder
 from mmrl.vlm.engine import lean as lean_weights
+from mmrl.vlm.engine import vlm_sampler as sampler
 from mmrl.vlm.engine.decoder import PrefixDecoder
-from mmrl.vlm.engine.policy import VlmPolicy, load_policy
 from mmrl.vlm.engine.prefix import Prefix
-from mmrl.vlm.engine.sampler import SamplerConfig, Samples, sample
-from mmrl.vlm.model.config import LoraSettings, ModelConfig
+from mmrl.vlm.engine.vlm_policy import VlmPolicy, load_policy
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig, Samples, sample
+from mmrl.vlm.model.model_config import LoraSettings, ModelConfig
 from tests.rounding import assert_equal_up_to_rounding
 from tests.vlm.builders import draw, make_rollouts, ragged_tasks
 

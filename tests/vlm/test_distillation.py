@@ -14,9 +14,9 @@ from mmrl.training.update import count_denominators, update_constants
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.methods.distillation import DistilConfig, DistilRecipe, DistilSettings
 from mmrl.vlm.methods.teacher import TEACHER, TeacherConfig
-from mmrl.vlm.plan import footprint
 from mmrl.vlm.toy.countdown import build_model
 from mmrl.vlm.toy.tiny import build_tiny_vlm
+from mmrl.vlm.vlm_plan import footprint
 from tests.contracts.domains import run
 from tests.vlm.builders import CORPUS
 from tests.vlm.runs import run_config, without_images

@@ -24,13 +24,19 @@ from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
 from mmrl.training.run import train
 from mmrl.training.settings import RollersConfig
-from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.dataset import DataConfig, load_tasks
-from mmrl.vlm.engine.policy import load_policy
-from mmrl.vlm.engine.sampler import SamplerConfig, sample
+from mmrl.vlm.engine.vlm_policy import load_policy
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig, sample
 from mmrl.vlm.inference import environment
-from mmrl.vlm.inference.sampler import EngineSampler, EngineSamplerConfig, VllmConfig, check_engine, request_arrays
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.inference.inference_sampler import (
+    EngineSampler,
+    EngineSamplerConfig,
+    VllmConfig,
+    check_engine,
+    request_arrays,
+)
+from mmrl.vlm.model.model_config import ModelConfig
+from mmrl.vlm.vlm_config import VlmConfig
 from mmrl.workers import interpreters
 from mmrl.workers.listen import TOKEN, listen
 from tests.programs import ROOT

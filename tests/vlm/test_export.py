@@ -21,9 +21,9 @@ from mmrl.hub.compat import quiet_transformers
 from mmrl.recipes import RECIPES
 from mmrl.training.run import evaluate, train
 from mmrl.vlm.data.task import VlmTask
-from mmrl.vlm.engine.policy import load_policy
+from mmrl.vlm.engine.vlm_policy import load_policy
 from mmrl.vlm.methods.sft import SftConfig
-from mmrl.vlm.model.config import LoraSettings, ModelConfig
+from mmrl.vlm.model.model_config import LoraSettings, ModelConfig
 from tests.rounding import assert_equal_up_to_rounding
 from tests.vlm.runs import run_config
 
@@ -173,8 +173,8 @@ def test_chain_of_runs_that_was_moved_still_works(tmp_path, tiny_folders):
 
 SAVE = """
 import sys
-from mmrl.vlm.model.config import LoraSettings, ModelConfig
-from mmrl.vlm.engine.policy import load_policy
+from mmrl.vlm.model.model_config import LoraSettings, ModelConfig
+from mmrl.vlm.engine.vlm_policy import load_policy
 load_policy(ModelConfig(path=sys.argv[1], lora=LoraSettings(enabled=True, rank=2))).save_pretrained(sys.argv[2])
 """
 

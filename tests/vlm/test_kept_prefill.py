@@ -14,12 +14,12 @@ from mmrl.rewards import RewardConfig
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import make_accelerator
 from mmrl.training.trainer import Trainer
-from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.engine.prefix import KeepPrefill, PrefixStore
-from mmrl.vlm.engine.sampler import SamplerConfig, sample
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig, sample
 from mmrl.vlm.model.vision import FeatureCache, gather_features, weights_state
-from mmrl.vlm.recipe import VlmRecipe
+from mmrl.vlm.vlm_config import VlmConfig
+from mmrl.vlm.vlm_recipe import VlmRecipe
 from tests.vlm.builders import ragged_tasks
 from tests.vlm.runs import run_config
 

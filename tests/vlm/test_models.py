@@ -12,10 +12,10 @@ import torch
 from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.hub.compat import quiet_transformers
-from mmrl.vlm.engine.loading import set_pixels
-from mmrl.vlm.engine.policy import VlmPolicy, load_policy
+from mmrl.vlm.engine.model_loading import set_pixels
+from mmrl.vlm.engine.vlm_policy import VlmPolicy, load_policy
 from mmrl.vlm.model import processor as processor_module
-from mmrl.vlm.model.config import LoraSettings, ModelConfig
+from mmrl.vlm.model.model_config import LoraSettings, ModelConfig
 from mmrl.vlm.model.network import VALUE_HEAD_FILE
 from mmrl.vlm.model.processor import ImageOnlyProcessor, TextProcessor, load_processor
 from mmrl.vlm.toy.tiny import build_tiny_vlm

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.environments.environment import Observation, parse_answer
-from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.rollout.episodes import ConversationConfig, Writer
 from mmrl.agents.rollout.turns import TurnSampler
 from mmrl.gui.benchmarks.prompts import begin_answer
@@ -14,10 +14,10 @@ from mmrl.rewards import RewardConfig, RewardSum, TrainerState
 from mmrl.rewards.answers import exact_reward, final_part, format_reward
 from mmrl.vlm.data.prompt import join_prompts
 from mmrl.vlm.data.task import VlmTask, score_texts, with_start
-from mmrl.vlm.engine.policy import load_policy
-from mmrl.vlm.engine.sampler import SamplerConfig, sample
+from mmrl.vlm.engine.vlm_policy import load_policy
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig, sample
 from mmrl.vlm.methods.augmentation import augment_task
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.model.model_config import ModelConfig
 from tests.vlm.builders import make_task
 
 OPENED = "<think>\n"

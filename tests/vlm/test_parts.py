@@ -5,9 +5,9 @@ import torch
 
 from mmrl.errors import UserError
 from mmrl.fields import check_config
-from mmrl.vlm.engine.loading import prepare
-from mmrl.vlm.engine.policy import load_policy
-from mmrl.vlm.model.config import LoraSettings, ModelConfig
+from mmrl.vlm.engine.model_loading import prepare
+from mmrl.vlm.engine.vlm_policy import load_policy
+from mmrl.vlm.model.model_config import LoraSettings, ModelConfig
 from mmrl.vlm.model.network import parts_of, vision_linears
 from tests.vlm.builders import make_task
 from tests.vlm.families.zoo import ZOO, make_model

@@ -14,7 +14,7 @@ from mmrl.errors import UserError
 from mmrl.training import run
 from mmrl.training.plan import Allocations, Part, Plan
 from mmrl.vlm.data.prompt import VlmPayload
-from mmrl.vlm.plan import PUBLISHED, footprint, outlined
+from mmrl.vlm.vlm_plan import PUBLISHED, footprint, outlined
 from tests.contracts.domains import domain_of, tiny_vlm
 from tests.contracts.options import with_changes
 from tests.peaks import check_plan, measured_peaks
@@ -160,7 +160,7 @@ def test_a_dry_run_says_that_a_recipe_has_no_plan_and_refuses_memory_without_one
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_architectures_have_the_published_number_of_parameters(name):
-    from mmrl.vlm.model.config import ModelConfig
+    from mmrl.vlm.model.model_config import ModelConfig
 
     with torch.device("meta"):
         network = outlined(ModelConfig(path=name))

@@ -9,8 +9,8 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.data.task import VideoClip, VlmTask
-from mmrl.vlm.engine.policy import VlmPolicy, load_policy
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.engine.vlm_policy import VlmPolicy, load_policy
+from mmrl.vlm.model.model_config import ModelConfig
 from mmrl.vlm.model.vision import encode_vision
 from tests.hub.numbered_clips import even_times, write_clip
 from tests.rounding import assert_equal_up_to_rounding, assert_same_gradient

@@ -9,7 +9,7 @@ import torch
 
 from mmrl.training.processes import Streams
 from mmrl.vlm.engine.prefix import KeepPrefill
-from mmrl.vlm.engine.sampler import PolicySampler, SamplerConfig, sample
+from mmrl.vlm.engine.vlm_sampler import PolicySampler, SamplerConfig, sample
 from tests.vlm.builders import ragged_tasks
 
 STREAMS = Streams(0)

@@ -18,9 +18,9 @@ from mmrl.training.recipe import Step, make_reference, shared_prefix
 from mmrl.training.run import evaluate, train
 from mmrl.training.update import count_denominators, needs_reference, update_constants
 from mmrl.vlm.data.dataset import DataConfig
-from mmrl.vlm.engine.policy import load_policy
+from mmrl.vlm.engine.vlm_policy import load_policy
 from mmrl.vlm.methods.preference import PreferenceRecipe, mismatched
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.model.model_config import ModelConfig
 from tests.contracts.options import with_changes
 from tests.rounding import assert_equal_up_to_rounding, assert_same_gradient
 from tests.vlm.pairs import pair_config, write_pairs
@@ -133,7 +133,7 @@ def test_steps_from_an_adapter_are_those_of_trl(tmp_path, tiny_folders, monkeypa
     """Margins of 0 at the first step, and then equal losses and weights."""
     pytest.importorskip("trl", reason="needs pip install 'mmrl-suite[bench]'")
     # TRL gives a probability to the placeholders of images, too
-    monkeypatch.setattr("mmrl.vlm.engine.policy.banned_ids", lambda *_: torch.zeros(0, dtype=torch.int64))
+    monkeypatch.setattr("mmrl.vlm.engine.vlm_policy.banned_ids", lambda *_: torch.zeros(0, dtype=torch.int64))
     first = pair_config(tmp_path / "first", tiny_folders[MODEL], steps=1, learning_rate=3e-2)
     first.model.lora.enabled = True
     adapter = train(RECIPES["preference"], first) / "checkpoints/step-000001/model"

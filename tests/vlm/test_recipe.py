@@ -15,13 +15,13 @@ from mmrl.runs.records import read_samples, read_warnings
 from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.recipe import Step
 from mmrl.training.run import evaluate, train
-from mmrl.vlm.config import VlmConfig
-from mmrl.vlm.engine.policy import load_policy
+from mmrl.vlm.engine.vlm_policy import load_policy
 from mmrl.vlm.methods.apo import ApoConfig
 from mmrl.vlm.methods.papo import PapoConfig
 from mmrl.vlm.methods.sft import SftConfig, SftRecipe
-from mmrl.vlm.model.config import ModelConfig
-from mmrl.vlm.recipe import VlmRecipe
+from mmrl.vlm.model.model_config import ModelConfig
+from mmrl.vlm.vlm_config import VlmConfig
+from mmrl.vlm.vlm_recipe import VlmRecipe
 from tests.rounding import EPS, assert_equal_up_to_rounding
 from tests.vlm.runs import run_config
 

@@ -16,12 +16,12 @@ from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step, make_reference
 from mmrl.training.update import count_denominators, update_constants
-from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.domain import AnswerMeasure
-from mmrl.vlm.engine.policy import load_policy
+from mmrl.vlm.engine.vlm_policy import load_policy
 from mmrl.vlm.methods.apo import ApoConfig, ApoRecipe, difficulty, length_multipliers
-from mmrl.vlm.model.config import ModelConfig
-from mmrl.vlm.recipe import VlmRecipe
+from mmrl.vlm.model.model_config import ModelConfig
+from mmrl.vlm.vlm_config import VlmConfig
+from mmrl.vlm.vlm_recipe import VlmRecipe
 from tests.vlm.builders import draw, make_task
 from tests.vlm.runs import run_config
 

@@ -16,7 +16,6 @@ from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step
 from mmrl.training.run import train
 from mmrl.training.trainer import Trainer, collect_metrics
-from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.data.task import VlmTask, load_videos
 from mmrl.vlm.methods.augmentation import (
@@ -30,8 +29,9 @@ from mmrl.vlm.methods.augmentation import (
     rewrite_question,
 )
 from mmrl.vlm.methods.reg_grpo import RegGrpoConfig, RegGrpoRecipe
-from mmrl.vlm.recipe import VlmRecipe
 from mmrl.vlm.toy.controls import shuffled_environment, shuffled_exact
+from mmrl.vlm.vlm_config import VlmConfig
+from mmrl.vlm.vlm_recipe import VlmRecipe
 from tests.vlm.builders import make_task
 from tests.vlm.runs import run_config
 from tests.vlm.test_recipe import weights

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
-from mmrl.vlm.engine import sampler
-from mmrl.vlm.engine import sampler as generation
-from mmrl.vlm.engine.policy import load_policy
+from mmrl.vlm.engine import vlm_sampler as generation
+from mmrl.vlm.engine import vlm_sampler as sampler
 from mmrl.vlm.engine.prefix import KeepPrefill
-from mmrl.vlm.engine.sampler import PolicySampler, SamplerConfig, Samples, choose_tokens, sample
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.engine.vlm_policy import load_policy
+from mmrl.vlm.engine.vlm_sampler import PolicySampler, SamplerConfig, Samples, choose_tokens, sample
+from mmrl.vlm.model.model_config import ModelConfig
 from tests.rounding import assert_equal_up_to_rounding
 from tests.vlm.builders import draw, make_rollouts, make_task, ragged_tasks
 

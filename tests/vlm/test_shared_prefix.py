@@ -11,8 +11,8 @@ from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.engine import attention as joined_attention
 from mmrl.vlm.engine import prefix as kept_prefill
 from mmrl.vlm.engine.attention import KERNELS, kernels_for
-from mmrl.vlm.engine.policy import VlmPolicy, load_policy
-from mmrl.vlm.model.config import LoraSettings, ModelConfig
+from mmrl.vlm.engine.vlm_policy import VlmPolicy, load_policy
+from mmrl.vlm.model.model_config import LoraSettings, ModelConfig
 from tests.rounding import assert_equal_up_to_rounding, assert_same_gradient
 from tests.vlm.builders import draw, make_task, ragged_tasks
 

@@ -7,7 +7,7 @@ import pytest
 
 from mmrl.errors import UserError
 from mmrl.rewards.answers import completion_text, exact_reward, final_part, format_reward
-from mmrl.rewards.config import RewardConfig, readers_of
+from mmrl.rewards.reward_config import RewardConfig, readers_of
 from mmrl.vlm.data.turn_template import TemplateError, TurnTemplate
 from mmrl.vlm.model.processor import TextProcessor
 from tests.vlm.chat_templates import NAMES, TEMPLATES, rendered, tokenizer_of, turns_of

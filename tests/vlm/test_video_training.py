@@ -16,12 +16,12 @@ from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.training.run import train
 from mmrl.training.trainer import collect_metrics
-from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.data.task import frame_strips, load_videos
 from mmrl.vlm.methods.apo import ApoConfig
 from mmrl.vlm.methods.papo import PapoConfig
 from mmrl.vlm.methods.sft import SftConfig
+from mmrl.vlm.vlm_config import VlmConfig
 from tests.hub.numbered_clips import even_times, write_clip
 from tests.rounding import assert_equal_up_to_rounding, assert_same_gradient
 from tests.vlm.builders import draw, make_task, video_task

@@ -128,7 +128,7 @@ def build_pairs(
         UserError: an unknown kind, or a model that cannot be loaded.
     """
     from diffusion.data.image_pairs import write_pairs
-    from diffusion.models.policy import ModelConfig, load_policy
+    from diffusion.models.diffusion_policy import ModelConfig, load_policy
     from diffusion.toy.shapes.geneval import shapes_geneval
 
     rng = np.random.default_rng([seed, 11])
@@ -174,7 +174,7 @@ def _draw(policy: Any, captions: Sequence[str], rng: np.random.Generator, steps:
 
     from diffusion.data.prompts import DiffusionTask
     from diffusion.models.pipelines import decode_latents
-    from diffusion.sampling.sampler import SamplerConfig, sample_latents, text_of
+    from diffusion.sampling.latent_sampler import SamplerConfig, sample_latents, text_of
 
     tasks = [DiffusionTask(caption, caption) for caption in dict.fromkeys(captions)]
     index = {task.prompt: number for number, task in enumerate(tasks)}

@@ -21,9 +21,9 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.environments.environment import Action, MalformedError, Observation, unpack_outcome
 from mmrl.agents.environments.environment_service import make
-from mmrl.agents.environments.tasks import AgentTask
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, rare
 from mmrl.workers.engine import InProcessEngine, WorkerFailure, one_line

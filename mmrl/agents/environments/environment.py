@@ -38,7 +38,7 @@ from mmrl.errors import UserError, did_you_mean
 from mmrl.fields import bounded, choice, rare
 from mmrl.hub.foreign import MalformedError, as_flag, as_image
 from mmrl.rewards.answers import final_part
-from mmrl.rewards.loading import load_function
+from mmrl.rewards.reward_loading import load_function
 from mmrl.workers.engine import one_line
 from mmrl.workers.wire import decode, encode
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.environments.env_pool import EnvPool, TurnResult
 from mmrl.agents.environments.environment import Action, Environment, Observation, as_outcome, as_start, write_answer
-from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.environments.videos import Video, write_videos
 from mmrl.files import replaced
 from mmrl.workers.engine import WorkerFailure

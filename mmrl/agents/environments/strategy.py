@@ -22,7 +22,7 @@ from typing import Any
 
 from mmrl.agents.environments.action_formats import SAY
 from mmrl.agents.environments.environment import Action, as_outcome, as_start
-from mmrl.rewards.loading import load_function
+from mmrl.rewards.reward_loading import load_function
 
 
 class StrategyEnvironment:

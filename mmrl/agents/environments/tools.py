@@ -19,7 +19,7 @@ from typing import Any
 from mmrl.agents.environments.action_formats import SAY
 from mmrl.agents.environments.environment import ACTION_ERROR, Action
 from mmrl.errors import UserError
-from mmrl.rewards.loading import load_function
+from mmrl.rewards.reward_loading import load_function
 
 MAX_RESULT_CHARS = 20_000
 

@@ -32,8 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmrl.agents.environments.tasks import AgentTask
-from mmrl.agents.recipe import AgentConfig, AgentRecipe, AgentRewardConfig
+from mmrl.agents.agent_recipe import AgentConfig, AgentRecipe, AgentRewardConfig
+from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.rollout.episodes import Episode, pack_groups
 from mmrl.agents.rollout.storage import Record, restore_episode, size_of, store_episode
 from mmrl.core.blocks.divergence import k3
@@ -45,7 +45,7 @@ from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams, merge_in_order
 from mmrl.training.recipe import LossTerm, Passes, Step, TermLoss
 from mmrl.vlm.data.prompt import Prompt
-from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
 
 CORRECTIONS = ("recompute", "behaviour")
 Fresh = tuple[tuple[int, int], tuple[str, Record]]

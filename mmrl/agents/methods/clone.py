@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from mmrl.agents.agent_evaluation import AgentEvaluationConfig
+from mmrl.agents.agent_recipe import AgentDomain, AgentParts
+from mmrl.agents.environments.agent_tasks import AgentTask, TaskSetConfig
 from mmrl.agents.environments.experts import (
     ExpertEnvironment,
     ExpertEpisode,
@@ -24,9 +27,6 @@ from mmrl.agents.environments.experts import (
     RemoteExpert,
     run_expert,
 )
-from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig
-from mmrl.agents.evaluation import AgentEvaluationConfig
-from mmrl.agents.recipe import AgentDomain, AgentParts
 from mmrl.agents.rollout.episodes import Episode, Writer, pack_episodes
 from mmrl.agents.rollout.storage import replay_episode
 from mmrl.core.objectives.objective import PolicyOutputs
@@ -37,9 +37,9 @@ from mmrl.training.processes import Streams, stream_seed
 from mmrl.training.recipe import NoUsableTasksError, Step
 from mmrl.training.settings import BaseRunConfig
 from mmrl.training.supervised import SupervisedRecipe
-from mmrl.vlm.engine.policy import VlmPolicy
-from mmrl.vlm.engine.sampler import AnswerSampling
-from mmrl.vlm.model.config import check_critic
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
+from mmrl.vlm.engine.vlm_sampler import AnswerSampling
+from mmrl.vlm.model.model_config import check_critic
 
 
 @dataclass

@@ -33,7 +33,8 @@ import torch
 from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 
-from mmrl.agents.environments.tasks import AgentTask
+from mmrl.agents.agent_recipe import AgentConfig, AgentRecipe, check_rewards
+from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.methods.arpo import Fresh, ReplayBuffer, ReplayConfig
 from mmrl.agents.methods.digirl_critics import (
     CriticConfig,
@@ -45,7 +46,6 @@ from mmrl.agents.methods.digirl_critics import (
     label_episodes,
     step_loss,
 )
-from mmrl.agents.recipe import AgentConfig, AgentRecipe, check_rewards
 from mmrl.agents.rollout.episodes import AgentPayload, pack_episodes, pack_groups
 from mmrl.agents.rollout.storage import RecordedFolder, read_recorded, restore_episode, store_episode
 from mmrl.core.loss import Denominators, Metric, mean_metric
@@ -62,8 +62,8 @@ from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams, check_shares, make_generator, stream_seed
 from mmrl.training.recipe import LossTerm, Step
 from mmrl.training.settings import RunConfig
-from mmrl.vlm.engine.policy import VlmPolicy
-from mmrl.vlm.model.config import CriticSettings
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
+from mmrl.vlm.model.model_config import CriticSettings
 
 METHODS, ADVANTAGES = ("digirl", "filtered_cloning"), ("paper", "code")
 OF_CRITICS = ("warmup_steps", "gamma", "advantage", "lam", "threshold", "step_filter", "critic")

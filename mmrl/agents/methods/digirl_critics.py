@@ -22,8 +22,8 @@ from mmrl.core.returns import turn_starts
 from mmrl.core.transfer import to_device, to_host
 from mmrl.fields import bounded, rare
 from mmrl.vlm.data.prompt import Prompt
-from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.rows import text_prompt
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.families.positions import TEXT
 
 CriticT = TypeVar("CriticT", bound=nn.Module)

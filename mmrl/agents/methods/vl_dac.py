@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from mmrl.agents.recipe import AgentConfig, AgentRecipe
+from mmrl.agents.agent_recipe import AgentConfig, AgentRecipe
 from mmrl.agents.rollout.episodes import ConversationConfig
 from mmrl.core.loss import Denominators
 from mmrl.core.objectives.objective import LossOutput
@@ -45,8 +45,8 @@ from mmrl.fields import bounded, rare
 from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.recipe import LossTerm, Step
 from mmrl.training.settings import TrainerConfig
-from mmrl.vlm.inference.sampler import EngineSamplerConfig
-from mmrl.vlm.model.config import CriticSettings, LoraSettings, ModelConfig
+from mmrl.vlm.inference.inference_sampler import EngineSamplerConfig
+from mmrl.vlm.model.model_config import CriticSettings, LoraSettings, ModelConfig
 
 CRITIC_ALONE = frozenset({"values"})
 

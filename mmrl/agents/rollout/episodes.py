@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.environments.environment import CUT, ActionConfig, Observation, find_format
-from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.environments.videos import Video
 from mmrl.core.payload import per_row
 from mmrl.core.rollouts import Rollouts
@@ -32,8 +32,8 @@ from mmrl.fields import bounded, rare
 from mmrl.rewards.answers import final_part, with_think_tags
 from mmrl.vlm.data.prompt import Context, Insert, Prompt, VlmPayload, join_prompts, leaves
 from mmrl.vlm.data.task import ImageSource, VlmTask
-from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.rows import text_prompt
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
 
 OMITTED = "[picture left out]"
 """Replaces an image that has left the history."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from mmrl.agents.environments.tasks import AgentTask
+from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.rollout.episodes import Episode
 from mmrl.core.blocks.turns import InformationGain
 from mmrl.core.rollouts import Rollouts
@@ -18,8 +18,8 @@ from mmrl.errors import UserError
 from mmrl.vlm.data.control import MARKUP, encode_text
 from mmrl.vlm.data.prompt import Insert, Prompt, VlmPayload, join_prompts
 from mmrl.vlm.data.task import VlmTask
-from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.rows import split_row
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
 
 Score = Callable[[Rollouts], Tensor]
 """Rollouts to the log-probabilities (B, T) of their decisions."""

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from mmrl.agents.environments.action_formats import SAY
+from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.environments.env_pool import EnvPool, TurnResult
 from mmrl.agents.environments.environment import CUT, Action, ActionConfig, CallResult, Observation, ParsedAnswer
-from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.environments.videos import Video
 from mmrl.agents.rollout.anchors import number_observation
 from mmrl.agents.rollout.episodes import Conversation, Episode, EpisodeConfig, Writer
@@ -28,9 +28,9 @@ from mmrl.errors import UserError
 from mmrl.runs.run_log import stopwatch
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.data.task import TaskError
-from mmrl.vlm.engine.policy import VlmPolicy
-from mmrl.vlm.engine.sampler import SamplerConfig, Samples
-from mmrl.vlm.inference.sampler import EngineSampler
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig, Samples
+from mmrl.vlm.inference.inference_sampler import EngineSampler
 
 
 @dataclass(frozen=True)

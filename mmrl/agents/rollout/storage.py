@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from mmrl.agents.environments.action_formats import SAY
+from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.environments.environment import ActionConfig, CallResult, Observation
-from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.rollout.episodes import Episode, Trajectory, Writer
 from mmrl.agents.rollout.runner import note_overflow
 from mmrl.errors import UserError
@@ -33,7 +33,7 @@ from mmrl.hub.foreign import MalformedError, as_flag, as_image
 from mmrl.hub.tables import DataRow, read_rows
 from mmrl.vlm.data.prompt import Context, Insert, Prompt
 from mmrl.vlm.data.task import TaskError
-from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
 
 Record = dict[str, Any]
 """Tensors, numbers, texts, and lists and dictionaries of them."""

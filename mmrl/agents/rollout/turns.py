@@ -20,11 +20,11 @@ from mmrl.vlm.data.prompt import Prompt, join_prompts
 from mmrl.vlm.engine.attention import ResponseRow, response_index
 from mmrl.vlm.engine.decoder import PrefixDecoder
 from mmrl.vlm.engine.lean import LeanWeights, lean_weights, unsupported_reason
-from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.prefix import Prefix
 from mmrl.vlm.engine.rows import pack_prompts, text_prompt
-from mmrl.vlm.engine.sampler import GenerationState, SamplerConfig, Samples, decode, sample
-from mmrl.vlm.inference.sampler import EngineSampler
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
+from mmrl.vlm.engine.vlm_sampler import GenerationState, SamplerConfig, Samples, decode, sample
+from mmrl.vlm.inference.inference_sampler import EngineSampler
 from mmrl.vlm.model.vision import gather_features
 
 GROWTH = 1.5

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
+from mmrl.agents.agent_recipe import AgentParts
+from mmrl.agents.environments.agent_tasks import AgentTask, TaskSetConfig
 from mmrl.agents.environments.environment import CUT, Action, as_outcome, as_start, write_answer
 from mmrl.agents.environments.experts import (
     MOST_TURNS,
@@ -29,16 +31,14 @@ from mmrl.agents.environments.experts import (
     ExpertTurn,
     RemoteExpert,
 )
-from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig
 from mmrl.agents.methods.clone import AgentCloneRecipe, CloneEvaluationConfig, as_episode
-from mmrl.agents.recipe import AgentParts
 from mmrl.agents.rollout.episodes import Episode, Writer
 from mmrl.core.loss import Metric
 from mmrl.fields import bounded
 from mmrl.training.processes import Streams
 from mmrl.training.settings import BaseRunConfig
-from mmrl.vlm.engine.policy import VlmPolicy
-from mmrl.vlm.model.config import check_critic
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
+from mmrl.vlm.model.model_config import check_critic
 
 
 @dataclass

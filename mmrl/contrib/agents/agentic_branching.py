@@ -29,8 +29,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mmrl.agents.environments.tasks import AgentTask
-from mmrl.agents.recipe import SCORES, AgentConfig, AgentRecipe
+from mmrl.agents.agent_recipe import SCORES, AgentConfig, AgentRecipe
+from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.rollout.episodes import AgentPayload, Episode, pack_groups
 from mmrl.agents.rollout.runner import Fork
 from mmrl.core.blocks.turns import PARENT, SHARED
@@ -42,7 +42,7 @@ from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
-from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
 
 STREAK = 0.05
 """Decrease of the probability of a branch for each turn in a row in which episodes of the task branched (AEPO)."""

@@ -33,11 +33,11 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, mse_loss
 
-from mmrl.agents.environments.tasks import AgentTask
+from mmrl.agents.agent_recipe import AgentConfig, AgentRecipe, check_rewards
+from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.methods.arpo import Fresh, ReplayBuffer, ReplayConfig
 from mmrl.agents.methods.digirl import EPISODES
 from mmrl.agents.methods.digirl_critics import CriticTraining, Fitter, perceptron
-from mmrl.agents.recipe import AgentConfig, AgentRecipe, check_rewards
 from mmrl.agents.rollout.episodes import Episode, Trajectory, pack_episodes, pack_groups
 from mmrl.agents.rollout.storage import Record, restore_episode, store_episode
 from mmrl.core.rollouts import Rollouts
@@ -50,10 +50,10 @@ from mmrl.training.processes import Streams, check_shares, make_generator, strea
 from mmrl.training.recipe import LossTerm, Reference, Step, start_kind
 from mmrl.training.settings import RunConfig
 from mmrl.vlm.data.prompt import Prompt, join_prompts
-from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.rows import text_prompt
-from mmrl.vlm.engine.sampler import Samples, sample
-from mmrl.vlm.model.config import CriticSettings
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
+from mmrl.vlm.engine.vlm_sampler import Samples, sample
+from mmrl.vlm.model.model_config import CriticSettings
 
 SMALLEST_STD, LARGEST_INPUT = 1e-6, 5.0
 """The smallest standard deviation by which a critic's inputs are divided, and the bound of the scaled inputs."""

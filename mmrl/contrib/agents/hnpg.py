@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 
+from mmrl.agents.agent_recipe import AgentConfig
 from mmrl.agents.methods.arpo import ReplayBuffer, ReplayConfig
 from mmrl.agents.methods.digirl import EPISODES
 from mmrl.agents.methods.digirl_critics import CriticTraining
-from mmrl.agents.recipe import AgentConfig
 from mmrl.agents.rollout.storage import read_recorded, store_episode
 from mmrl.contrib.agents.archer import (
     ArcherRecipe,

@@ -31,9 +31,9 @@ from mmrl.vlm.critic.critiques import CRITIQUE_TEMPLATE, critique_renderer, crit
 from mmrl.vlm.critic.questions import ask_instead, load_source, question_text, without_marks, write_questions
 from mmrl.vlm.critic.revision import REVISION_TEMPLATE, Revision, next_turn, revision_renderer
 from mmrl.vlm.data.task import VlmTask
-from mmrl.vlm.engine.policy import load_policy
-from mmrl.vlm.engine.sampler import SamplerConfig
-from mmrl.vlm.model.config import FrozenModelConfig
+from mmrl.vlm.engine.vlm_policy import load_policy
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig
+from mmrl.vlm.model.model_config import FrozenModelConfig
 
 SNEAKY_TEMPLATE = """\
 #### Question

@@ -34,7 +34,6 @@ from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.training.scoring import with_rewards
-from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.critic.critiques import critique_renderer, critique_task
 from mmrl.vlm.critic.details import is_satisfied
 from mmrl.vlm.critic.measures import CriticEvaluationConfig
@@ -43,9 +42,10 @@ from mmrl.vlm.critic.revision import CRITIQUE_KEY, RevisionConfig, RevisionMeasu
 from mmrl.vlm.data.prompt import VlmPayload, token_lists
 from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.domain import AnswerMeasure
-from mmrl.vlm.engine.policy import VlmPolicy, load_policy
-from mmrl.vlm.engine.sampler import sample
-from mmrl.vlm.recipe import VlmRecipe
+from mmrl.vlm.engine.vlm_policy import VlmPolicy, load_policy
+from mmrl.vlm.engine.vlm_sampler import sample
+from mmrl.vlm.vlm_config import VlmConfig
+from mmrl.vlm.vlm_recipe import VlmRecipe
 
 RIGHT_LINE, WRONG_LINE = (f"Correctness of the final answer: {word}" for word in ("Correct", "Wrong"))
 GAINS: dict[str, Mapping[tuple[bool, bool], float]] = {

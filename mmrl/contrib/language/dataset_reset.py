@@ -22,12 +22,12 @@ from mmrl.fields import bounded, rare
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
-from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.data.task import VlmTask
-from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.methods.augmentation import AugmentedTask, augment_task
-from mmrl.vlm.recipe import VlmRecipe
+from mmrl.vlm.vlm_config import VlmConfig
+from mmrl.vlm.vlm_recipe import VlmRecipe
 
 
 @dataclass

@@ -30,9 +30,9 @@ from mmrl.vlm.critic.critiques import write_texts
 from mmrl.vlm.critic.questions import ask_instead, load_source, question_text, write_questions
 from mmrl.vlm.data.messages import make_template
 from mmrl.vlm.data.task import TaskError, VlmTask, score_texts
-from mmrl.vlm.engine.policy import load_policy
-from mmrl.vlm.engine.sampler import SamplerConfig
-from mmrl.vlm.model.config import FrozenModelConfig
+from mmrl.vlm.engine.vlm_policy import load_policy
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig
+from mmrl.vlm.model.model_config import FrozenModelConfig
 
 LOGGER = logging.getLogger("mmrl")
 TEMPLATE = "Your response should maximize weighted rating = {{ rating }}\n\n{{ question }}"

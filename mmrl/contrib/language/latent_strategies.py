@@ -24,14 +24,14 @@ from numpy.typing import NDArray
 
 from mmrl.errors import UserError
 from mmrl.files import write_atomically
-from mmrl.rewards.loading import load_function
+from mmrl.rewards.reward_loading import load_function
 from mmrl.training.processes import make_generator
 from mmrl.vlm.data.prompt import join_prompts
 from mmrl.vlm.data.task import VlmTask
-from mmrl.vlm.engine.policy import load_policy
 from mmrl.vlm.engine.rows import text_prompt
-from mmrl.vlm.engine.sampler import SamplerConfig, sample
-from mmrl.vlm.model.config import FrozenModelConfig
+from mmrl.vlm.engine.vlm_policy import load_policy
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig, sample
+from mmrl.vlm.model.model_config import FrozenModelConfig
 
 Array = NDArray[np.float64]
 

@@ -27,14 +27,14 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
 from mmrl.hub.chat_endpoint import ask_chat, check_url
 from mmrl.rewards import RewardResult
-from mmrl.rewards.loading import load_function
+from mmrl.rewards.reward_loading import load_function
 from mmrl.training.recipe import Step
-from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.critic.rubric import filled
 from mmrl.vlm.data.dataset import LoadedTasks
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.data.task import VlmTask
-from mmrl.vlm.recipe import VlmRecipe
+from mmrl.vlm.vlm_config import VlmConfig
+from mmrl.vlm.vlm_recipe import VlmRecipe
 
 LOGGER = logging.getLogger("mmrl")
 RUBRIC = "rubric"

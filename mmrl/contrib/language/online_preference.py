@@ -42,15 +42,15 @@ from mmrl.training.objectives import PreferenceConfig, check_pair_batches, check
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import LossTerm, Passes, Reference, Step, start_kind
 from mmrl.training.sampler import Sampler
-from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.engine.generic import GenericDecoder, GenericLane
-from mmrl.vlm.engine.policy import VlmPolicy
-from mmrl.vlm.engine.sampler import SamplerConfig, Samples, sample, sample_by
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig, Samples, sample, sample_by
 from mmrl.vlm.methods.preference import MismatchedAnswers
-from mmrl.vlm.model.config import check_critic
-from mmrl.vlm.recipe import VlmRecipe
+from mmrl.vlm.model.model_config import check_critic
+from mmrl.vlm.vlm_config import VlmConfig
+from mmrl.vlm.vlm_recipe import VlmRecipe
 
 Within = Callable[[Callable[[Any], Any]], Any]
 """Calls a function with the other policy, while that one is in force (`Reference.score`)."""

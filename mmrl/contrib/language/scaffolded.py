@@ -30,13 +30,13 @@ from mmrl.fields import bounded, choice, rare
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
-from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import Context, Prompt, VlmPayload, token_lists
 from mmrl.vlm.data.task import TaskError, VlmTask
-from mmrl.vlm.engine.policy import VlmPolicy
-from mmrl.vlm.engine.sampler import sample
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
+from mmrl.vlm.engine.vlm_sampler import sample
 from mmrl.vlm.methods.augmentation import augment_task, rewrite_question
 from mmrl.vlm.methods.replacing import Exchange, ReplacingRecipe, behind
+from mmrl.vlm.vlm_config import VlmConfig
 
 HINTED = 1
 

@@ -38,12 +38,12 @@ from mmrl.fields import bounded, choice
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
-from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, join_prompts, token_lists
 from mmrl.vlm.data.task import VlmTask
-from mmrl.vlm.engine.policy import VlmPolicy
-from mmrl.vlm.engine.sampler import sample
-from mmrl.vlm.recipe import VlmRecipe
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
+from mmrl.vlm.engine.vlm_sampler import sample
+from mmrl.vlm.vlm_config import VlmConfig
+from mmrl.vlm.vlm_recipe import VlmRecipe
 
 EDGE = "segment_edge"
 """Extra (B, T) int64 of the tree's rows: number of the branch that each token belongs to, unique in its group."""

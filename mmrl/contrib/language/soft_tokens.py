@@ -40,15 +40,15 @@ from mmrl.fields import bounded, rare
 from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
-from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.engine.generic import mixed_embeddings
-from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.prefix import KeepPrefill
-from mmrl.vlm.engine.sampler import GenerationState, SamplerConfig, Samples, fill
-from mmrl.vlm.inference.sampler import EngineSamplerConfig
-from mmrl.vlm.recipe import VlmRecipe
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
+from mmrl.vlm.engine.vlm_sampler import GenerationState, SamplerConfig, Samples, fill
+from mmrl.vlm.inference.inference_sampler import EngineSamplerConfig
+from mmrl.vlm.vlm_config import VlmConfig
+from mmrl.vlm.vlm_recipe import VlmRecipe
 
 NOISE = (-1.5, 3.0)
 """Bounds of the Gumbel noise."""

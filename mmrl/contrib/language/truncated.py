@@ -30,12 +30,12 @@ from mmrl.fields import bounded
 from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.processes import Streams, merge_in_order
 from mmrl.training.recipe import Step
-from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
 from mmrl.vlm.data.task import VlmTask
-from mmrl.vlm.engine.policy import VlmPolicy
-from mmrl.vlm.engine.sampler import sample
-from mmrl.vlm.recipe import VlmRecipe
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
+from mmrl.vlm.engine.vlm_sampler import sample
+from mmrl.vlm.vlm_config import VlmConfig
+from mmrl.vlm.vlm_recipe import VlmRecipe
 
 TRUNCATED = "truncated"
 NEW = "new"

@@ -29,15 +29,15 @@ from mmrl.fields import bounded
 from mmrl.training.evaluation import Measure, Trial
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.recipe import Step
-from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.domain import AnswerMeasure, Row
 from mmrl.vlm.engine.generic import GenericDecoder, GenericLane
-from mmrl.vlm.engine.policy import VlmPolicy
-from mmrl.vlm.engine.sampler import SamplerConfig, Samples, sample_by
-from mmrl.vlm.model.config import CriticSettings, ModelConfig
-from mmrl.vlm.recipe import VlmRecipe
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig, Samples, sample_by
+from mmrl.vlm.model.model_config import CriticSettings, ModelConfig
+from mmrl.vlm.vlm_config import VlmConfig
+from mmrl.vlm.vlm_recipe import VlmRecipe
 
 VALUES = frozenset({"values"})
 

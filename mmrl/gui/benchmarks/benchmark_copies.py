@@ -14,7 +14,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.files import expanded, is_file
 from mmrl.gui.benchmarks.annotations import Annotation, RowContext, RowError, make_target
-from mmrl.gui.benchmarks.table import BENCHMARKS, OWN, Benchmark, Layout, find_benchmark, recognise
+from mmrl.gui.benchmarks.benchmark_table import BENCHMARKS, OWN, Benchmark, Layout, find_benchmark, recognise
 from mmrl.gui.grounding.conventions import BoxForm, Convention, FormedBox, fit_convention, has_area, inside
 from mmrl.gui.grounding.coords import Box, Size
 from mmrl.gui.grounding.samples import AnyOf, GroundingSample, Polygon, Refusal, Target, image_size
@@ -198,7 +198,7 @@ def _validate_own(path: str, images: str | None) -> Validation:
     """Check own grounding data with the code that training reads it with, all rows of it."""
     from mmrl.gui.grounding.grounding_tasks import GroundingSettings, sample_of, write_tasks
     from mmrl.vlm.data.dataset import DataConfig, load_tasks
-    from mmrl.vlm.model.config import ModelConfig
+    from mmrl.vlm.model.model_config import ModelConfig
 
     loaded = load_tasks(DataConfig(path=path, image_dir=images, on_bad_row="skip"))
     settings = GroundingSettings()

@@ -31,9 +31,9 @@ from mmrl.gui.grounding.rewards import point_rewards
 from mmrl.rewards import RewardConfig
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.recipe import Step
-from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import VlmPayload
-from mmrl.vlm.recipe import VlmRecipe
+from mmrl.vlm.vlm_config import VlmConfig
+from mmrl.vlm.vlm_recipe import VlmRecipe
 
 KIND = "kind"
 """Column with the kind of instruction."""

@@ -18,7 +18,7 @@ from typing import Any
 from mmrl.errors import UserError, did_you_mean
 from mmrl.gui.grounding.coords import CoordinateSpace, Point
 from mmrl.rewards.answers import final_part
-from mmrl.rewards.loading import load_function
+from mmrl.rewards.reward_loading import load_function
 
 LOGGER = logging.getLogger("mmrl")
 THINK, END_THINK = "<think>", "</think>"

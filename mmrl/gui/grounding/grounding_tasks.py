@@ -29,7 +29,7 @@ from mmrl.gui.grounding.samples import TARGET_COLUMNS, AnyOf, GroundingSample, i
 from mmrl.vlm.data.dataset import DataConfig, LoadedTasks
 from mmrl.vlm.data.task import TaskError, VideoOptions, VlmTask, open_image
 from mmrl.vlm.domain import Questions
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.model.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from PIL.Image import Image

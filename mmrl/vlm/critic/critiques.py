@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 
 from mmrl.errors import UserError
-from mmrl.rewards.loading import load_function
+from mmrl.rewards.reward_loading import load_function
 from mmrl.training.processes import make_generator
 from mmrl.vlm.critic.details import MOST_ERRORS, alter_numbers, critique_score, insert_errors, listed_details
 from mmrl.vlm.critic.questions import ask_instead, check_no_marks, load_source, question_text, write_questions
 from mmrl.vlm.data.messages import make_template
 from mmrl.vlm.data.task import TaskError, VlmTask
-from mmrl.vlm.engine.sampler import SamplerConfig
-from mmrl.vlm.model.config import FrozenModelConfig
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig
+from mmrl.vlm.model.model_config import FrozenModelConfig
 
 CRITIQUE_TEMPLATE = """\
 #### Question
@@ -210,7 +210,7 @@ def _write_critiques(
     model: str, tasks: Sequence[VlmTask], count: int, temperature: float, max_new_tokens: int, seed: int
 ) -> list[list[str]]:
     """Sample `count` critiques of each answer."""
-    from mmrl.vlm.engine.policy import load_policy
+    from mmrl.vlm.engine.vlm_policy import load_policy
 
     config = SamplerConfig(max_new_tokens=max_new_tokens, temperature=temperature)
     return write_texts(load_policy(FrozenModelConfig(path=model)), tasks, count, config, seed, "critiques")
@@ -220,7 +220,7 @@ def write_texts(
     policy: Any, tasks: Sequence[VlmTask], count: int, config: SamplerConfig, seed: int, purpose: str
 ) -> list[list[str]]:
     """Sample `count` responses of a policy to each question; raises UserError where one cannot be encoded."""
-    from mmrl.vlm.engine.sampler import sample
+    from mmrl.vlm.engine.vlm_sampler import sample
 
     found: list[list[str]] = []
     for start in range(0, len(tasks), BATCH):

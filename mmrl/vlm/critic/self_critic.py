@@ -29,8 +29,8 @@ from mmrl.vlm.critic.questions import CRITIC_TEMPLATE, critic_renderer, critic_t
 from mmrl.vlm.data.prompt import Prompt, PromptTooLong, token_lists
 from mmrl.vlm.data.task import VlmTask, load_videos
 from mmrl.vlm.domain import AnswerMeasure
-from mmrl.vlm.engine.policy import VlmPolicy
-from mmrl.vlm.engine.sampler import SamplerConfig, sample
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig, sample
 
 
 @dataclass(frozen=True)

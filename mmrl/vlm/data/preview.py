@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mmrl.rewards import RewardConfig
-from mmrl.rewards.config import TrainerState
+from mmrl.rewards.reward_config import TrainerState
 from mmrl.rewards.sum import RewardSum
 from mmrl.vlm.data.task import VlmTask, score_texts
 

@@ -27,7 +27,7 @@ from mmrl.vlm.data.prompt import Prompt, leaves
 from mmrl.vlm.engine.prefix import CachedPart, CachedPrefix, Prefix
 from mmrl.vlm.engine.rows import Reading, joined_rows
 from mmrl.vlm.families.family import family_of
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.model.model_config import ModelConfig
 from mmrl.vlm.model.network import vision_parameters
 from mmrl.vlm.model.vision import VisionFeatures, gather_features, tower_state
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 if TYPE_CHECKING:
-    from mmrl.vlm.engine.policy import VlmPolicy
+    from mmrl.vlm.engine.vlm_policy import VlmPolicy
 
 
 @dataclass(frozen=True)

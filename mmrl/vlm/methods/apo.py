@@ -27,11 +27,11 @@ from mmrl.core.blocks.advantage import GroupMeanStd, group_sum
 from mmrl.core.loss import row_metric
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
-from mmrl.rewards.loading import load_function
+from mmrl.rewards.reward_loading import load_function
 from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.recipe import Step
-from mmrl.vlm.config import VlmConfig
-from mmrl.vlm.recipe import VlmRecipe
+from mmrl.vlm.vlm_config import VlmConfig
+from mmrl.vlm.vlm_recipe import VlmRecipe
 
 
 @dataclass

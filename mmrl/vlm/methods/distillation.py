@@ -35,13 +35,13 @@ from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import LossTerm, Passes, Step, TermLoss
-from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.data.task import VlmTask
-from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.methods.sft import given_answers
 from mmrl.vlm.methods.teacher import Teacher, TeacherConfig, TeacherPrompts
-from mmrl.vlm.recipe import VlmRecipe
+from mmrl.vlm.vlm_config import VlmConfig
+from mmrl.vlm.vlm_recipe import VlmRecipe
 
 
 @dataclass

@@ -24,7 +24,7 @@ from mmrl.vlm.data.dataset import LoadedTasks
 from mmrl.vlm.data.messages import last_turn
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.data.task import TaskError, VlmTask, check_no_media, shortened
-from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
 
 
 @dataclass(frozen=True)

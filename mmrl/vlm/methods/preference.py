@@ -43,7 +43,7 @@ from mmrl.vlm.data.dataset import LoadedTasks
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.data.task import TaskError, VlmTask, task_images
 from mmrl.vlm.domain import Questions, VlmDomain
-from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.methods.pairs import (
     PairColumns,
     PairMeasure,

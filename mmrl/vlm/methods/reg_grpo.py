@@ -37,12 +37,11 @@ from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams, merge_in_order
 from mmrl.training.recipe import Step
-from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
 from mmrl.vlm.data.task import TaskError, VlmTask
 from mmrl.vlm.domain import MediaQuestions
-from mmrl.vlm.engine.policy import VlmPolicy
-from mmrl.vlm.engine.sampler import sample
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
+from mmrl.vlm.engine.vlm_sampler import sample
 from mmrl.vlm.methods.augmentation import (
     AugmentationSettings,
     AugmentedTask,
@@ -51,7 +50,8 @@ from mmrl.vlm.methods.augmentation import (
     reasoning_of,
     rewrite_question,
 )
-from mmrl.vlm.recipe import VlmRecipe
+from mmrl.vlm.vlm_config import VlmConfig
+from mmrl.vlm.vlm_recipe import VlmRecipe
 
 LOGGER = logging.getLogger("mmrl")
 

@@ -19,8 +19,8 @@ from mmrl.training.recipe import Step
 from mmrl.training.scoring import EveryRewardFailedError, with_rewards
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.data.task import VlmTask
-from mmrl.vlm.engine.policy import VlmPolicy
-from mmrl.vlm.recipe import VlmRecipe
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
+from mmrl.vlm.vlm_recipe import VlmRecipe
 
 Exchange = tuple[Tensor, Rollouts]
 """The rows (k,) that leave, and the k rows that take their places."""

@@ -16,19 +16,19 @@ from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import rare
-from mmrl.rewards.config import refuse_weights
+from mmrl.rewards.reward_config import refuse_weights
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.training.settings import BaseRunConfig
 from mmrl.training.supervised import SupervisedRecipe
-from mmrl.vlm.config import AnswerScoring, VlmEvaluationConfig, VlmParts, check_scoring, scoring_evaluation
 from mmrl.vlm.data.dataset import LoadedTasks
 from mmrl.vlm.data.messages import last_turn
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.data.task import VlmTask, check_no_media
 from mmrl.vlm.domain import Questions, VlmDomain
-from mmrl.vlm.engine.policy import VlmPolicy
-from mmrl.vlm.model.config import check_critic
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
+from mmrl.vlm.model.model_config import check_critic
+from mmrl.vlm.vlm_config import AnswerScoring, VlmEvaluationConfig, VlmParts, check_scoring, scoring_evaluation
 
 
 @dataclass

@@ -22,9 +22,9 @@ from mmrl.runs.export import model_folder
 from mmrl.training.processes import Streams
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.data.task import TaskError, VlmTask
-from mmrl.vlm.engine.policy import VlmPolicy, load_policy
+from mmrl.vlm.engine.vlm_policy import VlmPolicy, load_policy
 from mmrl.vlm.methods.augmentation import augment_task, rewrite_question
-from mmrl.vlm.model.config import FrozenModelConfig
+from mmrl.vlm.model.model_config import FrozenModelConfig
 from mmrl.vlm.model.network import build_model_if_missing, resolve_model
 from mmrl.vlm.model.processor import load_processor
 

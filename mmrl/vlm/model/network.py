@@ -21,9 +21,9 @@ from mmrl.errors import UserError
 from mmrl.files import expanded, follow_umask, read_json_object
 from mmrl.hub.building import base_entries, base_path, check_finite, first_line, may_be_hub_id, sort_header
 from mmrl.hub.compat import quiet_transformers
-from mmrl.rewards.loading import load_function
+from mmrl.rewards.reward_loading import load_function
 from mmrl.vlm.families.family import family_of
-from mmrl.vlm.model.config import CriticSettings, FrozenModelConfig, LoraSettings, ModelConfig
+from mmrl.vlm.model.model_config import CriticSettings, FrozenModelConfig, LoraSettings, ModelConfig
 
 BASE_FILE = "base.json"
 """File beside an adapter with the relative path of its base model."""

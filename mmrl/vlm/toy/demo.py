@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mmrl.report.page import write_report
-from mmrl.report.tables import part_lines
+from mmrl.report.report_tables import part_lines
 from mmrl.runs.records import read_jsonl
 from mmrl.training.run import finish_run, last_model
 from mmrl.vlm.toy.blind import fit_blind

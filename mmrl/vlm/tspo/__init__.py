@@ -9,11 +9,11 @@ from mmrl.lazy import lazy_names
 
 _NAMES = {
     "mmrl.vlm.tspo.agent": ("TemporalAgent",),
-    "mmrl.vlm.tspo.config": ("TspoConfig",),
+    "mmrl.vlm.tspo.tspo_config": ("TspoConfig",),
     "mmrl.vlm.tspo.features": ("ClipEncoder", "FeatureStore"),
     "mmrl.vlm.tspo.picker": ("FramePicker", "PickedFrames", "load_frame_picker"),
     "mmrl.vlm.tspo.picking": ("bin_max_frames", "draw_picks", "pick_logprobs", "top_frames", "uniform_frames"),
-    "mmrl.vlm.tspo.recipe": ("TspoRecipe",),
+    "mmrl.vlm.tspo.tspo_recipe": ("TspoRecipe",),
     "mmrl.vlm.tspo.splice": ("build_spliced",),
 }
 

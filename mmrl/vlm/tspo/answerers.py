@@ -14,11 +14,11 @@ from mmrl.hub.video_reading import VideoError
 from mmrl.rewards import RewardResult, RewardSum, TrainerState
 from mmrl.vlm.data.prompt import Prompt, token_lists
 from mmrl.vlm.data.task import TaskError, VlmTask, check_columns, score_texts
-from mmrl.vlm.engine.policy import VlmPolicy
-from mmrl.vlm.engine.sampler import Samples, sample
-from mmrl.vlm.tspo.config import AnswererConfig
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
+from mmrl.vlm.engine.vlm_sampler import Samples, sample
+from mmrl.vlm.tspo.frame_policy import VideoFeatures
 from mmrl.vlm.tspo.needle_tasks import NeedleTask
-from mmrl.vlm.tspo.policy import VideoFeatures
+from mmrl.vlm.tspo.tspo_config import AnswererConfig
 
 ResultT = TypeVar("ResultT")
 

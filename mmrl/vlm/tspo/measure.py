@@ -23,10 +23,10 @@ from mmrl.runs.statistics import with_interval
 from mmrl.training.evaluation import Measure, Row, Trial
 from mmrl.vlm.data.task import TaskError
 from mmrl.vlm.tspo.answerers import Answerer, without_unreadable
-from mmrl.vlm.tspo.config import TspoEvaluationConfig
+from mmrl.vlm.tspo.frame_policy import TspoPolicy, VideoFeatures
 from mmrl.vlm.tspo.needle_tasks import NeedleTask
 from mmrl.vlm.tspo.picking import METHODS, top_frames, uniform_frames
-from mmrl.vlm.tspo.policy import TspoPolicy, VideoFeatures
+from mmrl.vlm.tspo.tspo_config import TspoEvaluationConfig
 
 if TYPE_CHECKING:
     from PIL.Image import Image

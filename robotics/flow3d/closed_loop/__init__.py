@@ -11,7 +11,7 @@ from __future__ import annotations
 from mmrl.lazy import lazy_names
 
 _NAMES = {
-    "robotics.flow3d.closed_loop.episodes": (
+    "robotics.flow3d.closed_loop.flow_episodes": (
         "FlowEpisode",
         "FlowEpisodesConfig",
         "LoopConfig",
@@ -19,7 +19,7 @@ _NAMES = {
         "list_episodes",
     ),
     "robotics.flow3d.closed_loop.measure": ("FlowLoopMeasure", "evaluate_flow", "loop_metrics"),
-    "robotics.flow3d.closed_loop.recipe": ("Flow3dEvaluation", "Flow3dEvaluationConfig"),
+    "robotics.flow3d.closed_loop.closed_loop_recipe": ("Flow3dEvaluation", "Flow3dEvaluationConfig"),
     "robotics.flow3d.closed_loop.runner": ("EpisodeRunner",),
     "robotics.flow3d.plan.judge": ("VerifierConfig",),
 }

@@ -21,8 +21,8 @@ from mmrl.runs.records import Outcome, ResumableRows, SampleRecord, short_digest
 from mmrl.runs.statistics import mean_or_nan, with_interval
 from mmrl.training.evaluation import EpisodeMeasure, Trial, part_metric
 from mmrl.training.settings import EvaluationConfig
-from robotics.episodes.evaluation import success_table
-from robotics.flow3d.closed_loop.episodes import FlowEpisode, LoopConfig
+from robotics.episodes.episode_evaluation import success_table
+from robotics.flow3d.closed_loop.flow_episodes import FlowEpisode, LoopConfig
 from robotics.flow3d.closed_loop.runner import EpisodeRunner, Row, Source
 from robotics.flow3d.flow_model import FlowModel
 

@@ -18,7 +18,7 @@ import numpy as np
 from mmrl.errors import UserError
 from mmrl.fields import bounded
 from mmrl.hub.compat import ensure_torchvision
-from mmrl.rewards.loading import load_function
+from mmrl.rewards.reward_loading import load_function
 from robotics.flow3d.extract.backends import Detector, Tracks
 from robotics.flow3d.geometry import BoolArray, DepthArray, FloatArray, ImageArray
 from robotics.flow3d.video import RejectedVideo, RgbdVideo

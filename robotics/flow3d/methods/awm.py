@@ -34,7 +34,7 @@ from diffusion.models.ema import EvalAverage, EvalEmaConfig
 from mmrl.core.loss import Metric
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
-from mmrl.rewards.config import RewardResult, refuse_weights
+from mmrl.rewards.reward_config import RewardResult, refuse_weights
 from mmrl.runs.dry_run import model_follows
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
@@ -47,7 +47,7 @@ from mmrl.training.settings import RunConfig, TrainerConfig
 from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.drawing import draw_flow
 from robotics.flow3d.methods.clip_sets import ClipSetConfig, clips_digest, instructions_of, load_clips
-from robotics.flow3d.methods.evaluation import FlowDomain, FlowEvaluationConfig, VerdictMeasure
+from robotics.flow3d.methods.flow3d_evaluation import FlowDomain, FlowEvaluationConfig, VerdictMeasure
 from robotics.flow3d.methods.samples import ExplorationConfig, FlowPayload, FlowSampling
 from robotics.flow3d.model.world_model import FlowWorldModel
 from robotics.flow3d.plan.judge import FlowJudge, WeightedVerifierConfig

@@ -16,7 +16,7 @@ from torch import Tensor
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.hub.building import build_if_missing
-from mmrl.rewards.loading import call_function
+from mmrl.rewards.reward_loading import call_function
 from mmrl.runs.fingerprint import content_digest
 from robotics.flow3d.clip import VISIBLE, FlowClip, FlowEncoding, Z
 from robotics.flow3d.data import FlowReader

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusion.plan import WORKING, averages_of
+from diffusion.diffusion_plan import WORKING, averages_of
 from mmrl.errors import NoPlan
 from mmrl.hub.compat import ensure_torchvision
 from mmrl.runs.export import model_folder
@@ -17,10 +17,10 @@ from mmrl.training.objectives import make_objective
 from mmrl.training.plan import Part, Plan, Work, activations, autocast, batch_sizes, forward, imagined, state_parts
 from mmrl.training.recipe import single_update
 from robotics.flow3d.methods.awm import Flow3dAwmConfig
-from robotics.flow3d.methods.recipe import Flow3dConfig
+from robotics.flow3d.methods.flow3d_recipe import Flow3dConfig
 from robotics.flow3d.model.context import FlowInputs
-from robotics.flow3d.model.settings import FlowModelConfig
 from robotics.flow3d.model.world_model import VOCABULARY_FILE, FlowWorldModel, read_config
+from robotics.flow3d.model.world_model_settings import FlowModelConfig
 from robotics.policies.base.encoder import Vocabulary
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from diffusion.matching.losses import NoisyRows
 from diffusion.matching.times import TimestepConfig, draw_times
 from diffusion.matching.velocity import MatchedSamples, VelocityMatching
-from diffusion.sampling.sampler import row_noise
+from diffusion.sampling.latent_sampler import row_noise
 from mmrl.core.payload import Payload, per_decision, per_group, per_row
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.transfer import to_device

@@ -12,8 +12,8 @@ _NAMES = {
     "robotics.flow3d.methods.awm": ("Flow3dAwmConfig", "Flow3dAwmRecipe"),
     "robotics.flow3d.metrics": ("FlowErrors", "flow_errors"),
     "robotics.flow3d.drawing": ("draw_flow",),
-    "robotics.flow3d.methods.recipe": ("Flow3dConfig", "Flow3dRecipe"),
-    "robotics.flow3d.model.settings": ("FlowModelConfig",),
+    "robotics.flow3d.methods.flow3d_recipe": ("Flow3dConfig", "Flow3dRecipe"),
+    "robotics.flow3d.model.world_model_settings": ("FlowModelConfig",),
     "robotics.flow3d.model.world_model": ("FlowWorldModel",),
 }
 

@@ -22,7 +22,7 @@ from mmrl.files import expanded
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 from robotics.flow3d.clip import FlowEncoding, Observation
 from robotics.flow3d.geometry import FloatArray, ImageArray
-from robotics.flow3d.model.settings import ConditionConfig
+from robotics.flow3d.model.world_model_settings import ConditionConfig
 from robotics.policies.base.encoder import (
     GROUPS,
     KEYPOINT_SHARPNESS,

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from robotics.flow3d.clip import FlowEncoding
 from robotics.flow3d.model.context import Context
-from robotics.flow3d.model.settings import BodyConfig
+from robotics.flow3d.model.world_model_settings import BodyConfig
 from robotics.policies.base.encoder import octave_code, octave_size
 
 

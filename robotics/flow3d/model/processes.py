@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from diffusion.matching.losses import mix
-from diffusion.sampling.sampler import euler_ode
-from robotics.flow3d.model.settings import ProcessConfig
+from diffusion.sampling.latent_sampler import euler_ode
+from robotics.flow3d.model.world_model_settings import ProcessConfig
 
 FlowProcess: TypeAlias = "RectifiedProcess | DdimProcess"
 Predict = Callable[[Tensor, Tensor], Tensor]

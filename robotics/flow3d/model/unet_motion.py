@@ -18,7 +18,7 @@ from mmrl.files import expanded
 from mmrl.hub.compat import ensure_torchvision
 from robotics.flow3d.clip import FlowEncoding
 from robotics.flow3d.model.context import Context
-from robotics.flow3d.model.settings import BodyConfig, UnetConfig
+from robotics.flow3d.model.world_model_settings import BodyConfig, UnetConfig
 
 ADAPTED = r"^(?!.*motion_modules).*\.(to_q|to_k|to_v|to_out\.0)$"
 """Layers with adapters: attention of everything but the motion modules."""

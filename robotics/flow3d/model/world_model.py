@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from diffusion.sampling.sampler import row_noise
+from diffusion.sampling.latent_sampler import row_noise
 from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.fields import check_config
@@ -24,7 +24,13 @@ from robotics.flow3d.geometry import FloatArray
 from robotics.flow3d.model.context import TOWERS, ClipContext, Context, FlowInputs, make_context, make_inputs
 from robotics.flow3d.model.dit import FactoredDit, TrajectoryDit
 from robotics.flow3d.model.processes import guided, make_process
-from robotics.flow3d.model.settings import BodyConfig, ConditionConfig, FlowModelConfig, ProcessConfig, UnetConfig
+from robotics.flow3d.model.world_model_settings import (
+    BodyConfig,
+    ConditionConfig,
+    FlowModelConfig,
+    ProcessConfig,
+    UnetConfig,
+)
 from robotics.policies.base.encoder import Vocabulary
 from robotics.policies.base.saved import WEIGHTS_FILE, check_fitting
 

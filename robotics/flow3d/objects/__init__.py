@@ -13,7 +13,7 @@ _NAMES = {
     "robotics.flow3d.objects.demonstrator": ("Demonstration", "Demonstrator"),
     "robotics.flow3d.objects.scene": ("FLOW_ARMS", "FlowScene", "HELD_OUT_ARMS", "SceneConfig"),
     "robotics.flow3d.objects.tabletop": ("FlowTabletop",),
-    "robotics.flow3d.objects.tasks": ("FLOW_TASKS", "FlowTask"),
+    "robotics.flow3d.objects.flow_tasks": ("FLOW_TASKS", "FlowTask"),
 }
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

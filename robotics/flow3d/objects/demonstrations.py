@@ -17,8 +17,8 @@ import numpy as np
 from mmrl.errors import RunError, UserError
 from mmrl.fields import bounded, check_config
 from robotics.flow3d.objects.demonstrator import Demonstrator, Stage
+from robotics.flow3d.objects.flow_tasks import FLOW_TASKS, find_flow_task
 from robotics.flow3d.objects.scene import HAND, NOBODY, SceneConfig
-from robotics.flow3d.objects.tasks import FLOW_TASKS, find_flow_task
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

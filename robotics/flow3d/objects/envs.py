@@ -21,7 +21,7 @@ from mmrl.errors import UserError
 from robotics.flow3d.objects.scene import SceneConfig
 from robotics.flow3d.objects.tabletop import FlowTabletop
 from robotics.scenes.registration import register
-from robotics.scenes.tasks import LAYOUTS
+from robotics.scenes.tabletop_tasks import LAYOUTS
 from robotics.sim.rendering import update_poses
 
 if TYPE_CHECKING:

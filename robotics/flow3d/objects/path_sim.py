@@ -19,6 +19,7 @@ from mmrl.errors import RunError, UserError
 from robotics.flow3d.clip import FlowEncoding, grid_in_mask
 from robotics.flow3d.geometry import apply_pose, depth_at, lift
 from robotics.flow3d.objects.demonstrator import arm_ik
+from robotics.flow3d.objects.flow_tasks import FLOW_TASKS, find_flow_task
 from robotics.flow3d.objects.paths import (
     ACTIONS,
     APPROACH_POSES,
@@ -31,9 +32,8 @@ from robotics.flow3d.objects.paths import (
 )
 from robotics.flow3d.objects.scene import FLOW_ARMS, SceneConfig
 from robotics.flow3d.objects.tabletop import FlowTabletop
-from robotics.flow3d.objects.tasks import FLOW_TASKS, find_flow_task
 from robotics.flow3d.rigid_motion import interpolate_poses
-from robotics.scenes.tasks import LAYOUTS, SPLITS
+from robotics.scenes.tabletop_tasks import LAYOUTS, SPLITS
 from robotics.sim.episodes import ChunkResult, EpisodeSpec
 from robotics.sim.gym_adapter import resize
 

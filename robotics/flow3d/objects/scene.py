@@ -20,10 +20,10 @@ from mmrl.fields import bounded, check_config, choice
 from robotics.flow3d.clip import Observation
 from robotics.flow3d.geometry import intrinsics, inverse_pose, make_pose
 from robotics.flow3d.objects.criteria import Outcome, SceneState
-from robotics.flow3d.objects.tasks import FLOW_TASKS, FlowTask, find_flow_task
+from robotics.flow3d.objects.flow_tasks import FLOW_TASKS, FlowTask, find_flow_task
 from robotics.scenes.arms import ARMS, ASSETS, ArmModel
 from robotics.scenes.tabletop import include_files, place_body
-from robotics.scenes.tasks import SPLITS, layout_seed
+from robotics.scenes.tabletop_tasks import SPLITS, layout_seed
 from robotics.sim.rendering import FrameRenderer, RenderSettings, update_poses
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def find_flow_arm(actor: str) -> ArmModel | None:
     """A row of `FLOW_ARMS`, or what a user's module:function returns; None for a hand and nobody."""
     if ":" not in actor:
         return FLOW_ARMS.get(actor)
-    from mmrl.rewards.loading import load_function
+    from mmrl.rewards.reward_loading import load_function
 
     arm = load_function(actor, what="the arm")()
     if not isinstance(arm, ArmModel):

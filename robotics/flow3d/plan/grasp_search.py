@@ -13,8 +13,8 @@ from robotics.flow3d.clip import Observation
 from robotics.flow3d.geometry import BoolArray, FloatArray
 from robotics.flow3d.kinematics import ArmIk, FlowArm
 from robotics.flow3d.plan.clouds import hidden_points, normals_towards, scene_cloud
-from robotics.flow3d.plan.config import PlannerConfig
 from robotics.flow3d.plan.grasps import PROPOSERS, Grasp, GraspProposer, ObjectSurface
+from robotics.flow3d.plan.planner_config import PlannerConfig
 from robotics.flow3d.plan.prediction import one_line
 from robotics.flow3d.plan.reach import ArmClearance, Obstacles, ReachChecks, choose_grasps, held_path
 from robotics.flow3d.plan.result import Failure, PlanFailed, PlanRound, PlanTry

@@ -13,9 +13,9 @@ from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.flow_model import FixedFlow
 from robotics.flow3d.geometry import FloatArray, ImageArray
 from robotics.flow3d.objects.criteria import Outcome
+from robotics.flow3d.objects.flow_tasks import FLOW_TASKS
 from robotics.flow3d.objects.scene import NOBODY, FlowScene
-from robotics.flow3d.objects.tasks import FLOW_TASKS
-from robotics.flow3d.plan.config import PlannerConfig
+from robotics.flow3d.plan.planner_config import PlannerConfig
 from robotics.flow3d.plan.prediction import Predictor
 from robotics.flow3d.plan.rendering import render_outcome
 from robotics.flow3d.plan.result import PlanFailed, PlanRound
@@ -73,8 +73,8 @@ def open_verifier(config: VerifierConfig) -> Verifier | None:
     if config.kind == "always":
         return AlwaysVerifier()
     if config.kind == "vlm":
-        from mmrl.vlm.engine.policy import load_policy
-        from mmrl.vlm.model.config import ModelConfig
+        from mmrl.vlm.engine.vlm_policy import load_policy
+        from mmrl.vlm.model.model_config import ModelConfig
         from robotics.flow3d.plan.vlm import LocalModel, VlmVerifier
 
         return VlmVerifier(LocalModel(load_policy(ModelConfig(path=config.path))))
@@ -185,7 +185,7 @@ class FlowJudge:
 
 def _open(config: WeightedVerifierConfig) -> Verifier:
     if ":" in config.kind:
-        from mmrl.rewards.loading import call_function
+        from mmrl.rewards.reward_loading import call_function
 
         made: Verifier = call_function(config.kind, config.options, what="verifiers.kind")
         return made

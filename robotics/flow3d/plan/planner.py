@@ -23,10 +23,10 @@ from robotics.flow3d.clip import FlowClip, Observation
 from robotics.flow3d.flow_model import FlowModel
 from robotics.flow3d.geometry import BoolArray, FloatArray, ImageArray
 from robotics.flow3d.kinematics import ArmIk, FlowArm, FlowRobot
-from robotics.flow3d.plan.config import PlannerConfig
 from robotics.flow3d.plan.execution import Executor
 from robotics.flow3d.plan.grasp_search import GraspSearch
 from robotics.flow3d.plan.grasps import GraspProposer
+from robotics.flow3d.plan.planner_config import PlannerConfig
 from robotics.flow3d.plan.prediction import Predictor, one_line
 from robotics.flow3d.plan.reach import GraspPlan
 from robotics.flow3d.plan.rendering import REPLAY, check_renderer, render_outcome

@@ -19,7 +19,7 @@ from robotics.flow3d.plan.clouds import world_points
 from robotics.flow3d.plan.verdict import PlanFacts, Verdict
 
 if TYPE_CHECKING:
-    from mmrl.vlm.engine.policy import VlmPolicy
+    from mmrl.vlm.engine.vlm_policy import VlmPolicy
 
 
 FENCE = re.compile(r"^```(?:json)?\s*\n(.*)\n```$", re.DOTALL)
@@ -66,7 +66,7 @@ class LocalModel:
     """A Qwen2.5-VL or Qwen3-VL in this process."""
 
     policy: VlmPolicy
-    """For example from `mmrl.vlm.engine.policy.load_policy`."""
+    """For example from `mmrl.vlm.engine.vlm_policy.load_policy`."""
     max_new_tokens: int = 160
     """Maximum response length in tokens."""
 
@@ -75,7 +75,7 @@ class LocalModel:
         from PIL import Image
 
         from mmrl.vlm.data.task import TaskError, VlmTask
-        from mmrl.vlm.engine.sampler import SamplerConfig, sample
+        from mmrl.vlm.engine.vlm_sampler import SamplerConfig, sample
 
         # images before the text, as in the prompt, which speaks of the first and the second one
         content = [*({"type": "image"} for _ in images), {"type": "text", "text": text}]

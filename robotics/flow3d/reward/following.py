@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
-from mmrl.rewards.loading import load_function
+from mmrl.rewards.reward_loading import load_function
 from mmrl.training.processes import stream_seed
+from robotics.episodes.episode_tasks import episode_id
 from robotics.episodes.payload import EpisodePayload
-from robotics.episodes.tasks import episode_id
 from robotics.flow3d.clip import FlowClip, Observation
 from robotics.flow3d.geometry import apply_pose, inverse_pose
 from robotics.flow3d.reward.progress import BETA_PER_M, FlowProgress, flow_distances

@@ -23,7 +23,7 @@ from robotics.flow3d.objects.motions import along, moved, over
 from robotics.flow3d.rigid_motion import moved_points, points_in_mask, points_visible
 from robotics.scenes.arms import find_arm
 from robotics.scenes.tabletop import CUBE_HALF_M, PIECES, SceneReading
-from robotics.scenes.tasks import TASKS, TabletopScene, find_task, layout_seed
+from robotics.scenes.tabletop_tasks import TASKS, TabletopScene, find_task, layout_seed
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.rendering import FrameRenderer, RenderSettings, update_poses
 

@@ -29,7 +29,8 @@ from torch.nn import functional
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, rare
 from mmrl.files import write_atomically
-from robotics.policies.base.policy import PolicyInputs
+from robotics.policies.base.action_policy import PolicyInputs
+from robotics.policies.base.action_statistics import STATE_LIMIT, ActionRange, ActionStatistics, StateStatistics
 from robotics.policies.base.saved import (
     build_fitting,
     make_config,
@@ -39,7 +40,6 @@ from robotics.policies.base.saved import (
     write_config,
     write_weights,
 )
-from robotics.policies.base.statistics import STATE_LIMIT, ActionRange, ActionStatistics, StateStatistics
 from robotics.sim.interface import RobotInterface
 
 WORD = re.compile(r"[a-z0-9]+")
@@ -354,7 +354,7 @@ class EncodedPolicy(nn.Module):
     """
 
     kind: ClassVar[str]
-    """Key of `robotics.policies.base.policy.SAVED_POLICIES`."""
+    """Key of `robotics.policies.base.action_policy.SAVED_POLICIES`."""
     config_class: ClassVar[type[Any]]
     """Dataclass of the configuration, with a field `encoder`."""
     config: Any

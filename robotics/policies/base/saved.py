@@ -17,7 +17,7 @@ from mmrl.errors import UserError
 from mmrl.fields import check_config
 from mmrl.files import read_json_object, replaced, write_atomically
 from mmrl.hub.building import check_finite, sort_header
-from robotics.policies.base.statistics import ActionRange, ActionStatistics
+from robotics.policies.base.action_statistics import ActionRange, ActionStatistics
 from robotics.sim.interface import RobotInterface
 
 LOGGER = logging.getLogger("mmrl")

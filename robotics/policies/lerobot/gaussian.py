@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 
 from mmrl.fields import bounded, rare
+from robotics.policies.base.action_policy import ActionChoice, PolicyInputs, check_demonstrations
 from robotics.policies.base.draws import draw_rows
-from robotics.policies.base.policy import ActionChoice, PolicyInputs, check_demonstrations
-from robotics.policies.lerobot.server import LeRobotServerConfig, ServedActionPolicy
+from robotics.policies.lerobot.lerobot_server import LeRobotServerConfig, ServedActionPolicy
 
 
 @dataclass

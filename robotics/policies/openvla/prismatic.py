@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""The model of OpenVLA folders: vision transformers, a projector and Llama, with the weight names used there.
-=======
 """The model of OpenVLA folders: one or two vision transformers, a projector and Llama, with their weight names.
->>>>>>> w-e4
 
 Shapes: B rows, H x W pixels, N patches, L positions, P prompt tokens, T action tokens, C hidden units, V ids.
 

@@ -22,10 +22,17 @@ import torch
 from torch import Tensor
 
 from mmrl.errors import UserError
+from robotics.policies.base.action_policy import ActionChoice, PolicyInputs, TokenPolicy
 from robotics.policies.base.action_tokens import ActionTokenizer
-from robotics.policies.base.policy import ActionChoice, PolicyInputs, TokenPolicy
 from robotics.policies.base.saved import read_units, write_config
-from robotics.policies.openvla.folder import HEAD, PROJECTOR, OpenVlaConfig, OpenVlaFolder, find_part, read_saved_config
+from robotics.policies.openvla.openvla_folder import (
+    HEAD,
+    PROJECTOR,
+    OpenVlaConfig,
+    OpenVlaFolder,
+    find_part,
+    read_saved_config,
+)
 from robotics.policies.openvla.prismatic import load_prismatic, save_prismatic
 
 

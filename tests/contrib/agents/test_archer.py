@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mmrl.agents.environments.agent_tasks import TaskSetConfig
 from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import ActionConfig
-from mmrl.agents.environments.tasks import TaskSetConfig
 from mmrl.agents.methods.digirl_critics import CriticTraining, Fitter, label_episodes
 from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig
 from mmrl.contrib.agents.archer import (
@@ -25,8 +25,8 @@ from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step
 from mmrl.training.settings import TrainerConfig
-from mmrl.vlm.engine.sampler import SamplerConfig
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig
+from mmrl.vlm.model.model_config import ModelConfig
 from tests.agents.test_recipe import CORRIDOR, by_length
 from tests.rounding import assert_equal_up_to_rounding
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.sampling.sampler import text_of
+from diffusion.sampling.latent_sampler import text_of
 from mmrl.core.blocks.credit import Gae, SeparateCritic
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.processes import make_accelerator

@@ -15,7 +15,7 @@ from mmrl.core import Rollouts
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Reference, Step
 from mmrl.vlm.engine.generic import GenericLane
-from mmrl.vlm.engine.sampler import SamplerConfig, sample
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig, sample
 from tests.contracts.domains import tiny_vlm
 from tests.vlm.runs import run_config
 

@@ -22,8 +22,8 @@ from mmrl.training.run import train
 from mmrl.training.update import count_denominators
 from mmrl.vlm.data.prompt import join_prompts
 from mmrl.vlm.engine.rows import text_prompt
-from mmrl.vlm.engine.sampler import SamplerConfig, sample
-from mmrl.vlm.model.config import CriticSettings
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig, sample
+from mmrl.vlm.model.model_config import CriticSettings
 from tests.golden.numbers import assert_agrees, inputs_of, load
 from tests.vlm.runs import run_config
 

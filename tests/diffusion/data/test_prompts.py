@@ -7,7 +7,7 @@ import json
 import pytest
 
 from diffusion.data.prompts import PromptConfig, load_prompts
-from diffusion.recipe import columns_of
+from diffusion.diffusion_recipe import columns_of
 from mmrl.errors import UserError
 from mmrl.fields import check_config
 

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from diffusion.methods.flow_grpo import FlowGrpoConfig
 from diffusion.models.adapters import save_formatted
+from diffusion.models.diffusion_policy import LoraSettings, ModelConfig, load_policy
 from diffusion.models.pipeline_card import PROMPT, describe_pipeline
 from diffusion.models.pipelines import load_pipeline
-from diffusion.models.policy import LoraSettings, ModelConfig, load_policy
 from diffusion.models.saved import EXACT_FILE, LORA_FILE, adapter_of
-from diffusion.sampling.sampler import SamplerConfig, sample_latents
+from diffusion.sampling.latent_sampler import SamplerConfig, sample_latents
 from mmrl.errors import UserError
 from mmrl.hub.compat import quiet_transformers
 from tests.diffusion.families.cases import CASES

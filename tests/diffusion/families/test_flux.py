@@ -10,9 +10,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusion.families.grids import pack_latents, unpack_latents
 from diffusion.families.table import family_of
 from diffusion.models.conditioning import PromptEmbeddings
+from diffusion.models.diffusion_policy import ModelConfig, load_policy
 from diffusion.models.pipelines import load_pipeline
-from diffusion.models.policy import ModelConfig, load_policy
-from diffusion.sampling.sampler import SamplerConfig, row_noise, sample_latents
+from diffusion.sampling.latent_sampler import SamplerConfig, row_noise, sample_latents
 from mmrl.errors import UserError
 from tests.diffusion.builders import CAPTIONS, FLUX_SIZES, T5_TOKENS
 from tests.diffusion.tiny_flux import TinyFluxSizes, build_tiny_flux

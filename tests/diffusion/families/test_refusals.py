@@ -15,10 +15,10 @@ from diffusion.families.sd3 import ATTENTION, Sd3Family
 from diffusion.families.table import FAMILIES, family_of
 from diffusion.matching.times import TimestepConfig
 from diffusion.matching.velocity import FlowMatching
+from diffusion.models.diffusion_policy import LoraSettings, ModelConfig, load_policy
 from diffusion.models.pipelines import load_pipeline
-from diffusion.models.policy import LoraSettings, ModelConfig, load_policy
 from diffusion.sampling.few_steps import warn_of_few_steps
-from diffusion.sampling.sampler import SamplerConfig
+from diffusion.sampling.latent_sampler import SamplerConfig
 from diffusion.sampling.trajectories import StepConfig, Trajectories
 from mmrl.cli.listings import rows_of
 from mmrl.errors import UserError

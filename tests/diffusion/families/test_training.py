@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
-from diffusion.models.policy import LoraSettings, ModelConfig, load_policy
+from diffusion.models.diffusion_policy import LoraSettings, ModelConfig, load_policy
 from mmrl.hub.compat import quiet_transformers
 from mmrl.rewards import RewardConfig
 from tests.diffusion.edits import write_edits

@@ -13,8 +13,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusion.families.grids import scheduler_grid
 from diffusion.matching.states import towards
 from diffusion.matching.times import TimestepConfig
-from diffusion.methods.critic import CREDITS
-from diffusion.sampling.sampler import sample_latents, sample_states, sample_trajectories, text_of
+from diffusion.methods.latent_critic import CREDITS
+from diffusion.sampling.latent_sampler import sample_latents, sample_states, sample_trajectories, text_of
 from diffusion.sampling.schedule import make_solver, trained_steps
 from mmrl.core.returns import explained_variance, gae
 from mmrl.training.processes import make_accelerator

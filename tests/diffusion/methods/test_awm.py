@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.sampling.sampler import row_noise, text_of, times_of
+from diffusion.sampling.latent_sampler import row_noise, text_of, times_of
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step

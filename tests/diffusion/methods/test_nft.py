@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from diffusion.methods.nft import ADVANTAGE_MODES
-from diffusion.sampling.sampler import row_noise
+from diffusion.sampling.latent_sampler import row_noise
 from tests.diffusion.methods.test_awm import velocities
 from tests.diffusion.runs import build, collected, disturb, gradients, make_trainer, run_config, trained
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.methods.critic import Critic, CriticConfig, CriticTrainer
+from diffusion.methods.latent_critic import Critic, CriticConfig, CriticTrainer
 from diffusion.methods.orw_cfm import WEIGHTS
 from mmrl.training.processes import make_accelerator
 from mmrl.training.recipe import Step

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.config import GivenEvaluationConfig
 from diffusion.data.captioned_images import ImageDataConfig, write_images
 from diffusion.data.prompts import PromptConfig
+from diffusion.diffusion_config import GivenEvaluationConfig
 from diffusion.methods.pretrain import PretrainConfig
+from diffusion.models.diffusion_policy import LoraSettings, ModelConfig
 from diffusion.models.pipelines import encode_images
-from diffusion.models.policy import LoraSettings, ModelConfig
-from diffusion.sampling.sampler import SamplerConfig, row_noise, text_of
+from diffusion.sampling.latent_sampler import SamplerConfig, row_noise, text_of
 from diffusion.toy import digits
 from mmrl.core.loss import metric_values
 from mmrl.errors import UserError

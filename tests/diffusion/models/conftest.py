@@ -35,7 +35,7 @@ def loads_each_folder_once(monkeypatch, opened, folder, flux_folder):
         fresh.set_progress_bar_config(disable=True)
         return fresh
 
-    monkeypatch.setattr("diffusion.models.policy.load_pipeline", load)
+    monkeypatch.setattr("diffusion.models.diffusion_policy.load_pipeline", load)
 
 
 @pytest.fixture(params=["sd3", "flux"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from diffusion.models.policy import LoraSettings, ModelConfig
+from diffusion.models.diffusion_policy import LoraSettings, ModelConfig
 from tests.diffusion.builders import T5_TOKENS
 
 RANK, SCALE = 4, 3

@@ -216,7 +216,7 @@ def test_rows_carry_no_gradient(sd3):
 
 def test_importing_loads_neither_diffusers_nor_transformers():
     program = (
-        "import sys, diffusion.models.conditioning, diffusion.matching.losses, diffusion.sampling.sampler; "
+        "import sys, diffusion.models.conditioning, diffusion.matching.losses, diffusion.sampling.latent_sampler; "
         "import diffusion.toy.pipelines.tiny; "
         "print([name for name in ('diffusers', 'transformers', 'torchvision', 'tokenizers') if name in sys.modules])"
     )

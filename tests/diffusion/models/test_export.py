@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from diffusion.models.adapters import FORMATS
-from diffusion.models.policy import LoraSettings, ModelConfig, load_policy
+from diffusion.models.diffusion_policy import LoraSettings, ModelConfig, load_policy
 from diffusion.toy.pipelines.tiny import TinySd3Sizes, build_tiny_sd3
 from mmrl.cli import main
 from mmrl.config import save
@@ -84,8 +84,8 @@ def test_adapter_finds_its_pipeline_after_both_were_moved(tmp_path, pipeline):
 
 SAVE = """
 import sys
-from diffusion.models.policy import LoraSettings, ModelConfig
-from diffusion.models.policy import load_policy
+from diffusion.models.diffusion_policy import LoraSettings, ModelConfig
+from diffusion.models.diffusion_policy import load_policy
 load_policy(ModelConfig(path=sys.argv[1], lora=LoraSettings(rank=2, alpha=4))).save_pretrained(sys.argv[2])
 """
 

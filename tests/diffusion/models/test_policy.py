@@ -9,10 +9,10 @@ import torch
 
 from diffusion.families.sd3 import ATTENTION as ATTENTION_PROJECTIONS
 from diffusion.families.table import family_of
+from diffusion.models.diffusion_policy import DiffusionPolicy, LoraSettings, ModelConfig, load_policy
 from diffusion.models.pipelines import load_pipeline
-from diffusion.models.policy import DiffusionPolicy, LoraSettings, ModelConfig, load_policy
 from diffusion.sampling.guidance import GuidedVelocity
-from diffusion.sampling.sampler import SamplerConfig, check_guidance, euler_ode
+from diffusion.sampling.latent_sampler import SamplerConfig, check_guidance, euler_ode
 from mmrl.config import load
 from mmrl.errors import UserError
 from tests.diffusion.models.policies import RANK, SIGMA, bits, config_of, disturb, noise, same, text, trained, velocity

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diffusion.families.table import family_of
+from diffusion.models.diffusion_policy import DiffusionPolicy, load_policy
 from diffusion.models.pipelines import load_pipeline
-from diffusion.models.policy import DiffusionPolicy, load_policy
 from mmrl.errors import UserError
 from mmrl.training.recipe import Reference
 from tests.diffusion.builders import T5_TOKENS

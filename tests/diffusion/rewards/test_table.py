@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from diffusion.rewards import IMAGE_REWARDS, load_image_rewards
-from diffusion.rewards.table import COLUMNS
+from diffusion.rewards.image_rewards import COLUMNS
 from diffusion.toy.shapes import all_scenes, render_dataset
 from mmrl.errors import UserError
 from mmrl.rewards import RewardConfig, RewardSum

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from diffusion.models.diffusion_policy import LoraSettings, ModelConfig
 from diffusion.models.pipelines import decode_latents
-from diffusion.models.policy import LoraSettings, ModelConfig
 from diffusion.rewards import load_image_rewards
-from diffusion.rewards.video import flicker
+from diffusion.rewards.video_rewards import flicker
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
 from mmrl.runs.records import film_frames

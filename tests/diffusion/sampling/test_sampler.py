@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffusion.sampling.guidance import guided
-from diffusion.sampling.sampler import (
+from diffusion.sampling.latent_sampler import (
     SamplerConfig,
     euler_ode,
     row_noise,

@@ -9,7 +9,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SASolverScheduler
 
 from diffusion.families.grids import dynamic_shift, scheduler_grid
-from diffusion.sampling.sampler import euler_ode
+from diffusion.sampling.latent_sampler import euler_ode
 from diffusion.sampling.schedule import (
     SOLVERS,
     make_solver,

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from diffusion.sampling.sampler import times_of
+from diffusion.sampling.latent_sampler import times_of
 from diffusion.sampling.steps import gaussian_kl
 from diffusion.sampling.trajectories import DiffusionPayload
 from mmrl.training.objectives import ObjectiveConfig

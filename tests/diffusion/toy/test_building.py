@@ -9,8 +9,8 @@ import pytest
 
 from diffusion.data.captioned_images import ImageDataConfig, load_images, write_images
 from diffusion.families.table import family_of
+from diffusion.models.diffusion_policy import LoraSettings, ModelConfig, load_policy
 from diffusion.models.pipelines import decode_latents, encode_images, load_pipeline
-from diffusion.models.policy import LoraSettings, ModelConfig, load_policy
 from diffusion.rewards import load_image_rewards
 from diffusion.toy import digits
 from diffusion.toy.pipelines.tiny import build_from_images

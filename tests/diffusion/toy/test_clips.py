@@ -8,8 +8,8 @@ import torch
 
 from diffusion.data.image_pairs import write_pairs
 from diffusion.families.table import family_of
+from diffusion.models.diffusion_policy import LoraSettings, ModelConfig
 from diffusion.models.pipelines import decode_latents, encode_images, load_pipeline
-from diffusion.models.policy import LoraSettings, ModelConfig
 from diffusion.rewards import load_image_rewards
 from diffusion.toy import clips
 from diffusion.toy.pipelines.wan import BlockAutoencoder

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from diffusion.toy import demo
+from diffusion.toy import diffusion_demo as demo
 from mmrl.training import run as stages
 
 ROOT = Path(__file__).parents[3]

@@ -128,7 +128,7 @@ def _actions(_: None, rng: random.Random, folder: Path) -> Verdict:
 
 def _captions(_: None, rng: random.Random, folder: Path) -> Verdict:
     """Captions and their data columns as the image rewards read them."""
-    from diffusion.rewards.table import load_image_rewards
+    from diffusion.rewards.image_rewards import load_image_rewards
 
     names = ("shapes_geneval", "caption_colour", "caption_position", "jpeg_incompressibility")
     metadata: Any = {"tag": "counting", "include": [{"class": "circle", "count": 2, "color": "red"}]}

@@ -69,7 +69,7 @@ def _hostile(models: list[Model], rng: random.Random, folder: Path) -> Verdict:
 
 
 def _prepare_policy(folder: Path) -> Model:
-    from robotics.policies.base.policy import open_policy
+    from robotics.policies.base.action_policy import open_policy
 
     model = Model(Path(), prepare_robot(folder / "robot"))
     open_policy(model.folder)  # its imports are no case's time
@@ -78,7 +78,7 @@ def _prepare_policy(folder: Path) -> Model:
 
 def _policies(model: Model, rng: random.Random, folder: Path) -> Verdict:
     """A policy's folder with numbers of any size."""
-    from robotics.policies.base.policy import open_policy
+    from robotics.policies.base.action_policy import open_policy
 
     shutil.copytree(model.folder, folder / "policy")
     file = rng.choice(sorted(path for path in (folder / "policy").rglob("*") if path.is_file()))

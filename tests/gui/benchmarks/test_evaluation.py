@@ -13,8 +13,8 @@ from PIL import Image
 from mmrl.cli import main
 from mmrl.config import load_run
 from mmrl.errors import UserError
+from mmrl.gui.benchmarks.benchmark_table import BENCHMARKS
 from mmrl.gui.benchmarks.prompts import PRESETS, PromptConfig, begin_answer
-from mmrl.gui.benchmarks.table import BENCHMARKS
 from mmrl.gui.grounding.grounding_tasks import GroundingSettings
 from mmrl.recipes import RECIPES
 from mmrl.training.run import evaluate, train
@@ -130,7 +130,7 @@ def test_every_preset_asks_both_families(preset, tmp_path, models):
 
 
 def test_an_interrupted_evaluation_continues_with_the_remaining_rows(tmp_path, models, monkeypatch):
-    from mmrl.gui.benchmarks.recipe import GroundingMeasure
+    from mmrl.gui.benchmarks.benchmark_recipe import GroundingMeasure
 
     options = {"evaluation.batch_tasks": 2}
     whole = run(tmp_path / "whole", models["qwen2_5_vl"], "screenspot", **options)
@@ -166,8 +166,8 @@ def test_the_model_sees_the_size_that_the_question_names(tmp_path, models):
 
 
 def test_the_beginning_of_an_answer_is_part_of_the_sequence(models):
-    from mmrl.vlm.engine.policy import load_policy
-    from mmrl.vlm.model.config import ModelConfig
+    from mmrl.vlm.engine.vlm_policy import load_policy
+    from mmrl.vlm.model.model_config import ModelConfig
     from tests.vlm.builders import make_task
 
     policy = load_policy(ModelConfig(path=str(models["qwen2_5_vl"])))

@@ -9,7 +9,7 @@ from PIL import Image
 
 from mmrl.errors import UserError
 from mmrl.gui.benchmarks.benchmark_copies import BenchmarkConfig, load_benchmark
-from mmrl.gui.benchmarks.table import BENCHMARKS
+from mmrl.gui.benchmarks.benchmark_table import BENCHMARKS
 from mmrl.gui.grounding.coords import Box
 from mmrl.gui.grounding.samples import Polygon, Refusal
 from tests.gui.benchmarks.copies import (

@@ -13,7 +13,7 @@ from PIL import Image
 from mmrl.cli import main
 from mmrl.errors import UserError
 from mmrl.gui.benchmarks.benchmark_copies import validate
-from mmrl.gui.benchmarks.table import BENCHMARKS
+from mmrl.gui.benchmarks.benchmark_table import BENCHMARKS
 from mmrl.gui.grounding.coords import Resize
 from mmrl.gui.grounding.grounding_tasks import GroundingSettings, prepare_tasks
 from mmrl.vlm.data.dataset import DataConfig, load_tasks

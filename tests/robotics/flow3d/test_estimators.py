@@ -13,7 +13,7 @@ from mmrl.fields import check_config
 from robotics.flow3d.clip import Observation, Z
 from robotics.flow3d.flow_model import clip_of_points
 from robotics.flow3d.geometry import angle_rad, apply_pose, intrinsics, make_pose
-from robotics.flow3d.plan.config import PlannerConfig
+from robotics.flow3d.plan.planner_config import PlannerConfig
 from robotics.flow3d.rigid_motion import ESTIMATORS, fit_flow
 
 

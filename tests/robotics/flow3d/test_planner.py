@@ -14,10 +14,10 @@ from mmrl.errors import ConfigError, RunError, UserError
 from robotics.flow3d.flow_model import FixedFlow, clip_of_points
 from robotics.flow3d.geometry import apply_pose, inverse_pose, lift, project
 from robotics.flow3d.objects.tabletop import FlowTabletop
-from robotics.flow3d.plan.config import PlannerConfig
 from robotics.flow3d.plan.execution import ExecutionSettings, drift_of
 from robotics.flow3d.plan.grasps import Grasp
 from robotics.flow3d.plan.planner import FlowPlanner
+from robotics.flow3d.plan.planner_config import PlannerConfig
 from robotics.flow3d.plan.reach import ReachSettings
 from robotics.flow3d.plan.result import Failure
 from robotics.flow3d.plan.verdict import GeometricVerifier, PredicateVerifier, Verdict

@@ -4,11 +4,11 @@ import pytest
 
 pytest.importorskip("mink")
 pytest.importorskip("cv2")
-from robotics.flow3d.closed_loop.episodes import TrueFlow
+from robotics.flow3d.closed_loop.flow_episodes import TrueFlow
 from robotics.flow3d.objects.tabletop import FlowTabletop
-from robotics.flow3d.plan.config import PlannerConfig
 from robotics.flow3d.plan.execution import ExecutionSettings
 from robotics.flow3d.plan.planner import FlowPlanner
+from robotics.flow3d.plan.planner_config import PlannerConfig
 from robotics.flow3d.plan.result import Failure
 
 

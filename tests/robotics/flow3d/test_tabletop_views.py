@@ -9,7 +9,7 @@ from robotics.flow3d.methods.clip_sets import ClipSetConfig, load_clips
 from robotics.flow3d.reward.tabletop_views import MOVING_TASKS, TabletopViews, tabletop_clips
 from robotics.scenes.batch import BatchSettings, TabletopBatch
 from robotics.scenes.experts import Expert
-from robotics.scenes.tasks import TASKS
+from robotics.scenes.tabletop_tasks import TASKS
 from robotics.sim.episodes import EpisodeSpec
 
 pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from robotics.policies.base.action_policy import PolicyInputs
 from robotics.policies.base.encoder import EncoderConfig
-from robotics.policies.base.policy import PolicyInputs
 from robotics.policies.flow import FlowActionPolicy, FlowPolicyConfig
 from robotics.policies.gaussian import GaussianActionPolicy, GaussianPolicyConfig
 from robotics.policies.module import ModuleAdapter
@@ -72,7 +72,7 @@ def make_adapter(seed=0) -> ModuleAdapter:
 
 def make_vlm(folder, placeholders, seed=0, lora=False, **changes) -> VlmActionPolicy:
     """A policy on the vision-language model of a folder."""
-    from mmrl.vlm.model.config import LoraSettings, ModelConfig
+    from mmrl.vlm.model.model_config import LoraSettings, ModelConfig
 
     model = ModelConfig(path=str(folder), lora=LoraSettings(enabled=lora, rank=2))
     config = VlmActionConfig(D, K, bins=32, placeholders=placeholders, seed=seed, **changes)

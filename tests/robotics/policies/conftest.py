@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from robotics.policies.base.policy import ActionPolicy
+from robotics.policies.base.action_policy import ActionPolicy
 from tests.robotics.policies.builders import (
     PLACES,
     TEXTS,

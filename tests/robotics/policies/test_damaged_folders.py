@@ -8,10 +8,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from mmrl.errors import UserError
-from robotics.flow3d.model.settings import BODIES
 from robotics.flow3d.model.world_model import FlowWorldModel, read_config
+from robotics.flow3d.model.world_model_settings import BODIES
 from robotics.methods.video_encoder import VideoEncoder, VideoEncoderConfig
-from robotics.policies.base.policy import open_policy
+from robotics.policies.base.action_policy import open_policy
 from tests.robotics.flow3d.model.builders import tiny_model
 from tests.robotics.policies.builders import make_flow, make_gaussian, make_small
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mmrl.training.processes import avoid_refused_instructions
-from robotics.policies.base.policy import PolicyInputs, open_policy
-from robotics.policies.base.statistics import ActionStatistics, StateStatistics
+from robotics.policies.base.action_policy import PolicyInputs, open_policy
+from robotics.policies.base.action_statistics import ActionStatistics, StateStatistics
 from tests.programs import run_after_torch
 from tests.robotics.policies.builders import B, D, K, S, demonstrations, draw, make_flow, make_inputs
 from tests.robotics.policies.conftest import BUILDERS

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
-from robotics.policies.base.policy import open_policy
+from robotics.policies.base.action_policy import open_policy
 from tests.robotics.policies.builders import PLACES, B, D, K, demonstrations, draw, make_flow, make_inputs
 
 

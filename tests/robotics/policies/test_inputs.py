@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from robotics.policies.base.policy import PolicyInputs
+from robotics.policies.base.action_policy import PolicyInputs
 from tests.robotics.policies.builders import TEXTS, make_inputs
 
 

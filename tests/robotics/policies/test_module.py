@@ -8,7 +8,7 @@ from torch import nn
 
 from mmrl.errors import RunError, UserError
 from robotics.episodes.collect import sim_actions
-from robotics.policies.base.policy import PolicyInputs
+from robotics.policies.base.action_policy import PolicyInputs
 from robotics.policies.module import ModuleAdapter
 from tests.robotics.policies.builders import TEXTS, B, D, Gaussian, K, S, demonstrations, draw, make_inputs
 

@@ -6,9 +6,9 @@ import torch
 
 from mmrl.errors import UserError
 from mmrl.fields import check_config
+from robotics.policies.base.action_policy import PolicyInputs, open_policy
+from robotics.policies.base.action_statistics import StateStatistics
 from robotics.policies.base.encoder import EncoderConfig
-from robotics.policies.base.policy import PolicyInputs, open_policy
-from robotics.policies.base.statistics import StateStatistics
 from robotics.policies.small import SmallVlaConfig, SmallVlaPolicy
 from tests.robotics.policies.builders import ENCODER, PLACES, TEXTS, B, D, K, S, draw, make_inputs, make_small
 

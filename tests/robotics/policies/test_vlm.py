@@ -6,7 +6,7 @@ import torch
 from mmrl.errors import UserError
 from mmrl.training.recipe import make_reference
 from mmrl.training.settings import ReferenceConfig
-from robotics.policies.base.policy import PolicyInputs, open_policy
+from robotics.policies.base.action_policy import PolicyInputs, open_policy
 from robotics.policies.vlm import VlmActionConfig, VlmActionPolicy
 from tests.robotics.policies.builders import TEXTS, D, K, S, draw, make_inputs
 
@@ -49,7 +49,7 @@ def test_a_model_may_go_without_images_but_not_without_its_state(policies):
 
 
 def test_lora_trains_adapters_and_added_layers(builders, tmp_path):
-    from mmrl.vlm.model.config import ModelConfig
+    from mmrl.vlm.model.model_config import ModelConfig
 
     policy = builders["vlm_learned"](lora=True)
     names = {name for name, weight in policy.named_parameters() if weight.requires_grad}

@@ -18,8 +18,8 @@ from benchmarks.vlm.workload import (
 )
 from mmrl.errors import UserError
 from mmrl.vlm.data.dataset import DataConfig, load_tasks
-from mmrl.vlm.engine.policy import load_policy
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.engine.vlm_policy import load_policy
+from mmrl.vlm.model.model_config import ModelConfig
 from mmrl.vlm.toy.tiny import FAMILIES, build_tiny_vlm
 from tests.vlm.builders import CORPUS
 

@@ -10,8 +10,8 @@ from mmrl.rewards import RewardConfig
 from mmrl.training.run import train
 from mmrl.vlm.critic import revision
 from mmrl.vlm.critic.revision import Revision, RevisionConfig, change_shares, revise
-from mmrl.vlm.engine.sampler import SamplerConfig
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig
+from mmrl.vlm.model.model_config import ModelConfig
 from tests.vlm.builders import make_task
 from tests.vlm.pairs import pair_config
 

@@ -9,10 +9,10 @@ from mmrl.errors import UserError
 from mmrl.fields import check_config
 from mmrl.recipes import RECIPES
 from mmrl.training.run import train
-from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.critic import self_critic
 from mmrl.vlm.critic.self_critic import SelfCriticConfig, best_of_n
-from mmrl.vlm.engine.sampler import SamplerConfig, sample
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig, sample
+from mmrl.vlm.vlm_config import VlmConfig
 from tests.vlm.builders import make_task
 from tests.vlm.pairs import pair_config
 from tests.vlm.runs import run_config

@@ -6,8 +6,8 @@ import transformers
 
 from mmrl.errors import UserError
 from mmrl.vlm.engine.capabilities import check_architecture, check_behaviour
-from mmrl.vlm.engine.policy import load_policy
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.engine.vlm_policy import load_policy
+from mmrl.vlm.model.model_config import ModelConfig
 from mmrl.vlm.model.network import auto_class
 from tests.vlm.families.zoo import ZOO
 

@@ -12,9 +12,9 @@ import torch
 from mmrl.core.rollouts import Rollouts
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.engine.lean import unsupported_reason
-from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.prefix import KeepPrefill
-from mmrl.vlm.engine.sampler import SamplerConfig, sample
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig, sample
 from tests.vlm.families.record import FAST, note
 from tests.vlm.families.zoo import EOS, ZOO, make_policy, make_prompt, make_video_prompt, own_inputs
 

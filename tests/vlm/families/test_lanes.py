@@ -9,9 +9,9 @@ import torch
 
 from mmrl.core.rollouts import Rollouts
 from mmrl.vlm.data.prompt import Insert, VlmPayload
-from mmrl.vlm.engine.policy import VlmPolicy, load_policy
-from mmrl.vlm.engine.sampler import SamplerConfig, sample
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.engine.vlm_policy import VlmPolicy, load_policy
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig, sample
+from mmrl.vlm.model.model_config import ModelConfig
 from tests.rounding import assert_equal_up_to_rounding
 from tests.vlm.builders import draw, make_task, ragged_tasks
 

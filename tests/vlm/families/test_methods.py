@@ -12,25 +12,25 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from mmrl.agents.agent_evaluation import AgentEvaluationConfig
+from mmrl.agents.agent_recipe import AgentConfig
+from mmrl.agents.environments.agent_tasks import TaskSetConfig
 from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import Action, ActionConfig, ParsedAnswer
-from mmrl.agents.environments.tasks import TaskSetConfig
-from mmrl.agents.evaluation import AgentEvaluationConfig
-from mmrl.agents.recipe import AgentConfig
 from mmrl.agents.rollout.episodes import ConversationConfig
 from mmrl.gui.grounding.aepo import AepoConfig
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
-from mmrl.rewards.loading import load_function
+from mmrl.rewards.reward_loading import load_function
 from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.run import train
 from mmrl.training.settings import CheckpointConfig, TrainerConfig
-from mmrl.vlm.engine.sampler import SamplerConfig
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig
 from mmrl.vlm.methods.apo import ApoConfig
 from mmrl.vlm.methods.papo import PapoConfig
 from mmrl.vlm.methods.reg_grpo import RegGrpoConfig
 from mmrl.vlm.methods.sft import SftConfig
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.model.model_config import ModelConfig
 from tests.gui import screens
 from tests.vlm.pairs import pair_config
 from tests.vlm.runs import run_config

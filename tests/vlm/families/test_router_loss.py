@@ -18,12 +18,12 @@ from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
 from mmrl.training.recipe import Step, shared_prefix
 from mmrl.training.run import train
-from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import VlmPayload
-from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.methods.preference import PreferenceRunConfig
 from mmrl.vlm.methods.sft import SftConfig
 from mmrl.vlm.router_loss import RouterLoss
+from mmrl.vlm.vlm_config import VlmConfig
 from tests.contracts.test_two_processes import STEPS, assert_same, train_in_two
 from tests.contracts.test_two_processes import train as train_alone
 from tests.vlm.families.test_generic import LENGTHS, gradient, make_prompts, make_rollouts

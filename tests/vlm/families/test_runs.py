@@ -14,12 +14,12 @@ from mmrl.errors import UserError
 from mmrl.hub.compat import quiet_transformers
 from mmrl.recipes import RECIPES
 from mmrl.training.run import train
-from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.data.task import TaskError, VideoClip, VlmTask
-from mmrl.vlm.engine.policy import VlmPolicy, load_policy
-from mmrl.vlm.model.config import LoraSettings, ModelConfig
+from mmrl.vlm.engine.vlm_policy import VlmPolicy, load_policy
+from mmrl.vlm.model.model_config import LoraSettings, ModelConfig
 from mmrl.vlm.model.network import auto_class
+from mmrl.vlm.vlm_config import VlmConfig
 from tests.rounding import assert_equal_up_to_rounding
 from tests.vlm.builders import draw, make_task
 from tests.vlm.families.conftest import KINDS

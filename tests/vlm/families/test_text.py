@@ -13,14 +13,14 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
 from mmrl.training.run import train
-from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import Insert, VlmPayload
 from mmrl.vlm.data.task import VideoOptions
-from mmrl.vlm.engine.policy import load_policy
+from mmrl.vlm.engine.vlm_policy import load_policy
 from mmrl.vlm.methods.papo import PapoConfig
 from mmrl.vlm.methods.reg_grpo import RegGrpoConfig
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.model.model_config import ModelConfig
 from mmrl.vlm.toy.countdown import build_problems
+from mmrl.vlm.vlm_config import VlmConfig
 from tests.vlm.builders import make_task
 from tests.vlm.runs import run_config
 

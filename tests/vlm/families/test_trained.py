@@ -14,13 +14,13 @@ from torch import Tensor
 from mmrl.hub.compat import quiet_transformers
 from mmrl.recipes import RECIPES
 from mmrl.training.run import train
-from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.data.task import VlmTask
-from mmrl.vlm.engine import policy as policies
-from mmrl.vlm.engine.policy import VlmPolicy
-from mmrl.vlm.model.config import LoraSettings, ModelConfig
+from mmrl.vlm.engine import vlm_policy as policies
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
+from mmrl.vlm.model.model_config import LoraSettings, ModelConfig
 from mmrl.vlm.model.network import auto_class
+from mmrl.vlm.vlm_config import VlmConfig
 from tests.rounding import assert_equal_up_to_rounding
 from tests.vlm.families.record import CHECKS, FAST, NEW, digest, note, read_record
 from tests.vlm.families.zoo import ZOO, Processor, make_model, make_prompt, own_inputs

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from mmrl.hub.compat import ensure_torchvision
 from mmrl.vlm.data.prompt import Prompt
-from mmrl.vlm.engine.loading import prepare
-from mmrl.vlm.engine.policy import VlmPolicy
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.engine.model_loading import prepare
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
+from mmrl.vlm.model.model_config import ModelConfig
 
 IMAGE, VIDEO, BEGIN, END = 500, 501, 502, 503
 ENTRIES, EOS, PAD = 512, 2, 0

@@ -12,7 +12,7 @@ from mmrl.training.settings import CheckpointConfig, TrainerConfig
 from mmrl.vlm.data.dataset import DataConfig
 from mmrl.vlm.toy.needles import build_needles
 from mmrl.vlm.toy.tiny_clip import build_clip
-from mmrl.vlm.tspo.config import AgentConfig, FeatureConfig, PickConfig, TspoConfig, TspoEvaluationConfig
+from mmrl.vlm.tspo.tspo_config import AgentConfig, FeatureConfig, PickConfig, TspoConfig, TspoEvaluationConfig
 
 _KEPT: list[Any] = []  # folders that are deleted with the process
 FRAMES = 22

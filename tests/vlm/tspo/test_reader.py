@@ -18,11 +18,11 @@ from mmrl.training.processes import Streams
 from mmrl.training.recipe import NoUsableTasksError, Step
 from mmrl.training.run import train
 from mmrl.training.update import count_denominators
-from mmrl.vlm.engine.sampler import SamplerConfig
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig
 from mmrl.vlm.toy.needles import build_model
+from mmrl.vlm.tspo.frame_policy import TspoPayload
 from mmrl.vlm.tspo.needle_tasks import Candidates
-from mmrl.vlm.tspo.policy import TspoPayload
-from mmrl.vlm.tspo.recipe import TspoRecipe
+from mmrl.vlm.tspo.tspo_recipe import TspoRecipe
 from tests.vlm.tspo.builders import data_folder, needle_config
 
 

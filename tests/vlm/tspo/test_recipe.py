@@ -21,12 +21,12 @@ from mmrl.training.run import train
 from mmrl.vlm.data.dataset import DataConfig
 from mmrl.vlm.data.task import VideoOptions
 from mmrl.vlm.tspo.answerers import OracleAnswerer
-from mmrl.vlm.tspo.config import PickConfig, objective_of
+from mmrl.vlm.tspo.frame_policy import TspoPayload
 from mmrl.vlm.tspo.measure import INSIDE, OUTSIDE, needle_recall, pick_strip
 from mmrl.vlm.tspo.picker import load_frame_picker
 from mmrl.vlm.tspo.picking import LOGPROBS
-from mmrl.vlm.tspo.policy import TspoPayload
-from mmrl.vlm.tspo.recipe import TspoRecipe
+from mmrl.vlm.tspo.tspo_config import PickConfig, objective_of
+from mmrl.vlm.tspo.tspo_recipe import TspoRecipe
 from tests.vlm.tspo.builders import FRAMES, data_folder, needle_config
 
 

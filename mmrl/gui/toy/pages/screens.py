@@ -27,7 +27,7 @@ from mmrl.gui.grounding.samples import AnyOf, GroundingSample
 from mmrl.gui.toy.pages.composer import SPLITS, PageModel, compose, render
 from mmrl.gui.toy.pages.instructions import LISTING, Instruction, instructions_for, listing_for
 from mmrl.gui.toy.pages.launcher import LauncherPage, LauncherSheet, compose_launcher
-from mmrl.gui.toy.pages.settings import ScreenSettings
+from mmrl.gui.toy.pages.settings_page import ScreenSettings
 from mmrl.gui.toy.pages.vocabulary import functions
 from mmrl.gui.toy.pages.worked import worked_targets
 

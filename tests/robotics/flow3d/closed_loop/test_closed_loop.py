@@ -15,7 +15,7 @@ from robotics.flow3d.geometry import apply_pose, inverse_pose, lift, project
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[flow3d]'")
 pytest.importorskip("mink", reason="needs pip install 'mmrl-suite[flow3d]'")
 
-from robotics.flow3d.closed_loop.episodes import (  # noqa: E402
+from robotics.flow3d.closed_loop.flow_episodes import (  # noqa: E402
     FlowEpisodesConfig,
     LoopConfig,
     TrueFlow,
@@ -24,7 +24,7 @@ from robotics.flow3d.closed_loop.episodes import (  # noqa: E402
 from robotics.flow3d.closed_loop.measure import evaluate_flow, loop_metrics, loop_table  # noqa: E402
 from robotics.flow3d.closed_loop.runner import EpisodeRunner  # noqa: E402
 from robotics.flow3d.objects.demonstrator import Demonstrator  # noqa: E402
-from robotics.flow3d.objects.tasks import FLOW_TASKS  # noqa: E402
+from robotics.flow3d.objects.flow_tasks import FLOW_TASKS  # noqa: E402
 from robotics.flow3d.plan.judge import VerifierConfig  # noqa: E402
 
 PLACE = FlowEpisodesConfig(tasks=["place_red"], arms=["free_gripper"], episodes=1, image_size=64)

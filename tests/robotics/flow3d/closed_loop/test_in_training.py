@@ -8,8 +8,8 @@ pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 pytest.importorskip("mink")
 
 from mmrl.training.run import train
-from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig, LoopConfig, VerifierConfig
-from robotics.flow3d.plan.config import PlannerConfig
+from robotics.flow3d.closed_loop.flow_episodes import FlowEpisodesConfig, LoopConfig, VerifierConfig
+from robotics.flow3d.plan.planner_config import PlannerConfig
 from tests.robotics.flow3d.model.test_recipe import run_config
 
 

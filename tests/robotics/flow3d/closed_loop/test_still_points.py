@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from robotics.flow3d.closed_loop.episodes import StillPoints
+from robotics.flow3d.closed_loop.flow_episodes import StillPoints
 
 
 class Moving:

@@ -8,8 +8,14 @@ import torch
 
 from mmrl.hub.compat import ensure_torchvision
 from robotics.flow3d.clip import FlowEncoding
-from robotics.flow3d.model.settings import BodyConfig, ConditionConfig, FlowModelConfig, ProcessConfig, UnetConfig
 from robotics.flow3d.model.world_model import FlowWorldModel
+from robotics.flow3d.model.world_model_settings import (
+    BodyConfig,
+    ConditionConfig,
+    FlowModelConfig,
+    ProcessConfig,
+    UnetConfig,
+)
 from robotics.policies.base.encoder import Vocabulary
 
 TEXTS = ["Move the block to the red pad", "Move the block to the green pad"]

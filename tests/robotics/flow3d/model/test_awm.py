@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diffusion.matching.times import TimestepConfig
-from diffusion.sampling.sampler import row_noise
+from diffusion.sampling.latent_sampler import row_noise
 from mmrl.config import load_run
 from mmrl.errors import UserError
 from mmrl.runs.tracking import TrackingConfig
@@ -20,7 +20,7 @@ from mmrl.training.trainer import Trainer, collect_metrics
 from mmrl.training.update import count_denominators, update_constants
 from robotics.flow3d.methods.awm import Flow3dAwmConfig, Flow3dAwmRecipe, SavedModelConfig
 from robotics.flow3d.methods.clip_sets import ClipSetConfig
-from robotics.flow3d.methods.evaluation import FlowEvaluationConfig
+from robotics.flow3d.methods.flow3d_evaluation import FlowEvaluationConfig
 from robotics.flow3d.methods.samples import ExplorationConfig, FlowPayload
 from robotics.flow3d.model.world_model import FlowWorldModel
 from robotics.flow3d.plan.judge import WeightedVerifierConfig

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from robotics.flow3d.model.processes import DdimProcess, RectifiedProcess, guided, make_process
-from robotics.flow3d.model.settings import PARAMETERISATIONS, ProcessConfig
+from robotics.flow3d.model.world_model_settings import PARAMETERISATIONS, ProcessConfig
 
 SHAPE = (5, 3, 2, 2, 2)
 

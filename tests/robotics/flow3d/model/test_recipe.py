@@ -16,10 +16,10 @@ from mmrl.training.run import train
 from mmrl.training.settings import BaseTrainerConfig, CheckpointConfig
 from mmrl.training.trainer import Trainer
 from mmrl.training.update import count_denominators
-from robotics.flow3d.closed_loop.episodes import LoopConfig
+from robotics.flow3d.closed_loop.flow_episodes import LoopConfig
 from robotics.flow3d.methods.clip_sets import ClipSetConfig, depth_range_m
-from robotics.flow3d.methods.evaluation import FlowEvaluationConfig
-from robotics.flow3d.methods.recipe import Flow3dConfig, Flow3dRecipe, FlowPayload, WorldModelConfig
+from robotics.flow3d.methods.flow3d_evaluation import FlowEvaluationConfig
+from robotics.flow3d.methods.flow3d_recipe import Flow3dConfig, Flow3dRecipe, FlowPayload, WorldModelConfig
 from robotics.flow3d.model.world_model import FlowWorldModel
 from tests.robotics.flow3d.model.builders import build_sd, build_vision, disturb, tiny_config
 from tests.robotics.flow3d.model.synthetic import make_clips
@@ -76,7 +76,7 @@ def test_hidden_points_are_left_out_of_the_loss_but_not_their_visibility(tmp_pat
     clips = make_clips(4)
     for clip in clips:
         clip.flow[2, 0, 1, 3] = 0.0
-    monkeypatch.setattr("robotics.flow3d.methods.recipe.load_clips", lambda config, where: clips)
+    monkeypatch.setattr("robotics.flow3d.methods.flow3d_recipe.load_clips", lambda config, where: clips)
     config = run_config(tmp_path, WorldModelConfig(**vars(tiny_config(visibility="channel"))))
     config.loss_mask = "visible"
     recipe = Flow3dRecipe(config)
@@ -132,7 +132,7 @@ def test_a_tiny_model_learns_to_follow_the_instruction(tmp_path):
 
 def test_evaluation_by_task_and_source_with_images(tmp_path, monkeypatch):
     clips = [*make_clips(4, task="push"), *make_clips(4, seed=2, task="lift")]
-    monkeypatch.setattr("robotics.flow3d.methods.recipe.load_clips", lambda config, where: clips)
+    monkeypatch.setattr("robotics.flow3d.methods.flow3d_recipe.load_clips", lambda config, where: clips)
     recipe = Flow3dRecipe(run_config(tmp_path))
     result = recipe.evaluate(recipe.policy, "held_out", make_accelerator(), Step())
     parts = [result.metrics[f"flow/ade_cm/task={task}"] for task in ("push", "lift")]

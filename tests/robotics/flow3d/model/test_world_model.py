@@ -8,9 +8,9 @@ import torch
 
 from mmrl.errors import UserError
 from robotics.flow3d.model.context import Keypoints
-from robotics.flow3d.model.settings import BODIES, ConditionConfig, FlowModelConfig, UnetConfig
 from robotics.flow3d.model.unet_motion import ADAPTED
 from robotics.flow3d.model.world_model import FlowWorldModel, sample_seeds
+from robotics.flow3d.model.world_model_settings import BODIES, ConditionConfig, FlowModelConfig, UnetConfig
 from robotics.policies.base.encoder import Vocabulary, octave_code
 from tests.robotics.flow3d.model.builders import TEXTS, build_sd, build_vision, disturb, tiny_config, tiny_model
 from tests.robotics.flow3d.model.synthetic import make_clips

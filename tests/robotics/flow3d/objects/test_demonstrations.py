@@ -18,8 +18,8 @@ from robotics.flow3d.objects.demonstrations import (  # noqa: E402
     instructed_clips,
 )
 from robotics.flow3d.objects.demonstrator import Demonstrator  # noqa: E402
+from robotics.flow3d.objects.flow_tasks import FLOW_TASKS  # noqa: E402
 from robotics.flow3d.objects.scene import FLOW_ARMS, HELD_OUT_ARMS, FlowScene, SceneConfig  # noqa: E402  # noqa: E402
-from robotics.flow3d.objects.tasks import FLOW_TASKS  # noqa: E402
 from robotics.toy.flow_clips import build_clips  # noqa: E402
 
 SMALL = SceneConfig(width=64, height=64)

@@ -14,7 +14,7 @@ pytest.importorskip("mink", reason="needs pip install 'mmrl-suite[flow3d]'")
 
 from robotics.flow3d.kinematics import ArmIk  # noqa: E402
 from robotics.flow3d.objects.envs import FLOW_ENVIRONMENT_IDS, FlowTabletopEnv  # noqa: E402
-from robotics.flow3d.objects.tasks import FLOW_TASKS  # noqa: E402
+from robotics.flow3d.objects.flow_tasks import FLOW_TASKS  # noqa: E402
 
 BARE = {"arm": "free_gripper", "image_size": 24}
 UNBOUNDED = "ignore:.*A Box observation space m.*:UserWarning"

@@ -7,8 +7,8 @@ import pytest
 
 from robotics.flow3d.objects.criteria import Outcome
 from robotics.flow3d.objects.demonstrations import DemonstrationConfig, demonstrations
+from robotics.flow3d.objects.flow_tasks import FLOW_TASKS
 from robotics.flow3d.objects.scene import SceneConfig
-from robotics.flow3d.objects.tasks import FLOW_TASKS
 from robotics.flow3d.plan.judge import CriteriaVerifier, FlowJudge, WeightedVerifierConfig
 from robotics.flow3d.plan.verdict import PlanFacts, Verdict
 from robotics.flow3d.rigid_motion import ObjectMotion

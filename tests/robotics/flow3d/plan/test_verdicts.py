@@ -159,8 +159,8 @@ def test_endpoint_that_refuses_stalls_or_fails_gives_a_verdict(chat_server):
 
 def test_a_model_of_the_suite_is_asked_with_both_images(tmp_path, monkeypatch):
     pytest.importorskip("transformers", reason="needs pip install 'mmrl-suite[vlm]'")
-    from mmrl.vlm.engine.policy import load_policy
-    from mmrl.vlm.model.config import ModelConfig
+    from mmrl.vlm.engine.vlm_policy import load_policy
+    from mmrl.vlm.model.model_config import ModelConfig
     from mmrl.vlm.toy.tiny import build_tiny_vlm
 
     folder = build_tiny_vlm(tmp_path / "vlm", corpus=["place the mug on the red pad", json.dumps(GOOD)])

@@ -1,0 +1,381 @@
+"""Memory and time of a run on a diffusion or flow model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from diffusion.data.prompts import has_images
+from diffusion.diffusion_config import DiffusionConfig, TrajectoryParts
+from diffusion.families.base import MASK, REFERENCE
+from diffusion.families.table import find_family
+from diffusion.models.conditioning import TextEncoders
+from diffusion.models.diffusion_policy import DTYPES, ModelConfig, add_adapter, make_family
+from diffusion.models.pipelines import outlined_pipeline, quiet_diffusers
+from diffusion.models.saved import BASE_FILE, read_base
+from diffusion.sampling.latent_sampler import SamplerConfig, trained_window
+from mmrl.errors import NoPlan, UserError
+from mmrl.files import expanded, read_json_object
+from mmrl.hub.building import build_if_missing
+from mmrl.hub.compat import ensure_torchvision, quiet_transformers
+from mmrl.runs.export import model_folder
+from mmrl.training.objectives import make_objective
+from mmrl.training.plan import (
+    Counted,
+    Part,
+    Plan,
+    Work,
+    activations,
+    autocast,
+    batch_sizes,
+    forward,
+    imagined,
+    state_parts,
+)
+from mmrl.training.recipe import single_update
+
+WORKING = 6
+"""Float32 latents per row that a loss needs at once: noise, mean, target and their differences."""
+PUBLISHED: dict[str, dict[str, Any]] = read_json_object(Path(__file__).with_name("published.json"))["models"]
+"""Released pipelines by hub id: class, network, autoencoder, and text encoder parameters in billions."""
+
+
+def footprint(config: Any, *, passes: bool = True) -> Plan:
+    """Plan a run, assuming that all prompts have the model's maximum length.
+
+    Without passes, the plan only contains what is kept between them: weights, gradients, moments, averages and copies.
+    """
+    if not isinstance(getattr(config, "model", None), ModelConfig):
+        raise NoPlan(f"there is no plan for the recipe '{config.recipe}'; its model is no diffusion model")
+    ensure_torchvision()
+    build_if_missing(config.model, "model")
+    step = _Step.of(config)
+    with torch.device("meta"), quiet_transformers(), quiet_diffusers():
+        model = _Model(config, step)
+    if not passes:
+        return Plan(tuple(_weights(model)), ())
+    with imagined(model.networks, model.autoencoder) as mode:
+        model.mode = mode
+        counted = _Passes(model, step)
+        parts = (*_weights(model), *_latents(model, step), *counted.parts())
+        work = tuple(counted.work())
+    kind = "videos" if model.family.video else "images"
+    assumed = (
+        f"latents {' x '.join(map(str, model.shape))}",
+        f"{step.rows} {kind} a step and {step.times} {'steps' if step.denoises else 'noisy versions'} of each",
+        f"the update of {step.chunk} {kind} at once",
+    )
+    return Plan(tuple(part for part in parts if part.bytes), assumed, work, model.low)
+
+
+def preview(config: Any, recipe: Any) -> list[str]:
+    """Lines about the prompts of a recipe; their lengths are checked if the model's tokenizers are on this machine.
+
+    Raises:
+        UserError: images that the model's family does not support, or prompts that would be truncated.
+    """
+    path = pipeline_path(config.model)
+    counts = {"data": recipe.train_tasks} | {f"eval_data.{name}": tasks for name, tasks in recipe.eval_tasks.items()}
+    lines = [f"{name}: {len(tasks)} {'prompts' if name != 'data' else 'tasks'}" for name, tasks in counts.items()]
+    if not expanded(path).is_dir():
+        return [*lines, f"lengths of prompts are not checked: {path} is not on this machine"]
+    ensure_torchvision()
+    with torch.device("meta"), quiet_transformers(), quiet_diffusers():
+        family = make_family(outlined_pipeline(path, config.model.family), config.model)
+    recipe.check_prompts(TextEncoders(family))
+    return lines
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Sizes of a step."""
+
+    rows: int
+    """Images of all processes."""
+    minibatch: int
+    """Images of an optimiser step."""
+    chunk: int
+    """Images in one forward and backward pass."""
+    times: int
+    """Trained steps or noisy versions of an image."""
+    denoises: bool
+    """Whether the sampler's steps are trained."""
+    given: bool
+    """Whether images are given instead of sampled."""
+    sampler: SamplerConfig
+
+    @classmethod
+    def of(cls, config: Any) -> _Step:
+        """Read the sizes from a configuration."""
+        trainer, given = config.trainer, not isinstance(config, DiffusionConfig)
+        sampler = config.evaluation.sampler if given else config.sampler
+        group = 1 + hasattr(config, "pairs") if given else trainer.samples_per_task
+        denoises = isinstance(config, TrajectoryParts)
+        if denoises:
+            times = max(int(len(trained_window(sampler, torch.Generator())) * sampler.random_share), 1)
+        else:
+            times = config.timesteps.count
+        return cls(*batch_sizes(trainer, group), times, denoises, given, sampler)
+
+    @property
+    def drawn(self) -> int:
+        """Images sampled or decoded at once."""
+        return min(self.sampler.batch_rows, self.rows)
+
+
+class _Model:
+    """Networks, autoencoder and sizes of a pipeline without weight values; built on the meta device."""
+
+    mode: FakeTensorMode
+
+    def __init__(self, config: Any, step: _Step) -> None:
+        self.config, model = config, config.model
+        dtype = DTYPES[model.dtype]
+        pipeline, encoders = _pipeline(model)
+        self.family = family = make_family(pipeline, model)
+        self.shape = family.latent_shape(model.height, model.width, model.frames)
+        self.dtype = dtype
+        self.low = model.dtype != "float32" or config.trainer.mixed_precision != "none"
+        present = [name for name in family.networks if getattr(pipeline, name, None) is not None]
+        self.networks = nn.ModuleDict()
+        for name in present:
+            network = getattr(pipeline, name).to(dtype).requires_grad_(False)
+            self.networks[name] = network
+            if name not in (model.networks or present):
+                continue
+            if model.lora.enabled:
+                add_adapter(network, model.lora, family, seed=0)
+            else:
+                network.requires_grad_(True)
+            if model.gradient_checkpointing:
+                network.enable_gradient_checkpointing()
+        self.autoencoder = pipeline.vae.to(dtype).requires_grad_(False)
+        self.encoders = encoders * dtype.itemsize
+        self.edits = family.takes_image and has_images(config, family.edits)
+        # as `Trajectories.halves_together`: low precision with a detached half takes two calls in sampling too
+        low_apart = self.low and step.denoises and config.step.detach_negative
+        self.guided = step.sampler.guidance != 1.0 and not step.given
+        self.together = not low_apart
+        """Whether sampling evaluates both halves of guidance in one call."""
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """Weights that are trained."""
+        return [weight for weight in self.networks.parameters() if weight.requires_grad]
+
+    def text(self, rows: int) -> dict[str, Tensor]:
+        """Zeros instead of the text of some rows, without memory cost."""
+        found = {name: torch.zeros(1, *shape, dtype=self.dtype) for name, shape in self.family.text_shapes().items()}
+        # a full mask for every entry, since the plan assumes prompts of maximum length
+        found |= {name + MASK: torch.ones(value.shape[:2], dtype=torch.bool) for name, value in found.items()}
+        if self.edits:
+            found[REFERENCE] = torch.zeros(1, *self.shape, dtype=self.dtype)
+        return {name: value.expand(rows, *value.shape[1:]) for name, value in found.items()}
+
+    def text_bytes(self) -> int:
+        """Bytes of one row's text."""
+        return sum(value.nbytes for value in self.text(1).values())
+
+    def latent_bytes(self, itemsize: int | None = None) -> int:
+        """Bytes of one row's latents, in the model's precision unless `itemsize` is given."""
+        return torch.Size(self.shape).numel() * (itemsize or self.dtype.itemsize)
+
+    def velocity(self, rows: int) -> Tensor:
+        """Evaluate the network for some rows and return a scalar.
+
+        The family converts real zeros, because it may read values; the network runs without values.
+        """
+        network: Any = next(iter(self.networks.values()))
+        found: list[Tensor] = []
+
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            with self.mode, autocast(self.config.trainer):
+                out = network(*args, **kwargs)
+            found.extend(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+            return tree_map_only(Tensor, lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype), out)
+
+        with unset_fake_temporarily():
+            latents = torch.zeros(1, *self.shape, dtype=self.dtype).expand(rows, *self.shape)
+            self.family.velocity(_Called(network, evaluate), latents, torch.full((rows,), 0.5), self.text(rows))
+        return torch.stack([leaf.float().square().mean() for leaf in found]).sum()
+
+    def decode(self, rows: int) -> Tensor:
+        """Images of some rows, without values."""
+        return self.family.decode(torch.zeros(rows, *self.shape, dtype=self.dtype))
+
+    def encode(self, rows: int) -> Any:
+        """Latents of some images, without values."""
+        family = self.family
+        frames = (1 + (self.shape[1] - 1) * family.frame_factor,) if family.video else ()
+        pixels = (family.factor * side for side in self.shape[-2:])
+        return family.encode_pixels(torch.zeros(rows, 3, *frames, *pixels, dtype=self.dtype))
+
+
+class _Called:
+    """A network whose calls go to another function."""
+
+    def __init__(self, network: Any, function: Any) -> None:
+        self.network = network
+        self.function = function
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.network, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def pipeline_path(config: ModelConfig) -> str:
+    """Folder or hub id of the pipeline below saved weights."""
+    path = model_folder(config.path)
+    while (expanded(path) / BASE_FILE).is_file():
+        path = str(read_base(expanded(path) / BASE_FILE)["path"])
+    return path
+
+
+def _pipeline(config: ModelConfig) -> tuple[Any, int]:
+    """The pipeline without values, and the number of parameters of its text encoders."""
+    path = pipeline_path(config)
+    if path not in PUBLISHED or expanded(path).exists():
+        try:
+            pipeline = outlined_pipeline(path, config.family)
+        except UserError as error:
+            raise UserError(f"{error}; known without a folder: {', '.join(PUBLISHED)}") from error
+        kind = find_family(type(pipeline).__name__, config.family)
+        encoders = [getattr(pipeline, part.encoder, None) for part in kind.text_parts]
+        return pipeline, sum(w.numel() for encoder in encoders if encoder is not None for w in encoder.parameters())
+    import diffusers
+
+    known = PUBLISHED[path]
+    kind = find_family(known["pipeline_class"], config.family)
+    parts = {kind.networks[0]: known["network"], "vae": known["autoencoder"]}
+    made = {name: getattr(diffusers, own)(**values) for name, (own, values) in parts.items()}
+    with torch.device("cpu"):  # schedulers compute their sigmas and need real values
+        made["scheduler"] = getattr(diffusers, kind.schedulers[0])()
+    own = getattr(diffusers, known["pipeline_class"])
+    required = [p.name for p in inspect.signature(own).parameters.values() if p.default is inspect.Parameter.empty]
+    settings = {**dict.fromkeys(required), **made, **known.get("settings", {})}
+    return own(**settings), round(sum(known["encoder_billions"].values()) * 1e9)
+
+
+def _weights(model: _Model) -> Iterator[Part]:
+    """Weights with their gradients, moments and averages, and frozen parts."""
+    config = model.config
+    yield from state_parts(model.networks, config.trainer, copies=int(not config.model.lora.enabled))
+    yield Part("averages of weights", 4 * averages_of(config) * sum(weight.numel() for weight in model.trained))
+    autoencoder = sum(weight.nbytes for weight in model.autoencoder.parameters())
+    yield Part("autoencoder", autoencoder)
+    freed = config.model.free_text_encoders
+    yield Part(
+        "text encoders" + freed * " and autoencoder, at the start",
+        model.encoders + freed * autoencoder,
+        "start" if freed else "always",
+    )
+
+
+def _latents(model: _Model, step: _Step) -> Iterator[Part]:
+    """Latents of a step, and the noise and text needed during sampling."""
+    config = model.config
+    if step.given:
+        yield Part("latents", step.rows * model.latent_bytes(), divided=True)
+        return
+    states = step.times + 1 if step.denoises else step.times * (getattr(config, "states", "") == "trajectory")
+    yield Part("latents and states", step.rows * (1 + states) * model.latent_bytes(), divided=True)
+    noise = step.drawn * step.times * model.latent_bytes(4) * step.denoises
+    yield Part("noise of the steps", noise, "sampling")
+    yield Part("text of the prompts", config.trainer.tasks_per_step * model.text_bytes(), "sampling", divided=True)
+
+
+def averages_of(config: Any) -> int:
+    """Moving averages of the trained weights, float32."""
+    awm, orw = getattr(config, "awm", None), getattr(config, "orw", None)
+    return (
+        (config.eval_ema.decay > 0)
+        + (awm is not None and (awm.ema_coef > 0 or awm.off_policy))
+        + (orw is not None and orw.refresh_every > 1)
+        + hasattr(config, "nft")
+    )
+
+
+class _Passes:
+    """Forward and backward passes of a step through networks and autoencoder, each counted once."""
+
+    def __init__(self, model: _Model, step: _Step) -> None:
+        self.model = model
+        self.step = step
+        config = model.config
+        detached = not step.denoises or config.step.detach_negative
+        self.rows = step.chunk * step.times
+        self.halves = 2 if model.guided else 1
+        self.compares = not step.given and make_objective(config.objective).needs_reference
+        doubled = 1 if detached else self.halves  # a detached negative half keeps no activations
+        self.update = activations(
+            model.networks, lambda: self._loss(doubled * self.rows), -(-step.minibatch // step.chunk)
+        )
+        self.per_call = self.halves if model.together else 1
+        pixels = 1 if model.family.video else step.drawn
+        self.pixels = pixels
+        if step.given:
+            self.pixel = forward(model.autoencoder, lambda: model.encode(pixels))
+            self.sample = Counted(0, 0, 0)
+        else:
+            self.pixel = forward(model.autoencoder, lambda: model.decode(pixels))
+            self.sample = forward(model.networks, lambda: model.velocity(step.drawn * self.per_call))
+        self.unscored = self._without_gradient(detached)
+        self.score = forward(model.networks, lambda: model.velocity(self.rows)) if self.unscored else self.sample
+
+    def parts(self) -> Iterator[Part]:
+        """Memory of the passes."""
+        model, step = self.model, self.step
+        yield Part(
+            "encoding" if step.given else "denoising, or decoding", max(self.sample.bytes, self.pixel.bytes), "sampling"
+        )
+        yield Part("text of a batch", step.drawn * self.per_call * model.text_bytes() * (not step.given), "sampling")
+        yield Part(
+            "text and noise of a batch", self.rows * (model.text_bytes() + WORKING * model.latent_bytes(4)), "update"
+        )
+        yield Part("activations", self.update.bytes, "update")
+
+    def work(self) -> Iterator[Work]:
+        """Computation of a step."""
+        step, trainer = self.step, self.model.config.trainer
+        if not step.given:
+            calls = step.sampler.steps * self.halves / self.per_call
+            yield Work.of("sampling", self.sample, step.rows / step.drawn * calls)
+        yield Work.of("encoding" if step.given else "decoding", self.pixel, step.rows / self.pixels)
+        chunks = step.rows / step.chunk
+        if self.unscored:
+            yield Work.of("scores without gradient", self.score, chunks * self.unscored)
+        yield Work.of("update", self.update, chunks * trainer.epochs)
+
+    def _loss(self, rows: int) -> Tensor:
+        """A loss of some rows; if steps are trained, the reference is evaluated while the graph is in memory."""
+        loss = self.model.velocity(rows)
+        if self.compares and self.step.denoises:
+            with torch.no_grad():
+                self.model.velocity(self.halves * self.rows)
+        return loss
+
+    def _without_gradient(self, detached: bool) -> int:
+        """Number of passes without gradient per row: negative half, references, averages, old policy."""
+        config, trainer = self.model.config, self.model.config.trainer
+        if self.step.given:
+            return hasattr(config, "pairs") * trainer.epochs
+        awm = getattr(config, "awm", None)
+        others = int(self.compares and not self.step.denoises)
+        others += (awm is not None and awm.ema_coef > 0) + hasattr(config, "nft")
+        old = not single_update(trainer) and not (self.step.denoises and self._keeps_sampled())
+        negative = self.halves - 1 if detached else 0
+        return trainer.epochs * (negative + others * self.halves) + old * self.halves
+
+    def _keeps_sampled(self) -> bool:
+        old = self.model.config.trainer.old_logp
+        return bool(old == "sampler" or (old == "auto" and not self.model.low))

@@ -1,0 +1,485 @@
+"""Base of the agents' recipes: episodes as rollouts, rewards from the environment, evaluation in episodes.
+
+An episode is a row: its decisions are the tokens that the agent wrote in all turns, and what it was shown in between is
+part of the row without being trained. An episode whose environment failed, or whose conversation does not fit into the
+model, has no result: it is left out of its group and counted, and never has the reward 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path, PurePath
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.agents.agent_evaluation import AgentEvaluationConfig, AgentMeasure, about_episode
+from mmrl.agents.environments.agent_tasks import AgentTask, TaskSetConfig, check_splits, list_tasks
+from mmrl.agents.environments.env_pool import EnvironmentConfig, EnvPool
+from mmrl.agents.environments.environment import FORMATS, ActionConfig
+from mmrl.agents.monitor import agent_alarms, count_below_silence, count_episodes, episode_metrics
+from mmrl.agents.rewards import OWN_TERMS, EpisodeRewards, check_names, tabulate_failed_answers
+from mmrl.agents.rollout.anchors import tabulate_anchors, tabulate_durations
+from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, Episode, EpisodeConfig, Writer, pack_groups
+from mmrl.agents.rollout.gains import add_gains, check_answers, tabulate_gains
+from mmrl.agents.rollout.runner import EpisodeRunner, Fork, check_dropped
+from mmrl.core.blocks.advantage import group_sum
+from mmrl.core.blocks.credit import CriticAdvantage
+from mmrl.core.blocks.turns import ANCHOR, GAIN, InformationGain
+from mmrl.core.blocks.weight import DURATION
+from mmrl.core.loss import Metric
+from mmrl.core.objectives.objective import PolicyOutputs
+from mmrl.core.rollouts import TOKENS, Rollouts
+from mmrl.core.state import Stateful, Tally
+from mmrl.core.transfer import to_device
+from mmrl.errors import UserError
+from mmrl.fields import rare
+from mmrl.rewards import RewardConfig, RewardResult, TrainerState
+from mmrl.rewards.reward_config import readers_of
+from mmrl.rewards.reward_loading import source_digest
+from mmrl.runs.dry_run import model_follows
+from mmrl.runs.export import Exported
+from mmrl.runs.records import SampleRecord
+from mmrl.runs.run_log import stopwatch
+from mmrl.training.evaluation import held_out_tasks
+from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
+from mmrl.training.processes import SimCounts, Streams
+from mmrl.training.recipe import LossTerm, NoUsableTasksError, Recipe, Step
+from mmrl.training.scoring import EveryRewardFailedError, RewardErrors, failure_of, scored_record
+from mmrl.training.settings import RunConfig
+from mmrl.vlm.engine.vlm_export import export_model
+from mmrl.vlm.engine.vlm_policy import VlmPolicy, load_policy
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig
+from mmrl.vlm.inference.inference_sampler import EngineSampler, EngineSamplerConfig, check_engine, open_engine
+from mmrl.vlm.model.model_config import ModelConfig, check_critic, check_update_precision
+from mmrl.vlm.router_loss import router_terms
+
+LOGGER = logging.getLogger("mmrl")
+SCORES = (
+    "values",
+    "turns",
+    "anchors",
+    "information_gain",
+    "entropy",
+    "entropy_old",
+    "collision",
+    "logp_ref",
+    "logp_rollout",
+    "tokens",
+    "probabilities",
+    "durations",
+)
+"""Scores that an agent's policy gives besides log-probabilities."""
+
+
+@dataclass
+class AgentRewardConfig:
+    """Reward of an episode."""
+
+    environment: float = rare(1.0)
+    """Weight of the environment's reward, turn by turn."""
+    format: float = rare(0.0)
+    """Penalty of each answer of which nothing is executed: without a readable action, or cut; 0.5 in ARPO."""
+
+
+@dataclass
+class AgentParts:
+    """Model, environment and evaluation of an agent's run; to be inherited before the configuration of a run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Model, adapter, precision."""
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    """Environment in which episodes run."""
+    eval_data: dict[str, TaskSetConfig] = field(default_factory=dict)
+    """Held-out tasks by split; the first one is the headline."""
+    conversation: ConversationConfig = field(default_factory=ConversationConfig)
+    """Conversation that the agent reads."""
+    actions: ActionConfig = field(default_factory=ActionConfig)
+    """Parsing of actions from the agent's answers."""
+    episode: EpisodeConfig = field(default_factory=EpisodeConfig)
+    """Limits on the length of episodes."""
+
+    def check_parts(self, learning_rate: float) -> None:
+        """Check that they fit together; raises ValueError."""
+        check_update_precision(self.model, learning_rate)
+        name = self.actions.format
+        if self.conversation.tools and name in FORMATS and name != "tool_call":
+            raise ValueError(
+                f"conversation.tools has the chat template ask for calls of tools, which actions.format '{name}' does "
+                "not read; set actions.format: tool_call, or a function of your own"
+            )
+
+
+@dataclass
+class AgentConfig(AgentParts, RunConfig):
+    """A run of an agent in an environment."""
+
+    scored_outputs: ClassVar[tuple[str, ...]] = SCORES
+    """Scores of the recipe in addition to log-probabilities."""
+
+    data: TaskSetConfig = field(default_factory=TaskSetConfig)
+    """Tasks of training."""
+    sampler: EngineSamplerConfig = field(default_factory=EngineSamplerConfig)
+    """Sampling of a turn; its temperature is also that of scoring."""
+    reward: AgentRewardConfig = field(default_factory=AgentRewardConfig)
+    """Reward of an episode."""
+    rewards: list[RewardConfig] = field(default_factory=list)
+    """Reward functions of whole episodes, such as judges, added to this reward; they get the conversation and the
+    images of all turns."""
+    evaluation: AgentEvaluationConfig = field(default_factory=AgentEvaluationConfig)
+    """Evaluation on held-out tasks."""
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    """Objective that is optimised."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        self.check_parts(self.trainer.learning_rate)
+        check_names(self.rewards)
+        objective = make_objective(self.objective)
+        terms = (*OWN_TERMS, *(reward.name for reward in self.rewards))
+        check_objective(objective, self.scored_outputs, self.trainer.samples_per_task, terms, self.trainer.old_logp)
+        check_critic(self.model, objective.needs_values)
+
+
+def check_environment(pool: EnvPool, format: str, tools: bool) -> None:
+    """Refuse a format in which no action of an environment can be written, and missing tools; raises UserError."""
+    if tools and not pool.tools:
+        raise UserError(
+            f"conversation.tools: {pool.factory} has no `tools`, a list of JSON schemas; see "
+            "mmrl.agents.environments.tools"
+        )
+    if pool.formats is not None and format in FORMATS and format not in pool.formats:
+        known = ", ".join(list(pool.actions)[:5]) + ("..." if len(pool.actions) > 5 else "")
+        fitting = ", ".join(pool.formats) or "a custom function (module:function)"
+        raise UserError(
+            f"actions.format is '{format}', in which the actions of {pool.factory} ({known}) cannot all be written, so "
+            f"it would refuse them; formats that fit: {fitting}"
+        )
+
+
+def check_rewards(config: AgentConfig, name: str) -> None:
+    """Refuse rewards that the recipe `name` does not learn from; raises UserError."""
+    for key, default in (("rewards", []), ("reward", AgentRewardConfig())):
+        if getattr(config, key) != default:
+            raise UserError(f"{name} learns from the environment's rewards alone; leave {key} out")
+
+
+class AgentDomain:
+    """Model, environments, tasks, evaluation and reports of recipes for agents."""
+
+    config: Any
+    policy: VlmPolicy
+    train_tasks: Sequence[AgentTask]
+    eval_tasks: Mapping[str, Sequence[AgentTask]]
+    parts: dict[str, Stateful]
+    added: dict[str, Any]
+    terms: Sequence[LossTerm]
+
+    def open(
+        self,
+        config: Any,
+        sampler: SamplerConfig,
+        *,
+        rewards: Sequence[RewardConfig] = (),
+        value_head: bool = False,
+    ) -> None:
+        """List tasks, start reward functions and environments, and load the model.
+
+        Raises:
+            UserError: one of them cannot be used.
+        """
+        self.episode_sampler = sampler
+        self.train_tasks = list_tasks(config.data)
+        self.eval_tasks = held_out_tasks(config, lambda data, _: list_tasks(data))
+        check_splits(config.data, self.train_tasks, config.eval_data, self.eval_tasks)
+        self.code = source_digest(config.environment.factory)
+        with ExitStack() as undone:
+            splits = {f"eval_data.{name}": tasks for name, tasks in self.eval_tasks.items()}
+            self.rewards = EpisodeRewards(rewards, {"data": self.train_tasks} | splits)
+            undone.callback(self.rewards.close)
+            self.pool = EnvPool(config.environment)
+            undone.callback(self.pool.close)
+            check_environment(self.pool, config.actions.format, config.conversation.tools)
+            self.check_data()
+            model_follows(self)
+            self.policy = load_policy(config.model, value_head=value_head)
+            self.terms = router_terms(self)
+            self.policy.turns.check_readers(readers_of(rewards, sampler.stop))
+            self.policy.check_response_length(sampler.max_new_tokens)
+            if kept := config.conversation.history_images:
+                self.policy.check_reads_media(f"conversation.history_images is {kept}")
+            undone.pop_all()
+        self.env_counts = SimCounts(self.pool, Path(config.output_dir))
+        self._totals, self._seen, self.errors = Tally(), Counter[str](), RewardErrors()
+        self._failures: list[str] = []
+        """Reasons why no episode of a rollout could be scored by the reward functions."""
+        self.parts |= {"totals": self._totals, "counts": self.env_counts, "errors": self.errors}
+        self.added |= {"seen": self._seen, "counts": self.env_counts, "errors": self.errors.step}
+        self.added["failures"] = self._failures
+
+    def check_data(self) -> None:
+        """Refuse tasks, environments and records that the method cannot use, before the model is loaded."""
+
+    def writer(self, policy: VlmPolicy) -> Writer:
+        """Writes the conversations of some episodes."""
+        conversation = self.config.conversation
+        system = conversation.system_text(self.config.actions, self.pool.actions)
+        return Writer(policy, conversation, system, self.pool.tools if conversation.tools else ())
+
+    def run_episodes(
+        self,
+        policy: VlmPolicy,
+        tasks: Sequence[AgentTask],
+        seeds: Sequence[int],
+        greedy: bool = False,
+        video: Sequence[bool] = (),
+        *,
+        temperature: float | None = None,
+        bootstrap_observation: bool = False,
+        engine: EngineSampler | None = None,
+        forks: Sequence[Fork | None] = (),
+    ) -> list[Episode]:
+        """Run an episode of each task; see `EpisodeRunner.run`."""
+        config = self.config
+        sampler = self.episode_sampler
+        sampler = sampler if temperature is None else replace(sampler, temperature=temperature)
+        runner = EpisodeRunner(
+            policy,
+            self.pool,
+            self.writer(policy),
+            config.actions,
+            sampler,
+            config.episode,
+            bootstrap_observation=bootstrap_observation,
+            transcripts=bool(self.rewards.names),
+            engine=engine,
+        )
+        return runner.run(tasks, seeds, greedy=greedy, video=video, forks=forks)
+
+    def measures(self, policy: VlmPolicy, split: str, step: Step) -> list[AgentMeasure]:
+        """Success on held-out tasks, overall and of each name of a task."""
+        config = self.config
+        recorded = bool(config.evaluation.videos) and split == next(iter(self.eval_tasks))
+
+        def run(tasks: Sequence[AgentTask], seeds: Sequence[int], greedy: bool, video: Sequence[bool]) -> list[Episode]:
+            temperature = None if greedy else config.evaluation.temperature
+            episodes = self.run_episodes(policy, tasks, seeds, greedy, video, temperature=temperature)
+            self.add_rewards(episodes, step)
+            return episodes
+
+        evaluation, environment = config.evaluation, config.environment
+        setting = {
+            "suite": PurePath(environment.factory).name,
+            "version": self.code,
+            "horizon": config.episode.max_turns,
+            "environment": {"kwargs": environment.kwargs, "adapter": environment.adapter},
+            "success_above": config.episode.success_above,
+            "conversation": asdict(config.conversation),
+            "actions": asdict(config.actions),
+            "temperature": evaluation.temperature,
+        }
+        protocols = ["greedy"] * bool(evaluation.greedy) + ["sampled"] * bool(evaluation.samples)
+        return [
+            AgentMeasure(
+                run_episodes=run,
+                protocol=protocol,
+                evaluation=config.evaluation,
+                seed=config.seed,
+                split=split,
+                setting=setting,
+                folder=Path(config.output_dir) / "videos" if recorded and number == 0 else None,
+                label=f"step-{step.number:06d}-{split}",
+            )
+            for number, protocol in enumerate(protocols)
+        ]
+
+    def add_rewards(self, episodes: Sequence[Episode], step: Step) -> RewardResult | None:
+        """Score episodes with the reward functions; returns None where there is nothing to score."""
+        if not self.rewards.names:
+            return None
+        epoch = step.number * self.config.trainer.tasks_per_step / max(len(self.train_tasks), 1)
+        with stopwatch("score"):
+            result = self.rewards.score(episodes, TrainerState(step.number, step.total, epoch))
+        if result is not None:
+            self.errors.warn(result)
+        return result
+
+    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
+        """Whole groups as texts, images, rewards and advantages."""
+        episodes = AgentPayload.of(rollouts).episodes
+        rows = range(min(limit, rollouts.num_rows))
+        return [scored_record(rollouts, row, **about_episode(episodes[row])) for row in rows]
+
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
+        """Statistics of the step's episodes, and failures so far."""
+        seen = Counter(self._seen)
+        self._seen.clear()
+        self._totals["overflow"] += int(seen.get("overflow", 0))
+        return {
+            **episode_metrics(seen),
+            "env/episodes_overflown": float(self._totals["overflow"]),
+            **self.env_counts.metrics(),
+            **self.errors.take(),
+        }
+
+    @classmethod
+    def export(cls, config: Any, checkpoint: Path, output: Path) -> Exported:
+        """Write an ordinary model folder with tokenizer and processor, adapters added into the weights."""
+        environment = config.environment.factory
+        found = export_model(config, checkpoint, output)
+        limits = ("In training an environment wrote the prompts; the snippet above asks a plain question.",)
+        return replace(found, facts={**found.facts, "environment": environment}, limits=limits)
+
+    def close(self) -> None:
+        """End the environments and the workers of reward functions."""
+        self.pool.close()
+        self.rewards.close()
+
+    def _note(self, episodes: Sequence[Episode]) -> None:
+        overflown = next((episode for episode in episodes if episode.ending == "overflow"), None)
+        if overflown is not None and not self._totals["overflow"] + self._seen["overflow"]:
+            LOGGER.warning("an episode has no result (%s): %s", overflown.ending, overflown.reason)
+        count_episodes(self._seen, episodes)
+
+
+class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
+    """Runs, scores and evaluates episodes of an agent; the loss is the objective's."""
+
+    config: AgentConfig
+
+    def __init__(self, config: AgentConfig) -> None:
+        super().__init__(config)
+        self.objective = make_objective(config.objective, config.sampler.max_new_tokens * config.episode.max_turns)
+        check_engine(config.sampler, config.rollers)
+        if isinstance(self.objective.advantage, InformationGain):
+            check_answers(list_tasks(config.data), self.objective.advantage)
+        self.open(config, config.sampler, rewards=config.rewards, value_head=self.objective.needs_values)
+        self.alarms = agent_alarms(config)
+        self._engine = open_engine(config.sampler, self.policy)
+        self.samples_elsewhere = self._engine is not None
+
+    def close(self) -> None:
+        """End the environments, the workers of reward functions and the sampler's engine."""
+        super().close()
+        if self._engine is not None:
+            self._engine.close()
+
+    def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step) -> Rollouts:
+        """Run G episodes of each task."""
+        groups = self.run_groups(policy, tasks, streams, step)
+        return streams.among(tasks, [group[0].task for group in groups]).noted(pack_groups(groups, policy))
+
+    def run_groups(
+        self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step
+    ) -> list[list[Episode]]:
+        """Run G episodes of each task and score them with the reward functions."""
+        if self._engine is not None:
+            self._engine.load(policy, step.number)
+        groups = self.draw_groups(policy, tasks, streams)
+        episodes = [episode for group in groups for episode in group]
+        if isinstance(self.objective.advantage, InformationGain):
+            with stopwatch("score"):
+                rows = self.config.sampler.batch_rows
+                add_gains(episodes, self.objective.advantage, policy, lambda x: self._logp(policy, x), rows)
+        self._note(episodes)
+        count_below_silence(self._seen, episodes, self.config)
+        kept = [own for own in groups if any(episode.has_result for episode in own)]
+        if not kept:
+            reasons = sorted({episode.reason for episode in episodes if episode.reason})
+            raise NoUsableTasksError(f"no episode came to a result: {'; '.join(reasons[:3])}")
+        check_dropped(episodes)
+        result = self.add_rewards(episodes, step)
+        if result is not None:
+            self.errors.count(result)
+            self._failures += filter(None, [failure_of(result)])
+        return kept
+
+    def draw_groups(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams) -> list[list[Episode]]:
+        """Run G episodes of each task, from its start."""
+        size = self.config.trainer.samples_per_task
+        repeated, seeds = [task for task in tasks for _ in range(size)], streams.seeds(len(tasks), size).tolist()
+        episodes = self.draw(policy, repeated, seeds)
+        return [episodes[start : start + size] for start in range(0, len(episodes), size)]
+
+    def draw(
+        self, policy: VlmPolicy, tasks: Sequence[AgentTask], seeds: Sequence[int], forks: Sequence[Fork | None] = ()
+    ) -> list[Episode]:
+        """Run an episode of each task as training needs it."""
+        return self.run_episodes(
+            policy, tasks, seeds, bootstrap_observation=self._bootstraps, engine=self._engine, forks=forks
+        )
+
+    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Rewards of environment, format and functions; NaN without a result, or where a group has a single result."""
+        episodes = AgentPayload.of(rollouts).episodes
+        weights = self.config.reward
+
+        def column(values: list[float]) -> Tensor:
+            return to_device(torch.tensor(values), rollouts.mask.device)
+
+        total = column([episode.total for episode in episodes])
+        failed = tabulate_failed_answers(episodes, rollouts.mask)
+        form = torch.where(torch.isnan(total), total, 0.0 - failed.sum(1))
+        added = column([episode.added_reward for episode in episodes])
+        reward = weights.environment * total + weights.format * form + added
+        alone = self._alone(rollouts, reward)
+        terms = {"environment": total} | ({"format": form} if weights.format else {})
+        for name in self.rewards.names:
+            terms[name] = column([episode.terms.get(name, math.nan) for episode in episodes])
+        turns = rollouts.extras["decision_reward"] * weights.environment
+        last = rollouts.mask.flip(1).cumsum(1).flip(1) == 1
+        at_end = torch.where(last & (rollouts.mask > 0), added.nan_to_num()[:, None], 0.0)
+        turns = turns + (at_end - weights.format * failed)
+        extras = {"decision_reward": turns}
+        if "tokens" in self.objective.needs:
+            extras[TOKENS] = AgentPayload.of(rollouts).response_ids
+        if "anchors" in self.objective.needs:
+            assert rollouts.turn is not None
+            extras[ANCHOR] = tabulate_anchors(episodes, rollouts.turn)
+        if "durations" in self.objective.needs:
+            assert rollouts.turn is not None
+            extras[DURATION] = tabulate_durations(episodes, rollouts.turn)
+        if "information_gain" in self.objective.needs:
+            extras[GAIN] = tabulate_gains(episodes, turns)
+        scored = rollouts.replace(
+            reward=reward.masked_fill(alone, math.nan),
+            reward_terms={name: values.masked_fill(alone, math.nan) for name, values in terms.items()},
+            extras=rollouts.extras | extras,
+        )
+        failures = [*self._failures]
+        self._failures.clear()
+        if failures and not any(episode.has_result and math.isfinite(episode.added_reward) for episode in episodes):
+            raise EveryRewardFailedError(failures[0], scored)
+        return scored
+
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Teacher-forced scores at the sampling temperature, all turns of an episode in one pass."""
+        return policy(rollouts, temperature=self.config.sampler.temperature, outputs=outputs)  # type: ignore[no-any-return]
+
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
+        """Adds the share of episodes whose last answer was not cut at the length limit."""
+        finished = AgentPayload.of(rollouts).finished_fraction
+        return super().step_metrics(rollouts) | {"response/finished_fraction": finished}
+
+    def _logp(self, policy: VlmPolicy, rollouts: Rollouts) -> Tensor:
+        return self.scores(policy, rollouts, frozenset({"logp"})).logp
+
+    @property
+    def _bootstraps(self) -> bool:
+        """Whether the critic is asked for the value of the states that truncated episodes end in."""
+        advantage = self.objective.advantage
+        return isinstance(advantage, CriticAdvantage) and advantage.truncation == "bootstrap"
+
+    def _alone(self, rollouts: Rollouts, reward: Tensor) -> Tensor:
+        """(B,) bool, rows of groups with a single result, which there is nothing to compare with."""
+        if "samples" not in self.objective.advantage.needs:
+            return torch.zeros_like(reward, dtype=torch.bool)
+        count = group_sum(torch.isfinite(reward).long(), rollouts.group, rollouts.num_groups)
+        return count[rollouts.group] < 2

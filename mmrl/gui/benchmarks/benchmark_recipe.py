@@ -1,0 +1,432 @@
+"""Evaluation of a vision-language model on published grounding benchmarks: `mmrl evaluate configs/gui/eval_....yaml`.
+
+It trains nothing; `mmrl train` refuses it. The model is a folder, a hub id or the folder of a run, whose best
+checkpoint is taken. Screens are resized once, by the rule of qwen-vl-utils, after a limit on visual tokens; the
+question names the resized size; points are converted to pixels of the original screen and compared with the published
+boxes. Answers are written as they come, so that a stopped evaluation continues with the remaining screens.
+
+Source: InfiXAI/InfiGUI-G1 eval/eval.py (protocol: greedy, 1024 new tokens, 5600 visual tokens, first and any point).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelerate import Accelerator
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded, check_fields, choice, parts_of, rare
+from mmrl.gui.benchmarks.benchmark_copies import BenchmarkConfig, load_benchmark
+from mmrl.gui.benchmarks.benchmark_table import Benchmark, find_benchmark
+from mmrl.gui.benchmarks.grounding_metrics import (
+    Scored,
+    metrics_of,
+    results_markdown,
+    score_answer,
+    tabulate,
+    write_results,
+)
+from mmrl.gui.benchmarks.prompts import PromptConfig, PromptPreset, begin_answer, question
+from mmrl.gui.grounding.answers import PARSERS, parse_answer, without_think
+from mmrl.gui.grounding.coords import MAX_TOKENS, MIN_TOKENS, Resize
+from mmrl.gui.grounding.drawing import draw_answer
+from mmrl.gui.grounding.samples import GroundingSample, Refusal
+from mmrl.hub.images import image_pixels_option
+from mmrl.runs.fingerprint import weights_digest
+from mmrl.runs.records import Outcome, ResumableRows, SampleRecord, short_digest
+from mmrl.training.evaluation import Evaluation, Measure, Row, Trial, evaluate_tasks
+from mmrl.training.recipe import Step
+from mmrl.training.settings import PRECISIONS
+from mmrl.vlm.data.task import TaskError, VlmTask, with_start
+from mmrl.vlm.engine.vlm_policy import VlmPolicy, load_policy
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig, sample
+from mmrl.vlm.model.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from mmrl.vlm.data.prompt import Prompt
+
+LOGGER = logging.getLogger("mmrl")
+VISUAL_TOKENS = 5600
+NEW_TOKENS = 1024
+ENOUGH_POINTS = 20
+MUCH_OUTSIDE = 0.3
+"""Share of first points outside their screens that causes a warning."""
+
+
+@dataclass
+class GroundingEvaluationOptions:
+    """Batching, parsing and display of answers."""
+
+    batch_tasks: int = rare(bounded(8, at_least=1))
+    """Screens answered together."""
+    parser: str = rare(choice("robust", tuple(PARSERS), or_function=True))
+    """Parser of points: robust takes every format of `mmrl.gui.grounding.answers`, reference only InfiGUI-G1's."""
+    records: int = rare(bounded(24, at_least=0))
+    """Samples shown in the report, the first ones."""
+    images: int = rare(bounded(8, at_least=0))
+    """First hits and first misses written as PNG files, that many of each."""
+
+
+@dataclass
+class ComputeConfig:
+    """Precision and devices of the evaluation."""
+
+    mixed_precision: str = choice("none", PRECISIONS)
+    """Autocast: none or bf16."""
+    threads: int = bounded(0, at_least=0)
+    """CPU threads of torch; 0 = leave as it is."""
+
+
+@dataclass
+class GreedyConfig:
+    """Greedy decoding of answers."""
+
+    max_new_tokens: int = bounded(NEW_TOKENS, at_least=1)
+    """Longest answer in tokens."""
+    stop: list[str] = rare(field(default_factory=list))
+    """An answer ends with the token that completes one of these strings."""
+
+
+@dataclass
+class GroundingEvaluationConfig:
+    """A model, how it is asked, and the benchmarks."""
+
+    recipe: str = ""
+    """Name of the recipe: grounding_eval."""
+    output_dir: str = "runs/grounding-eval"
+    """Folder of answers, tables and images; existing answers are not computed again."""
+    seed: int = 0
+    """Seed of any random numbers in a model's code; answers are greedy."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Model; `path` may also be a run's folder. `min_pixels` and `max_pixels` bound the resized screen; empty: 4 and
+    16384 tokens."""
+    visual_tokens: int = rare(bounded(VISUAL_TOKENS, at_least=0))
+    """Larger screens are first scaled to this many visual tokens, as in InfiGUI-G1's evaluation; 0 = not."""
+    prompt: PromptConfig = field(default_factory=PromptConfig)
+    """Prompt of the model."""
+    eval_data: dict[str, BenchmarkConfig] = field(default_factory=dict)
+    """Benchmarks by a name of your choice."""
+    sampler: GreedyConfig = field(default_factory=GreedyConfig)
+    """Longest answer and stop strings."""
+    evaluation: GroundingEvaluationOptions = field(default_factory=GroundingEvaluationOptions)
+    """Batches, parser, images."""
+    max_image_pixels: int = rare(image_pixels_option())
+    """Largest screen in pixels, checked by its header before it is decoded."""
+    trainer: ComputeConfig = field(default_factory=ComputeConfig)
+    """Precision and threads, under their names in training runs."""
+
+    def validate(self) -> None:
+        """Check the fields and that there is something to evaluate; raises ValueError or UserError."""
+        check_fields(self)
+        if not self.eval_data:
+            raise ValueError("eval_data is empty; name a benchmark: eval_data: {name: {benchmark: ..., path: ...}}")
+        for data in self.eval_data.values():
+            find_benchmark(data.benchmark)
+        for part in parts_of(self):
+            if hasattr(part, "validate"):
+                part.validate()
+
+
+@dataclass(frozen=True)
+class GroundingTask:
+    """A sample and its question."""
+
+    sample: GroundingSample
+    task: VlmTask
+
+
+class GroundingEvaluation:
+    """The recipe of `mmrl evaluate`."""
+
+    def __init__(self, config: GroundingEvaluationConfig) -> None:
+        self.config = config
+        samples = {name: load_benchmark(data) for name, data in config.eval_data.items()}
+        self.preset = config.prompt.resolved(config.model.path)
+        self.policy: VlmPolicy = load_policy(config.model)
+        self.policy.check_response_length(config.sampler.max_new_tokens)
+        self.policy.check_reads_media("grounding benchmarks show screens")
+        self.resize = self._make_resize()
+        trained = self.policy.family.points
+        if trained and trained != self.preset.space:
+            LOGGER.warning(
+                "points are read as %s; models of type %s were trained to write %s (prompt.space)",
+                self.preset.space,
+                self.policy.network.config.model_type,
+                trained,
+            )
+        self.eval_tasks = {name: self._tasks(found) for name, found in samples.items()}
+
+    def evaluate(self, policy: VlmPolicy, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
+        """Answer a benchmark and write its results."""
+        measures, records = self.measures(policy, split, step), self.config.evaluation.records
+        return evaluate_tasks(measures, self.eval_tasks[split], records, accelerator)
+
+    def measures(self, policy: VlmPolicy, split: str, step: Step) -> list[GroundingMeasure]:
+        """Accuracy on a benchmark."""
+        config, tasks = self.config, self.eval_tasks[split]
+        measure = GroundingMeasure(
+            policy=policy,
+            benchmark=find_benchmark(config.eval_data[split].benchmark),
+            tasks=tasks,
+            preset=self.preset,
+            options=config.evaluation,
+            sampler=SamplerConfig(max_new_tokens=config.sampler.max_new_tokens, stop=config.sampler.stop),
+            split=split,
+            run_dir=Path(config.output_dir),
+            setting=self._setting(split),
+        )
+        return [measure]
+
+    evaluating = staticmethod(nullcontext)
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """A training run's state does not change an evaluation."""
+
+    def _tasks(self, samples: list[GroundingSample]) -> list[GroundingTask]:
+        asks_refusals = any(isinstance(entry.target, Refusal) for entry in samples)
+        found = []
+        for entry in samples:
+            try:
+                fitted = entry.fitted(self.resize)
+            except ValueError as error:
+                raise UserError(f"{entry.meta['place']}: {error}") from None
+            task = question(fitted, self.preset, asks_refusals, self.config.max_image_pixels)
+            found.append(GroundingTask(fitted, task))
+        return found
+
+    def _make_resize(self) -> Resize:
+        """The one resize, and a processor that leaves its result as it is."""
+        layout, model = self.policy.layout, self.config.model
+        factor = layout.patch_size * layout.merge_size
+        shrink_to = self.config.visual_tokens * factor**2 or None
+        low, high = model.min_pixels or MIN_TOKENS * factor**2, model.max_pixels or MAX_TOKENS * factor**2
+        self.policy.processor.image_processor.size = {"shortest_edge": low, "longest_edge": high}
+        return Resize(factor, low, high, shrink_to)
+
+    def _setting(self, split: str) -> dict[str, Any]:
+        """Everything that a number depends on, for the reader of the results."""
+        import transformers
+
+        config, preset = self.config, self.preset
+        return {
+            "model": config.model.path,
+            "dtype": config.model.dtype,
+            "mixed_precision": config.trainer.mixed_precision,
+            "prompt": config.prompt.preset,
+            "system": preset.system,
+            "user": preset.user,
+            "prefix": preset.prefix,
+            "coordinate_space": str(preset.space),
+            "visual_tokens": config.visual_tokens,
+            "min_pixels": self.resize.min_pixels,
+            "max_pixels": self.resize.max_pixels,
+            "factor": self.resize.factor,
+            "max_new_tokens": config.sampler.max_new_tokens,
+            "stop": list(config.sampler.stop),
+            "decoding": "greedy",
+            "parser": config.evaluation.parser,
+            "suspicious_boxes": sum(bool(entry.sample.meta["suspicious"]) for entry in self.eval_tasks[split]),
+            "language": config.eval_data[split].language,
+            "transformers": transformers.__version__,
+        }
+
+
+@dataclass
+class GroundingMeasure(Measure[GroundingTask]):
+    """Accuracy of the first point, of any point, and unreadable answers, by the columns of the benchmark's tables.
+
+    A sample that cannot be asked, such as a screen of unusable shape, counts as wrong: numbers of a benchmark are
+    comparable only when it is evaluated whole.
+    """
+
+    policy: VlmPolicy
+    benchmark: Benchmark
+    tasks: Sequence[GroundingTask]
+    """All samples of the split, which rows name by index."""
+    preset: PromptPreset
+    options: GroundingEvaluationOptions
+    sampler: SamplerConfig
+    split: str
+    run_dir: Path
+    setting: Mapping[str, Any]
+    """Everything that the numbers depend on; written with them."""
+
+    unit = "screens"
+    shows_progress = True
+
+    @property
+    def batch_size(self) -> int:
+        """Screens that are answered together."""
+        return self.options.batch_tasks
+
+    def run(self, batch: Sequence[Trial[GroundingTask]], start: int) -> list[Row]:
+        """Ask about some screens and read the answers."""
+        prompts: dict[int, Prompt] = {}
+        errors: dict[int, str] = {}
+        for trial in batch:
+            try:
+                asked = self.policy.encode(trial.task.task)
+                prompts[trial.index] = begin_answer(asked, self.preset.prefix, self.policy.turns)
+            except TaskError as error:
+                LOGGER.warning("%s cannot be asked and counts as wrong: %s", trial.task.task.id, error)
+                errors[trial.index] = f"{error.kind}: {error.message}"
+        answers = dict(zip(prompts, self._answer(list(prompts.values())), strict=True))
+        return [self._row(trial, answers.get(trial.index), errors.get(trial.index, "")) for trial in batch]
+
+    def metrics(self, rows: Sequence[Row], tasks: Sequence[GroundingTask]) -> dict[str, float]:
+        """Accuracies with intervals, also by group; mean number of points, unreadable and unusable samples."""
+        found = metrics_of(self.benchmark, tabulate(self.benchmark, [self._scored(row) for row in rows]))
+        found["answers/outside"] = self._outside(rows)
+        lengths = [row["length"] for row in rows if not row["unusable"]]
+        found["response/length_greedy"] = sum(lengths) / len(lengths) if lengths else float("nan")
+        return found | {"answers/unusable": float(sum(bool(row["unusable"]) for row in rows))}
+
+    def record(self, row: Row) -> SampleRecord:
+        """A screen with the target and the predicted points drawn in."""
+        entry = self.tasks[row["index"]]
+        return SampleRecord(
+            id=f"{self.split} {entry.task.id}",
+            prompt=entry.sample.instruction,
+            response=row["response"],
+            answer=str(entry.sample.target),
+            outputs=[image] if (image := self._image(row)) is not None else [],
+            reward=float(row["first"]),
+            terms={"any": float(row["any"]), "points": float(len(row["points"]))},
+            finish=row["error"] or row["finish"],
+            correct=row["first"],
+        )
+
+    def outcome(self, row: Row) -> Outcome:
+        """Whether the first point and any point hit."""
+        groups = self._sample(row).meta.get("groups", {})
+        parts = {name: groups[name][0] for name in self.benchmark.columns if len(groups.get(name, ())) == 1}
+        scores = {"accuracy/first": float(row["first"]), "accuracy/any": float(row["any"])}
+        return Outcome(self.tasks[row["index"]].task.id, scores, parts)
+
+    def about(self) -> Row:
+        """The benchmark, how it is asked and how answers are read."""
+        asked = {name: value for name, value in self.setting.items() if name not in ("model", "dtype", "transformers")}
+        return {
+            "suite": self.benchmark.name,
+            "version": self.benchmark.source,
+            "horizon": self.sampler.max_new_tokens,
+            "decodings": {"greedy": 1},
+            "asked": asked,
+        }
+
+    def entries(self, row: Row) -> list[Row]:
+        """The answer to a screen; one that cannot be asked is wrong."""
+        found = self.outcome(row)
+        return [
+            {
+                "decoding": "greedy",
+                "task": self.benchmark.name,
+                "state": found.id,
+                "success": bool(row["first"]),
+                "return": float(row["first"]),
+                "length": row["length"],
+                "ending": row["error"] or row["finish"],
+                "output": short_digest(row["response"].encode()),
+                "scores": found.scores,
+                "parts": found.parts,
+            }
+        ]
+
+    def saved_rows(self, tasks: Sequence[GroundingTask], processes: int) -> ResumableRows:
+        """The answers of these weights to these questions under these settings."""
+        asked = [[entry.task.messages, entry.task.image_wh, str(entry.sample.target)] for entry in tasks]
+        conditions = {
+            **{name: value for name, value in self.setting.items() if name != "model"},
+            "questions": short_digest(json.dumps(asked).encode()),
+            "weights": weights_digest(self.policy)[:16],
+            "options": {"parser": self.options.parser, "batch_tasks": self.options.batch_tasks},
+            "processes": processes,
+        }
+        return ResumableRows(self.run_dir / "answers", self.split, conditions)
+
+    def finish(self, rows: Sequence[Row], saved: ResumableRows | None) -> None:
+        """Write the tables, and the first hits and misses as images."""
+        table = tabulate(self.benchmark, [self._scored(row) for row in rows])
+        path = write_results(self.run_dir / "results", self.split, self.benchmark, table, self.setting)
+        LOGGER.info("%s", results_markdown(self.benchmark, table, {}).rstrip())
+        LOGGER.info("results: %s", path)
+        folder = self.run_dir / "images" / self.split
+        for kind, hit in (("hit", True), ("miss", False)):
+            shown = [row for row in rows if bool(row["first"]) is hit]
+            shown = [row for row in shown if not isinstance(self._sample(row).target, Refusal)]
+            for number, row in enumerate(shown[: self.options.images], start=1):
+                image = self._image(row)
+                if image is not None:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    image.save(folder / f"{kind}-{number:02d}.png")
+
+    def _answer(self, prompts: Sequence[Prompt]) -> list[tuple[str, str, int]]:
+        """Text, reason of its end and number of tokens of each greedy answer."""
+        if not prompts:
+            return []
+        drawn = sample(self.policy, prompts, 1, self.sampler, None)
+        texts = [with_start(self.preset.prefix, text) for text in drawn.texts]
+        return list(zip(texts, drawn.finish, drawn.mask.sum(1).int().tolist(), strict=True))
+
+    def _row(self, trial: Trial[GroundingTask], answer: tuple[str, str, int] | None, unusable: str) -> Row:
+        text, finish, length = answer or ("", "", 0)
+        parsed = parse_answer(text, self.options.parser, no_think=without_think(text))
+        scored = score_answer(parsed, trial.task.sample, self.preset.space)
+        return {
+            "index": trial.index,
+            "repeat": trial.repeat,
+            "id": trial.task.task.id,
+            "instruction": trial.task.sample.instruction,
+            "response": text,
+            "finish": finish,
+            "length": length,
+            "error": "unusable" if unusable else parsed.error,
+            "unusable": unusable,
+            "points": [list(point) for point in scored.points],
+            "first": scored.first,
+            "any": scored.any,
+            "wrong_format": scored.wrong_format,
+        }
+
+    def _sample(self, row: Row) -> GroundingSample:
+        return self.tasks[row["index"]].sample
+
+    def _scored(self, row: Row) -> Scored:
+        points = tuple((x, y) for x, y in row["points"])
+        groups = self._sample(row).meta.get("groups", {})
+        return Scored(bool(row["first"]), bool(row["any"]), bool(row["wrong_format"]), points, groups)
+
+    def _image(self, row: Row) -> Image.Image | None:
+        """The screen with target and points; None where it cannot be read."""
+        try:
+            image = self._sample(row).load_image()
+        except (TaskError, ValueError):
+            return None
+        points = [(x, y) for x, y in row["points"] if x is not None and y is not None]
+        return draw_answer(image, self._sample(row).target, points, bool(row["first"]))
+
+    def _outside(self, rows: Sequence[Row]) -> float:
+        """Share of first points outside their screens, refusals left out; a large one usually means a wrong space."""
+        points = [(row["points"][0], self._sample(row).original_wh) for row in rows if row["points"]]
+        points = [(point, size) for point, size in points if not Refusal().contains(point)]
+        outside = sum(not (0 <= x <= width and 0 <= y <= height) for (x, y), (width, height) in points)
+        share = outside / len(points) if points else float("nan")
+        if len(points) >= ENOUGH_POINTS and share > MUCH_OUTSIDE:
+            LOGGER.warning(
+                "%s: %.0f %% of the first points are outside their screens; does the model write %s (prompt.space)?",
+                self.split,
+                100 * share,
+                self.preset.space,
+            )
+        return share

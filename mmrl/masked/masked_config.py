@@ -1,0 +1,178 @@
+"""Options of runs of a masked-diffusion language model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from mmrl.core.objectives.objective import Objective
+from mmrl.errors import ConfigError
+from mmrl.fields import bounded, choice, rare
+from mmrl.masked.masked_sampler import MaskedSampling
+from mmrl.rewards import RewardConfig
+from mmrl.training.objectives import make_objective
+from mmrl.vlm.methods.sft import SftConfig
+from mmrl.vlm.model.model_config import ModelConfig
+from mmrl.vlm.vlm_config import VlmConfig, VlmEvaluationConfig
+
+SCORES = ("entropy", "entropy_old", "logp_ref", "probabilities", "budgets", "sources", "hints", "draws")
+"""Outputs of a masked-diffusion policy besides log-probabilities, and data of its answers."""
+KINDS = ("auto", "one_step", "elbo")
+
+
+@dataclass
+class LikelihoodConfig:
+    """Log-probabilities of an answer that was filled in, and the decisions that they belong to."""
+
+    kind: str = choice("auto", KINDS)
+    """one_step: each token given the question alone, a decision each (d1, IGPO); elbo: Monte Carlo draws of a lower
+    bound of the log-likelihood of the whole answer, a decision each, with the same masks for the old and the new
+    policy; auto: as the objective needs it, else one_step."""
+    draws: int = bounded(8, at_least=1)
+    """Draws of elbo for each answer."""
+    chunk: int = rare(bounded(0, at_least=0))
+    """Draws of elbo that are backpropagated at a time, so that memory does not grow with their number; 0 is all. It
+    needs an objective that sums over decisions (token ratio, token_mean), such as bgpo."""
+
+    per_token: bool = rare(False)
+    """Divide the bounds of elbo by the tokens of an answer, as BGPO's code does."""
+
+    def validate(self) -> None:
+        """Refuse options of elbo that one_step does not read; raises ConfigError."""
+        if self.kind == "one_step" and (self.draws, self.chunk, self.per_token) != (8, 0, False):
+            raise ConfigError("likelihood.draws, chunk and per_token belong to likelihood.kind elbo, not one_step")
+
+
+@dataclass
+class InpaintingConfig:
+    """Answers that are filled in around chunks of the worked answer, for questions that every sample misses (IGPO)."""
+
+    replacements: int = bounded(0, at_least=0)
+    """Most samples of a question that right ones of these replace; 0 is no inpainting, IGPO has 4 of 8."""
+    trace_key: str = "completion"
+    """Column with the worked answer; IGPO's code takes all of it, with the result."""
+    low: float = bounded(0.2, at_least=0, at_most=1)
+    """Smallest share of the chunks that is given."""
+    high: float = bounded(0.6, at_least=0, at_most=1)
+    """Largest share of the chunks that is given; each sample draws its own between the two."""
+    min_chunk: int = bounded(5, at_least=1)
+    """Tokens of the smallest chunk; a shorter rest of the worked answer is not given."""
+    max_chunk: int = bounded(10, at_least=1)
+    """Tokens of the largest chunk."""
+    free: int = bounded(30, at_least=0)
+    """Tokens at the end of the answer that never hold a chunk."""
+    stretch: float = rare(bounded(1.5, at_least=1))
+    """Most that the gaps between chunks grow where the worked answer is shorter than the room for it; 1 keeps them."""
+    max_gap: int = rare(bounded(100, at_least=0))
+    """Longest gap between two chunks, in tokens."""
+
+    def validate(self) -> None:
+        """Check that bounds are in order; raises ConfigError."""
+        if self.low > self.high:
+            raise ConfigError(f"inpainting.low={self.low:g} is above inpainting.high={self.high:g}")
+        if self.min_chunk > self.max_chunk:
+            raise ConfigError(f"inpainting.min_chunk={self.min_chunk} is above inpainting.max_chunk={self.max_chunk}")
+
+
+def check_model(model: ModelConfig) -> None:
+    """Refuse settings that belong to models that read from left to right; raises ValueError."""
+    if model.attention == "flash_attention_2":
+        raise ValueError("model.attention is flash_attention_2, which takes no all-to-all mask; use sdpa or eager")
+    if model.router_aux_loss_coef:
+        raise ValueError("model.router_aux_loss_coef is not supported with masked-diffusion models")
+
+
+@dataclass
+class MaskedConfig(VlmConfig):
+    """A reinforcement-learning run of a masked-diffusion language model."""
+
+    scored_outputs: ClassVar[tuple[str, ...]] = SCORES
+    sampler: MaskedSampling = field(default_factory=MaskedSampling)  # type: ignore[assignment]
+    """Sampling of answers in training and evaluation."""
+    likelihood: LikelihoodConfig = field(default_factory=LikelihoodConfig)
+    """Log-probabilities of answers."""
+    inpainting: InpaintingConfig = field(default_factory=InpaintingConfig)
+    """Hints for questions that every sample misses."""
+    evaluation: VlmEvaluationConfig = field(default_factory=VlmEvaluationConfig)
+    """Evaluation."""
+
+    @property
+    def draws(self) -> int:
+        """Draws of the likelihood of each answer; 0 where its decisions are tokens."""
+        kind, needs = self.likelihood.kind, make_objective(self.objective).needs
+        elbo = kind == "elbo" or (kind == "auto" and "draws" in needs)
+        return self.likelihood.draws if elbo else 0
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        check_model(self.model)
+        objective = make_objective(self.objective)
+        if self.trainer.old_logp == "sampler":
+            raise ValueError(
+                "trainer.old_logp is 'sampler', but the sampler of a masked-diffusion model has no log-probabilities "
+                "of whole answers; use auto or recompute"
+            )
+        if "hints" in objective.needs and self.draws:
+            raise ValueError(f"objective {objective.name} weighs tokens; set likelihood.kind: one_step")
+        if "draws" in objective.needs and not self.draws:
+            raise ValueError(f"objective {objective.name} bounds draws of the likelihood; set likelihood.kind: elbo")
+        if self.likelihood.chunk and not (self.draws and splits(objective)):
+            raise ValueError(
+                "likelihood.chunk needs likelihood.kind elbo and an objective that sums over decisions: ratio token "
+                f"and aggregation token_mean, such as bgpo; {objective.name} has {objective.ratio.kind} and "
+                f"{objective.aggregation.kind}"
+            )
+        if self.inpainting.replacements > self.trainer.samples_per_task:
+            raise ValueError(
+                f"inpainting.replacements is {self.inpainting.replacements}, but a question has "
+                f"trainer.samples_per_task={self.trainer.samples_per_task} samples"
+            )
+        if self.inpainting.replacements and self.inpainting.free >= self.sampler.max_new_tokens:
+            raise ValueError(
+                f"inpainting.free is {self.inpainting.free}, which leaves no room in answers of "
+                f"sampler.max_new_tokens={self.sampler.max_new_tokens} tokens"
+            )
+
+
+def splits(objective: Objective) -> bool:
+    """Whether the loss is a sum over decisions, each by itself, divided by their number."""
+    apart = objective.ratio.kind == "token" and objective.aggregation.kind == "token_mean"
+    return apart and not objective.compares_rows
+
+
+@dataclass
+class MaskedScoring(VlmEvaluationConfig):
+    """Evaluation of answers in supervised runs."""
+
+    sampler: MaskedSampling = field(default_factory=MaskedSampling)
+    """Length and sampling of the answers; the length is that of training, too."""
+    rewards: list[RewardConfig] = field(default_factory=list)
+    """Reward terms that score the answers."""
+    accuracy_reward: str = ""
+    """Reward term whose value 1 counts as a right answer; empty = the last term."""
+
+
+@dataclass
+class MaskedSftConfig(SftConfig):
+    """A supervised run of a masked-diffusion language model on a column of worked answers."""
+
+    evaluation: MaskedScoring = field(default_factory=MaskedScoring)
+    """Evaluation, with the length of answers and the rewards that score them."""
+    shortest_time: float = rare(bounded(1e-3, above=0, below=1))
+    """Smallest probability with which a token is masked."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        check_model(self.model)
+        if self.evaluation.sampler.temperature != 1.0:
+            raise ValueError(
+                f"evaluation.sampler.temperature is {self.evaluation.sampler.temperature:g}, but evaluations sample at "
+                "evaluation.temperature; set that"
+            )
+
+    @property
+    def scoring(self) -> Any:
+        """Settings in `evaluation` for sampling and scoring answers."""
+        return self.evaluation

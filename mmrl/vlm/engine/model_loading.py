@@ -1,0 +1,114 @@
+"""Preparing a loaded model: pixel budget, adapters, frozen parts, kernels, and the lane that computes it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from mmrl.errors import UserError
+from mmrl.vlm.engine.attention import register_attention
+from mmrl.vlm.families.family import family_of
+from mmrl.vlm.model.model_config import ModelConfig
+from mmrl.vlm.model.network import add_adapter, freeze_parts
+from mmrl.vlm.model.vision import multiply_patches
+
+LOGGER = logging.getLogger("mmrl")
+
+
+LONGEST_EDGE = 16_384
+"""A `longest_edge` up to this is a side in pixels, a larger one an area."""
+
+
+def set_pixels(processor: Any, config: ModelConfig) -> None:
+    """Bound the area of images."""
+    if config.min_pixels is None and config.max_pixels is None:
+        return
+    if processor.image_processor is None:
+        raise UserError("model.min_pixels and model.max_pixels bound images, which a language model does not read")
+    size = dict(getattr(processor.image_processor, "size", None) or {})
+    if set(size) != {"shortest_edge", "longest_edge"}:
+        raise UserError(
+            "model.min_pixels and model.max_pixels are areas, which this processor does not bound: its size is "
+            f"{size or 'not set'}; change it in preprocessor_config.json, or leave them out"
+        )
+    usual = dict(getattr(type(processor.image_processor), "size", None) or size)
+    if usual.get("longest_edge", 0) <= LONGEST_EDGE:  # some use the same names for sides, such as Idefics2 with 980
+        raise UserError(
+            "model.min_pixels and model.max_pixels are areas, and this processor bounds the sides of images: its size "
+            f"is {size}; change it in preprocessor_config.json, or leave them out"
+        )
+    if config.min_pixels is not None:
+        size["shortest_edge"] = config.min_pixels
+    if config.max_pixels is not None:
+        size["longest_edge"] = config.max_pixels
+    if size["shortest_edge"] > size["longest_edge"]:
+        raise UserError(
+            f"the processor's pixel budget is {size['shortest_edge']} to {size['longest_edge']}; "
+            "set both model.min_pixels and model.max_pixels"
+        )
+    processor.image_processor.size = size
+
+
+def template_variables(processor: Any, config: ModelConfig, switch: str) -> dict[str, bool]:
+    """Variables of the chat template that the settings ask for; raises UserError where it has none of the kind."""
+    if config.thinking is None:
+        return {}
+    template = processor.chat_template or processor.tokenizer.chat_template
+    if switch not in str(template):
+        raise UserError(
+            f"model.thinking is {str(config.thinking).lower()}, but the chat template of {config.path} has no switch "
+            f"{switch}; leave it out"
+        )
+    return {switch: config.thinking}
+
+
+def prepare(network: Any, config: ModelConfig, adapter: Path | None) -> Any:
+    """Freeze the untrained weights, add adapters and switch on checkpointing and faster kernels."""
+    model = network
+    if config.lora.enabled or adapter is not None:
+        model = add_adapter(network, config.lora, adapter, freeze_vision=config.freeze_vision)
+    freeze_parts(network, config)
+    if config.patch_product and family_of(network.config.model_type).fast:
+        multiply_patches(network.model.visual)
+    if obstacle := fast_lane_obstacle(network, config):
+        LOGGER.info("generic lane, through transformers' modules: %s; see docs/vlm.md", obstacle)
+    elif reason := _unshareable_reason(network, config):
+        LOGGER.info("fast lane; prompts are computed once for each response (flat rows): %s", reason)
+    else:
+        network.config.text_config._attn_implementation = register_attention()
+        LOGGER.info("fast lane; each prompt is computed once for its group (shared prefix)")
+    if config.gradient_checkpointing:
+        # the reentrant form needs an input that requires grad, which frozen embeddings do not give
+        options = {"use_reentrant": False}
+        if hasattr(network, "activation_checkpointing_enable"):
+            network.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        else:
+            network.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    return model
+
+
+def fast_lane_obstacle(network: Any, config: ModelConfig) -> str | None:
+    """Reason why a model is not computed by the suite's own attention and decoder; None if it is."""
+    kind = network.config.model_type
+    if config.lane == "generic":
+        return "model.lane is generic"
+    if family_of(kind).fast:
+        return None
+    if config.lane == "fast":
+        raise UserError(f"model.lane is fast, but the fast lane does not know the architecture {kind}; use auto")
+    return f"the fast lane does not know the architecture {kind}"
+
+
+def _unshareable_reason(network: Any, config: ModelConfig) -> str | None:
+    """Reason why the prompts of a model cannot be shared by their groups; None if they can."""
+    text = network.config.text_config
+    if not config.shared_prefix:
+        return "model.shared_prefix is false"
+    if config.attention != "sdpa":
+        return f"model.attention is {config.attention}, sharing needs sdpa"
+    if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
+        return "some layers attend through a sliding window"
+    if getattr(text, "attention_dropout", 0.0):
+        return f"the model's attention_dropout is {text.attention_dropout}"
+    return None

@@ -1,0 +1,85 @@
+"""Model folders for transformers, and the Python that asks such a model in the format of its training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mmrl.runs.export import Exported
+from mmrl.vlm.data.messages import read_template
+from mmrl.vlm.engine.vlm_policy import VlmPolicy, load_policy
+from mmrl.vlm.model.network import auto_class
+
+UNMASKED = "Answers are drawn by unmasking, as `mmrl evaluate` does; `generate` of transformers does not."
+
+
+def export_model(config: Any, checkpoint: Path, output: Path, policy_class: Any = VlmPolicy) -> Exported:
+    """Write an ordinary model folder with tokenizer and processor, adapters added into the weights."""
+    model = replace(config.model, path=str(checkpoint / "model"), build=None)
+    policy = load_policy(model, policy_class=policy_class)
+    policy.save_merged(output)
+    auto = auto_class(policy.network.config.model_type, str(output)).__name__
+    looks = auto == "AutoModelForImageTextToText"
+    reader = "AutoProcessor" if looks else "AutoTokenizer"
+    load = [
+        f"from transformers import {auto}, {reader}",
+        "",
+        f"model = {auto}.from_pretrained(folder)",
+        f"processor = {reader}.from_pretrained(folder)",
+    ]
+    return Exported(
+        call=f"transformers.{auto}.from_pretrained",
+        load="\n".join([*(["from PIL import Image"] if looks else []), *load]),
+        use="\n".join(_asking(config, policy, looks=looks)) if policy_class is VlmPolicy else "",
+        library="transformers",
+        task="image-text-to-text" if looks else "text-generation",
+        facts={"decoding": _decoding(config)},
+        limits=() if policy_class is VlmPolicy else (UNMASKED,),
+    )
+
+
+def _sampler(config: Any) -> Any:
+    return getattr(config, "sampler", None) or getattr(config.evaluation, "sampler", None)
+
+
+def _decoding(config: Any) -> str:
+    evaluation, sampler = config.evaluation, _sampler(config)
+    sampled = f"sampled is at temperature {evaluation.temperature:g}" if evaluation.samples else ""
+    longest = f"answers have at most {sampler.max_new_tokens} tokens" if sampler else ""
+    said = ", ".join(filter(None, ["greedy takes the likeliest token" if evaluation.greedy else "", sampled, longest]))
+    return f"{said[0].upper()}{said[1:]}."
+
+
+def _asking(config: Any, policy: VlmPolicy, *, looks: bool) -> list[str]:
+    """Lines that ask a question about an image, or without one, and print the greedy answer."""
+    data, sampler = getattr(config, "data", None), _sampler(config)
+    system, template = (getattr(data, name, None) for name in ("system_prompt", "format_prompt"))
+    variables = "".join(f", {name}={value!r}" for name, value in policy.layout.template.items())
+    text = 'template.render(content="What do you see?")' if template else '"What do you see?"'
+    if not looks:
+        text = text.replace("What do you see?", "What is 3 plus 4?")
+    turns = [f'    {{"role": "system", "content": {_content(repr(system), looks)}}},'] if system else []
+    image = '{"type": "image"}, ' if looks else ""
+    stop = list(getattr(sampler, "stop", ()) or ())
+    tokenizer = "processor.tokenizer" if looks else "processor"
+    end = f", stop_strings={stop!r}, tokenizer={tokenizer}" if stop else ""
+    return [
+        "",
+        *(["from jinja2 import Template", "", f"template = Template({read_template(template)!r})"] if template else []),
+        *(['image = Image.new("RGB", (224, 224), "white")  # your image'] if looks else []),
+        "messages = [",
+        *turns,
+        f'    {{"role": "user", "content": {_content(text, looks, image)}}},',
+        "]",
+        f"text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True{variables})",
+        f"inputs = processor(text=[text], {'images=[image], ' if looks else ''}add_special_tokens=False, "
+        'return_tensors="pt")',
+        f"tokens = model.generate(**inputs, max_new_tokens={getattr(sampler, 'max_new_tokens', 64)}, "
+        f"do_sample=False{end})",
+        'print(processor.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)[0])',
+    ]
+
+
+def _content(text: str, looks: bool, image: str = "") -> str:
+    return f'[{image}{{"type": "text", "text": {text}}}]' if looks else text

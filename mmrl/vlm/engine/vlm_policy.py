@@ -1,0 +1,500 @@
+"""The policy: a model that scores rollouts and computes each prompt once for its whole group."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from mmrl.core.objectives.objective import PolicyOutputs
+from mmrl.core.rollouts import Rollouts
+from mmrl.core.transfer import to_device
+from mmrl.errors import UserError
+from mmrl.fields import check_config
+from mmrl.files import expanded, follow_umask, replaced
+from mmrl.hub.building import merged_weights
+from mmrl.hub.compat import ensure_torchvision, quiet_transformers
+from mmrl.hub.video_sampling import Frames
+from mmrl.runs.checkpoint import check_model
+from mmrl.runs.export import model_folder
+from mmrl.training.processes import avoid_refused_instructions
+from mmrl.vlm.data.prompt import Prompt, PromptLayout, VlmPayload, encode_prompt, encode_turn
+from mmrl.vlm.data.task import VlmTask
+from mmrl.vlm.data.turn_template import TurnTemplate
+from mmrl.vlm.engine.attention import ATTENTION_NAME, PromptRow, ResponseRow, prompt_index, response_index
+from mmrl.vlm.engine.capabilities import check_architecture, check_behaviour
+from mmrl.vlm.engine.generic import GenericLane
+from mmrl.vlm.engine.head import Head
+from mmrl.vlm.engine.model_loading import fast_lane_obstacle, prepare, set_pixels, template_variables
+from mmrl.vlm.engine.prefix import Prefix, PrefixStore
+from mmrl.vlm.engine.routes import Routes
+from mmrl.vlm.engine.rows import (
+    PackedRows,
+    Reading,
+    joined_rows,
+    make_reading,
+    pack_prompts,
+    pack_reading,
+    pack_rows,
+    tabulate,
+)
+from mmrl.vlm.families.family import family_of
+from mmrl.vlm.model.model_config import FrozenModelConfig, ModelConfig
+from mmrl.vlm.model.network import (
+    VALUE_HEAD_FILE,
+    architecture,
+    build_model_if_missing,
+    load_model_weights,
+    load_network,
+    load_value_head,
+    make_value_head,
+    resolve_model,
+    save_model,
+    save_value_head,
+    vision_parameters,
+)
+from mmrl.vlm.model.processor import banned_ids, eos_ids, load_processor, stop_at
+from mmrl.vlm.model.vision import FeatureCache, VisionFeatures, gather_features, weights_state
+
+OUTPUTS = frozenset({"logp", "entropy", "values", "collision", "routes", "states"})
+
+
+class VlmPolicy(nn.Module):
+    """A causal language model with a vision tower, as an actor and optionally a critic.
+
+    Args:
+        model: transformers model, or the peft model around it.
+        processor: its processor.
+        config: how it was loaded.
+        value_head: critic from a state (M, H) to a value (M, 1).
+    """
+
+    model: Any
+    value_head: nn.Module | None
+    banned_ids: Tensor
+    critic_parts = ("value_head",)
+    keeps_images = False  # of encoded prompts, see `PromptLayout`
+    starts_from_adapter: bool = False
+    """Whether the adapters were trained before, so that the model at the start is not that without them."""
+
+    def __init__(
+        self, model: nn.Module, processor: Any, config: ModelConfig, value_head: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.processor = processor
+        self.config = config
+        self.value_head = value_head
+        self.family = family_of(self.network.config.model_type)
+        tokenizer = processor.tokenizer
+        stops = eos_ids(self.network, tokenizer)
+        self._template = template_variables(processor, config, self.family.thinking_switch)
+        self.turns = TurnTemplate(processor, self._template, stops, config.path, config.answer_tokens)
+        self.eos_ids = self.turns.end_ids(stops)
+        self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_ids[0]
+        self.register_buffer("banned_ids", banned_ids(self.network, tokenizer), persistent=False)
+        self.features = FeatureCache()
+        self.prefixes = PrefixStore(self)
+        self.generic = None if fast_lane_obstacle(self.network, config) is None else GenericLane(self.network, config)
+        """The lane of models that the suite's own attention does not know; None in the fast lane."""
+        self.head = Head(self.network, plain=self.generic is None)
+        self.routes = Routes(self.network, wanted=config.router_aux_loss_coef > 0)
+        self._adapter_off = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VlmPolicy:
+        """A copy shares all weights beside adapters, and a frozen vision tower with its features, not prefixes."""
+        tower = vision_parameters(self.network)
+        if self.has_adapter:
+            memo |= {id(weight): weight for name, weight in self.model.named_parameters() if ".lora_" not in name}
+        if not any(weight.requires_grad for weight in tower):
+            memo |= {id(weight): weight for weight in tower} | {id(self.features): self.features}
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k != "prefixes"})
+        copied.prefixes = PrefixStore(copied)
+        return copied
+
+    @property
+    def network(self) -> Any:
+        """The transformers model, out of its peft wrapper."""
+        return self.model.base_model.model if self.has_adapter else self.model
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether the model carries LoRA adapters."""
+        return hasattr(self.model, "peft_config")
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the language model's head."""
+        return self.network.get_output_embeddings().weight.device  # type: ignore[no-any-return]
+
+    def check_fast(self, what: str) -> None:
+        """Refuse a model of the generic lane; raises UserError."""
+        if self.generic is not None:
+            raise UserError(f"{what} needs the fast lane (model.lane): Qwen2-VL to Qwen3-VL")
+
+    @property
+    def reads_media(self) -> bool:
+        """Whether the processor turns images or videos into tokens; that of a language model does not."""
+        return any(getattr(self.processor, kind, None) is not None for kind in ("image_token", "video_token"))
+
+    def check_reads_media(self, what: str) -> None:
+        """Refuse a language model where images or videos are used; raises UserError."""
+        if not self.reads_media:
+            kind = self.network.config.model_type
+            raise UserError(f"{what}, but {self.config.path} ({kind}) is a language model, which reads text alone")
+
+    @property
+    def shares_prefix(self) -> bool:
+        """Whether a prompt is computed once for its group; else it is once for each response."""
+        if self.generic is not None:
+            return self.generic.trains_shared
+        return self.network.config.get_text_config()._attn_implementation == ATTENTION_NAME  # type: ignore[no-any-return]
+
+    @property
+    def width(self) -> int:
+        """Entries of a state."""
+        return int(self.network.config.get_text_config().hidden_size)
+
+    @property
+    def positions(self) -> int:
+        """Tokens of prompt and response that the model has positions for."""
+        return int(self.network.config.get_text_config().max_position_embeddings)
+
+    def check_response_length(self, max_new_tokens: int) -> None:
+        """Refuse responses that fit after no prompt; raises UserError."""
+        if max_new_tokens >= self.positions:
+            raise UserError(
+                f"sampler.max_new_tokens is {max_new_tokens}, but {self.config.path} has {self.positions} positions "
+                "for prompt and response together; make it smaller"
+            )
+
+    @property
+    def layout(self) -> PromptLayout:
+        """The model's sizes that the encoding of prompts depends on."""
+        patch_size, merge_size, _ = self.family.sizes(self.network.config)
+        longest, limit = self.positions - 1, self.config.max_prompt_tokens
+        own = limit is not None and limit <= longest
+        return PromptLayout(
+            patch_size=patch_size,
+            max_tokens=limit if own and limit is not None else longest,
+            limit_source="model.max_prompt_tokens" if own else "what the model's positions leave for a prompt",
+            merge_size=merge_size,
+            tables=self.family.token_tables(self.network),
+            fits_frames=self.family.fits_frames,
+            template=self._template,
+            keeps_images=self.keeps_images,
+        )
+
+    def encode(
+        self, task: VlmTask, images: Sequence[Image.Image] | None = None, videos: Sequence[Frames] | None = None
+    ) -> Prompt:
+        """Turn a task into a prompt.
+
+        Args:
+            task: question with its images and videos.
+            images: use these in place of the task's.
+            videos: use these frames in place of the task's videos.
+
+        Raises:
+            TaskError: the question cannot be encoded.
+        """
+        return encode_prompt(task, self.processor, self.layout, images, videos)
+
+    def encode_turn(self, task: VlmTask, *, answered: bool = True, end: int | None = None) -> Prompt:
+        """Turn the user's next message, or results in the role `tool`, into the tokens between two answers.
+
+        Args:
+            task: the messages, with their images; a result has the `name` of its function.
+            answered: whether the answer before it has its end token; else the result begins with one.
+            end: that token; None is the template's own end.
+
+        Raises:
+            TaskError: the message cannot be encoded; UserError: the template does not show it.
+        """
+        last = (self.eos_ids[0] if end is None else end) if answered else None
+        return encode_turn(task, self.turns, self.processor, self.layout, end=last)
+
+    def encode_answer(self, prompt: Prompt, text: str, *, ends: bool = True) -> list[int]:
+        """Tokens of a given answer behind a prompt, as the chat template writes it; its end only where it `ends`."""
+        return self.turns.encode_answer(prompt.text, text, ends=ends)
+
+    def forward(
+        self,
+        rollouts: Rollouts,
+        *,
+        view: str = "original",
+        temperature: float = 1.0,
+        outputs: frozenset[str] = frozenset({"logp"}),
+    ) -> PolicyOutputs:
+        """Score the sampled tokens of every row.
+
+        Args:
+            rollouts: rows whose payload is a `VlmPayload`.
+            view: form of the prompts: "original" or a key of the payload's views.
+            temperature: logits are divided by it.
+            outputs: any of `OUTPUTS`; "routes" with `model.router_aux_loss_coef`.
+
+        Returns:
+            Scores (B, T) float32, 0 where the mask is 0. The value is that of the state before each token.
+
+        Raises:
+            ValueError: unknown outputs, or values without a value head.
+
+        Gradient: flows into all trainable weights, that of the values only into the value head where
+        `model.critic.stop_gradient` is set; each distinct prompt passes the vision tower once, and where
+        `shares_prefix` the language model too.
+        """
+        if not outputs <= OUTPUTS:
+            raise ValueError(f"outputs={sorted(outputs)}; a policy scores: {', '.join(sorted(OUTPUTS))}.")
+        if "values" in outputs and self.value_head is None:
+            raise ValueError('outputs has "values" but the policy has no value head; load it with value_head=True.')
+        states, targets, routes = self._states(rollouts, view)
+        row_and_step = tuple(to_device(x, self.device) for x in torch.nonzero(rollouts.host.mask, as_tuple=True))
+
+        def spread(flat: Tensor) -> Tensor:
+            """Scores (M,) of the tokens under the mask, put back to where they came from."""
+            zeros = torch.zeros(rollouts.mask.shape, dtype=flat.dtype, device=flat.device)
+            return zeros.index_put(row_and_step, flat)
+
+        with torch.set_grad_enabled(torch.is_grad_enabled() and bool(outputs & {"logp", "entropy"})):
+            found = self.head.logprobs(
+                states, targets, temperature=temperature, banned=self.banned_ids, entropy="entropy" in outputs
+            )
+        values = None
+        if "values" in outputs and self.value_head is not None:
+            with _no_autocast(states):
+                seen = states.detach() if self.config.critic.stop_gradient else states
+                values = spread(self.value_head(seen.float()).squeeze(-1))
+        collision = None
+        if "collision" in outputs:
+            collision = spread(self.head.collision(states, targets, found.logp, temperature, self.banned_ids))
+        return PolicyOutputs(
+            logp=spread(found.logp),
+            entropy=None if found.entropy is None else spread(found.entropy),
+            values=values,
+            collision=collision,
+            routes=routes if "routes" in outputs else None,
+            states=states if "states" in outputs else None,
+        )
+
+    def states(self, rollouts: Rollouts, *, view: str = "original") -> Tensor:
+        """Last hidden states before the tokens under the mask, for critics of a recipe's own.
+
+        Args:
+            rollouts: rows whose payload is a `VlmPayload`.
+            view: form of the prompts, as in `forward`.
+
+        Returns:
+            (M, H), the tokens row by row, with the gradient of `forward`.
+        """
+        return self._states(rollouts, view)[0]
+
+    def encode_prefix(self, prompts: Sequence[Prompt]) -> Any:
+        """Run N prompts through the vision tower and the language model, each once.
+
+        Returns:
+            A `Prefix`, in the generic lane a `CachedPrefix`.
+
+        Gradient: flows into all trainable weights.
+        """
+        if self.generic is not None:
+            return self.generic.encode_prefix(self, prompts)
+        device, sizes = self.device, torch.tensor([len(prompt) for prompt in prompts])
+        owner = to_device(torch.arange(len(prompts)).repeat_interleave(sizes), device)
+        shared = PromptRow(prompt_index(sizes, device))
+        with self.routes.watch():
+            features = gather_features(self.network.model, prompts, self.features)
+            hidden = self.run(pack_prompts(prompts, device), features, shared=shared)
+        layers = range(len(shared.keys))
+        return Prefix(
+            keys=[shared.keys[layer] for layer in layers],
+            values=[shared.values[layer] for layer in layers],
+            lengths=sizes,
+            next_position=torch.tensor([prompt.next_position for prompt in prompts]),
+            last_state=hidden[0, to_device(sizes.cumsum(0) - 1, device)],
+            routes=self.routes.sums(owner, len(prompts)),
+        )
+
+    def last_states(self, prompts: Sequence[Prompt]) -> Tensor:
+        """States (N, H) of the last tokens of N prompts."""
+        if self.generic is not None:
+            return self.generic.last_states(self, prompts)
+        return self.encode_prefix(prompts).last_state  # type: ignore[no-any-return]
+
+    def weights_state(self) -> tuple[object, ...]:
+        """Changes whenever the same prompt would be computed to other numbers: weights, adapter, precision."""
+        kind = self.device.type
+        precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return weights_state(self.parameters()), self._adapter_off, precision
+
+    def _states(self, rollouts: Rollouts, view: str) -> tuple[Tensor, Tensor, Tensor | None]:
+        """States (M, H) before the tokens under the mask, these tokens (M,), and the sums of `Routes` over all rows."""
+        payload = VlmPayload.of(rollouts)
+        reading = make_reading(payload, view, rollouts.host.group, rollouts.host.mask, self.device)
+        if self.generic is not None:
+            return self.generic.states(self, reading), reading.targets, self.routes.take()
+        # responses that are alone with their prompt have nothing to share, and one row each is one pass less
+        sharing = self.shares_prefix and (len(reading.lengths) > len(reading.prompts) or self.prefixes.is_open)
+        states = self._shared_states(reading) if sharing else self._flat_states(reading)
+        return states, reading.targets, self.routes.take()
+
+    def _flat_states(self, reading: Reading) -> Tensor:
+        """States before the scored tokens, every row with a separate prompt."""
+        prompts, group, lengths = reading.prompts, reading.group, reading.lengths
+        if reading.inserts:  # rows with images are prompts of their own
+            before = to_device(torch.tensor([len(prompt) for prompt in prompts]), group.device)[group]
+            prompts, group = joined_rows(reading), torch.arange(len(lengths), device=group.device)
+            lengths = torch.zeros_like(lengths)
+        table = tabulate(prompts, self.pad_id, group.device)
+        rows = pack_rows(table, group, reading.tokens, lengths, self.pad_id)
+        with self.routes.watch():
+            hidden = self.run(rows, gather_features(self.network.model, prompts, self.features))
+        if not reading.inserts:
+            before = table.lengths[group]
+        self.routes.add_rows(hidden, before, reading)
+        return hidden[reading.row, before[reading.row] - 1 + reading.step]
+
+    def _shared_states(self, reading: Reading) -> Tensor:
+        """States before the scored tokens, with each prompt computed once."""
+        prefix = self.prefixes.get(reading.prompts, reading.view)
+        lengths, group, row, step = reading.lengths, reading.group, reading.row, reading.step
+        states = prefix.last_state
+        if tokens := int(reading.host_lengths.sum()):
+            index = response_index(reading.host_lengths, reading.host_group, len(prefix), self.device)
+            shared = ResponseRow(index, prefix.real, prefix.keys, prefix.values)
+            rows = pack_reading(reading, prefix.next_position[reading.host_group])
+            inserted = [insert.prompt for own in reading.inserts for insert in own]
+            features = gather_features(self.network.model, inserted, self.features) if inserted else None
+            with self.routes.watch():
+                states = torch.cat([states, self.run(rows, features, shared=shared)[0]])
+            self.routes.add(torch.ones(tokens, dtype=torch.bool, device=lengths.device))
+        self.routes.add_prompts(prefix.routes, reading)
+        starts = len(prefix) + lengths.cumsum(0) - lengths
+        # the first token of a row is predicted by the prompt's last state, which the group shares
+        return states[torch.where(step == 0, group[row], starts[row] + step - 1)]
+
+    def run(self, rows: PackedRows, features: VisionFeatures | None, **options: Any) -> Tensor:
+        """Last hidden states (B, L, H) of packed rows."""
+        embeddings, extra = self.embed(rows, features)
+        language_model = self.network.model.language_model
+        output = language_model(
+            inputs_embeds=embeddings, position_ids=rows.positions, use_cache=False, **extra, **options
+        )
+        return output.last_hidden_state
+
+    def next_logp(self, states: Tensor, temperature: float) -> Tensor:
+        """Log-probabilities (b, V) float32 of the next token, with the banned tokens and temperature of scoring."""
+        logits = self.head.logits(states).float() / temperature
+        return logits.index_fill(1, self.banned_ids, float("-inf")).log_softmax(-1)
+
+    def embed(self, rows: PackedRows, features: VisionFeatures | None) -> tuple[Tensor, dict[str, Any]]:
+        """Token embeddings (B, L, H) with the image features in them, and the language model's further arguments."""
+        embeddings = self.network.get_input_embeddings()(rows.ids)
+        if features is None:
+            return embeddings, {}
+        chosen = features.select(rows.features)
+        flat = torch.nonzero(rows.visual.flatten()).flatten() if rows.places is None else rows.places
+        tokens = chosen.tokens.to(embeddings.dtype)
+        embeddings = embeddings.flatten(0, 1).index_copy(0, flat, tokens).view_as(embeddings)
+        if not chosen.deepstack:
+            return embeddings, {}
+        return embeddings, {"visual_pos_masks": rows.visual, "deepstack_visual_embeds": list(chosen.deepstack)}
+
+    @contextlib.contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """Run the model without its LoRA adapters, as the reference of a KL term."""
+        if not self.has_adapter:
+            raise UserError("the model has no adapter to switch off; set model.lora.enabled or use a frozen copy")
+        # peft also switches requires_grad, off with the adapter and then on, even if it was off before
+        trained = {weight: weight.requires_grad for weight in self.model.parameters()}
+        self._adapter_off = True
+        try:
+            with self.model.disable_adapter():
+                yield
+        finally:
+            self._adapter_off = False
+            for weight, flag in trained.items():
+                weight.requires_grad_(flag)
+
+    def save_pretrained(self, path: Path | str) -> None:
+        """Write model, processor and value head to a folder.
+
+        Without LoRA it is an ordinary model folder. With LoRA it holds the adapter, whose configuration names the base
+        model; transformers' AutoModel class then loads the base model with the adapter.
+        """
+        save_model(self.model, Path(path))
+        self.processor.save_pretrained(path)
+        if self.value_head is not None:
+            save_value_head(self.value_head, Path(path))
+        follow_umask(Path(path))
+
+    def save_merged(self, path: Path | str) -> None:
+        """Write an ordinary model folder, with LoRA adapters added into the weights."""
+        if not self.has_adapter:
+            self.save_pretrained(path)
+            return
+        with replaced(Path(path)) as draft:
+            with quiet_transformers():
+                self.network.save_pretrained(draft, state_dict=merged_weights(self.network, self.model.active_adapter))
+            self.processor.save_pretrained(draft)
+
+    def load_weights(self, path: Path | str) -> None:
+        """Load the weights that `save_pretrained` of a policy of this shape wrote, bit for bit; raises UserError."""
+        load_model_weights(self.model, Path(path))
+        if self.value_head is not None:
+            load_value_head(self.value_head, Path(path))
+
+
+def _no_autocast(x: Tensor) -> torch.autocast:
+    """Heads work in the precision of the states, as `linear_logprobs` does, so that all scores agree."""
+    return torch.autocast(device_type=x.device.type, enabled=False)
+
+
+def load_policy(config: FrozenModelConfig, *, value_head: bool = False, policy_class: Any = VlmPolicy) -> VlmPolicy:
+    """Load or build a model and wrap it as a policy.
+
+    Args:
+        config: which model and how; a `ModelConfig` for one that is trained. Its path may be a run's folder.
+        value_head: add a critic of `config.critic`; it starts at value 0 unless the folder holds one.
+        policy_class: class of the policy.
+
+    Returns:
+        The policy on the CPU, in evaluation mode.
+
+    Raises:
+        UserError: a setting is out of range, or the model is missing, damaged or of another architecture.
+    """
+    if not isinstance(config, ModelConfig):
+        config = ModelConfig(**vars(config))
+    check_config(config, "model")
+    config = dataclasses.replace(config, path=model_folder(config.path))
+    if config.dtype == "bfloat16":
+        avoid_refused_instructions()
+    ensure_torchvision()
+    build_model_if_missing(config)
+    folder = expanded(config.path)
+    check_model(folder)
+    base, adapter = resolve_model(config.path)
+    check_architecture(*architecture(base))
+    network, processor = load_network(config, base), load_processor(str(adapter or base))
+    # saved with the model, so that `generate` draws no token either that sampling leaves out
+    network.generation_config.suppress_tokens = banned_ids(network, processor.tokenizer).tolist() or None
+    set_pixels(processor, config)
+    model = prepare(network, config, adapter)
+    head = make_value_head(network.config.get_text_config().hidden_size, config.critic) if value_head else None
+    if head is not None and (folder / VALUE_HEAD_FILE).is_file():
+        load_value_head(head, folder)
+    policy: VlmPolicy = policy_class(model, processor, config, head).eval()
+    policy.starts_from_adapter = policy.has_adapter and adapter is not None
+    stop_at(network, policy.eos_ids)
+    check_behaviour(policy)
+    return policy

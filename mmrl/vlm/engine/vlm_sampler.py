@@ -1,0 +1,480 @@
+"""Sampling responses: each prompt is read once, its keys are shared by its samples, finished rows leave the batch."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mmrl.core.transfer import to_device, to_host
+from mmrl.errors import ConfigError, UserError
+from mmrl.fields import bounded, check_config, rare
+from mmrl.runs.run_log import stopwatch
+from mmrl.training.processes import Streams
+from mmrl.vlm.data.prompt import Prompt
+from mmrl.vlm.engine.decoder import PrefixDecoder
+from mmrl.vlm.engine.generic import GenericDecoder, GenericLane
+from mmrl.vlm.engine.lean import LeanWeights, lean_weights, unsupported_reason
+from mmrl.vlm.engine.prefix import KeepPrefill, Prefix
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
+
+LENGTH, EOS, STOP = range(3)
+FINISH_REASONS = ("length", "eos", "stop")
+LOGGER = logging.getLogger("mmrl")
+
+
+@dataclass
+class AnswerSampling:
+    """Lengths of the answers that an evaluation samples; its temperature is `evaluation.temperature`."""
+
+    place: ClassVar[str] = "evaluation.sampler"
+    """Section of the options, for messages."""
+    max_new_tokens: int = bounded(64, at_least=1)
+    """Longest response in tokens."""
+    stop: list[str] = rare(field(default_factory=list))
+    """A response ends with the token that completes one of these strings in its decoded text."""
+    batch_rows: int = bounded(256, at_least=1)
+    """Most responses that are decoded at a time; for memory only, the responses do not depend on it."""
+    lean: bool = rare(True)
+    """Decode with the project's own lean decoder where the model allows it; else through transformers."""
+
+    @property
+    def config(self) -> SamplerConfig:
+        """The same for the sampler."""
+        return SamplerConfig(**{item.name: getattr(self, item.name) for item in fields(AnswerSampling)})
+
+    def validate(self) -> None:
+        """Refuse empty stop strings; raises ConfigError."""
+        if not all(self.stop):
+            raise ConfigError(f"{self.place}.stop is {self.stop}; it must be made of non-empty strings")
+
+
+@dataclass
+class SamplerConfig(AnswerSampling):
+    """Lengths, temperature and truncation of sampled responses."""
+
+    place: ClassVar[str] = "sampler"
+    temperature: float = bounded(1.0, above=0)
+    """Logits are divided by it, in sampling and in scoring."""
+    top_p: float = bounded(1.0, above=0, at_most=1)
+    """Draw only from the most likely tokens that together have this probability; below 1 the recorded
+    log-probabilities stay those of the full distribution."""
+    top_k: int = bounded(0, at_least=0)
+    """Draw only from this many of the most likely tokens; 0 is all."""
+    keep_prefill: bool = rare(True)
+    """Reuse the prompts' states of sampling until the weights change; with one update on all rows, in it too."""
+
+    @property
+    def config(self) -> SamplerConfig:
+        """Itself."""
+        return self
+
+    def whole(self, temperature: float) -> SamplerConfig:
+        """The same from the whole distribution at a temperature."""
+        return replace(self, temperature=temperature, top_p=1.0, top_k=0)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from a part of the distribution."""
+        return self.top_p < 1.0 or self.top_k > 0
+
+    @property
+    def draws(self) -> int:
+        """Random numbers that a response takes."""
+        return self.max_new_tokens
+
+
+@dataclass
+class Samples:
+    """Responses of N prompts with G samples each, row = prompt * G + sample; B rows of T tokens."""
+
+    response_ids: Tensor
+    """(B, T) int64, right-padded with the pad token."""
+    mask: Tensor
+    """(B, T) float32, 1 up to and including the token that ends the response."""
+    logp: Tensor
+    """(B, T) float32, log-probability under the full softmax at the sampling temperature, 0 on padding."""
+    finish: list[str]
+    """Row of `FINISH_REASONS` for each response."""
+    texts: list[str]
+    """The decoded responses without control tokens; a stop string stays at the end. They begin with the `<think>` that
+    the chat template ended the prompt with."""
+    nucleus_mass: Tensor
+    """(B, T) float32, probability of the tokens that top_p and top_k left to draw from, 1 on padding."""
+
+
+BLOCK = 128
+"""Tokens whose probabilities are added up before the search."""
+
+
+def choose_tokens(logp: Tensor, uniform: Tensor | None, top_p: float = 1.0, top_k: int = 0) -> tuple[Tensor, Tensor]:
+    """Draw a token of each row by inversion of its distribution function."""
+    if uniform is None:
+        return logp.max(-1).indices, torch.ones_like(logp[:, 0])
+    probability = logp.exp()
+    if top_k or top_p < 1.0:
+        probability = _truncate(probability, top_p, top_k)
+    token, mass = _invert(probability, uniform.double())
+    return token, mass.to(logp.dtype)
+
+
+def _invert(probability: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest token whose running sum exceeds the fraction `uniform` (b,) of the total, and the total.
+
+    Sums over blocks find the block, a running sum inside it finds the token: both in float64, because in float32 the
+    running sum over a large vocabulary loses the tail, but only over a few numbers.
+    """
+    blocks = functional.pad(probability, (0, -probability.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    sums = blocks.sum(-1, dtype=torch.float64)
+    ends = sums.cumsum(-1)
+    target = uniform[:, None] * ends[:, -1:]
+    block = torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[1] - 1)
+    before = functional.pad(ends, (1, 0)).gather(1, block)
+    inside = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0].double().cumsum(-1)
+    # the two ways to add up a block differ in the last bit; past its end lie tokens without probability
+    last = inside[:, -1:]
+    target = (target - before).clamp_(min=0.0).minimum(last.nextafter(torch.zeros_like(last)))
+    token = block * BLOCK + torch.searchsorted(inside, target, right=True)
+    return token[:, 0], ends[:, -1]
+
+
+def _truncate(probability: Tensor, top_p: float, top_k: int) -> Tensor:
+    """Zero all but the top_k most likely tokens, and of those all but the smallest set with mass top_p."""
+    count = min(top_k or probability.shape[1], probability.shape[1])
+    ordered, index = probability.topk(count) if top_k else probability.sort(-1, descending=True)
+    if top_p < 1.0:
+        ends = ordered.cumsum(-1, dtype=torch.float64)
+        before = ends - ordered  # so that the token that crosses top_p still belongs to the set
+        ordered = ordered.where(before < top_p * ends[:, -1:], 0.0)
+    return torch.zeros_like(probability).scatter(1, index, ordered)
+
+
+COMPACT_BELOW = 0.75
+"""Finished rows are dropped once less than this share of a batch is still running."""
+
+
+class GenerationState:
+    """One call of `sample` of B rows: its settings and, step by step, the tokens drawn.
+
+    `uniforms` (B, max_new_tokens) are random numbers in [0, 1); None decodes greedily.
+    """
+
+    lean: ClassVar[bool] = True
+    """Whether the lean decoder, which reads tokens alone, may be used."""
+
+    def __init__(
+        self,
+        policy: VlmPolicy,
+        config: SamplerConfig,
+        total: int,
+        uniforms: Tensor | None,
+        limits: Sequence[int] | None = None,
+    ) -> None:
+        device, shape = policy.device, (config.max_new_tokens, total)
+        self.policy = policy
+        self.config = config
+        self.uniforms = None if uniforms is None else to_device(uniforms.t().double().contiguous(), device)
+        text = policy.network.config.get_text_config()
+        is_eos = torch.zeros(text.vocab_size, dtype=torch.bool)
+        is_eos[list(policy.eos_ids)] = True
+        self.is_eos = to_device(is_eos, device)
+        self.max_positions = policy.positions
+        longest = to_device(torch.tensor([config.max_new_tokens] if limits is None else limits), device)
+        self.limits = longest.repeat_interleave(total // len(longest))
+        self.ids = torch.full(shape, policy.pad_id, device=device)
+        self.mask = torch.zeros(shape, device=device)
+        self.logp = torch.zeros(shape, device=device)
+        self.kept = torch.ones(shape, device=device)
+        self.reason = torch.zeros(total, dtype=torch.int64, device=device)
+
+    def budget(self, rows: Tensor, prompt: Tensor) -> Tensor:
+        """Most tokens of the responses in some rows, behind prompts of these lengths (b,)."""
+        return torch.minimum(self.max_positions - prompt, self.limits[rows])
+
+    def choose(self, rows: Tensor, step: int, logp: Tensor, running: Tensor) -> Tensor:
+        """Draw and record the next token of the rows; those that ended before get the pad token."""
+        uniform = None if self.uniforms is None else self.uniforms[step][rows]
+        token, kept = choose_tokens(logp, uniform, self.config.top_p, self.config.top_k)
+        # rows that have ended stay in the batch until it is compacted, and draw tokens that do not count
+        token = token.where(running, self.policy.pad_id)
+        chosen = logp.gather(1, token[:, None])[:, 0]
+        self.ids[step].index_copy_(0, rows, token)
+        self.mask[step].index_copy_(0, rows, running.float())
+        self.logp[step].index_copy_(0, rows, chosen.where(running, 0.0))
+        self.kept[step].index_copy_(0, rows, kept.where(running, 1.0))
+        return token
+
+    def inputs(self, rows: Tensor, step: int, token: Tensor) -> Tensor:
+        """Input of the model for the rows in this step: their tokens (b,), or embeddings (b, H)."""
+        return token
+
+    def ended(self, rows: Tensor, step: int, token: Tensor, running: Tensor) -> Tensor:
+        """Rows whose response is complete with the token of this step."""
+        at_eos = self.is_eos[token] & running
+        self.reason[rows] = torch.where(at_eos, EOS, self.reason[rows])
+        if not self.config.stop:
+            return at_eos
+        at_stop = self._at_stop(rows, step) & running & ~at_eos
+        self.reason[rows] = torch.where(at_stop, STOP, self.reason[rows])
+        return at_eos | at_stop
+
+    def collect(self, prompts: Sequence[Prompt]) -> Samples:
+        """The responses to the prompts (B,), no wider than the longest."""
+        found = to_host([self.mask.sum(0).long(), self.ids, self.reason])
+        lengths, reasons = found[0].tolist(), found[2].tolist()
+        width = max(*lengths, 1)
+        ids, mask, logp, kept = (x[:width].t().contiguous() for x in (self.ids, self.mask, self.logp, self.kept))
+        responses = [row[:length] for row, length in zip(found[1].t().tolist(), lengths, strict=True)]
+        texts = self.policy.turns.decode(responses)
+        return Samples(
+            response_ids=ids,
+            mask=mask,
+            logp=logp,
+            finish=[FINISH_REASONS[code] for code in reasons],
+            texts=[prompt.answer_start + text for prompt, text in zip(prompts, texts, strict=True)],
+            nucleus_mass=kept,
+        )
+
+    def _at_stop(self, rows: Tensor, step: int) -> Tensor:
+        # a token has at least one byte, so a string that ends here began within its number of bytes
+        reach = max(len(text.encode()) for text in self.config.stop)
+        tails = self.ids[max(step + 1 - reach, 0) : step + 1, rows].t().tolist()
+        texts = self.policy.turns.decode(tails)
+        found = [any(stop in text for stop in self.config.stop) for text in texts]
+        return torch.tensor(found, device=rows.device)
+
+
+class Decoder(Protocol):
+    """Rows that are decoded together."""
+
+    def keep(self, index: Tensor) -> None:
+        """Drop all rows but some (n,), which are named on the CPU."""
+
+    def advance(self, token: Tensor) -> Tensor:
+        """Read one token of each row and return the states (b, H) that predict the next."""
+
+    def next_logp(self, states: Tensor, temperature: float) -> Tensor:
+        """Log-probabilities (b, V) of the next token."""
+
+
+def decode(state: GenerationState, decoder: Decoder, rows: Tensor, budget: Tensor, states: Tensor) -> None:
+    """Draw the responses of some rows, token by token, dropping finished rows from the batch."""
+    running = torch.ones_like(rows, dtype=torch.bool)
+    for step in range(state.config.max_new_tokens):
+        token = state.choose(rows, step, decoder.next_logp(states, state.config.temperature), running)
+        running = running & ~state.ended(rows, step, token, running) & (step + 1 < budget)
+        alive = running.cpu()  # the one wait for a GPU at each token
+        left = int(alive.sum())
+        if left == 0 or step + 1 == state.config.max_new_tokens:
+            return
+        if left < COMPACT_BELOW * len(running):
+            index = torch.nonzero(alive).flatten()
+            decoder.keep(index)
+            index = to_device(index, rows.device)
+            rows, token, budget, running = rows[index], token[index], budget[index], running[index]
+        states = decoder.advance(state.inputs(rows, step, token))
+
+
+class PolicySampler:
+    """The `mmrl.training.sampler.Sampler` that samples from the policy itself, in the process that trains it.
+
+    Args:
+        config: lengths, temperature and truncation.
+        keep: what is left of the prompts' prefill for the update.
+
+    Raises:
+        ConfigError: a setting is out of range.
+    """
+
+    def __init__(self, config: SamplerConfig, keep: KeepPrefill = KeepPrefill.NOTHING) -> None:
+        check_config(config, "sampler")
+        self.config = config
+        self.keep = keep
+        self._policy: VlmPolicy | None = None
+
+    def load(self, weights: VlmPolicy, version: int) -> None:
+        """Sample from this policy; it is read in place, so it always has the newest weights."""
+        self._policy = weights
+
+    def sample(self, tasks: Sequence[Prompt], n: int, streams: Streams) -> Samples:
+        """Draw n responses to each prompt."""
+        if self._policy is None:
+            raise RuntimeError("this sampler has no weights yet; call load(policy, version) first")
+        draws = streams.uniform(len(tasks), n, self.config.max_new_tokens)
+        return sample(self._policy, tasks, n, self.config, draws, keep=self.keep)
+
+    def close(self) -> None:
+        """Free nothing: the policy is not the sampler's."""
+
+
+def sample(
+    policy: VlmPolicy,
+    prompts: Sequence[Prompt],
+    samples_per_prompt: int,
+    config: SamplerConfig,
+    draws: torch.Generator | Tensor | None,
+    *,
+    keep: KeepPrefill = KeepPrefill.NOTHING,
+    limits: Sequence[int] | None = None,
+) -> Samples:
+    """Draw responses.
+
+    Args:
+        policy: the model; it samples in evaluation mode and gets its own mode back.
+        prompts: N prompts.
+        samples_per_prompt: G.
+        config: lengths, temperature and truncation; assumed valid (`mmrl.fields.check_config`).
+        draws: CPU generator, from which N * G * max_new_tokens uniform numbers are drawn; or these numbers,
+            (N * G, max_new_tokens) in [0, 1); or None for the likeliest tokens, whose recorded log-probabilities still
+            have the temperature.
+        keep: what is left of the prompts' prefill in `policy.prefixes`; in the fast lane nothing without the lean
+            decoder.
+        limits: most tokens of a response to each prompt, at most config.max_new_tokens, which it is by default.
+
+    Returns:
+        The responses of prompt 0, then those of prompt 1, and so on, on the policy's device.
+
+    Raises:
+        UserError: there are no prompts, or no samples of them.
+    """
+    if not prompts or samples_per_prompt < 1:
+        raise UserError(f"there is nothing to sample: {len(prompts)} prompts, {samples_per_prompt} samples each")
+    total = len(prompts) * samples_per_prompt
+    if isinstance(draws, torch.Generator):
+        draws = torch.rand(total, config.max_new_tokens, generator=draws)
+    return fill(GenerationState(policy, config, total, draws, limits), prompts, samples_per_prompt, keep)
+
+
+def fill(state: GenerationState, prompts: Sequence[Prompt], samples_per_prompt: int, keep: KeepPrefill) -> Samples:
+    """Draw the responses of a state."""
+    policy, config = state.policy, state.config
+    training = policy.training
+    policy.eval()  # checkpointed layers drop the cache in training mode
+    try:
+        with torch.no_grad():
+            if state.lean and _is_lean(policy, config):
+                _sample_lean(state, prompts, samples_per_prompt, keep)
+            else:
+                # the fast lane shares its own kind of prefix, which transformers' modules cannot continue
+                keep = KeepPrefill.NOTHING if policy.generic is None else keep
+                lane = policy.generic or GenericLane(policy.network, policy.config)
+                _sample_through_modules(state, lane, prompts, samples_per_prompt, keep)
+    finally:
+        policy.train(training)
+    return state.collect([prompt for prompt in prompts for _ in range(samples_per_prompt)])
+
+
+def _is_lean(policy: VlmPolicy, config: SamplerConfig) -> bool:
+    reason = unsupported_reason(policy) if config.lean else "sampler.lean is false"
+    if reason is not None:
+        _log_once("responses are decoded through transformers' modules: %s", reason)
+    return reason is None
+
+
+@functools.cache
+def _log_once(message: str, reason: str) -> None:
+    LOGGER.info(message, reason)
+
+
+def _sample_lean(state: GenerationState, prompts: Sequence[Prompt], group: int, keep: KeepPrefill) -> None:
+    """Read the prompts once, then decode their samples, at most `batch_rows` at a time."""
+    most = state.config.batch_rows
+    # a prefix with history has to be one pass: one backward pass goes through it
+    together = len(prompts) if keep is KeepPrefill.GRAPH else max(most // group, 1)
+    weights = lean_weights(state.policy)
+    for first in range(0, len(prompts), together):
+        part = prompts[first : first + together]
+        with stopwatch("prefill"):
+            read = _read_prompts(state.policy, None, part, keep)
+            prefix = read if isinstance(read, Prefix) else read.table()
+        with stopwatch("decode"):
+            rows = torch.arange(len(part) * group)
+            # whole groups where they fit, so that few prompts are read by two chunks
+            for chunk in rows.split(max(most - most % group, min(most, group))):
+                _decode_lean(state, weights, prefix, chunk // group, chunk + first * group)
+
+
+def _read_prompts(policy: VlmPolicy, lane: GenericLane | None, prompts: Sequence[Prompt], keep: KeepPrefill) -> Any:
+    """The prompts as the policy, or a lane, reads them; what the policy can use again is kept."""
+    with torch.set_grad_enabled(keep is KeepPrefill.GRAPH):
+        prefix = policy.encode_prefix(prompts) if lane is None else lane.encode_prefix(policy, prompts)
+    if keep is not KeepPrefill.NOTHING:
+        policy.prefixes.keep(prompts, prefix if keep is KeepPrefill.GRAPH else prefix.detach())
+    return prefix.detach()
+
+
+def _decode_lean(state: GenerationState, weights: LeanWeights, prefix: Prefix, prompt: Tensor, rows: Tensor) -> None:
+    live, own = torch.unique_consecutive(prompt, return_inverse=True)
+    prefix = prefix if len(live) == len(prefix) else prefix.select(live)
+    decoder = PrefixDecoder(weights, prefix, own, state.config.max_new_tokens - 1, state.policy.banned_ids)
+    lengths = prefix.lengths[own]
+    rows, own, lengths = (to_device(x, state.policy.device) for x in (rows, own, lengths))
+    decode(state, decoder, rows, state.budget(rows, lengths), prefix.last_state[own])
+
+
+def _sample_through_modules(
+    state: GenerationState, lane: GenericLane, prompts: Sequence[Prompt], group: int, keep: KeepPrefill
+) -> None:
+    """Read the prompts once, then decode the samples of those read together, at most `batch_rows` at a time."""
+    policy, most = state.policy, state.config.batch_rows
+    # a prefix with history has to be kept as a whole: one backward pass goes through it
+    together = len(prompts) if keep is KeepPrefill.GRAPH else max(most // group, 1)
+    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+    for first in range(0, len(prompts), together):
+        chosen = order[first : first + together]
+        with stopwatch("prefill"):
+            prefix = _read_prompts(policy, lane, [prompts[number] for number in chosen], keep)
+        numbers = torch.tensor(chosen, device=policy.device)
+        with stopwatch("decode"):
+            for part in prefix.parts:
+                for chunk in torch.arange(len(part.numbers) * group, device=policy.device).split(most):
+                    own = part.select(chunk // group)
+                    rows = numbers[own.numbers] * group + chunk % group
+                    decode(
+                        state,
+                        GenericDecoder(policy, lane, own),
+                        rows,
+                        state.budget(rows, own.lengths),
+                        own.last_state,
+                    )
+
+
+def sample_by(
+    policy: VlmPolicy,
+    prompts: Sequence[Prompt],
+    config: SamplerConfig,
+    uniforms: Tensor,
+    decoder_of: Callable[..., tuple[Any, Any]],
+    *others: Sequence[Any],
+) -> Samples:
+    """Draw one response to each prompt through transformers' modules, with a decoder of one's own.
+
+    Args:
+        policy: the model that reads the prompts.
+        prompts: N prompts.
+        config: lengths, temperature and truncation.
+        uniforms: (N, max_new_tokens) in [0, 1).
+        decoder_of: the decoder of some prompts and its first states, from the lane, their part of the policy's prefix
+            and that of each of `others`.
+        others: parts of further prefixes of the same prompts.
+    """
+    state, training = GenerationState(policy, config, len(prompts), uniforms), policy.training
+    policy.eval()
+    try:
+        with torch.no_grad():
+            lane = policy.generic or GenericLane(policy.network, policy.config)
+            own_parts = lane.encode_prefix(policy, prompts).detach().parts
+            for parts in zip(own_parts, *others, strict=True):
+                for chunk in torch.arange(len(parts[0].numbers), device=policy.device).split(config.batch_rows):
+                    own, *rest = (part.select(chunk) for part in parts)
+                    decoder, first = decoder_of(lane, own, *rest)
+                    decode(state, decoder, own.numbers, state.max_positions - own.lengths, first)
+    finally:
+        policy.train(training)
+    return state.collect(prompts)

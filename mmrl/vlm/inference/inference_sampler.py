@@ -1,0 +1,285 @@
+"""Sampling through vLLM: its options, and the sampler that keeps its weights those of the policy.
+
+The weights travel through a folder: an ordinary model folder, adapters added in, which the engine loads. After each
+sync the policy scores some of the engine's responses; weights that did not arrive whole would show there, and the run
+stops. The engine's log-probabilities go into the rollouts, where `objective.correction` can make up for how they differ
+from the policy's own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import ConfigError, RunError, UserError
+from mmrl.fields import bounded, choice, rare
+from mmrl.runs.run_log import stopwatch
+from mmrl.training.processes import Streams
+from mmrl.training.settings import RollersConfig
+from mmrl.vlm.data.prompt import Prompt, VlmPayload, leaves
+from mmrl.vlm.engine.vlm_policy import VlmPolicy
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig, Samples
+from mmrl.vlm.families.positions import TEXT
+from mmrl.vlm.inference.connection import Connection, LocalService, RemoteService
+from mmrl.vlm.inference.environment import engine_python
+
+CHECKED = 4
+"""Responses that the policy scores after a sync."""
+OWNED = ("model", "logprobs_mode", "generation_config")
+"""Arguments of the engine that options may not change."""
+
+
+@dataclass
+class VllmConfig:
+    """vLLM, in a separate Python."""
+
+    python: str = ""
+    """Interpreter that has vLLM; empty: that of `mmrl setup vllm`."""
+    address: str = ""
+    """HOST:PORT of a running server, `mmrl setup vllm --listen HOST:PORT`; empty: a process of this machine, one for
+    each process of the run."""
+    folder: str = ""
+    """Folder that weights travel through, with room for a copy; a server of another machine must see it under the same
+    path. Empty: a temporary one."""
+    tolerance: float = bounded(0.05, above=0)
+    """Largest mean difference in nats between the engine's and the policy's log-probabilities after a sync; float32 on
+    both sides differs by about 1e-5, bfloat16 by about 0.01."""
+    timeout_s: float = bounded(3600.0, above=0)
+    """Seconds for one sync or one round of samples."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of `vllm.LLM`, such as gpu_memory_utilization, tensor_parallel_size or dtype."""
+
+
+@dataclass
+class EngineSamplerConfig(SamplerConfig):
+    """Sampling, with the policy itself or through an inference engine."""
+
+    engine: str = rare(choice("own", ("own", "vllm")))
+    """own: the policy samples in the process that trains it; vllm: vLLM does, in a separate Python, with weights
+    synced in every step. Evaluations always sample with the policy."""
+    vllm: VllmConfig = rare(field(default_factory=VllmConfig))
+    """Settings of vLLM."""
+
+    def validate(self) -> None:
+        """Refuse settings that the engine cannot serve; raises ConfigError."""
+        super().validate()
+        if self.engine == "own":
+            if self.vllm != VllmConfig():
+                raise ConfigError("sampler.vllm is set, but sampler.engine is 'own'; set sampler.engine: vllm")
+            return
+        if self.top_p < 1 or self.top_k > 0:
+            raise ConfigError(
+                f"sampler.top_p is {self.top_p:g} and top_k {self.top_k}; vLLM records no log-probabilities of the "
+                "full distribution then, so use 1 and 0, or sampler.engine: own"
+            )
+        if owned := sorted(set(self.vllm.options) & set(OWNED)):
+            raise ConfigError(f"sampler.vllm.options has {owned[0]}, which the sampler sets itself; leave it out")
+        host, _, port = self.vllm.address.rpartition(":")
+        if self.vllm.address and not (host and port.isdigit()):
+            raise ConfigError(f"sampler.vllm.address is '{self.vllm.address}'; expected HOST:PORT")
+        if self.vllm.address and self.vllm.python:
+            raise ConfigError("sampler.vllm has both address and python; a running server has its own Python")
+
+
+class EngineSampler:
+    """Samples through vLLM, prompts and responses of at most `longest` tokens together; None for the model's own."""
+
+    def __init__(self, config: EngineSamplerConfig, longest: int | None = None) -> None:
+        self.config, self._longest, settings = config, longest, config.vllm
+        self._connection: Connection
+        if settings.address:
+            self._connection = RemoteService(settings.address, settings.timeout_s)
+        else:
+            self._connection = LocalService(engine_python(settings.python), settings.timeout_s)
+        self._folder = Path(tempfile.mkdtemp(prefix="mmrl-weights-", dir=settings.folder or None))
+        self._policy: VlmPolicy | None = None
+        self._version, self._checked = -1, True
+        self.difference = 0.0
+        """Mean difference of the log-probabilities at the last sync, in nats."""
+
+    def load(self, weights: VlmPolicy, version: int) -> None:
+        """Write the policy's weights and let the engine load them, unless it has this version."""
+        if self._policy is weights and version == self._version:
+            return
+        self._policy, self._version, self._checked = weights, version, False
+        folder = self._folder / f"weights-{version}"
+        with stopwatch("sync"):
+            weights.save_merged(folder)
+            longest = min(self._longest or weights.positions, weights.positions)
+            engine: dict[str, Any] = {"max_model_len": longest, "max_num_batched_tokens": max(longest, 8192)}
+            engine["dtype"] = str(weights.network.dtype).removeprefix("torch.")
+            request = {
+                "do": "sync",
+                "folder": str(folder),
+                "version": version,
+                "engine": engine | self.config.vllm.options,
+            }
+            self._connection.ask(request, {})
+            for file in folder.glob("*.safetensors"):
+                file.unlink()  # the rest stays until the next sync, since the engine reads the processor when it likes
+            for older in self._folder.iterdir():
+                if older != folder:
+                    shutil.rmtree(older)
+
+    def sample(self, tasks: Sequence[Prompt], n: int, streams: Streams) -> Samples:
+        """Draw n responses to each prompt."""
+        return self.draw(tasks, n, streams.uniform(len(tasks), n, self.config.max_new_tokens))
+
+    def draw(self, prompts: Sequence[Prompt], n: int, uniforms: Tensor | None) -> Samples:
+        """Draw n responses to each prompt with seeds made of uniforms (rows, max_new_tokens); None is greedy."""
+        policy = self._policy
+        if policy is None:
+            raise RuntimeError("this sampler has no weights yet; call load(policy, version) first")
+        shown = [sum(len(leaf.images) for leaf in leaves(prompt)) for prompt in prompts]
+        rows = n * len(prompts)
+        request = {
+            "do": "sample",
+            "version": self._version,
+            "n": n,
+            "images": shown,
+            "seeds": [0] * rows if uniforms is None else _seeds(uniforms),
+            "banned": policy.banned_ids.tolist(),
+            "vocabulary": policy.network.config.get_text_config().vocab_size,
+            "params": {
+                "temperature": 0.0 if uniforms is None else self.config.temperature,
+                "max_tokens": self.config.max_new_tokens,
+                "stop": list(self.config.stop),
+                "stop_token_ids": list(policy.eos_ids),
+                "include_stop_str_in_output": True,
+                "skip_special_tokens": False,  # so that a stop string may name one
+            },
+        }
+        with stopwatch("decode"):
+            answer = self._connection.ask(request, request_arrays(prompts))
+        _check_prompts(prompts, answer.arrays)
+        samples = _samples(policy, [prompt for prompt in prompts for _ in range(n)], answer)
+        if not self._checked and uniforms is not None:
+            self._check(policy, prompts, n, samples)
+        return samples
+
+    def close(self) -> None:
+        """End the engine and delete the folder of weights."""
+        self._connection.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _check(self, policy: VlmPolicy, prompts: Sequence[Prompt], n: int, samples: Samples) -> None:
+        """Compare the engine's log-probabilities with the policy's on a response of some prompts; raises RunError."""
+        count = min(CHECKED, len(prompts))
+        rows = torch.arange(count, device=samples.mask.device) * n
+        mask = samples.mask[rows]
+        finish = ["length"] * count
+        payload = VlmPayload(list(prompts[:count]), [None] * count, samples.response_ids[rows], [""] * count, finish)  # type: ignore[list-item]
+        rollouts = Rollouts(
+            group=torch.arange(count, device=mask.device),
+            mask=mask,
+            logp_old=samples.logp[rows],
+            reward=torch.zeros(count, device=mask.device),
+            payload=payload,
+        )
+        with stopwatch("sync"), torch.no_grad():
+            own = policy(rollouts, temperature=self.config.temperature).logp
+        self.difference = float(((own - samples.logp[rows]).abs() * mask).sum() / mask.sum())
+        if not self.difference <= self.config.vllm.tolerance:
+            raise RunError(
+                f"weights {self._version} did not arrive whole in vLLM: its log-probabilities differ from the policy's "
+                f"by {self.difference:.3g} nats a token, and sampler.vllm.tolerance is {self.config.vllm.tolerance:g}; "
+                "where the two only compute in different precisions, raise it"
+            )
+        self._checked = True
+
+
+def check_engine(config: SamplerConfig, rollers: RollersConfig) -> None:
+    """Refuse an engine that cannot serve this run, before a model is loaded; raises UserError."""
+    if not isinstance(config, EngineSamplerConfig) or config.engine == "own":
+        return
+    if not config.vllm.address:
+        engine_python(config.vllm.python)
+    elif int(os.environ.get("WORLD_SIZE", "1")) > 1 or rollers.engine != "local":
+        raise UserError(
+            "sampler.vllm.address names one server, which serves one process at a time, and this run has several; "
+            "leave it out, so that each starts an engine of its own"
+        )
+
+
+def open_engine(config: SamplerConfig, policy: VlmPolicy, longest: int | None = None) -> EngineSampler | None:
+    """The engine that samples for a policy; None where the policy does itself."""
+    if not isinstance(config, EngineSamplerConfig) or config.engine == "own":
+        return None
+    policy.keeps_images = True
+    return EngineSampler(config, longest)
+
+
+def request_arrays(prompts: Sequence[Prompt]) -> dict[str, np.ndarray]:
+    """Tokens and images of prompts, as the engine reads them."""
+    arrays: dict[str, np.ndarray] = {}
+    for number, prompt in enumerate(prompts):
+        images = [image for leaf in leaves(prompt) for image in leaf.images]
+        arrays[f"prompt{number}"] = _with_one_placeholder(prompt, len(images))
+        arrays |= {f"image{number}.{place}": np.asarray(image) for place, image in enumerate(images)}
+    return arrays
+
+
+def _with_one_placeholder(prompt: Prompt, images: int) -> np.ndarray:
+    """Tokens with one placeholder in the place of all those of an image, which the engine expands itself."""
+    ids, kinds = prompt.input_ids, prompt.mm_token_type_ids
+    inside = torch.zeros_like(ids, dtype=torch.bool)
+    inside[1:] = (kinds[1:] != TEXT) & (ids[1:] == ids[:-1])
+    kept = ids[~inside]
+    found = int((kinds[~inside] != TEXT).sum())
+    if found != images:
+        raise UserError(
+            f"sampler.engine: vllm reads images, each with one run of placeholders; a prompt has {found} runs for "
+            f"{images} images (videos and joined images need sampler.engine: own)"
+        )
+    return kept.numpy()
+
+
+def _seeds(uniforms: Tensor) -> list[int]:
+    """A seed of each row from its first two uniform numbers."""
+    bits = (uniforms[:, :2].double() * 2**24).long()
+    return (bits[:, 0] * 2**24 + bits[:, -1]).tolist()  # type: ignore[no-any-return]
+
+
+def _check_prompts(prompts: Sequence[Prompt], arrays: Any) -> None:
+    """Refuse prompts that the engine reads as other tokens than the policy; raises RunError."""
+    read = np.split(arrays["read"], arrays["read_lengths"].cumsum()[:-1])
+    for prompt, own in zip(prompts, read, strict=True):
+        if prompt.input_ids.tolist() != own.tolist():
+            raise RunError(
+                f"vLLM reads a prompt of {len(prompt)} tokens as {len(own)} others; its processor makes other image "
+                "tokens than the suite's, so use sampler.engine: own"
+            )
+
+
+def _samples(policy: VlmPolicy, prompts: Sequence[Prompt], answer: Any) -> Samples:
+    """Responses as rows; log-probabilities that are not finite are refused."""
+    lengths = torch.from_numpy(answer.arrays["lengths"])
+    width = max(int(lengths.max()), 1)
+    place = torch.arange(width) < lengths[:, None]
+    ids = torch.full(place.shape, policy.pad_id)
+    ids[place] = torch.from_numpy(answer.arrays["ids"])
+    logp = torch.zeros(place.shape)
+    logp[place] = torch.from_numpy(answer.arrays["logp"]).float()
+    if not bool(torch.isfinite(logp).all()):
+        raise RunError("vLLM returned log-probabilities that are not finite; look at its weights and its precision")
+    rows = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
+    texts = policy.turns.decode(rows)
+    device = policy.device
+    return Samples(
+        response_ids=ids.to(device),
+        mask=place.float().to(device),
+        logp=logp.to(device),
+        finish=list(answer.fields["finish"]),
+        texts=[prompt.answer_start + text for prompt, text in zip(prompts, texts, strict=True)],
+        nucleus_mass=torch.ones(place.shape, device=device),
+    )

@@ -1,0 +1,204 @@
+"""Options of a TSPO run; the defaults are those of the public code where it has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from omegaconf import MISSING
+
+from mmrl.fields import bounded, choice, inheriting, rare
+from mmrl.rewards import RewardConfig
+from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
+from mmrl.training.settings import EvaluationConfig, RunConfig, TrainerConfig
+from mmrl.vlm.data.dataset import OWN_OPTIONS, DataConfig
+from mmrl.vlm.data.task import VideoOptions
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig
+from mmrl.vlm.model.model_config import CriticSettings, ModelConfig
+from mmrl.vlm.tspo.picking import LOGPROBS, METHODS
+
+SCORES = ("logp_ref", "turns", "probabilities")
+"""Scores of the policy further to log-probabilities; the picks are turn 0, trained tokens turn 1."""
+ANSWERERS = ("oracle", "vlm")
+
+
+@dataclass
+class FeatureConfig:
+    """The CLIP, and which frames it sees."""
+
+    path: str = MISSING
+    """CLIP folder or hub id, such as openai/clip-vit-large-patch14."""
+    build: str | None = None
+    """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
+    build_options: dict[str, Any] = rare(field(default_factory=dict))
+    """Keyword arguments of the build function."""
+    fps: float = bounded(1.0, at_least=0, finite=True)
+    """Candidate frames a second; 0 or more than a video has: all its frames."""
+    max_frames: int = bounded(0, at_least=0)
+    """Most candidates of a video, evenly spaced where there would be more; 0 = no limit."""
+    cache: str | None = None
+    """Folder in which features are kept, by content, candidates and CLIP; empty: in memory only."""
+    memory_mb: float = rare(bounded(512.0, at_least=0))
+    """Most megabytes of features in memory."""
+    batch: int = rare(bounded(64, at_least=1))
+    """Frames that are embedded together; for memory only."""
+    device: str = rare("cpu")
+    """Device of the CLIP, by torch's name; cuda is that of the process."""
+
+
+@dataclass
+class AgentConfig:
+    """The temporal agent."""
+
+    path: str | None = None
+    """Folder of a trained agent, or of its run, to begin with; empty: a new one of the sizes below."""
+    heads: int = bounded(8, at_least=1)
+    """Attention heads, a divisor of the CLIP's width."""
+    window: int = bounded(12, at_least=1)
+    """Frames that a frame attends to: half of them before it."""
+
+
+@dataclass
+class PickConfig:
+    """Draws of frames in training."""
+
+    count: int = bounded(16, at_least=1)
+    """Frames picked for a question with a needle; all frames of a video that has fewer."""
+    general_count: int = rare(bounded(0, at_least=0))
+    """Frames picked for other questions; 0 = half as many."""
+    logprob: str = choice("mean_marginal", LOGPROBS)
+    """Log-probability of the picks: mean_marginal (public code), sum_marginal, noisy_product (the paper's eq. 5) or
+    plackett_luce (exact); see `mmrl/vlm/tspo/picking.py`."""
+    temperature: float = bounded(0.025, above=0)
+    """Scores are divided by it in the first step."""
+    final_temperature: float = rare(bounded(0.01, above=0))
+    """Temperature at the end of the run; it falls linearly."""
+
+    def of(self, specific: bool) -> int:
+        """Picks for a question with or without a needle."""
+        return self.count if specific else self.general_count or max(self.count // 2, 1)
+
+
+@dataclass
+class AnswererConfig:
+    """The answerer, whose answers from the picked frames reward them."""
+
+    kind: str = choice("oracle", ANSWERERS)
+    """oracle: right where enough frames of the needle are picked, a rule for experiments; vlm: a vision-language model
+    reads the frames."""
+    min_frames: int = bounded(4, at_least=1)
+    """oracle: frames of the needle that the answer needs."""
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(path=""))
+    """vlm: the model."""
+    train: bool = rare(False)
+    """vlm: train the model with the agent, its sampled tokens being decisions too; else it is frozen, answers with its
+    likeliest tokens, and its ratio is 1."""
+    learning_rate: float = rare(bounded(0.0, at_least=0))
+    """vlm: learning rate of the trained model, under the agent's schedule; 0 = that of the agent, too high for large
+    models."""
+    sampler: SamplerConfig = field(default_factory=lambda: SamplerConfig(max_new_tokens=256))
+    """vlm: length of answers, and of a trained model also temperature and truncation."""
+    reward: RewardConfig = field(default_factory=lambda: RewardConfig(name="choice"))
+    """vlm: reward function that is 1 for a right answer."""
+    batch_rows: int = rare(bounded(64, at_least=1))
+    """vlm: answers that are read together; for memory only."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        if self.kind == "oracle" and (self.model.path or self.train):
+            raise ValueError(
+                "answerer.kind is oracle, which has no model; set answerer.kind=vlm, or leave the rest out"
+            )
+        if self.learning_rate and not self.train:
+            raise ValueError(
+                "answerer.learning_rate is that of a trained model; set answerer.train=true, or leave it out"
+            )
+        if self.model.critic != CriticSettings():
+            raise ValueError("answerer.model.critic is set, but the answerer has no critic; leave it out")
+        if self.kind == "vlm" and not self.model.path:
+            raise ValueError("answerer.kind is vlm but answerer.model.path is empty; give a model folder or hub id")
+
+
+@dataclass
+class TspoEvaluationConfig(EvaluationConfig):
+    """Evaluation without noise, compared with evenly spaced frames and those that are most like the question."""
+
+    method: str = rare(choice("topk", lambda: METHODS))
+    """topk: the best frames (LongVideoBench, MLVU, LVBench); bin-max: the best of each part (Video-MME)."""
+    count: int = rare(bounded(0, at_least=0))
+    """Frames picked; 0 = as many as in training."""
+
+
+@dataclass
+class TspoConfig(RunConfig):
+    """A TSPO run."""
+
+    features: FeatureConfig = field(default_factory=FeatureConfig)
+    """CLIP and candidate frames."""
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    """The trained agent."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Training questions, each with one video; columns needle, type and query."""
+    eval_data: dict[str, DataConfig] = inheriting("data", own=OWN_OPTIONS)
+    """Held-out splits by name; the first one is the headline. Options of `data` that one does not set are as there,
+    except path, split, build, build_options and max_tasks."""
+    picks: PickConfig = field(default_factory=PickConfig)
+    """Draws of frames."""
+    answerer: AnswererConfig = field(default_factory=AnswererConfig)
+    """Answers from the picked frames."""
+    accuracy_weight: float = bounded(1.0, at_least=0, finite=True)
+    """Weight of R_A, 1 for a right answer."""
+    locating_weight: float = bounded(1.0, at_least=0, finite=True)
+    """Weight of R_T, the share of the picks in the needle; 1 for questions without one."""
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="tspo"))
+    """The objective."""
+    trainer: TrainerConfig = field(
+        default_factory=lambda: TrainerConfig(
+            tasks_per_step=16, samples_per_task=8, learning_rate=5e-4, schedule="linear"
+        )
+    )
+    """Batch sizes, optimiser and guards."""
+    evaluation: TspoEvaluationConfig = field(default_factory=lambda: TspoEvaluationConfig(samples=0))
+    """Held-out evaluation."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        if not self.accuracy_weight and not self.locating_weight:
+            raise ValueError("accuracy_weight and locating_weight are 0, so every reward would be; set one of them")
+        if not self.evaluation.greedy or self.evaluation.samples or self.evaluation.temperature != 1:
+            raise ValueError(
+                "evaluation.greedy must be true, evaluation.samples 0 and evaluation.temperature 1: picks are "
+                "evaluated without noise"
+            )
+        for data in (self.data, *self.eval_data.values()):
+            if data.video != VideoOptions():
+                raise ValueError("data.video is set, but features.fps and features.max_frames say what is picked from")
+            if data.budgets:
+                raise ValueError("data.budgets is set, but picks of frames have no budget of tokens; leave it out")
+            if data.system_prompt and self.answerer.kind == "oracle":
+                raise ValueError("data.system_prompt is set, but answerer.kind is oracle, which reads no prompt")
+        if self.picks.final_temperature > self.picks.temperature:
+            raise ValueError(
+                f"picks.final_temperature is {self.picks.final_temperature:g}, above picks.temperature "
+                f"{self.picks.temperature:g}; the temperature falls"
+            )
+        check_objective(objective_of(self), SCORES, self.trainer.samples_per_task, ("accuracy", "locating"))
+
+
+def objective_of(config: TspoConfig) -> Any:
+    """The objective, with the parts that follow from the log-probability unless the configuration sets them.
+
+    The mean of marginals is a mean over a row's picks. In the other forms a row is one product: its ratio is that of
+    all picks. Where tokens are trained too, picks and tokens are averaged apart (a turn each), as the factors
+    pi_l * pi_ts of the paper, so that a long answer does not outweigh the picks.
+    """
+    chosen = config.objective
+    longest = config.picks.count
+    if config.answerer.train:
+        if not chosen.aggregation:
+            chosen = replace(chosen, aggregation={"kind": "turn_mean"})
+        return make_objective(chosen, longest + config.answerer.sampler.max_new_tokens)
+    if config.picks.logprob != "mean_marginal" and not chosen.ratio:
+        chosen = replace(chosen, ratio={"kind": "sequence_product"})
+    return make_objective(chosen, longest)

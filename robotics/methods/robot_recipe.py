@@ -1,0 +1,484 @@
+"""Base of the robot recipes: simulator, policy, episodes as rollouts, and evaluation.
+
+An episode is a row. Its decisions are the action tokens (or control or denoising steps) of its chunks in order, or with
+`logp_level: chunk` the chunks themselves. Those of control steps that were not executed have mask 0. A row whose
+environment failed takes its whole group out of the update; both are counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import shutil
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.core.blocks.weight import DURATION
+from mmrl.core.loss import Metric
+from mmrl.core.objectives.objective import PolicyOutputs
+from mmrl.core.rollouts import Rollouts
+from mmrl.core.state import Stateful, Tally
+from mmrl.core.transfer import to_device, to_host
+from mmrl.errors import UserError
+from mmrl.fields import choice, rare
+from mmrl.recipes import RecipeEntry, find_recipe
+from mmrl.rewards.reward_loading import source_digest
+from mmrl.runs.dry_run import model_follows
+from mmrl.runs.export import Exported
+from mmrl.runs.records import SampleRecord
+from mmrl.runs.run_log import metric_label
+from mmrl.training.evaluation import held_out_tasks
+from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
+from mmrl.training.processes import SimCounts, Streams
+from mmrl.training.recipe import NoUsableTasksError, Recipe, Step
+from mmrl.training.run import train
+from mmrl.training.settings import RunConfig, TrainerConfig
+from robotics.episodes.collect import ActingSettings, Episodes, run_episodes, swap_layouts
+from robotics.episodes.episode_evaluation import PROTOCOLS, ReplayVideos, RobotEvaluationConfig, RobotMeasure
+from robotics.episodes.episode_tasks import EpisodeSetConfig, episode_id, list_episodes, own_draw
+from robotics.episodes.payload import EpisodePayload, sample_record
+from robotics.methods.old_policy import OldPolicy
+from robotics.policies.base.action_policy import ActionPolicy, PolicyInputs, open_policy
+from robotics.policies.base.saved import is_saved_policy
+from robotics.policies.policy_card import describe_policy, users_policy
+from robotics.policies.policy_loading import (
+    ActionPolicyConfig,
+    bounds_of,
+    check_fit,
+    check_interface,
+    load_action_policy,
+)
+from robotics.sim.episodes import EpisodeSpec, RobotSim
+from robotics.sim.interface import interface_of, seen_part
+from robotics.sim.opening import SimConfig, open_sim
+
+LOGGER = logging.getLogger("mmrl")
+LEVELS = ("token", "chunk")
+SCORES = ("entropy", "entropy_old", "logp_ref", "logp_rollout", "durations", "kl_old")
+"""Scores of a robot policy in addition to log-probabilities."""
+DRAWING = ("tabletop", "gymnasium")
+"""Simulators that `sim.randomization` is for."""
+SHOWN_TASKS = 12
+"""Most tasks of a run whose success is reported one by one in every step."""
+
+
+@dataclass
+class RobotParts:
+    """Policy, simulator and evaluation of a robot's run; to be inherited before the configuration of a run."""
+
+    model: ActionPolicyConfig = field(default_factory=ActionPolicyConfig)
+    """The policy."""
+    sim: SimConfig = field(default_factory=SimConfig)
+    """The simulator of the episodes."""
+    eval_data: dict[str, EpisodeSetConfig] = field(default_factory=dict)
+    """Initial states of evaluation by name; the first split is the headline."""
+    acting: ActingSettings = field(default_factory=ActingSettings)
+    """Sampling and execution of actions."""
+
+    def check_parts(self, evaluation: RobotEvaluationConfig, sets: Mapping[str, EpisodeSetConfig]) -> None:
+        """Check that the parts fit together, given all sets of initial states; raises ValueError."""
+        idle = [name for name, data in sets.items() if data.randomized]
+        if idle and self.sim.kind in DRAWING and not self.sim.randomization.active():
+            raise ValueError(f"{idle[0]}.randomized is true, but sim.randomization draws nothing; set a range there")
+        if self.acting.ensemble and not evaluation.greedy:
+            raise ValueError(
+                f"acting.ensemble is {self.acting.ensemble}, which is for greedy evaluation, but evaluation.greedy is "
+                "false; change one of them"
+            )
+
+    def held_out(self) -> dict[str, EpisodeSetConfig]:
+        """Sets of evaluation by their keys."""
+        return {f"eval_data.{name}": data for name, data in self.eval_data.items()}
+
+
+@dataclass
+class RobotConfig(RobotParts, RunConfig):
+    """A run of a robot policy in a simulator."""
+
+    compares_samples: ClassVar[bool] = True
+    """Whether advantages compare the episodes of an initial state."""
+    scored_outputs: ClassVar[tuple[str, ...]] = SCORES
+    """Scores of the recipe in addition to log-probabilities."""
+
+    data: EpisodeSetConfig = field(default_factory=EpisodeSetConfig)
+    """Initial states of training."""
+    logp_level: str = rare(choice("token", LEVELS))
+    """token: every action token (or control or denoising step) is a decision; chunk: a chunk is one, with the sum of
+    their log-probabilities."""
+    evaluation: RobotEvaluationConfig = field(default_factory=RobotEvaluationConfig)
+    """Evaluation over fixed initial states."""
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="grpo"))
+    """The objective."""
+    trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(old_logp="auto"))
+    """Batch sizes, optimiser and guards; log-probabilities as sampled are exact in float32 and need no second pass."""
+
+    @property
+    def compared_samples(self) -> int | None:
+        """Episodes that advantages compare; None where they compare none."""
+        return self.trainer.samples_per_task if self.compares_samples else None
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        objective = make_objective(self.objective)
+        check_objective(objective, self.scored_outputs, self.compared_samples, old_logp=self.trainer.old_logp)
+        self.check_parts(self.evaluation, {"data": self.data} | self.held_out())
+
+
+class RobotDomain:
+    """Simulator, policy, evaluation and reports of recipes for robots."""
+
+    config: Any
+    policy: ActionPolicy
+    train_tasks: Sequence[Any]
+    eval_tasks: Mapping[str, Sequence[EpisodeSpec]]
+    parts: dict[str, Stateful]
+    added: dict[str, Any]
+
+    def open(self, config: Any, policy: ActionPolicy | None, sim: RobotSim | None) -> None:
+        """Open simulator and policy, unless they are given, and list the initial states.
+
+        Raises:
+            UserError: one of them cannot be used, or they do not fit together.
+        """
+        self.sim: RobotSim = open_sim(config.sim) if sim is None else sim
+        known, splits = self.sim.tasks(), self.sim.layouts()
+        randomizes = bool(config.sim.randomization.active())
+        self.train_tasks = self.load_train_tasks()
+        self.eval_tasks = held_out_tasks(
+            config, lambda data, _: list_episodes(data, known, splits, randomized=not randomizes)
+        )
+        self.check_data()
+        model_follows(self)
+        self.policy = load_action_policy(config.model, self.sim, config.seed) if policy is None else policy
+        check_fit(self.policy, self.sim, config.model.accept_other)
+        self.policy.action_bounds = bounds_of(self.sim)
+        self.policy.interface = seen_part(interface_of(self.sim), self.policy)
+        if config.acting.n_action_steps > self.policy.chunk:
+            raise UserError(
+                f"acting.n_action_steps is {config.acting.n_action_steps}; "
+                f"the policy's chunk has {self.policy.chunk} steps"
+            )
+        self.broken, self.sim_counts = Tally(), SimCounts(self.sim, Path(config.output_dir))
+        self.parts |= {"broken": self.broken, "counts": self.sim_counts}
+        self._seen: Counter[str] = Counter()
+        self.added |= {"seen": self._seen, "counts": self.sim_counts}
+        names = list(dict.fromkeys(getattr(task, "task", "") for task in self.train_tasks))
+        self._shown_tasks = names if 1 < len(names) <= SHOWN_TASKS else []
+        self.code = {name: source_digest(spec) for name, spec in _users_parts(config).items()}
+
+    def check_data(self) -> None:
+        """Refuse data that do not fit the simulator, before the policy is loaded."""
+
+    def load_train_tasks(self) -> Sequence[Any]:
+        """Initial states of training."""
+        return list_episodes(self.config.data, self.sim.tasks(), self.sim.layouts())
+
+    def measures(self, policy: ActionPolicy, split: str, step: Step) -> list[RobotMeasure]:
+        """Success over fixed initial states, overall and of each task."""
+        check_interface(policy, self.sim, self.config.model.accept_other)  # of a checkpoint that was loaded meanwhile
+        measures = [self._measure(policy, split, protocol, step) for protocol in PROTOCOLS]
+        return [measure for measure in measures if measure.repeats]
+
+    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
+        """Whole groups with their last images, rewards and advantages."""
+        return [sample_record(rollouts, row) for row in range(min(limit, rollouts.num_rows))]
+
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
+        """Success (also by task, if they are few) and length of the step's episodes, failures so far."""
+        seen = Counter(self._seen)
+        self._seen.clear()
+        count = seen.get("episodes", 0) or math.nan
+        found: dict[str, float | Metric] = {f"episode/{name}": seen[name] / count for name in ("success", "steps")}
+        for name in self._shown_tasks:
+            runs = seen.get(f"episodes/{name}", 0) or math.nan
+            found[f"episode/success/{metric_label(name)}"] = seen.get(f"success/{name}", 0) / runs
+        self.broken["episodes"] += int(seen.get("failed", 0))
+        return found | {"sim/episodes_failed": float(self.broken["episodes"])} | self.sim_counts.metrics()
+
+    @classmethod
+    def export(cls, config: Any, checkpoint: Path, output: Path) -> Exported:
+        """Write a policy folder that needs no other one; a module of the user's own is copied as it was saved."""
+        model = checkpoint / "model"
+        if not is_saved_policy(model):
+            shutil.copytree(model, output, dirs_exist_ok=True)
+            return users_policy(config)
+        policy = open_policy(model)
+        policy.export(output)
+        return describe_policy(config, policy, checkpoint.parents[1], output)
+
+    def close(self) -> None:
+        """End the simulator's threads and processes."""
+        self.sim.close()
+
+    def _measure(self, policy: ActionPolicy, split: str, protocol: str, step: Step) -> RobotMeasure:
+        config, run_dir = self.config, Path(self.config.output_dir)
+        headline = protocol == "greedy" and split == next(iter(self.eval_tasks))
+        videos = ReplayVideos(
+            sim=self.sim,
+            config=config.sim,
+            folder=run_dir / "videos",
+            label=f"step-{step.number:06d}-{split}",
+            count=config.evaluation.videos,
+            fps=config.evaluation.fps,
+            size=config.evaluation.video_size,
+            chunk=policy.chunk,
+        )
+        return RobotMeasure(
+            policy=policy,
+            sim=self.sim,
+            protocol=protocol,
+            evaluation=config.evaluation,
+            acting=config.acting,
+            seed=config.seed,
+            split=split,
+            run_dir=run_dir,
+            conditions={"code": self.code, "precision": config.trainer.mixed_precision},
+            others=swap_layouts(self.eval_tasks[split]) if config.evaluation.swapped else {},
+            videos=videos if headline else None,
+            shows_progress=not config.tracking.quiet,
+        )
+
+    def _note(self, payload: EpisodePayload) -> None:
+        columns = [column.tolist() for column in to_host([payload.failed, payload.success, payload.lengths])]
+        size = len(columns[0]) // len(payload.episodes)
+        for row, (failed, success, steps) in enumerate(zip(*columns, strict=True)):
+            if failed:
+                if not self.broken["episodes"] and not self._seen["failed"]:
+                    reason = payload.reasons[row]
+                    LOGGER.warning("an environment failed; its group is left out of the update: %s", reason)
+                self._seen["failed"] += 1
+                continue
+            task = payload.episodes[row // size].task
+            self._seen.update({f"episodes/{task}": 1, "episodes": 1, "steps": steps})
+            self._seen.update({f"success/{task}": int(success), "success": int(success)})
+
+
+class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
+    """Runs, scores and evaluates episodes of a robot policy; the loss is the objective's."""
+
+    config: RobotConfig
+    policy: ActionPolicy
+    samples_as_it_scores: ClassVar[bool] = True
+
+    def __init__(self, config: RobotConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
+        super().__init__(config)
+        self.objective = make_objective(config.objective)
+        self.open(config, policy, sim)
+        self._starts_differ = False
+        self.old = OldPolicy(self.policy) if "kl_old" in self.objective.needs else None
+        self.terms = [] if self.old is None else [self.old]
+
+    @abstractmethod
+    def rewards(self, rollouts: Rollouts, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
+        """Total reward (B,) and its terms, NaN where an episode cannot be scored; failed rows are masked later."""
+
+    def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
+        """Run G episodes from each initial state."""
+        size = self.config.trainer.samples_per_task
+        each = self.config.sim.randomization.per == "episode"
+        repeated = [own_draw(task, member) if each else task for task in tasks for member in range(size)]
+        episodes = run_episodes(
+            policy,
+            self.sim,
+            repeated,
+            self.config.acting,
+            streams.seeds(len(tasks), size).tolist(),
+            record=self.needs_every_frame,
+            timed="durations" in self.objective.needs,
+        )
+        episodes.payload = dataclasses.replace(episodes.payload, episodes=list(tasks))
+        group = torch.arange(len(tasks)).repeat_interleave(size)
+        self._note(episodes.payload)
+        if size > 1 and "samples" in self.objective.advantage.needs and not each:
+            self._starts_differ = self._starts_differ or self._warn_of_unequal_starts(episodes.payload, group)
+        rollouts = self.pack(episodes, group, policy)
+        _check_usable(rollouts)
+        return rollouts
+
+    def _warn_of_unequal_starts(self, payload: EpisodePayload, group: Tensor) -> bool:
+        found = payload.unequal_starts(group)
+        if found is not None:
+            LOGGER.warning(
+                "the episodes of %s do not start alike: %s differs. Advantages compare them as if they did; the "
+                "environment draws something that reset(seed) does not set, such as np.random.default_rng()",
+                *(episode_id(payload.episodes[int(group[found[0]])]), found[1]),
+            )
+        return found is not None
+
+    def pack(self, episodes: Episodes, group: Tensor, policy: ActionPolicy) -> Rollouts:
+        """Rollouts of finished episodes, whose groups are `group` (B,)."""
+        return pack_episodes(episodes, group, policy, self.config.logp_level)
+
+    @property
+    def own_term(self) -> str:
+        """Kind of the environment's own reward: a potential of the state where the simulator says so, else rewards."""
+        return "potential" if getattr(self.sim, "potential_rewards", False) else "return"
+
+    def own_reward(self, payload: EpisodePayload) -> Tensor:
+        """(B,) an episode's reward as the environment means it: its last potential, or the sum over control steps."""
+        return payload.last_reward if self.own_term == "potential" else payload.returns
+
+    def refuse_returns(self, where: str) -> None:
+        """Refuse sums of a potential, which pay for staying near the goal; `where` begins the message."""
+        if self.own_term == "potential":
+            raise UserError(
+                f"{where}: the rewards of this simulator are potentials of the state, whose sum over control steps "
+                "pays for staying near the goal rather than for reaching it"
+            )
+
+    @property
+    def needs_every_frame(self) -> bool:
+        """Whether the reward needs an image of every control step."""
+        return False
+
+    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Rewards of the episodes; NaN, and no gradient, for a group with a failed environment."""
+        payload = EpisodePayload.of(rollouts)
+        whole = ~_in_failed_group(rollouts.group, payload.failed)
+        reward, terms = self.rewards(rollouts, step)
+        unknown = torch.full_like(reward, float("nan"))
+        terms = {"success": payload.success.float(), **terms}
+        return rollouts.replace(
+            reward=torch.where(whole, reward, unknown),
+            reward_terms={name: torch.where(whole, values, unknown) for name, values in terms.items()},
+        )
+
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Log-probability and entropy of each decision, at the sampling temperature."""
+        inputs, decisions, place = self.scored_chunks(rollouts)
+        temperature = self.config.acting.temperature
+        means = self.old.means(inputs, decisions) if self.old is not None and "kl_old" in outputs else None
+        logp, entropy = policy("log_probs", inputs, decisions, temperature)
+        found = PolicyOutputs(self.spread(logp, *place))
+        if means is not None:
+            moved = policy("divergence", inputs, decisions, means, temperature)
+            found = dataclasses.replace(found, kl_old=self.spread(moved, *place))
+        if "entropy" not in outputs:
+            return found
+        if entropy is None:
+            raise UserError("the objective needs entropies, which log_probs of this policy does not return beside logp")
+        return dataclasses.replace(found, entropy=self.spread(entropy, *place))
+
+    def scored_chunks(self, rollouts: Rollouts) -> tuple[PolicyInputs, Tensor, tuple[Tensor, Tensor, Tensor, int]]:
+        """Inputs and decisions (M, ...) of the chunks that count, and their places for `spread`."""
+        payload = EpisodePayload.of(rollouts)
+        rows, chunks = _chunks_that_count(payload, rollouts.host.mask, self.policy, self.config.logp_level)
+        if not len(rows):  # all failed; one masked chunk is scored, for a loss with a gradient
+            rows = chunks = torch.zeros(1, dtype=torch.int64)
+        groups = rollouts.host.group[rows].tolist()
+        rows, chunks = to_device(rows, rollouts.mask.device), to_device(chunks, rollouts.mask.device)
+        place = (rows, chunks, payload.steps, rollouts.mask.shape[1])
+        return _inputs(payload, groups, rows, chunks), payload.decisions[rows, chunks], place
+
+    def spread(self, values: Tensor, rows: Tensor, chunks: Tensor, steps: Tensor, width: int) -> Tensor:
+        """(M, D) values of chunks as (B, T) decisions."""
+        if self.config.logp_level == "chunk":
+            executed_mask = self.policy.executed_mask(steps[rows, chunks])
+            values = (values * executed_mask).sum(1, keepdim=True)
+        out = values.new_zeros(*steps.shape, values.shape[1])
+        return out.index_put((rows, chunks), values).flatten(1)[:, :width]
+
+
+def _users_parts(config: RobotConfig) -> dict[str, str]:
+    """Settings that name user code."""
+    named = {"sim.kind": config.sim.kind, "sim.env": config.sim.env, "model.kind": config.model.kind}
+    return {name: spec for name, spec in named.items() if ":" in spec}
+
+
+def pack_episodes(episodes: Episodes, group: Tensor, policy: ActionPolicy, level: str = "token") -> Rollouts:
+    """Rollouts of B finished episodes, whose `payload.episodes` has one entry a group; `level` is `logp_level`."""
+    payload, logp = episodes.payload, episodes.logp
+    mask = policy.executed_mask(payload.steps)
+    if level == "chunk":
+        logp, mask = (logp * mask).sum(-1, keepdim=True), (payload.steps > 0)[..., None].float()
+    mask = torch.where(payload.failed[:, None, None], 0.0, mask)
+    seconds = payload.seconds
+    return Rollouts(
+        group=to_device(group, mask.device),
+        mask=mask.flatten(1),
+        logp_old=(logp * mask).flatten(1),
+        reward=torch.full((len(group),), float("nan"), device=mask.device),
+        payload=payload,
+        extras={} if seconds is None else {DURATION: seconds[..., None].expand_as(mask).flatten(1)},
+    )
+
+
+def _chunks_that_count(
+    payload: EpisodePayload, mask: Tensor, policy: ActionPolicy, level: str
+) -> tuple[Tensor, Tensor]:
+    """Rows and chunks, (M,) each, with a decision under the mask."""
+    each = policy.decisions if level == "token" else 1
+    missing = payload.steps.shape[1] * each - mask.shape[1]
+    whole = nn.functional.pad(mask, (0, missing)).unflatten(1, (payload.steps.shape[1], each))
+    rows, chunks = torch.nonzero((whole > 0).any(2), as_tuple=True)
+    return rows, chunks
+
+
+def _inputs(payload: EpisodePayload, groups: Sequence[int], rows: Tensor, chunks: Tensor) -> PolicyInputs:
+    """Observations before M chunks of groups (M,), without a past: see `ActionPolicy.past` for why none is needed."""
+    return PolicyInputs(
+        images=None if payload.images is None else payload.images[rows, chunks],
+        views=None if payload.views is None else payload.views[rows, chunks],
+        state=payload.states[rows, chunks],
+        instructions=tuple(payload.episodes[number].instruction for number in groups),
+    )
+
+
+def _in_failed_group(group: Tensor, failed: Tensor) -> Tensor:
+    """(B,) bool, rows of groups with an episode whose environment failed."""
+    failures = torch.zeros(len(group), dtype=torch.int64, device=group.device).index_add_(0, group, failed.long())
+    return failures[group] > 0
+
+
+def _check_usable(rollouts: Rollouts) -> None:
+    payload = EpisodePayload.of(rollouts)
+    if bool(_in_failed_group(rollouts.group, payload.failed).all()):
+        reasons = sorted({reason for reason in payload.reasons if reason})
+        reason = "; ".join(reasons) or "no reason given"
+        raise NoUsableTasksError(f"every group had a failed environment: {reason}", rollouts)
+
+
+def train_robot(
+    config: RobotConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None, *, resume: bool = False
+) -> Path:
+    """Train a robot policy.
+
+    Args:
+        config: the run; `config.recipe` names the method.
+        policy: trained instead of `config.model`; wrap a module of your own in a `ModuleAdapter`.
+        sim: used instead of `config.sim`, and closed at the end.
+        resume: continue the run in `config.output_dir`.
+
+    Returns:
+        The run folder.
+
+    Raises:
+        UserError: the configuration is wrong, or policy and simulator do not fit together.
+        RunError: the run failed; its results so far are kept.
+    """
+    config.validate()
+    entry = find_recipe(config.recipe)
+    given = {name: value for name, value in (("policy", policy), ("sim", sim)) if value is not None}
+    return train(_Given(entry, given), config, resume=resume)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """A recipe entry whose recipe is built with the given policy and simulator."""
+
+    entry: RecipeEntry
+    objects: dict[str, Any]
+
+    def load_recipe_class(self) -> Any:
+        recipe: Any = self.entry.load_recipe_class()
+        return partial(recipe, **self.objects)

@@ -1,0 +1,298 @@
+"""The process of a LeRobot policy, seen from policies of this package; `service` runs in it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+
+from mmrl.errors import RunError, UserError
+from mmrl.fields import bounded, check_config, rare
+from mmrl.files import expanded
+from mmrl.trust import check_foreign, remember
+from mmrl.workers.engine import WorkerFailure, WorkerSpec
+from mmrl.workers.pool import Request, WorkerPool
+from robotics.policies.base.action_policy import ActionPolicy, PolicyInputs
+from robotics.policies.base.action_statistics import FARTHEST, ActionRange, check_bounds
+from robotics.policies.base.saved import (
+    check_sizes,
+    make_config,
+    read_config,
+    read_units,
+    read_weights,
+    write_config,
+    write_weights,
+)
+
+LOGGER = logging.getLogger("mmrl")
+SERVICE = Path(__file__).resolve().with_name("service.py")
+MAX_REPLY_BYTES = 4 << 30
+"""Gradients of an action expert come in one message; that of pi0 has 1.2 GB."""
+
+
+@dataclass
+class LeRobotServerConfig:
+    """Which LeRobot policy is served, and how."""
+
+    folder: str = rare("")
+    """Folder that lerobot saved the policy to: config.json, model.safetensors and the processors."""
+    python: str | None = rare(None)
+    """Interpreter of an environment with lerobot; this one when None."""
+    device: str = rare("cpu")
+    """Device of the served policy, by torch's name."""
+    cameras: list[str] = rare(field(default_factory=list))
+    """Names of the policy's image features, such as observation.images.wrist, in the order of the simulator's cameras:
+    `sim.camera`, then `sim.views`; empty = the policy's own order."""
+    tokenizer: str | None = rare(None)
+    """Folder of the tokenizer (for GR00T of its processor) in place of the hub's that the policy names, such as the
+    gated google/paligemma-3b-pt-224 of pi0 and pi0.5."""
+    action_low: list[float] = rare(field(default_factory=list))
+    """Value of the policy's data that is -1 of the simulator, for each entry of an action, such as [0, 0] of PushT;
+    empty = -1."""
+    action_high: list[float] = rare(field(default_factory=list))
+    """Value of the policy's data that is 1 of the simulator, such as [512, 512] of PushT; empty = 1."""
+    action_box: bool = rare(False)
+    """Take both from the bounds of the environment's own actions, as its `action_space` has them; for `sim.kind:
+    gymnasium`, and for policies of data in the environment's own units."""
+    start_timeout_s: float = rare(bounded(600.0, above=0))
+    """Seconds for importing lerobot and loading the policy."""
+    call_timeout_s: float = rare(bounded(300.0, above=0))
+    """Seconds for one batch of observations."""
+
+    def validate(self) -> None:
+        """Refuse an empty folder and bounds that do not bound; raises ValueError."""
+        if not self.folder:
+            raise ValueError("folder is empty; name the folder of a LeRobot policy, model.options.folder")
+        if self.action_box and (self.action_low or self.action_high):
+            raise ValueError("action_box is true, but action_low or action_high are given too; leave out one of both")
+        check_bounds(self.action_low, self.action_high)
+
+
+@dataclass(frozen=True)
+class ServedSizes:
+    """Sizes of a served policy's inputs."""
+
+    image_size: tuple[int, int] | None
+    """Height and width; None without a camera."""
+    state_size: int | None
+    """Entries; None without a state."""
+
+
+class LeRobotServer:
+    """The process of a LeRobot policy; copies of a policy share it."""
+
+    def __init__(self, config: LeRobotServerConfig, service: str) -> None:
+        if config.action_box:
+            raise UserError(
+                "action_box needs a simulator, which load_action_policy has; give action_low and action_high"
+            )
+        self.folder = expanded(config.folder).resolve()
+        self._timeout_s = config.call_timeout_s
+        tokenizer = None if config.tokenizer is None else expanded(config.tokenizer).resolve()
+        if tokenizer is not None and not tokenizer.is_dir():
+            raise UserError(f"model.options.tokenizer is {config.tokenizer}, which is no folder")
+        arguments = {"folder": str(self.folder), "device": config.device, "cameras": list(config.cameras)}
+        spec = WorkerSpec(
+            f"{SERVICE}:{service}",
+            arguments if tokenizer is None else {**arguments, "tokenizer": str(tokenizer)},
+            purpose=f"the LeRobot policy {self.folder}",
+            python=config.python,
+            environment={"HF_HUB_OFFLINE": "1"},
+            start_timeout_s=config.start_timeout_s,
+            heartbeat_timeout_s=None,
+            max_reply_bytes=MAX_REPLY_BYTES,
+        )
+        self.pool = WorkerPool(spec, 1)
+        hello = self.pool.start()
+        if isinstance(hello, WorkerFailure):
+            raise self._error(hello)
+        self.hello: dict[str, Any] = dict(hello.fields)
+        size = self.hello["image_size"]
+        self.sizes = ServedSizes(None if size is None else (size[0], size[1]), self.hello["state_size"])
+        self.cameras: tuple[str, ...] = tuple(self.hello["cameras"])
+        """Image features of the policy, in the order of the simulator's cameras."""
+        self.views = max(len(self.cameras) - 1, 0)
+        self.image_fit: str | None = self.hello.get("image_fit")
+        self.past = int(self.hello["history"]) - 1
+        """P, control steps before the present one whose observations the policy also takes."""
+        self._warned = False
+        chunk, executed = (int(self.hello[name]) for name in ("chunk", "executed"))
+        if executed < chunk:
+            LOGGER.info(
+                "%s predicts %d control steps and in lerobot executes %d of them before it observes again, as with "
+                "acting.n_action_steps: %d here",
+                *(self.folder, chunk, executed, executed),
+            )
+        if self.hello.get("ensemble") is not None:
+            LOGGER.warning(
+                "%s averages its overlapping chunks in lerobot; here greedy evaluation does with acting.ensemble: %g",
+                *(self.folder, self.hello["ensemble"]),
+            )
+        try:
+            self.action_range = ActionRange.of(
+                config.action_low, config.action_high, self.hello["action_size"], str(self.folder)
+            )
+            check_data(str(self.folder), self.hello.get("data") or {}, self.action_range)
+        except UserError:
+            self.pool.close()
+            raise
+
+    def ask(
+        self,
+        fields: Mapping[str, Any],
+        batch: PolicyInputs | None = None,
+        arrays: Mapping[str, np.ndarray] | None = None,
+    ) -> Mapping[str, np.ndarray]:
+        """Send a request and wait for its answer."""
+        observed = {} if batch is None else self._observation(batch)
+        tasks = {} if batch is None else {"tasks": list(batch.instructions)}
+        request = Request({**fields, **tasks}, {**observed, **(arrays or {})})
+        answer = self.pool.ask({0: request}, self._timeout_s)[0]
+        if isinstance(answer, WorkerFailure):
+            raise self._error(answer)
+        return answer.arrays
+
+    def _observation(self, batch: PolicyInputs) -> dict[str, np.ndarray]:
+        arrays = {}
+        for name, needed in (
+            ("images", self.sizes.image_size),
+            ("views", self.views),
+            ("state", self.sizes.state_size),
+        ):
+            value = getattr(batch, name)
+            if needed and value is None:
+                cameras = f"; its cameras are {', '.join(self.cameras)}" if name == "views" else ""
+                raise UserError(f"{self.folder} needs {name}, which the observations lack{cameras}")
+            if needed:
+                arrays[name] = value.cpu().numpy()
+        arrays |= self._past_observations(batch, list(arrays)) if self.past else {}
+        views = arrays["views"].shape[1] if "views" in arrays else 0
+        if views != self.views:
+            raise UserError(
+                f"{self.folder} sees {', '.join(self.cameras)}; the observations have {views} views in addition to the "
+                "image"
+            )
+        return arrays
+
+    def _past_observations(self, batch: PolicyInputs, names: Sequence[str]) -> dict[str, np.ndarray]:
+        """The observations before, where the batch has them; else the process repeats the present one."""
+        parts = {f"past_{name}": getattr(batch, f"past_{name}") for name in names}
+        lengths = {name: part.shape[1] for name, part in parts.items() if part is not None}
+        if not lengths:
+            if not self._warned:
+                LOGGER.warning(
+                    "%s takes %d observations in a row, but is given the present one alone, which is repeated, unlike "
+                    "what it learned. A simulator of your own keeps a past if its reset takes one, see RobotSim; a "
+                    "loop of your own gives it in PolicyInputs; robots send it to mmrl serve, see the metadata",
+                    self.folder,
+                    self.past + 1,
+                )
+            self._warned = True
+            return {}
+        if set(lengths) != set(parts) or set(lengths.values()) != {self.past}:
+            found = ", ".join(f"{name} {lengths.get(name, 'missing')}" for name in parts)
+            raise UserError(
+                f"{self.folder} takes the observations of {self.past} control steps before the present one; there are: "
+                f"{found}"
+            )
+        return {name: part.cpu().numpy() for name, part in parts.items()}
+
+    def _error(self, failure: WorkerFailure) -> UserError | RunError:
+        if failure.for_user:
+            return UserError(failure.reason)
+        return RunError(
+            f"the process of the LeRobot policy {self.folder} {failure.kind}: {failure.reason}; it needs an "
+            f"interpreter with lerobot, model.options.python\n{failure.evidence}"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+def _program(python: object) -> tuple[dict[str, object], str]:
+    """The interpreter that a saved policy names, as content and text of `mmrl.trust`: the folder may be a copy."""
+    return {"python": python}, f"python {python}"
+
+
+def check_data(folder: str, data: Mapping[str, Mapping[str, list[float]]], units: ActionRange | None) -> None:
+    """Compare a policy's statistics of its data with the units that its actions are converted from.
+
+    Args:
+        folder: of the policy, for messages.
+        data: min and max by feature; empty where the policy keeps none.
+        units: the values that are -1 and 1 of the simulator; None = -1 and 1.
+
+    Raises:
+        UserError: the data reach more than a whole range outside.
+    """
+    actions, state = data.get("action"), data.get("observation.state")
+    if actions is not None:
+        ends = torch.tensor([actions["min"], actions["max"]], dtype=torch.float64)
+        fitting = units is None or len(units.low) == ends.shape[1]
+        scaled = ends if units is None or not fitting else units.to_sim(ends)
+        if fitting and float(scaled.abs().max()) > FARTHEST:
+            raise UserError(
+                f"{folder} learned from actions of {float(ends.min()):.4g} to {float(ends.max()):.4g}, far outside "
+                f"{units or '-1..1'}, which are to be -1..1 of the simulator; give model.options.action_low and "
+                "action_high, or action_box"
+            )
+    if state is not None:
+        pairs = enumerate(zip(state["min"], state["max"], strict=True))
+        still = [entry for entry, (least, most) in pairs if least == most]
+        if still:
+            LOGGER.warning(
+                "the entries %s of the state never changed in the data of %s; where lerobot normalises states, it "
+                "divides by 1e-8 there, so that any other value in the simulator overwhelms the rest",
+                *(still, folder),
+            )
+
+
+class ServedActionPolicy(ActionPolicy):
+    """Base of policies around a LeRobot policy in a separate process; a saved one keeps its path, not its folder."""
+
+    kind: ClassVar[str]
+    """Key of `robotics.policies.base.action_policy.SAVED_POLICIES`."""
+    config_class: ClassVar[type[Any]]
+
+    def __init__(self, config: Any, service: str) -> None:
+        super().__init__()
+        check_config(config)
+        self.settings, self._server = config, LeRobotServer(config, service)
+        self.config = self._server.sizes
+        self.cameras, self.views, self.past = self._server.cameras, self._server.views, self._server.past
+        self.image_fit = self._server.image_fit
+        self.action_range = self._server.action_range
+        self.chunk, self.action_size = self._server.hello["chunk"], self._server.hello["action_size"]
+
+    def save_pretrained(self, path: Path | str) -> None:
+        """Write the trained weights and the path of the LeRobot policy, whose folder is not copied."""
+        write_config(Path(path), self.kind, self.settings, self)
+        remember(*_program(self.settings.python))
+        write_weights(self, Path(path))
+
+    def load_weights(self, path: Path | str) -> None:
+        """Restore the trained weights and the statistics."""
+        read_weights(self, Path(path))
+        read_units(Path(path), self)
+
+    @classmethod
+    def from_pretrained(cls, path: Path | str) -> Self:
+        """Open what `save_pretrained` or `export` wrote; only an exported folder holds the LeRobot policy itself."""
+        entries = {key: value for key, value in read_config(Path(path)).items() if key != "kind"}
+        inside = entries.pop("inside", None)
+        if inside is not None:
+            entries["folder"] = str(Path(path) / inside)
+        check_sizes(entries, Path(path))
+        check_foreign(*_program(entries.get("python")), f"{path}/policy.json")
+        policy = cls(make_config(cls.config_class, entries, f"{path}/policy.json"))  # type: ignore[call-arg]
+        policy.load_weights(path)
+        return policy
+
+    def close(self) -> None:
+        """End the process of the LeRobot policy; another call of the policy starts a new one."""
+        self._server.pool.close()
