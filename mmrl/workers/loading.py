@@ -142,6 +142,14 @@ def _load_file(place: str, what: str) -> ModuleType:
     return module
 
 
+def _moved(place: str) -> str:
+    """New name of a module of the suite that had another one in an earlier version; empty if there is none."""
+    if place.partition(".")[0] not in SUITE:
+        return ""
+    table = Path(__file__).resolve().parent.parent / "moved.json"
+    return str(json.loads(table.read_text(encoding="utf-8")).get(place, ""))
+
+
 def _load_module(place: str, what: str) -> ModuleType:
     cwd = str(Path.cwd())
     append_path(cwd)
@@ -150,6 +158,8 @@ def _load_module(place: str, what: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not place.startswith(error.name):
             raise LoadError(f"{what}: importing {place} fails: {error}") from error
+        if moved := _moved(place):
+            raise LoadError(f"{what}: the module {place} is {moved} now") from None
         raise LoadError(
             f"{what}: there is no module {place!r} (no {error.name!r} in {cwd} or installed); "
             "a file is named like path/to/file.py:function"
