@@ -170,7 +170,7 @@ class SubprocessSim(RowPool[Message]):
         Raises UserError where the environment has none.
         """
         if not self._hello["expert"]:
-            raise UserError(f"the environment {self._settings.factory} has no expert of its own")
+            raise UserError(f"the environment {self._settings.factory} has no built-in expert")
         answers = self.ask({int(row): Request({"kind": "expert"}) for row in self.live})
         actions = np.zeros((len(self.live), self.action_size))
         for place, row in enumerate(self.live):
