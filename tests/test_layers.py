@@ -112,7 +112,7 @@ def test_every_part_of_the_suite_is_known_to_the_checker():
         ),
         (
             "mmrl/core/objectives/objective.py",
-            "from ...vlm.engine.policy import VlmPolicy",
+            "from ...vlm.engine.vlm_policy import VlmPolicy",
             "mmrl.core imports mmrl.vlm.engine.vlm_policy",
         ),
         ("mmrl/core/__init__.py", "from .. import rewards", "mmrl.core imports mmrl.rewards"),

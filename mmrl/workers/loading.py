@@ -146,7 +146,7 @@ def _moved(place: str) -> str:
     """New name of a module of the suite that had another one in an earlier version; empty if there is none."""
     if place.partition(".")[0] not in SUITE:
         return ""
-    table = Path(__file__).resolve().parent.parent / "moved.json"
+    table = Path(__file__).resolve().with_name("moved.json")
     return str(json.loads(table.read_text(encoding="utf-8")).get(place, ""))
 
 

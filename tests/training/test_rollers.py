@@ -348,7 +348,7 @@ def test_processes_that_could_not_use_workers_are_refused_by_name(monkeypatch):
     monkeypatch.setattr("mmrl.training.ray_rollers.merge_lists", lambda *_: ["host-a", "host-b"])
     with pytest.raises(UserError, match=r"rollers\.workers is 1; with 2 processes it must be at least that many"):
         check_processes(RollersConfig(engine="ray", workers=1, address="auto"), two)
-    with pytest.raises(UserError, match=r"processes on host-a, host-b, and a Ray .* on host-a alone; .*address=auto"):
+    with pytest.raises(UserError, match=r"processes on host-a, host-b, and a Ray .* is only on host-a; .*address=auto"):
         check_processes(RollersConfig(engine="ray"), two)
     check_processes(RollersConfig(engine="ray", address="auto"), two)
     check_processes(RollersConfig(workers=1), two)

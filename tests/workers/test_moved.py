@@ -10,7 +10,7 @@ import pytest
 
 from mmrl.workers import loading
 
-MOVED = json.loads((Path(loading.__file__).parents[1] / "moved.json").read_text())
+MOVED = json.loads((Path(loading.__file__).with_name("moved.json")).read_text())
 
 
 def test_an_old_name_gets_an_error_that_says_the_new_one():
