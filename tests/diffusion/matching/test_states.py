@@ -266,7 +266,7 @@ def test_what_cannot_be_is_refused(tmp_path):
     config.credit = "return"
     config.validate()
     whole, config.timesteps = config.timesteps, TimestepConfig(times="logit_normal")
-    with pytest.raises(ValueError, match=r"timesteps\.times is 'logit_normal', but states of the sampler"):
+    with pytest.raises(ValueError, match=r"timesteps\.times is 'logit_normal', but the sampler only has states"):
         config.validate()
     config.timesteps = whole
     config.timesteps.times, config.timesteps.count = "discrete_wo_init", 5
