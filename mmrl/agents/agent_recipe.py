@@ -301,7 +301,7 @@ class AgentDomain:
         ]
 
     def add_rewards(self, episodes: Sequence[Episode], step: Step) -> RewardResult | None:
-        """Score episodes with the reward functions; returns None where there is nothing to score."""
+        """Score episodes with the reward functions; returns None if there is nothing to score."""
         if not self.rewards.names:
             return None
         epoch = step.number * self.config.trainer.tasks_per_step / max(len(self.train_tasks), 1)

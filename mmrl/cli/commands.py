@@ -51,7 +51,7 @@ class Command(NamedTuple):
     group: str
     """Heading under which `mmrl --help` has it."""
     takes_overrides: bool = False
-    """Whether `a.b=c` may stand anywhere among its arguments."""
+    """Whether `a.b=c` may appear anywhere among its arguments."""
 
 
 def say(text: str, stream: TextIO | None = None) -> None:

@@ -39,7 +39,7 @@ class Option:
     type: str
     """Its type as Python writes it; of a part, the name of its dataclass."""
     default: Any
-    """Its default; None where it is empty or must be given."""
+    """Its default; None if it is empty or the option is required."""
     bounds: str
     """Bounds beyond the type; may be empty."""
     required: bool = False

@@ -81,7 +81,7 @@ class MaskedPolicy(VlmPolicy):
         return ids + [self.eos_ids[0] if end is None else int(end)] * (length - len(ids))
 
     def lengths(self, tokens: Tensor) -> Tensor:
-        """(B,) int64, tokens of answers (B, L) up to the first end token, L where there is none."""
+        """(B,) int64, length of answers (B, L) up to and including the first end token; L without one."""
         ends = torch.isin(tokens, torch.tensor(self.eos_ids, device=tokens.device))
         return torch.where(ends.any(1), ends.int().argmax(1) + 1, tokens.shape[1])
 
@@ -154,7 +154,7 @@ class MaskedPolicy(VlmPolicy):
         return states.gather(1, places[..., None].expand(-1, -1, states.shape[2]))
 
     def _all_to_all(self, real: Tensor) -> Tensor:
-        """Additive mask (R, 1, S, S) by which every token sees all real ones (R, S), in place of the causal one."""
+        """Additive mask (R, 1, S, S) that lets every token attend to all real tokens (R, S); replaces the causal mask."""
         dtype = self.network.get_input_embeddings().weight.dtype
         bias = torch.zeros(real.shape, dtype=dtype, device=real.device).masked_fill(~real, torch.finfo(dtype).min)
         return bias[:, None, None, :].expand(-1, 1, real.shape[1], -1)

@@ -8,7 +8,7 @@ the old, the new and the reference policy. BGPO's objective is linear in these d
 memory does not grow with their number; `ratio: {kind: sequence_full}` with `clip: {kind: unclipped}` is the objective
 that it bounds.
 
-With `inpainting.replacements`, questions that every sample misses are answered anew around chunks of the worked answer;
+With `inpainting.replacements`, questions that every sample gets wrong are answered again around chunks of the worked answer;
 right ones replace samples (IGPO). They are scored like the others, although their hints were given; of the hinted
 tokens the objective `inpainting_guided` learns only those with the highest entropy.
 
@@ -171,7 +171,7 @@ class MaskedRecipe(ReplacingRecipe):
         return "\n".join(lines)
 
     def _inpainted(self, policy: MaskedPolicy, rollouts: Rollouts, failed: Sequence[int], streams: Streams) -> Rollouts:
-        """G answers around hints for each of the groups that failed, each row a group of its own; not scored."""
+        """G answers around hints for each failed group, each row as a separate group; not scored."""
         payload, sampler = MaskedPayload.of(rollouts), self.config.sampler
         size = self.config.trainer.samples_per_task
         tasks, prompts = [payload.tasks[group] for group in failed], [payload.prompts[group] for group in failed]
@@ -206,7 +206,7 @@ class MaskedRecipe(ReplacingRecipe):
     def _hints(
         self, policy: MaskedPolicy, prompts: Sequence[Any], tasks: Sequence[VlmTask], streams: Streams
     ) -> Tensor:
-        """(N * G, L) int64, masked answers with chunks of each question's worked answer; none where it has none."""
+        """(N * G, L) int64, masked answers with chunks of each question's worked answer, if it has one."""
         config, width = self.config.inpainting, self.config.sampler.max_new_tokens
         found: list[list[int]] = []
         for number, (prompt, task) in enumerate(zip(prompts, tasks, strict=True)):

@@ -378,7 +378,7 @@ def as_outcome(value: Any) -> StepOutcome:
     info = value[-1] if len(value) > 3 else {}
     truncated = value[3] if len(value) == 5 else False
     if len(value) == 4 and isinstance(info, Mapping) and info.get("TimeLimit.truncated"):
-        terminated, truncated = False, True  # gym before 0.26 tells a time limit in info alone
+        terminated, truncated = False, True  # gym before 0.26 reports a time limit only in info
     if not isinstance(info, Mapping):
         raise MalformedError(f"step returned {_kinds(value)}; the last of {len(value)} values must be a dict")
     for name, flag in (("ended", terminated), ("truncated", truncated)):

@@ -193,11 +193,11 @@ class ArpoConfig(AgentConfig):
 
 
 class Replay(LossTerm):
-    """Old log-probs of replayed trajectories, and metrics of fresh and replayed ones apart; adds nothing to the loss.
+    """Sets the old log-probs of replayed trajectories and logs fresh and replayed ones separately; adds no loss.
 
     Args:
         config: options of the replay.
-        recomputes: whether the old log-probs of fresh trajectories are computed anew, before or in the update.
+        recomputes: whether the old log-probs of fresh trajectories are recomputed, before or during the update.
     """
 
     name = "replay"

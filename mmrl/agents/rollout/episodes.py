@@ -133,7 +133,7 @@ class Writer:
         return prompt
 
     def cut(self, conversation: Conversation) -> Prompt | None:
-        """The conversation as one prompt without its oldest images and earlier thoughts; None where it only grew."""
+        """The conversation as one prompt, without the oldest images and earlier thoughts; None if nothing has to go."""
         keep = self._config.history_images
         excess = max(conversation.num_images - keep, 0) if keep else 0
         if excess <= conversation.num_omitted and conversation.parts[-2].spoken is None:
@@ -179,7 +179,7 @@ class Writer:
         return self._without_open_thought(shown) if followed else shown
 
     def _spoken(self, prompt: Prompt, ids: list[int]) -> Prompt | None:
-        """An answer without its thoughts; None where it has none."""
+        """An answer without its thoughts; None if it has no thoughts."""
         text = with_think_tags(prompt.answer_start + self._policy.turns.decode([ids])[0])
         spoken = final_part(text)
         if spoken == text:
@@ -288,7 +288,7 @@ class Trajectory:
         """Append the observation after the last action, so that a critic can value the state of a truncated episode."""
         self.restart(prompt) if restart else self.add_given(prompt)
         self.bootstrap_index = len(self.ids)
-        # A value belongs to the state before a token: a copy of the last sampled one stands for the next answer.
+        # A value belongs to the state before a token: a copy of the last sampled one fills the next answer's slot.
         last = next(token for token, sampled in zip(self.ids[::-1], self.sampled[::-1], strict=True) if sampled)
         self._append([last], [0.0], sampled=False)
 
@@ -359,7 +359,7 @@ class Episode:
 
     task: AgentTask
     prompt: Prompt | None = None
-    """First prompt; None where the environment did not start."""
+    """First prompt; None if the environment did not start."""
     trajectory: Trajectory = field(default_factory=Trajectory)
     rewards: list[float] = field(default_factory=list)
     """The environment's reward of each turn."""

@@ -1,7 +1,7 @@
-"""Episodes of an agent: environments and conversations side by side, sampled together turn by turn.
+"""Runs an agent's episodes: many environments and conversations in parallel, sampled in one batch per turn.
 
 An episode takes a slot of the pool of environments; further episodes start as slots become free. Each episode has its
-own random numbers, so it does not depend on which others run beside it.
+own random numbers, so it does not depend on which other episodes run at the same time.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class EpisodeRunner:
     def _start(
         self, episode: Episode, result: TurnResult, first: dict[str, tuple[Observation, Prompt]]
     ) -> Conversation | None:
-        """Start the conversation of an episode; None where it is over already."""
+        """Start the conversation of an episode; None if the episode is already over."""
         if result.failure is not None or result.over:
             reason = "it is over before it began" if result.failure is None else result.failure.reason
             episode.ending, episode.reason = "failed", reason

@@ -45,7 +45,7 @@ class _KeepingRow(ResponseRow):
 
 
 class Histories:
-    """Keys, values and last states of B rows, each of its own length; numbers of rows and lengths are on the CPU."""
+    """Keys, values and last states of B rows of different lengths; row numbers and lengths are on the CPU."""
 
     def __init__(self, policy: VlmPolicy, rows: int) -> None:
         self._policy = policy
@@ -92,7 +92,7 @@ class Histories:
         features = gather_features(self._policy.network.model, parts, self._policy.features)
         states = self._policy.run(packed, features, shared=shared)[0]
         first = lengths.cumsum(0) - lengths
-        # From packed (M, ...) to padded (b, t, ...); what lies behind a row's end is not copied by _append.
+        # From packed (M, ...) to padded (b, t, ...); _append does not copy what is past a row's end.
         table = first[:, None] + torch.arange(int(lengths.max()))
         table = to_device(table.clamp(max=len(states) - 1), device)
         layers = [(k[table].transpose(1, 2), v[table].transpose(1, 2)) for k, v in shared.own]

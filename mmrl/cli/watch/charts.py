@@ -42,7 +42,7 @@ def differences(runs: Sequence[WatchedRun]) -> list[dict[str, Any]]:
 
 
 def _evaluation_charts(runs: Sequence[WatchedRun]) -> list[dict[str, Any]]:
-    """Of each split, one run's metrics in one chart; of several runs, each metric in a chart of its own."""
+    """One chart per split for a single run; one chart per split and metric for several runs."""
     found = []
     for split in dict.fromkeys(str(row.get("split", "")) for run in runs for row in run.evaluations):
         rows = {run.name: [row for row in run.evaluations if row.get("split", "") == split] for run in runs}

@@ -24,7 +24,7 @@ from mmrl.runs.statistics import HEADLINES, SHARES
 
 LOCK_TEXT = re.compile(r"process (\d+) on (\S+)")
 RECENT_STEPS = 100
-"""Steps whose speed tells the time left; earlier ones may lie before a pause."""
+"""Steps that the remaining time is estimated from; earlier ones may precede a pause."""
 SERVED = re.compile(r"samples/step-\d+/[\w-]+\.png|videos/step-\d+[\w.=-]*\.mp4")
 """Files of a run folder that the page may ask for."""
 MOST_SAMPLES = 32
@@ -139,7 +139,7 @@ class WatchedRun:
         return dict(_flat(self._config()))
 
     def _headline(self) -> list[tuple[str, str]]:
-        """The newest number of the first split, then rewards and what tells whether anything is learned."""
+        """The first split's latest value, then rewards and metrics that show whether anything is learned."""
         shown = []
         for name in measured(self.evaluations, HEADLINES)[:1]:
             rows = [row for row in self.evaluations if name in row]

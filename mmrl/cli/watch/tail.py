@@ -96,7 +96,7 @@ class Columns:
         return found
 
     def last(self, name: str) -> float | None:
-        """Number of the newest step; None where it has none."""
+        """Newest step, or None."""
         column = self._values.get(name, ())
         return column[-1] if column and len(column) == len(self.steps) else None
 

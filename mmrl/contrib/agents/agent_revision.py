@@ -3,10 +3,10 @@
 In each step the policy plays every task a few times. Of a task that it can fail, the worst episode is played again up
 to its first error, and the environment's expert goes on from there; its first answer begins with the thought
 `revision.thought`. The likelihood of the revision is raised, the agent's own turns before it are context alone.
-Episodes of tasks in which every attempt succeeds are learned as they are. Since the policy plays anew in each step, the
+Episodes of tasks in which every attempt succeeds are learned as they are. Since the policy plays again in each step, the
 errors are those that it makes now.
 
-Left out of the paper: Monte-Carlo tree search, which finds good and bad trajectories where there is no expert; the
+Left out of the paper: Monte-Carlo tree search, which finds good and bad trajectories without an expert; the
 model's own judgement of which step is the first error, here the first action that is not the expert's; and its splice,
 which puts the good trajectory behind the bad one as text, where here the environment really goes on from the error.
 

@@ -7,7 +7,7 @@ policy that is flatter, or sharper, than the own one. At most `rows` of them cou
 entropy is above the wanted one.
 
 Difference from 597358816/AEPO verl/trainer/ray_trainer.py: there, these rows overwrite the first rows of the batch, by
-number, whatever these are (`replace_first: true`); here they are added to the batch by default, and count in its mean.
+number, whatever their content (`replace_first: true`); here they are added to the batch by default, and count in its mean.
 They are scored at the temperature of sampling, as all rows. The entropy is -mean logp of the sampled tokens. The limit
 holds in each process. Other samples' metrics, such as the mean reward, hold those of the other temperature as well.
 """

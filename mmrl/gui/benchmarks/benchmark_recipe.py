@@ -408,7 +408,7 @@ class GroundingMeasure(Measure[GroundingTask]):
         return Scored(bool(row["first"]), bool(row["any"]), bool(row["wrong_format"]), points, groups)
 
     def _image(self, row: Row) -> Image.Image | None:
-        """The screen with target and points; None where it cannot be read."""
+        """The screen with target and points drawn on it; None if it cannot be read."""
         try:
             image = self._sample(row).load_image()
         except (TaskError, ValueError):

@@ -82,7 +82,7 @@ class Table:
     rows: tuple[TableRow, ...]
     """All samples first, then each column, each pair of columns, and the detailed columns."""
     macro: tuple[float, float, float] | None
-    """Plain mean over the cells of the published average, with its interval; None where that is over samples."""
+    """Unweighted mean over the cells of the published average, with its interval; None if the paper averages samples."""
 
     @property
     def all(self) -> TableRow:

@@ -51,7 +51,7 @@ ARGUMENTS = (
     "--disable-partial-raster",  # redrawn parts would blend their round corners twice
     "--font-render-hinting=none",
     "--force-color-profile=srgb",
-    # an offline context still lets WebTransport send datagrams, to this machine too; WebRTC's are refused beside that
+    # an offline context still lets WebTransport send datagrams, even to localhost; the second flag blocks WebRTC's
     "--host-resolver-rules=MAP * ~NOTFOUND",
     "--webrtc-ip-handling-policy=disable_non_proxied_udp",
 )
@@ -227,7 +227,7 @@ class Browser:
 
 
 def find_chromium(executable: str = "") -> str | None:
-    """The program of a Chromium, Chrome or Edge; None where there is none."""
+    """Path of a Chromium, Chrome or Edge executable, or None."""
     named = executable or os.environ.get(EXECUTABLE_VARIABLE, "")
     if named:
         found = shutil.which(os.path.expanduser(named))

@@ -1,9 +1,9 @@
-"""Popups that Chromium draws over a page and that clicks of the driver do not reach: lists of options, date pickers.
+"""Popups that Chromium draws over a page, out of reach of the driver's clicks: option lists and date pickers.
 
-A screenshot shows them, but a click on them lands on whatever is beneath. So a list that a click is about to open is
-opened in the page instead, by the browser's own `appearance: base-select`, where a click on an option chooses it. What
-still opens outside of the page (pickers of dates, times and colours, lists opened by keys or by the page) is closed by
-a click on it, and the agent is told.
+A screenshot shows such a popup, but a click on it lands on the page beneath. So before a click opens a select, its list
+is switched to the browser's `appearance: base-select`, which renders it inside the page, where options can be clicked.
+Other popups (date, time and colour pickers, lists opened by keys or by the page) are closed when the agent clicks them,
+and the agent gets a message.
 """
 
 from __future__ import annotations

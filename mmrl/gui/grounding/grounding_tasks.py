@@ -264,7 +264,7 @@ def check_held_out(data: DataConfig, eval_data: Mapping[str, DataConfig], seen: 
 
 def _place(data: DataConfig) -> tuple[object, ...]:
     path = expanded(data.path)
-    # a file has one split, whatever the option says
+    # a file has one split, so the option has no effect on it
     return (path.resolve(),) if is_file(path) else (data.path, data.split, data.subset)
 
 

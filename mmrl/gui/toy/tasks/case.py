@@ -60,7 +60,7 @@ def click(view: View, key: str) -> Move:
 
 
 def fill(view: View, key: str, text: str) -> Move | None:
-    """The next move towards a text in a field; None where it is done."""
+    """The next move towards entering a text in a field; None if it is done."""
     field_ = view.elements[key]
     if field_.value == text:
         return None
