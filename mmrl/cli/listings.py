@@ -22,7 +22,7 @@ class Row(NamedTuple):
     """One entry of a list."""
 
     group: str
-    """Its purpose; of a recipe, its domain. Those of contrib begin with "contrib: "."""
+    """Its purpose, or a recipe's domain; entries of contrib begin with "contrib: "."""
     name: str
     summary: str
     source: str
@@ -106,7 +106,7 @@ def configurations() -> dict[str | None, list[str]]:
 
 
 def _recipe_of(path: Path) -> str | None:
-    """Recipe of a configuration file, its own or that of the file that it extends."""
+    """Recipe of a configuration file, or of the file that it extends."""
     keys = dict(re.findall(r"^(recipe|extends): *(\S+)", path.read_text(encoding="utf-8"), re.MULTILINE))
     return keys.get("recipe") or (_recipe_of(path.parent / keys["extends"]) if "extends" in keys else None)
 

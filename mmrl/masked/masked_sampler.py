@@ -37,14 +37,14 @@ class MaskedSampling:
     block: int = bounded(32, at_least=1)
     """Tokens of a block, a divisor of max_new_tokens; blocks are filled from left to right."""
     steps: int = bounded(32, at_least=1)
-    """Steps of an answer, a multiple of the number of blocks; each fills in an even share of its block."""
+    """Steps per answer, a multiple of the number of blocks; each step fills in an equal part of its block."""
     remasking: str = choice("low_confidence", REMASKING)
     """Tokens that a step keeps: low_confidence keeps those with the highest probability and masks the others again;
     random keeps any, and the likeliest answer is filled in by confidence all the same."""
     temperature: float = bounded(1.0, above=0)
-    """Logits are divided by it where tokens are drawn, not where answers are scored."""
+    """Softmax temperature for sampling; scoring does not use it."""
     batch_rows: int = bounded(256, at_least=1)
-    """Most answers that are sampled at a time; for memory only."""
+    """Maximum number of answers sampled at once. Affects memory only."""
 
     def validate(self) -> None:
         """Check that blocks and steps divide evenly; raises ConfigError."""

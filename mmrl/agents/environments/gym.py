@@ -288,7 +288,7 @@ class GymEnvironment:
 
 
 def _chosen(option: str, names: Sequence[str] | None, entries: Mapping[str, Any], fits: Any) -> list[str]:
-    """The keys of entries to show: those named, or those that fit."""
+    """The keys of entries to show: the named ones, or all that fit."""
     if names is None:
         return [name for name, space in entries.items() if fits(space)]
     listing = f"it has: {', '.join(f'{name} ({type(space).__name__})' for name, space in entries.items())}"

@@ -40,7 +40,7 @@ class VideoFrame:
     caption: str
     """Action and error."""
     marks: tuple[tuple[float, float], ...] = ()
-    """(x, y) in pixels of the image where the action acted."""
+    """(x, y) in image pixels, the points that the action acted on."""
 
 
 @dataclass
@@ -92,7 +92,7 @@ def draw_frames(video: Video) -> Iterator[NDArray[np.uint8]]:
 
 
 def write_videos(folder: Path, label: str, videos: Sequence[Video], count: int) -> list[Path]:
-    """Write the first `count` successes and the first `count` failures; the report shows those of `videos/`."""
+    """Write the first `count` successes and the first `count` failures; the report shows the ones in `videos/`."""
     from mmrl.hub.video_writing import write_mp4
 
     paths = []

@@ -202,7 +202,7 @@ class RecordedFolder:
     """Episodes of one model, by their files."""
 
     def episodes(self, policy: VlmPolicy, writer: Writer) -> list[Episode]:
-        """The episodes as those of a policy; raises UserError where none fits into it, or a tokenizer differs."""
+        """The episodes, encoded for a policy; raises UserError if none fits its positions, or a tokenizer differs."""
         replayed = [_replayed(row, policy, writer) for row in self.rows]
         for episode in replayed:
             if not episode.has_result:

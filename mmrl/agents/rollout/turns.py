@@ -58,7 +58,7 @@ class Histories:
         self._last_state = torch.zeros(rows, policy.width, device=policy.device)
 
     def begin(self, rows: Tensor, prompts: Sequence[Prompt], prompt: Tensor) -> None:
-        """Start or restart rows (b,) after prompts that they may share; each prompt is read once."""
+        """Start or restart rows (b,) from prompts that they may share; each prompt is read once."""
         read = self._policy.encode_prefix(prompts)
         read = (read if isinstance(read, Prefix) else read.table()).select(prompt)
         if not self._keys:
@@ -221,7 +221,7 @@ class TurnSampler:
         return drawn
 
     def give(self, row: int, ids: Sequence[int]) -> None:
-        """Take an answer as that of a row's next turn, in the place of a sampled one."""
+        """Use a given answer for a row's next turn, instead of sampling one."""
         self._unread[row] = torch.tensor(ids, dtype=torch.int64)
 
     def room(self, rows: Tensor) -> list[int]:

@@ -20,7 +20,7 @@ MOST_PROTOCOLS = 3
 
 
 def charts(runs: Sequence[WatchedRun], points: int = POINTS) -> list[dict[str, Any]]:
-    """Every chart with its unit and its series; those of which no run has anything but zeros are left out."""
+    """Every chart with its unit and series, except charts that are zero in all runs."""
     drawn = _evaluation_charts(runs)
     names = list(dict.fromkeys(name for run in runs for name in run.metrics.names() if name != "time"))
     names = [name for name in names if not name.startswith((*UNCHARTED, "warnings/"))]

@@ -34,7 +34,7 @@ COUNTED = ("checkpoint/failed", "optim/skipped", "optim/overflows", "data/skippe
 
 
 class WatchedRun:
-    """Records of one run; `refresh` reads those that its folder got since."""
+    """Records of one run; `refresh` reads the new ones in its folder."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
@@ -205,7 +205,7 @@ def _sample(row: Mapping[str, Any], folder: str) -> dict[str, Any]:
 
 
 def _is_locked(lock: Path) -> bool:
-    """Whether the process that a lock names runs; that of another machine is believed.
+    """Whether a lock's process is running; assumed true for another machine.
 
     The lock itself is not tried: a run that starts at that moment would find it taken.
     """
@@ -232,7 +232,7 @@ def _stamp(path: Path) -> float:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """A JSON file, read once for each time it was written; empty where it is missing or damaged."""
+    """A JSON file, read again only after it was rewritten; empty if it is missing or damaged."""
     return _json_object(str(path), _stamp(path))
 
 

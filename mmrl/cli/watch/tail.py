@@ -89,7 +89,7 @@ class Columns:
         return list(self._values)
 
     def column(self, name: str) -> np.ndarray:
-        """Numbers of a metric, NaN where a step has none."""
+        """Values of a metric, NaN for steps without one."""
         found = np.full(len(self.steps), math.nan)
         values = self._values.get(name, ())
         found[: len(values)] = values

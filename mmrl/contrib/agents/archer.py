@@ -3,9 +3,9 @@
 Episodes are stored. In every step of the run, turns of stored episodes are drawn, and the policy samples a new answer
 to each: a ~ pi(s).
 
-1. The critics learn from the drawn turns (s, u, r, s'), where any policy may have written u: two heads Q(s, u), two heads V(s).
-   Q is fitted to r + gamma V'(s'), without V' where the episode is over, and V to Q'(s, a). Q' and V' are averages of
-   the critics' weights, which move by `tau` after each of their updates (`targets`, `critic_loss`).
+1. The critics, two heads Q(s, u) and two heads V(s), learn from the drawn turns (s, u, r, s'); any policy may have
+   written u. Q is fitted to r + gamma V'(s'), without V' if the episode is over, and V to Q'(s, a). Q' and V' are
+   averages of the critics' weights, which move by `tau` after each of their updates (`targets`, `critic_loss`).
 2. The actor learns the new answers, with one advantage for all tokens of an answer: min Q(s, a) - min V(s). The loss is
    the mean over answers of - advantage * the sum of their log-probabilities, without ratio and KL.
 

@@ -140,8 +140,8 @@ def _z(reward: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 class DcpoClip(Clip):
     """Clipped surrogate whose bounds are wider for decisions that were unlikely.
 
-    With q the old probability, |r - 1| r q is bounded, not |r - 1|: r may range between (1 + sqrt(max(1 - 4 low / q, 0)))
-    / 2 and (1 + sqrt(1 + 4 high / q)) / 2, at most `cap`.
+    With q the old probability, |r - 1| r q is bounded, not |r - 1|: r ranges from (1 + sqrt(max(1 - 4 low / q, 0))) / 2
+    to (1 + sqrt(1 + 4 high / q)) / 2, at most `cap`.
 
     Source: DCPO, arXiv 2509.02333, section 3.1; lime-RL/DCPO verl/trainer/ppo/core_algos.py get_clip_low_high.
     """

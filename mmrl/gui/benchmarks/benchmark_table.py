@@ -36,7 +36,7 @@ class Layout:
     form: BoxForm
     """Meaning of the boxes."""
     read: Callable[[Cells, RowContext], Annotation]
-    """Reads a row; raises RowError where it has another format."""
+    """Reads a row; raises RowError if its format differs."""
 
 
 @dataclass(frozen=True)

@@ -67,20 +67,20 @@ class Convention:
 
     declared: BoxForm
     fits: float
-    """Share of the boxes with a positive area inside the image, as declared."""
+    """Fraction of boxes with a positive area inside the image, as declared."""
     other: BoxForm
     other_fits: float
     """The same under the other convention."""
     in_unit_range: float
-    """Share of the boxes whose numbers are all between 0 and 1."""
+    """Fraction of boxes whose numbers are all between 0 and 1."""
     boxes: int
     in_thousandths: float = 0.0
-    """Share of the boxes that fit as left, top, right and bottom in thousandths."""
+    """Fraction of boxes that fit as left, top, right and bottom in thousandths."""
     chance_below_1000: float = 1.0
     """Probability that no edge of boxes in pixels, which are anywhere in their images, is beyond 1000 pixels; 1 where
     one is."""
     mixed: str = ""
-    """Rows of the table that contradict the others, and how; empty where none does."""
+    """Rows of the table that contradict the others, and how; empty if none does."""
     reach: float = 1.0
     """Largest share of a side of its image that a right or lower edge is at."""
 

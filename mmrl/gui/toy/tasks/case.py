@@ -47,7 +47,7 @@ class TaskKind:
     expert: Callable[[Case, View], Move]
     """(case, view) to the next move; it recovers from any state that can be recovered."""
     most_goals: int
-    """Most sub-goals of a case."""
+    """Maximum number of sub-goals of a case."""
     summary: str
     page: str = ""
     """Its page in this folder; empty takes the page of its name."""
