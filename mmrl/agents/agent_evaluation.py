@@ -28,7 +28,7 @@ RunEpisodes = Callable[[Sequence[AgentTask], Sequence[int], bool, Sequence[bool]
 
 @dataclass
 class AgentEvaluationConfig(EvaluationConfig):
-    """Evaluation in episodes: greedy ones, and sampled ones where `samples` asks for them."""
+    """Evaluation on greedy episodes, and on sampled ones if `samples` asks for them."""
 
     samples: int = bounded(0, at_least=0)
     """Further episodes of each task with sampled answers; 0 = none."""

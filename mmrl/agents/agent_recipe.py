@@ -301,7 +301,7 @@ class AgentDomain:
         ]
 
     def add_rewards(self, episodes: Sequence[Episode], step: Step) -> RewardResult | None:
-        """Score episodes with the reward functions; returns None where there is nothing to score."""
+        """Score episodes with the reward functions; returns None if there is nothing to score."""
         if not self.rewards.names:
             return None
         epoch = step.number * self.config.trainer.tasks_per_step / max(len(self.train_tasks), 1)
@@ -417,7 +417,7 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         )
 
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
-        """Rewards of environment, format and functions; NaN without a result, or where a group has a single result."""
+        """Rewards of environment, format and functions; NaN without a result, or if the group has a single result."""
         episodes = AgentPayload.of(rollouts).episodes
         weights = self.config.reward
 
@@ -464,7 +464,7 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         return policy(rollouts, temperature=self.config.sampler.temperature, outputs=outputs)  # type: ignore[no-any-return]
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
-        """Adds the share of episodes whose last answer was not cut at the length limit."""
+        """Adds the fraction of episodes whose last answer was not cut at the length limit."""
         finished = AgentPayload.of(rollouts).finished_fraction
         return super().step_metrics(rollouts) | {"response/finished_fraction": finished}
 

@@ -59,7 +59,7 @@ class EpisodeRewards:
             raise
 
     def score(self, episodes: Sequence[Episode], state: TrainerState) -> RewardResult | None:
-        """Add the scores to those episodes that have a result; returns None where there is nothing to score."""
+        """Add the scores to the episodes that have a result; returns None if there is nothing to score."""
         found = [episode for episode in episodes if episode.transcript is not None]
         if not found:
             return None

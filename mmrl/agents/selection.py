@@ -38,7 +38,7 @@ class TaskRate:
 
     @property
     def rate(self) -> float:
-        """Share of successes among the episodes with a result; 0 without any."""
+        """Success rate of the episodes with a result; 0 without any."""
         return self.successes / self.rollouts if self.rollouts else 0.0
 
 

@@ -51,11 +51,11 @@ class Command(NamedTuple):
     group: str
     """Heading under which `mmrl --help` has it."""
     takes_overrides: bool = False
-    """Whether `a.b=c` may stand anywhere among its arguments."""
+    """Whether `a.b=c` may appear anywhere among its arguments."""
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print a line at once, on standard output unless told otherwise; characters that it cannot show are escaped."""
+    """Print a line unbuffered, by default on standard output; characters that it cannot show are escaped."""
     out = stream or sys.stdout
     encoding = getattr(out, "encoding", None) or "utf-8"
     # paths that are not UTF-8 and texts of data sets hold lone surrogates, which a strict stream refuses

@@ -81,7 +81,7 @@ class Place(NamedTuple):
 
     domain: str
     recipe: str
-    """The recipe that takes it; empty where none does."""
+    """The recipe that accepts it; empty if none does."""
     lacks: str
     """Reason why the domain cannot use the objective."""
 
@@ -135,7 +135,7 @@ def _place(row: Objective, domain: Domain) -> Place:
 
 
 def explained(name: str) -> str:
-    """Explain an objective, a recipe, or both where they share a name."""
+    """Explain an objective, a recipe, or both if they share a name."""
     name, recipes = find_name(name), all_recipes()
     parts = [_row_explained(ROWS[name])] if name in ROWS else []
     parts += [_recipe_explained(recipes[name])] if name in recipes else []

@@ -22,7 +22,7 @@ class Row(NamedTuple):
     """One entry of a list."""
 
     group: str
-    """Its purpose; of a recipe, its domain. Those of contrib begin with "contrib: "."""
+    """Its purpose, or a recipe's domain; entries of contrib begin with "contrib: "."""
     name: str
     summary: str
     source: str
@@ -56,7 +56,7 @@ def _domain_of(entry: Any) -> str:
 
 
 def paper_of(source: str) -> str:
-    """A source up to its arXiv number, as far as it fits beside a name."""
+    """A source up to its arXiv number, cut to fit next to a name."""
     room = terminal_width() - 30
     found = re.match(r"(.*?)(arXiv [0-9.]*[0-9])", source)
     head, number = found.groups() if found else (source, "")
@@ -71,7 +71,7 @@ def terminal_width() -> int:
 
 
 def in_columns(name: str, text: str, width: int = 30) -> str:
-    """A name and its text beside it, which continues below itself in a further line."""
+    """A name and its text in two columns; the text wraps within its column."""
     line = max(terminal_width(), 2 * width)
     return textwrap.fill(
         " ".join(text.split()),
@@ -106,7 +106,7 @@ def configurations() -> dict[str | None, list[str]]:
 
 
 def _recipe_of(path: Path) -> str | None:
-    """Recipe of a configuration file, its own or that of the file that it extends."""
+    """Recipe of a configuration file, or of the file that it extends."""
     keys = dict(re.findall(r"^(recipe|extends): *(\S+)", path.read_text(encoding="utf-8"), re.MULTILINE))
     return keys.get("recipe") or (_recipe_of(path.parent / keys["extends"]) if "extends" in keys else None)
 

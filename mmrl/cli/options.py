@@ -35,11 +35,11 @@ class Option:
     key: str
     """Dotted key; `<name>` is a name of the user's choice and `[]` an index of a list."""
     help: str
-    """Its sentence; empty where the source has none."""
+    """Its description; empty if the source has none."""
     type: str
     """Its type as Python writes it; of a part, the name of its dataclass."""
     default: Any
-    """Its default; None where it is empty or must be given."""
+    """Its default; None if it is empty or the option is required."""
     bounds: str
     """Bounds beyond the type; may be empty."""
     required: bool = False
@@ -47,7 +47,7 @@ class Option:
     part: bool = False
     """Whether it only holds the options that follow."""
     kinds: tuple[str, ...] = ()
-    """Kinds that have it; empty where it is always there."""
+    """Kinds that have it; empty if all have it."""
     default_from: str = ""
     """Origin of the default, if it is not fixed."""
     rare: bool = False
@@ -74,7 +74,7 @@ def options_of(defaults: Any) -> list[Option]:
 
 
 def own_first(options: Sequence[Option], defaults: Any) -> list[Option]:
-    """Sort the options of a configuration: first those that its own class brings, then those of each base."""
+    """Sort the options of a configuration: its own class first, then each base class."""
     lineage = (defaults if isinstance(defaults, type) else type(defaults)).__mro__
     depth = {name: place for place, base in enumerate(lineage) for name in inspect.get_annotations(base)}
     return sorted(options, key=lambda option: depth[re.split(r"[.[]", option.key)[0]])
@@ -117,7 +117,7 @@ def _object_schema(schema: type[Any]) -> dict[str, Any]:
 
 
 def _type_schema(hint: Any, bounds: Bounds | None = None) -> dict[str, Any]:
-    """Schema of an annotation; the bounds are those of its numbers."""
+    """Schema of an annotation, with bounds for its numbers."""
     if bounds is not None and bounds.choices is not None:
         values = [*bounds.allowed, *([None] if type(None) in typing.get_args(hint) else [])]
         named: dict[str, Any] = {"enum": values}
@@ -147,7 +147,7 @@ def _type_schema(hint: Any, bounds: Bounds | None = None) -> dict[str, Any]:
 
 
 def _walk(schema: type[Any], instance: Any, prefix: str, rare: bool = False) -> Iterator[Option]:
-    """Options of a dataclass; defaults are those of the instance where there is one."""
+    """Options of a dataclass, with the defaults of the instance if there is one."""
     hints = hints_of(schema)
     sentences = _sentences(schema)
     parts = {_part_of(hint)[0] for hint in hints.values() if not _part_of(hint)[1]}
@@ -244,7 +244,7 @@ def _sentences_in(schema: type[Any]) -> dict[str, str]:
 
 
 def _type_words(hint: Any) -> str:
-    """An annotation as it is written, without modules."""
+    """An annotation as written in the source, without module names."""
     if hint is type(None):
         return "None"
     arguments = typing.get_args(hint)

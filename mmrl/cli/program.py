@@ -78,7 +78,7 @@ def _run(arguments: list[str]) -> int:
 
 @contextlib.contextmanager
 def _noted_interrupts() -> Iterator[list[int]]:
-    """The Ctrl-C so far: some libraries make an error of their own of one that comes while they load a model."""
+    """The Ctrl-C so far: some libraries turn one that arrives while they load a model into another exception."""
     noted: list[int] = []
 
     def note(signum: int, frame: FrameType | None) -> None:

@@ -24,8 +24,8 @@ def hinted_answer(
         trace: tokens of the worked answer, without an end token.
         length: tokens L of an answer.
         mask_id: the mask token.
-        config: sizes and shares of chunks.
-        generator: draws the chunks' sizes, the share that is given, and which ones are.
+        config: sizes and fractions of chunks.
+        generator: draws the chunks' sizes, the fraction that is given, and which ones.
 
     Returns:
         L tokens.
@@ -64,10 +64,10 @@ def cut(length: int, smallest: int, largest: int, generator: torch.Generator) ->
 
 
 def place(chunks: Sequence[Chunk], room: int, stretch: float, max_gap: int) -> list[Chunk]:
-    """Places of chunks in an answer: gaps grow by `stretch` up to `max_gap`, and what exceeds the room is cut off.
+    """Positions of chunks in an answer: gaps grow by `stretch` up to `max_gap`, and the excess is cut off.
 
     Returns:
-        Fewer chunks than given where there is no room for the last ones.
+        Fewer chunks than given if there is no room for the last ones.
     """
     placed: list[Chunk] = []
     end = 0

@@ -48,13 +48,13 @@ class InpaintingConfig:
     """Answers that are filled in around chunks of the worked answer, for questions that every sample misses (IGPO)."""
 
     replacements: int = bounded(0, at_least=0)
-    """Most samples of a question that right ones of these replace; 0 is no inpainting, IGPO has 4 of 8."""
+    """Maximum number of samples per question to replace with correct ones; 0 = no inpainting. IGPO uses 4 of 8."""
     trace_key: str = "completion"
     """Column with the worked answer; IGPO's code takes all of it, with the result."""
     low: float = bounded(0.2, at_least=0, at_most=1)
-    """Smallest share of the chunks that is given."""
+    """Minimum fraction of the chunks that is given."""
     high: float = bounded(0.6, at_least=0, at_most=1)
-    """Largest share of the chunks that is given; each sample draws its own between the two."""
+    """Maximum fraction of the chunks that is given; each sample draws its fraction between the two."""
     min_chunk: int = bounded(5, at_least=1)
     """Tokens of the smallest chunk; a shorter rest of the worked answer is not given."""
     max_chunk: int = bounded(10, at_least=1)
@@ -62,9 +62,9 @@ class InpaintingConfig:
     free: int = bounded(30, at_least=0)
     """Tokens at the end of the answer that never hold a chunk."""
     stretch: float = rare(bounded(1.5, at_least=1))
-    """Most that the gaps between chunks grow where the worked answer is shorter than the room for it; 1 keeps them."""
+    """Maximum factor by which gaps between chunks grow if the worked answer is shorter than its room; 1 = none."""
     max_gap: int = rare(bounded(100, at_least=0))
-    """Longest gap between two chunks, in tokens."""
+    """Maximum gap between two chunks, in tokens."""
 
     def validate(self) -> None:
         """Check that bounds are in order; raises ConfigError."""
@@ -98,7 +98,7 @@ class MaskedConfig(VlmConfig):
 
     @property
     def draws(self) -> int:
-        """Draws of the likelihood of each answer; 0 where its decisions are tokens."""
+        """Number of likelihood draws per answer; 0 if decisions are tokens."""
         kind, needs = self.likelihood.kind, make_objective(self.objective).needs
         elbo = kind == "elbo" or (kind == "auto" and "draws" in needs)
         return self.likelihood.draws if elbo else 0
@@ -146,7 +146,7 @@ class MaskedScoring(VlmEvaluationConfig):
     """Evaluation of answers in supervised runs."""
 
     sampler: MaskedSampling = field(default_factory=MaskedSampling)
-    """Length and sampling of the answers; the length is that of training, too."""
+    """Length and sampling of the answers; training uses the same length."""
     rewards: list[RewardConfig] = field(default_factory=list)
     """Reward terms that score the answers."""
     accuracy_reward: str = ""
@@ -160,7 +160,7 @@ class MaskedSftConfig(SftConfig):
     evaluation: MaskedScoring = field(default_factory=MaskedScoring)
     """Evaluation, with the length of answers and the rewards that score them."""
     shortest_time: float = rare(bounded(1e-3, above=0, below=1))
-    """Smallest probability with which a token is masked."""
+    """Minimum masking probability of a token."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""

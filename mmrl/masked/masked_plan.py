@@ -18,9 +18,9 @@ from mmrl.vlm.vlm_plan import PROMPT, outlined, reference_copies, unscored_passe
 
 
 def footprint(config: Any, prompt_tokens: int | None = None, *, passes: bool = True) -> Plan:
-    """Plan a run whose prompts all have the longest length that the configuration allows.
+    """Plan memory for prompts of the maximum length that the configuration allows.
 
-    Without passes the plan has what is held between them only: weights, gradients, moments and copies.
+    Without passes, the plan covers only what is held between them: weights, gradients, moments and copies.
     """
     ensure_torchvision()
     model, trainer = config.model, config.trainer

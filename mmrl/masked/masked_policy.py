@@ -1,8 +1,8 @@
-"""The policy of a masked-diffusion language model, and the bounds of its log-likelihoods.
+"""The policy of a masked-diffusion language model, and bounds of its log-likelihoods.
 
-The network is one of transformers' decoders with all-to-all attention: the state of a place predicts the token of that
-place, given every token of the question and of the answer that is not masked. An answer always has L tokens, of which
-those from its first end token on are padding that the model fills in as well.
+The network is a transformers decoder with all-to-all attention: the state at a position predicts the token at that
+position, given the question and all unmasked tokens of the answer. An answer always has L tokens; those after its first
+end token are padding, which the model fills in as well.
 
 Source: Nie et al., LLaDA, arXiv 2502.09992.
 """
@@ -35,7 +35,7 @@ class MaskedPayload(VlmPayload):
     response_ids: Tensor = per_row()
     """(B, L) int64, the tokens of each answer, with its padding."""
     hidden: Tensor = per_row()
-    """(B, n, L) bool, the tokens that each of n draws masks to score the answer; n = 0 masks the whole answer."""
+    """(B, n, L) bool, the tokens that each of n draws masks for scoring; with n = 0 the whole answer is masked."""
     length: Tensor = per_row()
     """(B,) int64, tokens of each answer up to its first end token."""
 
@@ -46,13 +46,14 @@ class MaskedPayload(VlmPayload):
 
 
 def hide_counts(uniform: Tensor) -> Tensor:
-    """Masks (..., L) bool for a bound of the log-likelihood, out of draws (..., L + 1) in [0, 1).
+    """Masks (..., L) bool for a bound of the log-likelihood, from draws (..., L + 1) in [0, 1).
 
-    The number of masked tokens is uniform in 1..L and their places are drawn without replacement, which has a lower
-    variance than masking each by itself (LLaDA, eq. 14).
+    The number of masked tokens is uniform in 1..L and their positions are drawn without replacement, which has a lower
+    variance than masking each token independently (LLaDA, eq. 14).
     """
     length = uniform.shape[-1] - 1
     count = 1 + (uniform[..., :1] * length).long().clamp(max=length - 1)
+    # the rank of independent draws is a random permutation, so `rank < count` masks without replacement
     rank = uniform[..., 1:].argsort(-1).argsort(-1)
     return rank < count
 
@@ -71,17 +72,18 @@ class MaskedPolicy(VlmPolicy):
                 "set mask_token in tokenizer_config.json, or use recipe: vlm or sft"
             )
         self.mask_id = int(mask_id)
+        # A predicted mask token would leave its position masked.
         barred = torch.cat([self.banned_ids, torch.tensor([self.mask_id])]).unique()
         self.register_buffer("banned_ids", barred, persistent=False)
 
     def encode_padded(self, prompt: Prompt, text: str, length: int) -> list[int]:
-        """Tokens of a given answer with end tokens up to a length; longer answers lose their end."""
+        """Tokens of a given answer, padded with end tokens to a length; longer answers are truncated."""
         ids = self.encode_answer(prompt, text)[:length]
         end = self.processor.tokenizer.eos_token_id
         return ids + [self.eos_ids[0] if end is None else int(end)] * (length - len(ids))
 
     def lengths(self, tokens: Tensor) -> Tensor:
-        """(B,) int64, tokens of answers (B, L) up to the first end token, L where there is none."""
+        """(B,) int64, length of answers (B, L) up to and including the first end token; L without one."""
         ends = torch.isin(tokens, torch.tensor(self.eos_ids, device=tokens.device))
         return torch.where(ends.any(1), ends.int().argmax(1) + 1, tokens.shape[1])
 
@@ -97,7 +99,7 @@ class MaskedPolicy(VlmPolicy):
             outputs: "logp", and "entropy" of the predictions, added up like the log-probabilities.
 
         Returns:
-            Scores float32, those of draws 0 where the mask of the rollouts is 0.
+            Scores float32; with level draws, 0 where the mask of the rollouts is 0.
 
         Gradient: flows into all trainable weights.
         """
@@ -112,11 +114,13 @@ class MaskedPolicy(VlmPolicy):
             hidden = payload.hidden[:, 0]
             prompts = [payload.prompts[number] for number in group.tolist()]
             return self._scored(self.answer_states(prompts, tokens.masked_fill(hidden, self.mask_id)), tokens, outputs)
+        # Only draws that count are computed: the update cuts draws into chunks by clearing the mask of the others.
         pairs = torch.nonzero(rollouts.host.mask)
         prompts = [payload.prompts[number] for number in group[pairs[:, 0]].tolist()]
         row, draw = to_device(pairs, tokens.device).unbind(1)
         hidden, chosen = payload.hidden[row, draw], tokens[row]
         found = self._scored(self.answer_states(prompts, chosen.masked_fill(hidden, self.mask_id)), chosen, outputs)
+        # L / count corrects for the masked fraction, which makes the mean over draws a bound for the whole answer
         scale = hidden / (hidden.sum(1, keepdim=True) / hidden.shape[1])
 
         def bounds(x: Tensor) -> Tensor:
@@ -125,13 +129,13 @@ class MaskedPolicy(VlmPolicy):
         return PolicyOutputs(bounds(found.logp), None if found.entropy is None else bounds(found.entropy))
 
     def logits(self, prompts: Sequence[Prompt], answers: Tensor) -> Tensor:
-        """Predictions (R, L, V) float32 of the answers' places; see `answer_states`."""
+        """Logits (R, L, V) float32 at the answers' positions; see `answer_states`."""
         states = self.answer_states(prompts, answers)
         found = self.head.logits(states.flatten(0, 1)).float().index_fill(1, self.banned_ids, float("-inf"))
         return found.unflatten(0, states.shape[:2])
 
     def answer_states(self, prompts: Sequence[Prompt], answers: Tensor) -> Tensor:
-        """States (R, L, H) of the answers' places, each predicting its own token.
+        """States (R, L, H) at the answers' positions, each predicting the token at its own position.
 
         Args:
             prompts: R prompts.
@@ -144,6 +148,7 @@ class MaskedPolicy(VlmPolicy):
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = prompt.input_ids
         ids, starts = to_device(ids, device), to_device(starts, device)
+        # Padding follows the answer, not the question, so that position numbers have no gap between the two.
         places = starts[:, None] + torch.arange(length, device=device)
         ids = ids.scatter(1, places, to_device(answers, device))
         real = torch.arange(width, device=device) < starts[:, None] + length
@@ -154,13 +159,14 @@ class MaskedPolicy(VlmPolicy):
         return states.gather(1, places[..., None].expand(-1, -1, states.shape[2]))
 
     def _all_to_all(self, real: Tensor) -> Tensor:
-        """Additive mask (R, 1, S, S) by which every token sees all real ones (R, S), in place of the causal one."""
+        """Additive mask (R, 1, S, S) that lets every token see all real ones (R, S); replaces the causal mask."""
         dtype = self.network.get_input_embeddings().weight.dtype
+        # A 4-dimensional mask, because a (R, S) one would be combined with the decoder's causal mask
         bias = torch.zeros(real.shape, dtype=dtype, device=real.device).masked_fill(~real, torch.finfo(dtype).min)
         return bias[:, None, None, :].expand(-1, 1, real.shape[1], -1)
 
     def _scored(self, states: Tensor, tokens: Tensor, outputs: frozenset[str]) -> PolicyOutputs:
-        """Log-probabilities of tokens (R, L), and entropies, out of the states (R, L, H) of their places."""
+        """Log-probabilities of tokens (R, L), and entropies, from the states (R, L, H) at their positions."""
         found = self.head.logprobs(
             states.flatten(0, 1),
             to_device(tokens, states.device).flatten(),

@@ -8,12 +8,12 @@ the old, the new and the reference policy. BGPO's objective is linear in these d
 memory does not grow with their number; `ratio: {kind: sequence_full}` with `clip: {kind: unclipped}` is the objective
 that it bounds.
 
-With `inpainting.replacements`, questions that every sample misses are answered anew around chunks of the worked answer;
-right ones replace samples (IGPO). They are scored like the others, although their hints were given; of the hinted
-tokens the objective `inpainting_guided` learns only those with the highest entropy.
+With `inpainting.replacements`, questions that every sample gets wrong are answered again around chunks of the worked
+answer, and correct answers replace samples (IGPO). They are scored like the others, although their hints were given;
+the objective `inpainting_guided` learns only the hinted tokens with the highest entropy.
 
-Differences from IGPO's code: groups are looked at one by one (there all of a device's batch must be wrong, which is one
-group); the inner iterations' timesteps are all the fully masked one (`d1_masking`, as in its script).
+Differences from IGPO's code: each group is checked separately (there a device's whole batch, which is one group, must
+be wrong); all inner iterations use the fully masked timestep (`d1_masking`, as in its script).
 
 Sources: LLaDA, arXiv 2502.09992; BGPO, arXiv 2510.11683; IGPO (inpainting), arXiv 2509.10396, facebookresearch/igpo
 trainer_igpo.py and run_igpo.sh.
@@ -104,7 +104,7 @@ class MaskedRecipe(ReplacingRecipe):
         )
 
     def micro_batches(self, minibatch: Rollouts, rows: int, *, whole_groups: bool) -> Iterator[Rollouts]:
-        """Cut the draws of each part, too, where the loss is a sum over them."""
+        """Also split each part by draws if the loss is a sum over draws."""
         most = self.config.likelihood.chunk or minibatch.num_decisions
         for part in super().micro_batches(minibatch, rows, whole_groups=whole_groups):
             for first in range(0, part.num_decisions, most):
@@ -115,7 +115,7 @@ class MaskedRecipe(ReplacingRecipe):
     def replacements(
         self, policy: VlmPolicy, rollouts: Rollouts, failed: Sequence[int], streams: Streams, step: Step
     ) -> Exchange | None:
-        """Right answers around hints, in the places of the first samples of their groups."""
+        """Correct answers around hints, which replace the first samples of their groups."""
         if not self.config.inpainting.replacements:
             return None
         assert isinstance(policy, MaskedPolicy)
@@ -171,7 +171,7 @@ class MaskedRecipe(ReplacingRecipe):
         return "\n".join(lines)
 
     def _inpainted(self, policy: MaskedPolicy, rollouts: Rollouts, failed: Sequence[int], streams: Streams) -> Rollouts:
-        """G answers around hints for each of the groups that failed, each row a group of its own; not scored."""
+        """G answers around hints for each failed group, each row as a separate group; not scored."""
         payload, sampler = MaskedPayload.of(rollouts), self.config.sampler
         size = self.config.trainer.samples_per_task
         tasks, prompts = [payload.tasks[group] for group in failed], [payload.prompts[group] for group in failed]
@@ -206,7 +206,7 @@ class MaskedRecipe(ReplacingRecipe):
     def _hints(
         self, policy: MaskedPolicy, prompts: Sequence[Any], tasks: Sequence[VlmTask], streams: Streams
     ) -> Tensor:
-        """(N * G, L) int64, masked answers with chunks of each question's worked answer; none where it has none."""
+        """(N * G, L) int64, masked answers with chunks of each question's worked answer, if it has one."""
         config, width = self.config.inpainting, self.config.sampler.max_new_tokens
         found: list[list[int]] = []
         for number, (prompt, task) in enumerate(zip(prompts, tasks, strict=True)):

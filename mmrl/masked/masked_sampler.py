@@ -1,7 +1,7 @@
 """Sampling of masked-diffusion language models: block after block, a few tokens at each step, the surest first.
 
 In each step all masked tokens of the block are predicted, a token is drawn for each, and the ones kept are those with
-the highest probability, or random ones. The others stay masked and are drawn anew.
+the highest probability, or random ones. The others stay masked and are drawn again in later steps.
 
 Source: Nie et al., LLaDA, arXiv 2502.09992, algorithm 5; ML-GSAI/LLaDA generate.py, facebookresearch/igpo
 utils/generate.py.
@@ -37,14 +37,14 @@ class MaskedSampling:
     block: int = bounded(32, at_least=1)
     """Tokens of a block, a divisor of max_new_tokens; blocks are filled from left to right."""
     steps: int = bounded(32, at_least=1)
-    """Steps of an answer, a multiple of the number of blocks; each fills in an even share of its block."""
+    """Steps per answer, a multiple of the number of blocks; each step fills in an equal part of its block."""
     remasking: str = choice("low_confidence", REMASKING)
     """Tokens that a step keeps: low_confidence keeps those with the highest probability and masks the others again;
     random keeps any, and the likeliest answer is filled in by confidence all the same."""
     temperature: float = bounded(1.0, above=0)
-    """Logits are divided by it where tokens are drawn, not where answers are scored."""
+    """Softmax temperature for sampling; scoring does not use it."""
     batch_rows: int = bounded(256, at_least=1)
-    """Most answers that are sampled at a time; for memory only."""
+    """Maximum number of answers sampled at once. Affects memory only."""
 
     def validate(self) -> None:
         """Check that blocks and steps divide evenly; raises ConfigError."""
@@ -114,7 +114,7 @@ def sample(
         samples_per_prompt: G.
         config: lengths, blocks, steps; assumed valid.
         draws: (N * G, config.draws) in [0, 1); None for the likeliest tokens.
-        hints: (N * G, L) int64, tokens that are given, the mask token where there is none; None without.
+        hints: (N * G, L) int64, given tokens, and the mask token at open positions; None without hints.
 
     Returns:
         The answers of prompt 0, then those of prompt 1, and so on, each L tokens wide; the mask ends with the first end
@@ -189,7 +189,7 @@ def unmask(answers: Tensor, token: Tensor, sure: Tensor, count: Tensor, mask_id:
     """Fill in the surest masked tokens.
 
     Args:
-        answers: (R, L) tokens, the mask token where there is none yet.
+        answers: (R, L) tokens, and the mask token at open positions.
         token: (R, L) candidates.
         sure: (R, L) by which they are ordered.
         count: (R,) tokens to fill in.

@@ -65,11 +65,11 @@ class MaskedSftRecipe(SftRecipe):
         return streams.noted(rollouts.to(policy.device))
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
-        """Log-probability of each token, given those that are not masked."""
+        """Log-probability of each token given the unmasked tokens."""
         return policy(rollouts, level="tokens", outputs=outputs)  # type: ignore[no-any-return]
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
-        """Mean bound of the negative log-likelihood a token."""
+        """Bound of the negative log-likelihood, averaged over tokens."""
         logp = self.scores(policy, minibatch, self.loss_outputs).logp
         hidden = MaskedPayload.of(minibatch).hidden[:, 0]
         total = -masked_likelihood(logp, hidden, minibatch.extras[TIME]).sum() / denominators.tokens

@@ -1,6 +1,6 @@
 """The formats in which models write actions, one reader each.
 
-A reader takes the answer without its thinking and whether to be strict; it returns the thought written beside the
+A reader takes the answer without its thinking and whether to be strict; it returns the thought written around the
 actions, and the name and arguments of each. It raises only `UnreadableError`, and takes time linear in the answer.
 """
 
@@ -139,7 +139,7 @@ def read_object(text: str, strict: bool) -> Found:
 
     `action` is a name, a number, or an object with `name` and `arguments`; or a list of these. Strict: the answer is
     this object and nothing else. Tolerant: the first such object in the answer, fenced or not; arguments may also be
-    given beside a name, and a name may be written as a call.
+    given next to a name, and a name may be written as a call.
     """
     if not strict:
         return _first_object(text)

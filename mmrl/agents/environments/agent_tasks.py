@@ -53,7 +53,7 @@ class TaskSetConfig:
     """A .jsonl, .json or .parquet file with a task a row instead: `task` (an object, or a name), `seed`, and optionally
     `instruction` and `id`."""
     build: str | None = None
-    """`module:function` that writes the file where it is missing: it gets the path and `build_options`."""
+    """`module:function` that writes the file if it is missing; called with the path and `build_options`."""
     build_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of `build`."""
     max_tasks: int | None = bounded(None, at_least=1)
@@ -106,7 +106,7 @@ def check_splits(
 
 
 def check_disjoint(train: Sequence[AgentTask], splits: Mapping[str, Sequence[AgentTask]]) -> None:
-    """Refuse splits that share a task with training; raises UserError."""
+    """Raise UserError if a split shares a task with training."""
     known = {_key(task) for task in train}
     for name, tasks in splits.items():
         shared = [task.id for task in tasks if _key(task) in known]

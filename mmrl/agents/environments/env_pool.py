@@ -107,9 +107,9 @@ class TurnResult:
     """Result of a reset or step of one row."""
 
     observation: Observation
-    """Empty where the environment failed."""
+    """Empty if the environment failed."""
     reward: float
-    """0 after a reset, NaN where the environment failed."""
+    """0 after a reset, NaN if the environment failed."""
     terminated: bool = False
     truncated: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -149,9 +149,9 @@ class EnvPool(RowPool["TurnResult | Action"]):
         self.failures.folder = folder
         hello = self.start().fields
         self.actions: Mapping[str, str] = hello["actions"]
-        """Names and descriptions of the environment's actions; empty where it names none."""
+        """Names and descriptions of the environment's actions; empty if it declares none."""
         self.tools: list[dict[str, Any]] = hello["tools"]
-        """JSON schemas of the environment's tools; empty where it has none."""
+        """JSON schemas of the environment's tools; empty if it has none."""
         self.formats: list[str] | None = hello.get("formats")
         """Formats that can express its actions; None if it does not say."""
         self.has_expert: bool = hello["expert"]
@@ -256,7 +256,7 @@ def _turn(reply: TurnResult | Action | WorkerFailure) -> TurnResult:
 
 
 def _request(kind: str, body: Mapping[str, Any]) -> Request:
-    # Plain data only, also without processes: a task that works in one way works in the other.
+    # Encode even without worker processes, so that a task that works in one mode works in the other.
     try:
         tree, arrays = encode(dict(body))
     except (TypeError, RecursionError) as error:

@@ -74,11 +74,11 @@ class ParsedAnswer:
     actions: tuple[Action, ...] = ()
     """Actions in the order of execution; empty after an error."""
     thought: str = ""
-    """Text of the answer besides its actions."""
+    """Text of the answer apart from its actions."""
     error: str | None = None
     """Key of `PARSE_ERRORS`, or `CUT`."""
     detail: str = ""
-    """One line about this answer's error."""
+    """Details of this answer's error, in one line."""
 
     @property
     def note(self) -> str:
@@ -110,17 +110,17 @@ class ActionConfig:
     """json: an object with thoughts and action; call: Action: click(x=1); tag: <action>3</action>; text: the whole
     answer is the argument `text` of the action `say`; tool_call: <tool_call> blocks; ui_tars and pyautogui: calls of
     these, read as the actions of `mmrl.gui`. A `module:function` gets (answer, strict) and returns the thought and a
-    list of (name, arguments); it raises ValueError where there is no action, and its docstring is the manual."""
+    list of (name, arguments); it raises ValueError if there is no action, and its docstring is the manual."""
     strict: bool = rare(False)
     """Whether the answer must follow the format exactly; otherwise the first unambiguous action counts."""
     max_actions: int = rare(bounded(1, at_least=1, at_most=64))
-    """Actions of one answer; more are an error where strict, and ignored otherwise."""
+    """Maximum number of actions per answer. More are an error if strict, and ignored otherwise."""
     on_parse_error: str = choice("terminate", ON_PARSE_ERROR)
     """terminate: an answer without action, or one that was cut at the limit of its length, ends the episode, unpaid;
     noop: the turn is spent and the agent gets the reason."""
 
     def validate(self) -> None:
-        """Refuse options that the format has no use for; raises ValueError."""
+        """Raise ValueError for options that the format does not use."""
         if self.format == "text" and (self.strict or self.max_actions > 1):
             name, value = ("strict", "true") if self.strict else ("max_actions", self.max_actions)
             raise ValueError(f"actions.{name} is {value}, but in actions.format 'text' a whole answer is one action")
@@ -163,11 +163,12 @@ def parse_answer(text: str, format: str, *, strict: bool = False, max_actions: i
         text: the answer, of any length.
         format: key of `FORMATS`, or a `module:function`.
         strict: whether the answer must follow the format exactly.
-        max_actions: of one answer; more are an error where strict, and ignored otherwise.
+        max_actions: maximum per answer; more are an error if strict, and ignored otherwise.
 
     Returns:
         Actions or an error, never both.
     """
+    # Longer answers are refused below; the cut bounds the work on a huge one.
     rest = final_part(text[: MAX_CHARS + 1])
     try:
         if len(text) > MAX_CHARS:
@@ -189,9 +190,10 @@ def parse_answer(text: str, format: str, *, strict: bool = False, max_actions: i
 
 
 def write_answer(actions: Sequence[Action], format: str, thought: str = "") -> str:
-    """Write actions as a model should, for demonstrations; raises ValueError where the format cannot, as for NaN."""
+    """Write actions as a model should, for demonstrations; raises ValueError if the format cannot, as for NaN."""
     named = [(action.name, dict(action.arguments)) for action in actions]
     text = find_format(format).write(thought, named)
+    # Read it back: an expert's demonstration must not teach an answer that the parser reads differently.
     found = parse_answer(text, format, strict=True, max_actions=len(named))
     if [(action.name, action.arguments) for action in found.actions] != named or found.thought != thought.strip():
         raise ValueError(f"the format {format} cannot say {named!r:.200} with the thought {thought!r:.80}")
@@ -289,7 +291,7 @@ class Observation:
     images: tuple[NDArray[np.uint8], ...] = ()
     """(H, W, 3) RGB each."""
     results: tuple[CallResult, ...] = ()
-    """The parts of it that are results of calls, in the order of the calls; empty where it is none."""
+    """Its parts that are results of calls, in call order; empty if it has none."""
 
 
 @dataclass(frozen=True)
@@ -378,9 +380,10 @@ def as_outcome(value: Any) -> StepOutcome:
     info = value[-1] if len(value) > 3 else {}
     truncated = value[3] if len(value) == 5 else False
     if len(value) == 4 and isinstance(info, Mapping) and info.get("TimeLimit.truncated"):
-        terminated, truncated = False, True  # gym before 0.26 tells a time limit in info alone
+        terminated, truncated = False, True  # gym before 0.26 reports a time limit only in info
     if not isinstance(info, Mapping):
         raise MalformedError(f"step returned {_kinds(value)}; the last of {len(value)} values must be a dict")
+    # Checked, not converted: bool() would take any value in the wrong position, such as an info, for a flag.
     for name, flag in (("ended", terminated), ("truncated", truncated)):
         if not isinstance(flag, (bool, np.bool_)):
             raise MalformedError(f"{name} is {flag!r:.80}; expected True or False as the third value of step")
@@ -407,6 +410,7 @@ def _listed(images: Any) -> list[Any]:
 
 def _reward(value: Any) -> float:
     try:
+        # item() also takes numpy scalars and arrays with one element, and rejects larger ones
         number = float(np.asarray(value, np.float64).item())
     except (TypeError, ValueError, OverflowError):
         raise MalformedError(f"the reward is {value!r:.80}; expected a number") from None
@@ -416,7 +420,7 @@ def _reward(value: Any) -> float:
 
 
 def _verdicts(info: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Info with `success` as a bool and `action_error` as a str; neither where it is empty, as it is in some turns."""
+    """Info with `success` as a bool and `action_error` as a str, each dropped if it is empty."""
     found = dict(info)
     success, error = found.pop(SUCCESS, None), found.pop(ACTION_ERROR, None)
     if success is not None:
@@ -435,13 +439,14 @@ def _kinds(values: tuple[Any, ...]) -> str:
 Fields = tuple[dict[str, Any], "dict[str, np.ndarray]"]
 
 NOT_SENT = "not_sent"
-"""Entry of the info with the names of those entries that cannot leave the environment's process."""
+"""Info entry that lists the names of entries that cannot leave the environment's process."""
 
 
 def pack_outcome(outcome: StepOutcome) -> Fields:
     """Encode an outcome; entries of the info that are not plain data are only named."""
     info, not_sent = {}, []
     for key, value in outcome.info.items():
+        # Entry by entry: an environment may return objects for its own use, which must not fail the step.
         try:
             encode(value)
         except (TypeError, RecursionError):

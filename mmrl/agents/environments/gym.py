@@ -114,7 +114,7 @@ class ArgumentActions:
         return values["value"] if self._single else values
 
     def fits(self, format: str) -> bool:
-        """Whether an action with these arguments can be written in a format of actions, whatever its name."""
+        """Whether an action format can express an action with these arguments, under any name."""
         arguments = {name: _example(space) for name, space in self._spaces.items()}
         return any(_can_write(Action(name, arguments), format) for name in ("act", SAY, "type"))
 
@@ -207,7 +207,7 @@ class GymEnvironment:
         render: whether the image is `env.render()`, which needs render_mode="rgb_array"; None = where the observation
             has neither image nor text.
         task_options: whether the task is passed to `env.reset` as its options.
-        repeat_text: whether an unchanged text is shown again beside an image.
+        repeat_text: whether an unchanged text is repeated next to a new image.
 
     Raises:
         UserError: there is nothing to look at, a key does not exist, or the actions are of another kind.
@@ -288,7 +288,7 @@ class GymEnvironment:
 
 
 def _chosen(option: str, names: Sequence[str] | None, entries: Mapping[str, Any], fits: Any) -> list[str]:
-    """The keys of entries to show: those named, or those that fit."""
+    """The keys of entries to show: the named ones, or all that fit."""
     if names is None:
         return [name for name, space in entries.items() if fits(space)]
     listing = f"it has: {', '.join(f'{name} ({type(space).__name__})' for name, space in entries.items())}"

@@ -184,7 +184,7 @@ def _refuse_unknown(name: str, given: Mapping[str, Any], known: Sequence[str]) -
 
 
 def _from_pyautogui(name: str, given: Mapping[str, Any], moved: list[float] | None) -> list[NamedAction]:
-    """The actions of a call; `moved` is where the mouse is, as far as the answer says."""
+    """The actions of a call; `moved` is the mouse position, as far as the answer states it."""
     stays = not {"x", "y"} & set(given)
     match name:
         case "click" | "doubleClick" | "rightClick":

@@ -36,11 +36,11 @@ class VideoFrame:
     """One turn."""
 
     image: NDArray[np.uint8] | None
-    """(H, W, 3) that the agent saw; None where it saw only text."""
+    """(H, W, 3) image that the agent saw; None if it saw only text."""
     caption: str
     """Action and error."""
     marks: tuple[tuple[float, float], ...] = ()
-    """(x, y) in pixels of the image where the action acted."""
+    """(x, y) in image pixels, the points that the action acted on."""
 
 
 @dataclass
@@ -92,7 +92,7 @@ def draw_frames(video: Video) -> Iterator[NDArray[np.uint8]]:
 
 
 def write_videos(folder: Path, label: str, videos: Sequence[Video], count: int) -> list[Path]:
-    """Write the first `count` successes and the first `count` failures; the report shows those of `videos/`."""
+    """Write the first `count` successes and the first `count` failures; the report shows the ones in `videos/`."""
     from mmrl.hub.video_writing import write_mp4
 
     paths = []
@@ -105,7 +105,7 @@ def write_videos(folder: Path, label: str, videos: Sequence[Video], count: int) 
 
 
 def _marks(value: Any) -> tuple[tuple[float, float], ...]:
-    """The finite pairs of numbers in whatever the environment sent."""
+    """The finite number pairs in `info["marks"]`, which may have any type."""
     try:
         pairs = np.asarray(value, np.float64).reshape(-1, 2) if value is not None else np.zeros((0, 2))
     except (TypeError, ValueError):

@@ -60,25 +60,25 @@ class ReplayConfig:
     enabled: bool = True
     """Whether successes are kept and replayed; false is plain GRPO over trajectories."""
     size: int = rare(bounded(8, at_least=1))
-    """Trajectories kept of each task; the oldest one goes first."""
+    """Maximum number of trajectories per task; the oldest is removed first."""
     threshold: float = rare(bounded(0.1, finite=True))
     """Sum of the environment's rewards above which a trajectory is kept."""
     max_std: float = rare(bounded(0.05, at_least=0))
-    """Replay into a group only where the population standard deviation of its trajectories' rewards is smaller."""
+    """Replay into a group only if the population standard deviation of its trajectories' rewards is below this."""
     max_mean: float = rare(bounded(0.2, finite=True))
-    """Replay into a group only where the mean of its trajectories' rewards is smaller."""
+    """Replay into a group only if the mean of its trajectories' rewards is below this."""
     correction: str = rare(choice("recompute", CORRECTIONS))
     """Old log-probs of replayed trajectories: recompute (of the policy before the update, so that the ratio begins at 1
     and hides how stale they are) or behaviour (as they were sampled, clipped as usual)."""
     max_age: int | None = rare(bounded(None, at_least=1))
     """Steps after which a stored trajectory is not used any more; null = never."""
     memory_mb: int = rare(bounded(4096, at_least=1))
-    """Largest size of the buffer in 10^6 bytes, of which every process holds a copy; beyond it the oldest trajectories
-    of all tasks go."""
+    """Maximum size of the buffer in 10^6 bytes; every process holds a copy. Beyond it, the oldest trajectories of all
+    tasks are evicted."""
 
 
 def needs_replay(outcomes: Sequence[float], max_std: float = 0.05, max_mean: float = 0.2) -> bool:
-    """Whether a group is given a stored trajectory: its outcomes hardly differ, and are low.
+    """Whether a group should get a stored trajectory: its outcomes are low and barely differ.
 
     Args:
         outcomes: what each trajectory of the group earned from the environment, before a format reward; NaN for those
@@ -103,7 +103,8 @@ class ReplayBuffer:
         self._stored: dict[str, deque[Record]] = {}
         self._added = 0
         self.counts: Counter[str] = Counter()
-        """added, expired (by age), evicted (by memory) so far; without those replaced by newer ones of their task."""
+        """added, expired (by age) and evicted (by memory) so far; trajectories displaced by newer ones of the same task
+        are not counted."""
 
     def __len__(self) -> int:
         """Trajectories that are stored."""
@@ -124,14 +125,15 @@ class ReplayBuffer:
             self._evict_oldest()
 
     def push_all(self, fresh: list[Fresh], step: int) -> None:
-        """Move the trajectories of the last draw here, of all processes, in the order of their tasks in the step."""
+        """Store the trajectories of the last draw from all processes, in the order of their tasks in the step."""
+        # If the step drew its tasks more than once, the list also has the episodes of earlier draws.
         last = max((draw for (draw, _), _ in fresh), default=0)
         for task, record in merge_in_order([entry for entry in fresh if entry[0][0] == last]):
             self.push(task, record, step)
         fresh.clear()
 
     def draw(self, task: str, step: int, generator: torch.Generator) -> tuple[Record, int] | None:
-        """Draw one of a task's trajectories, each as likely as the others."""
+        """Draw one of a task's trajectories uniformly, with its age in steps."""
         own = [entry for entry in self._stored.get(task, ()) if not self._is_old(entry, step)]
         if not own:
             return None
@@ -139,7 +141,7 @@ class ReplayBuffer:
         return entry["episode"], step - entry["step"]
 
     def expire(self, step: int) -> None:
-        """Drop the trajectories that are beyond `max_age` at a step."""
+        """Drop the trajectories that are older than `max_age` at a step."""
         for task, own in list(self._stored.items()):
             while own and self._is_old(own[0], step):
                 own.popleft()
@@ -152,12 +154,12 @@ class ReplayBuffer:
         return [entry["episode"] for entry in self._stored.get(task, ()) if entry["step"] >= since]
 
     def state_dict(self, tasks: Collection[str] | None = None) -> dict[str, Any]:
-        """Everything, or what it holds of some tasks, as tensors and plain data."""
+        """The contents, of all or some tasks, as tensors and plain data."""
         stored = {task: list(own) for task, own in self._stored.items() if tasks is None or task in tasks}
         return {"stored": stored, "added": self._added, "counts": dict(self.counts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`; where the buffer is smaller now, the newest trajectories stay."""
+        """Restore `state_dict`; if the buffer is smaller now, the newest trajectories stay."""
         self._stored = {task: deque(own, maxlen=self._config.size) for task, own in state["stored"].items()}
         self._added, self.counts = int(state["added"]), Counter(state["counts"])
         while self.megabytes > self._config.memory_mb:
@@ -167,6 +169,7 @@ class ReplayBuffer:
         return self._config.max_age is not None and step - entry["step"] > self._config.max_age
 
     def _evict_oldest(self) -> None:
+        # Each deque is in order of arrival, so the oldest trajectory of all is at the front of one of them.
         task = min((own[0]["number"], task) for task, own in self._stored.items() if own)[1]
         self._stored[task].popleft()
         if not self._stored[task]:
@@ -193,11 +196,11 @@ class ArpoConfig(AgentConfig):
 
 
 class Replay(LossTerm):
-    """Old log-probs of replayed trajectories, and metrics of fresh and replayed ones apart; adds nothing to the loss.
+    """Sets the old log-probs of replayed trajectories and logs fresh and replayed ones separately; adds no loss.
 
     Args:
         config: options of the replay.
-        recomputes: whether the old log-probs of fresh trajectories are computed anew, before or in the update.
+        recomputes: whether the old log-probs of fresh trajectories are recomputed, before or during the update.
     """
 
     name = "replay"
@@ -213,6 +216,7 @@ class Replay(LossTerm):
         """Give replayed trajectories the old log-probs that `replay.correction` asks for."""
         replayed = rollouts.extras[REPLAYED]
         if self.config.correction == "behaviour":
+            # Without KEEPS_OLD, `old_in_update` would set these to the current log-probs and hide the rows' age.
             logp_old = torch.where(replayed[:, None] > 0, rollouts.extras[SAMPLED], rollouts.logp_old)
             return rollouts.replace(logp_old=logp_old, extras=rollouts.extras | {KEEPS_OLD: replayed})
         rows = torch.nonzero(replayed > 0).flatten()
@@ -225,7 +229,7 @@ class Replay(LossTerm):
     def __call__(
         self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
     ) -> TermLoss:
-        """Ratios of fresh and of replayed trajectories apart."""
+        """Log the ratios and the KL of fresh and replayed trajectories separately."""
         return TermLoss(metrics=source_metrics(minibatch, scores.logp))
 
     def metrics(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
@@ -310,6 +314,7 @@ class ArpoRecipe(AgentRecipe):
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
         """Rewards as in every agent's recipe; then the fresh successes of all processes are stored."""
         if self.config.replay.enabled:
+            # Only now, after `rollout` has drawn: a group must not replay a success of its own step.
             self.replay.buffer.expire(step.number)
             self.replay.buffer.push_all(self._fresh, step.number)
         return super().score(rollouts, step)
@@ -327,6 +332,7 @@ def inject_successes(
         drawn = buffer.draw(task.id, step, streams.of(number, "replay"))
         if drawn is None:
             continue
+        # An episode without a result is not trained on, so replacing it loses nothing.
         slot = next((index for index, episode in enumerate(group) if not episode.has_result), 0)
         group[slot] = _with_shared_prompt(restore_episode(drawn[0], task), group)
         injected[number] = slot, drawn[1]
@@ -334,7 +340,7 @@ def inject_successes(
 
 
 def source_metrics(rollouts: Rollouts, logp: Tensor) -> dict[str, Metric]:
-    """Ratios and distances of fresh and of replayed rows apart, from log-probs (B, T) in nats as they are now."""
+    """Ratios and divergences of fresh and replayed rows separately, from current log-probs (B, T) in nats."""
     logp, replayed = logp.detach(), rollouts.extras[REPLAYED][:, None] > 0
     moved = logp - rollouts.extras[SAMPLED]
     values = {
@@ -351,7 +357,7 @@ def source_metrics(rollouts: Rollouts, logp: Tensor) -> dict[str, Metric]:
 
 
 def _with_shared_prompt(episode: Episode, group: Sequence[Episode]) -> Episode:
-    """Give the episode its group's prompt object where both are equal, so that it is computed once."""
+    """Give the episode its group's prompt object if the two are equal, so that the prompt is encoded once."""
     for other in group:
         if other.prompt is not None and episode.prompt is not None and _equal(other.prompt, episode.prompt):
             episode.prompt = other.prompt

@@ -57,7 +57,7 @@ class AgentCloneConfig(AgentParts, BaseRunConfig):
     data: TaskSetConfig = field(default_factory=TaskSetConfig)
     """Tasks that the expert plays."""
     random_actions: float = bounded(0.0, at_least=0, at_most=1)
-    """Share of turns in which a random action of the environment replaces the expert's."""
+    """Fraction of turns in which a random action of the environment replaces the expert's."""
     play_once: bool = False
     """Whether each task is played once and its episode learned from whenever it comes up, for slow environments such as
     browsers, with fewer tasks than the run goes through. A resumed run plays them again."""

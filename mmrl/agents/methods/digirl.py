@@ -67,7 +67,7 @@ from mmrl.vlm.model.model_config import CriticSettings
 
 METHODS, ADVANTAGES = ("digirl", "filtered_cloning"), ("paper", "code")
 OF_CRITICS = ("warmup_steps", "gamma", "advantage", "lam", "threshold", "step_filter", "critic")
-"""Options that are read by `digirl` alone."""
+"""Options that only `digirl` reads."""
 
 
 @dataclass
@@ -79,13 +79,13 @@ class DigirlSettings:
     path: str | None = None
     """Folder of recorded episodes to begin with; see mmrl.agents.rollout.storage."""
     build: str | None = None
-    """`module:function` that writes the folder where it is missing: it gets the path and `build_options`."""
+    """`module:function` that writes the folder if it is missing; called with the path and `build_options`."""
     build_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of `build`."""
     offline_steps: int = bounded(0, at_least=0)
-    """First steps of the run, in which no episodes are run."""
+    """Number of initial steps that run no episodes."""
     warmup_steps: int = bounded(0, at_least=0)
-    """First steps of the run, in which only the critics learn."""
+    """Number of initial steps that train only the critics."""
     gamma: float = rare(bounded(0.5, at_least=0, at_most=1))
     """Discount of the returns that the step critic predicts."""
     advantage: str = rare(only_with(choice("paper", ADVANTAGES), step_filter=True))
@@ -108,9 +108,9 @@ class DigirlSettings:
     batch_episodes: int = bounded(16, at_least=1)
     """Episodes of an optimiser step, drawn with replacement; a multiple of the number of processes."""
     capacity: int = bounded(1000, at_least=1)
-    """Episodes that are stored; the oldest one goes first. All are read once in every step."""
+    """Maximum number of stored episodes; the oldest is removed first. All are read once in every step."""
     memory_mb: int = rare(bounded(4096, at_least=1))
-    """Largest size of the stored episodes in 10^6 bytes, in each process."""
+    """Maximum size of the stored episodes in 10^6 bytes, in each process."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The critics."""
 
@@ -185,6 +185,7 @@ class DigirlRecipe(AgentRecipe):
         self.terms = [*self.terms, KeptSteps()]
         self.store = ReplayBuffer(ReplayConfig(size=settings.capacity, memory_mb=settings.memory_mb))
         size = self.policy.width
+        # Seeded apart from the policy: all processes start with equal critics, and no other draw of the run moves.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(config.seed, "critics"))
             self.instruction_critic = Fitter(InstructionCritic(size), settings.critic)
@@ -222,7 +223,7 @@ class DigirlRecipe(AgentRecipe):
         return not self.is_offline(step)
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step) -> Rollouts:
-        """Run G episodes of each task; offline, draw stored ones, which only the step's statistics are taken of."""
+        """Run G episodes of each task; offline, draw stored ones, which are used only for the step's statistics."""
         if not self.is_offline(step):
             groups = self.run_groups(policy, tasks, streams, step)
             kept = streams.among(tasks, [group[0].task for group in groups])
@@ -242,6 +243,7 @@ class DigirlRecipe(AgentRecipe):
 
     def _kept_batch(self, rollouts: Rollouts, step: Step) -> Rollouts:
         settings = self.config.digirl
+        # Store first: the filters compare the step's own episodes with all others, and the critics learn from them too.
         self.store.push_all(self._fresh, step.number)
         episodes = [restore_episode(record) for record in self.store.stored(EPISODES)]
         with stopwatch("critic"):
@@ -263,6 +265,7 @@ class DigirlRecipe(AgentRecipe):
         logp = scores.logp
         bounded_logp = clamp_logp(logp) if self.config.digirl.clamp else logp
         mask = minibatch.loss_mask * minibatch.advantage
+        # The denominator counts dropped steps as well: a step adds 0 to the mean if it is not kept.
         loss = -torch.where(mask > 0, bounded_logp, 0.0).sum() / denominators.others[STEPS]
         output = LossOutput(
             loss, {"loss/total": Metric.summed(loss.detach()), "loss/nll": mean_metric(-logp.detach(), mask)}
@@ -287,6 +290,7 @@ class DigirlRecipe(AgentRecipe):
     def _train_critics(self, data: LabelledEpisodes, step: Step) -> None:
         """Some updates of both critics, the same on every process."""
         settings = self.config.digirl.critic
+        # Every process draws the same rows from the same data, so the critics stay equal without communication.
         generator = make_generator(self.config.seed, "critics", step.number)
         succeeded, succeeds = (data.total > 0).long(), data.succeeds
         state, next_state, has_next = data.state, data.next_state, data.has_next
@@ -308,6 +312,7 @@ class DigirlRecipe(AgentRecipe):
         if settings.has_critics:
             value = self.instruction_critic.critic.value(data.text_state).double()
             self.noted["digirl/instruction_value"] = float(value.mean())
+            # Offline steps filter by reward alone, as the public code does.
             if not self.is_offline(step):
                 scores = instruction_advantages(data.total, value)
             if settings.step_filter:
@@ -322,17 +327,19 @@ class DigirlRecipe(AgentRecipe):
         return chosen, steps
 
     def _batch(self, data: LabelledEpisodes, chosen: Tensor, steps: Tensor, step: Step) -> Rollouts:
-        """Episodes for the optimiser steps of this step, this process's share of them."""
+        """This process's episodes for the optimiser steps of this step."""
         process = PartialState()
         generator = make_generator(self.config.seed, "batch", step.number)
         count = self.config.digirl.batch_episodes * self.config.trainer.minibatches_per_step
         among = torch.nonzero(chosen).flatten()
+        # All processes draw the whole batch and take every n-th episode, so the batch is that of a single process.
         drawn = among[torch.randint(len(among), (count,), generator=generator)].tolist()
         mine = drawn[process.process_index :: process.num_processes]
         rollouts = pack_episodes([data.episodes[number] for number in mine], range(len(mine)), self.policy)
         assert rollouts.turn is not None
         kept = steps.split(data.counts)
         turn, mask = to_host([rollouts.turn, rollouts.mask])
+        # Padding has turn -1 and may take any step's value, because the mask sets it to 0.
         own = [kept[number].to(mask)[turn[row].clamp(min=0)] for row, number in enumerate(mine)]
         total = torch.tensor([episode.total for episode in AgentPayload.of(rollouts).episodes])
         reward, advantage = (to_device(x, rollouts.mask.device) for x in (total, torch.stack(own) * mask))
@@ -342,6 +349,7 @@ class DigirlRecipe(AgentRecipe):
 def kept_steps(data: LabelledEpisodes, critic: StepCritic, settings: DigirlSettings) -> Tensor:
     """Mask (M,) bool of the steps with an advantage above the threshold."""
     value = critic.value(data.state).double()
+    # After the last step `next_state` repeats the step's own state, so the value there is replaced by 0.
     after = torch.where(data.has_next, critic.value(data.next_state).double(), 0.0)
     found = []
     columns = (tensor.split(data.counts) for tensor in (value, after, data.reward, data.mc_return))
@@ -372,13 +380,13 @@ def instruction_advantages(total: Tensor, value: Tensor) -> Tensor:
 def keep_best(scores: Tensor, quantile: float = 0.9, min_score: float | None = None) -> Tensor:
     """Select the trajectories that score at least a quantile of all.
 
-    Where rewards are 0 or 1 and less than 1 - quantile of the trajectories succeed, the quantile of the rewards is 0
+    If rewards are 0 or 1 and less than 1 - quantile of the trajectories succeed, the quantile of the rewards is 0
     and everything is kept; `min_score` then excludes failures.
 
     Args:
         scores: (n,) reward or advantage of each.
         quantile: of all scores, interpolated linearly; ties with it are kept.
-        min_score: smallest score besides; None for no bound, as in the public code.
+        min_score: further lower bound on the score; None for no bound, as in the public code.
 
     Returns:
         (n,) bool.
@@ -446,7 +454,7 @@ def step_threshold(rule: str, steps: int) -> float:
 def clamp_logp(logp: Tensor, low: float = 0.001, high: float = 0.99) -> Tensor:
     """Log-probabilities in nats, of any shape, of probabilities clamped to [low, high].
 
-    Gradient: none where a probability is out of bounds.
+    Gradient: zero if the probability is out of bounds.
 
     Source: DigiRL-agent/digirl digirl/models/autoui_agent.py, get_log_prob.
     """

@@ -47,7 +47,7 @@ class CriticTraining:
 
 @dataclass
 class CriticConfig(CriticTraining):
-    """The critics and their training; the defaults are those of the public code."""
+    """The critics and their training, with the public code's defaults."""
 
     batch_episodes: int = rare(bounded(256, at_least=1))
     """Episodes that an update of the instruction critic draws, with replacement."""
@@ -101,7 +101,7 @@ def step_loss(
 ) -> Tensor:
     """Sum of the cross-entropies of both heads (M, 2), before and after the step, with the return from the step on.
 
-    Where an episode is over, `has_next` (M,) is False, and nothing is known of the state after it.
+    If an episode is over, `has_next` (M,) is False and the state after it is unknown.
 
     Source: DigiRL-agent/digirl digirl/algorithms/digirl/trainer.py, critic_loss.
     """
@@ -169,7 +169,7 @@ class LabelledEpisodes:
 
     @property
     def next_state(self) -> Tensor:
-        """(M, S) state before the next step; after the last step, that of the step itself."""
+        """(M, S) state before the next step; for the last step, its own state."""
         last = torch.tensor([step == steps - 1 for steps in self.counts for step in range(steps)])
         return torch.where(last[:, None], self.state, self.state.roll(-1, 0))
 
@@ -180,7 +180,7 @@ class LabelledEpisodes:
 
     @property
     def succeeds(self) -> Tensor:
-        """(M,) int64, 1 where the return from the step on is above 0."""
+        """(M,) int64, 1 if the return from the step on is positive."""
         return (self.mc_return > 0).long()
 
 
@@ -204,7 +204,7 @@ def label_episodes(
 
 
 def _shared_states(policy: VlmPolicy, episodes: Sequence[Episode], rows: int) -> tuple[Tensor, Tensor]:
-    """States of the texts (n, S) and before the steps (M, S); each process reads a share."""
+    """States of the texts (n, S) and before the steps (M, S); each process reads some of the episodes."""
     process = PartialState()
     mine = list(range(process.process_index, len(episodes), process.num_processes))
     found = []

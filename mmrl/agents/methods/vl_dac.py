@@ -16,12 +16,12 @@ What differs from the public code, and why:
   scores at temperature 1; `sampler.top_k: 1` is refused here, and temperature is 1 where the table says 0.2, because
   that number had no effect there.
 * Log-probabilities and the critic are float32; the code has bfloat16 and float16.
-* Episodes are whole: a step has `tasks_per_step` x `samples_per_task` of them, in place of 256 environment steps that
-  may end inside an episode, and an optimiser step takes whole episodes. Turns count equally all the same.
-* `objective.advantage.truncation` is "mask", as in the code: a turn that meets a time limit has no advantage of its
-  own. "bootstrap" asks the critic for the value of what was seen after it.
-* The learning rate falls along a cosine over the run's optimiser steps; the code starts anew after 100 updates.
-* Answers without a readable action follow `actions.on_parse_error`; the code takes an action in their place.
+* Episodes are whole: a step has `tasks_per_step` x `samples_per_task` of them, instead of 256 environment steps that
+  may end inside an episode, and an optimiser step takes whole episodes. Turns still count equally.
+* `objective.advantage.truncation` is "mask", as in the code: a turn that ends at a time limit gets no advantage.
+  "bootstrap" uses the critic's value of the observation after it.
+* The learning rate follows a cosine over the run's optimiser steps; the code restarts the schedule after 100 updates.
+* Answers without a readable action follow `actions.on_parse_error`; the code executes a substitute action.
 * The last layer of the critic starts at zero.
 * `entropy_coef` of the code is read and never used; `objective.entropy` has a bonus for those who want one.
 

@@ -1,4 +1,4 @@
-"""Numbers of turns as tables of decisions: of their observations, which tell equal states, and of their times."""
+"""Per-turn numbers as tables of decisions: hashes of observations, which identify equal states, and times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmrl.core.blocks.turns import ANCHOR
 
 
 def number_observation(observation: Observation, info: Mapping[str, Any]) -> int:
-    """A 64-bit hash of `info["anchor"]`, or where there is none, of the observation's text and images."""
+    """A 64-bit hash of `info["anchor"]` if present, else of the observation's text and images."""
     parts = [info[ANCHOR]] if ANCHOR in info else [observation.text, *observation.images]
     digest = blake2b(digest_size=8)
     for part in parts:

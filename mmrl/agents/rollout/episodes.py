@@ -41,14 +41,14 @@ OMITTED = "[picture left out]"
 
 @dataclass
 class ConversationConfig:
-    """Form of an episode as a conversation."""
+    """How an episode is written as a conversation."""
 
     system: str = "You act in an environment. {manual}\nActions:\n{actions}"
     """System turn; {manual} is replaced by the manual of the action format and {actions} by the environment's actions,
     a line each. Empty = no system turn."""
     history_images: int = bounded(0, at_least=0)
-    """Images that are kept: older ones are omitted, their text stays. 0 = all. A window costs time: once it is full,
-    every turn is read from the beginning."""
+    """Number of images to keep: older ones are omitted, their text stays. 0 = all. A window costs time: once it is
+    full, every turn is read from the beginning."""
     drop_thoughts: bool = False
     """Whether the thoughts of earlier answers are removed, as the chat templates of thinking models do. Every turn is
     then read from the beginning."""
@@ -75,7 +75,7 @@ class _Part:
     end: int | None = None
     """For an observation, the token that ended the previous answer; None if that was cut."""
     spoken: Prompt | None = None
-    """An answer without its thoughts, where it has any and they are dropped."""
+    """An answer without its thoughts, if it has any and they are dropped."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,7 @@ class Writer:
 
     def follow(self, conversation: Conversation, observation: Observation, note: str = "") -> Prompt:
         """Append the next observation."""
+        # An answer that was cut has no end token; the observation's turn then has to supply one.
         last = int(conversation.parts[-1].prompt.input_ids[-1])
         end = last if last in self._policy.eos_ids else None
         prompt = self._turn(conversation.task, observation, observation.images, note, end)
@@ -133,9 +134,10 @@ class Writer:
         return prompt
 
     def cut(self, conversation: Conversation) -> Prompt | None:
-        """The conversation as one prompt without its oldest images and earlier thoughts; None where it only grew."""
+        """The conversation as one prompt, without the oldest images and earlier thoughts; None if nothing has to go."""
         keep = self._config.history_images
         excess = max(conversation.num_images - keep, 0) if keep else 0
+        # parts[-2] is the answer before the new observation: only its thoughts can be new to drop.
         if excess <= conversation.num_omitted and conversation.parts[-2].spoken is None:
             return None
         conversation.num_omitted = excess
@@ -144,6 +146,7 @@ class Writer:
     def transcript(self, conversation: Conversation, answers: Sequence[str], last: Observation | None) -> Transcript:
         """The whole conversation, with the observation after its last action, which the agent has not read."""
         seen = [(part.observation, part.note) for part in conversation.parts if part.observation is not None]
+        # If the last part is an observation, it is `last` itself, appended for the critic.
         if last is not None and (last.text or last.images) and conversation.parts[-1].observation is None:
             seen.append((last, ""))
         images = [image for observation, _ in seen for image in observation.images]
@@ -179,11 +182,12 @@ class Writer:
         return self._without_open_thought(shown) if followed else shown
 
     def _spoken(self, prompt: Prompt, ids: list[int]) -> Prompt | None:
-        """An answer without its thoughts; None where it has none."""
+        """An answer without its thoughts; None if it has no thoughts."""
         text = with_think_tags(prompt.answer_start + self._policy.turns.decode([ids])[0])
         spoken = final_part(text)
         if spoken == text:
             return None
+        # The end token is copied from the sampled ids: the turn after it was encoded to follow exactly this token.
         kept = self._policy.turns.encode_past((spoken or "").lstrip("\n"))
         end = [token for token in ids[-1:] if token in self._policy.eos_ids]
         return text_prompt(torch.tensor([*kept, *end], dtype=torch.int64))
@@ -192,6 +196,7 @@ class Writer:
         """A prompt without the `<think>` that it ends with; it shares its images' features with the whole one."""
         start = prompt.answer_start
         ids = self._policy.processor.tokenizer.encode(start, add_special_tokens=False)
+        # Tokens are cut off, not encoded again; that is exact only if the tokenizer did not merge across the boundary.
         kept = len(prompt) - len(ids)
         if prompt.input_ids[kept:].tolist() != ids:
             raise UserError(f"conversation.drop_thoughts: the tokenizer joins {start!r} with the text before it")
@@ -207,7 +212,7 @@ class Writer:
         )
 
     def _without(self, conversation: Conversation, number: int, excess: int) -> Prompt:
-        """An observation without those of its images that are among the first `excess` of the conversation."""
+        """An observation without its images that are among the first `excess` images of the conversation."""
         part = conversation.parts[number]
         assert part.observation is not None
         seen = sum(len(p.observation.images) for p in conversation.parts[:number] if p.observation is not None)
@@ -225,6 +230,7 @@ class Writer:
         return self._policy.encode(VlmTask(task.id, [*messages, turn], self._sources(images), tools=self.tools))
 
     def _turn(self, task: AgentTask, observation: Observation, images: tuple, note: str, end: int | None) -> Prompt:
+        # The shape belongs to the key: two images of different shapes can have the same bytes.
         seen = tuple((image.shape, blake2b(image.tobytes()).digest()) for image in images)
         key = (note, observation.text, observation.results, len(observation.images), end, seen)
         if key not in self._turns:  # one object, so that its images pass the vision tower once, too
@@ -268,7 +274,7 @@ class Trajectory:
     turns: int = 0
     """Turns sampled so far."""
     bootstrap_index: int | None = None
-    """Index of the token after the last observation, whose state value the critic is asked for."""
+    """Index of the token after the last observation, at which the critic estimates the state's value."""
 
     def add_turn(self, ids: Sequence[int], logp: Sequence[float]) -> None:
         """Append the tokens that the policy sampled in a turn."""
@@ -288,7 +294,7 @@ class Trajectory:
         """Append the observation after the last action, so that a critic can value the state of a truncated episode."""
         self.restart(prompt) if restart else self.add_given(prompt)
         self.bootstrap_index = len(self.ids)
-        # A value belongs to the state before a token: a copy of the last sampled one stands for the next answer.
+        # A value belongs to the state before a token: a copy of the last sampled one fills the next answer's slot.
         last = next(token for token, sampled in zip(self.ids[::-1], self.sampled[::-1], strict=True) if sampled)
         self._append([last], [0.0], sampled=False)
 
@@ -311,7 +317,7 @@ class Trajectory:
 
 @dataclass
 class TokenTable:
-    """B trajectories side by side, right-padded to the longest, T tokens."""
+    """B trajectories, right-padded to the longest one, T tokens."""
 
     ids: Tensor
     """(B, T) int64."""
@@ -350,7 +356,7 @@ class EpisodeConfig:
     max_turns: int = bounded(15, at_least=1)
     """Turns after which an episode is truncated, unless the environment ended it before."""
     success_above: float = rare(0.0)
-    """An episode succeeds where the sum of its rewards is larger, unless the environment sets info["success"]."""
+    """An episode succeeds if the sum of its rewards exceeds this, unless the environment sets info["success"]."""
 
 
 @dataclass
@@ -359,24 +365,24 @@ class Episode:
 
     task: AgentTask
     prompt: Prompt | None = None
-    """First prompt; None where the environment did not start."""
+    """First prompt; None if the environment did not start."""
     trajectory: Trajectory = field(default_factory=Trajectory)
     rewards: list[float] = field(default_factory=list)
     """The environment's reward of each turn."""
     seconds: list[float] = field(default_factory=list, compare=False)
-    """Time of each turn: of the answer, for all episodes that ran beside it, and of its actions."""
+    """Time of each turn: sampling the answers of all running episodes, plus this episode's actions."""
     anchors: list[int] = field(default_factory=list)
     """The observation before each turn, as `mmrl.agents.rollout.anchors` numbers it."""
     gains: list[float] = field(default_factory=list)
-    """Gain of information of each turn but the last, where the objective needs it; see `mmrl.agents.rollout.gains`."""
+    """Information gain of each turn but the last, if the objective needs it; see `mmrl.agents.rollout.gains`."""
     parent: int = -1
-    """Place in its group of the episode that it branched from; -1 for none."""
+    """Index in the group of the episode that it branched from; -1 if it did not branch."""
     shared_turns: int = 0
-    """First turns that it has in common with that one."""
+    """Number of initial turns shared with the episode that it branched from."""
     answers: list[str] = field(default_factory=list)
     """The agent's text of each turn."""
     errors: list[str] = field(default_factory=list)
-    """`ParsedAnswer.error` of each answer; empty where it has actions."""
+    """`ParsedAnswer.error` of each answer; empty if it has actions."""
     refused: int = 0
     """Actions that the environment could not execute."""
     calls: int = 0
@@ -393,11 +399,11 @@ class Episode:
     last: Observation = field(default_factory=Observation)
     """The last observation."""
     video: Video | None = None
-    """Observations and actions, where they are recorded."""
+    """Observations and actions, if they are recorded."""
     transcript: Transcript | None = None
     """The conversation, until the run's reward functions have scored it; None without such functions."""
     added_reward: float = 0.0
-    """Weighted sum of the run's reward functions; NaN where one failed."""
+    """Weighted sum of the run's reward functions; NaN if one failed."""
     terms: dict[str, float] = field(default_factory=dict)
     """Unweighted value of each reward function."""
 
@@ -413,7 +419,7 @@ class Episode:
 
     @property
     def total(self) -> float:
-        """Sum of the environment's rewards; NaN where there is no result."""
+        """Sum of the environment's rewards; NaN without a result."""
         return sum(self.rewards) if self.has_result else math.nan
 
 
@@ -441,7 +447,7 @@ class AgentPayload(VlmPayload):
 def pack_episodes(episodes: Sequence[Episode], group: Sequence[int], policy: VlmPolicy) -> Rollouts:
     """Turn finished episodes into rollouts.
 
-    An episode whose first observation is not that of its group continues after a prompt of its own. One without a
+    An episode whose first observation differs from its group's continues after a separate prompt. One without a
     result has no trained decision.
 
     Returns:
@@ -455,10 +461,12 @@ def pack_episodes(episodes: Sequence[Episode], group: Sequence[int], policy: Vlm
     rewards, bootstrap_mask = torch.zeros_like(table.logp), torch.zeros_like(table.logp)
     for row, episode in enumerate(episodes):
         index = episode.trajectory.last_tokens()
+        # On the last token of the turn, because the environment pays after reading the whole answer.
         rewards[row, index] = torch.tensor(episode.rewards[: len(index)])
         if episode.trajectory.bootstrap_index is not None:
             bootstrap_mask[row, episode.trajectory.bootstrap_index] = 1.0
     truncated = torch.tensor([float(episode.ending == "truncated") for episode in episodes])
+    # Episodes without a result keep their row, so that payload and group stay aligned, but are not trained on.
     mask = table.mask * torch.tensor([episode.has_result for episode in episodes])[:, None]
     columns = (table.ids, mask, table.logp, table.turn, rewards, truncated, bootstrap_mask, torch.tensor(list(group)))
     ids, mask, logp, turn, rewards, truncated, bootstrap_mask, own = (to_device(x, policy.device) for x in columns)
@@ -503,7 +511,8 @@ def _first_prompts(episodes: Sequence[Episode], group: Sequence[int]) -> list[Pr
 
 
 def _with_own_context(episode: Episode, prompt: Prompt) -> Episode:
-    """The episode, with its own first prompt as a context where it is not the group's."""
+    """The episode, with its own first prompt as a context if it differs from the group's."""
+    # Identity, not equality: the runner gives episodes with equal first observations the same prompt object.
     if episode.prompt is None or episode.prompt is prompt:
         return episode
     own = dataclasses.replace(episode.trajectory, contexts=[Context(0, episode.prompt), *episode.trajectory.contexts])

@@ -78,7 +78,7 @@ def contexts_before_turns(episode: Episode) -> Iterator[Prompt]:
 def _score_answers(
     asked: Sequence[tuple[Prompt, str]], advantage: InformationGain, policy: VlmPolicy, score: Score
 ) -> list[float]:
-    """Mean log-probability of each answer's tokens behind its prompt, or its exponential; NaN where it does not fit."""
+    """Mean log-probability of each answer's tokens after its prompt, or its exponential; NaN if it does not fit."""
     tokenizer = policy.processor.tokenizer
     front = encode_text(advantage.before, tokenizer, MARKUP)
     rows = [[*front, *encode_text(answer, tokenizer, MARKUP)] for _, answer in asked]

@@ -1,7 +1,7 @@
-"""Episodes of an agent: environments and conversations side by side, sampled together turn by turn.
+"""Runs an agent's episodes: many environments and conversations in parallel, sampled in one batch per turn.
 
 An episode takes a slot of the pool of environments; further episodes start as slots become free. Each episode has its
-own random numbers, so it does not depend on which others run beside it.
+own random numbers, so it does not depend on which other episodes run at the same time.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Fork:
 
 
 FEWEST_DROPPED = 4
-"""Dropped episodes of a step from which on `check_dropped` judges them."""
+"""Minimum number of dropped episodes in a step before `check_dropped` may fail it."""
 
 
 class _Answer(NamedTuple):
@@ -82,7 +82,7 @@ class _Slot:
 
     @property
     def differs(self) -> bool:
-        """Whether what it repeats turned out otherwise."""
+        """Whether a repeated turn went differently than in the source."""
         turns = self.episode.trajectory.turns
         if self.fork is None or turns > self.fork.turns or self.episode.ending == "failed":
             return False
@@ -103,7 +103,7 @@ class EpisodeRunner:
         limits: turns of an episode.
         bootstrap_observation: whether truncated episodes end with the observation after their last action.
         transcripts: whether episodes keep their conversations for reward functions.
-        engine: what samples in the place of the policy, with its weights; None for the policy itself.
+        engine: inference engine that samples with the policy's weights; None samples with the policy itself.
     """
 
     def __init__(
@@ -153,6 +153,7 @@ class EpisodeRunner:
         turns = TurnSampler(self._policy, self._sampler, self._pool.size, engine=self._engine)
         waiting, running, first = deque(range(len(tasks))), dict[int, _Slot](), dict[str, tuple[Observation, Prompt]]()
         while waiting or running:
+            # A loop, not a branch: episodes that fail at the start leave their slots free for the next ones.
             while waiting and len(running) < self._pool.size:
                 free = [row for row in range(self._pool.size) if row not in running]
                 index = {row: waiting.popleft() for row, _ in zip(free, list(waiting), strict=False)}
@@ -164,6 +165,7 @@ class EpisodeRunner:
                     row: _Slot(
                         episodes[index[row]],
                         conversation,
+                        # by episode, not by slot: which slot is free depends on the other episodes
                         torch.Generator().manual_seed(seeds[index[row]]),
                         forks[index[row]] if forks else None,
                     )
@@ -181,7 +183,7 @@ class EpisodeRunner:
     def _start(
         self, episode: Episode, result: TurnResult, first: dict[str, tuple[Observation, Prompt]]
     ) -> Conversation | None:
-        """Start the conversation of an episode; None where it is over already."""
+        """Start the conversation of an episode; None if the episode is already over."""
         if result.failure is not None or result.over:
             reason = "it is over before it began" if result.failure is None else result.failure.reason
             episode.ending, episode.reason = "failed", reason
@@ -217,8 +219,10 @@ class EpisodeRunner:
         with stopwatch("environment"):
             results = self._act(running, parsed)
         over = [row for row in rows.tolist() if self._is_over(running[row], parsed[row], results.get(row))]
+        # Before the rows are dropped from `turns`, which knows how much room they have left.
         if self._bootstrap_observation:
             self._add_bootstrap_observations({row: running[row] for row in over}, parsed, results, turns)
+        # Ended episodes are left out, so that no observation is read that nobody answers.
         active = {row: slot for row, slot in running.items() if row not in over}
         over += self._observe(active, parsed, results, turns)
         self._check_repeats(running)
@@ -239,16 +243,18 @@ class EpisodeRunner:
                     episode.transcript = self._writer.transcript(slot.conversation, episode.answers, last)
 
     def _answers(self, running: dict[int, _Slot], turns: TurnSampler, greedy: bool) -> dict[int, _Answer]:
-        """The answer of each row: repeated where it is given, and sampled."""
+        """The answer of each row: copied from the fork's source in repeated turns, sampled otherwise."""
         answers = {
             row: slot.fork.answer(slot.episode.trajectory.turns)
             for row, slot in running.items()
             if slot.fork and slot.repeats
         }
         for row, answer in answers.items():
+            # The sampler has to read a given answer like its own, or the next turn would lack it.
             turns.give(row, answer.ids)
         asked = {row: slot for row, slot in running.items() if row not in answers}
         if asked:
+            # Always the full width: a turn's random numbers must not depend on the lengths of earlier answers.
             width = self._sampler.max_new_tokens
             uniforms = [torch.rand(width, generator=asked[row].generator) for row in sorted(asked) if not greedy]
             with stopwatch("decode"):
@@ -270,6 +276,7 @@ class EpisodeRunner:
         episode = slot.episode
         episode.trajectory.add_turn(answer.ids, answer.logp)
         episode.answers.append(answer.text)
+        # 0 even without an action: rewards has an entry per turn, and _record adds to the last one.
         episode.rewards.append(0.0)
         episode.seconds.append(seconds)
         episode.finish = answer.finish
@@ -279,9 +286,10 @@ class EpisodeRunner:
         return parsed
 
     def _act(self, running: dict[int, _Slot], parsed: dict[int, ParsedAnswer]) -> dict[int, TurnResult]:
-        """Execute the actions of all answers, those of one answer in sequence; returns the last result of each row."""
+        """Execute all answers' actions, one answer's actions in sequence; returns the last result of each row."""
         results: dict[int, TurnResult] = {}
         queues = {row: deque(answer.actions) for row, answer in parsed.items()}
+        # The k-th actions of all answers go to the pool together, since it steps its environments in parallel.
         while any(queues.values()):
             actions = {row: queue.popleft() for row, queue in queues.items() if queue}
             for row, result in self._pool.step(actions).items():
@@ -305,11 +313,13 @@ class EpisodeRunner:
         episode.refused += "action_error" in result.info
         episode.calls += action.name != SAY
         episode.last, episode.final_answer = result.observation, str(action.arguments.get("answer", ""))
+        # An environment may report success in some turns only; the latest report holds.
         slot.success = result.info.get("success", slot.success)
 
     def _is_over(self, slot: _Slot, answer: ParsedAnswer, result: TurnResult | None) -> bool:
         """Set how the episode ended, if it did in this turn."""
         episode = slot.episode
+        # _record has already ended it as failed, which no other ending may replace
         if episode.ending:
             return True
         if answer.error is not None and self._actions.on_parse_error == "terminate":
@@ -357,23 +367,25 @@ class EpisodeRunner:
         results: dict[int, TurnResult],
         turns: TurnSampler,
     ) -> None:
-        """Append the last observation to truncated episodes, where it fits into the model's positions."""
+        """Append the last observation to truncated episodes, if it fits into the model's positions."""
         truncated = {row: slot for row, slot in over.items() if slot.episode.ending == "truncated"}
         for (row, slot), room in zip(sorted(truncated.items()), self._room(truncated, turns), strict=True):
             try:
                 prompt, restarts = self._next_prompt(slot, parsed[row], results.get(row), room)
             except TaskError as error:
-                note_overflow(replace(slot.episode), error)  # it has a result all the same
+                # on a copy: the episode has a result, and lacks only the critic's value after it
+                note_overflow(replace(slot.episode), error)
                 continue
             slot.episode.trajectory.add_bootstrap_observation(prompt, restarts)
 
     def _next_prompt(
         self, slot: _Slot, answer: ParsedAnswer, result: TurnResult | None, room: int
     ) -> tuple[Prompt, bool]:
-        """The next observation and whether it restarts the conversation; raises TaskError where it does not fit."""
+        """The next observation and whether it restarts the conversation; raises TaskError if it does not fit."""
         observation = Observation() if result is None else result.observation
         part = self._writer.follow(slot.conversation, observation, answer.note)
         cut = self._writer.cut(slot.conversation)
+        # At least one position has to be left for an answer; a restarted conversation begins with all of them.
         if (room - len(part) if cut is None else self._policy.positions - len(cut)) < 1:
             turn = slot.episode.trajectory.turns + 1
             raise TaskError(
@@ -387,7 +399,7 @@ class EpisodeRunner:
 
 
 def note_overflow(episode: Episode, error: TaskError) -> None:
-    """End an episode whose conversation is too long; raises UserError where it cannot be written for another reason."""
+    """End an episode whose conversation is too long; raises UserError if it cannot be written for another reason."""
     if error.kind != "prompt_too_long":
         raise UserError(
             f"{error.place}: a turn of the episode cannot be written for the model: {error.message}"

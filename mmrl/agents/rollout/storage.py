@@ -40,7 +40,7 @@ Record = dict[str, Any]
 
 TABLES = ("input_ids", "mm_token_type_ids", "position_ids")
 OLDER_MEDIA = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
-"""Media that older files have beside the tables."""
+"""Media entries that older files store separately from the tables."""
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.uint8)}
 FASTEST = 1
 """Level of zlib; higher ones take several times as long to save a few per cent."""
@@ -202,7 +202,7 @@ class RecordedFolder:
     """Episodes of one model, by their files."""
 
     def episodes(self, policy: VlmPolicy, writer: Writer) -> list[Episode]:
-        """The episodes as those of a policy; raises UserError where none fits into it, or a tokenizer differs."""
+        """The episodes, encoded for a policy; raises UserError if none fits its positions, or a tokenizer differs."""
         replayed = [_replayed(row, policy, writer) for row in self.rows]
         for episode in replayed:
             if not episode.has_result:

@@ -45,7 +45,7 @@ class _KeepingRow(ResponseRow):
 
 
 class Histories:
-    """Keys, values and last states of B rows, each of its own length; numbers of rows and lengths are on the CPU."""
+    """Keys, values and last states of B rows of different lengths; row numbers and lengths are on the CPU."""
 
     def __init__(self, policy: VlmPolicy, rows: int) -> None:
         self._policy = policy
@@ -58,7 +58,7 @@ class Histories:
         self._last_state = torch.zeros(rows, policy.width, device=policy.device)
 
     def begin(self, rows: Tensor, prompts: Sequence[Prompt], prompt: Tensor) -> None:
-        """Start or restart rows (b,) after prompts that they may share; each prompt is read once."""
+        """Start or restart rows (b,) from prompts that they may share; each prompt is read once."""
         read = self._policy.encode_prefix(prompts)
         read = (read if isinstance(read, Prefix) else read.table()).select(prompt)
         if not self._keys:
@@ -92,7 +92,7 @@ class Histories:
         features = gather_features(self._policy.network.model, parts, self._policy.features)
         states = self._policy.run(packed, features, shared=shared)[0]
         first = lengths.cumsum(0) - lengths
-        # From packed (M, ...) to padded (b, t, ...); what lies behind a row's end is not copied by _append.
+        # From packed (M, ...) to padded (b, t, ...); _append does not copy what is past a row's end.
         table = first[:, None] + torch.arange(int(lengths.max()))
         table = to_device(table.clamp(max=len(states) - 1), device)
         layers = [(k[table].transpose(1, 2), v[table].transpose(1, 2)) for k, v in shared.own]
@@ -221,7 +221,7 @@ class TurnSampler:
         return drawn
 
     def give(self, row: int, ids: Sequence[int]) -> None:
-        """Take an answer as that of a row's next turn, in the place of a sampled one."""
+        """Use a given answer for a row's next turn, instead of sampling one."""
         self._unread[row] = torch.tensor(ids, dtype=torch.int64)
 
     def room(self, rows: Tensor) -> list[int]:

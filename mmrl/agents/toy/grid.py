@@ -6,7 +6,7 @@ is one token of vision models that merge 2 x 2 patches of 14.
 
 With `text` it is written instead, for language models: the cells of the agent, the goal, the key and the walls.
 
-With `winds` success may be luck: in tasks of some names a wind moves the agent towards the goal, whatever it does.
+With `winds` success may be luck: in tasks of some names a wind moves the agent towards the goal.
 
 Importing this module registers the grid: gymnasium.make("mmrl.agents.toy.grid:mmrl/GridWorld-v0", size=5).
 """
@@ -52,7 +52,7 @@ class GridLayout:
     goal: Cell
     walls: frozenset[Cell] = frozenset()
     key: Cell | None = None
-    """Cell of the key, without which the goal does not count; None where none is needed."""
+    """Cell of the key, without which the goal does not count; None if no key is needed."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def first_state(layout: GridLayout) -> GridState:
 
 
 def shortest_path(layout: GridLayout, state: GridState | None = None) -> list[str] | None:
-    """The fewest moves to the goal, via the key where there is one; None where it cannot be reached."""
+    """The fewest moves to the goal, through the key if there is one; None if the goal is unreachable."""
     begin = first_state(layout) if state is None else state
     came_from: dict[GridState, tuple[GridState, str] | None] = {begin: None}
     queue = deque([begin])
@@ -112,7 +112,7 @@ def shortest_path(layout: GridLayout, state: GridState | None = None) -> list[st
 
 
 def draw_layout(rules: LayoutRules, generator: np.random.Generator) -> GridLayout | None:
-    """Draw a layout whose shortest path is as long as the rules require; None where none is found."""
+    """Draw a layout whose shortest path is as long as the rules require; None if none is found."""
     for _ in range(TRIES):
         cells = [Cell(*divmod(int(index), rules.size)) for index in generator.permutation(rules.size**2)]
         start, goal, key, *walls = cells[: 3 + rules.walls]
@@ -172,8 +172,8 @@ class GridWorld(gymnasium.Env[dict[str, Any], Any]):
         cell: pixels a side of a cell.
         walls: cells that cannot be entered.
         key: whether the agent has to fetch a key before the goal counts.
-        min_distance: fewest moves of the shortest path; 8 or more makes credit over time matter.
-        max_distance: most moves of the shortest path; None for any.
+        min_distance: minimum length of the shortest path; from 8 on, credit over time matters.
+        max_distance: maximum length of the shortest path; None for any.
         max_steps: moves after which the episode is truncated.
         winds: by task name, the share of moves in which the wind moves the agent along a shortest path instead. The
             mission mentions the wind, the image does not show it. None for a world without.
@@ -240,7 +240,7 @@ class GridWorld(gymnasium.Env[dict[str, Any], Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Draw a layout; where there are winds, the option `name` selects one."""
+        """Draw a layout; with winds, the option `name` selects one."""
         super().reset(seed=seed)
         self._wind = self._find_wind((options or {}).get("name"))
         self._layout = self._draw_layout(self.np_random)

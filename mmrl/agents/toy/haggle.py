@@ -1,8 +1,8 @@
 """A dialogue about a price, in which each turn needs a strategy that fits the seller: text alone.
 
 A proud seller leaves after a second firm word and gives way to warm ones; a tired one gives way to firm words alone.
-The first line tells them apart. The agent writes the strategy, `reply` makes a line of it, and `is_critical` rewards
-the turn in which the price falls.
+The first line shows which seller it is. The agent writes the strategy, `reply` turns it into a line, and `is_critical`
+rewards the turn in which the price falls.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def release(text: str) -> tuple[int, ...]:
-    """First four numbers of a version, for comparison; local and pre-release parts are left out."""
+    """First four numbers of a version, for comparison, without local and pre-release parts."""
     match = re.match(r"\d+(?:\.\d+)*", text)
     numbers = [int(part) for part in match[0].split(".")] if match else []
     return tuple([*numbers, 0, 0, 0, 0][:4])

@@ -60,7 +60,7 @@ def check_python() -> list[Finding]:
 def check_packages(
     requirements: Sequence[Requirement] | None = None, lookup: Callable[[str], str] = version
 ) -> list[Finding]:
-    """Compare each dependency with the floor in the package metadata; fail when no room has all of its own."""
+    """Compare each dependency with the minimum in the package metadata; fail if no room has all it needs."""
     wanted = read_requirements() if requirements is None else requirements
     findings = [_check_requirement(requirement, lookup) for requirement in wanted]
     pairs = list(zip(wanted, findings, strict=True))

@@ -83,7 +83,7 @@ def _evaluations(run_dir: Path) -> list[Finding]:
 
 
 def _lines(path: Path) -> list[Finding]:
-    """A finding where lines are no records."""
+    """A finding if some lines are not records."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     count = sum(bool(line.strip()) for line in text.split("\n")) - len(read_jsonl(path))
     if not count:

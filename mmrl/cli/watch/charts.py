@@ -20,7 +20,7 @@ MOST_PROTOCOLS = 3
 
 
 def charts(runs: Sequence[WatchedRun], points: int = POINTS) -> list[dict[str, Any]]:
-    """Every chart with its unit and its series; those of which no run has anything but zeros are left out."""
+    """Every chart with its unit and series, except charts that are zero in all runs."""
     drawn = _evaluation_charts(runs)
     names = list(dict.fromkeys(name for run in runs for name in run.metrics.names() if name != "time"))
     names = [name for name in names if not name.startswith((*UNCHARTED, "warnings/"))]
@@ -42,7 +42,7 @@ def differences(runs: Sequence[WatchedRun]) -> list[dict[str, Any]]:
 
 
 def _evaluation_charts(runs: Sequence[WatchedRun]) -> list[dict[str, Any]]:
-    """Of each split, one run's metrics in one chart; of several runs, each metric in a chart of its own."""
+    """One chart per split for a single run; one chart per split and metric for several runs."""
     found = []
     for split in dict.fromkeys(str(row.get("split", "")) for run in runs for row in run.evaluations):
         rows = {run.name: [row for row in run.evaluations if row.get("split", "") == split] for run in runs}

@@ -18,7 +18,7 @@ from mmrl.runs.statistics import SHARES
 
 SIGNS_OF_A_RUN = {"metrics.jsonl", "evaluations.jsonl", "config.yaml", "run.lock", MARKER}
 DEEPEST = 4
-"""Levels below a given folder at which a run may lie, as `sweep/ARM/VALUE/seed-1` of a comparison."""
+"""Levels below a given folder at which a run may be, such as a comparison's `sweep/ARM/VALUE/seed-1`."""
 READ_S = 0.6
 """Seconds of reading before an answer; what is left is read before the next."""
 
@@ -78,7 +78,7 @@ def planned_runs(comparison: dict[str, Any]) -> Iterator[str]:
     sweep, arms = comparison.get("sweep") or {}, comparison.get("arms") or {}
     values = [(arm, row["value"]) for arm, entry in sweep.get("arms", {}).items() for row in entry["rows"]]
     yield from (sweep_label(arm, value, seed) for seed in sweep.get("seeds", ()) for arm, value in values)
-    # an arm may read the runs of another, so the folder in its command tells them, not its name
+    # an arm may read the runs of another, so the folder in its command identifies them, not its name
     places = [
         re.search(r"output_dir=.*/(runs/[^/]+)/seed-", _last_output(arm.get("command", ""))) for arm in arms.values()
     ]
@@ -131,7 +131,7 @@ def _runs_below(folder: Path) -> list[Path]:
 
 
 def _name(place: Path, folders: Sequence[Path]) -> str:
-    """A run's name: from the folder that was given, or as much of its path as tells it from the others."""
+    """A run's name: its path from the given folder's name on, or from the parent's if two folders share a name."""
     folder = next(folder for folder in folders if place.is_relative_to(folder))
     same = sum(other.name == folder.name for other in folders) > 1
     first = f"{folder.parent.name}/{folder.name}" if same else folder.name

@@ -24,7 +24,7 @@ from mmrl.runs.statistics import HEADLINES, SHARES
 
 LOCK_TEXT = re.compile(r"process (\d+) on (\S+)")
 RECENT_STEPS = 100
-"""Steps whose speed tells the time left; earlier ones may lie before a pause."""
+"""Steps that the remaining time is estimated from; earlier ones may precede a pause."""
 SERVED = re.compile(r"samples/step-\d+/[\w-]+\.png|videos/step-\d+[\w.=-]*\.mp4")
 """Files of a run folder that the page may ask for."""
 MOST_SAMPLES = 32
@@ -34,7 +34,7 @@ COUNTED = ("checkpoint/failed", "optim/skipped", "optim/overflows", "data/skippe
 
 
 class WatchedRun:
-    """Records of one run; `refresh` reads those that its folder got since."""
+    """Records of one run; `refresh` reads the new ones in its folder."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
@@ -139,7 +139,7 @@ class WatchedRun:
         return dict(_flat(self._config()))
 
     def _headline(self) -> list[tuple[str, str]]:
-        """The newest number of the first split, then rewards and what tells whether anything is learned."""
+        """The first split's latest value, then rewards and metrics that show whether anything is learned."""
         shown = []
         for name in measured(self.evaluations, HEADLINES)[:1]:
             rows = [row for row in self.evaluations if name in row]
@@ -205,7 +205,7 @@ def _sample(row: Mapping[str, Any], folder: str) -> dict[str, Any]:
 
 
 def _is_locked(lock: Path) -> bool:
-    """Whether the process that a lock names runs; that of another machine is believed.
+    """Whether a lock's process is running; assumed true for another machine.
 
     The lock itself is not tried: a run that starts at that moment would find it taken.
     """
@@ -232,7 +232,7 @@ def _stamp(path: Path) -> float:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """A JSON file, read once for each time it was written; empty where it is missing or damaged."""
+    """A JSON file, read again only after it was rewritten; empty if it is missing or damaged."""
     return _json_object(str(path), _stamp(path))
 
 

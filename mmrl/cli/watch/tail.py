@@ -89,14 +89,14 @@ class Columns:
         return list(self._values)
 
     def column(self, name: str) -> np.ndarray:
-        """Numbers of a metric, NaN where a step has none."""
+        """Values of a metric, NaN for steps without one."""
         found = np.full(len(self.steps), math.nan)
         values = self._values.get(name, ())
         found[: len(values)] = values
         return found
 
     def last(self, name: str) -> float | None:
-        """Number of the newest step; None where it has none."""
+        """Newest step, or None."""
         column = self._values.get(name, ())
         return column[-1] if column and len(column) == len(self.steps) else None
 

@@ -1,14 +1,14 @@
 """Agent-R in outline: an agent learns to revise its own failures at the first error (arXiv 2501.11425).
 
-In each step the policy plays every task a few times. Of a task that it can fail, the worst episode is played again up
-to its first error, and the environment's expert goes on from there; its first answer begins with the thought
-`revision.thought`. The likelihood of the revision is raised, the agent's own turns before it are context alone.
-Episodes of tasks in which every attempt succeeds are learned as they are. Since the policy plays anew in each step, the
-errors are those that it makes now.
+In each step the policy plays every task a few times. If it fails a task, the worst episode is replayed up to its first
+error, and the environment's expert continues from there; the expert's first answer begins with the thought
+`revision.thought`. Training raises the likelihood of the revision; the agent's own turns before it are only context.
+If every attempt at a task succeeds, its episodes are learned unchanged. The policy plays again in each step, so the
+errors are always its current ones.
 
-Left out of the paper: Monte-Carlo tree search, which finds good and bad trajectories where there is no expert; the
-model's own judgement of which step is the first error, here the first action that is not the expert's; and its splice,
-which puts the good trajectory behind the bad one as text, where here the environment really goes on from the error.
+Not included from the paper: Monte-Carlo tree search, which finds good and bad trajectories without an expert; the
+model's own judgement of the first error, which is here the first action that differs from the expert's; and the splice
+that appends the good trajectory to the bad one as text, whereas here the environment really continues from the error.
 
 Source: Yuan et al., Agent-R, arXiv 2501.11425, section 3.
 """

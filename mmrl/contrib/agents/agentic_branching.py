@@ -2,7 +2,7 @@
 
 Of the G episodes of a task, `branching.initial` begin at its start. Then, turn by turn, an episode branches with a
 probability that rises with the entropy of the first tokens after the observation, until there are G; what is missing in
-the end begins at the start again. A branch repeats the actions of the turns before in an environment of its own, which
+the end begins at the start again. A branch repeats the actions of the turns before in a separate environment, which
 must depend on task, seed and actions alone. The loss is that of `objective: {preset: agentic_branching}`, with one
 advantage for a whole episode (soft); `advantage: {kind: group_branches}` averages it where episodes have tokens in
 common (hard).

@@ -1,18 +1,18 @@
 """ArCHer (Zhou et al., arXiv 2402.19446; public code YifeiZhou02/ArCHer): an actor of tokens, critics of utterances.
 
-Episodes are stored. In every step of the run, turns of stored episodes are drawn, and the policy answers each of them
-anew: a ~ pi(s).
+Episodes are stored. In every step of the run, turns of stored episodes are drawn, and the policy samples a new answer
+to each: a ~ pi(s).
 
-1. The critics learn from the drawn turns (s, u, r, s'), whatever policy wrote u: two heads Q(s, u), two heads V(s).
-   Q is fitted to r + gamma V'(s'), without V' where the episode is over, and V to Q'(s, a). Q' and V' are averages of
-   the critics' weights, which move by `tau` after each of their updates (`targets`, `critic_loss`).
+1. The critics, two heads Q(s, u) and two heads V(s), learn from the drawn turns (s, u, r, s'); any policy may have
+   written u. Q is fitted to r + gamma V'(s'), without V' if the episode is over, and V to Q'(s, a). Q' and V' are
+   averages of the critics' weights, which move by `tau` after each of their updates (`targets`, `critic_loss`).
 2. The actor learns the new answers, with one advantage for all tokens of an answer: min Q(s, a) - min V(s). The loss is
    the mean over answers of - advantage * the sum of their log-probabilities, without ratio and KL.
 
 Differences from the public code: the critics read states of the policy as it was at the start, instead of a RoBERTa
 that is trained with them: the state before the answer, and the means over its tokens of states and of embeddings, all
 scaled to deviation 1 in the first step. States of the policy itself would change under the critics. One draw of turns
-and one new answer of each serve all updates of the critics in a step, and the actor, where the code draws anew for
+and one new answer of each serve all updates of the critics in a step, and the actor, where the code draws again for
 every update; what would be several draws is a larger `turns`. A turn is read with all of its context, not the last 512
 tokens. The code's optional baseline of tokens is not here.
 
@@ -144,7 +144,7 @@ class UtteranceCritic(nn.Module):
     def fit_scale(self, state: Tensor, answered: Tensor) -> None:
         """Standardise by (n, S) states and (n, 2 S) answers; later calls change nothing.
 
-        States differ little from turn to turn, beside what all have in common; unscaled, heads hardly learn from them.
+        States differ little between turns compared with what they share; heads barely learn from unscaled ones.
         """
         if bool(self.fitted):
             return
@@ -411,7 +411,7 @@ def read_answers(
 ) -> tuple[Tensor, Tensor]:
     """States (n, S) before answers, and (n, 2 S) the means over their tokens of states and of embeddings.
 
-    The last states are about what comes next, and hardly tell answers apart.
+    Last states encode the next token and barely distinguish answers, hence the means.
     """
     # a state is that before a token, so a further one lets the last of the answer be read
     rows = [_one_turn(prompt, [*ids, ids[-1]]) for prompt, ids in zip(contexts, answers, strict=True)]
@@ -454,7 +454,7 @@ def _logp(drawn: Samples) -> list[list[float]]:
 def _one_turn(
     context: Prompt, ids: Sequence[int], logp: Sequence[float] | None = None, whole: Episode | None = None, **said: Any
 ) -> Episode:
-    """An answer as an episode of its own, with the return of the `whole` episode that its turn belongs to."""
+    """An answer as a one-turn episode, with the return of the `whole` episode that its turn belongs to."""
     trajectory, whole = Trajectory(), whole or Episode(AgentTask(""))
     trajectory.add_turn(ids, [0.0] * len(ids) if logp is None else logp)
     own = Episode(whole.task, context, trajectory, [float(whole.total)], ending="terminated", success=whole.success)

@@ -1,7 +1,7 @@
 """HNPG (Zhou et al., arXiv 2311.08384; code YifeiZhou02/HNPG): natural gradients with critics that read offline data.
 
 Half of the drawn turns of a step are those of the step's own episodes, half of recorded ones, whose actions come from
-elsewhere. The policy answers each of them anew.
+elsewhere. The policy samples a new answer to each of them.
 
 1. The critics, two heads Q(s, u) and two heads V(s), are fitted to both halves with equal weights. The target of Q is
    the return from the turn on in the policy's own episodes, which needs no bootstrapping, and r + gamma V'(s') in

@@ -1,15 +1,15 @@
 """AEPO, arbitrary entropy: positive samples of another temperature steer the policy's entropy (arXiv 2510.08141).
 
-The first `share` of a step's questions are answered once more, at temperature `hot` where the entropy of the last
-update was at most `entropy`, else at `cold`. Of these samples, those whose advantage in their own group exceeds
-`threshold` are learned with the advantage `weight`, the others leave the update: a REINFORCE term on right answers of a
-policy that is flatter, or sharper, than the own one. At most `rows` of them count in a step, half as many where the
-entropy is above the wanted one.
+The first `share` of a step's questions are answered once more, at temperature `hot` if the entropy of the last update
+was at most `entropy`, else at `cold`. Extra samples whose advantage in their own group exceeds `threshold` are learned
+with the advantage `weight`; the others are dropped from the update. This is a REINFORCE term on correct answers of a
+flatter or sharper version of the policy. At most `rows` of them count in a step, half as many if the entropy is above
+the target.
 
-Difference from 597358816/AEPO verl/trainer/ray_trainer.py: there, these rows overwrite the first rows of the batch, by
-number, whatever these are (`replace_first: true`); here they are added to the batch by default, and count in its mean.
-They are scored at the temperature of sampling, as all rows. The entropy is -mean logp of the sampled tokens. The limit
-holds in each process. Other samples' metrics, such as the mean reward, hold those of the other temperature as well.
+Difference from 597358816/AEPO verl/trainer/ray_trainer.py: there, these rows overwrite the first rows of the batch by
+index, regardless of content (`replace_first: true`); here they are added to the batch by default, and count in its
+mean. They are scored at the sampling temperature, like all rows. The entropy is -mean logp of the sampled tokens. The
+limit applies to each process. Metrics such as the mean reward include the extra samples.
 """
 
 from __future__ import annotations

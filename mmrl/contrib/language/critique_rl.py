@@ -57,7 +57,7 @@ GAINS: dict[str, Mapping[tuple[bool, bool], float]] = {
 
 
 def read_verdict(critique: str) -> bool | None:
-    """Whether a critique says that the answer is right; None where it says neither, or both."""
+    """Whether a critique calls the answer correct; None if it says neither, or both."""
     right, wrong = RIGHT_LINE in critique, WRONG_LINE in critique
     if right or wrong:
         return None if right and wrong else right

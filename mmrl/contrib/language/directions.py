@@ -8,7 +8,7 @@ of rejection-sampling fine-tuning. The next round names the model of this one. `
 directions that are drawn or given: a warm start, or held-out data.
 
 Differences from the paper: rewards are functions of any scale, where the paper has one model with rewards from 0 to
-100; the direction stands in the question, not in a system turn; answers are weighed by what the prompt states, in
+100; the direction is part of the question, not of a system turn; answers are weighed by what the prompt states, in
 hundredths; a round samples from the model of the last one, and its rows are not mixed with those of earlier rounds.
 
 Source: Wang et al., arXiv 2402.18571; prompt and rounding: RLHFlow/Directional-Preference-Alignment README.md.

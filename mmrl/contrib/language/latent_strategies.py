@@ -3,7 +3,7 @@
     build_strategy_pairs("pairs.jsonl", model="my-vlm", prompts=["You buy.", "You sell."], payoff="my.py:payoff")
 
 Latent space policy optimisation makes a finite game of free speech. A model says many things in each role; utterances
-whose last states lie close together are one strategy of the role; the mean payoff of every two strategies is the game's
+whose last states are close together are one strategy of the role; the mean payoff of every two strategies is the game's
 table; counterfactual regret minimisation, on a table regret matching, finds a mixture that nobody gains by leaving.
 Utterances of strategies that do well against the other role's mixture are preferred to those of strategies that do
 badly: rows for `recipe: preference`. A further round names the trained model.

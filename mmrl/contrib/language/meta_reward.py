@@ -8,7 +8,7 @@ hold it, and evaluations score by the current one; measure what is really wanted
 The built-in judge (reward `rubric`) and meta judge (`rubric.meta: chat`) ask models behind OpenAI-compatible
 endpoints; functions of yours can be either. A meta judge that fails leaves the rubric as it is.
 
-Differences from minnesotanlp/mpo: any objective, by default GRPO, in place of PPO; one rubric for all tasks, without
+Differences from minnesotanlp/mpo: any objective, by default GRPO, instead of PPO; one rubric for all tasks, without
 the code's clusters of tasks, prescreening and merging; answers for the meta judge are spread evenly from the worst to
 the best of the step; the wording of all questions is this project's own.
 """
@@ -153,7 +153,7 @@ class MetaRewardRecipe(VlmRecipe):
             LOGGER.info("rubric %d: %s", self.rubric.version, self.rubric.text)
 
     def _ask(self, samples: Sequence[Sample]) -> str:
-        """The next rubric; empty where there is none."""
+        """The next rubric; empty if there is none."""
         own = self.config.rubric
         try:
             text = str(self.meta(self.rubric.text, samples, **own.options)).strip()

@@ -2,7 +2,7 @@
 
 In each step the policy answers every question `trainer.samples_per_task` times, and the best and the worst answer are
 the pair (online DPO). An opponent may write the other answer: the reference (XPO), or the geometric mixture of policy
-and reference, sampled token by token from both (Nash-MD). For a judge in place of rewards, name the reward `winrate`.
+and reference, sampled token by token from both (Nash-MD). For a judge instead of rewards, use the reward `winrate`.
 
 The reference is that of the run (`reference`), or with `online.reference: previous` the policy at the start of the
 iteration of `online.iteration` steps: iterative DPO, and with the mixture Nash-MP's opponent that moves. INPO compares

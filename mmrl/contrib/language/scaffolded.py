@@ -1,4 +1,4 @@
-"""Scaf-GRPO: questions that the policy always misses are asked with hints, as few as it takes (arXiv 2510.19807).
+"""Scaf-GRPO: questions that the policy always gets wrong are asked with the fewest hints that help (arXiv 2510.19807).
 
 A row of the data has a column of hints, from the first step to the whole solution. After `warmup_steps` steps, each
 question of which no sample is right is asked again with the first hint, the first two, and so on, one answer each. The
@@ -10,7 +10,7 @@ log-probabilities are those of the prompt that it was sampled with. `prompt: bar
 as the public code does with `replace_hint_prompt`; its old log-probabilities are then the policy's for that question.
 
 All numbers of hints are sampled at once, as in the code (the paper stops at the first success, with the same result).
-Where the column holds lists, each is a stage of its own, as the code's knowledge and solution hints. Differences: the
+Where the column holds lists, each is a separate stage, like the code's knowledge and solution hints. Differences: the
 reward of the exchanged answer is the whole of its reward terms; the code's hints are in English templates, here the
 template is an option. Constants of sh/hint_mix_grpo/bs256_6k_mix.sh: one row, 50 steps without hints.
 """

@@ -2,7 +2,7 @@
 
 The policy stays as it is. A critic learns from its answers what they will earn from each token on, and decoding adds
 beta times the critic's value after each of the `top_k` likeliest next tokens, less the mean of these values, to their
-log-probabilities. Evaluations answer with and without it (`guided` beside `sampled`, from the same random numbers).
+log-probabilities. Evaluations answer with and without it (`guided` and `sampled`, from the same random numbers).
 
 The critic is a head on the policy's own last state, `model.critic`, fitted to the TD(lambda) returns of generalised
 advantage estimation: gamma 1, lambda 0.95.

@@ -209,8 +209,8 @@ class HapoClip(StepClip):
     pivot: float = rare(bounded(0.8, at_least=0, at_most=1))
     """Quantile of the entropies at which h is 0."""
     sign: str = rare(choice("signed", ("signed", "repo")))
-    """With "signed" h lies in [-1, 1]; with "repo" negative values are divided by the smallest itself, as released, so
-    that h lies in [0, 1]."""
+    """With "signed" h is in [-1, 1]; with "repo" negative values are divided by the smallest itself, as released, so
+    that h is in [0, 1]."""
     dual: float | None = rare(bounded(10.0, above=1))
     """Bound c on the loss -A c where the advantage is negative; none switches it off."""
 

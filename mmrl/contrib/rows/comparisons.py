@@ -117,7 +117,7 @@ class Discriminative(StepClip):
 
 
 def _log_mean_exp(x: Tensor, group: Tensor, valid: Tensor) -> Tensor:
-    """Logarithm of the mean of exp(x) (B,) over the valid rows of each row's group; of 1 where there is none."""
+    """Logarithm of the mean of exp(x) (B,) over the valid rows of each row's group; 0 if there is none."""
     size = len(group)
     highest = group_extremes(x.detach(), group, valid, size)[1]
     highest = torch.where(highest.isfinite(), highest, 0.0)[group]

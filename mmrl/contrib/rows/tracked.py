@@ -140,8 +140,8 @@ def _z(reward: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 class DcpoClip(Clip):
     """Clipped surrogate whose bounds are wider for decisions that were unlikely.
 
-    With q the old probability, |r - 1| r q is bounded, not |r - 1|: r may lie between (1 + sqrt(max(1 - 4 low / q, 0)))
-    / 2 and (1 + sqrt(1 + 4 high / q)) / 2, at most `cap`.
+    With q the old probability, |r - 1| r q is bounded, not |r - 1|: r ranges from (1 + sqrt(max(1 - 4 low / q, 0))) / 2
+    to (1 + sqrt(1 + 4 high / q)) / 2, at most `cap`.
 
     Source: DCPO, arXiv 2509.02333, section 3.1; lime-RL/DCPO verl/trainer/ppo/core_algos.py get_clip_low_high.
     """
@@ -320,7 +320,7 @@ class BundledRisk(Advantage):
         return torch.where(rollouts.loss_mask > 0, rows.to(rollouts.reward.dtype)[:, None], 0.0)
 
     def _papers(self, rollouts: Rollouts) -> Iterator[Tensor]:
-        """Rows (papers, tasks) of the papers of each bundle; tasks stand in the order in which they were drawn."""
+        """Rows (papers, tasks) of the papers of each bundle, with tasks in the order in which they were drawn."""
         places = range(rollouts.num_groups) if rollouts.places is None else rollouts.places
         drawn = sorted(range(rollouts.num_groups), key=lambda group: places[group])
         scored = rollouts.scored.cpu()

@@ -281,7 +281,7 @@ def _numbers(cells: Cells, name: str) -> tuple[float, ...]:
 
 
 def _size(cells: Cells, name: str) -> Size | None:
-    """Width and height; None where the row has no such column."""
+    """Width and height; None if the row has no such column."""
     if cells.get(name) is None:
         return None
     numbers = _numbers(cells, name)

@@ -56,7 +56,7 @@ class Validation:
     suspicious: list[Problem] = field(default_factory=list)
     """Boxes that are evaluated as published but look wrong."""
     convention: Convention | None = None
-    """None where there is no box."""
+    """None if there is no box."""
     notes: list[str] = field(default_factory=list)
     refusal: str = ""
     """Error that training would raise for custom data; empty if it accepts them."""
@@ -314,7 +314,7 @@ Found = tuple[Layout, tuple[Path, ...], list[Path]]
 
 
 def _one_file(benchmark: Benchmark, file: Path) -> Found | None:
-    """The layout of a file by its ending; images may be beside it or in a folder above."""
+    """The layout of a file by its ending; images may be next to it or in a parent folder."""
     for layout in benchmark.layouts:
         if file.suffix.lower() in {Path(pattern).suffix for pattern in layout.files}:
             return layout, (file,), [file.parent, *list(file.absolute().parent.parents)[: DEPTH - 1]]

@@ -90,7 +90,7 @@ class GreedyConfig:
     """Greedy decoding of answers."""
 
     max_new_tokens: int = bounded(NEW_TOKENS, at_least=1)
-    """Longest answer in tokens."""
+    """Maximum response length in tokens."""
     stop: list[str] = rare(field(default_factory=list))
     """An answer ends with the token that completes one of these strings."""
 
@@ -115,11 +115,11 @@ class GroundingEvaluationConfig:
     eval_data: dict[str, BenchmarkConfig] = field(default_factory=dict)
     """Benchmarks by a name of your choice."""
     sampler: GreedyConfig = field(default_factory=GreedyConfig)
-    """Longest answer and stop strings."""
+    """Maximum response length and stop strings."""
     evaluation: GroundingEvaluationOptions = field(default_factory=GroundingEvaluationOptions)
     """Batches, parser, images."""
     max_image_pixels: int = rare(image_pixels_option())
-    """Largest screen in pixels, checked by its header before it is decoded."""
+    """Maximum screen size in pixels, checked from the file header before decoding."""
     trainer: ComputeConfig = field(default_factory=ComputeConfig)
     """Precision and threads, under their names in training runs."""
 
@@ -408,7 +408,7 @@ class GroundingMeasure(Measure[GroundingTask]):
         return Scored(bool(row["first"]), bool(row["any"]), bool(row["wrong_format"]), points, groups)
 
     def _image(self, row: Row) -> Image.Image | None:
-        """The screen with target and points; None where it cannot be read."""
+        """The screen with target and points drawn on it; None if it cannot be read."""
         try:
             image = self._sample(row).load_image()
         except (TaskError, ValueError):
@@ -417,7 +417,7 @@ class GroundingMeasure(Measure[GroundingTask]):
         return draw_answer(image, self._sample(row).target, points, bool(row["first"]))
 
     def _outside(self, rows: Sequence[Row]) -> float:
-        """Share of first points outside their screens, refusals left out; a large one usually means a wrong space."""
+        """Fraction of first points outside their screens, without refusals; a large one usually means a wrong space."""
         points = [(row["points"][0], self._sample(row).original_wh) for row in rows if row["points"]]
         points = [(point, size) for point, size in points if not Refusal().contains(point)]
         outside = sum(not (0 <= x <= width and 0 <= y <= height) for (x, y), (width, height) in points)

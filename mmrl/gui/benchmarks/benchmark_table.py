@@ -36,7 +36,7 @@ class Layout:
     form: BoxForm
     """Meaning of the boxes."""
     read: Callable[[Cells, RowContext], Annotation]
-    """Reads a row; raises RowError where it has another format."""
+    """Reads a row; raises RowError if its format differs."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Benchmark:
     macro: tuple[str, ...] = ()
     """Columns over whose cells its published average is a plain mean; empty: published averages are over samples."""
     size: int | None = None
-    """Number of published samples; None where unknown."""
+    """Number of published samples; None if unknown."""
     companion: Callable[[Path], Mapping[str, tuple[str, ...]]] | None = None
     """Reads a second file of the benchmark's folder."""
 

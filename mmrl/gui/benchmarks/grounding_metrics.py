@@ -40,14 +40,14 @@ class Scored:
 
 @dataclass(frozen=True)
 class Share:
-    """A share of samples with its 95 % interval (Wilson)."""
+    """A fraction of samples with its 95% interval (Wilson)."""
 
     hits: float
     n: int
 
     @property
     def value(self) -> float:
-        """The share; NaN without samples."""
+        """The fraction; NaN without samples."""
         return self.hits / self.n if self.n else math.nan
 
     @property
@@ -56,7 +56,7 @@ class Share:
         return wilson_interval(self.hits, self.n)
 
     def metrics(self, name: str) -> dict[str, float]:
-        """The share and its ends under a name."""
+        """The fraction and the ends of its interval under a name."""
         low, high = self.interval
         return {name: self.value, f"{name}/low": low, f"{name}/high": high}
 
@@ -72,7 +72,7 @@ class TableRow:
     any: Share
     wrong_format: Share
     answers: float
-    """Mean number of points over the answers that have any; NaN where none has."""
+    """Mean number of points over the answers that have any; NaN if none has."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Table:
     rows: tuple[TableRow, ...]
     """All samples first, then each column, each pair of columns, and the detailed columns."""
     macro: tuple[float, float, float] | None
-    """Plain mean over the cells of the published average, with its interval; None where that is over samples."""
+    """Unweighted mean over the cells of the published average, with its interval; None if samples are averaged."""
 
     @property
     def all(self) -> TableRow:

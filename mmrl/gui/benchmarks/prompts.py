@@ -65,7 +65,7 @@ class PromptConfig:
                 _check_template(f"prompt.{name}", text, asks=name == "user")
 
     def resolved(self, model_path: str = "") -> PromptPreset:
-        """The preset with the given texts instead of its own; `run` reads them from the run's folder."""
+        """The preset with its texts replaced by the given ones; `run` reads them from the run folder."""
         base = preset_of_run(model_path) if self.preset == FROM_RUN else PRESETS[self.preset]
         given = {name: getattr(self, name) for name in ("system", "user", "prefix", "refusal")}
         texts = {name: text for name, text in given.items() if text is not None}

@@ -43,7 +43,7 @@ class Viewpoint:
     image_wh: Size
     """(width, height) of the screenshot in pixels."""
     model_wh: Size | None
-    """(width, height) of the image for the agent, where it is resized."""
+    """(width, height) of the image for the agent, if it is resized."""
     scale: float
     """Pixels of the screenshot in a CSS pixel."""
 
@@ -81,7 +81,7 @@ class ActionKind:
     """One kind of action."""
 
     read: Callable[[str, dict[str, Any], Viewpoint], Command]
-    """Checks the arguments, removes those it knows from the dict, and makes the command."""
+    """Checks the arguments, removes the known ones from the dict, and builds the command."""
     summary: str
     """Its arguments and effect, for prompts."""
 

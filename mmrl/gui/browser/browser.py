@@ -1,6 +1,6 @@
 """One Chromium per process, driven by playwright, with time limits and restarts after failures and many pages.
 
-playwright's synchronous interface is bound to its thread and refuses to run inside an asyncio loop, so environments run
+playwright's synchronous API is bound to its thread and refuses to run inside an asyncio loop, so environments run
 in processes, with one browser each and one context per environment.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import BrowserContext
 
 EXECUTABLE_VARIABLE = "MMRL_CHROMIUM"
-"""Environment variable that names the browser's program."""
+"""Environment variable with the path of the browser executable."""
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
 MAC_PROGRAMS = (
     "/Applications/Chromium.app/Contents/MacOS/Chromium",
@@ -40,7 +40,7 @@ INSTALL_BROWSER = (
     f"(or install Chrome, or set {EXECUTABLE_VARIABLE} to the browser's program)"
 )
 WATCH_SECONDS = 0.1
-"""Seconds between two looks at the time that a call has taken."""
+"""Seconds between checks of the current call's deadline."""
 INSTALL_PACKAGE = "pip install 'mmrl-suite[gui]'"
 ARGUMENTS = (
     "--no-sandbox",  # containers have no user namespaces for it; pages are local files, and offline
@@ -51,7 +51,7 @@ ARGUMENTS = (
     "--disable-partial-raster",  # redrawn parts would blend their round corners twice
     "--font-render-hinting=none",
     "--force-color-profile=srgb",
-    # an offline context still lets WebTransport send datagrams, to this machine too; WebRTC's are refused beside that
+    # an offline context still lets WebTransport send datagrams, even to localhost; the second flag blocks WebRTC's
     "--host-resolver-rules=MAP * ~NOTFOUND",
     "--webrtc-ip-handling-policy=disable_non_proxied_udp",
 )
@@ -66,13 +66,13 @@ class BrowserSettings:
     """Settings of the browser."""
 
     executable: str = ""
-    """Program of the browser; empty: MMRL_CHROMIUM, else a Chromium, Chrome or Edge on the PATH."""
+    """Browser executable. Default: MMRL_CHROMIUM, else a Chromium, Chrome or Edge on the PATH."""
     timeout_s: float = bounded(20.0, above=0)
-    """Longest time of one call (loading a page, a click, a screenshot); the browser is killed after twice as long."""
+    """Time limit for one call (loading a page, a click, a screenshot); after twice as long the browser is killed."""
     start_timeout_s: float = bounded(60.0, above=0)
-    """Longest time to start."""
+    """Time limit for starting the browser."""
     pages_per_start: int = bounded(2000, at_least=1)
-    """Pages after which it restarts, because its memory grows."""
+    """Number of pages after which the browser restarts, because its memory grows."""
 
 
 class Browser:
@@ -81,13 +81,13 @@ class Browser:
     def __init__(self, settings: BrowserSettings | None = None) -> None:
         self.settings = settings or BrowserSettings()
         self.generation = 0
-        """Starts so far; contexts of earlier ones no longer exist."""
+        """Number of starts so far; contexts of earlier starts no longer exist."""
         self.restarts = 0
-        """Restarts after it died or was killed at a time limit."""
+        """Number of restarts after the browser died or was killed at a time limit."""
         self.pages = 0
         """Pages loaded since the last start."""
         self.pid = 0
-        """Process of the running browser."""
+        """Process id of the browser."""
         self._open_contexts: set[BrowserContext] = set()
         self._thread = threading.get_ident()
         self._playwright: Any = None
@@ -113,9 +113,9 @@ class Browser:
                 offline=True,
                 accept_downloads=False,
                 locale=locale,
-                timezone_id="UTC",
+                timezone_id="UTC",  # or a page that shows a time would depend on the machine
                 reduced_motion="reduce",
-                service_workers="block",
+                service_workers="block",  # their requests bypass the routes that `GuardedPage` checks
             )
         context.set_default_timeout(1000 * self.settings.timeout_s)
         self._open_contexts.add(context)
@@ -123,6 +123,7 @@ class Browser:
 
     def close_context(self, context: BrowserContext) -> None:
         """Close a context, which may already be closed."""
+        # A context of an earlier start is not in the set, and closing it would talk to a dead browser.
         known = context in self._open_contexts
         self._open_contexts.discard(context)
         if known and self.is_alive():
@@ -134,11 +135,11 @@ class Browser:
         return self._browser is not None and self._browser.is_connected()
 
     def is_old(self) -> bool:
-        """Whether a restart is due by the number of pages, and no other environment would lose its page."""
+        """Whether enough pages were loaded for a restart, and no other environment would lose its page."""
         return self.pages >= self.settings.pages_per_start and len(self._open_contexts) <= 1
 
     def restart(self, after_failure: bool = True) -> None:
-        """Restart; every context is lost."""
+        """Restart the browser; all contexts are lost."""
         self._check_thread()
         self.restarts += after_failure
         self.close()
@@ -152,6 +153,7 @@ class Browser:
         """
         from playwright.sync_api import Error
 
+        # Calls nest; an inner one must not extend the time of the outer one.
         outer = self._deadline
         self._deadline = min(outer, time.monotonic() + 2 * self.settings.timeout_s)
         try:
@@ -186,6 +188,7 @@ class Browser:
                 handle_sigterm=False,
                 handle_sighup=False,
             )
+            # playwright does not expose the pid, which `kill` needs when the browser no longer answers.
             session = self._browser.new_browser_cdp_session()
             processes = session.send("SystemInfo.getProcessInfo")["processInfo"]
             self.pid = next(int(entry["id"]) for entry in processes if entry["type"] == "browser")
@@ -195,11 +198,12 @@ class Browser:
             raise BrowserFailure(f"{self._program} did not start: {reason}") from error
         self.generation += 1
         self.pages = 0
+        # One event per start: the watcher of the last browser must not be revived, or it would kill this one.
         self._ended = threading.Event()
         threading.Thread(target=self._watch, args=(self._ended,), daemon=True).start()
 
     def _watch(self, ended: threading.Event) -> None:
-        """Kill the browser at the end of the time of a call; a timer for each call would cost more than a click."""
+        """Kill the browser when a call exceeds its deadline; a timer per call would cost more than a click."""
         while not ended.wait(WATCH_SECONDS):
             if time.monotonic() > self._deadline:
                 self.kill()
@@ -227,7 +231,7 @@ class Browser:
 
 
 def find_chromium(executable: str = "") -> str | None:
-    """The program of a Chromium, Chrome or Edge; None where there is none."""
+    """Path of a Chromium, Chrome or Edge executable, or None."""
     named = executable or os.environ.get(EXECUTABLE_VARIABLE, "")
     if named:
         found = shutil.which(os.path.expanduser(named))
@@ -240,7 +244,7 @@ def find_chromium(executable: str = "") -> str | None:
 
 
 def require_chromium(executable: str = "") -> str:
-    """The browser's program; raises UserError where it or playwright is missing."""
+    """Path of the browser executable; raises UserError if it or playwright is missing."""
     if importlib.util.find_spec("playwright") is None:
         raise UserError(f"screens from a browser need playwright, which is not installed: {INSTALL_PACKAGE}")
     found = find_chromium(executable)
@@ -252,6 +256,7 @@ def require_chromium(executable: str = "") -> str:
 def process_browser(settings: BrowserSettings | None = None) -> Browser:
     """The browser shared by the environments of this process; it ends with the process."""
     wanted = settings or BrowserSettings()
+    # By process id, because a forked child inherits the entry but must not use its parent's browser.
     running = _RUNNING.get(os.getpid())
     if running is None:
         _RUNNING[os.getpid()] = running = Browser(wanted)

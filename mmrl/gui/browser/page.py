@@ -1,7 +1,7 @@
-"""A browser page that cannot be left, and its controls.
+"""A browser page that cannot be navigated away from, and its controls.
 
-Dialogs, downloads, windows and other addresses are refused and reported. Caret, animations and transitions are hidden,
-so that the same page gives the same screenshot bit for bit. The controls are read from the DOM: boxes, roles and
+Dialogs, downloads, new windows and other URLs are blocked and reported. Caret, animations and transitions are hidden,
+so that the same page always gives a bit-identical screenshot. The controls are read from the DOM: boxes, roles and
 accessible names, with a test of visibility.
 """
 
@@ -80,6 +80,7 @@ class GuardedPage:
         self._context = browser.open_context(width, height, scale, locale)
         with browser.limited("opening a page"):
             self._page: Page = self._context.new_page()
+            # Registered after the page itself was opened, or it would be closed as a foreign window.
             self._context.on("page", self._close_window)
             self._page.on("dialog", self._dismiss)
             self._page.on("download", self._refuse_download)
@@ -98,13 +99,14 @@ class GuardedPage:
     def load_html(self, html: str, *, new_document: bool = True) -> None:
         """Show a page."""
         self._html, self._files = html, None
+        # set_content keeps the document, and needs one at ADDRESS to write into
         if new_document or self._page.url != ADDRESS:
             self._load(lambda: self._page.goto(ADDRESS, wait_until="load"), "loading the page")
         else:
             self._load(lambda: self._page.set_content(html, wait_until="load"), "loading the page")
 
     def load_file(self, file: Path, folder: Path | None = None) -> None:
-        """Show a local file, which may load others of a folder (its own, where none is given) and no more."""
+        """Show a local file, which may load only other files of `folder` (by default the file's parent)."""
         self._files = (file.parent if folder is None else folder).resolve()
         self._load(lambda: self._page.goto(file.as_uri(), wait_until="load"), f"loading {file}")
 
@@ -118,6 +120,7 @@ class GuardedPage:
                 self._page.evaluate(FREEZE)
         finally:
             self._loading = False
+        # What the page attempted while loading is not the agent's doing.
         self._events.clear()
 
     def evaluate(self, script: str, argument: Any = None) -> Any:
@@ -139,7 +142,7 @@ class GuardedPage:
         return np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
 
     def take_events(self) -> list[str]:
-        """Refused attempts of the page since the last call, such as "dialog: Really?" or "download: a.zip"."""
+        """Blocked attempts by the page since the last call, such as "dialog: Really?" or "download: a.zip"."""
         found, self._events = self._events, []
         return found
 
@@ -169,6 +172,7 @@ class GuardedPage:
         if self._loading and request.url == ADDRESS:
             route.fulfill(body=self._html, content_type="text/html; charset=utf-8")
             return
+        # Also while loading: a page's own scripts and images must not read files outside its folder.
         if not self._may_read(request.url):
             self._events.append(f"file: {request.url[:200]}")
             route.abort("aborted")
@@ -180,10 +184,11 @@ class GuardedPage:
         route.abort("aborted")  # this reason keeps the page; any other shows an error page instead
 
     def _may_read(self, url: str) -> bool:
-        """Whether an address is no file, or one of the page's folder."""
+        """Whether a URL is not a file, or is a file in the page's folder."""
         parts = urlsplit(url)
         if parts.scheme != "file":
             return True
+        # resolve() follows links and "..", which could otherwise lead out of the folder
         return self._files is not None and Path(url2pathname(parts.path)).resolve().is_relative_to(self._files)
 
 
@@ -195,7 +200,7 @@ class Element:
     """Its `data-key`, which the suite's own pages give to every control; empty elsewhere."""
     tag: str
     role: str
-    """ARIA role, given or that of the tag."""
+    """ARIA role: the explicit one, or the tag's default."""
     name: str
     """Accessible name: aria-labelledby, aria-label, label, contents, then alt, title or placeholder."""
     text: str
@@ -206,7 +211,7 @@ class Element:
     """Reason why it cannot be clicked: style, outside (the window or a frame), covered, or inert (also without pointer
     events); empty for one that can be clicked."""
     visible_share: float = 1.0
-    """Visible share of its area."""
+    """Fraction of its area that is visible."""
     icon_only: bool = False
     """Whether it shows an icon and no text."""
     type: str = ""
@@ -236,7 +241,7 @@ class Element:
 def read_elements(page: GuardedPage) -> list[Element]:
     """The controls of a page, invisible ones included, with boxes in pixels of the screenshot.
 
-    They are in document order; those of frames follow those of the page around them.
+    Controls are in document order; a frame's controls follow those of the page around it.
     """
     with page.browser.limited("reading the controls"):
         entries = _entries_of(page.page.main_frame)
@@ -244,7 +249,7 @@ def read_elements(page: GuardedPage) -> list[Element]:
 
 
 def _entries_of(frame: Frame) -> list[dict[str, Any]]:
-    """The controls of a frame and of those inside it, with boxes in CSS pixels of the frame's document."""
+    """The controls of a frame and its nested frames, with boxes in CSS pixels of the frame's document."""
     entries: list[dict[str, Any]] = json.loads(frame.evaluate(read_script()))
     for inner in frame.child_frames:
         if inner.is_detached():
@@ -254,6 +259,7 @@ def _entries_of(frame: Frame) -> list[dict[str, Any]]:
         for entry in found:
             edges = zip(entry["box"], (left, top, left, top), strict=True)
             entry["box"] = [offset + scale * edge for edge, offset in edges]
+        # A control visible in its frame can still be cut off or covered by the page around the frame.
         answers = element.evaluate(FRAME_CLIP, [entry["box"] for entry in found])
         for entry, (box, hidden) in zip(found, answers, strict=True):
             entries.append(entry | {"box": box, "hidden": entry["hidden"] or hidden})

@@ -54,7 +54,7 @@ class PageEnvSettings:
     max_steps: int = bounded(15, at_least=1)
     """Actions after which the episode is truncated."""
     partial_credit: bool = False
-    """Whether an episode that solves a part gets that share; otherwise it gets 0."""
+    """Whether a partly solved episode is rewarded with the solved fraction instead of 0."""
     end_when_solved: bool = True
     """Whether the episode ends as soon as it is solved; otherwise the agent has to take the action finish."""
     browser: BrowserSettings = field(default_factory=BrowserSettings)
@@ -245,7 +245,7 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
         return point[0] * seen[0] / width, point[1] * seen[1] / height
 
     def _ready_page(self) -> GuardedPage:
-        """A page in a running browser, a fresh one where the last one failed or grew old."""
+        """A page in a running browser; a new one if the last one failed or is too old."""
         browser = self._browser
         if browser is None:
             browser = self._browser = process_browser(self.settings.browser)
@@ -292,7 +292,7 @@ class WebAgentEnv:
         return Observation(observation["instruction"], (observation["image"],)), info
 
     def step(self, action: Action) -> tuple[Observation, float, bool, bool, Mapping[str, Any]]:
-        """Execute an action; raises BrowserFailure where the browser failed."""
+        """Execute an action; raises BrowserFailure if the browser failed."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         if "env_error" in info:
             raise BrowserFailure(info["env_error"])

@@ -1,9 +1,9 @@
-"""Popups that Chromium draws over a page and that clicks of the driver do not reach: lists of options, date pickers.
+"""Popups that Chromium draws over a page, out of reach of the driver's clicks: option lists and date pickers.
 
-A screenshot shows them, but a click on them lands on whatever is beneath. So a list that a click is about to open is
-opened in the page instead, by the browser's own `appearance: base-select`, where a click on an option chooses it. What
-still opens outside of the page (pickers of dates, times and colours, lists opened by keys or by the page) is closed by
-a click on it, and the agent is told.
+A screenshot shows such a popup, but a click on it lands on the page beneath. So before a click opens a select, its list
+is switched to the browser's `appearance: base-select`, which renders it inside the page, where options can be clicked.
+Other popups (date, time and colour pickers, lists opened by keys or by the page) are closed when the agent clicks them,
+and the agent gets a message.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import ElementHandle, Frame, Page
 
 DEEPEST_FRAME = 8
-"""Frames inside frames that are looked into."""
+"""Maximum depth of nested frames that are searched."""
 CLOSED = (
     "A {kind} was open, which takes no clicks. It is closed, and nothing was clicked; open it again and use keys such "
     "as ArrowDown and Enter, or type the value into the field."
@@ -103,8 +103,9 @@ NATIVE = """() => {
 
 
 def open_in_page(page: Page, point: Point) -> None:
-    """Let the list of a select at a point, in CSS pixels, open in the page when it is clicked."""
+    """Make the select at a point, in CSS pixels, open its list inside the page when clicked."""
     frame: Frame | None = page.main_frame
+    # elementFromPoint stops at a frame, so the point is converted to the inner document and looked up again.
     (x, y), scale = point, 1.0
     for _ in range(DEEPEST_FRAME):
         if frame is None:
@@ -121,19 +122,20 @@ def open_in_page(page: Page, point: Point) -> None:
 
 
 def restore_closed(page: Page) -> None:
-    """Give selects whose list is closed their own look again."""
+    """Restore the original style of selects whose list is closed."""
     for frame in _frames(page):
         frame.evaluate(RESTORE)
 
 
 def refusal_of(page: Page, point: Point, scale: float) -> str:
-    """Why an action of the mouse at a point, in CSS pixels, would not reach what is shown there; empty if it would.
+    """Why a mouse action at a point, in CSS pixels, would not reach what is shown there; empty if it would.
 
-    A popup outside of the page is closed first. Its area is where that changes the screenshot.
+    A popup outside the page is closed first; its area is where the screenshot changes.
     """
     kind = next(filter(None, (frame.evaluate(NATIVE) for frame in _frames(page))), "")
     if not kind:
         return ""
+    # The page cannot ask where a native popup is drawn, but closing it changes exactly the pixels that it covered.
     shown = _screenshot(page)
     page.keyboard.press("Escape")  # the popup takes the key, the page gets none
     rows, columns = np.nonzero((shown != _screenshot(page)).any(-1))
@@ -143,14 +145,14 @@ def refusal_of(page: Page, point: Point, scale: float) -> str:
 
 
 def content_box(frame: Frame) -> tuple[ElementHandle, tuple[float, float, float]]:
-    """The element of a frame, and left, top and scale of its document in CSS pixels of the page around it."""
+    """A frame's element, and the left, top and scale of its document in CSS pixels of the page around it."""
     element = frame.frame_element()
     left, top, scale = element.evaluate(INSIDE_OF)
     return element, (left, top, scale)
 
 
 def _frames(page: Page) -> list[Frame]:
-    """Frames with a document; one may go while they are listed."""
+    """Frames that are still attached; one may be detached while they are listed."""
     return [frame for frame in page.frames if not frame.is_detached()]
 
 

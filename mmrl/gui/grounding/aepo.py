@@ -69,14 +69,14 @@ class AepoRecipe(VlmRecipe):
         super().__init__(config.scored(), Screens(config))
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Advantages as usual; logs the share of groups whose answers all earn the same, by kind of instruction."""
+        """Compute advantages; also logs the fraction of groups with equal rewards, by kind of instruction."""
         kinds = [str(task.columns.get(KIND, "")) for task in VlmPayload.of(rollouts).tasks]
         self.noted |= no_signal(rollouts, kinds)
         return super().advantages(rollouts, accelerator, step)
 
 
 def no_signal(rollouts: Rollouts, kinds: list[str]) -> dict[str, Metric]:
-    """Share of groups without signal by kind of instruction."""
+    """Fraction of groups without signal, by kind of instruction."""
     scored = rollouts.reward.isfinite()
     reward = torch.where(scored, rollouts.reward, torch.zeros_like(rollouts.reward))
     groups = rollouts.num_groups

@@ -124,7 +124,7 @@ def answer_tokens(labels: Sequence[str]) -> tuple[str, ...]:
 
 
 def split_think(text: str) -> str | None:
-    """The text after the one think block at the very start of an answer; None where the block is wrong or missing.
+    """The text after the single think block that opens an answer; None if the block is malformed or missing.
 
     Source: InfiXAI/InfiGUI-G1 recipe/infigui-g1/reward_fn.py (`extract_think_format`).
     """
@@ -235,7 +235,7 @@ def _points_of(value: list[Any]) -> ParsedAnswer:
 
 
 def _numbers_of(item: Any) -> tuple[str, tuple[float, ...] | None]:
-    """The key and the two or four numbers of an item; None where there are none."""
+    """The key and the two or four numbers of an item; None if it has none."""
     if isinstance(item, list):
         return "pairs", _numbers(item, 2)
     if isinstance(item, dict):

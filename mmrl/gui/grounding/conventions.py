@@ -11,11 +11,11 @@ from typing import TypeAlias
 from mmrl.gui.grounding.coords import Box, Size
 
 ENOUGH = 0.995
-"""Share of the boxes that must have an area and lie in their image under the declared convention."""
+"""Fraction of boxes that must have an area and be inside their image under the declared convention."""
 MANY = 0.9
 """Smaller shares are more than a few bad boxes."""
 CHANCE = 1e-6
-"""Largest probability at which boxes of wide images are still taken to lie below 1000 pixels by chance."""
+"""Maximum probability at which boxes of wide images all below 1000 pixels still count as chance."""
 FEW = 0.05
 """Smaller shares of boxes in another convention are bad boxes, unless their unit shows."""
 SCALED = 1.4
@@ -67,20 +67,20 @@ class Convention:
 
     declared: BoxForm
     fits: float
-    """Share of the boxes with a positive area inside the image, as declared."""
+    """Fraction of boxes with a positive area inside the image, as declared."""
     other: BoxForm
     other_fits: float
     """The same under the other convention."""
     in_unit_range: float
-    """Share of the boxes whose numbers are all between 0 and 1."""
+    """Fraction of boxes whose numbers are all between 0 and 1."""
     boxes: int
     in_thousandths: float = 0.0
-    """Share of the boxes that fit as left, top, right and bottom in thousandths."""
+    """Fraction of boxes that fit as left, top, right and bottom in thousandths."""
     chance_below_1000: float = 1.0
     """Probability that no edge of boxes in pixels, which are anywhere in their images, is beyond 1000 pixels; 1 where
     one is."""
     mixed: str = ""
-    """Rows of the table that contradict the others, and how; empty where none does."""
+    """Rows of the table that contradict the others, and how; empty if none does."""
     reach: float = 1.0
     """Largest share of a side of its image that a right or lower edge is at."""
 
@@ -213,7 +213,7 @@ def _reach(numbers: Sequence[float], form: BoxForm, size: Size) -> float:
 
 
 def fits(numbers: Sequence[float], form: BoxForm, size: Size) -> bool:
-    """Whether a box has an area and lies in its image."""
+    """Whether a box has an area and is inside its image."""
     return has_area(numbers, form) and inside(numbers, form, size)
 
 
@@ -224,7 +224,7 @@ def has_area(numbers: Sequence[float], form: BoxForm) -> bool:
 
 
 def inside(numbers: Sequence[float], form: BoxForm, size: Size) -> bool:
-    """Whether a box lies in its image."""
+    """Whether a box is inside its image."""
     box = corners(numbers, form)
     width, height = (1, 1) if form.is_relative else size
     return box.x1 >= 0 and box.y1 >= 0 and box.x2 <= width and box.y2 <= height

@@ -68,9 +68,9 @@ class Resize:
     factor: int = bounded(28, at_least=1)
     """Sides are multiples of this: patch size times merge size, 28 for Qwen2-VL and Qwen2.5-VL, 32 for Qwen3-VL."""
     min_pixels: int | None = bounded(None, at_least=1)
-    """Smallest area in pixels; empty: 4 factor^2."""
+    """Minimum area in pixels. Default: 4 factor^2."""
     max_pixels: int | None = bounded(None, at_least=1)
-    """Largest area in pixels; empty: 16384 factor^2."""
+    """Maximum area in pixels. Default: 16384 factor^2."""
     shrink_to: int | None = bounded(None, at_least=1)
     """Larger images are first scaled to this area with sides rounded to whole pixels, as InfiGUI-G1's evaluation does
     (5600 * 784); empty: not."""

@@ -81,7 +81,7 @@ class GroundingSettings:
     min_side: float = rare(bounded(2, at_least=0, finite=True))
     """Training boxes with a shorter side, in pixels of the original image, are dropped and counted."""
     min_visible: float = rare(bounded(0.5, at_least=0, at_most=1))
-    """Training boxes of which a smaller share is inside the image are dropped and counted."""
+    """Minimum fraction of a training box inside its image; other boxes are dropped and counted."""
     seen: list[str] = rare(field(default_factory=list))
     """Sets of `eval_data` that may be the file of training, to measure learning on it."""
 
@@ -264,7 +264,7 @@ def check_held_out(data: DataConfig, eval_data: Mapping[str, DataConfig], seen: 
 
 def _place(data: DataConfig) -> tuple[object, ...]:
     path = expanded(data.path)
-    # a file has one split, whatever the option says
+    # a file has one split, so the option has no effect on it
     return (path.resolve(),) if is_file(path) else (data.path, data.split, data.subset)
 
 

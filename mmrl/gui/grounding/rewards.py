@@ -64,15 +64,15 @@ class PointScore:
     num_pred: int = 0
     """Answers N; 0 in a wrong format."""
     has_correct: int = 0
-    """1 where any answer is inside the target."""
+    """1 if any answer is inside the target."""
     first_correct: int = 0
-    """1 where the first one is."""
+    """1 if the first answer is."""
     only_correct: int = 0
-    """1 where the one and only answer is."""
+    """1 if there is a single answer and it is."""
     is_collinear: int = 0
-    """1 where three answers are on a line."""
+    """1 if three answers are on a line."""
     wrong_format: int = 0
-    """1 where no list of points could be read."""
+    """1 if no list of points could be read."""
 
 
 WRONG_FORMAT = PointScore(score=-1.0, format=0.0, accuracy=-1.0, wrong_format=1)
@@ -187,7 +187,7 @@ def _score(text: str, target: Target, rules: AnswerRules, locate: Callable[[Any]
 
 
 def adaptive_accuracy(answers: int, rank: int) -> float:
-    """1/sqrt(N k) where the answer of rank k is the first inside, -1/N where none is; -1 without answers.
+    """1/sqrt(N k) if the answer of rank k is the first inside, -1/N if none is; -1 without answers.
 
     Source: AEPO, arXiv 2508.05731; InfiXAI/InfiGUI-G1 recipe/infigui-g1/reward_fn.py (`_accuracy_reward`).
     """

@@ -185,9 +185,9 @@ class IconGrid:
     cell_px: int = 32
     """Side of a cell; with 32, Qwen3-VL sees a cell as one token."""
     min_icon_px: int = 24
-    """Smallest side of an icon."""
+    """Minimum side of an icon."""
     max_icon_px: int = 28
-    """Largest side of an icon."""
+    """Maximum side of an icon."""
     jitter_px: int = 0
     """An icon's center is shifted from that of its cell by this or not at all, in both directions."""
     fewest_icons: int = 12

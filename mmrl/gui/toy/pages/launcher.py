@@ -30,7 +30,7 @@ class LauncherSettings:
     functions: tuple[str, ...] = choice((), lambda: COLORS)
     """Functions of the tiles; empty: all of `COLORS`."""
     tiles: int = bounded(12, at_least=2)
-    """Most tiles of a page, at most one for each function."""
+    """Maximum number of tiles per page, at most one for each function."""
     fewest_tiles: int | None = bounded(None, at_least=1)
     """Fewest tiles of a page; training on pages of a few helps to find one among many. Empty: `tiles`."""
     cell_px: int = bounded(32, at_least=16)
@@ -42,7 +42,7 @@ class LauncherSettings:
     """Whether every tile is centered in its cell; else gaps differ from page to page."""
 
     def count(self) -> int:
-        """Most tiles of a page."""
+        """Maximum number of tiles per page."""
         return min(self.tiles, len(self.functions or COLORS))
 
     def grid(self, page_wh: Size) -> tuple[int, int]:

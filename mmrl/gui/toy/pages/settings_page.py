@@ -36,7 +36,7 @@ class ScreenSettings:
     languages: tuple[str, ...] = choice(LANGUAGES, LANGUAGES)
     """Languages of labels and instructions; one is chosen for each page."""
     per_screen: int = bounded(3, at_least=1)
-    """Most instructions of a screen, of different controls."""
+    """Maximum number of instructions per screen, each for a different control."""
     kinds: tuple[str, ...] = choice(KINDS, KINDS)
     """Kinds of instructions."""
     all_boxes: bool = False

@@ -47,7 +47,7 @@ class TaskKind:
     expert: Callable[[Case, View], Move]
     """(case, view) to the next move; it recovers from any state that can be recovered."""
     most_goals: int
-    """Most sub-goals of a case."""
+    """Maximum number of sub-goals of a case."""
     summary: str
     page: str = ""
     """Its page in this folder; empty takes the page of its name."""
@@ -60,7 +60,7 @@ def click(view: View, key: str) -> Move:
 
 
 def fill(view: View, key: str, text: str) -> Move | None:
-    """The next move towards a text in a field; None where it is done."""
+    """The next move towards entering a text in a field; None if it is done."""
     field_ = view.elements[key]
     if field_.value == text:
         return None
