@@ -140,5 +140,5 @@ def test_objective_with_a_separate_critic_has_no_value_term_and_is_refused_elsew
     assert (objective.advantage, objective.value) == (Gae(1.0, 0.95), SeparateCritic())
     assert "V_it" not in objective.describe()
     assert not objective.regularised
-    with pytest.raises(ValueError, match=r"objective\.value is 'separate', which needs a critic with its own optimiser"):
+    with pytest.raises(ValueError, match=r"objective\.value is 'separate', which needs a critic with its own"):
         check_objective(objective, ("values",))
