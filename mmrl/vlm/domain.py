@@ -51,7 +51,7 @@ LOGGER = logging.getLogger("mmrl")
 
 
 class Skipped(Tally):
-    """Questions that are left out, by kind."""
+    """Number of skipped questions, by kind."""
 
     def note(self, error: TaskError) -> None:
         """Count a question, and log the first of each kind."""
@@ -66,7 +66,7 @@ class Questions:
     broken_down: Sequence[str] = ()
     """Reward terms that evaluations also break down by column."""
     draw: Callable[[VlmTask, str, bool], Image] | None = None
-    """Draws an answer, given whether it is right, for the report; None where answers are words alone."""
+    """Draws an answer, given whether it is right, for the report; None if answers are only text."""
 
     def prepare(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
         """Complete the questions of a data set, before the model is loaded; `training` for those of `data`."""
@@ -98,7 +98,7 @@ class VlmDomain:
     terms: Sequence[LossTerm]
     supervised: ClassVar[bool]
     longest: int = 0
-    """Longest response in tokens; 0 where none is sampled."""
+    """Maximum response length in tokens; 0 if none is sampled."""
     policy_class: ClassVar[type[VlmPolicy]] = VlmPolicy
     """Class of the policy."""
     draw_answers: ClassVar[Callable[..., Samples]] = staticmethod(sample)
@@ -131,10 +131,12 @@ class VlmDomain:
         self.all_cut: set[str] = set()
         self.parts |= {"skipped": self.skipped, "cramped": self.cramped, "errors": self.errors}
         self.rewards = RewardSum(rewards)
+        # a refusal below must close the rewards and their workers; `pop_all` keeps them open if all went well
         with ExitStack() as undone:
             undone.callback(self.rewards.close)
             scored = {"data": self.train_tasks} if trains_on_rewards else {}
             check_columns(self.rewards, scored | splits_by_key(self.eval_tasks))
+            # data and rewards are checked first, so that a mistake in them does not cost loading the model
             self.check_data()
             model_follows(self)
             self.policy = load_policy(config.model, value_head=value_head, policy_class=self.policy_class)
@@ -262,7 +264,7 @@ class VlmDomain:
 
 
 FOR_MEMORY = ("batch_rows", "lean", "keep_prefill")
-"""Options of sampling that change no answer but by rounding."""
+"""Sampling options that affect answers only by rounding."""
 
 
 @dataclass
@@ -306,6 +308,7 @@ class AnswerMeasure(Measure[VlmTask]):
 
     def draws(self, rows: Sequence[Row], count: int, purpose: str) -> Tensor:
         """Uniform draws (B * count, sampling.draws) for the answers to B questions, by seed, split and question."""
+        # no step in the seed: each evaluation draws the same numbers for a question, so differences are paired
         streams = Streams(stream_seed(self.seed, purpose, self.split), [row["index"] for row in rows])
         return streams.uniform(len(rows), count, self.sampling.draws)
 
@@ -356,7 +359,7 @@ class AnswerMeasure(Measure[VlmTask]):
         }
 
     def entries(self, row: Row) -> list[Row]:
-        """The answers to a question; `success` is None where one could not be scored."""
+        """The answers to a question; `success` is None if an answer could not be scored."""
         return [
             {
                 "decoding": mode,
@@ -429,7 +432,9 @@ class AnswerMeasure(Measure[VlmTask]):
                 yield column, value, [row for row in rows if self.parts[row["index"]].get(column) == value]
 
     def _mean(self, metric: str, rows: Sequence[Row], name: str) -> dict[str, float]:
-        """Mean of the scores of some rows with its interval: Wilson's for shares with one answer a question."""
+        """Mean of the scores of some rows with its interval: Wilson's for proportions with one answer per question."""
+        # several answers to one question are correlated, which Wilson's interval ignores; the bootstrap over questions
+        # does not. NaN (unscored) is the value that differs from itself
         scores = [row["scores"][name] for row in rows]
         values = {value for task in scores for value in task if value == value}
         once = all(sum(value == value for value in task) <= 1 for task in scores) and values <= {0.0, 1.0}
@@ -456,7 +461,8 @@ class AnswerMeasure(Measure[VlmTask]):
         return result
 
     def _score(self, rows: list[Row], drawn: Samples, mode: str, count: int) -> None:
-        """Add the scores and lengths of `count` answers to each row, and the first answer where there is none yet."""
+        """Add the scores and lengths of `count` answers to each row, and the first answer of the first mode."""
+        # rows of `drawn` are question by question
         repeated = [row for row in rows for _ in range(count)]
         lengths = drawn.mask.sum(1).int().tolist()
         tokens = token_lists(drawn.response_ids, drawn.mask)
@@ -469,6 +475,7 @@ class AnswerMeasure(Measure[VlmTask]):
             row[f"{mode}/cut"] = all(finish == "length" for finish in drawn.finish[first:stop])
             row[f"{mode}/rewards"], row[f"{mode}/endings"] = list(result.total[first:stop]), drawn.finish[first:stop]
             row[f"{mode}/outputs"] = [short_digest(text.encode()) for text in drawn.texts[first:stop]]
+            # a failure stays only if every mode failed: one scored answer is enough for the split
             row["failure"] = failure and row.get("failure", failure)
             if "response" not in row:
                 row |= self._first_answer(drawn, result.total[first], result.terms, first)

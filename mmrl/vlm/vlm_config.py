@@ -137,7 +137,7 @@ class VlmConfig(VlmParts, RunConfig):
 
     @property
     def compared_samples(self) -> int | None:
-        """Samples that the objective's advantages compare; None where the run does not train on them."""
+        """Number of samples that the objective's advantages compare; None if the run does not train on them."""
         return self.trainer.samples_per_task
 
     def made_objective(self) -> Any:

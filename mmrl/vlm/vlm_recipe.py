@@ -78,6 +78,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         """Sample G responses to each question; questions that cannot be encoded are counted and left out."""
         with stopwatch("encode"):
             usable, prompts = self.encode(policy, tasks)
+        # a question keeps its own stream even if others before it were skipped
         size, streams = self.config.trainer.samples_per_task, streams.among(tasks, usable)
         greedy = self._greedy_answers(policy, prompts)
         self.sampler.load(policy, step.number)
@@ -90,6 +91,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
             group=torch.arange(len(usable), device=samples.mask.device).repeat_interleave(size),
             mask=samples.mask,
             logp_old=samples.logp,
+            # not scored yet; a row that no reward can score keeps NaN and leaves the loss
             reward=torch.full((len(samples.texts),), float("nan"), device=samples.mask.device),
             payload=payload,
             extras={"nucleus_mass": samples.nucleus_mass} if self.config.sampler.truncates else {},
@@ -97,7 +99,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         return streams.noted(rollouts)
 
     def _greedy_answers(self, policy: VlmPolicy, prompts: Sequence[Prompt]) -> list[tuple[str, list[int]]]:
-        """Text and tokens of the greedy answer to each prompt, by the policy itself, where the objective needs it."""
+        """Text and tokens of the policy's greedy answer to each prompt, if the objective needs it."""
         if "greedy" not in self.objective.needs:
             return []
         with stopwatch("sample"):
@@ -122,7 +124,8 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         return with_rewards(rollouts.replace(extras=extras), result)
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Advantages of the objective's estimator; truncated responses leave the update where that is wanted."""
+        """Advantages of the objective's estimator; optionally masks truncated responses out of the update."""
+        # the mask, not the rows: a truncated response keeps its reward in the group's baseline
         if self.config.mask_truncated_completions:
             whole = [finish != "length" for finish in VlmPayload.of(rollouts).finish]
             kept = torch.tensor(whole, dtype=rollouts.mask.dtype, device=rollouts.mask.device)
@@ -185,6 +188,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
             return KeepPrefill.NOTHING
         once = single_update(trainer) and trainer.micro_batch == 0 and not self.objective.filter.resamples
         drops = any(isinstance(part, nn.Dropout) and part.p for part in self.policy.modules())
+        # sampling runs in evaluation mode: its graph fits the update only if training mode computes the same numbers
         same = not (self.config.model.gradient_checkpointing or drops or getattr(text, "attention_dropout", None))
         if once and same:
             return KeepPrefill.GRAPH

@@ -137,7 +137,7 @@ def build_pairs(
         critiques: how many it writes of each answer.
         temperature: of these.
         max_new_tokens: the longest critique.
-        critiques_key: column with a list of critiques, in place of a model.
+        critiques_key: column with a list of critiques, instead of a model.
         judge: `module:function` (questions, false_answers, inserted, critiques) -> marks from 0 to 10, one a critique,
             of which a tenth is added to the Jaccard index; None adds nothing.
         pairs_per_answer: most pairs of one answer, drawn; 0 = all.

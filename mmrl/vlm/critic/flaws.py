@@ -46,8 +46,8 @@ def flawless_reward(
     """Give 1 to right answers, 1 - penalty to right ones with a wrong step, and -1 to wrong ones.
 
     Options: `url`, the judge's address up to /v1; `model`, its name there; `check`, the reward that says whether an
-    answer is right, which gets the further options; `question`, in which {problem}, {answer} and {solution} stand for
-    these; `max_tokens` and `request_timeout_s` of a verdict, beside the `timeout_s` of the reward.
+    answer is right, which gets the further options; `question`, with placeholders {problem}, {answer} and
+    {solution}; `max_tokens` and `request_timeout_s` of a verdict, in addition to the reward's `timeout_s`.
     """
     check_url(url, "flawless")
     if missing := [name for name in FIELDS if f"{{{name}}}" not in question]:

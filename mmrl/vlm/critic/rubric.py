@@ -38,7 +38,7 @@ def rubric_reward(
     """Score from 0 to 1 by a judge that reads the rubric; a verdict without a score is a failed reward.
 
     Options: `url`, the judge's address up to /v1; `model`, its name there; `max_tokens` and `request_timeout_s` of a
-    verdict, beside the `timeout_s` of the reward.
+    verdict, in addition to the reward's `timeout_s`.
     """
     check_url(url, "rubric")
     scores = []

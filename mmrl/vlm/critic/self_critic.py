@@ -38,7 +38,7 @@ class Verdict:
     """A judge's preference between answers a and b, asked in both orders."""
 
     shown_first: int | None
-    """1 or 2 where a was shown as number 1; None where the judgement could not be read."""
+    """1 or 2, with a shown as number 1; None if the judgement could not be read."""
     shown_second: int | None
     """1 or 2 where a was shown as number 2."""
 
@@ -249,7 +249,7 @@ class _Critic:
         return found
 
     def _prompt(self, match: Match, swapped: bool) -> Prompt | None:
-        """The critic's question; None where it does not fit into the model."""
+        """The critic's question; None if it does not fit in the model's context."""
         task, shown = self.tasks[match.question], self.shown[match.question]
         first, second = (match.b, match.a) if swapped else (match.a, match.b)
         asked = critic_task(task, shown[first], shown[second], self.render, f"{first} or {second}")

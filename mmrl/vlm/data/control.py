@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 EARLIER = "\u2063turn\u2063"
-"""Stands for the text of earlier turns while the template is rendered."""
+"""Placeholder for the text of earlier turns while the template is rendered."""
 HIDDEN = "\u2063hidden\u2063"
 PLACEHOLDER = re.compile(f"{HIDDEN}(\\d+){HIDDEN}")
-"""Stands for a control token of a text while the template is rendered."""
+"""Placeholder for a control token of a text while the template is rendered."""
 MARKUP = re.compile(r"<\|(?:object_ref|box|quad)_(?:start|end)\|>")
 """Special tokens that mark a part of a text, as in referring questions; they keep their meaning."""
 MARKUP_OR_MEDIA = re.compile(rf"{MARKUP.pattern}|<\|(?:vision_(?:start|end|pad)|(?:image|video)_pad)\|>")
@@ -21,6 +21,7 @@ def hide_control_tokens(
 ) -> tuple[list[str], list[dict[str, Any]]]:
     """Replace control tokens in the texts of messages, and texts that look like placeholders, by placeholders."""
     control = control_pattern(tokenizer, kept).pattern
+    # the marks of placeholders are hidden too: a text that contains one could otherwise pass for a control token
     pattern, found = re.compile(f"{control}|{EARLIER}|{HIDDEN}"), list[str]()
 
     def placeholder(match: re.Match[str]) -> str:
@@ -38,6 +39,7 @@ def hide_control_tokens(
 def control_pattern(tokenizer: Any, kept: re.Pattern[str]) -> re.Pattern[str]:
     """Finds the texts of a tokenizer's special tokens, such as ends of turns and roles, but for some that are kept."""
     control = [token for token in special_tokens(tokenizer) if not kept.fullmatch(token)]
+    # longest first: alternatives match in order, and a token may begin with another; without tokens, match nothing
     return re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or r"(?!)")
 
 

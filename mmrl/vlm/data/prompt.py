@@ -106,7 +106,7 @@ class VlmPayload(Payload):
     finish: list[str] = per_row()
     """Reason why each row ended: "eos", "stop" or "length"."""
     views: dict[str, list[Prompt | None]] = per_group(blank=None, default_factory=dict)
-    """Other forms of each group's prompt, such as "masked"; None where a group has no such form."""
+    """Other forms of each group's prompt, such as "masked"; None if a group has no such form."""
     greedy: list[tuple[str, list[int]]] = per_group(blank=("", []), default_factory=list)
     """Text and tokens of the greedy answer to each group's prompt, where the objective compares with it."""
     embeddings: dict[str, Tensor] = per_row(default_factory=dict)
@@ -309,7 +309,7 @@ def _process(
             sampling["cap_pixels_per_frame"] = False  # only resizing reads it, and unset it logs a warning
         options = {"videos": [pixels for pixels, _ in frames], "videos_kwargs": sampling}
     spelled = [hidden[int(number)] for number in PLACEHOLDER.findall(text)]
-    # The processor turns one text into tokens: a control token that occurs nowhere else stands for those of the texts.
+    # The processor tokenises one text: a control token that occurs nowhere else is the placeholder for those in texts.
     stand_in = next((token for token in special_tokens(processor.tokenizer) if token not in text), "")
     if spelled and not stand_in:
         raise TaskError(
@@ -326,7 +326,7 @@ def _process(
 
 
 def _spelled(inputs: dict[str, Any], stand_in: str, spelled: Sequence[str], tokenizer: Any) -> dict[str, Tensor]:
-    """Tokens (1, P) and their types, with the characters of control tokens in the place of each stand-in."""
+    """Tokens (1, P) and their types, with each placeholder replaced by the characters of its control token."""
     number, left = tokenizer.convert_tokens_to_ids(stand_in), iter(spelled)
     ids: list[int] = []
     types: list[int] = []

@@ -33,9 +33,9 @@ def joined_attention(
 
     `q` (N, G, T, H, d), `k` and `v` (N, G, T, Hk, d) are those of G responses to each of N prompts, `prompt_k` and
     `prompt_v` (N, Hk, P, d) those of the prompts, all padded at the end; Hk divides H. `prompt_real` (N, P) is False on
-    the prompts' padding, None where there is none; `scale` is the factor of the products of queries and keys.
+    the prompts' padding, None without padding; `scale` multiplies the products of queries and keys.
 
-    Gradient: through all five, into prompt_k and prompt_v summed over the group; once (no second derivatives).
+    Gradient: through all five, summed over the group for prompt_k and prompt_v; first derivatives only.
     """
     kernels = kernels_for(q.device.type, q.dtype, q.shape[-1])
     if kernels is None:
@@ -77,7 +77,7 @@ class Part(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """Attention kernels that give and take log-sum-exps."""
+    """Forward and backward attention kernels that expose the log-sum-exp."""
 
     forward: Callable[[Part], tuple[Any, ...]]
     """Output, log-sum-exp (b, H, Q) and a tuple of the backward kernel's other inputs."""
@@ -108,8 +108,10 @@ class _Joined(torch.autograd.Function):
         far_lse = far_lse.unflatten(2, (-1, *shape[1:3])).permute(0, 3, 1, 2, 4).flatten(2, 3)
         near_lse = near_lse.unflatten(0, shape[:2])
         far, near = _unfold(far, shape, heads).transpose(2, 3), near.unflatten(0, shape[:2])  # (N, G, H, T, d)
+        # the log-sum-exps of half-precision inputs are float32, and so is the merge; only the result is rounded
         merged, lse = merge_attention(far, far_lse, near, near_lse)
         out = merged.transpose(2, 3).to(q.dtype)
+        # the inputs before folding: the folded copies are made again in `backward` instead of being held until then
         ctx.save_for_backward(q, k, v, prompt_k, prompt_v, bias, out, lse, *far_rest, *near_rest)
         ctx.options = (scale, kernels, len(far_rest))
         return out
@@ -120,11 +122,13 @@ class _Joined(torch.autograd.Function):
         q, k, v, prompt_k, prompt_v, bias, out, lse, *rest = ctx.saved_tensors
         scale, kernels, far_count = ctx.options
         shape, heads = q.shape, k.shape[3]
+        # kernels refuse a gradient in another precision than their inputs
         grad = grad.to(q.dtype)
         to_prompt, to_self = _parts(q, k, v, prompt_k, prompt_v, bias, scale)
         # both kernels get the merged output and log-sum-exp, so each differentiates its share of the whole softmax
         folded_lse = lse.unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 4)  # (N, Hk, r G T)
         folded = (_fold(grad, heads), _fold(out, heads), folded_lse)
+        # the folded queries are one sequence for the kernel, so far_k and far_v come summed over group and heads
         far_q, far_k, far_v = kernels.backward(to_prompt, *folded, rest[:far_count])
         rows = (_rows(grad), _rows(out), lse.flatten(0, 1))
         near_q, near_k, near_v = kernels.backward(to_self, *rows, rest[far_count:])
@@ -164,7 +168,7 @@ def _unfold(x: Tensor, shape: torch.Size, heads: int) -> Tensor:
 
 
 def _bias(real: Tensor | None, like: Tensor) -> Tensor | None:
-    """Additive mask (N, 1, 1, P) of the prompts' padding."""
+    """Additive mask (N, 1, 1, P) for the prompts' padding."""
     if real is None:
         return None
     bias = torch.zeros(real.shape, dtype=like.dtype, device=like.device)
@@ -174,8 +178,9 @@ def _bias(real: Tensor | None, like: Tensor) -> Tensor | None:
 def _dense(
     q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, real: Tensor | None, scale: float
 ) -> Tensor:
-    """The same attention with one dense mask over prompt and responses, for devices without the kernels."""
+    """The same attention with one dense mask over prompt and responses, for devices without kernels."""
     n, g, t = q.shape[:3]
+    # the responses of a group are one sequence here, so the mask also has to keep each from reading the others
     own = torch.eye(g, dtype=torch.bool, device=q.device)[:, None, :, None]
     causal = torch.ones(t, t, dtype=torch.bool, device=q.device).tril()[None, :, None, :]
     near = (own & causal).reshape(g * t, g * t).expand(n, -1, -1)
@@ -213,13 +218,14 @@ def _cuda_forward(part: Part) -> tuple[Any, ...]:
     out, lse, seed, offset = torch.ops.aten._scaled_dot_product_efficient_attention(
         *part[:3], _aligned(part.bias, part.q), True, 0.0, part.causal, scale=part.scale
     )
+    # the log-sum-exps are padded to blocks of 32 queries; the merge needs those of real queries alone
     return out, lse[..., : part.q.shape[2]], (seed, offset)
 
 
 def _cuda_backward(part: Part, grad: Tensor, out: Tensor, lse: Tensor, rest: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    # the kernel lays its log-sum-exps out in blocks of 32 queries
+    # the kernel expects its own padding back; exp(-inf) makes the padded queries contribute nothing
     lse = functional.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf")).contiguous()
-    # in half precision it reads the output as if it were contiguous as (b, Q, H, d), whatever the strides say
+    # in half precision it reads the output as contiguous (b, Q, H, d) and ignores the strides
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
     bias, needed = _aligned(part.bias, part.q), (True, True, True, False)
     gradients = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
@@ -229,23 +235,25 @@ def _cuda_backward(part: Part, grad: Tensor, out: Tensor, lse: Tensor, rest: Seq
 
 
 def _aligned(bias: Tensor | None, q: Tensor) -> Tensor | None:
-    """A mask whose rows start at multiples of 16 elements, which the kernel asks for."""
+    """A mask whose rows start at multiples of 16 elements, as the kernel requires."""
     if bias is None:
         return None
     width = bias.shape[-1]
+    # pad and slice: the shape stays, the stride of a row grows to a multiple of 16
     padded = functional.pad(bias, (0, -width % 16))[..., :width]
     return padded.expand(-1, q.shape[1], q.shape[2], -1)
 
 
 @functools.cache
 def kernels_for(device: str, dtype: torch.dtype, width: int) -> Kernels | None:
-    """Kernels of a device that agree with the dense form for heads of a width; None where there are none.
+    """Kernels of a device that agree with the dense form for heads of a width; None if there are none.
 
-    Those of CUDA take heads whose rows are multiples of 16 bytes: in half precision widths like 64 and 80, but not 12.
+    CUDA kernels need heads whose rows are multiples of 16 bytes: in half precision widths such as 64 and 80, not 12.
     """
     kernels = KERNELS.get(device)
     if kernels is None:
         return None
+    # these are private functions of torch, whose layout may change with a release: measure, do not trust
     try:
         error = _largest_error(kernels, device, dtype, width)
         problem = "" if error <= TOLERANCE.get(dtype, 1e-4) else f"is off by {error:.1e}"  # NaN is off too
@@ -260,7 +268,9 @@ def kernels_for(device: str, dtype: torch.dtype, width: int) -> Kernels | None:
 
 def _largest_error(kernels: Kernels, device: str, dtype: torch.dtype, width: int) -> float:
     """Relative error of output and gradients against the dense form, on a small ragged case."""
+    # a private generator: the global one belongs to the run, whose draws must not depend on this check
     generator = torch.Generator().manual_seed(0)
+    # two prompts of unequal lengths, grouped heads (4 to 2), responses longer than one token: every branch once
     shapes = [(2, 3, 5, 4, width), *[(2, 3, 5, 2, width)] * 2, *[(2, 2, 11, width)] * 2]
     exact: Any = [
         to_device(torch.randn(shape, generator=generator), device).to(dtype).requires_grad_() for shape in shapes
@@ -297,20 +307,21 @@ TOLERANCE: dict[torch.dtype, float] = {
 
 
 ATTENTION_NAME = "mmrl_shared_prefix"
-"""Name under which transformers finds the attention function."""
+"""Name of the attention function in transformers' registry."""
 
 
 def register_attention() -> str:
-    """Make the attention function known to transformers.
+    """Register the attention function with transformers.
 
-    All prompts of a batch pass the language model end to end in one row, all responses in another, so no layer computes
-    padding; only inside attention do they become padded tables. The attention layers get the layout as the argument
+    All prompts of a batch pass through the language model end to end in one row, all responses in another, so no layer
+    computes padding; only attention turns them into padded tables. The attention layers get the layout as the argument
     `shared`.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION_NAME, _attend)
+    # a name without a mask function gets no mask at all, and passes without `shared` need sdpa's
     AttentionMaskInterface.register(ATTENTION_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     return ATTENTION_NAME
 
@@ -326,10 +337,12 @@ def _attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     if shared is not None:
+        # transformers' mask would join the prompts of the row; the layout has its own masks
         return shared.attend(module.layer_idx, query, key, value, options.get("scaling")), None
     from transformers import AttentionInterface
 
     q, k, v = _workable(query, key, value)
+    # sdpa wants an additive mask in the precision of the queries, which `_workable` may have changed
     if attention_mask is not None and attention_mask.is_floating_point():
         attention_mask = attention_mask.to(q.dtype)
     with _no_autocast(q):
@@ -338,10 +351,10 @@ def _attend(
 
 
 def _workable(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors in one precision that attention kernels can be trusted with.
+    """Tensors in a common precision that the attention kernels handle safely.
 
-    Under autocast rotated keys are float32 and values low precision. On the CPU low precision is avoided: its
-    backward kernel needs instructions that some virtual machines announce and then refuse, which ends the process.
+    Under autocast, rotated keys are float32 and values low precision. Low precision is avoided on the CPU: its backward
+    kernel needs instructions that some virtual machines announce and then refuse, which kills the process.
     """
     device = tensors[0].device.type
     if torch.is_autocast_enabled(device):
@@ -360,11 +373,11 @@ class PackedIndex:
     """Indices from a packed row to a padded table, and back."""
 
     index: Tensor | None
-    """Table of token numbers, 0 on padding; None where the table without padding is the row itself."""
+    """Table of token numbers, 0 on padding; None if the row only has to be reshaped."""
     inverse: Tensor | None
-    """(M,) place of each token in the flattened table."""
+    """(M,) index of each token in the flattened table."""
     real: Tensor | None
-    """Bool table, False on padding; None where nothing is padded."""
+    """Bool table, False on padding; None if nothing is padded."""
     shape: tuple[int, ...]
     """Shape of the table."""
 
@@ -386,7 +399,8 @@ class PackedIndex:
 
 
 def prompt_index(lengths: Tensor, device: torch.device) -> PackedIndex:
-    """Index on a device of N prompts of `lengths` (N,), on the host, packed one after another, in a table (N, P)."""
+    """Index on a device from N packed prompts to a table (N, P); `lengths` (N,) are on the host."""
+    # built on the host, where shapes are known without waiting for the device, and moved once
     count, width = len(lengths), int(lengths.max())
     if bool((lengths == width).all()):
         return PackedIndex(None, None, None, (count, width))
@@ -412,6 +426,7 @@ def response_index(lengths: Tensor, group: Tensor, prompts: int, device: torch.d
     order = torch.argsort(group, stable=True)
     rank = torch.empty_like(group)
     rank[order] = torch.arange(len(group)) - (sizes.cumsum(0) - sizes)[group[order]]
+    # groups may be unequal, after a filter or in a micro-batch: the cells without a response stay -1
     row = torch.full((prompts, most), -1, dtype=torch.int64)
     row[group, rank] = torch.arange(len(group))
     column = torch.arange(width)
@@ -425,7 +440,7 @@ def response_index(lengths: Tensor, group: Tensor, prompts: int, device: torch.d
 
 @dataclass
 class PromptRow:
-    """N prompts in one row: each attends to itself, causally, and leaves its keys and values."""
+    """N prompts in one row: each attends causally to itself, and its keys and values are recorded."""
 
     places: PackedIndex
     keys: dict[int, Tensor] = field(default_factory=dict)
@@ -446,11 +461,11 @@ class PromptRow:
 
 @dataclass
 class ResponseRow:
-    """B responses in one row: each attends to its prompt and, causally, to itself."""
+    """B responses in one row: each attends to its prompt and causally to itself."""
 
     places: PackedIndex
     prompt_real: Tensor | None
-    """(N, P) bool, False on the padding of the prompts; None where they are equally long."""
+    """(N, P) bool, False on the padding of the prompts; None if they are equally long."""
     keys: list[Tensor]
     """Keys (N, Hk, P, d) of the prompts by layer, rotary applied."""
     values: list[Tensor]
@@ -459,7 +474,7 @@ class ResponseRow:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """Attention (1, M, H, d) of a layer for query (1, H, M, d), key and value (1, Hk, M, d), rotary applied.
 
-        Gradient: into query, key and value, and into the prompts' keys and values, there summed over the group.
+        Gradient: into query, key and value, and, summed over the group, into the prompts' keys and values.
         """
         own = [self.places.gather(x[0].transpose(0, 1)) for x in (query, key, value)]
         q, k, v, prompt_k, prompt_v = _workable(*own, self.keys[layer], self.values[layer])

@@ -23,7 +23,7 @@ from mmrl.vlm.engine.lean import LeanLayer, LeanWeights
 from mmrl.vlm.engine.prefix import Prefix
 
 ROOM = 64
-"""Steps that the caches have room for at first; they double when it is used up."""
+"""Initial capacity of the caches in steps; it doubles when used up."""
 
 
 class PrefixDecoder:
@@ -52,6 +52,7 @@ class PrefixDecoder:
         # `lean_weights` has cast the weights once; autocast would cast them again at every token
         with torch.autocast(token.device.type, enabled=False):
             attention.begin_step()
+            # a fresh tensor at every token, so the residual stream can be added to in place
             hidden = functional.embedding(token, weights.embedding)
             for number, layer in enumerate(weights.layers):
                 x = layer.norm_attention(hidden).to(weights.dtype)
@@ -80,7 +81,7 @@ class _Slots:
         self.host_of_row = prompt * self.size + number - (counts.cumsum(0) - counts)[prompt]  # (b,)
         row = torch.zeros(groups * self.size, dtype=torch.int64).index_copy_(0, self.host_of_row, number)  # (N R,)
         self.of_row, self.row = to_device(self.host_of_row, device), to_device(row, device)
-        self.ragged = len(row) != len(prompt)  # some are unused
+        self.ragged = len(row) != len(prompt)  # some slots are unused, so rows and slots need an index between them
 
 
 class _Buffers:
@@ -95,7 +96,7 @@ class _Buffers:
         self.first_half, self.second_half = self.heads_in.chunk(2, -1)
         self.rotated = rows.new_empty(self.heads_in.shape)
         self.rotated_first, self.rotated_second = self.rotated.chunk(2, -1)
-        # without unused slots the rows already stand in the order of their slots
+        # without unused slots the rows are already in slot order
         self.slot_heads, self.slot_values = self.rotated, self.values_in
         if slots.ragged:
             self.slot_heads = rows.new_empty(groups * slots.size, heads + kv_heads, d)
@@ -112,6 +113,7 @@ class _Buffers:
         context = torch.empty_like(self.queries)
         self.far_context, self.near_context = context.flatten(2, 3).flatten(0, 1), context.flatten(0, 2)
         self.slot_context = context.transpose(1, 2)  # (N, R, Hk, r, d)
+        # the scores of the prompt, computed once a group; seen by slot, they join the near ones in a single softmax
         self.far = self.queries.new_empty(*self.far_queries.shape[:2], prompt_width)  # (N Hk, R r, P)
         self.far_by_group = self.far.view(groups, -1, prompt_width)
         self.far_by_slot = self.far.view(*self.near_queries.shape[:2], -1)
@@ -160,6 +162,7 @@ class _GroupAttention:
                 [x.unflatten(0, (-1, kv_heads))[kept].flatten(0, 1) for x in layers]
                 for layers in (self.prefix_keys, self.prefix_values)
             )
+        # before the caches move: it gives the rows their new slots, and all views the new shape
         self._arrange(prompt)
         # source is the old slot of each new one; unused slots copy slot 0, which is never read
         source = torch.zeros(len(live) * self.slots.size, dtype=torch.int64)
@@ -203,6 +206,7 @@ class _GroupAttention:
         torch.cat((buffers.far_by_slot, step.near), -1, out=step.scores)
         torch.softmax(step.scores, -1, out=step.probabilities)
         torch.bmm(step.far_probabilities, self.prefix_values[number], out=buffers.far_context)
+        # in place on the memory of `far_context`: this is the sum of both parts
         buffers.near_context.baddbmm_(step.near_probabilities, step.values[number])
         context = buffers.slot_context.reshape(len(self.slots.row), -1)
         return context.index_select(0, self.slots.of_row) if self.slots.ragged else context
@@ -210,7 +214,7 @@ class _GroupAttention:
     def _rotate(self) -> None:
         """Turn queries and keys by their position, and spread them over the slots."""
         buffers = self.buffers
-        # (x1, x2) to (x1 cos - x2 sin, x2 cos + x1 sin), each half of a head at once
+        # (x1, x2) to (x1 cos - x2 sin, x2 cos + x1 sin), half a head at a time
         torch.mul(buffers.heads_in, self.cosine, out=buffers.rotated)
         buffers.rotated_first.addcmul_(buffers.second_half, self.sine, value=-1)
         buffers.rotated_second.addcmul_(buffers.first_half, self.sine)

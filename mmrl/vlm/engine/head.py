@@ -15,7 +15,7 @@ LARGE = 100.0
 
 
 class Head:
-    """The head of a transformers model; whatever the model does with its logits, such as a soft cap, is done here too.
+    """The head of a transformers model, including what the model does to its logits, such as a soft cap.
 
     Args:
         network: the model.

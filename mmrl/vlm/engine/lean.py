@@ -46,7 +46,7 @@ class LeanLinear:
     high: Tensor | None = None
     """(out, r), with the adapters' scale."""
     blocks: Tensor | None = None
-    """(n, in, BLOCK), the weight seen as n matrices; None where it is not to be multiplied so."""
+    """(n, in, BLOCK), the weight viewed as n matrices; None if it is multiplied as a whole."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map rows (b, in) to (b, out)."""

@@ -27,13 +27,13 @@ class Prefix:
     values: list[Tensor]
     """One for each decoder layer, (N, Hk, P, d)."""
     lengths: Tensor
-    """(N,) int64, tokens of each prompt; on the CPU, where it steers the host."""
+    """(N,) int64, tokens of each prompt; on the CPU, because the host builds shapes and indices from it."""
     next_position: Tensor
     """(N,) int64, rotary position of the first response token, the same along all three axes; on the CPU."""
     last_state: Tensor
     """(N, H), state after the final norm of each prompt's last token."""
     routes: Tensor | None = None
-    """(N, 2, E), sums of `Routes` over each prompt; None where they are not wanted."""
+    """(N, 2, E), sums of `Routes` over each prompt; None without the router loss."""
 
     def __len__(self) -> int:
         """Number of prompts N."""
@@ -51,8 +51,9 @@ class Prefix:
 
     @property
     def real(self) -> Tensor | None:
-        """(N, P) bool, False on padding; None where nothing is padded."""
+        """(N, P) bool, False on padding; None if nothing is padded."""
         width = self.keys[0].shape[2]
+        # lengths are on the CPU, so this branch does not wait for the device
         if bool((self.lengths == width).all()):
             return None
         return to_device(torch.arange(width) < self.lengths[:, None], self.last_state.device)
@@ -61,6 +62,7 @@ class Prefix:
         """Prompts `index` (n,), no wider than the longest of them."""
         index = torch.as_tensor(index).cpu()
         lengths, rows = self.lengths[index], to_device(index, self.last_state.device)
+        # padding is at the end, so a shorter choice of prompts can drop columns and attend to fewer keys
         width = int(lengths.max())
         return Prefix(
             keys=[x[rows, :, :width] for x in self.keys],
@@ -76,7 +78,8 @@ class Prefix:
         return self._map(Tensor.detach)
 
     def leaves(self) -> Prefix:
-        """The same numbers as leaves that collect the gradients of the passes that use them."""
+        """The same numbers as leaves, which collect the gradients of the passes that use them."""
+        # keys below all trainable weights have no history: a leaf with a gradient could not be backpropagated to them
         return self._map(lambda x: x.detach().requires_grad_(x.requires_grad))
 
     def tensors(self) -> list[Tensor]:
@@ -120,12 +123,12 @@ def _joined_routes(parts: Sequence[Any]) -> Tensor | None:
 
 @dataclass
 class CachedPart:
-    """Prompts in one cache of transformers, right-padded to the longest where they are of unequal lengths."""
+    """Prompts in one transformers cache, right-padded to the longest."""
 
     numbers: Tensor
     """(n,) int64, which of the prefix's prompts they are."""
     cache: Any
-    """Their keys, values and other states, which never change: it is copied before it grows."""
+    """Their keys, values and other states. Never modified: `select` copies it before decoding extends it."""
     lengths: Tensor
     """(n,) int64, tokens of each prompt."""
     next_position: Tensor
@@ -133,30 +136,32 @@ class CachedPart:
     last_state: Tensor
     """(n, H), state after the final norm of each prompt's last token."""
     real: Tensor | None = None
-    """(n, P) bool, False on padding; None where nothing is padded."""
+    """(n, P) bool, False on padding; None if nothing is padded."""
     routes: Tensor | None = None
-    """(n, 2, E), sums of `Routes` over each prompt; None where they are not wanted."""
+    """(n, 2, E), sums of `Routes` over each prompt; None without the router loss."""
 
     def select(self, rows: Tensor) -> CachedPart:
-        """Prompts (b,), each as often as it is named, in a cache of their own."""
+        """Prompts `rows` (b,), with repeats, in a separate cache."""
         from mmrl.vlm.engine.cache import mapped
 
+        # new layer objects with the same tensors: `batch_select_indices` replaces states and would change the original
         cache = mapped(self.cache, lambda state: state)
         cache.batch_select_indices(rows)
         columns = [self.lengths, self.next_position, self.last_state, self.real, self.routes]
         return CachedPart(self.numbers[rows], cache, *(None if x is None else x[rows] for x in columns))  # type: ignore[arg-type]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> CachedPart:
-        """The same prompts with the images of all states."""
+        """The same prompts with a function applied to all states."""
         from mmrl.vlm.engine.cache import mapped
 
         routes = None if self.routes is None else function(self.routes)
         return replace(self, cache=mapped(self.cache, function), last_state=function(self.last_state), routes=routes)
 
     def table(self) -> Prefix:
-        """The prompts as a table, where every layer keeps the keys and values of all tokens."""
+        """The prompts as a table; requires every layer to keep the keys and values of all tokens."""
         layers = self.cache.layers
         keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
+        # one transfer for both; a `Prefix` has its lengths on the host
         lengths, next_position = to_host([self.lengths, self.next_position])
         return Prefix(keys, values, lengths, next_position, self.last_state, self.routes)
 
@@ -178,8 +183,9 @@ class CachedPrefix:
 
     @property
     def routes(self) -> Tensor | None:
-        """(N, 2, E), sums of `Routes` over each prompt; None where they are not wanted."""
+        """(N, 2, E), sums of `Routes` over each prompt; None without the router loss."""
         found = _joined_routes(self.parts)
+        # parts are ordered by prompt length, the caller's prompts are not
         return None if found is None else found[torch.cat([part.numbers for part in self.parts]).argsort()]
 
     @property
@@ -192,6 +198,7 @@ class CachedPrefix:
         parts = []
         for part in self.parts:
             wanted = torch.as_tensor(index, device=part.numbers.device)
+            # a prompt may be wanted several times: each match becomes a row, numbered by its place in `index`
             numbers, rows = torch.nonzero(wanted[:, None] == part.numbers, as_tuple=True)
             if len(rows):
                 parts.append(replace(part.select(rows), numbers=numbers))
@@ -202,7 +209,7 @@ class CachedPrefix:
         return CachedPrefix([part.map(Tensor.detach) for part in self.parts])
 
     def leaves(self) -> CachedPrefix:
-        """The same numbers as leaves that collect the gradients of the passes that use them."""
+        """The same numbers as leaves, which collect the gradients of the passes that use them."""
         return CachedPrefix([part.map(lambda x: x.detach().requires_grad_(x.requires_grad)) for part in self.parts])
 
     def tensors(self) -> list[Tensor]:
@@ -213,7 +220,7 @@ class CachedPrefix:
         return [x for x in found if x is not None]
 
     def table(self) -> Prefix:
-        """All prompts as one table, where every layer keeps the keys and values of all tokens."""
+        """All prompts as one table; requires every layer to keep the keys and values of all tokens."""
         whole = Prefix.concat([part.table() for part in self.parts])
         order = torch.cat([part.numbers for part in self.parts])
         in_order = torch.equal(order, torch.arange(len(order), device=order.device))
@@ -228,20 +235,20 @@ class CachedPrefix:
 
 
 AnyPrefix = Prefix | CachedPrefix
-"""Prompts as either lane computes them."""
+"""Prompts as computed by either lane."""
 
 
 def _concat(parts: Sequence[Any]) -> Any:
-    """Prompts of all parts, which one lane computed."""
+    """Prompts of all parts; one lane computed them, so their types agree."""
     return type(parts[0]).concat(parts)
 
 
 KEPT_BYTES = 2**31
-"""Most memory that is spent on not reading prompts again between sampling and the first update."""
+"""Maximum memory for prefixes kept between sampling and the first update."""
 
 
 class KeepPrefill(Enum):
-    """Part of the prefill that sampling leaves behind."""
+    """Part of the prefill that sampling keeps."""
 
     NOTHING = "nothing"
     """Every later pass computes the prompts again."""
@@ -252,13 +259,14 @@ class KeepPrefill(Enum):
 
 
 class KeptPrefill:
-    """The prefixes that sampling left, by prompt, until the weights change; see `docs/how_it_works/kept_prefill.md`.
+    """The prefixes that sampling kept, by prompt, until the weights change; see `docs/how_it_works/kept_prefill.md`.
 
-    A prefix with history serves one pass with gradient and is then forgotten, because a graph can be run backwards
-    once. `weights` returns something that changes with the weights; it is called only where prefixes may be used.
+    A prefix with history serves one pass with gradient and is then dropped, because backward can run through a graph
+    only once. `weights` returns a value that changes with the weights; it is called only if a prefix may be used.
     """
 
     def __init__(self) -> None:
+        # weak keys: a prefix is freed as soon as no rollout holds any of its prompts
         self._found: weakref.WeakKeyDictionary[Prompt, tuple[AnyPrefix, int]] = weakref.WeakKeyDictionary()
         self._computed_by: Hashable = None
 
@@ -275,12 +283,13 @@ class KeptPrefill:
             self._found[prompt] = (prefix, index)
 
     def take(self, prompts: Sequence[Prompt], weights: Callable[[], Hashable]) -> Any:
-        """Prefix of the prompts, with history where gradients are enabled; None where it is not here as a whole."""
+        """Prefix of the prompts, with history if gradients are enabled; None unless all prompts were kept."""
         if not any(prompt in self._found for prompt in prompts):
             return None  # before the weights are read, which takes time
         self._forget_outdated(weights)
         found = [self._found[prompt] for prompt in prompts if prompt in self._found]
         with_history = torch.is_grad_enabled()
+        # all or nothing: computing the missing prompts alone would be a second pass through the model
         if len(found) < len(prompts):
             return None
         # values alone would end the gradient at the prompt
@@ -288,6 +297,7 @@ class KeptPrefill:
             return None
         parts = _select_runs(found)
         if with_history:
+            # backward frees the graph, so nobody may read these prefixes again
             self._found.clear()
             return _concat(parts)
         return _concat([part.detach() for part in parts])
@@ -300,12 +310,13 @@ class KeptPrefill:
 
 
 def _select_runs(found: Sequence[tuple[AnyPrefix, int]]) -> list[AnyPrefix]:
-    """The prompts found, taken from each prefix in runs as long as possible."""
+    """The prompts found, taken from each prefix in the longest possible runs."""
     runs: list[tuple[AnyPrefix, list[int]]] = []
     for prefix, index in found:
         if not runs or runs[-1][0] is not prefix:
             runs.append((prefix, []))
         runs[-1][1].append(index)
+    # a whole prefix is passed on as it is: selecting from it would copy all keys and values
     return [prefix if index == list(range(len(prefix))) else prefix.select(index) for prefix, index in runs]
 
 
@@ -314,7 +325,7 @@ class _SharedPrefix:
     """A prefix that several micro-batches of an optimiser step read."""
 
     prompts: tuple[int, ...]
-    """Identities of the prompts."""
+    """The `id` of each prompt."""
     whole: AnyPrefix
     """The computed prefix, with its history."""
     leaves: AnyPrefix
@@ -323,16 +334,17 @@ class _SharedPrefix:
     def backward(self) -> None:
         """Backpropagate the sum of the gradients through the prompts, once."""
         pairs = zip(self.whole.tensors(), self.leaves.tensors(), strict=True)
+        # a leaf without gradient has no history or was not read; autograd takes no None for a tensor
         used = [(tensor, leaf.grad) for tensor, leaf in pairs if leaf.grad is not None]
         if used:
             torch.autograd.backward([tensor for tensor, _ in used], [grad for _, grad in used])
 
 
 class PrefixStore:
-    """The prefixes of a policy: those that sampling kept, and those that running micro-batches share.
+    """The prefixes of a policy: those kept from sampling, and those shared by the running micro-batches.
 
     Inside `open`, the micro-batches of a group read one prefix. With gradient they read it as leaves: their backward
-    passes end there, and one backward pass through the prompts follows the last of them. The diagram is in
+    passes end there, and one backward pass through the prompts follows the last micro-batch. See the diagram in
     `docs/how_it_works/prefix_scope.md`.
     """
 
@@ -348,11 +360,11 @@ class PrefixStore:
 
     @property
     def is_open(self) -> bool:
-        """Whether micro-batches are running that may belong to one group."""
+        """Whether a prefix scope is open, in which micro-batches may share a group."""
         return self._shared is not None
 
     def get(self, prompts: Sequence[Prompt], view: str) -> Any:
-        """Prefix of the prompts, with history where gradients are enabled."""
+        """Prefix of the prompts, with history if gradients are enabled."""
         if self._shared is None:
             return self._kept_or_new(prompts)
         # identities are enough: the rollouts hold their prompts for as long as the scope is open

@@ -72,7 +72,7 @@ class Routes:
             self._parts.append(torch.tensordot(rows.to(found.dtype), found, 1))
 
     def take(self) -> Tensor | None:
-        """Sums (2, E) of all that was counted since the last call; None where nothing was."""
+        """Sums (2, E) of all counts since the last call; None if nothing was counted."""
         parts, self._parts = self._parts, []
         return torch.stack(parts).sum(0) if parts else None
 

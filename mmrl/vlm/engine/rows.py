@@ -1,8 +1,8 @@
 """Rows of prompt and response tokens for one forward pass, built without a loop over rows.
 
 Flat rows are a prompt followed directly by its response, padded only on the right. No token that counts comes
-after a pad, so the causal mask alone keeps padding out and no attention mask is needed. Where prompts are shared,
-all prompts stand in one row without padding, and all responses in another.
+after a pad, so the causal mask alone keeps padding out and no attention mask is needed. With shared prompts, all
+prompts are packed in one row without padding, and all responses in another.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PackedRows:
     features: Tensor
     """(n,) int64, row of the feature table for each True of `visual`, row by row."""
     places: Tensor | None = None
-    """(n,) int64, the places of `visual` that are True, row after row; None where the host does not know them."""
+    """(n,) int64, indices of the True entries of the flattened `visual`; None if the host does not know them."""
 
 
 def tabulate(prompts: Sequence[Prompt], pad_id: int, device: torch.device) -> PromptTable:
@@ -169,6 +169,8 @@ def make_reading(
     row, step = torch.nonzero(mask, as_tuple=True)
     inserts, prompts = payload.inserts, payload.prompts_of(view)
     if any(payload.contexts):
+        # a response whose history was cut continues behind other prompts: it becomes several rows, and its tokens
+        # are renumbered from the start of the row that holds them
         first, starts, group, prompts = _rows_of_contexts(payload, prompts, group)
         shifted = (starts[:, None] + torch.arange(responses.shape[1])).clamp(max=responses.shape[1] - 1)
         response = torch.repeat_interleave(first.diff())  # of each row
@@ -185,7 +187,7 @@ def make_reading(
             )
             for number, start in zip(response.tolist(), starts.tolist(), strict=True)
         ]
-    # the last token of a row is predicted but predicts nothing
+    # the last scored token of a row is predicted but predicts nothing, so its index is also the number of tokens read
     lengths = torch.zeros(len(responses), dtype=torch.int64).scatter_reduce_(0, row, step, "amax")
     if any(inserts):
         pairs = zip(inserts, lengths.tolist(), strict=True)
@@ -250,6 +252,7 @@ def _positions(length: int, start: int, inserts: Sequence[Insert]) -> tuple[Tens
     types = torch.full((length,), TEXT)
     for insert in inserts:
         own = slice(insert.start, insert.stop)
+        # the insert counts from its own start; it is moved to where the row has come to by now
         offset = int(positions[0, insert.start]) - int(insert.prompt.position_ids.min())
         positions[:, own] = insert.prompt.position_ids + offset
         types[own] = insert.prompt.mm_token_type_ids

@@ -109,8 +109,9 @@ class VlmPolicy(nn.Module):
         self._adapter_off = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VlmPolicy:
-        """A copy shares all weights beside adapters, and a frozen vision tower with its features, not prefixes."""
+        """A copy has its own adapters and prefixes; it shares the base of adapters and a frozen tower with features."""
         tower = vision_parameters(self.network)
+        # a memo entry makes deepcopy return the same object, so these weights take no second memory
         if self.has_adapter:
             memo |= {id(weight): weight for name, weight in self.model.named_parameters() if ".lora_" not in name}
         if not any(weight.requires_grad for weight in tower):
@@ -201,8 +202,8 @@ class VlmPolicy(nn.Module):
 
         Args:
             task: question with its images and videos.
-            images: use these in place of the task's.
-            videos: use these frames in place of the task's videos.
+            images: use these instead of the task's.
+            videos: use these frames instead of the task's videos.
 
         Raises:
             TaskError: the question cannot be encoded.
@@ -265,6 +266,7 @@ class VlmPolicy(nn.Module):
             zeros = torch.zeros(rollouts.mask.shape, dtype=flat.dtype, device=flat.device)
             return zeros.index_put(row_and_step, flat)
 
+        # a pass for values alone needs no graph through the vocabulary, its largest tensors
         with torch.set_grad_enabled(torch.is_grad_enabled() and bool(outputs & {"logp", "entropy"})):
             found = self.head.logprobs(
                 states, targets, temperature=temperature, banned=self.banned_ids, entropy="entropy" in outputs
@@ -287,7 +289,7 @@ class VlmPolicy(nn.Module):
         )
 
     def states(self, rollouts: Rollouts, *, view: str = "original") -> Tensor:
-        """Last hidden states before the tokens under the mask, for critics of a recipe's own.
+        """Last hidden states before the tokens under the mask, for a recipe's custom critics.
 
         Args:
             rollouts: rows whose payload is a `VlmPayload`.
@@ -331,7 +333,7 @@ class VlmPolicy(nn.Module):
         return self.encode_prefix(prompts).last_state  # type: ignore[no-any-return]
 
     def weights_state(self) -> tuple[object, ...]:
-        """Changes whenever the same prompt would be computed to other numbers: weights, adapter, precision."""
+        """A value that changes whenever the same prompt would give different numbers: weights, adapter, precision."""
         kind = self.device.type
         precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return weights_state(self.parameters()), self._adapter_off, precision
@@ -342,7 +344,8 @@ class VlmPolicy(nn.Module):
         reading = make_reading(payload, view, rollouts.host.group, rollouts.host.mask, self.device)
         if self.generic is not None:
             return self.generic.states(self, reading), reading.targets, self.routes.take()
-        # responses that are alone with their prompt have nothing to share, and one row each is one pass less
+        # with one response per prompt there is nothing to share, and a flat row saves the separate prompt pass; but
+        # an open scope may bring further micro-batches of the group
         sharing = self.shares_prefix and (len(reading.lengths) > len(reading.prompts) or self.prefixes.is_open)
         states = self._shared_states(reading) if sharing else self._flat_states(reading)
         return states, reading.targets, self.routes.take()
@@ -361,6 +364,7 @@ class VlmPolicy(nn.Module):
         if not reading.inserts:
             before = table.lengths[group]
         self.routes.add_rows(hidden, before, reading)
+        # the state before a token is that of the token before it; for the first, of the prompt's last
         return hidden[reading.row, before[reading.row] - 1 + reading.step]
 
     def _shared_states(self, reading: Reading) -> Tensor:
@@ -378,6 +382,7 @@ class VlmPolicy(nn.Module):
                 states = torch.cat([states, self.run(rows, features, shared=shared)[0]])
             self.routes.add(torch.ones(tokens, dtype=torch.bool, device=lengths.device))
         self.routes.add_prompts(prefix.routes, reading)
+        # `states` are the N last states of the prompts, then those of the packed responses
         starts = len(prefix) + lengths.cumsum(0) - lengths
         # the first token of a row is predicted by the prompt's last state, which the group shares
         return states[torch.where(step == 0, group[row], starts[row] + step - 1)]

@@ -36,13 +36,13 @@ class AnswerSampling:
     place: ClassVar[str] = "evaluation.sampler"
     """Section of the options, for messages."""
     max_new_tokens: int = bounded(64, at_least=1)
-    """Longest response in tokens."""
+    """Maximum response length in tokens."""
     stop: list[str] = rare(field(default_factory=list))
     """A response ends with the token that completes one of these strings in its decoded text."""
     batch_rows: int = bounded(256, at_least=1)
-    """Most responses that are decoded at a time; for memory only, the responses do not depend on it."""
+    """Maximum number of responses decoded at once. Affects memory only, not the responses."""
     lean: bool = rare(True)
-    """Decode with the project's own lean decoder where the model allows it; else through transformers."""
+    """Use the built-in decoder if the model supports it, otherwise transformers."""
 
     @property
     def config(self) -> SamplerConfig:
@@ -61,14 +61,15 @@ class SamplerConfig(AnswerSampling):
 
     place: ClassVar[str] = "sampler"
     temperature: float = bounded(1.0, above=0)
-    """Logits are divided by it, in sampling and in scoring."""
+    """Softmax temperature for sampling and scoring."""
     top_p: float = bounded(1.0, above=0, at_most=1)
-    """Draw only from the most likely tokens that together have this probability; below 1 the recorded
-    log-probabilities stay those of the full distribution."""
+    """Nucleus sampling: sample only from the smallest set of tokens with this total probability. Recorded
+    log-probabilities are still those of the full distribution."""
     top_k: int = bounded(0, at_least=0)
-    """Draw only from this many of the most likely tokens; 0 is all."""
+    """Sample only from this many of the most likely tokens; 0 means all."""
     keep_prefill: bool = rare(True)
-    """Reuse the prompts' states of sampling until the weights change; with one update on all rows, in it too."""
+    """Keep the prompts' states from sampling until the weights change, and use them in the update if there is only
+    one."""
 
     @property
     def config(self) -> SamplerConfig:
@@ -86,7 +87,7 @@ class SamplerConfig(AnswerSampling):
 
     @property
     def draws(self) -> int:
-        """Random numbers that a response takes."""
+        """Number of random numbers per response."""
         return self.max_new_tokens
 
 
@@ -156,7 +157,7 @@ def _truncate(probability: Tensor, top_p: float, top_k: int) -> Tensor:
 
 
 COMPACT_BELOW = 0.75
-"""Finished rows are dropped once less than this share of a batch is still running."""
+"""Finished rows are dropped once less than this fraction of a batch is still running."""
 
 
 class GenerationState:
@@ -194,15 +195,17 @@ class GenerationState:
         self.reason = torch.zeros(total, dtype=torch.int64, device=device)
 
     def budget(self, rows: Tensor, prompt: Tensor) -> Tensor:
-        """Most tokens of the responses in some rows, behind prompts of these lengths (b,)."""
+        """Maximum response length of some rows, after prompts of these lengths (b,)."""
         return torch.minimum(self.max_positions - prompt, self.limits[rows])
 
     def choose(self, rows: Tensor, step: int, logp: Tensor, running: Tensor) -> Tensor:
         """Draw and record the next token of the rows; those that ended before get the pad token."""
         uniform = None if self.uniforms is None else self.uniforms[step][rows]
+        # a number per (row, step), drawn before the loop: a row's tokens do not depend on the rows next to it
         token, kept = choose_tokens(logp, uniform, self.config.top_p, self.config.top_k)
         # rows that have ended stay in the batch until it is compacted, and draw tokens that do not count
         token = token.where(running, self.policy.pad_id)
+        # of the full distribution, not the truncated one: the update scores the same quantity
         chosen = logp.gather(1, token[:, None])[:, 0]
         self.ids[step].index_copy_(0, rows, token)
         self.mask[step].index_copy_(0, rows, running.float())
@@ -273,6 +276,7 @@ def decode(state: GenerationState, decoder: Decoder, rows: Tensor, budget: Tenso
         left = int(alive.sum())
         if left == 0 or step + 1 == state.config.max_new_tokens:
             return
+        # dropping rows copies the caches of all that remain, so it has to pay for itself
         if left < COMPACT_BELOW * len(running):
             index = torch.nonzero(alive).flatten()
             decoder.keep(index)
@@ -357,6 +361,7 @@ def fill(state: GenerationState, prompts: Sequence[Prompt], samples_per_prompt: 
     training = policy.training
     policy.eval()  # checkpointed layers drop the cache in training mode
     try:
+        # `_read_prompts` alone enables gradients, if the prefill is kept with its graph
         with torch.no_grad():
             if state.lean and _is_lean(policy, config):
                 _sample_lean(state, prompts, samples_per_prompt, keep)
@@ -453,7 +458,7 @@ def sample_by(
     decoder_of: Callable[..., tuple[Any, Any]],
     *others: Sequence[Any],
 ) -> Samples:
-    """Draw one response to each prompt through transformers' modules, with a decoder of one's own.
+    """Draw one response to each prompt through transformers' modules, with a custom decoder.
 
     Args:
         policy: the model that reads the prompts.

@@ -8,7 +8,7 @@ from mmrl.vlm.families.qwen_vl import QwenVl
 
 
 class Qwen2Vl(QwenVl):
-    """Frames of a video are one position apart, whatever time is between them."""
+    """Frames of a video are one position apart, regardless of the time between them."""
 
     def sizes(self, config: Any) -> tuple[int, int, float | None]:
         """As in the vision configuration, with one position a frame."""

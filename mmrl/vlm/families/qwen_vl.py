@@ -33,7 +33,7 @@ class QwenVl(Family):
 
 
 def grid_tables(merge_size: int, tokens_per_second: float | None) -> TokenTables:
-    """Token tables of Qwen-VL; `tokens_per_second` is None where timestamps stand between the frames of a video."""
+    """Token tables of Qwen-VL; `tokens_per_second` is None if timestamps separate the frames of a video."""
 
     def tables(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         types, videos, steps = inputs["mm_token_type_ids"][0], inputs.get("video_grid_thw"), []

@@ -111,7 +111,7 @@ class ApoRecipe(VlmRecipe):
     config: ApoConfig
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Group advantages times the STCR factor, with the DADS weights beside them."""
+        """Group advantages times the STCR factor, together with the DADS weights."""
         lengths = rollouts.mask.sum(1)  # of truncated responses too, which may leave the update
         rollouts = super().advantages(rollouts, accelerator, step)
         scored = rollouts.scored & torch.isfinite(rollouts.reward_terms[self.accuracy_term])

@@ -1,4 +1,4 @@
-"""Distillation: the policy learns from a teacher's probabilities of its own answers, or of given ones.
+"""Distillation: the policy learns a teacher's probabilities for its sampled answers, or for given ones.
 
 Two ways, which can be added up, also to the rewards of the objective:
 

@@ -3,7 +3,7 @@
 A row of the data has a column of teachers' answers, {model, text} each. Where no sample of a question is right,
 `count` of its samples, drawn at random, are exchanged for the answers that the policy comprehends best: those after
 whose reasoning it gives the right answer's tokens the highest mean probability. Their reward is at least 1, advantages
-are those of the new group, and the objective `multi_teacher` gives their tokens the weight p / (p + 0.1) in place of a
+are those of the new group, and the objective `multi_teacher` gives their tokens the weight p / (p + 0.1) instead of a
 clipped ratio.
 
 The reasoning is the text up to `answer_mark`; an answer without the mark is comprehended least. Differences: as in
@@ -46,7 +46,7 @@ class TeachersSettings:
     count: int = bounded(2, at_least=1)
     """Most samples of a group that are exchanged."""
     answer_mark: str = rare("<answer>")
-    """Text behind which a teacher's answer stands; what comes before it is its reasoning."""
+    """Text that separates a teacher's reasoning from its answer."""
     least_reward: float = rare(1.0)
     """Smallest reward of a teacher's answer."""
 

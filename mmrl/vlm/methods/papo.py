@@ -98,27 +98,28 @@ class PapoSettings:
     gamma_end: float = rare(only_with(0.0, schedule="annealing"))
     """Weight at the end of annealing."""
     annealing_ratio: float = rare(only_with(bounded(0.5, above=0, at_most=1), schedule="annealing"))
-    """Share of the run's steps that annealing takes."""
+    """Fraction of the run over which to anneal."""
     mask_ratio: float = bounded(0.6, at_least=0, at_most=1)
-    """Probability that a patch is black."""
+    """Probability that a patch is masked (blacked out)."""
     patch_size: int = rare(bounded(14, at_least=1))
-    """Side of a patch in pixels of the original image, or of a video's frames as the model sees them."""
+    """Patch size in pixels of the original image, or of a video's frames as the model sees them."""
     orientation: str = rare(choice("code", ("code", "paper")))
     """code: unbiased k3 of KL(pi || pi_masked), bounded gradient; paper: the inverse ratio, unbounded."""
     entropy_policy: float = 0.0
     """Weight eta of the entropy of the policy (double entropy); lowers it."""
     entropy_masked: float = 0.0
-    """Weight eta of the entropy under the masked image; has a gradient only with `recompute_masked`."""
+    """Weight eta of the entropy under the masked image; it only has a gradient if `recompute_masked` is on."""
     entropy: str = rare(choice("sampled", ("sampled", "full")))
     """sampled: minus the log-prob of the sampled token; full: over the vocabulary."""
     recompute_masked: bool = rare(False)
     """Run the masked pass with gradient at every update instead of once before it."""
     apply: str = rare(choice("all", ("all", "correct_only")))
-    """Samples that get the term: all, or correct_only."""
+    """Which samples the term applies to: all, or correct_only."""
     term_clip: float | None = rare(None)
     """Upper bound of the per-token term, after `token_share`; the public code's experiment uses 0.2."""
     token_share: float = rare(bounded(1.0, above=0, at_most=1))
-    """Keep, in each sample, this share of tokens with the largest term; the public code's experiment uses 0.2."""
+    """In each sample, keep only this fraction of tokens, those with the largest values; the public code's experiment
+    uses 0.2."""
     sft_coef: float = rare(0.0)
     """Weight of the mean negative log-likelihood of the tokens of correct samples; the public code's experiment uses
     1e-3."""
@@ -163,13 +164,16 @@ def perception_terms(logp: Tensor, logp_masked: Tensor, mask: Tensor, weight: Te
     Source: PAPO, eq. 5; MikeWangWZHL/PAPO verl/workers/actor/dp_actor.py.
     """
     terms = k3(logp, logp_masked) if settings.orientation == "code" else k3(logp_masked, logp)
+    # zero, not dropped: samples without an image still count in the mean's denominator
     terms = terms * weight[:, None]
     if settings.token_share < 1.0:
+        # which tokens are kept is a choice, not a function to differentiate
         terms = terms * _largest_share(terms.detach(), mask, settings.token_share)
     return terms if settings.term_clip is None else terms.clamp(0.0, settings.term_clip)
 
 
 def _largest_share(terms: Tensor, mask: Tensor, share: float) -> Tensor:
+    # NaN takes padding out of the quantile; comparing with a NaN threshold keeps nothing in an empty row
     visible = torch.where(mask > 0, terms, torch.full_like(terms, float("nan")))
     threshold = torch.nanquantile(visible, 1.0 - share, dim=1, keepdim=True)
     return (terms >= threshold).to(terms.dtype)
@@ -183,6 +187,7 @@ class MaskedImages:
 
     def __call__(self, payload: VlmPayload, policy: VlmPolicy, streams: Streams) -> VlmPayload:
         """Add the masked prompts of all questions; a question without image or video keeps its own."""
+        # one seed a question, from a stream of its task: the G samples share a mask, however tasks are distributed
         seeds = streams.seeds(len(payload.tasks), 1, purpose="mask").tolist()
         views: list[Prompt | None] = [
             self.masked(policy, task, prompt, np.random.default_rng(seed))
@@ -228,6 +233,7 @@ class Perception(LossTerm):
             weight = weight * (rollouts.reward_terms[self.accuracy_term] == 1.0)
         extras = {**rollouts.extras, "papo_weight": weight}
         if not self.settings.recompute_masked:
+            # before the first update, as in the released code: constants for all updates of the step
             with stopwatch("masked_logp"):
                 scores = passes.scores(rollouts, self._masked_outputs, self.masked_scores)
             extras["logp_masked"] = scores.logp
@@ -307,6 +313,7 @@ class CorrectLikelihood(LossTerm):
         self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
     ) -> TermLoss:
         """Share of the mean over the tokens of all correct samples of the optimiser step."""
+        # `counts` are of the whole optimiser step, so the parts of all micro-batches add up to the mean
         total = masked_sum(-scores.logp, self._mask(minibatch)).sum()
         return TermLoss({"loss/sft": self.coef * (total / max(counts.others[CORRECT_TOKENS], 1.0))})
 

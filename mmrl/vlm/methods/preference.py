@@ -85,7 +85,7 @@ class StartScores:
             name: of the table.
             policy: as it is at the start.
             tasks: questions with both sides.
-            make_pairs: rollouts of some questions, without those that cannot be used; None where none can.
+            make_pairs: rollouts of some questions, without the unusable ones; None if none can be used.
             score: log-probabilities (B, T) of rollouts, without gradient.
             batch: questions scored together.
         """
@@ -150,7 +150,7 @@ class PreferenceRunConfig(GivenAnswersConfig):
     rejected_key: str = rare("rejected")
     """Column of the rejected answer."""
     completion_key: str = rare("completion")
-    """Column of the answer in rows that have one with a label in place of a pair; read by the loss kto only."""
+    """Column of the answer in rows with a labelled answer instead of a pair; only used by the loss kto."""
     label_key: str = rare("label")
     """Column of that label, true where the answer is desirable."""
     chosen_score_key: str = rare("score_chosen")
@@ -162,7 +162,7 @@ class PreferenceRunConfig(GivenAnswersConfig):
     objective: PreferenceConfig = field(default_factory=PreferenceConfig)
     """Loss that is minimised."""
     precompute_reference: bool = False
-    """Compute the reference's log-probabilities of all training pairs once, before the first step, in place of a pass
+    """Compute the reference's log-probabilities of all training pairs once, before the first step, instead of a pass
     at each step; no copy of the model is kept then."""
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     """The policy that answers are compared with."""
@@ -257,7 +257,7 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
         return streams.among(tasks, VlmPayload.of(pairs).tasks).noted(pairs)
 
     def pairs_of(self, policy: VlmPolicy, tasks: Sequence[VlmTask]) -> Rollouts | None:
-        """Questions as groups of two rows, the preferred side first, or of one row; None where none can be used."""
+        """Questions as groups of two rows, the preferred side first, or of one row; None if none can be used."""
         kept: list[tuple[VlmTask, Prompt]] = []
         ids: list[list[int]] = []
         for task, prompt in zip(*self.encode(policy, tasks, allow_none=True), strict=True):
@@ -304,7 +304,7 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
         return measures
 
     def held_out_pairs(self, policy: VlmPolicy, split: str, tasks: Sequence[VlmTask]) -> Rollouts | None:
-        """Held-out pairs with the reference's log-probabilities; None where none can be used."""
+        """Held-out pairs with the reference's log-probabilities; None if none can be used."""
         rollouts = self.pairs_of(policy, tasks)
         if rollouts is None or not self.objective.needs_reference:
             return rollouts
@@ -410,7 +410,7 @@ class MismatchedAnswers(LossTerm):
 
 
 def mismatched(rollouts: Rollouts, positions: int) -> Rollouts | None:
-    """Questions with the answers to the one before, the first with those to the last; None where no row fits."""
+    """Questions with the answers to the one before, the first with those to the last; None if no row fits."""
     payload, each = VlmPayload.of(rollouts), rollouts.num_rows // rollouts.num_groups
     if len(payload.prompts) < 2:
         return None

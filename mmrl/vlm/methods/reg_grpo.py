@@ -6,7 +6,7 @@ a KL to the reference and without a clip (`mmrl.core.blocks.clip`). Several upda
 
 How hard a question is: the mean reward of the last `window` samples less that of the question. A hard question is asked
 with a hint: several traces are sampled with the answer in the question, and the beginning of the best one, longer the
-harder the question is, goes into the question or stands at the start of the answer. An easy question is shown with
+harder the question is, goes into the question or at the start of the answer. An easy question is shown with
 Gaussian noise on its images or on the frames of its videos. Training is on the question as it was asked: the prompt of
 the group, with hint and noise, is computed once for its samples and for the reference too. Evaluations ask every
 question as it is.

@@ -43,7 +43,7 @@ class ReplacingRecipe(VlmRecipe):
     def replacements(
         self, policy: VlmPolicy, rollouts: Rollouts, failed: Sequence[int], streams: Streams, step: Step
     ) -> Exchange | None:
-        """Rows for groups that failed; None where there is nothing to exchange.
+        """Rows for groups that failed; None if there is nothing to replace.
 
         Args:
             policy: the policy that sampled.
@@ -91,7 +91,7 @@ class ReplacingRecipe(VlmRecipe):
     def rows_of(
         self, like: Rollouts, groups: Sequence[int], ids: Sequence[Sequence[int]], texts: Sequence[str], source: int
     ) -> Rollouts:
-        """Rows of given tokens behind the prompts of some groups, each a group of its own; not scored.
+        """Rows of given tokens after the prompts of some groups, each row a separate group; not scored.
 
         Args:
             like: the rows that they are to join.

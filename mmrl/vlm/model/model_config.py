@@ -18,7 +18,7 @@ ATTENTION = ("sdpa", "eager", "flash_attention_2")
 
 @dataclass
 class LoraSettings:
-    """Low-rank adapters in place of full fine-tuning."""
+    """Low-rank adapters instead of full fine-tuning."""
 
     enabled: bool = False
     """Train adapters and keep every weight of the model, the vision tower and the merger included, as it is."""
@@ -82,7 +82,7 @@ class FrozenModelConfig:
     """Special tokens that belong to answers: rewards read them, and given answers are taught them; empty: those that
     the chat template writes into an answer, and marks of thoughts such as `</think>`."""
     build: str | None = None
-    """Function `module:function` that makes the folder at `path` where there is none yet."""
+    """Function `module:function` that creates the folder at `path` if it is missing."""
     build_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of `build`, after the path."""
 
@@ -97,7 +97,7 @@ class ModelConfig(FrozenModelConfig):
     """A model that is trained, and how it is held in memory."""
 
     lora: LoraSettings = field(default_factory=LoraSettings)
-    """Adapters in place of full fine-tuning."""
+    """Adapters instead of full fine-tuning."""
     critic: CriticSettings = rare(field(default_factory=CriticSettings))
     """The value head, where the objective has a critic."""
     freeze_vision: bool = False

@@ -26,7 +26,7 @@ from mmrl.vlm.families.family import family_of
 from mmrl.vlm.model.model_config import CriticSettings, FrozenModelConfig, LoraSettings, ModelConfig
 
 BASE_FILE = "base.json"
-"""File beside an adapter with the relative path of its base model."""
+"""File next to an adapter with the relative path of its base model."""
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 
@@ -318,7 +318,7 @@ def freeze_parts(network: Any, config: ModelConfig) -> None:
 
 
 def make_value_head(width: int, settings: CriticSettings) -> nn.Module:
-    """A critic from (M, H) to (M, 1) in float32, whatever the model's precision is.
+    """A critic from (M, H) to (M, 1) in float32, regardless of the model's precision.
 
     Its last layer starts at zero: every value is 0 at first, so that the first advantages are plain returns.
     """

@@ -92,7 +92,7 @@ class FeatureCache:
     def gather(
         self, weights: tuple[int, ...], prompts: Sequence[Prompt], encode: Callable[[Sequence[Prompt]], Sequence[Any]]
     ) -> list[Any]:
-        """Features of each prompt that has media of its own; only those not seen before are encoded.
+        """Features of each prompt that contains media; only those not seen before are encoded.
 
         `weights` changes with the weights of the tower: by a reload, or a moving average.
         """

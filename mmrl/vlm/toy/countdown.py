@@ -1,7 +1,7 @@
 """Countdown: make a number from given numbers, each used once, with + - * / and brackets. Text alone, no picture.
 
 Most sets of numbers have many expressions and few of them reach the target, so an answer is a guess that the reward
-checks: its numbers, its value. Training and held-out problems are disjoint, whatever the order of their numbers.
+checks: its numbers, its value. Training and held-out problems are disjoint, regardless of the order of their numbers.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def build_questions(
     scans: int = 0,
     seed: int = 0,
 ) -> Path:
-    """Write questions about clips as JSON lines with mp4 files beside them.
+    """Write questions about clips as JSON lines next to their mp4 files.
 
     Args:
         path: JSONL file to write; columns problem (with <video>), answer, videos, completion, kind, digits (what the

@@ -61,7 +61,7 @@ def build_questions(
     scans: int = 0,
     seed: int = 0,
 ) -> Path:
-    """Write questions about scenes as JSON lines with PNG images beside them.
+    """Write questions about scenes as JSON lines next to their PNG images.
 
     Args:
         path: JSONL file to write; columns problem (with <image>), answer, images, completion, kind, hint (none,

@@ -43,7 +43,7 @@ def build_needles(
     fps: float = 1.0,
     seed: int = 0,
 ) -> Path:
-    """Write questions about long clips as JSON lines with mp4 files beside them.
+    """Write questions about long clips as JSON lines next to their mp4 files.
 
     Args:
         path: JSONL file to write; columns problem (with <video>), query, answer, videos, needle (its frames, first and

@@ -1,7 +1,7 @@
-"""Signs: compute "7 f 5 g 2", where each letter stands for an operation that only the rewards tell. Text alone.
+"""Signs: compute "7 f 5 g 2", where each letter is an operation that only the rewards reveal. Text only.
 
 A model that learned from worked answers with random operations computes well, and is right one time in three for each
-letter of a problem, whatever its numbers are. So difficulty is the number of letters, and a policy learns which letter
+letter of a problem, regardless of its numbers. So difficulty is the number of letters, and a policy learns which letter
 means which operation. With a share of the letters' own operations (`guessed` below 1) it begins to learn sooner.
 """
 
@@ -44,7 +44,7 @@ def build_problems(
         count: number of problems.
         split: "train" or "test", which are disjoint.
         steps: how many letters a problem has, drawn evenly.
-        guessed: share of the operations of worked answers that are drawn at random in place of the letter's own.
+        guessed: share of the operations of worked answers that are drawn at random instead of the letter's.
         hinted: share of the problems that end in the first steps of the worked answer, from one to all.
         seed: seed of everything drawn.
 
@@ -94,7 +94,7 @@ def build_model(path: str | Path, *, mask: bool = False, **options: Any) -> Path
 
 
 def _problem(rng: np.random.Generator, letters: int, guessed: float) -> dict[str, Any] | None:
-    """A problem and its worked answer; None where a result leaves the range."""
+    """A problem and its worked answer; None if a result leaves the range."""
     numbers = [int(number) for number in rng.integers(1, 10, letters + 1)]
     drawn = [str(letter) for letter in rng.choice(list(MEANING), letters)]
     value, shown, hints = numbers[0], str(numbers[0]), list[str]()

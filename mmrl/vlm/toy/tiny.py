@@ -1,7 +1,7 @@
 """Tiny random vision-language models of real architectures, saved as ordinary model folders.
 
 Only sizes and weights are toy: the classes, the processor, the chat markup and the files are those of the
-released models, so whatever runs on the folder also runs on a downloaded one.
+released models, so everything that runs on the folder also runs on a downloaded one.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class TinySizes:
     """Factor on the query and key weights of decoder and tower; random weights attend almost uniformly without, which
     hides errors in masks and positions. Qwen3-VL's decoder normalises both after these weights and does not change."""
     position_gain: float = 1.0
-    """Factor on the tower's learnt position embeddings (not in Qwen2.5-VL), so small beside random patch weights that a
-    model takes long to tell where something is."""
+    """Factor on the tower's learnt position embeddings (not in Qwen2.5-VL), so small next to random patch weights
+    that a model takes long to tell where something is."""
     smooth_positions: bool = False
     """Position embeddings (not in Qwen2.5-VL) that are waves along rows and columns, so that neighbours look alike, as
     in released models; with random ones a model learns every position by itself."""
@@ -203,7 +203,7 @@ def train_tokenizer(corpus: Sequence[str], vocab_size: int, tokens: Sequence[str
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    # every prompt names its roles, so they are worth a token each whatever the corpus says
+    # every prompt names its roles, so they get a token each, even if rare in the corpus
     core.train_from_iterator([*corpus, *list(ROLES) * max(len(corpus), 100)], trainer)
     core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROL_TOKENS])
     # not special: decoding must keep them, the reward functions read them

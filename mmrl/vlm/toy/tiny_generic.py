@@ -22,9 +22,9 @@ QWEN_VIDEO = QWEN_IMAGE.replace("image", "video")
 @dataclass(frozen=True)
 class _Family:
     placeholder: str = ""
-    """Token that stands for an image in a prompt."""
+    """Placeholder token for an image in a prompt."""
     video: str = "<video>"
-    """Text that stands for a video, where the processor knows it."""
+    """Placeholder text for a video, if the processor supports it."""
     tokens: dict[str, str] | None = None
     """Special tokens by the names that the processor looks for."""
     config: Callable[[dict[str, Any], dict[str, Any], Any], Any] | None = None

@@ -47,7 +47,7 @@ def draw_picks(logits: Tensor, noise: Tensor, counts: Tensor) -> tuple[Tensor, T
     """The frames with the largest sums of logit and noise, largest first.
 
     Args:
-        logits: (B, T); `NEVER` where there is no frame.
+        logits: (B, T); `NEVER` on padding.
         noise: (B, T) Gumbel draws; zeros for the likeliest frames.
         counts: (B,) int64, picks of each row, at most its number of frames.
 
@@ -65,7 +65,7 @@ def pick_logprobs(form: str, logits: Tensor, picks: Tensor, mask: Tensor, noise:
 
     Args:
         form: one of `LOGPROBS`; `mean_marginal` and `sum_marginal` differ only in how a row adds its picks up.
-        logits: (B, T) scores over temperature; `NEVER` where there is no frame.
+        logits: (B, T) scores over temperature; `NEVER` on padding.
         picks: (B, K) int64, frames in the order of the draw.
         mask: (B, K), 1 on picks and 0 on padding.
         noise: (B, T), what the picks were drawn with; for `noisy_product` only.
