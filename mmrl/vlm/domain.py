@@ -1,4 +1,4 @@
-"""The parts that all recipes on a vision-language model share: model, questions, rewards, evaluation, reports."""
+"""What all recipes for vision-language models share: model, questions, rewards, evaluation, reports."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Skipped(Tally):
 
 
 class Questions:
-    """Form of the data's questions and of their answers in the report; the default leaves both unchanged."""
+    """Hooks that change the questions of a data set and how the report shows answers; no changes by default."""
 
     broken_down: Sequence[str] = ()
     """Reward terms that evaluations also break down by column."""
@@ -69,12 +69,12 @@ class Questions:
     """Draws an answer, given whether it is right, for the report; None if answers are only text."""
 
     def prepare(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
-        """Complete the questions of a data set, before the model is loaded; `training` for those of `data`."""
+        """Complete the questions of a data set before the model is loaded; `training` is True for `data`."""
         return loaded
 
 
 class MediaQuestions(Questions):
-    """Questions for a method that changes images or videos: refuses data without any and says `why`."""
+    """Questions for methods that change images or videos: rejects data without media, with the reason `why`."""
 
     def __init__(self, why: str) -> None:
         self.why = why
@@ -113,10 +113,10 @@ class VlmDomain:
         value_head: bool = False,
         trains_on_rewards: bool = True,
     ) -> None:
-        """Load questions, rewards and model; `scoring` has the settings of sampling and scoring.
+        """Load questions, rewards and model; `scoring` configures sampling and rewards.
 
         Raises:
-            UserError: one of them cannot be used.
+            UserError: questions, rewards or model cannot be used.
         """
         self.questions = questions
         rewards, sampler = scoring.rewards, scoring.sampler
@@ -135,6 +135,7 @@ class VlmDomain:
         with ExitStack() as undone:
             undone.callback(self.rewards.close)
             scored = {"data": self.train_tasks} if trains_on_rewards else {}
+            # cheap checks of the data come before the model, which can take minutes to load
             check_columns(self.rewards, scored | splits_by_key(self.eval_tasks))
             # data and rewards are checked first, so that a mistake in them does not cost loading the model
             self.check_data()
@@ -149,10 +150,10 @@ class VlmDomain:
             undone.pop_all()
 
     def check_data(self) -> None:
-        """Refuse questions that the method cannot use, before the model is loaded; raises UserError."""
+        """Reject questions that the method cannot use, before the model is loaded; raises UserError."""
 
     def _check_media(self) -> None:
-        """Refuse images, videos and options of them with a language model; raises UserError."""
+        """Reject images, videos and their options if the model reads text only; raises UserError."""
         for key, tasks in ({"data": self.train_tasks} | splits_by_key(self.eval_tasks)).items():
             if (shown := next((task.id for task in tasks if task.images or task.videos), None)) is not None:
                 self.policy.check_reads_media(f"{key}: {shown} has an image or a video")
@@ -177,7 +178,7 @@ class VlmDomain:
         return score_texts(self.rewards, state, tasks, prompts, texts, tokens)
 
     def measures(self, policy: VlmPolicy, split: str, step: Step) -> list[Measure[VlmTask]]:
-        """Greedy and sampled accuracy on held-out questions, and that of best of n and of revisions where asked for."""
+        """Greedy and sampled accuracy on held-out questions; best of n and revisions if configured."""
         answers = AnswerMeasure(self, policy, split, step)
         return [answers, *self._extra_measures(answers)]
 
@@ -194,6 +195,7 @@ class VlmDomain:
         for row in range(min(limit, rollouts.num_rows)):
             group = int(rollouts.group[row])
             task = payload.tasks[group]
+            # decoded once per group: its rows show the same images
             if group not in images_of:
                 images_of[group] = task_images(task, self.policy.layout.patch_size)
             found.append(
@@ -221,10 +223,10 @@ class VlmDomain:
     def encode(
         self, policy: VlmPolicy, tasks: Sequence[VlmTask], *, allow_none: bool = False
     ) -> tuple[list[VlmTask], list[Prompt]]:
-        """Tokenise questions with their images and videos; those that cannot be encoded are counted and left out.
+        """Tokenise questions with their images and videos; count and skip those that cannot be encoded.
 
         Raises:
-            NoUsableTasksError: none of them could be, and `allow_none` is false.
+            NoUsableTasksError: no question could be encoded, and `allow_none` is false.
         """
         usable, prompts = [], []
         last: TaskError | None = None
@@ -241,7 +243,7 @@ class VlmDomain:
         return usable, prompts
 
     def _note_room(self, prompt: Prompt, policy: VlmPolicy) -> None:
-        """Count prompts that leave fewer positions than a response may take, and warn of the first."""
+        """Count prompts that leave fewer positions than a response may need, and warn about the first."""
         wanted, left = self.longest, policy.positions - len(prompt.input_ids)
         if wanted <= left:
             return
@@ -255,7 +257,7 @@ class VlmDomain:
 
     @classmethod
     def export(cls, config: Any, checkpoint: Path, output: Path) -> Exported:
-        """Write an ordinary model folder with tokenizer and processor, adapters added into the weights."""
+        """Write a standard model folder with tokenizer and processor, adapters merged into the weights."""
         return export_model(config, checkpoint, output, cls.policy_class)
 
     def close(self) -> None:
@@ -271,11 +273,11 @@ FOR_MEMORY = ("batch_rows", "lean", "keep_prefill")
 class AnswerMeasure(Measure[VlmTask]):
     """Greedy and sampled accuracy.
 
-    The draws follow from (seed, split) alone, so evaluations of different steps and arms are paired. The metrics are
-    accuracy/greedy with its Wilson interval, accuracy/sampled with a bootstrap interval over questions, both also for
-    each value of the data columns in `evaluation.by`, accuracy/pass_at_<k> for k = 2, 4, ..., 64 up to
-    `evaluation.samples`, the means of the other reward terms as terms/<term>/<protocol>, the mean response lengths of
-    all, right and wrong answers, and the counts skipped and unscored.
+    Draws depend only on (seed, split), so evaluations of different steps and arms are paired. Metrics:
+    accuracy/greedy with a Wilson interval and accuracy/sampled with a bootstrap interval over questions, both also for
+    each value of the data columns in `evaluation.by`; accuracy/pass_at_<k> for k = 2, 4, ..., 64 up to
+    `evaluation.samples`; the means of the other reward terms as terms/<term>/<protocol>; the mean response lengths of
+    all, correct and wrong answers; and the counts skipped and unscored.
     """
 
     domain: VlmDomain
@@ -290,15 +292,15 @@ class AnswerMeasure(Measure[VlmTask]):
         self.sampling = self.domain.evaluation_sampler.whole(self.evaluation.temperature)
         given = (getattr(config, key, "") for key in ("target_key", "chosen_key", "rejected_key"))
         self.parts = parts_of_tasks(columns, self.evaluation.by, {*NOT_PARTS, *given})
-        """Value of each question of the split in the columns that it is broken down by."""
+        """For each question of the split, its values in the breakdown columns."""
 
     @property
     def batch_size(self) -> int:
-        """Questions that are answered together."""
+        """Number of questions answered together."""
         return self.evaluation.batch_tasks
 
     def run(self, batch: Sequence[Trial[VlmTask]], start: int) -> list[Row]:
-        """Answer questions in both modes; those that cannot be encoded are left out."""
+        """Answer questions in both modes, skipping those that cannot be encoded."""
         rows, prompts = self.open_rows(self.policy, batch)
         for mode, count in self._modes() if rows else ():
             draws = None if mode == "greedy" else self.draws(rows, count, "evaluate")
@@ -315,6 +317,7 @@ class AnswerMeasure(Measure[VlmTask]):
     def open_rows(self, policy: VlmPolicy, batch: Sequence[Trial[VlmTask]]) -> tuple[list[Row], list[Prompt]]:
         """A row and a prompt for each question that can be encoded."""
         tasks, prompts = self.domain.encode(policy, [trial.task for trial in batch], allow_none=True)
+        # by id, because encoding drops questions and so shifts their places
         index_of = {trial.task.id: trial.index for trial in batch}
         rows: list[Row] = [
             {"index": index_of[task.id], "repeat": 0, "task": task, "prompt": prompt.text, "scores": {}}
@@ -323,7 +326,7 @@ class AnswerMeasure(Measure[VlmTask]):
         return rows, prompts
 
     def metrics(self, rows: Sequence[Row], tasks: Sequence[VlmTask]) -> dict[str, float]:
-        """Accuracies with intervals, response lengths and counts; raises RunError where no question was usable."""
+        """Accuracies with intervals, response lengths and counts; raises RunError if no question was usable."""
         if tasks and not rows:
             self.domain.encode(self.policy, tasks)  # raises with the cause
         metrics = {"skipped": float(len(tasks) - len(rows))}
@@ -347,7 +350,7 @@ class AnswerMeasure(Measure[VlmTask]):
         return Outcome(row["task"].id, mean_scores(row["scores"]), dict(self.parts[row["index"]]))
 
     def about(self) -> Row:
-        """How answers are drawn and which reward decides that one is right."""
+        """How answers are sampled, and which reward decides whether they are correct."""
         sampling = {name: value for name, value in vars(self.sampling).items() if name not in FOR_MEMORY}
         return {
             "horizon": self.sampling.max_new_tokens,
@@ -411,7 +414,7 @@ class AnswerMeasure(Measure[VlmTask]):
         return [(mode, count) for mode, count in modes if count]
 
     def _warn_of_cuts(self, rows: Sequence[Row]) -> None:
-        """Say once for each split that every answer of a mode was cut."""
+        """Warn once per split if every answer of a mode was cut off."""
         for mode, _ in self._modes():
             if rows and all(row[f"{mode}/cut"] for row in rows) and self.split not in self.domain.all_cut:
                 self.domain.all_cut.add(self.split)
@@ -436,13 +439,14 @@ class AnswerMeasure(Measure[VlmTask]):
         # several answers to one question are correlated, which Wilson's interval ignores; the bootstrap over questions
         # does not. NaN (unscored) is the value that differs from itself
         scores = [row["scores"][name] for row in rows]
+        # value == value is False for NaN: unscored answers do not count
         values = {value for task in scores for value in task if value == value}
         once = all(sum(value == value for value in task) <= 1 for task in scores) and values <= {0.0, 1.0}
         seed = stream_seed(self.seed, "bootstrap", self.split)
         return with_interval(metric, scores, None if once else np.random.default_rng(seed))
 
     def _lengths_by_outcome(self, rows: Sequence[Row], mode: str) -> dict[str, float]:
-        """Mean lengths of the right and of the wrong answers, where there are any."""
+        """Mean lengths of correct and of wrong answers, if there are any."""
         scored = [
             pair for row in rows for pair in zip(row[f"{mode}/length"], row["scores"][f"accuracy/{mode}"], strict=True)
         ]
@@ -481,7 +485,7 @@ class AnswerMeasure(Measure[VlmTask]):
                 row |= self._first_answer(drawn, result.total[first], result.terms, first)
 
     def right(self, terms: Mapping[str, Sequence[float]]) -> list[float]:
-        """1 for each right answer, 0 for each wrong one, NaN where it could not be scored."""
+        """1 for each correct answer, 0 for each wrong one, NaN if it could not be scored."""
         return [value if value != value else float(value == 1.0) for value in terms[self.domain.accuracy_term]]
 
     def _scores(self, terms: Mapping[str, Sequence[float]], mode: str, own: slice) -> dict[str, list[float]]:

@@ -15,7 +15,7 @@ from mmrl.training.recipe import LossTerm, Recipe, Step, TermLoss, shared_prefix
 
 
 def router_terms(recipe: Any) -> list[LossTerm]:
-    """The term of `model.router_aux_loss_coef`; nothing where it is 0."""
+    """The loss term of `model.router_aux_loss_coef`; empty if that is 0."""
     coef = recipe.config.model.router_aux_loss_coef
     return [RouterLoss(recipe, coef)] if coef else []
 

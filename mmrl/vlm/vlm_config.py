@@ -19,7 +19,7 @@ from mmrl.vlm.inference.inference_sampler import EngineSamplerConfig
 from mmrl.vlm.model.model_config import ModelConfig, check_critic, check_update_precision
 
 ExtraMeasures = Callable[[Any], list[Measure[VlmTask]]]
-"""From the `AnswerMeasure` of a held-out split to what is measured besides it."""
+"""Maps the `AnswerMeasure` of a held-out split to additional measures."""
 
 
 @dataclass
@@ -76,7 +76,7 @@ SCORES = (
     "budgets",
     "greedy",
 )
-"""Outputs of a vision-language policy besides log-probabilities, and data of its responses."""
+"""Policy outputs other than log-probabilities, and data about responses, that objectives can use."""
 
 
 @dataclass
@@ -133,7 +133,7 @@ class VlmConfig(VlmParts, RunConfig):
     """Controller of objective.kl.coef."""
 
     scored_outputs: ClassVar[tuple[str, ...]] = SCORES
-    """Outputs of the policy besides log-probabilities, and data of its responses."""
+    """Policy outputs other than log-probabilities, and data about responses, that objectives can use."""
 
     @property
     def compared_samples(self) -> int | None:

@@ -36,13 +36,13 @@ from mmrl.vlm.model.model_config import FrozenModelConfig, ModelConfig
 from mmrl.vlm.model.network import auto_class, build_model_if_missing, resolve_model, vision_parameters
 
 PROMPT = 1024
-"""Tokens of a prompt where `model.max_prompt_tokens` is empty."""
+"""Assumed prompt length in tokens if `model.max_prompt_tokens` is empty."""
 COPIED = "copy of weights to sample"
 PROMPT_CACHE, ANSWER_CACHE = "keys and values of prompts", "keys and values of answers"
 
 
 def footprint(config: Any, prompt_tokens: int | None = None, *, passes: bool = True) -> Plan:
-    """Plan a run whose prompts and answers all have the longest length that the configuration allows.
+    """Plan a run in which all prompts and answers have the maximum configured length.
 
     Without passes the plan has what is held between them only: weights, gradients, moments and copies.
     """
@@ -133,7 +133,7 @@ def _decoding(
 
 
 def unscored_passes(config: Any) -> int:
-    """Passes without gradient through the rows of a step: by the policy before the update, by its reference."""
+    """Passes without gradient over the rows of a step: by the policy before the update, and by its reference."""
     if not hasattr(config, "objective") or not hasattr(config.trainer, "old_logp"):
         return int(getattr(getattr(config, "reference", None), "kind", "none") != "none")
     from mmrl.training.objectives import objective_of
@@ -183,7 +183,7 @@ def reference_copies(config: Any) -> int:
 
 
 def _keeps_history(config: Any) -> bool:
-    """Whether the update goes backward through the prompts as sampling has read them."""
+    """Whether the update backpropagates through the prefill kept from sampling."""
     trainer = config.trainer
     kept = hasattr(config, "sampler") and config.sampler.keep_prefill and not config.model.gradient_checkpointing
     return bool(kept and single_update(trainer) and trainer.micro_batch == 0)

@@ -1,7 +1,7 @@
-"""Group-based RL of a vision-language model with any objective of the catalogue.
+"""Group-based RL of a vision-language model with any objective.
 
-Stages: sample G responses a question with the prompt prefilled once, score them with verifiable rewards, estimate
-advantages inside each group, update with the objective's loss.
+Each step samples G responses per question with the prompt prefilled once, scores them with verifiable rewards,
+estimates advantages within each group, and updates the policy with the objective's loss.
 """
 
 from __future__ import annotations
@@ -37,29 +37,30 @@ from mmrl.vlm.inference.inference_sampler import check_engine, open_engine
 from mmrl.vlm.vlm_config import VlmConfig
 
 View = Callable[[VlmPayload, VlmPolicy, Streams], VlmPayload]
-"""Adds another form of each prompt to a payload, such as one with masked images."""
+"""Function that adds another form of each prompt to a payload, such as one with masked images."""
 
 
 class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
-    """Samples, scores and evaluates with a vision-language model; the loss is the objective's.
+    """Samples, scores and evaluates with a vision-language model; the objective provides the loss.
 
     Args:
         config: options of the run.
-        questions: how questions are asked; as they are by default.
+        questions: hooks that change questions; None leaves them unchanged.
 
     Raises:
-        UserError: model, data or rewards cannot be used.
+        UserError: the model, data or rewards cannot be used.
     """
 
     config: VlmConfig
     view: View | None = None
-    """A second form of each prompt, which a method's loss term reads."""
+    """Adds a second form of each prompt for the loss term of a method."""
 
     def __init__(self, config: VlmConfig, questions: Questions | None = None) -> None:
         super().__init__(config)
         self.objective = config.made_objective()
         check_engine(config.sampler, config.rollers)
         self.open(config, questions or Questions(), config, value_head=self.objective.needs_values)
+        # without a limit on prompts the engine takes the model's own maximum length
         limit = config.model.max_prompt_tokens
         engine = open_engine(config.sampler, self.policy, limit and limit + config.sampler.max_new_tokens)
         self.samples_elsewhere = engine is not None
@@ -75,7 +76,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         return PolicySampler(self.config.sampler, self._keep_prefill())
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
-        """Sample G responses to each question; questions that cannot be encoded are counted and left out."""
+        """Sample G responses to each question; count and skip questions that cannot be encoded."""
         with stopwatch("encode"):
             usable, prompts = self.encode(policy, tasks)
         # a question keeps its own stream even if others before it were skipped
@@ -107,7 +108,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         return list(zip(found.texts, token_lists(found.response_ids, found.mask), strict=True))
 
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
-        """Weighted sum of the reward functions; a row with a failed term keeps NaN and is left out of the loss."""
+        """Weighted sum of the reward functions; a row with a failed term gets NaN and is excluded from the loss."""
         payload = VlmPayload.of(rollouts)
         groups = rollouts.group.tolist()
         tasks, prompts = [payload.tasks[group] for group in groups], [payload.prompts[group].text for group in groups]
@@ -129,6 +130,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         if self.config.mask_truncated_completions:
             whole = [finish != "length" for finish in VlmPayload.of(rollouts).finish]
             kept = torch.tensor(whole, dtype=rollouts.mask.dtype, device=rollouts.mask.device)
+            # the mask and not the reward: a truncated response still counts in the statistics of its group
             rollouts = rollouts.replace(mask=rollouts.mask * kept[:, None])
         return super().advantages(rollouts, accelerator, step)
 
@@ -137,7 +139,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         return policy(rollouts, temperature=self.config.sampler.temperature, outputs=outputs)  # type: ignore[no-any-return]
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
-        """Adds the share of finished responses, the KL coefficient and the sampled share of the distribution."""
+        """Adds the fraction of finished responses, the KL coefficient and the probability kept by truncation."""
         finished = VlmPayload.of(rollouts).finished_fraction
         own: dict[str, float | Metric] = {"response/finished_fraction": finished}
         own["policy/kl_coef"] = self.objective.kl_coef
@@ -145,6 +147,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
 
     def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
         """Move the KL coefficient towards its target."""
+        # absent without a reference; only a finite value may move the coefficient
         divergence = metrics.get("policy/kl_ref", float("nan"))
         if self._controller is not None and math.isfinite(divergence):
             trainer = self.config.trainer
@@ -154,10 +157,11 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         """Restore `state_dict`, with the adaptive coefficient."""
         super().load_state_dict(state)
         if self._controller is not None:
+            # the objective has its own copy of the coefficient, which was made from the configuration
             self._set_kl_coef(self._controller.coefficient)
 
     def correct(self, rollouts: Rollouts) -> Tensor:
-        """(B,) bool, rows with a right answer."""
+        """(B,) bool, rows with a correct answer."""
         return rollouts.reward_terms[self.accuracy_term] == 1.0
 
     def close(self) -> None:
@@ -168,7 +172,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
     def _block_inputs(
         self, rollouts: Rollouts, tasks: Sequence[VlmTask], prompts: Sequence[Chat], tokens: Sequence[list[int]]
     ) -> dict[str, Tensor]:
-        """Data about responses that the objective needs: tokens (B, T), numbers (B,) of answers, and so on."""
+        """Data about responses that the objective needs, such as tokens (B, T) and answer numbers (B,)."""
         payload, needs = VlmPayload.of(rollouts), self.objective.needs
         found = row_extras(needs, tasks, tokens, self.policy.processor.tokenizer.decode)
         if "tokens" in needs:
@@ -178,14 +182,15 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         return {name: to_device(values, rollouts.mask.device) for name, values in found.items()}
 
     def _keep_prefill(self) -> KeepPrefill:
-        """Part of the prompts' prefill that sampling keeps for the update.
+        """How much of the prefill sampling keeps for the update.
 
-        The graph needs a step of one update on all rows at once, whose memory it does not raise, and a training mode
-        that computes what sampling does: no dropout, no checkpointing.
+        The graph is kept only if the step has one update on all rows, where it needs no extra memory, and if training
+        mode computes the same as sampling: no dropout, no checkpointing.
         """
         trainer, text = self.config.trainer, self.policy.network.config.get_text_config()
         if not (self.config.sampler.keep_prefill and self.policy.shares_prefix):
             return KeepPrefill.NOTHING
+        # a step that resamples combines several rounds of sampling, each with its own graph
         once = single_update(trainer) and trainer.micro_batch == 0 and not self.objective.filter.resamples
         drops = any(isinstance(part, nn.Dropout) and part.p for part in self.policy.modules())
         # sampling runs in evaluation mode: its graph fits the update only if training mode computes the same numbers

@@ -74,7 +74,7 @@ def build_false_answers(
         most: most errors.
         insert: `module:function` as `mmrl.vlm.critic.details.Insert`; None replaces numbers.
         template: text with {{ question }} and {{ answer }}, or a .jinja file.
-        seed: of everything drawn.
+        seed: random seed.
 
     Returns:
         The file.
@@ -143,7 +143,7 @@ def build_pairs(
         pairs_per_answer: most pairs of one answer, drawn; 0 = all.
         allow_empty: also pairs with a critique that finds nothing wrong, so that answers without errors count.
         shuffle_scores: shuffle the scores of each answer's different critiques: the control without a signal.
-        seed: of everything drawn.
+        seed: random seed.
 
     Returns:
         The file.

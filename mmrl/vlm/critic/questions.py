@@ -78,7 +78,7 @@ def write_questions(path: str | Path, rows: Sequence[tuple[VlmTask, VlmTask, dic
 
     def save(folder: Path, stem: str) -> dict[str, Any]:
         source, asked, columns = next(left)
-        if source.id not in written:  # an image without a file of its own is written once a task
+        if source.id not in written:  # an image that has no file yet is written once per task
             own = f"{len(written):05d}"
             written[source.id] = [_image_file(source, n, folder, media, own) for n in range(len(source.images))]
         prompt: Any = asked.messages if asked.conversational or len(asked.messages) > 1 else question_text(asked)

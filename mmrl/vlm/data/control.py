@@ -1,4 +1,4 @@
-"""Control tokens in texts of data: they become their characters, but for those that belong to an answer."""
+"""Control tokens in data: encoded as plain characters, except those that belong to an answer."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ HIDDEN = "\u2063hidden\u2063"
 PLACEHOLDER = re.compile(f"{HIDDEN}(\\d+){HIDDEN}")
 """Placeholder for a control token of a text while the template is rendered."""
 MARKUP = re.compile(r"<\|(?:object_ref|box|quad)_(?:start|end)\|>")
-"""Special tokens that mark a part of a text, as in referring questions; they keep their meaning."""
+"""Special tokens that mark part of a text, as in referring questions; they stay special tokens."""
 MARKUP_OR_MEDIA = re.compile(rf"{MARKUP.pattern}|<\|(?:vision_(?:start|end|pad)|(?:image|video)_pad)\|>")
 
 
 def hide_control_tokens(
     messages: Sequence[Mapping[str, Any]], tokenizer: Any, kept: re.Pattern[str] = MARKUP
 ) -> tuple[list[str], list[dict[str, Any]]]:
-    """Replace control tokens in the texts of messages, and texts that look like placeholders, by placeholders."""
+    """Replace control tokens, and texts that look like placeholders, in messages with placeholders."""
+    # a text could contain a placeholder: it is hidden as well, and so comes back unchanged
     control = control_pattern(tokenizer, kept).pattern
     # the marks of placeholders are hidden too: a text that contains one could otherwise pass for a control token
     pattern, found = re.compile(f"{control}|{EARLIER}|{HIDDEN}"), list[str]()
@@ -37,43 +38,45 @@ def hide_control_tokens(
 
 
 def control_pattern(tokenizer: Any, kept: re.Pattern[str]) -> re.Pattern[str]:
-    """Finds the texts of a tokenizer's special tokens, such as ends of turns and roles, but for some that are kept."""
+    """Pattern for all special tokens of a tokenizer, such as ends of turns and roles, except the `kept` ones."""
     control = [token for token in special_tokens(tokenizer) if not kept.fullmatch(token)]
     # longest first: alternatives match in order, and a token may begin with another; without tokens, match nothing
     return re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or r"(?!)")
 
 
 def special_tokens(tokenizer: Any) -> list[str]:
-    """Texts of the special tokens."""
+    """Texts of the special tokens of a tokenizer."""
     return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
 
 
 def encode_text(text: str, tokenizer: Any, kept: re.Pattern[str] = MARKUP_OR_MEDIA) -> list[int]:
-    """Tokens of an answer's text; control tokens but the `kept` ones become their characters.
+    """Encode the text of an answer; control tokens become plain characters, except the `kept` ones.
 
-    By default those of media stay, to be refused.
+    Media tokens are kept by default, so that they are detected and rejected.
     """
     hidden, (turn,) = hide_control_tokens([{"content": text}], tokenizer, kept)
     return encode_rendered(turn["content"], hidden, tokenizer)
 
 
 def encode_rendered(text: str, hidden: Sequence[str], tokenizer: Any) -> list[int]:
-    """Tokens of a text that a template wrote; its placeholders become the characters of the hidden control tokens."""
+    """Encode a rendered text; placeholders become the characters of the hidden control tokens."""
     ids: list[int] = []
     start = 0
     for match in [*PLACEHOLDER.finditer(text), None]:
         ids += _encode_inside(text[start : len(text) if match is None else match.start()], tokenizer)
         if match is not None:
+            # split: the characters of the token, so that data can neither end a turn nor begin one
             ids += tokenizer.encode(hidden[int(match[1])], add_special_tokens=False, split_special_tokens=True)
             start = match.end()
     return ids
 
 
 def _encode_inside(text: str, tokenizer: Any) -> list[int]:
-    """Tokens of a text that follows others: tokenizers of Llama's kind put a space before the first word of all."""
+    """Encode a text that follows another, since Llama tokenizers put a space before the first word of an input."""
     front = next((t for t in tokenizer.added_tokens_decoder.values() if t.special and not (t.rstrip or t.lstrip)), None)
     if front is None or not text:
         return list(tokenizer.encode(text, add_special_tokens=False))
+    # behind a special token the text is not the first word, so no space is added; the token is dropped again
     first, *ids = tokenizer.encode(front.content + text, add_special_tokens=False)
     if first != tokenizer.convert_tokens_to_ids(front.content):
         return list(tokenizer.encode(text, add_special_tokens=False))

@@ -1,4 +1,4 @@
-"""Rows with images or videos, written as JSON lines with the files beside them."""
+"""Write rows with images or videos as JSON lines plus media files."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Insert:
 
 @dataclass(eq=False)
 class Context:
-    """A response read from one token on behind another prompt, without its earlier tokens."""
+    """The rest of a response after another prompt, without its earlier tokens."""
 
     start: int
     """Index of that token in the response."""
@@ -108,13 +108,13 @@ class VlmPayload(Payload):
     views: dict[str, list[Prompt | None]] = per_group(blank=None, default_factory=dict)
     """Other forms of each group's prompt, such as "masked"; None if a group has no such form."""
     greedy: list[tuple[str, list[int]]] = per_group(blank=("", []), default_factory=list)
-    """Text and tokens of the greedy answer to each group's prompt, where the objective compares with it."""
+    """Text and tokens of the greedy answer to each group's prompt, if the objective uses it."""
     embeddings: dict[str, Tensor] = per_row(default_factory=dict)
     """The policy's states for each row, (B, H) each, by name, for rewards that see them."""
     inserts: list[tuple[Insert, ...]] = per_row(blank=(), default_factory=list)
-    """Parts of each response that were not sampled, in order; their tokens are in `response_ids` and have mask 0."""
+    """Parts of each response that were not sampled, in order; their tokens in `response_ids` have mask 0."""
     contexts: list[tuple[Context, ...]] = per_row(blank=(), default_factory=list)
-    """Contexts in which each response continues behind another prompt than its group's, in order."""
+    """Later prompts that each response continues after, in order, instead of its group's prompt."""
     mixed: dict[str, Tensor] = per_decision(default_factory=dict)
     """Soft tokens, which are read as mixtures of embeddings: `soft` (B, T), 1 on these, and of each K tokens `ids`
     (B, T, K), with `weights` (B, T, K), and the `scores` (B, T, K) that these follow from."""

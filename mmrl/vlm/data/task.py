@@ -39,30 +39,30 @@ LONGEST_NAME = 255
 
 SOURCE_KEYS = ("video", "path", "url", "frames")
 GIVEN = ("completion_ids", "completion_lengths")
-"""Columns of the answers that the run passes to reward functions."""
+"""Columns about the sampled answers that are passed to reward functions."""
 TRIED_ANSWERS = 64
-"""Right answers, spread over a data set, that built-in rewards read before the run."""
+"""Number of correct answers, spread over a data set, that built-in rewards parse before the run."""
 
 
 FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 
 
 OPEN_THINK = re.compile(r"<think>\s*\Z")
-"""A thought that a text opens at its end."""
+"""A `<think>` at the end of a text, which opens a thought."""
 MAY_BE_ZERO = ("video_start", "video_end")
 STRIP_COLUMNS, STRIP_ROWS = 4, 4
-"""Frames of a strip, and strips of a video; of more frames some are shown, spread evenly."""
+"""Frames per strip and strips per video; longer videos are shown by evenly spaced frames."""
 CELL, MARGIN, CAPTION = 112, 2, 16
 """Pixels: width of a frame with its margins, each margin, and height of its time."""
 GROUND, INK = (24, 26, 30), (235, 235, 235)
 
 
 class TaskError(BadRowError):
-    """A single task that cannot be used; it is counted by kind, logged and skipped. Its place is the task's id."""
+    """A task that cannot be used; it is counted by kind, logged and skipped. Its place is the id of the task."""
 
 
 class StoredImage(Protocol):
-    """An image that is read from its data set when it is needed."""
+    """An image that is read from its data set on demand."""
 
     def read(self) -> Any:
         """Return the data set's cell: a path, bytes, a {"bytes", "path"} mapping or a PIL image."""
@@ -73,7 +73,7 @@ ImageSource: TypeAlias = "Image.Image | str | bytes | Mapping[str, Any] | Stored
 
 @dataclass(frozen=True)
 class VideoClip:
-    """A video, and which of its frames the model is shown."""
+    """A video and the options for sampling its frames."""
 
     source: str | list[ImageSource]
     """Path of a file, or the frames."""
@@ -86,7 +86,7 @@ class VlmTask:
     """A question as a chat, with its images, its videos and the other columns of its data set."""
 
     id: str
-    """Unique inside its data set: the `id` column, or the position of the row."""
+    """Unique within the data set: the `id` column, or the index of the row."""
     messages: list[dict[str, Any]]
     """Chat turns {"role", "content"}; content items are {"type": "text", "text"}, {"type": "image"} or
     {"type": "video"}, in the order in which the model reads them."""
@@ -97,14 +97,14 @@ class VlmTask:
     columns: dict[str, Any] = field(default_factory=dict)
     """All other columns of the row; the reward functions get them by name."""
     conversational: bool = False
-    """Whether the data set has the question as chat turns, so that reward functions get chat turns too."""
+    """Whether the data set has chat turns; reward functions then also receive chat turns."""
     max_image_pixels: int = MAX_IMAGE_PIXELS
-    """Images and frames of videos with more are not decoded."""
+    """Images and video frames with more pixels are not decoded."""
     image_wh: list[tuple[int, int]] = field(default_factory=list)
-    """(width, height) that each image is resized to before the processor sees it, which must then leave it as it is;
-    empty: the processor resizes."""
+    """(width, height) that each image is resized to before the processor, which must not resize it again; empty: the
+    processor resizes."""
     points_in_pixels: bool = True
-    """Whether points of `image_wh` are its pixels; a processor that tells no sizes then cannot be used."""
+    """Whether points are pixels of `image_wh`; the processor must then report the sizes of images."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     """JSON schemas of functions that the chat template describes to the model."""
 
@@ -119,12 +119,12 @@ class VlmTask:
         return [resize_image(image, size) for image, size in zip(images, self.image_wh, strict=True)]
 
     def shown_frames(self, frames: Any, number: int) -> Any:
-        """The frames of video `number` (from 0) as the model is shown them, from those that were decoded."""
+        """The frames of video `number` (from 0) that the model sees, given the decoded frames."""
         return frames
 
     @property
     def answer_start(self) -> str:
-        """Text that the answer begins with, not sampled; it counts as part of the answer."""
+        """Fixed text at the start of the answer; not sampled, but part of the answer."""
         return ""
 
 
@@ -153,7 +153,7 @@ def open_image(
 
 
 def shortened(text: str, longest: int = 120) -> str:
-    """The two ends of a text that is too long for a message."""
+    """Shorten a text for a message, keeping both ends."""
     if len(text) <= longest:
         return text
     return f"{text[: longest // 2]}...{text[-longest // 4 :]} ({len(text)} characters)"
@@ -168,7 +168,7 @@ def no_such_file(path: str, kind: str) -> str:
 
 
 def check_no_media(task: VlmTask, column: str, text: str, kind: str) -> None:
-    """Refuse an answer of the data that holds a token of images or videos; raises TaskError."""
+    """Reject a given answer that contains an image or video token; raises TaskError."""
     found = next((token for token in MEDIA_TOKENS if token in text), None)
     if found is not None:
         raise TaskError(kind, task.id, f"column '{column}' holds {found}, which no answer may hold")
@@ -186,13 +186,14 @@ def score_texts(
     turns = [_conversation(*row) for row in zip(tasks, prompts, texts, strict=True)]
     columns = columns_of(tasks, tokens)
     if rewards.reads_images:
+        # the rows of a group share their task, so its images are opened once
         opened = {number: task.load_images() for number, task in {id(task): task for task in tasks}.items()}
         columns[IMAGES] = [opened[id(task)] for task in tasks]
     return rewards.score([prompt for prompt, _ in turns], [reply for _, reply in turns], columns, state)
 
 
 def with_start(start: str, answer: str) -> str:
-    """An answer with the text that it was given as its start; of a `<think>` in both, at the seam, one is kept."""
+    """Prepend the given start to an answer; if both have `<think>` at the seam, only one is kept."""
     opened = OPEN_THINK.search(start)
     if opened is not None and answer.startswith("<think>"):
         return start[: opened.start()] + answer
@@ -212,22 +213,24 @@ def _names(tasks: Sequence[VlmTask]) -> list[str]:
 
 
 def _conversation(task: VlmTask, prompt: str, response: str) -> tuple[Any, Any]:
-    """A question and a response as reward functions get them, as in TRL."""
+    """A question and a response in the form that reward functions receive, as in TRL."""
     response = with_start(task.answer_start, response)
     if not task.conversational:
         return prompt, response
     turns = task.messages
+    # plain strings without media, as TRL's text rewards expect; content items otherwise
     if not task.images and not task.videos:
         turns = [{**turn, "content": "".join(item["text"] for item in turn["content"])} for turn in turns]
     return turns, [{"role": "assistant", "content": response}]
 
 
 def check_columns(rewards: RewardSum, data: Mapping[str, Sequence[VlmTask]]) -> None:
-    """Make sure that the rewards find their columns, and answers that they can read, in every data set to be scored."""
+    """Check that every scored data set has the columns of the rewards, and answers that they can parse."""
     for key, tasks in data.items():
         try:
             rewards.check_columns([*columns_of(tasks, []), IMAGES])
             tell_renamed(key, _names(tasks), GIVEN)
+            # evenly spaced, since a data set may be sorted by kind of answer
             some = tasks[:: -(-len(tasks) // TRIED_ANSWERS)]
             rewards.check_answers([task.id for task in some], columns_of(some, [[]] * len(some)))
         except UserError as error:
@@ -235,28 +238,28 @@ def check_columns(rewards: RewardSum, data: Mapping[str, Sequence[VlmTask]]) -> 
 
 
 def splits_by_key(splits: Mapping[str, Sequence[VlmTask]]) -> dict[str, Sequence[VlmTask]]:
-    """Held-out questions by the key of the configuration that names them."""
+    """Held-out questions by their configuration key."""
     return {f"eval_data.{name}": tasks for name, tasks in splits.items()}
 
 
 @dataclass
 class VideoOptions:
-    """Frames of a video file that the model is shown; a row's own options override these."""
+    """Which frames of a video file the model sees; options in a row override these."""
 
     fps: float | None = bounded(None, above=0, finite=True)
     """Frames a second; empty: 2, as qwen-vl-utils."""
     nframes: int | None = rare(bounded(None, at_least=2))
-    """Number of frames, rounded to an even one, in place of `fps`."""
+    """Number of frames, rounded to an even number; replaces `fps`."""
     min_frames: int | None = rare(bounded(None, at_least=2))
-    """Fewest frames that `fps` gives, if the video has as many; empty: 4."""
+    """Minimum number of frames when sampling by `fps`, if the video has that many; empty: 4."""
     max_frames: int | None = bounded(None, at_least=2)
-    """Most frames that `fps` gives, and the longest list of frames; empty: 768."""
+    """Maximum number of frames when sampling by `fps`, and of a list of frames; empty: 768."""
     min_pixels: int | None = rare(bounded(None, at_least=1))
-    """Smallest frame in pixels, smaller ones are enlarged; empty: 128 tokens."""
+    """Minimum frame size in pixels; smaller frames are enlarged; empty: 128 tokens."""
     max_pixels: int | None = bounded(None, at_least=1)
-    """Largest frame in pixels, larger ones are reduced; empty: 768 tokens, less where a video has many frames."""
+    """Maximum frame size in pixels; larger frames are reduced; empty: 768 tokens, fewer for videos with many frames."""
     total_pixels: int | None = rare(bounded(None, at_least=1))
-    """Pixels of all pairs of frames of a video; empty: 115,200 tokens."""
+    """Pixel budget of all frame pairs of a video; empty: 115,200 tokens."""
 
     def validate(self) -> None:
         """Check that the options fit together; raises ValueError."""
@@ -266,6 +269,7 @@ class VideoOptions:
     def complete(self, clip: VideoClip) -> VideoClip:
         """A clip with these options as defaults."""
         fits = FILE_OPTIONS if isinstance(clip.source, str) else FRAME_LIST_OPTIONS
+        # a row with one of the two overrides both, since they exclude each other
         set_here = () if not {"fps", "nframes"} & set(clip.options) else ("fps", "nframes")
         usual = {
             name: value
@@ -279,12 +283,13 @@ def read_video_cell(cell: Any, folder: Path, place: str) -> list[VideoClip]:
     """List the videos of a row."""
     if cell is None or cell == "":
         return []
+    # a list is ambiguous: several videos, or the frames of one
     several = isinstance(cell, list | tuple) and not _are_frames(cell)
     return [_clip(item, folder, place) for item in (cell if several else [cell])]
 
 
 def load_videos(task: VlmTask, patch_size: int) -> list[Frames]:
-    """Decode the frames of a task's videos that the model is shown.
+    """Decode the frames of a task's videos that the model sees.
 
     Args:
         task: question with videos.
@@ -319,7 +324,7 @@ def _load(task: VlmTask, number: int, patch_size: int) -> Frames:
 
 
 def _resolve(source: Any, task_id: str, where: str, max_pixels: int) -> tuple[str, Image.Image | bytes]:
-    """Follow a source to a PIL image or to the bytes of an image file, with a name for the errors."""
+    """Resolve a source to a PIL image or the bytes of an image file, with a name for error messages."""
     if isinstance(source, Image.Image):
         return "", source
     if isinstance(source, bytes | bytearray | memoryview):
@@ -371,7 +376,7 @@ def _clip(value: Any, folder: Path, place: str) -> VideoClip:
     if isinstance(value, str | PurePath) and str(value):
         return VideoClip(_located(str(value), folder), _checked(options, FILE_OPTIONS, place))
     if isinstance(value, list | tuple) and _are_frames(value):
-        if "fps" in options:  # frames that are there already can only have a rate of their own
+        if "fps" in options:  # a list of frames is not sampled again: its rate says how the frames were sampled
             options["sample_fps"] = options.pop("fps")
         frames = [_located_frame(item, folder) for item in value]
         return VideoClip(frames, _checked(options, FRAME_LIST_OPTIONS, place))
@@ -385,7 +390,7 @@ def _bad(place: str, found: str) -> TaskError:
 
 
 def _are_frames(items: Sequence[Any]) -> bool:
-    """Whether a list is one of images; only the first one is read from a table."""
+    """Whether a list contains images; only its first item is read from a table."""
     if items and hasattr(items[0], "read"):
         items = [items[0].read()]
     return bool(items) and all(_is_frame(item) for item in items)
@@ -446,7 +451,7 @@ VIDEO_ERRORS = {
     "truncated_video": "A video is shorter than its index or header states.",
     "unusable_video": "The frames that are asked for cannot be chosen from a video, or a list of frames is too long.",
 }
-"""Errors found where a video is decoded, further to `TASK_ERRORS`."""
+"""Errors found while decoding a video, in addition to `TASK_ERRORS`."""
 
 
 def task_images(task: VlmTask, patch_size: int) -> list[Image.Image]:

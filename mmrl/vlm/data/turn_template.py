@@ -1,6 +1,6 @@
 """The assistant's turn as the model's chat template writes it: its head, its end, and what follows it.
 
-Turns are rendered, and what surrounds their texts is read from the result:
+Sample turns are rendered, and the text around their contents is read from the result:
 
     [question]                 ... <|im_start|>assistant                                   begin
     [question, X]              ... <|im_start|>assistant <think></think> X <|im_end|>      head, close
@@ -33,20 +33,20 @@ WHOLE_THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*(.*)\Z", re.DOTALL)
 THINKING_MARKS = re.compile(
     r"</?think>|\[/?THINK\]|<\|channel>|<channel\|>|<\|(?:begin|end)_of_thought\|>|</?seed:think>|</?answer>"
 )
-"""Marks of thoughts and answers, which are special tokens of some tokenizers."""
+"""Thought and answer markup, which some tokenizers define as special tokens."""
 NOTHING = re.compile(r"(?!)")
 PARTS_AS_TEXT = re.compile(r"""\{['"]type['"]: ?['"]text['"]""")
-"""A list of parts that a template wrote as Python or JSON does."""
+"""A list of content parts that a template printed as Python or JSON."""
 Message = dict[str, Any]
 
 
 def user_turn(text: str) -> Message:
-    """A turn of the user, with its text as a list of parts, which templates of image models ask for."""
+    """A user turn whose text is a list of parts, as the templates of image models expect."""
     return {"role": "user", "content": [{"type": "text", "text": text}]}
 
 
 def assistant_turn(text: str, **further: Any) -> Message:
-    """The same of the assistant."""
+    """An assistant turn in the same form."""
     return {"role": "assistant", "content": [{"type": "text", "text": text}], **further}
 
 
@@ -55,11 +55,11 @@ class TurnTemplate:
 
     Args:
         processor: renders chats and has the tokenizer.
-        variables: of the template.
-        stops: ids at which the checkpoint itself ends an answer, in its order.
-        name: of the model, for messages.
-        answer_tokens: special tokens that belong to answers; None is those that the template writes into one, and
-            marks of thoughts.
+        variables: template variables.
+        stops: ids at which the checkpoint ends an answer, in its order.
+        name: name of the model, for messages.
+        answer_tokens: special tokens that belong to answers; None means those that the template writes into answers,
+            and thought markup.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class TurnTemplate:
 
     @property
     def parts(self) -> _Parts:
-        """Text that the template writes around an answer, read once."""
+        """Text that the template writes around an answer, cached until the template changes."""
+        # by the template's text: a processor's template can be replaced after the policy was made
         source = str(self._processor.chat_template or self._processor.tokenizer.chat_template)
         if self._read is None or self._read[0] != source:
             self._read = source, _Parts(self)
@@ -86,12 +87,13 @@ class TurnTemplate:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer."""
+        """The tokenizer of the processor."""
         return self._processor.tokenizer
 
     def end_ids(self, stops: Sequence[int]) -> tuple[int, ...]:
-        """Ids that end a sampled answer: the template's own end, then those of the checkpoint."""
+        """Ids that end a sampled answer: first the end token of the template, then those of the checkpoint."""
         parts = self.parts
+        # the last special token: some templates write text or another token before the one that ends the turn
         found = [*control_pattern(self.tokenizer, NOTHING).finditer(parts.close)][-1:]
         if parts.problem or not found:
             return tuple(stops)
@@ -112,7 +114,7 @@ class TurnTemplate:
 
     @functools.cached_property
     def kept_tokens(self) -> tuple[str, ...]:
-        """Special tokens that belong to answers: they are read in samples and written in given answers."""
+        """Special tokens that belong to answers: kept in decoded samples and encoded in given answers."""
         special = special_tokens(self.tokenizer)
         if self._declared is not None:
             unknown = sorted(set(self._declared) - set(special))
@@ -122,6 +124,7 @@ class TurnTemplate:
                     f"have as special tokens; it has: {', '.join(special[:40])}"
                 )
             return tuple(self._declared)
+        # in the order of the tokenizer, so that messages and patterns do not change from run to run
         written = self.parts.written
         return tuple(token for token in special if token in written or THINKING_MARKS.fullmatch(token))
 
@@ -131,9 +134,10 @@ class TurnTemplate:
         return re.compile(f"{MARKUP_OR_MEDIA.pattern}|{own}") if own else MARKUP_OR_MEDIA
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """Texts of answers, without special tokens but those that belong to answers."""
+        """Decode answers, dropping all special tokens except those that belong to answers."""
         tokenizer = self.tokenizer
         kept = set(tokenizer.convert_tokens_to_ids(list(self.kept_tokens)))
+        # the tokenizer drops all special tokens or none, so with kept ones the others are removed by hand
         if not any(kept.intersection(row) for row in rows):
             return tokenizer.batch_decode(rows, skip_special_tokens=True)  # type: ignore[no-any-return]
         left_out = set(tokenizer.convert_tokens_to_ids(special_tokens(tokenizer))) - kept
@@ -141,24 +145,24 @@ class TurnTemplate:
         return tokenizer.batch_decode(shown, skip_special_tokens=False)  # type: ignore[no-any-return]
 
     def encode_answer(self, prompt_text: str, text: str, *, ends: bool = True) -> list[int]:
-        """Tokens of a given answer behind a prompt as the template writes them.
+        """Tokens of a given answer after a prompt, as the template writes them.
 
         Args:
-            prompt_text: the prompt as it was rendered.
-            text: the answer; a `<think>` block at its start is a thought in the template's own form.
-            ends: whether it is whole; else it is the start of one, without the end of the turn.
+            prompt_text: the rendered prompt.
+            text: the answer; a leading `<think>` block is written in the template's form of a thought.
+            ends: whether the answer is complete; if not, the end of the turn is left out.
         """
         self._warn_of_characters(text)
         hidden, (given,) = hide_control_tokens([{"content": text}], self.tokenizer, self._kept_pattern)
         return encode_rendered(self.write(prompt_text, given["content"], ends=ends), hidden, self.tokenizer)
 
     def encode_past(self, text: str) -> list[int]:
-        """Tokens of an answer without a thought as the template writes it once further turns follow, without an end."""
+        """Tokens of an earlier answer (no thought, no end of turn), as the template writes it before further turns."""
         hidden, (given,) = hide_control_tokens([{"content": text}], self.tokenizer)
         return encode_rendered(self.parts.past_head + given["content"], hidden, self.tokenizer)
 
     def write(self, prompt_text: str, content: str, *, ends: bool) -> str:
-        """A given answer behind a prompt as text, its control tokens hidden."""
+        """A given answer after a prompt as text, with its control tokens hidden."""
         parts = self.parts
         if parts.problem:
             raise UserError(f"{self.blame} cannot write a given answer: {parts.problem}")
@@ -170,7 +174,7 @@ class TurnTemplate:
         return body + (parts.close if ends else "")
 
     def check_readers(self, sources: Mapping[str, str]) -> None:
-        """Warn of each reader of answers whose source, by name, names a special token that no text will hold."""
+        """Warn about code that looks for a special token which decoded answers never contain; `sources` are by name."""
         hidden = control_pattern(self.tokenizer, self._kept_pattern)
         for name, source in sources.items():
             for token in sorted({match[0] for match in hidden.finditer(source.replace("\\", ""))}):
@@ -184,10 +188,11 @@ class TurnTemplate:
                 )
 
     def render(self, messages: Sequence[Message], *, asks: bool = False, tools: Sequence[Any] = ()) -> str:
-        """The chat as text; contents become plain texts where the template does not show lists of parts."""
+        """Render the chat as text; contents become plain strings if the template does not support lists of parts."""
         options: dict[str, Any] = {**self._variables, **({"tools": list(tools)} if tools else {})}
         options |= {"tokenize": False, "add_generation_prompt": asks}
         rendered, problem = None, ""
+        # lists first: templates of image models need them, and those of text models may print them verbatim
         for plain in (False, True):
             turns = [_as_text(turn) if plain else turn for turn in messages]
             try:
@@ -197,6 +202,7 @@ class TurnTemplate:
                 continue
             if not PARTS_AS_TEXT.search(rendered) and all(_shows(rendered, text) for text in _texts(messages)):
                 return rendered
+        # a rendering that lacks some texts is still returned: callers check what they need
         if rendered is None:
             raise TemplateError(problem)
         return rendered
@@ -212,18 +218,20 @@ class TurnTemplate:
         """Text that the template writes after an answer: further messages and the head of the next answer.
 
         Args:
-            messages: of the user, or the results of the answer's calls, without control tokens.
-            end: the token that ended the answer; None if it was cut, which is then closed.
-            tools: that the template describes.
-            calls: names of the functions that the answer called, one for each result.
+            messages: user messages, or results of the answer's calls, without control tokens.
+            end: the token that ended the answer; None if the answer was cut off, so that its turn is closed here.
+            tools: tools that the template describes.
+            calls: names of the called functions, one for each result.
 
         Raises:
             UserError: the template does not show the earlier answer or the results.
-            TemplateError: it refuses the messages.
+            TemplateError: the template rejects the messages.
         """
         ended = None if end is None else str(self.tokenizer.convert_ids_to_tokens(end))
         if calls:
             return self._results(messages, ended, tools, calls)
+        # a marker instead of the answer: templates may strip or rewrite an earlier answer, but only the text
+        # behind it is wanted
         before = [user_turn(QUESTION), assistant_turn(EARLIER)]
         whole = self.render([*before, *messages], asks=True, tools=tools)
         if whole.count(EARLIER) != 1:
@@ -234,12 +242,13 @@ class TurnTemplate:
 
     @property
     def blame(self) -> str:
-        """The template, for messages."""
+        """How messages refer to the template."""
         return f"the chat template of {self._name}"
 
     def _whole(self, content: str) -> str | None:
-        """A whole answer behind the head of the turn, without its end; None if the template does not show it."""
+        """A complete answer after the head of the turn, without its end; None if the template does not show it."""
         begin = self.parts.begin
+        # the answer as given, thought included; whether the template shows it unchanged is checked next
         verbatim = self._body(assistant_turn(content))
         if verbatim is not None and not _shows(begin + verbatim, content):
             verbatim = None
@@ -251,13 +260,14 @@ class TurnTemplate:
         mark = self.parts.thought_mark
         if mark is not None and (verbatim is None or "<think>" not in mark):
             inner, rest = thought[1].strip(), thought[2]
+            # under all three names, since templates differ in the one that they read
             own = self._body(assistant_turn(rest, reasoning_content=inner, thinking=inner, reasoning=inner))
             if own is not None and _shows(own, inner) and _shows(own.rpartition(inner)[2], rest):
                 return own
         return verbatim
 
     def _behind_prompt(self, prompt_text: str, content: str) -> str:
-        """An answer where the template shows none of the kind behind its own head, such as one that was begun."""
+        """An answer that the template cannot write after its own head, such as the rest of one already begun."""
         closed = prompt_text.rstrip().endswith("</think>")
         if closed and content.lstrip().startswith("<think>"):
             self._warn_once(
@@ -269,7 +279,7 @@ class TurnTemplate:
         return behind_open_thought(prompt_text, content)
 
     def _body(self, turn: Message) -> str | None:
-        """A turn between the head and the end; None if the template writes others."""
+        """The rendered turn without head and end; None if the template writes a different head or end."""
         parts = self.parts
         try:
             whole = self.render([user_turn(QUESTION), turn])
@@ -280,21 +290,22 @@ class TurnTemplate:
         return whole[len(parts.asked) : len(whole) - len(parts.tail)]
 
     def _started(self, content: str) -> str | None:
-        """The start of an answer behind the head of the turn."""
+        """The start of an answer after the head of the turn; None if it begins with a thought."""
         parts = self.parts
         if OPEN_THINK.search(parts.begin) or content.lstrip().startswith("<think>"):
             return None
         return parts.head + content
 
     def _is_native(self, content: str) -> bool:
-        """Whether a given answer brings the marks of the template's own head."""
+        """Whether a given answer already begins with the special token of the template's head."""
         first = control_pattern(self.tokenizer, NOTHING).search(self.parts.head)
         return first is not None and content.lstrip().startswith(first[0]) and first[0] in self.kept_tokens
 
     def _results(
         self, messages: Sequence[Message], ended: str | None, tools: Sequence[Any], calls: Sequence[str]
     ) -> str:
-        """The results of calls, behind a turn that has these calls."""
+        """Text for the results of calls, after a turn with these calls."""
+        # checked once for each combination of calls, with marks that no template can lose unnoticed
         if tuple(calls) in self._shown:
             return self._behind_calls(messages, ended, tools, calls)
         marks = [{**turn, "content": [{"type": "text", "text": f"result{n}of"}]} for n, turn in enumerate(messages)]
@@ -345,20 +356,20 @@ class TurnTemplate:
         return self._behind(ended, close, rest[len(close) :])
 
     def _behind(self, ended: str | None, close: str, rest: str) -> str:
-        """Text after an answer that already has its end token, or has none yet."""
+        """Text after an answer, without the end token if the answer already has one."""
         if ended is None:
             return close + rest
         return rest if close else rest.removeprefix(ended)
 
     def _length_of_close(self, rest: str) -> int:
-        """Characters of the text behind an answer that end its turn."""
+        """Number of characters after an answer that belong to the end of its turn."""
         if rest.startswith(self.parts.written_close):
             return len(self.parts.written_close)
         first = control_pattern(self.tokenizer, NOTHING).search(rest)  # gpt-oss ends earlier turns with another token
         return 0 if first is None else first.end()
 
     def _warn_of_characters(self, text: str) -> None:
-        """Say of each special token that a given answer names but does not get."""
+        """Warn about special tokens in a given answer that are encoded as plain characters."""
         for match in control_pattern(self.tokenizer, self._kept_pattern).finditer(text):
             self._warn_once(
                 match[0],
@@ -379,9 +390,10 @@ class _Parts:
 
     def __init__(self, template: TurnTemplate) -> None:
         special = control_pattern(template.tokenizer, NOTHING)
+        # empty in case the template rejects the probes: `problem` then says why answers cannot be written
         self.asked = self.begin = self.head = self.tail = self.close = self.written_close = self.past_head = ""
         self.thought_mark: str | None = None
-        """Text between the head of the turn and its thought; None if the template shows no thoughts."""
+        """Text from the head of the turn up to its thought; None if the template shows no thoughts."""
         self.written = set[str]()
         """Special tokens that the template writes into an answer."""
         self.ends_itself, self.problem = True, ""
@@ -398,6 +410,7 @@ class _Parts:
         before, _, self.tail = whole.partition(EARLIER)
         self.head = before.removeprefix(self.asked) if before.startswith(self.asked) else ""
         ends = [*special.finditer(self.tail)]
+        # prefer a token at which the checkpoint stops; later tokens may already belong to the next turn
         end = next((match for match in ends if match[0] in template.stops), ends[0] if ends else None)
         self.close = self.written_close = self.tail.rstrip() if end is None else self.tail[: end.end()]
         self.ends_itself = end is not None  # with a special token, at which sampling can stop
@@ -405,12 +418,13 @@ class _Parts:
         self._read_marks(template, special)
 
     def _read_past(self, template: TurnTemplate, special: re.Pattern[str]) -> None:
-        """Read how the turn is written once another follows; GLM ends it with the next role's mark alone."""
+        """Read how a turn is written before another turn; GLM ends it only with the next role marker."""
         try:
             whole = template.render([user_turn(QUESTION), assistant_turn(EARLIER), user_turn(QUESTION)])
         except TemplateError:
             whole = ""
         before, _, after = whole.partition(EARLIER)
+        # an earlier turn has no open thought, even if the template opens one for the next answer
         asked = OPEN_THINK.sub("", self.asked)
         self.past_head = before[len(asked) :] if before.startswith(asked) else ""
         first = special.search(after.partition(QUESTION)[0])
@@ -418,7 +432,8 @@ class _Parts:
             self.close += first[0] if first is not None and first[0] in template.stops else template.stops[0]
 
     def _read_marks(self, template: TurnTemplate, special: re.Pattern[str]) -> None:
-        """Special tokens of heads, thoughts and calls."""
+        """Collect the special tokens in heads, thoughts and calls."""
+        # every name that templates use for a thought, each with the same text, so that one of them is shown
         fields = dict.fromkeys(("reasoning_content", "thinking", "reasoning"), THOUGHT)
         call = {"type": "function", "id": call_id(0), "function": {"name": "f", "arguments": {"a": 1}}}
         bodies = [self.head]
@@ -433,21 +448,22 @@ class _Parts:
             if THOUGHT in body:
                 self.thought_mark = self.begin + body.partition(THOUGHT)[0]
             bodies.append(body.rpartition(EARLIER)[0] if EARLIER in body else body)
+        # ends of turns are no part of an answer, although every rendered answer has one
         stops = {*template.stops, *special.findall(self.tail), *special.findall(self.close)}
         self.written = {token for body in bodies for token in special.findall(body)} - stops
 
 
 class TemplateError(Exception):
-    """A chat template refuses a chat."""
+    """A chat template rejected a chat."""
 
 
 def call_id(number: int) -> str:
-    """Id of a call: nine letters and digits, as Mistral's templates ask for."""
+    """Id of a call: nine letters and digits, as Mistral's templates require."""
     return f"call{number:05d}"
 
 
 def behind_open_thought(prompt_text: str, text: str) -> str:
-    """A given answer as it continues its prompt: where that opened a thought, without the tag, or closing it first."""
+    """Adapt a given answer to a prompt that opened a thought: drop its `<think>` tag, or close the thought first."""
     if OPEN_THINK.search(prompt_text) is None:
         return text
     if text.startswith("<think>"):
@@ -468,5 +484,5 @@ def _texts(messages: Sequence[Message]) -> list[str]:
 
 
 def _shows(rendered: str, text: str) -> bool:
-    """Whether a text is in a rendering, whatever white space the template leaves."""
+    """Whether a rendering contains a text, ignoring white space."""
     return "".join(text.split()) in "".join(rendered.split())

@@ -1,8 +1,8 @@
 """Attention of responses that share a prompt: the prompt's keys and values exist once for the whole group.
 
 A response attends to its prompt and to itself. The two parts run as two ordinary attention kernels and are merged
-through their log-sum-exps; in the backward pass each part's own backward kernel gets the merged output and
-log-sum-exp, so that its softmax is that of the whole and the gradients of the two parts add up.
+through their log-sum-exps. In the backward pass both backward kernels get the merged output and log-sum-exp, so each
+recomputes the softmax over prompt and response, and the gradients of the two parts add up.
 
 Source: the merging rule of blockwise attention (Liu et al., Ring Attention, arXiv 2310.01889, section 3); one prefix
 for many continuations as in Hydragen (arXiv 2402.05099) and Prefix Grouper (arXiv 2506.05433).
@@ -37,6 +37,7 @@ def joined_attention(
 
     Gradient: through all five, summed over the group for prompt_k and prompt_v; first derivatives only.
     """
+    # private operators of torch, so they are tested once for each device, dtype and width
     kernels = kernels_for(q.device.type, q.dtype, q.shape[-1])
     if kernels is None:
         return _dense(q, k, v, prompt_k, prompt_v, prompt_real, scale)
@@ -62,7 +63,7 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 
 
 class Part(NamedTuple):
-    """One of the two kernel calls that an attention is joined from."""
+    """Arguments of one of the two kernel calls whose results are merged."""
 
     q: Tensor
     """(b, H, Q, d)."""
@@ -82,7 +83,7 @@ class Kernels(NamedTuple):
     forward: Callable[[Part], tuple[Any, ...]]
     """Output, log-sum-exp (b, H, Q) and a tuple of the backward kernel's other inputs."""
     backward: Callable[[Part, Tensor, Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
-    """Gradients of q, k, v, given a part, the gradient of its output, the output, the log-sum-exp and the tuple."""
+    """Gradients of q, k, v from the part, the output's gradient, the output, the log-sum-exp and the tuple."""
 
 
 class _Joined(torch.autograd.Function):
@@ -132,6 +133,7 @@ class _Joined(torch.autograd.Function):
         far_q, far_k, far_v = kernels.backward(to_prompt, *folded, rest[:far_count])
         rows = (_rows(grad), _rows(out), lse.flatten(0, 1))
         near_q, near_k, near_v = kernels.backward(to_self, *rows, rest[far_count:])
+        # the queries take part in both kernels; keys and values of prompt and response in one each
         grad_q = _unfold(far_q, shape, heads) + near_q.transpose(1, 2).unflatten(0, shape[:2])
         grad_k, grad_v = (  # summed over the query heads of each key head
             x.transpose(1, 2).unflatten(0, shape[:2]).unflatten(3, (heads, -1)).sum(4) for x in (near_k, near_v)
@@ -157,7 +159,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _fold(x: Tensor, heads: int) -> Tensor:
-    """Queries of a group as one long query sequence for each key head: (N, G, T, H, d) to (N, Hk, r G T, d)."""
+    """Fold a group's queries into one long sequence for each key head: (N, G, T, H, d) to (N, Hk, r G T, d)."""
     return x.unflatten(3, (heads, -1)).permute(0, 3, 4, 1, 2, 5).flatten(2, 4)
 
 
@@ -370,7 +372,7 @@ def _no_autocast(x: Tensor) -> torch.autocast:
 
 @dataclass(frozen=True)
 class PackedIndex:
-    """Indices from a packed row to a padded table, and back."""
+    """Indices that map a packed row to a padded table and back."""
 
     index: Tensor | None
     """Table of token numbers, 0 on padding; None if the row only has to be reshaped."""
@@ -406,19 +408,21 @@ def prompt_index(lengths: Tensor, device: torch.device) -> PackedIndex:
         return PackedIndex(None, None, None, (count, width))
     column = torch.arange(width)
     real = column < lengths[:, None]
+    # padding points to token 0, which always exists; masks and the causal order hide it
     starts = lengths.cumsum(0) - lengths
     index = (starts[:, None] + column).masked_fill(~real, 0)
     return PackedIndex(index, torch.nonzero(real.flatten()).flatten(), real, (count, width)).to(device)
 
 
 def response_index(lengths: Tensor, group: Tensor, prompts: int, device: torch.device) -> PackedIndex:
-    """Index of B responses of `lengths` (B,) to the prompts `group` (B,), packed, in a table (N, G, T).
+    """Map B packed responses, of `lengths` (B,) and to the prompts `group` (B,), to a table (N, G, T).
 
-    Lengths and groups are on the host; the index is on a device.
+    Lengths and groups are on the host, the index is on `device`.
     """
     sizes = torch.bincount(group, minlength=prompts)
     width, most = int(lengths.max()), int(sizes.max())
     shape = (prompts, most, width)
+    # equal groups in order need no gather: the row is a view of the table
     in_order = bool((group == torch.arange(len(group)) // most).all())
     if in_order and len(group) == prompts * most and bool((lengths == width).all()):
         return PackedIndex(None, None, None, shape)
@@ -433,6 +437,7 @@ def response_index(lengths: Tensor, group: Tensor, prompts: int, device: torch.d
     real = (row >= 0)[..., None] & (column < lengths[row.clamp(min=0)][..., None])
     starts = (lengths.cumsum(0) - lengths)[row.clamp(min=0)]
     index = (starts[..., None] + column).masked_fill(~real, 0)
+    # built from `index` and not by a mask, because responses of a group need not be neighbours in the row
     inverse = torch.empty(int(lengths.sum()), dtype=torch.int64)
     inverse[index[real]] = torch.nonzero(real.flatten()).flatten()
     return PackedIndex(index, inverse, real, shape).to(device)

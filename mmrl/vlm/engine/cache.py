@@ -1,4 +1,4 @@
-"""A cache of transformers whose states can be read by several rows and differentiated."""
+"""A transformers cache whose states can be shared by several rows and differentiated."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def filled_cache(config: Any, keys: Sequence[Tensor], values: Sequence[Tensor]) 
 
 
 def mapped(cache: DynamicCache, function: Callable[[Tensor], Tensor]) -> DynamicCache:
-    """A cache with the images of all states; layers replace their states, so the given one never changes with it."""
+    """A copy of a cache with `function` applied to all states; updates of the copy leave the given cache unchanged."""
     made = copy.copy(cache)
     made.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in made.layers:
@@ -68,7 +68,7 @@ def _is_state(value: Any) -> bool:
 
 
 class AssignedStates(LinearAttentionLayer):
-    """States of linear attention that are assigned, where transformers copies them in place, which ends gradients."""
+    """Linear attention states that are assigned; transformers copies them in place, which breaks gradients."""
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
@@ -93,7 +93,7 @@ class AssignedStates(LinearAttentionLayer):
         return recurrent_states
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the states of some rows, each as often as it is named."""
+        """Select the states of some rows; a row may occur several times."""
         for states in (self.conv_states, self.recurrent_states):
             for index, state in states.items():
                 states[index] = None if state is None else state[indices]

@@ -1,4 +1,4 @@
-"""The parts of transformers' interface that the generic lane needs, looked at before a model's weights are read."""
+"""Check, before loading weights, that transformers offers what the generic lane needs."""
 
 from __future__ import annotations
 

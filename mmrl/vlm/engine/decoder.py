@@ -1,15 +1,15 @@
-"""Decode token by token without the transformers modules: few, large operations in buffers made beforehand.
+"""Decode token by token without the transformers modules: few, large operations in preallocated buffers.
 
-A prompt's keys and values are read once for all rows of its group and each row adds its own, as in Hydragen (arXiv
-2402.05099), but with one softmax over both parts. The rows of a group have neighbouring slots:
+A prompt's keys and values are read once for all rows of its group, and each row has its own keys and values for its
+response, as in Hydragen (arXiv 2402.05099), but with one softmax over both. The rows of a group use adjacent slots:
 
     prompt              0              1
     slot                0    1    2    3    4    5      N groups of R slots, R = rows of the largest group
     row                 0    1    2    3    4    -      an unused slot repeats row 0 and is never read
     scores of a slot    [far: the P tokens of its prompt | near: the tokens that it has read]
 
-`lean.py` says which text decoders there are. Shapes: b rows, N prompts, H query heads, r of them to each of the Hk key
-heads, d the width of a head, t tokens read, V tokens known.
+`lean.py` lists the supported text decoders. Shapes: b rows, N prompts, H query heads, r of them per key head, Hk key
+heads, d the width of a head, t tokens read, V the vocabulary size.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ ROOM = 64
 
 
 class PrefixDecoder:
-    """Rows that are decoded together, at most `steps` tokens each.
+    """Decodes rows together, at most `steps` tokens each.
 
-    `prefix` holds N prompts without history; `prompt` (b,) int64, on the CPU, is the prompt of each row, ascending, and
-    every prompt has a row; the tokens `banned` (K,) int64 are never drawn. Indices of rows are on the CPU too.
+    `prefix` holds N prompts without history. `prompt` (b,) int64, on the CPU, is the prompt of each row, in ascending
+    order; every prompt has a row. The tokens `banned` (K,) int64 are never drawn. Row indices are also on the CPU.
     """
 
     def __init__(self, weights: LeanWeights, prefix: Prefix, prompt: Tensor, steps: int, banned: Tensor) -> None:
@@ -39,7 +39,7 @@ class PrefixDecoder:
         self._attention = _GroupAttention(weights, prefix, prompt, steps)
 
     def keep(self, index: Tensor) -> None:
-        """Drop all rows but `index` (n,), and the prompts that are left without rows."""
+        """Keep only the rows `index` (n,) and their prompts."""
         self._attention.keep(index)
 
     def cached(self, index: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -56,6 +56,7 @@ class PrefixDecoder:
             hidden = functional.embedding(token, weights.embedding)
             for number, layer in enumerate(weights.layers):
                 x = layer.norm_attention(hidden).to(weights.dtype)
+                # the residual stream stays in the precision of the embedding; only layer inputs are cast
                 hidden.add_(layer.out(attention(number, layer, x)))
                 hidden.add_(layer.mlp(layer.norm_mlp(hidden).to(weights.dtype)))
             return weights.norm(hidden).to(hidden.dtype)
@@ -71,7 +72,7 @@ class PrefixDecoder:
 
 
 class _Slots:
-    """Slots of b rows among N groups; on the CPU, and what every step reads on the device as well."""
+    """Slots of b rows in N groups; on the CPU, and on the device what every step reads."""
 
     def __init__(self, prompt: Tensor, groups: int, device: torch.device) -> None:
         number = torch.arange(len(prompt))
@@ -85,7 +86,7 @@ class _Slots:
 
 
 class _Buffers:
-    """Tensors that every layer of every step writes to, with the views of them that its operations need."""
+    """Preallocated tensors that all layers and steps write to, and the views that the operations need."""
 
     def __init__(self, weights: LeanWeights, slots: _Slots, prompt_width: int) -> None:
         heads, kv_heads, d = weights.heads, weights.kv_heads, weights.head_dim
@@ -120,7 +121,7 @@ class _Buffers:
 
 
 class _Step:
-    """Tensors of one step, the t-th; made once for all layers: between large products small calls find cold caches."""
+    """Tensors of step t, made once for all layers: small calls between large products are slow (cold caches)."""
 
     def __init__(self, buffers: _Buffers, keys: list[Tensor], values: list[Tensor], t: int) -> None:
         (batch, _, width), (slots, heads, _) = buffers.far.shape, buffers.near_queries.shape
@@ -136,7 +137,7 @@ class _Step:
 
 
 class _GroupAttention:
-    """Attention of rows to the prompt of their group, `far`, and to themselves, `near`."""
+    """Attention of each row to the prompt of its group (`far`) and to its own response (`near`)."""
 
     def __init__(self, weights: LeanWeights, prefix: Prefix, prompt: Tensor, steps: int) -> None:
         self.weights = weights
@@ -146,15 +147,16 @@ class _GroupAttention:
         self.prefix_values = [x.to(weights.dtype).contiguous().flatten(0, 1) for x in prefix.values]
         self.read, self.steps, self.room = 0, steps, 0
         self._arrange(prompt)
-        # (N, Hk, R, d, room) and (N, Hk, R, room, d)
+        # keys are transposed so that both products are plain bmm calls: (N, Hk, R, d, room) and (N, Hk, R, room, d)
         shape, width = (len(prefix), weights.kv_heads, self.slots.size), weights.head_dim
         self.keys = [self.buffers.queries.new_empty(*shape, width, 0) for _ in prefix.keys]
         self.values = [self.buffers.queries.new_empty(*shape, 0, width) for _ in prefix.values]
 
     def keep(self, index: Tensor) -> None:
-        """Drop all rows but some (n,), and the prompts that are left without rows."""
+        """Keep only the rows `index` (n,) and their prompts."""
         kv_heads, before, size = self.weights.kv_heads, self.slots.host_of_row[index], self.slots.size
         live, prompt = torch.unique_consecutive(self.slots.prompt[index], return_inverse=True)
+        # gathering copies all keys and values of the prompts, so only when a whole group has finished
         if len(live) < len(self.lengths):
             self.lengths, self.next_position = self.lengths[live], self.next_position[live]
             kept = to_device(live, self.device)
@@ -184,6 +186,7 @@ class _GroupAttention:
         if self.read == self.room:
             self._make_room()
         self.cosine, self.sine = self.cosines[self.read], self.sines[self.read]
+        # counted before attending: a token attends to itself, and its keys go to the last of the `read` columns
         self.read += 1
         self.step = _Step(self.buffers, self.keys, self.values, self.read)
 
@@ -195,10 +198,12 @@ class _GroupAttention:
         if layer.norm_heads is not None:
             buffers.heads_in.copy_(layer.norm_heads(buffers.heads_in))
         self._rotate()
+        # scaling the queries once also casts them, and is cheaper than scaling both score matrices
         torch.mul(buffers.unscaled_queries, self.weights.head_dim**-0.5, out=buffers.queries)
         step.new_keys[number].copy_(buffers.keys)
         step.new_values[number].copy_(buffers.values)
         torch.bmm(buffers.far_queries, self.prefix_keys[number], out=buffers.far)
+        # only prompts are padded: a row's own tokens all count, so `near` needs no mask
         if self.padding is not None:
             buffers.far_by_group.add_(self.padding)
         torch.bmm(buffers.near_queries, step.keys[number], out=step.near)
@@ -212,7 +217,7 @@ class _GroupAttention:
         return context.index_select(0, self.slots.of_row) if self.slots.ragged else context
 
     def _rotate(self) -> None:
-        """Turn queries and keys by their position, and spread them over the slots."""
+        """Apply the rotary embedding to queries and keys, and scatter them to the slots."""
         buffers = self.buffers
         # (x1, x2) to (x1 cos - x2 sin, x2 cos + x1 sin), half a head at a time
         torch.mul(buffers.heads_in, self.cosine, out=buffers.rotated)
@@ -223,7 +228,7 @@ class _GroupAttention:
             torch.index_select(buffers.values_in, 0, self.slots.row, out=buffers.slot_values)
 
     def _arrange(self, prompt: Tensor) -> None:
-        """Give each row its slot, and allocate all tensors of the rows' shape again."""
+        """Assign a slot to each row and reallocate all tensors whose shape depends on the rows."""
         self.slots = _Slots(prompt, len(self.lengths), self.device)
         width = self.prefix_keys[0].shape[2]
         padding = torch.arange(width) >= self.lengths[:, None]

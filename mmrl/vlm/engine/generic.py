@@ -5,10 +5,9 @@
     responses        base model, repeated cache    continuations alone
 
 Prompts of one length share a pass, and where the cache holds the keys and values of all tokens those of similar
-lengths too, padded at their end. So sliding windows, linear attention and positions that a model counts by itself need
-no mask. Where the cache cannot be used (gradient checkpointing while
-training, images inside responses, `model.shared_prefix=false`) every response is read behind its own prompt; its media
-pass the tower once all the same.
+lengths too, padded at their end. Sliding windows, linear attention and positions counted by the model therefore need
+no mask. If the cache cannot be used (gradient checkpointing while training, images inside responses,
+`model.shared_prefix=false`), the prompt is read again for every response, but its media still pass the tower only once.
 """
 
 from __future__ import annotations
@@ -125,7 +124,7 @@ class GenericLane:
         return self.read(policy, prompts)[torch.arange(len(prompts), device=policy.device), ends - 1]
 
     def encode_prefix(self, policy: Any, prompts: Sequence[Prompt]) -> CachedPrefix:
-        """Read N prompts, each once, those of similar lengths together.
+        """Read each of N prompts once, batching those of similar lengths.
 
         Gradient: flows into all trainable weights.
         """
@@ -151,7 +150,7 @@ class GenericLane:
         return CachedPrefix(parts)
 
     def together(self, prompts: Sequence[Prompt]) -> Iterator[list[int]]:
-        """Numbers of the prompts that share a pass: of one length, or padded a little where the cache allows it."""
+        """Indices of prompts that share a pass: of equal length, or with a little padding if the cache allows it."""
         lengths = [len(prompt) for prompt in prompts]
         order, chosen = sorted(range(len(prompts)), key=lengths.__getitem__), list[int]()
         waste = MOST_PADDING if self.pads else 0.0
@@ -166,7 +165,7 @@ class GenericLane:
     def read_behind(
         self, policy: Any, before: Prefix, parts: Sequence[Prompt]
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """States (b, t, H) of parts, each behind its own history, and keys and values (b, Hk, t, d) by layer."""
+        """States (b, t, H) of parts, each after its own history, and keys and values (b, Hk, t, d) by layer."""
         from mmrl.vlm.engine.cache import filled_cache
 
         width, lengths = before.keys[0].shape[2], torch.tensor([len(part) for part in parts], device=policy.device)

@@ -19,7 +19,7 @@ class Head:
 
     Args:
         network: the model.
-        plain: the logits are known to be the product of states and output embedding; else that is tried.
+        plain: the logits are known to be the product of states and output embedding; otherwise this is tested.
     """
 
     def __init__(self, network: Any, *, plain: bool) -> None:
@@ -95,7 +95,7 @@ class Head:
 
 
 class _Given:
-    """States in the place of what the model's body returns; it has nothing else."""
+    """Minimal output of a model body: only the last states."""
 
     def __init__(self, states: Tensor) -> None:
         self.last_hidden_state = states
@@ -124,7 +124,7 @@ def own_logits(network: Any, states: Tensor) -> Tensor:
 
 
 def _is_plain(network: Any) -> bool:
-    """Whether the logits are the product of states and output embedding, tried on two states."""
+    """Whether the logits are the product of states and output embedding, tested on two states."""
     layer = network.get_output_embeddings()
     if not isinstance(layer, nn.Linear):
         return False

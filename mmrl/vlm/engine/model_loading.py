@@ -51,7 +51,7 @@ def set_pixels(processor: Any, config: ModelConfig) -> None:
 
 
 def template_variables(processor: Any, config: ModelConfig, switch: str) -> dict[str, bool]:
-    """Variables of the chat template that the settings ask for; raises UserError where it has none of the kind."""
+    """Chat template variables for the settings; raises UserError if the template lacks one."""
     if config.thinking is None:
         return {}
     template = processor.chat_template or processor.tokenizer.chat_template
@@ -89,7 +89,7 @@ def prepare(network: Any, config: ModelConfig, adapter: Path | None) -> Any:
 
 
 def fast_lane_obstacle(network: Any, config: ModelConfig) -> str | None:
-    """Reason why a model is not computed by the suite's own attention and decoder; None if it is."""
+    """Why a model cannot use the custom attention and decoder; None if it can."""
     kind = network.config.model_type
     if config.lane == "generic":
         return "model.lane is generic"
@@ -101,7 +101,7 @@ def fast_lane_obstacle(network: Any, config: ModelConfig) -> str | None:
 
 
 def _unshareable_reason(network: Any, config: ModelConfig) -> str | None:
-    """Reason why the prompts of a model cannot be shared by their groups; None if they can."""
+    """Why a model cannot share prompts within a group; None if it can."""
     text = network.config.text_config
     if not config.shared_prefix:
         return "model.shared_prefix is false"

@@ -59,7 +59,7 @@ class Prefix:
         return to_device(torch.arange(width) < self.lengths[:, None], self.last_state.device)
 
     def select(self, index: Tensor | list[int]) -> Prefix:
-        """Prompts `index` (n,), no wider than the longest of them."""
+        """Select the prompts `index` (n,), padded to the longest of them."""
         index = torch.as_tensor(index).cpu()
         lengths, rows = self.lengths[index], to_device(index, self.last_state.device)
         # padding is at the end, so a shorter choice of prompts can drop columns and attend to fewer keys
@@ -74,7 +74,7 @@ class Prefix:
         )
 
     def detach(self) -> Prefix:
-        """The same numbers without their history."""
+        """The same values without autograd history."""
         return self._map(Tensor.detach)
 
     def leaves(self) -> Prefix:
@@ -83,7 +83,7 @@ class Prefix:
         return self._map(lambda x: x.detach().requires_grad_(x.requires_grad))
 
     def tensors(self) -> list[Tensor]:
-        """Everything that gradients flow through."""
+        """All tensors that gradients flow through."""
         return [*self.keys, *self.values, self.last_state, *([] if self.routes is None else [self.routes])]
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Prefix:
@@ -98,7 +98,7 @@ class Prefix:
 
     @staticmethod
     def concat(parts: Sequence[Prefix]) -> Prefix:
-        """Prompts of all parts, one after another."""
+        """Concatenate the prompts of all parts."""
         if len(parts) == 1:
             return parts[0]
         width = max(part.keys[0].shape[2] for part in parts)
@@ -126,7 +126,7 @@ class CachedPart:
     """Prompts in one transformers cache, right-padded to the longest."""
 
     numbers: Tensor
-    """(n,) int64, which of the prefix's prompts they are."""
+    """(n,) int64, index of each prompt in the prefix."""
     cache: Any
     """Their keys, values and other states. Never modified: `select` copies it before decoding extends it."""
     lengths: Tensor
@@ -194,9 +194,10 @@ class CachedPrefix:
         return any(part.last_state.requires_grad for part in self.parts)
 
     def select(self, index: Tensor | list[int]) -> CachedPrefix:
-        """Prompts `index` (n,)."""
+        """Select the prompts `index` (n,)."""
         parts = []
         for part in self.parts:
+            # a prompt may be wanted several times, so all pairs of wanted and held numbers are compared
             wanted = torch.as_tensor(index, device=part.numbers.device)
             # a prompt may be wanted several times: each match becomes a row, numbered by its place in `index`
             numbers, rows = torch.nonzero(wanted[:, None] == part.numbers, as_tuple=True)
@@ -205,7 +206,7 @@ class CachedPrefix:
         return CachedPrefix(parts)
 
     def detach(self) -> CachedPrefix:
-        """The same numbers without their history."""
+        """The same values without autograd history."""
         return CachedPrefix([part.map(Tensor.detach) for part in self.parts])
 
     def leaves(self) -> CachedPrefix:
@@ -213,7 +214,7 @@ class CachedPrefix:
         return CachedPrefix([part.map(lambda x: x.detach().requires_grad_(x.requires_grad)) for part in self.parts])
 
     def tensors(self) -> list[Tensor]:
-        """Everything that gradients flow through."""
+        """All tensors that gradients flow through."""
         from mmrl.vlm.engine.cache import states
 
         found = [x for part in self.parts for x in (*states(part.cache), part.last_state, part.routes)]
@@ -222,13 +223,14 @@ class CachedPrefix:
     def table(self) -> Prefix:
         """All prompts as one table; requires every layer to keep the keys and values of all tokens."""
         whole = Prefix.concat([part.table() for part in self.parts])
+        # parts were grouped by length, so their prompts may be in another order than those of the caller
         order = torch.cat([part.numbers for part in self.parts])
         in_order = torch.equal(order, torch.arange(len(order), device=order.device))
         return whole if in_order else whole.select(order.argsort())
 
     @staticmethod
     def concat(parts: Sequence[CachedPrefix]) -> CachedPrefix:
-        """Prompts of all parts, one after another."""
+        """Concatenate the prompts of all parts."""
         starts = [0, *accumulate(len(part) for part in parts)]
         pairs = [(part, start) for prefix, start in zip(parts, starts, strict=False) for part in prefix.parts]
         return CachedPrefix([replace(part, numbers=part.numbers + start) for part, start in pairs])
@@ -271,7 +273,7 @@ class KeptPrefill:
         self._computed_by: Hashable = None
 
     def put(self, prompts: Sequence[Prompt], prefix: AnyPrefix, weights: Callable[[], Hashable]) -> None:
-        """Remember the prefix of prompts that were just sampled from."""
+        """Keep the prefix of prompts that were just sampled from; without history, only up to `KEPT_BYTES`."""
         self._forget_outdated(weights)
         # many prompts point into one prefix, whose memory counts once
         held = {id(kept): kept for kept, _ in self._found.values()}
@@ -303,6 +305,7 @@ class KeptPrefill:
         return _concat([part.detach() for part in parts])
 
     def _forget_outdated(self, weights: Callable[[], Hashable]) -> None:
+        # any change of weights, adapter or precision makes all prefixes wrong, not only those asked for
         now = weights()
         if now != self._computed_by:
             self._found.clear()
@@ -313,6 +316,7 @@ def _select_runs(found: Sequence[tuple[AnyPrefix, int]]) -> list[AnyPrefix]:
     """The prompts found, taken from each prefix in the longest possible runs."""
     runs: list[tuple[AnyPrefix, list[int]]] = []
     for prefix, index in found:
+        # the order of the prompts has to stay, so only neighbours from one prefix are selected together
         if not runs or runs[-1][0] is not prefix:
             runs.append((prefix, []))
         runs[-1][1].append(index)
@@ -329,10 +333,10 @@ class _SharedPrefix:
     whole: AnyPrefix
     """The computed prefix, with its history."""
     leaves: AnyPrefix
-    """Read by the micro-batches, whose gradients add up here."""
+    """What the micro-batches read; their gradients accumulate here."""
 
     def backward(self) -> None:
-        """Backpropagate the sum of the gradients through the prompts, once."""
+        """Backpropagate the accumulated gradients through the prompts once."""
         pairs = zip(self.whole.tensors(), self.leaves.tensors(), strict=True)
         # a leaf without gradient has no history or was not read; autograd takes no None for a tensor
         used = [(tensor, leaf.grad) for tensor, leaf in pairs if leaf.grad is not None]
@@ -373,17 +377,18 @@ class PrefixStore:
         if view in shared and shared[view].prompts != names:
             shared.pop(view).backward()
         if view not in shared:
-            # a kept graph is left alone here: with gradient, micro-batches compute a prefix of their own
+            # a kept graph is not used here: it is kept only for one update on all rows, without micro-batches
             whole = self._policy().encode_prefix(prompts) if torch.is_grad_enabled() else self._kept_or_new(prompts)
             shared[view] = _SharedPrefix(names, whole, whole.leaves() if torch.is_grad_enabled() else whole)
         return shared[view].leaves
 
     @contextlib.contextmanager
     def open(self) -> Iterator[PrefixStore]:
-        """Share the prefix of a group between its micro-batches, however many there are.
+        """Share the prefix of a group between any number of its micro-batches.
 
-        Gradients add up at the prefix; `backward` sends them on, and so does the first micro-batch of another group.
+        Gradients accumulate at the prefix until `backward`, or until the first micro-batch of another group.
         """
+        # not cleared at the end but restored, so that scopes can be nested
         before, self._shared = self._shared, {}
         try:
             yield self

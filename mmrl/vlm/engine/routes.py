@@ -1,4 +1,4 @@
-"""How the tokens of a mixture of experts are spread over the experts, as its routers decide in each layer."""
+"""How the routers of a mixture of experts distribute tokens over the experts, in each layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmrl.vlm.engine.rows import Reading
 
 
 class Routes:
-    """Sums over tokens and layers of what the routers of a network decide; nothing where that is not wanted.
+    """Sums of the router decisions of a network over tokens and layers; inactive unless `wanted`.
 
     Sums are (..., 2, E): how often each of E experts is chosen, and the sum of its probabilities, which has a gradient.
     """
@@ -54,7 +54,7 @@ class Routes:
         return tokens.new_zeros(count, *tokens.shape[1:]).index_add(0, owner[real], tokens)
 
     def add(self, real: Tensor) -> None:
-        """Count the tokens of the pass just watched, where `real` (M,) is True."""
+        """Count the tokens of the last watched pass for which `real` (M,) is True."""
         if (found := self.sums(real.long() - 1, 1)) is not None:
             self._parts.append(found[0])
 
@@ -66,7 +66,7 @@ class Routes:
         self.add(((torch.arange(hidden.shape[1], device=before.device) < ends) & scored[:, None]).flatten())
 
     def add_prompts(self, found: Tensor | None, reading: Reading) -> None:
-        """Count prompts with sums (N, 2, E) once for each of their rows, as if every row had its own."""
+        """Count prompts with sums (N, 2, E) once per row that uses them, as if every row had its own prompt."""
         if found is not None:
             rows = torch.bincount(reading.group[reading.row.unique()], minlength=len(found))
             self._parts.append(torch.tensordot(rows.to(found.dtype), found, 1))

@@ -1,4 +1,4 @@
-"""Rows of prompt and response tokens for one forward pass, built without a loop over rows.
+"""Lay out prompt and response tokens for one forward pass, without a loop over rows.
 
 Flat rows are a prompt followed directly by its response, padded only on the right. No token that counts comes
 after a pad, so the causal mask alone keeps padding out and no attention mask is needed. With shared prompts, all
@@ -62,6 +62,7 @@ def tabulate(prompts: Sequence[Prompt], pad_id: int, device: torch.device) -> Pr
         positions[:, index, : len(prompt)] = prompt.position_ids
     visual = types > 0
     # the vision tower's features come prompt by prompt, in the order of their tokens
+    # so a running count over the whole table is the row of each token in the feature table
     numbers = visual.flatten().cumsum(0).view_as(types) - 1
     return PromptTable(
         ids=to_device(ids, device),
@@ -73,7 +74,7 @@ def tabulate(prompts: Sequence[Prompt], pad_id: int, device: torch.device) -> Pr
 
 
 def pack_rows(table: PromptTable, group: Tensor, responses: Tensor, lengths: Tensor, pad_id: int) -> PackedRows:
-    """Put each row's response (B, T) int64, of which `lengths` (B,) are read, behind the prompt `group` (B,)."""
+    """Append the first `lengths` (B,) tokens of each response (B, T) int64 to its prompt, `group` (B,)."""
     prompt_lengths = table.lengths[group][:, None]
     width = int((prompt_lengths[:, 0] + lengths).max())
     column = torch.arange(width, device=group.device)[None]
@@ -87,15 +88,17 @@ def pack_rows(table: PromptTable, group: Tensor, responses: Tensor, lengths: Ten
         ids = torch.where(in_prompt, ids, tail)
     ids = ids.masked_fill(offset >= lengths[:, None], pad_id)
     prompt_positions = table.positions[:, group].gather(2, inner[None].expand(3, -1, -1))
+    # not the column: images take fewer positions than tokens, so a response starts before its column
     positions = torch.where(in_prompt, prompt_positions, table.next_position[group][:, None] + offset)
     feature = table.feature[group].gather(1, inner).masked_fill(~in_prompt, -1)
     visual = feature >= 0
+    # several rows may repeat a prompt, so they point to its features instead of copying them
     places = torch.nonzero(visual.flatten()).flatten()
     return PackedRows(ids, positions, visual, feature.flatten()[places], places)
 
 
 def pack_prompts(prompts: Sequence[Prompt], device: torch.device) -> PackedRows:
-    """Prompts end to end in one row."""
+    """Concatenate prompts into one row."""
     visual = torch.cat([prompt.mm_token_type_ids for prompt in prompts]) > 0
     return PackedRows(
         ids=to_device(torch.cat([prompt.input_ids for prompt in prompts])[None], device),
@@ -107,7 +110,7 @@ def pack_prompts(prompts: Sequence[Prompt], device: torch.device) -> PackedRows:
 
 
 def pack_responses(responses: Tensor, lengths: Tensor, first_position: Tensor) -> PackedRows:
-    """Responses (B, T) end to end in one row: `lengths` (B,) tokens of each, rotary positions from `first_position`.
+    """Concatenate the first `lengths` (B,) tokens of responses (B, T), with rotary positions from `first_position`.
 
     Lengths and first positions are on the host.
     """
@@ -121,11 +124,11 @@ def pack_responses(responses: Tensor, lengths: Tensor, first_position: Tensor) -
 
 @dataclass
 class Reading:
-    """R rows of at most T tokens behind N prompts, and M tokens of them that are scored.
+    """R rows of at most T tokens that follow N prompts, and the M tokens in them that are scored.
 
-    A response is usually one row behind the prompt of its group. One that continues behind other prompts, because its
-    history lost its oldest images, is several rows: each is read behind its own prompt and holds the tokens from there
-    on.
+    A response is usually one row after the prompt of its group. If the history lost its oldest images along the way,
+    the response continues after a different prompt, in another row; each row starts at the first token read after
+    its prompt.
     """
 
     prompts: list[Prompt]
@@ -137,15 +140,15 @@ class Reading:
     tokens: Tensor
     """(R, T) int64."""
     lengths: Tensor
-    """(R,) int64, tokens of each row that the model reads: those before the last one that is scored."""
+    """(R,) int64, number of tokens of each row that the model reads: all before the last scored one."""
     row: Tensor
     """(M,) int64, row of each scored token."""
     step: Tensor
     """(M,) int64, its index in the row."""
     inserts: list[tuple[Insert, ...]]
-    """Parts of the rows that were not sampled, as far as they are read; empty where no row has any."""
+    """Parts of the rows that were not sampled, if they are read; empty if no row has any."""
     mixed: dict[str, Tensor]
-    """Mixtures of tokens that are read in the place of the rows' own; see `VlmPayload`."""
+    """Soft tokens to read instead of sampled tokens; see `VlmPayload`."""
     host_group: Tensor
     """`group` on the host."""
     host_lengths: Tensor
@@ -160,7 +163,7 @@ class Reading:
 def make_reading(
     payload: VlmPayload, view: str, group: Tensor, mask: Tensor, device: torch.device | None = None
 ) -> Reading:
-    """Rows on a device of the responses of `group` (B,) behind a view of their prompts.
+    """Lay out the responses of the groups `group` (B,) after a view of their prompts, on a device.
 
     `mask` (B, T) is 1 on scored tokens; both are on the host, where the rows are laid out.
     """
@@ -176,6 +179,7 @@ def make_reading(
         response = torch.repeat_interleave(first.diff())  # of each row
         responses = responses[to_device(response, device)].gather(1, to_device(shifted, device))
         # rows in order of response and start: a token belongs to the last one that starts at it or before it
+        # (response, step) pairs become single sorted numbers, so that one search serves all tokens
         width = int(max(starts.max(), step.max() if len(step) else 0)) + 1
         row = torch.searchsorted(response * width + starts, row * width + step, right=True) - 1
         step = step - starts[row]
@@ -191,6 +195,7 @@ def make_reading(
     lengths = torch.zeros(len(responses), dtype=torch.int64).scatter_reduce_(0, row, step, "amax")
     if any(inserts):
         pairs = zip(inserts, lengths.tolist(), strict=True)
+        # what comes after the last scored token is not read, and its images need not be encoded
         inserts = [tuple(insert for insert in own if insert.start < length) for own, length in pairs]
     read, row, step, owner = (to_device(x, device) for x in (lengths, row, step, group))
     inserts = inserts if any(inserts) else []
@@ -199,7 +204,7 @@ def make_reading(
 
 
 def pack_reading(reading: Reading, first_position: Tensor) -> PackedRows:
-    """The rows end to end in one row, with their images; `first_position` (R,) int64, on the host, are rotary."""
+    """Concatenate the rows, with their images; `first_position` (R,) int64, on the host, are rotary positions."""
     if not reading.inserts:
         return pack_responses(reading.tokens, reading.host_lengths, first_position)
     device = reading.tokens.device
@@ -222,7 +227,7 @@ def pack_reading(reading: Reading, first_position: Tensor) -> PackedRows:
 
 
 def joined_rows(reading: Reading) -> list[Prompt]:
-    """Each row behind its prompt as one prompt, as far as it is read."""
+    """Join each prompt with the tokens of its row that are read, as one prompt."""
     tokens, groups, lengths = reading.tokens.cpu(), reading.host_group.tolist(), reading.host_lengths.tolist()
     inserts = reading.inserts or [()] * len(groups)
     return [
@@ -232,7 +237,7 @@ def joined_rows(reading: Reading) -> list[Prompt]:
 
 
 def split_row(tokens: Tensor, inserts: Sequence[Insert]) -> list[Prompt]:
-    """A row (T,) of tokens as prompts: the sampled text, and the inserts between."""
+    """Split a row (T,) of tokens into prompts: sampled text and inserts in order."""
     parts, start = [], 0
     for insert in inserts:
         parts += [text_prompt(tokens[start : insert.start]), insert.prompt]
@@ -241,7 +246,7 @@ def split_row(tokens: Tensor, inserts: Sequence[Insert]) -> list[Prompt]:
 
 
 def text_prompt(tokens: Tensor) -> Prompt:
-    """Tokens (T,) without images as a prompt; its positions begin at 0."""
+    """A prompt of text tokens (T,) without images, at positions from 0."""
     positions = torch.arange(len(tokens)).expand(3, -1)
     return Prompt(tokens, torch.full_like(tokens, TEXT), positions, len(tokens))
 
@@ -264,12 +269,13 @@ def _positions(length: int, start: int, inserts: Sequence[Insert]) -> tuple[Tens
 def _rows_of_contexts(
     payload: VlmPayload, prompts: Sequence[Prompt], group: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, list[Prompt]]:
-    """A row for each response, and one for each of its contexts behind it.
+    """One row for each response, followed by one for each of its contexts.
 
     Returns the first row of each response and the number of rows (B + 1,), the index in the response at which each row
     starts (R,), the prompt of each row (R,), and all prompts.
     """
     prompts, starts, groups, first = list(prompts), [], [], [0]
+    # prompts of contexts are appended behind those of the groups, whose indices therefore stay valid
     for own, contexts in zip(group.tolist(), payload.contexts, strict=True):
         starts += [0, *(context.start for context in contexts)]
         groups += [own, *range(len(prompts), len(prompts) + len(contexts))]

@@ -15,7 +15,7 @@ UNMASKED = "Answers are drawn by unmasking, as `mmrl evaluate` does; `generate` 
 
 
 def export_model(config: Any, checkpoint: Path, output: Path, policy_class: Any = VlmPolicy) -> Exported:
-    """Write an ordinary model folder with tokenizer and processor, adapters added into the weights."""
+    """Write a standard model folder with tokenizer and processor, adapters merged into the weights."""
     model = replace(config.model, path=str(checkpoint / "model"), build=None)
     policy = load_policy(model, policy_class=policy_class)
     policy.save_merged(output)
@@ -52,7 +52,7 @@ def _decoding(config: Any) -> str:
 
 
 def _asking(config: Any, policy: VlmPolicy, *, looks: bool) -> list[str]:
-    """Lines that ask a question about an image, or without one, and print the greedy answer."""
+    """Lines of Python that ask a question, with or without an image, and print the greedy answer."""
     data, sampler = getattr(config, "data", None), _sampler(config)
     system, template = (getattr(data, name, None) for name in ("system_prompt", "format_prompt"))
     variables = "".join(f", {name}={value!r}" for name, value in policy.layout.template.items())

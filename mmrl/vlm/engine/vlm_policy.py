@@ -82,7 +82,7 @@ class VlmPolicy(nn.Module):
     critic_parts = ("value_head",)
     keeps_images = False  # of encoded prompts, see `PromptLayout`
     starts_from_adapter: bool = False
-    """Whether the adapters were trained before, so that the model at the start is not that without them."""
+    """Whether the run starts from trained adapters; the initial model then differs from the base model."""
 
     def __init__(
         self, model: nn.Module, processor: Any, config: ModelConfig, value_head: nn.Module | None = None
@@ -103,7 +103,7 @@ class VlmPolicy(nn.Module):
         self.features = FeatureCache()
         self.prefixes = PrefixStore(self)
         self.generic = None if fast_lane_obstacle(self.network, config) is None else GenericLane(self.network, config)
-        """The lane of models that the suite's own attention does not know; None in the fast lane."""
+        """The lane for models that the custom attention does not support; None in the fast lane."""
         self.head = Head(self.network, plain=self.generic is None)
         self.routes = Routes(self.network, wanted=config.router_aux_loss_coef > 0)
         self._adapter_off = False
@@ -113,9 +113,11 @@ class VlmPolicy(nn.Module):
         tower = vision_parameters(self.network)
         # a memo entry makes deepcopy return the same object, so these weights take no second memory
         if self.has_adapter:
+            # a weight that is already in the memo is shared by deepcopy instead of copied
             memo |= {id(weight): weight for name, weight in self.model.named_parameters() if ".lora_" not in name}
         if not any(weight.requires_grad for weight in tower):
             memo |= {id(weight): weight for weight in tower} | {id(self.features): self.features}
+        # without __init__, which would build everything again; the store of prefixes belongs to one policy
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k != "prefixes"})
@@ -155,7 +157,7 @@ class VlmPolicy(nn.Module):
 
     @property
     def shares_prefix(self) -> bool:
-        """Whether a prompt is computed once for its group; else it is once for each response."""
+        """Whether a prompt is computed once for its group instead of once for each response."""
         if self.generic is not None:
             return self.generic.trains_shared
         return self.network.config.get_text_config()._attn_implementation == ATTENTION_NAME  # type: ignore[no-any-return]
@@ -171,7 +173,7 @@ class VlmPolicy(nn.Module):
         return int(self.network.config.get_text_config().max_position_embeddings)
 
     def check_response_length(self, max_new_tokens: int) -> None:
-        """Refuse responses that fit after no prompt; raises UserError."""
+        """Reject a response length that leaves no room for a prompt; raises UserError."""
         if max_new_tokens >= self.positions:
             raise UserError(
                 f"sampler.max_new_tokens is {max_new_tokens}, but {self.config.path} has {self.positions} positions "
@@ -180,7 +182,7 @@ class VlmPolicy(nn.Module):
 
     @property
     def layout(self) -> PromptLayout:
-        """The model's sizes that the encoding of prompts depends on."""
+        """Model sizes that prompt encoding depends on."""
         patch_size, merge_size, _ = self.family.sizes(self.network.config)
         longest, limit = self.positions - 1, self.config.max_prompt_tokens
         own = limit is not None and limit <= longest
@@ -211,12 +213,12 @@ class VlmPolicy(nn.Module):
         return encode_prompt(task, self.processor, self.layout, images, videos)
 
     def encode_turn(self, task: VlmTask, *, answered: bool = True, end: int | None = None) -> Prompt:
-        """Turn the user's next message, or results in the role `tool`, into the tokens between two answers.
+        """Encode the user's next message, or tool results, as the tokens between two answers.
 
         Args:
             task: the messages, with their images; a result has the `name` of its function.
-            answered: whether the answer before it has its end token; else the result begins with one.
-            end: that token; None is the template's own end.
+            answered: whether the previous answer ended with its end token; if not, the result starts with one.
+            end: that token; None means the end token of the template.
 
         Raises:
             TaskError: the message cannot be encoded; UserError: the template does not show it.
@@ -225,7 +227,7 @@ class VlmPolicy(nn.Module):
         return encode_turn(task, self.turns, self.processor, self.layout, end=last)
 
     def encode_answer(self, prompt: Prompt, text: str, *, ends: bool = True) -> list[int]:
-        """Tokens of a given answer behind a prompt, as the chat template writes it; its end only where it `ends`."""
+        """Tokens of a given answer after a prompt, as the chat template writes it; with its end if it `ends`."""
         return self.turns.encode_answer(prompt.text, text, ends=ends)
 
     def forward(
@@ -262,7 +264,7 @@ class VlmPolicy(nn.Module):
         row_and_step = tuple(to_device(x, self.device) for x in torch.nonzero(rollouts.host.mask, as_tuple=True))
 
         def spread(flat: Tensor) -> Tensor:
-            """Scores (M,) of the tokens under the mask, put back to where they came from."""
+            """Scatter scores (M,) of the tokens under the mask to (B, T)."""
             zeros = torch.zeros(rollouts.mask.shape, dtype=flat.dtype, device=flat.device)
             return zeros.index_put(row_and_step, flat)
 
@@ -301,10 +303,10 @@ class VlmPolicy(nn.Module):
         return self._states(rollouts, view)[0]
 
     def encode_prefix(self, prompts: Sequence[Prompt]) -> Any:
-        """Run N prompts through the vision tower and the language model, each once.
+        """Run N prompts through the vision tower and the language model once each.
 
         Returns:
-            A `Prefix`, in the generic lane a `CachedPrefix`.
+            A `Prefix`, or a `CachedPrefix` in the generic lane.
 
         Gradient: flows into all trainable weights.
         """
@@ -316,6 +318,7 @@ class VlmPolicy(nn.Module):
         with self.routes.watch():
             features = gather_features(self.network.model, prompts, self.features)
             hidden = self.run(pack_prompts(prompts, device), features, shared=shared)
+        # `shared` has recorded the keys and values in attention, so no cache of transformers is needed
         layers = range(len(shared.keys))
         return Prefix(
             keys=[shared.keys[layer] for layer in layers],
@@ -353,7 +356,7 @@ class VlmPolicy(nn.Module):
     def _flat_states(self, reading: Reading) -> Tensor:
         """States before the scored tokens, every row with a separate prompt."""
         prompts, group, lengths = reading.prompts, reading.group, reading.lengths
-        if reading.inserts:  # rows with images are prompts of their own
+        if reading.inserts:  # a row with images becomes a prompt, whose encoding handles images
             before = to_device(torch.tensor([len(prompt) for prompt in prompts]), group.device)[group]
             prompts, group = joined_rows(reading), torch.arange(len(lengths), device=group.device)
             lengths = torch.zeros_like(lengths)
@@ -371,6 +374,7 @@ class VlmPolicy(nn.Module):
         """States before the scored tokens, with each prompt computed once."""
         prefix = self.prefixes.get(reading.prompts, reading.view)
         lengths, group, row, step = reading.lengths, reading.group, reading.row, reading.step
+        # responses of one token read nothing: the prompts' last states are then all there is
         states = prefix.last_state
         if tokens := int(reading.host_lengths.sum()):
             index = response_index(reading.host_lengths, reading.host_group, len(prefix), self.device)
@@ -399,14 +403,16 @@ class VlmPolicy(nn.Module):
     def next_logp(self, states: Tensor, temperature: float) -> Tensor:
         """Log-probabilities (b, V) float32 of the next token, with the banned tokens and temperature of scoring."""
         logits = self.head.logits(states).float() / temperature
+        # banned before the softmax, as in scoring, so that the other tokens add up to 1
         return logits.index_fill(1, self.banned_ids, float("-inf")).log_softmax(-1)
 
     def embed(self, rows: PackedRows, features: VisionFeatures | None) -> tuple[Tensor, dict[str, Any]]:
-        """Token embeddings (B, L, H) with the image features in them, and the language model's further arguments."""
+        """Token embeddings (B, L, H) with image features filled in, and extra arguments of the language model."""
         embeddings = self.network.get_input_embeddings()(rows.ids)
         if features is None:
             return embeddings, {}
         chosen = features.select(rows.features)
+        # nonzero waits for the GPU, so the host passes the places if it knows them
         flat = torch.nonzero(rows.visual.flatten()).flatten() if rows.places is None else rows.places
         tokens = chosen.tokens.to(embeddings.dtype)
         embeddings = embeddings.flatten(0, 1).index_copy(0, flat, tokens).view_as(embeddings)
@@ -447,6 +453,7 @@ class VlmPolicy(nn.Module):
         if not self.has_adapter:
             self.save_pretrained(path)
             return
+        # written to a draft that replaces the folder at the end, so that no partial model is left behind
         with replaced(Path(path)) as draft:
             with quiet_transformers():
                 self.network.save_pretrained(draft, state_dict=merged_weights(self.network, self.model.active_adapter))
@@ -460,7 +467,7 @@ class VlmPolicy(nn.Module):
 
 
 def _no_autocast(x: Tensor) -> torch.autocast:
-    """Heads work in the precision of the states, as `linear_logprobs` does, so that all scores agree."""
+    """Run heads in the precision of the states, like `linear_logprobs`, so that all scores agree."""
     return torch.autocast(device_type=x.device.type, enabled=False)
 
 
@@ -499,6 +506,7 @@ def load_policy(config: FrozenModelConfig, *, value_head: bool = False, policy_c
     if head is not None and (folder / VALUE_HEAD_FILE).is_file():
         load_value_head(head, folder)
     policy: VlmPolicy = policy_class(model, processor, config, head).eval()
+    # matters for a reference: switching the adapter off would give the base model, not the model at the start
     policy.starts_from_adapter = policy.has_adapter and adapter is not None
     stop_at(network, policy.eos_ids)
     check_behaviour(policy)

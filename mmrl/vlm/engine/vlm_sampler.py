@@ -1,4 +1,4 @@
-"""Sampling responses: each prompt is read once, its keys are shared by its samples, finished rows leave the batch."""
+"""Sample responses: each prompt is read once for all its samples, and finished rows are dropped from the batch."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ LOGGER = logging.getLogger("mmrl")
 
 @dataclass
 class AnswerSampling:
-    """Lengths of the answers that an evaluation samples; its temperature is `evaluation.temperature`."""
+    """How evaluations sample answers; the temperature is `evaluation.temperature`."""
 
     place: ClassVar[str] = "evaluation.sampler"
-    """Section of the options, for messages."""
+    """Configuration section, for error messages."""
     max_new_tokens: int = bounded(64, at_least=1)
     """Maximum response length in tokens."""
     stop: list[str] = rare(field(default_factory=list))
-    """A response ends with the token that completes one of these strings in its decoded text."""
+    """Stop strings: a response ends with the token that completes one of them in the decoded text."""
     batch_rows: int = bounded(256, at_least=1)
     """Maximum number of responses decoded at once. Affects memory only, not the responses."""
     lean: bool = rare(True)
@@ -46,11 +46,11 @@ class AnswerSampling:
 
     @property
     def config(self) -> SamplerConfig:
-        """The same for the sampler."""
+        """The same options as a `SamplerConfig`."""
         return SamplerConfig(**{item.name: getattr(self, item.name) for item in fields(AnswerSampling)})
 
     def validate(self) -> None:
-        """Refuse empty stop strings; raises ConfigError."""
+        """Reject empty stop strings; raises ConfigError."""
         if not all(self.stop):
             raise ConfigError(f"{self.place}.stop is {self.stop}; it must be made of non-empty strings")
 
@@ -77,12 +77,12 @@ class SamplerConfig(AnswerSampling):
         return self
 
     def whole(self, temperature: float) -> SamplerConfig:
-        """The same from the whole distribution at a temperature."""
+        """The same options at another temperature, without truncation."""
         return replace(self, temperature=temperature, top_p=1.0, top_k=0)
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are drawn from a part of the distribution."""
+        """Whether top_p or top_k truncates the distribution."""
         return self.top_p < 1.0 or self.top_k > 0
 
     @property
@@ -102,21 +102,21 @@ class Samples:
     logp: Tensor
     """(B, T) float32, log-probability under the full softmax at the sampling temperature, 0 on padding."""
     finish: list[str]
-    """Row of `FINISH_REASONS` for each response."""
+    """Entry of `FINISH_REASONS` for each response."""
     texts: list[str]
-    """The decoded responses without control tokens; a stop string stays at the end. They begin with the `<think>` that
-    the chat template ended the prompt with."""
+    """Decoded responses without control tokens; a stop string at the end is kept. If the chat template ended the prompt
+    with `<think>`, they begin with it."""
     nucleus_mass: Tensor
-    """(B, T) float32, probability of the tokens that top_p and top_k left to draw from, 1 on padding."""
+    """(B, T) float32, total probability of the tokens kept by top_p and top_k, 1 on padding."""
 
 
 BLOCK = 128
-"""Tokens whose probabilities are added up before the search."""
+"""Vocabulary entries per block whose probabilities are summed before the search."""
 
 
 def choose_tokens(logp: Tensor, uniform: Tensor | None, top_p: float = 1.0, top_k: int = 0) -> tuple[Tensor, Tensor]:
-    """Draw a token of each row by inversion of its distribution function."""
-    if uniform is None:
+    """Draw a token for each row by inverting its cumulative distribution; greedy if `uniform` is None."""
+    if uniform is None:  # greedy: nothing is truncated, so the mass is 1
         return logp.max(-1).indices, torch.ones_like(logp[:, 0])
     probability = logp.exp()
     if top_k or top_p < 1.0:
@@ -146,7 +146,7 @@ def _invert(probability: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _truncate(probability: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Zero all but the top_k most likely tokens, and of those all but the smallest set with mass top_p."""
+    """Keep the top_k most likely tokens, and of those the smallest set with mass top_p; zero the rest."""
     count = min(top_k or probability.shape[1], probability.shape[1])
     ordered, index = probability.topk(count) if top_k else probability.sort(-1, descending=True)
     if top_p < 1.0:
@@ -161,13 +161,13 @@ COMPACT_BELOW = 0.75
 
 
 class GenerationState:
-    """One call of `sample` of B rows: its settings and, step by step, the tokens drawn.
+    """State of one call of `sample` with B rows: its settings and the tokens drawn so far.
 
     `uniforms` (B, max_new_tokens) are random numbers in [0, 1); None decodes greedily.
     """
 
     lean: ClassVar[bool] = True
-    """Whether the lean decoder, which reads tokens alone, may be used."""
+    """Whether the lean decoder may be used; it reads only tokens, not embeddings."""
 
     def __init__(
         self,
@@ -177,11 +177,13 @@ class GenerationState:
         uniforms: Tensor | None,
         limits: Sequence[int] | None = None,
     ) -> None:
+        # steps first, so that each step writes to contiguous memory
         device, shape = policy.device, (config.max_new_tokens, total)
         self.policy = policy
         self.config = config
         self.uniforms = None if uniforms is None else to_device(uniforms.t().double().contiguous(), device)
         text = policy.network.config.get_text_config()
+        # a table on the device, so that finding end tokens does not wait for the GPU
         is_eos = torch.zeros(text.vocab_size, dtype=torch.bool)
         is_eos[list(policy.eos_ids)] = True
         self.is_eos = to_device(is_eos, device)
@@ -199,7 +201,7 @@ class GenerationState:
         return torch.minimum(self.max_positions - prompt, self.limits[rows])
 
     def choose(self, rows: Tensor, step: int, logp: Tensor, running: Tensor) -> Tensor:
-        """Draw and record the next token of the rows; those that ended before get the pad token."""
+        """Draw and record the next token of each row; rows that have ended get the pad token."""
         uniform = None if self.uniforms is None else self.uniforms[step][rows]
         # a number per (row, step), drawn before the loop: a row's tokens do not depend on the rows next to it
         token, kept = choose_tokens(logp, uniform, self.config.top_p, self.config.top_k)
@@ -228,7 +230,7 @@ class GenerationState:
         return at_eos | at_stop
 
     def collect(self, prompts: Sequence[Prompt]) -> Samples:
-        """The responses to the prompts (B,), no wider than the longest."""
+        """The responses to the prompts (B,), padded to the longest."""
         found = to_host([self.mask.sum(0).long(), self.ids, self.reason])
         lengths, reasons = found[0].tolist(), found[2].tolist()
         width = max(*lengths, 1)
@@ -257,7 +259,7 @@ class Decoder(Protocol):
     """Rows that are decoded together."""
 
     def keep(self, index: Tensor) -> None:
-        """Drop all rows but some (n,), which are named on the CPU."""
+        """Keep only the rows `index` (n,), which is on the CPU."""
 
     def advance(self, token: Tensor) -> Tensor:
         """Read one token of each row and return the states (b, H) that predict the next."""
@@ -267,7 +269,7 @@ class Decoder(Protocol):
 
 
 def decode(state: GenerationState, decoder: Decoder, rows: Tensor, budget: Tensor, states: Tensor) -> None:
-    """Draw the responses of some rows, token by token, dropping finished rows from the batch."""
+    """Draw responses token by token, dropping finished rows from the batch."""
     running = torch.ones_like(rows, dtype=torch.bool)
     for step in range(state.config.max_new_tokens):
         token = state.choose(rows, step, decoder.next_logp(states, state.config.temperature), running)
@@ -286,11 +288,11 @@ def decode(state: GenerationState, decoder: Decoder, rows: Tensor, budget: Tenso
 
 
 class PolicySampler:
-    """The `mmrl.training.sampler.Sampler` that samples from the policy itself, in the process that trains it.
+    """A `mmrl.training.sampler.Sampler` that samples from the policy itself, in the training process.
 
     Args:
         config: lengths, temperature and truncation.
-        keep: what is left of the prompts' prefill for the update.
+        keep: how much of the prefill to keep for the update.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -303,18 +305,19 @@ class PolicySampler:
         self._policy: VlmPolicy | None = None
 
     def load(self, weights: VlmPolicy, version: int) -> None:
-        """Sample from this policy; it is read in place, so it always has the newest weights."""
+        """Sample from this policy; it is not copied, so its weights are always current."""
         self._policy = weights
 
     def sample(self, tasks: Sequence[Prompt], n: int, streams: Streams) -> Samples:
         """Draw n responses to each prompt."""
         if self._policy is None:
             raise RuntimeError("this sampler has no weights yet; call load(policy, version) first")
+        # numbers for the longest response, used or not, so that no draw depends on the length of another response
         draws = streams.uniform(len(tasks), n, self.config.max_new_tokens)
         return sample(self._policy, tasks, n, self.config, draws, keep=self.keep)
 
     def close(self) -> None:
-        """Free nothing: the policy is not the sampler's."""
+        """Do nothing: the sampler does not own the policy."""
 
 
 def sample(
@@ -330,22 +333,21 @@ def sample(
     """Draw responses.
 
     Args:
-        policy: the model; it samples in evaluation mode and gets its own mode back.
+        policy: the model; it samples in evaluation mode, and its mode is restored afterwards.
         prompts: N prompts.
         samples_per_prompt: G.
         config: lengths, temperature and truncation; assumed valid (`mmrl.fields.check_config`).
-        draws: CPU generator, from which N * G * max_new_tokens uniform numbers are drawn; or these numbers,
-            (N * G, max_new_tokens) in [0, 1); or None for the likeliest tokens, whose recorded log-probabilities still
-            have the temperature.
-        keep: what is left of the prompts' prefill in `policy.prefixes`; in the fast lane nothing without the lean
+        draws: CPU generator for N * G * max_new_tokens uniform numbers, or these numbers (N * G, max_new_tokens) in
+            [0, 1), or None to decode greedily; the temperature still applies to the recorded log-probabilities.
+        keep: how much of the prefill to keep in `policy.prefixes`; in the fast lane nothing without the lean
             decoder.
-        limits: most tokens of a response to each prompt, at most config.max_new_tokens, which it is by default.
+        limits: maximum response length for each prompt; default and upper bound are config.max_new_tokens.
 
     Returns:
         The responses of prompt 0, then those of prompt 1, and so on, on the policy's device.
 
     Raises:
-        UserError: there are no prompts, or no samples of them.
+        UserError: there are no prompts, or samples_per_prompt is below 1.
     """
     if not prompts or samples_per_prompt < 1:
         raise UserError(f"there is nothing to sample: {len(prompts)} prompts, {samples_per_prompt} samples each")
@@ -356,7 +358,7 @@ def sample(
 
 
 def fill(state: GenerationState, prompts: Sequence[Prompt], samples_per_prompt: int, keep: KeepPrefill) -> Samples:
-    """Draw the responses of a state."""
+    """Draw the responses of a `GenerationState`."""
     policy, config = state.policy, state.config
     training = policy.training
     policy.eval()  # checkpointed layers drop the cache in training mode
@@ -406,7 +408,7 @@ def _sample_lean(state: GenerationState, prompts: Sequence[Prompt], group: int, 
 
 
 def _read_prompts(policy: VlmPolicy, lane: GenericLane | None, prompts: Sequence[Prompt], keep: KeepPrefill) -> Any:
-    """The prompts as the policy, or a lane, reads them; what the policy can use again is kept."""
+    """Compute the prefix of the prompts, through the policy or a given lane; keep what the policy can reuse."""
     with torch.set_grad_enabled(keep is KeepPrefill.GRAPH):
         prefix = policy.encode_prefix(prompts) if lane is None else lane.encode_prefix(policy, prompts)
     if keep is not KeepPrefill.NOTHING:
@@ -415,8 +417,10 @@ def _read_prompts(policy: VlmPolicy, lane: GenericLane | None, prompts: Sequence
 
 
 def _decode_lean(state: GenerationState, weights: LeanWeights, prefix: Prefix, prompt: Tensor, rows: Tensor) -> None:
+    # the decoder wants a row for every prompt, and a chunk may have rows of some only
     live, own = torch.unique_consecutive(prompt, return_inverse=True)
     prefix = prefix if len(live) == len(prefix) else prefix.select(live)
+    # one step less: the first token follows from the prompt's last state
     decoder = PrefixDecoder(weights, prefix, own, state.config.max_new_tokens - 1, state.policy.banned_ids)
     lengths = prefix.lengths[own]
     rows, own, lengths = (to_device(x, state.policy.device) for x in (rows, own, lengths))
@@ -430,6 +434,7 @@ def _sample_through_modules(
     policy, most = state.policy, state.config.batch_rows
     # a prefix with history has to be kept as a whole: one backward pass goes through it
     together = len(prompts) if keep is KeepPrefill.GRAPH else max(most // group, 1)
+    # by length, so that prompts that are read together need little padding
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     for first in range(0, len(prompts), together):
         chosen = order[first : first + together]
@@ -465,8 +470,8 @@ def sample_by(
         prompts: N prompts.
         config: lengths, temperature and truncation.
         uniforms: (N, max_new_tokens) in [0, 1).
-        decoder_of: the decoder of some prompts and its first states, from the lane, their part of the policy's prefix
-            and that of each of `others`.
+        decoder_of: function (lane, part of the policy's prefix, part of each of `others`) that returns a decoder of
+            these prompts and its first states.
         others: parts of further prefixes of the same prompts.
     """
     state, training = GenerationState(policy, config, len(prompts), uniforms), policy.training

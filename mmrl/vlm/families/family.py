@@ -34,7 +34,7 @@ class Family:
     fits_frames: bool = False
     """Whether the frames of videos keep the size that qwen-vl-utils gives them; else the processor resizes them."""
     media_tokens: tuple[str, ...] = ()
-    """Tokens that no answer may hold, besides those that the configuration names."""
+    """Tokens not allowed in answers, in addition to those in the configuration."""
     thinking_switch: str = "enable_thinking"
     """Variable of the chat template that says whether the model thinks before it answers (`model.thinking`)."""
     mergers: tuple[str, ...] = MERGERS

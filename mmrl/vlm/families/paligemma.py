@@ -12,7 +12,7 @@ from mmrl.vlm.families.family import Family
 
 @dataclass(frozen=True)
 class PaliGemma(Family):
-    """Token types tell prompt and response apart."""
+    """Token types distinguish prompt from response."""
 
     def token_inputs(self, types: Tensor, is_prompt: Tensor, accepted: Collection[str]) -> dict[str, Tensor]:
         """Types 0 for the prompt, 1 for the response."""

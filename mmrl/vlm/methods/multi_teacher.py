@@ -1,4 +1,4 @@
-"""AMPO: answers of several teachers where the policy has none that is right (arXiv 2510.02227).
+"""AMPO: answers of several teachers for questions that the policy always gets wrong (arXiv 2510.02227).
 
 A row of the data has a column of teachers' answers, {model, text} each. Where no sample of a question is right,
 `count` of its samples, drawn at random, are exchanged for the answers that the policy comprehends best: those after

@@ -45,7 +45,7 @@ def has_sides(tasks: Sequence[VlmTask], columns: PairColumns) -> bool:
 
 
 def has_labels(tasks: Sequence[VlmTask], columns: PairColumns) -> bool:
-    """Whether a data set has single answers with labels, in place of pairs."""
+    """Whether a data set has single answers with labels instead of pairs."""
     return bool(tasks) and columns.single is not None and _is_single(tasks[0], columns)
 
 
@@ -165,7 +165,7 @@ class PairMeasure(Measure[VlmTask]):
     """
 
     make_pairs: Callable[[Sequence[VlmTask]], Rollouts | None]
-    """Rollouts of questions with both sides, with the reference's log-probabilities; None where none can be used."""
+    """Rollouts of questions with both sides, with the reference's log-probabilities; None if no question is usable."""
     logp: Callable[[Rollouts], Tensor]
     """Log-probabilities (B, T) of rollouts under the policy."""
     objective: PreferenceObjective

@@ -5,9 +5,9 @@ A GRPO (PAPO_G) or DAPO (PAPO_D) update plus a term that rewards token probabili
     L = L_policy + beta KL_ref - gamma_t mean(w k3(logp, logp_masked)) + rho_t (eta_policy H + eta_masked H_masked)
 
 where logp_masked are the log-probs of the same responses when random patches of the images are black, H = -mean(logp)
-and rho_t = gamma_t / gamma. All frames of a video lose the same patches, so that none shows what another one lost; the
-paper has images only. The masked image is drawn once per question and shared by its G samples; responses are sampled
-with the original images only.
+and rho_t = gamma_t / gamma. All frames of a video lose the same patches, so that no frame shows what another has lost;
+the paper only has images. The mask is drawn once per question and shared by its G samples; responses are always sampled
+with the original images.
 
 Differences from the paper, following the released code: the k3 estimator is exp(logp_masked - logp) - ... (the paper's
 ratio is the inverse; `orientation: paper`); the entropy terms lower the entropy (the paper's sign would raise it); the
@@ -50,9 +50,9 @@ def blacken_patches(image: Image.Image, patch_size: int, ratio: float, rng: np.r
     """Set each patch of a grid to black with a probability.
 
     Args:
-        image: RGB image; the grid starts at its top left, patches at the right and bottom edge may be smaller.
-        patch_size: side in pixels of the image as given, before any resize.
-        ratio: probability of each patch, so the masked share varies around it.
+        image: RGB image; the grid starts at the top left, so patches at the right and bottom edges may be smaller.
+        patch_size: side of a patch in pixels of the given image, before any resize.
+        ratio: probability that a patch is black; the masked fraction varies around it.
         rng: source of randomness.
 
     Source: PAPO, section 3; MikeWangWZHL/PAPO verl/trainer/papo_utils.py.
@@ -66,9 +66,9 @@ def blacken_frames(frames: Frames, patch_size: int, ratio: float, rng: np.random
     """Set patches of a video to black, the same ones in all frames.
 
     Args:
-        frames: of `mmrl.hub.video_sampling`.
-        patch_size: side in pixels of the frames as the model sees them.
-        ratio: probability of each patch.
+        frames: frames and metadata from `mmrl.hub.video_sampling`.
+        patch_size: side of a patch in pixels of the frames as the model sees them.
+        ratio: probability that a patch is black.
         rng: source of randomness.
     """
     pixels, metadata = frames
@@ -78,6 +78,7 @@ def blacken_frames(frames: Frames, patch_size: int, ratio: float, rng: np.random
 
 def _draw_mask(size: tuple[int, ...], patch_size: int, ratio: float, rng: np.random.Generator) -> np.ndarray:
     """(height, width) bool, True on black patches."""
+    # rounded up, so that the edges are masked too; the grid is cut to the image below
     rows, columns = (-(-side // patch_size) for side in size)
     black = rng.random((rows, columns)) < ratio
     return np.kron(black, np.ones((patch_size, patch_size), dtype=bool))[: size[0], : size[1]]
@@ -106,11 +107,11 @@ class PapoSettings:
     orientation: str = rare(choice("code", ("code", "paper")))
     """code: unbiased k3 of KL(pi || pi_masked), bounded gradient; paper: the inverse ratio, unbounded."""
     entropy_policy: float = 0.0
-    """Weight eta of the entropy of the policy (double entropy); lowers it."""
+    """Weight eta of the policy's entropy (double entropy); the term lowers it."""
     entropy_masked: float = 0.0
     """Weight eta of the entropy under the masked image; it only has a gradient if `recompute_masked` is on."""
     entropy: str = rare(choice("sampled", ("sampled", "full")))
-    """sampled: minus the log-prob of the sampled token; full: over the vocabulary."""
+    """sampled: negative log-prob of the sampled token; full: exact entropy over the vocabulary."""
     recompute_masked: bool = rare(False)
     """Run the masked pass with gradient at every update instead of once before it."""
     apply: str = rare(choice("all", ("all", "correct_only")))
@@ -147,7 +148,7 @@ def gamma_at(settings: PapoSettings, step: int, total_steps: int) -> float:
 
 
 def perception_terms(logp: Tensor, logp_masked: Tensor, mask: Tensor, weight: Tensor, settings: PapoSettings) -> Tensor:
-    """Per-token divergence between looking at the image and at its masked copy, to be maximised.
+    """Per-token divergence between the policy with the image and with its masked copy, to be maximised.
 
     Args:
         logp: (B, T) log-probs with the original image.
@@ -159,7 +160,7 @@ def perception_terms(logp: Tensor, logp_masked: Tensor, mask: Tensor, weight: Te
     Returns:
         (B, T) weighted terms; their mean times gamma is subtracted from the loss.
 
-    Gradient: flows through `logp`, and through `logp_masked` where that carries one.
+    Gradient: flows through `logp`, and through `logp_masked` if it requires grad.
 
     Source: PAPO, eq. 5; MikeWangWZHL/PAPO verl/workers/actor/dp_actor.py.
     """
@@ -180,7 +181,7 @@ def _largest_share(terms: Tensor, mask: Tensor, share: float) -> Tensor:
 
 
 class MaskedImages:
-    """The view of each prompt with black patches, drawn once a question and shared by its samples."""
+    """Adds a view of each prompt with black patches, drawn once per question and shared by its samples."""
 
     def __init__(self, settings: PapoSettings) -> None:
         self.settings = settings
@@ -210,9 +211,9 @@ class Perception(LossTerm):
 
     Args:
         settings: options of the term.
-        aggregation: how its tokens are averaged, that of the objective.
-        temperature: of scoring.
-        accuracy_term: reward term whose value 1 marks a right answer.
+        aggregation: how its tokens are averaged, as in the objective.
+        temperature: temperature of scoring.
+        accuracy_term: reward term whose value 1 marks a correct answer.
     """
 
     name = "perception"
@@ -222,11 +223,13 @@ class Perception(LossTerm):
     ) -> None:
         self.settings, self.aggregation, self.temperature = settings, aggregation, temperature
         self.accuracy_term = accuracy_term
+        # the exact entropy costs a pass over the vocabulary, so it is only asked for if a term uses it
         weighed = settings.entropy_policy or settings.entropy_masked
         self.outputs = frozenset({"entropy"} if settings.entropy == "full" and weighed else ())
 
     def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
-        """Add the weight of each sample, and the masked pass unless it is recomputed with gradient."""
+        """Add the weight of each sample, and the masked log-probs unless every update recomputes them."""
+        # weight 0 instead of leaving rows out: questions without media still count in the denominator
         shown = [float(bool(task.images or task.videos)) for task in VlmPayload.of(rollouts).tasks]
         weight = torch.tensor(shown, device=rollouts.mask.device)[rollouts.group]
         if self.settings.apply == "correct_only":
@@ -249,7 +252,9 @@ class Perception(LossTerm):
         masked = self._masked(policy, minibatch)
         divergence = perception_terms(scores.logp, masked.logp, mask, minibatch.extras["papo_weight"], settings)
         gamma = gamma_at(settings, step.number, step.total)
+        # negative, since the divergence is maximised; `counts` cover the whole optimiser step, not the micro-batch
         terms = {"loss/perception": -gamma * self.aggregation(divergence, mask, counts, minibatch.turn)}
+        # the entropy terms follow the schedule of gamma; with gamma 0 there is none to follow
         rho = gamma / settings.gamma if settings.gamma else 1.0
         for name, coef, source in (
             ("loss/entropy_policy", settings.entropy_policy, scores),
@@ -257,6 +262,7 @@ class Perception(LossTerm):
         ):
             if coef:
                 terms[name] = rho * coef * token_mean(self._entropy(source), mask, counts)
+        # always in the code's orientation and over all rows, so that runs with other options can be compared
         distance = mean_metric(k3(scores.logp.detach(), masked.logp.detach()), mask)
         return TermLoss(terms, {"papo/kl_masked": distance})
 
@@ -265,7 +271,7 @@ class Perception(LossTerm):
         return policy(rollouts, view=MASKED, temperature=self.temperature, outputs=outputs)  # type: ignore[no-any-return]
 
     def metrics(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
-        """Weight of the term in the step."""
+        """Weight of the term at this step."""
         return {"papo/gamma": gamma_at(self.settings, step.number, step.total)}
 
     def formula(self) -> str:
@@ -288,7 +294,7 @@ class Perception(LossTerm):
         return self.outputs | {"logp"}
 
     def _masked(self, policy: nn.Module, minibatch: Rollouts) -> PolicyOutputs:
-        """The masked pass: of this update with `recompute_masked`, else that before the update."""
+        """The masked scores: recomputed for this update with `recompute_masked`, else those from before it."""
         if self.settings.recompute_masked:
             return self.masked_scores(policy, minibatch, self._masked_outputs)
         return PolicyOutputs(minibatch.extras["logp_masked"], minibatch.extras.get("entropy_masked"), None)
@@ -334,6 +340,7 @@ class PapoRecipe(VlmRecipe):
     def __init__(self, config: PapoConfig) -> None:
         super().__init__(config, MediaQuestions("so PAPO has nothing to mask; use recipe: vlm"))
         settings, accuracy = config.papo, self.accuracy_term
+        # the base recipe adds this view after sampling, which therefore never sees masked images
         self.view = MaskedImages(settings)
         perception = Perception(settings, self.objective.aggregation, config.sampler.temperature, accuracy)
         likelihood = [CorrectLikelihood(settings.sft_coef, accuracy)] if settings.sft_coef else []

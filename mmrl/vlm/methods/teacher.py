@@ -36,7 +36,7 @@ NEVER = -1e30
 
 @dataclass
 class TeacherConfig(FrozenModelConfig):
-    """The model that answers are compared with: a frozen one, or the policy itself under a prompt that tells more."""
+    """The model that answers are compared with: a frozen one, or the policy given a more informative prompt."""
 
     path: str = ""
     """Model folder, run folder or hub id of a frozen model with the policy's tokenizer; empty: the policy itself as it

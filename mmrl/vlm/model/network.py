@@ -161,7 +161,7 @@ BUILD_FILE = "build.json"
 
 
 def build_model_if_missing(config: FrozenModelConfig) -> None:
-    """Make a missing model folder with the user's function, under another name until it is complete."""
+    """Build a missing model folder with the user's function, under a temporary name until it is complete."""
     if config.build is None:
         return
     folder = expanded(config.path)
@@ -196,7 +196,7 @@ def build_model_if_missing(config: FrozenModelConfig) -> None:
 
 
 def add_adapter(network: Any, settings: LoraSettings, adapter: Path | None, *, freeze_vision: bool = False) -> Any:
-    """Put LoRA adapters into a model; with `freeze_vision` a given adapter keeps layers of the tower as they are."""
+    """Add LoRA adapters to a model; with `freeze_vision`, a given adapter's tower layers stay frozen."""
     import peft
 
     with warnings.catch_warnings(), torch.random.fork_rng():
@@ -221,7 +221,7 @@ def add_adapter(network: Any, settings: LoraSettings, adapter: Path | None, *, f
 
 
 def _check_adapter(model: Any, settings: LoraSettings, adapter: Path, freeze_vision: bool) -> None:
-    """Refuse settings that are not those of the adapter from which training continues."""
+    """Reject settings that differ from the adapter from which training continues."""
     saved = model.active_peft_config
     network = model.base_model.model
     layers = network.get_decoder().named_modules()
@@ -337,7 +337,7 @@ VALUE_HEAD_FILE = "value_head.safetensors"
 
 
 def save_model(model: Any, path: Path) -> None:
-    """Write a transformers model; of a peft model its adapter, with where the base model is from here."""
+    """Write a transformers model, or the adapter of a peft model with the relative path of its base model."""
     path.mkdir(parents=True, exist_ok=True)
     with quiet_transformers():
         model.save_pretrained(path)
@@ -355,7 +355,7 @@ def save_value_head(head: nn.Module, path: Path) -> None:
 
 
 def load_model_weights(model: Any, path: Path) -> None:
-    """Read weights that `save_model` wrote of a model of the same shape; raises UserError."""
+    """Read weights that `save_model` wrote for a model of the same shape; raises UserError."""
     adapted = hasattr(model, "peft_config")
     expected = path / (ADAPTER_FILE if adapted else "config.json")
     if not expected.is_file():

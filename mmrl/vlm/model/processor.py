@@ -1,4 +1,4 @@
-"""The model's processor, or an image-only one where torchvision is missing."""
+"""The model's processor, or an image-only one if torchvision is missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmrl.vlm.families.family import family_of
 
 
 class ImageOnlyProcessor:
-    """Tokenizer and Pillow image processor behind the calls that this suite makes of a Qwen-VL processor.
+    """Tokenizer and Pillow image processor with the interface of a Qwen-VL processor, as far as mmrl uses it.
 
     transformers cannot build the official processors without torchvision, not even for images, because their
     video part needs it.
@@ -72,7 +72,7 @@ class ImageOnlyProcessor:
 
 
 class TextProcessor:
-    """A tokenizer behind the calls that this suite makes of a processor."""
+    """A tokenizer with the interface of a processor, as far as mmrl uses it."""
 
     image_token = video_token = image_processor = video_processor = None
 
@@ -85,7 +85,7 @@ class TextProcessor:
         return self.tokenizer.chat_template
 
     def apply_chat_template(self, messages: Sequence[dict[str, Any]], **options: Any) -> Any:
-        """Render chat turns; templates of language models read texts, not lists of parts."""
+        """Render chat turns with plain strings, because templates of language models do not read lists of parts."""
         turns = [turn | {"content": _joined(turn["content"])} for turn in messages]
         return self.tokenizer.apply_chat_template(turns, **options)
 
@@ -99,7 +99,7 @@ class TextProcessor:
 
 
 def _joined(content: Any) -> Any:
-    """Parts of a message as one text; a part that is none stays, and the template refuses it."""
+    """Join the text parts of a message; other parts stay, so that the template rejects them."""
     texts = content if isinstance(content, list) and all(part.get("type") == "text" for part in content) else None
     return content if texts is None else "".join(part["text"] for part in texts)
 
@@ -152,7 +152,7 @@ def eos_ids(network: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def stop_at(network: Any, ends: Sequence[int]) -> None:
-    """Have a generation config, which exports hold, name all ends of an answer."""
+    """Set all end tokens in the generation config, which exports include."""
     found = getattr(network.generation_config, "eos_token_id", None)
     named = [] if found is None else [found] if isinstance(found, int) else list(found)
     if more := [end for end in ends if end not in named]:

@@ -18,7 +18,7 @@ from mmrl.vlm.data.prompt import Prompt, leaves
 
 
 def weights_state(parameters: Iterable[nn.Parameter]) -> tuple[int, ...]:
-    """A number for each trainable weight, and one for all, that change when a weight does.
+    """One number per trainable weight, plus one for all, that change whenever a weight changes.
 
     A parameter's `_version` counts writes, but not those of a fused optimiser. So weights that an optimiser may move
     are read: the sum of their bits, eight bytes at a time, which is exact, needs no order of summation and takes as
@@ -34,7 +34,7 @@ def weights_state(parameters: Iterable[nn.Parameter]) -> tuple[int, ...]:
 
 
 class _PatchProduct(nn.Conv3d):
-    """A convolution whose kernel covers its input: one matrix product, which convolution kernels are slow at."""
+    """A convolution whose kernel covers its whole input, computed as one (faster) matrix product."""
 
     def forward(self, patches: Tensor) -> Tensor:
         if patches.shape[2:] != self.kernel_size:
@@ -44,7 +44,7 @@ class _PatchProduct(nn.Conv3d):
 
 
 def multiply_patches(tower: Any) -> None:
-    """Have a vision tower compute its patch embedding as a matrix product; weights and their names stay."""
+    """Compute the patch embedding of a vision tower as a matrix product; weights and names are unchanged."""
     if type(tower.patch_embed.proj) is nn.Conv3d:
         tower.patch_embed.proj.__class__ = _PatchProduct
 
@@ -72,7 +72,7 @@ class VisionFeatures:
 
 
 class FeatureCache:
-    """Features of the vision tower, kept as long as its weights and the prompts they belong to."""
+    """Cache of vision tower features, valid as long as the weights and the prompts exist unchanged."""
 
     def __init__(self) -> None:
         self._features: weakref.WeakKeyDictionary[Prompt, Any] = weakref.WeakKeyDictionary()
@@ -113,7 +113,7 @@ def tower_state(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]
 
 
 def gather_features(model: Any, prompts: Sequence[Prompt], cache: FeatureCache) -> VisionFeatures | None:
-    """Features of all prompts, cached where no gradient flows into the tower."""
+    """Features of all prompts, cached if no gradient flows into the tower."""
     prompts = [leaf for prompt in prompts for leaf in leaves(prompt)]
     if any(parameter.requires_grad for parameter in model.visual.parameters()) and torch.is_grad_enabled():
         cache.clear()
@@ -165,7 +165,7 @@ def _run_tower(visual: Any, tower: Any, media: Sequence[tuple[Any, Any]], device
 
 
 def _layout(visual: Any, grids: Tensor, device: torch.device) -> dict[str, Any]:
-    """Arguments that a tower would derive from the sizes (n, 3) of images on the GPU, which every layer waits for.
+    """Arguments that the tower would otherwise derive from image sizes (n, 3) on the GPU, stalling every layer.
 
     Positions and indices go to the device. Boundaries of images and windows stay on the host, where layers split their
     input; only flash attention reads them on the device.

@@ -38,7 +38,7 @@ def clip_frames(shots: Sequence[Shot], *, noise: float = 0.1, seed: int = 0) -> 
 
     Args:
         shots: what is shown, in order.
-        noise: strength of background texture and pixel noise, share of full contrast.
+        noise: strength of background texture and pixel noise, as a fraction of full contrast.
         seed: of backgrounds, colours, motion and noise.
 
     Yields:

@@ -56,7 +56,7 @@ def build_problems(
         operands: how many numbers a problem has, drawn evenly.
         largest: largest given number.
         bare: share of the worked answers without their steps.
-        seed: seed of everything drawn.
+        seed: random seed.
 
     Returns:
         The file.
@@ -174,7 +174,7 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]]:
 def build_model(path: str | Path, *, tokens: Sequence[str] = (), **options: Any) -> Path:
     """Build a tiny random Qwen3, a language model, for these problems.
 
-    The numbers from 10 to 99 are tokens of their own, as digits and operators are, and so are further `tokens`;
+    Each number from 10 to 99 is one token, like each digit and operator, and so are further `tokens`;
     `options` are those of `build_tiny_generic`.
     """
     from mmrl.vlm.toy.tiny_generic import build_tiny_generic

@@ -69,9 +69,9 @@ def build_readings(
         split: "train" or "test", which choose disjoint scans.
         digits: of each scene.
         boxed: answers are boxed and without spaces, behind a think block; else they are the digits alone.
-        noise: strength of background texture and pixel noise, share of full contrast.
+        noise: strength of background texture and pixel noise, as a fraction of full contrast.
         scans: use only the first so many scans of the split; 0 = all.
-        seed: of everything drawn.
+        seed: random seed.
 
     Returns:
         The file.
@@ -130,9 +130,9 @@ def build_critic_start(
         critic_share: share of judgements.
         template: their wording.
         digits: of each scene.
-        noise: strength of background texture and pixel noise, share of full contrast.
+        noise: strength of background texture and pixel noise, as a fraction of full contrast.
         scans: use only the first so many training scans; 0 = all.
-        seed: of everything drawn.
+        seed: random seed.
     """
     scenes, render = _scenes("train", seed, digits, noise, scans), critic_renderer(template)
     rng = np.random.default_rng([seed, 31])
@@ -177,9 +177,9 @@ def build_critique_start(
         revision_template: wording of the turn that asks for a revision.
         digits: of each scene.
         most: most wrong digits of a reading that is criticised or revised; some have none.
-        noise: strength of background texture and pixel noise, share of full contrast.
+        noise: strength of background texture and pixel noise, as a fraction of full contrast.
         scans: use only the first so many training scans; 0 = all.
-        seed: of everything drawn.
+        seed: random seed.
     """
     scenes = _scenes("train", seed, digits, noise, scans)
     rng = np.random.default_rng([seed, 32])

@@ -56,9 +56,9 @@ def build_questions(
         kinds: keys of `QUESTIONS`, drawn evenly.
         min_digits: fewest digits of a clip.
         max_digits: most digits of a clip, at most 10.
-        noise: strength of background texture and pixel noise, share of full contrast.
+        noise: strength of background texture and pixel noise, as a fraction of full contrast.
         scans: use only the first so many scans of the split; 0 = all.
-        seed: seed of everything drawn.
+        seed: random seed.
 
     Returns:
         The file.

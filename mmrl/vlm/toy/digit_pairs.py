@@ -37,9 +37,9 @@ def build_pairs(
         misread: share of wrong answers that misread a digit and answer accordingly; the others read all digits right
             and answer wrong.
         swapped: share of pairs whose sides are swapped, as noisy labels are.
-        noise: strength of background texture and pixel noise, share of full contrast.
+        noise: strength of background texture and pixel noise, as a fraction of full contrast.
         scans: use only the first so many scans of the split; 0 = all.
-        seed: seed of everything drawn.
+        seed: random seed.
 
     Returns:
         The file.

@@ -73,11 +73,11 @@ def build_questions(
         hint_share: share of questions that carry a hint, a claimed answer that may be wrong.
         hint_rate: probability that a hint is right.
         show_hints: False leaves the hints out of the same scenes and questions.
-        noise: strength of background texture and pixel noise, share of full contrast; of several strengths each scene
+        noise: strength of background texture and pixel noise, as a fraction of full contrast; given several, each scene
             draws one.
         readings: the reasoning in `completion` reads the digits 1 to this many times, a number drawn evenly.
         scans: use only the first so many scans of the split; 0 = all.
-        seed: seed of everything drawn.
+        seed: random seed.
 
     Returns:
         The file.
@@ -161,9 +161,9 @@ def build_hints(
             "noisy" (right with probability `hint_rate`, else wrong) or "wrong".
         hint_rate: see `hint`.
         blind: replace the image by a black one of the same size.
-        noise: strength of background texture and pixel noise, share of full contrast.
+        noise: strength of background texture and pixel noise, as a fraction of full contrast.
         scans: use only the first so many scans of the split; 0 = all.
-        seed: seed of everything drawn.
+        seed: random seed.
     """
     if hint not in ("none", "mixed", "noisy", "wrong"):
         raise ValueError(f"hint is '{hint}'; allowed: none, mixed, noisy, wrong")
@@ -254,7 +254,7 @@ def draw_scene(rng: np.random.Generator, pool: np.ndarray, digits: int, noise: f
         rng: chooses scans, sizes, places and background.
         pool: places of the scans to choose from, see `scan_pool`.
         digits: how many.
-        noise: strength of background texture and pixel noise, share of full contrast.
+        noise: strength of background texture and pixel noise, as a fraction of full contrast.
     """
     images, labels = scans_and_labels()
     chosen = rng.choice(pool, size=digits)

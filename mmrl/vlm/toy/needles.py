@@ -52,9 +52,9 @@ def build_needles(
         split: "train" or "test", which choose disjoint scans.
         frames: frames of a clip.
         decoys: other digits that the clip shows, each for as long as the right one.
-        noise: strength of background texture and pixel noise, share of full contrast.
+        noise: strength of background texture and pixel noise, as a fraction of full contrast.
         fps: frames a second.
-        seed: seed of everything drawn.
+        seed: random seed.
     """
     path = Path(path)
     rng = np.random.default_rng([seed, 7 if split == "test" else 6])
@@ -104,7 +104,7 @@ def build_readings(
         decoys: other digits that a clip shows.
         per_clip: questions about each clip. They share its digit, so many of them are memorised: with 20 a model
             reached a loss of 0.01 in training and 79 % on other clips.
-        seed: seed of everything drawn.
+        seed: random seed.
 
     Returns:
         The file.

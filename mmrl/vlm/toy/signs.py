@@ -46,7 +46,7 @@ def build_problems(
         steps: how many letters a problem has, drawn evenly.
         guessed: share of the operations of worked answers that are drawn at random instead of the letter's.
         hinted: share of the problems that end in the first steps of the worked answer, from one to all.
-        seed: seed of everything drawn.
+        seed: random seed.
 
     Returns:
         The file.

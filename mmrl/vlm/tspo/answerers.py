@@ -45,7 +45,7 @@ class Answerer(Protocol):
         """Refuse questions that it cannot answer; raises UserError."""
 
     def answer(self, tasks: Sequence[NeedleTask], picks: Sequence[Sequence[int]], draws: Tensor | None) -> Answers:
-        """Answer B questions with uniform draws (B, max_new_tokens); with the likeliest tokens where there are none."""
+        """Answer B questions with uniform draws (B, max_new_tokens); greedily without them."""
 
     def close(self) -> None:
         """Free worker processes."""
@@ -143,7 +143,7 @@ def without_unreadable(
 
 
 def _asked(tasks: Sequence[NeedleTask], picks: Sequence[Sequence[int]]) -> list[tuple[VlmTask, list[Image.Image]]]:
-    """Each row's question with the picked frames in place of the video; a video is decoded once for all rows."""
+    """Each row's question with the picked frames instead of the video; each video is decoded once for all rows."""
     wanted: dict[int, set[int]] = {}
     for task, row in zip(tasks, picks, strict=True):
         wanted.setdefault(id(task), set()).update(row)

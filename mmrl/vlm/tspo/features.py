@@ -177,7 +177,7 @@ def _digest(features: Tensor) -> str:
 
 
 def _read(file: Path, count: int, width: int) -> Tensor | None:
-    """Features of a file; None where it is missing or, with a warning, damaged."""
+    """Features in a file; None if it is missing or, with a warning, damaged."""
     from safetensors import SafetensorError, safe_open
 
     if not file.exists():

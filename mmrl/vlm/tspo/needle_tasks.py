@@ -186,7 +186,7 @@ def load_needle_tasks(config: DataConfig, fps: float, max_frames: int) -> tuple[
 
 
 def question_without_options(text: str) -> str:
-    """A question up to its first option, such as "(A) a dog" or "A. a dog" on a line of its own."""
+    """A question up to its first option, such as "(A) a dog" or "A. a dog" on a separate line."""
     return OPTIONS.split(text, maxsplit=1)[0].strip()
 
 

@@ -59,7 +59,7 @@ def build_spliced(
         clip_frames: frames of a clip.
         clips: clips of the haystack in a video.
         repeats: fewest and most clips of the needle.
-        seed: of everything drawn.
+        seed: random seed.
 
     Raises:
         UserError: rows or videos cannot be used.

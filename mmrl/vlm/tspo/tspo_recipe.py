@@ -121,7 +121,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         group = torch.arange(len(usable)).repeat_interleave(size)
         logits = policy.logits(features, temperature).cpu()[group]
         noise = torch.zeros_like(logits)
-        for number, own in enumerate(features):  # of its own length, whatever the longest video here is
+        for number, own in enumerate(features):  # each video is encoded at its own length, not padded to the longest
             drawn = gumbel_noise((size, len(own.frames)), streams.of(number, "picks"))
             noise[number * size : (number + 1) * size, : drawn.shape[1]] = drawn
         counts = torch.tensor([self.picks_of(task) for task in usable])[group]
