@@ -24,7 +24,7 @@ class ImageReward:
     function: str
     """`module:function`, imported on first use."""
     summary: str
-    """What it measures, in one line."""
+    """One-line description of the measured property."""
     citation: str
     """Source of the rule."""
     range: tuple[float | None, float | None]

@@ -28,7 +28,7 @@ RECIPES = (
     RecipeEntry(
         "archer",
         "mmrl.contrib.agents.archer:ArcherRecipe:ArcherConfig",
-        "off-policy critics of whole answers with slow targets, and an actor of tokens that answers stored turns anew",
+        "off-policy critics of whole answers with target networks; a token-level actor answers stored turns again",
         "Zhou et al., ArCHer, arXiv 2402.19446",
     ),
     RecipeEntry(

@@ -357,7 +357,7 @@ ROWS: tuple[Objective, ...] = (
         claim="advantages and clip bounds that depend on a token's entropy let uncertain tokens move more",
         citation="HAPO, arXiv 2509.16591; its public scripts (clip 0.2, dual clip 10, pivot 0.8, dynamic sampling)",
         verified="starriver030515/HAPO at 7671dde3e268, verl/trainer/ppo/core_algos.py",
-        differs="entropies before the update and of the whole step, signed; the temperature does not adapt",
+        differs="entropies are those before the update, over the whole step, signed; the temperature does not adapt",
     ),
     Objective(
         "mirror_descent",
@@ -365,7 +365,7 @@ ROWS: tuple[Objective, ...] = (
         Unclipped(),
         TokenMean(),
         kl=K3(1.0, to="old", anneal=True, importance=True, clamp=False),
-        claim="mirror descent, a proximal KL in place of the clip, matches or beats TRPO and PPO",
+        claim="mirror descent, a proximal KL instead of the clip, matches or beats TRPO and PPO",
         citation="Tomar et al., Mirror Descent Policy Optimization, arXiv 2005.09814, eq. 9 (t_k = 1 - k/K)",
         verified="manantomar/Mirror-Descent-Policy-Optimization at c9bd3ba080e3, mdpo_on/mdpo.py",
         differs="KL estimated on the decisions taken, r k3, without every logit; t_k at least 0.05; no critic",
@@ -379,6 +379,6 @@ ROWS: tuple[Objective, ...] = (
         claim="protecting tokens that right and wrong answers share, and an entropy filter, replace the KL",
         citation="GTPO, arXiv 2508.03772 (conflict tokens, entropy limit 0.7 and coefficient 0.1 of its code, no KL)",
         verified="winstonsmith1897/GTPO at 5d33811e8ea1, gtpo/gtpo_training.py",
-        differs="rows are averaged, not summed; conflicts of both ends are counted; entropies before the update",
+        differs="rows are averaged, not summed; conflicts at both ends count; entropies are those before the update",
     ),
 )

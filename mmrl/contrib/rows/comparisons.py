@@ -247,7 +247,7 @@ ROWS: tuple[Objective, ...] = (
         claim="preferences between groups of equivalent and other programs add a finer signal to unit-test rewards",
         citation="Wu et al., OORL with GEPO, arXiv 2505.12723 (weights 0.01 and 1)",
         verified="hand computation",
-        differs="beside GRPO, where the paper has REINFORCE++; beta and the divisor of the variance are not stated",
+        differs="combined with GRPO, not REINFORCE++; the paper states neither beta nor the divisor of the variance",
     ),
     Objective(
         "disco",

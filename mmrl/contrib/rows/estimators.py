@@ -560,7 +560,7 @@ ROWS: tuple[Objective, ...] = (
         claim="penalising right answers reached by wrong steps makes reasoning more reliable",
         citation="FAPO, arXiv 2510.22543, with the reward flawless (DAPO with dual clip 10)",
         verified="hand computation",
-        differs="DAPO's penalty of long responses is a reward of its own, overlong",
+        differs="DAPO's length penalty is a separate reward, `overlong`",
     ),
     Objective(
         "demo_regularised",

@@ -630,10 +630,10 @@ ROWS: tuple[Objective, ...] = (
         scaling=AdvantageScaling(whiten="rows", eps_to="deviation"),
         order=Uncertain(),
         claim="one answer per question against its tracked success rate beats GRPO without groups that wait",
-        citation="SPO, arXiv 2509.13232 (a sample a task; clip 0.2/0.28 and dual clip 10 of its recipe's train.sh)",
+        citation="SPO, arXiv 2509.13232 (one sample per task; clip 0.2/0.28, dual clip 10 of its train.sh)",
         verified="verl-project/verl-recipe at 48ea0a797fa2; loss: RTkenny/RiskPO at 65ec40c935f5",
-        differs="a visit keeps 0.875 of the tracked counts, the lower bound of the paper's rule, which would score the "
-        "last answer of each task anew (rho.type constant in the code); no values from samples before the run",
+        differs="each visit keeps 0.875 of the tracked counts (rho.type constant in the code); the paper's rule rescores "
+        "each task's last answer, and 0.875 is its lower bound; no values from samples before the run",
     ),
     Objective(
         "riskpo",

@@ -202,6 +202,6 @@ ROWS = (
         claim="training on the 20 % of tokens with the highest entropy matches or beats training on all of them",
         citation="Wang et al., Beyond the 80/20 Rule, arXiv 2506.01939 (DAPO on the 20 % of highest entropy)",
         verified="trl 1.16.0",
-        differs="entropies before the update, and a threshold of the whole step",
+        differs="entropies are those before the update; one threshold for the whole step",
     ),
 )
