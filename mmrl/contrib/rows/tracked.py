@@ -632,8 +632,8 @@ ROWS: tuple[Objective, ...] = (
         claim="one answer per question against its tracked success rate beats GRPO without groups that wait",
         citation="SPO, arXiv 2509.13232 (one sample per task; clip 0.2/0.28, dual clip 10 of its train.sh)",
         verified="verl-project/verl-recipe at 48ea0a797fa2; loss: RTkenny/RiskPO at 65ec40c935f5",
-        differs="each visit keeps 0.875 of the tracked counts (rho.type constant in the code); the paper's rule rescores "
-        "each task's last answer, and 0.875 is its lower bound; no values from samples before the run",
+        differs="each visit keeps 0.875 of the tracked counts (rho.type constant in the code); the paper's rule scores "
+        "each task's last answer again, and 0.875 is its lower bound; no values from samples before the run",
     ),
     Objective(
         "riskpo",
