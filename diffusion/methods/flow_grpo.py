@@ -111,10 +111,10 @@ def flow_grpo_fast() -> FlowGrpoConfig:
 def dance_grpo() -> FlowGrpoConfig:
     """DanceGRPO: constant noise eta (`dance_sde`), training on a random 60 % of each image's denoising steps.
 
-    All images of a prompt start from the same noise. Group advantages divided by the group's own standard deviation, clip 1e-4, no KL, no filter; 16 steps, eta 0.3,
-    learning rate 1e-5 for full fine-tuning and groups of 12, as in the FLUX script. The public code scores the image
-    predicted at the last step instead of the last state; here the last step is an ODE step to 0, which gives the same
-    image.
+    All images of a prompt start from the same noise. Group advantages divided by the group's own standard deviation,
+    clip 1e-4, no KL, no filter; 16 steps, eta 0.3, learning rate 1e-5 for full fine-tuning and groups of 12, as in the
+    FLUX script. The public code scores the image predicted at the last step instead of the last state; here the last
+    step is an ODE step to 0, which gives the same image.
 
     Source: Xue et al., DanceGRPO, arXiv 2505.07818; XueZeyue/DanceGRPO fastvideo/train_grpo_flux.py.
     """
