@@ -34,3 +34,12 @@ def numbers(values: Sequence[float | Tensor]) -> list[float]:
     """Convert scalars to Python numbers with one transfer."""
     copied = iter(to_host([value for value in values if isinstance(value, Tensor)]))
     return [float(next(copied) if isinstance(value, Tensor) else value) for value in values]
+
+
+def sum_of_bits(weight: torch.Tensor) -> torch.Tensor:
+    """Sum of a tensor's eight-byte words, modulo 2^64, and of the bytes that are left."""
+    data = weight.contiguous().view(-1).view(torch.uint8)
+    words, rest = data.split([len(data) // 8 * 8, len(data) % 8])
+    if words.storage_offset() * words.element_size() % 8:  # a part of a larger tensor: not aligned
+        words = words.clone()
+    return words.view(torch.int64).sum() + rest.sum()

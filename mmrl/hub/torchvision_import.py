@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
 
-class _Finder(MetaPathFinder):
+class _TorchvisionFinder(MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path) if name == "torchvision" else None
         if spec is not None and spec.loader is not None:
@@ -32,6 +32,9 @@ class _PatchingLoader(Loader):
     def exec_module(self, module: Any) -> None:
         from mmrl.hub.compat import retry_with_operators
 
+        if FINDER in sys.meta_path:  # it has nothing more to find, and would be asked at every later import
+            sys.meta_path.remove(FINDER)
+
         def execute() -> None:
             sys.modules[module.__name__] = module
             self._own.exec_module(module)
@@ -42,4 +45,6 @@ class _PatchingLoader(Loader):
         return getattr(self._own, name)
 
 
-sys.meta_path.insert(0, _Finder())
+FINDER = _TorchvisionFinder()
+if all(type(finder).__name__ != _TorchvisionFinder.__name__ for finder in sys.meta_path):  # a .pth may be read twice
+    sys.meta_path.insert(0, FINDER)

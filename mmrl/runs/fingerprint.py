@@ -50,15 +50,6 @@ def weights_digest(module: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def sum_of_bits(weight: torch.Tensor) -> torch.Tensor:
-    """Sum of a tensor's eight-byte words, modulo 2^64, and of the bytes that are left."""
-    data = weight.contiguous().view(-1).view(torch.uint8)
-    words, rest = data.split([len(data) // 8 * 8, len(data) % 8])
-    if words.storage_offset() * words.element_size() % 8:  # a part of a larger tensor: not aligned
-        words = words.clone()
-    return words.view(torch.int64).sum() + rest.sum()
-
-
 def _plain(value: Any, files: list[Any]) -> Any:
     """JSON form of an object that json cannot write; files are noted to be read later."""
     if isinstance(value, Path):

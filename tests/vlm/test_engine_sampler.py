@@ -263,7 +263,7 @@ def test_the_setup_installs_repairs_and_imports(monkeypatch, tmp_path):
         f"import sys; exec({repair.read_text()!r}); import mmrl; print(type(sys.meta_path[0]).__name__, mmrl.__path__)"
     )
     alone = subprocess.run([sys.executable, "-S", "-c", check], cwd=tmp_path, capture_output=True, text=True)
-    assert alone.stdout.split() == ["_Finder", f"['{environment.PACKAGE / 'mmrl'}']"], alone.stderr
+    assert alone.stdout.split() == ["_TorchvisionFinder", f"['{environment.PACKAGE / 'mmrl'}']"], alone.stderr
     assert told[-1].startswith("vllm: version 0.32.0 imports")
 
 

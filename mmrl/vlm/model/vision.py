@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmrl.core.transfer import to_device
-from mmrl.runs.fingerprint import sum_of_bits
+from mmrl.core.transfer import sum_of_bits, to_device
 from mmrl.vlm.data.prompt import Prompt, leaves
 
 
