@@ -114,7 +114,7 @@ def check_precision(optimizer: torch.optim.Optimizer) -> None:
                 "weights with trainer.mixed_precision=fp16, or adapters (LoRA)"
             )
         rate = group["lr"] * group.get(FACTOR, 1.0)
-        # half a unit in the last place of bfloat16 is larger than such a step, which then rounds to nothing
+        # low-precision numbers of the size of a weight are further apart than such a step, which then rounds away
         if low and rate < SMALLEST_LOW_PRECISION_STEP:
             kind = str(low.pop()).removeprefix("torch.")
             raise UserError(

@@ -414,7 +414,7 @@ class HeapTrimmer:
     """Gives free pages of the heap back to the system whenever the process has grown; elsewhere than glibc, nothing."""
 
     def __init__(self, *, enabled: bool = True) -> None:
-        # looked up once: trim() is called after every chunk of work
+        # looked up once: trim() is called several times a step
         self._trim = _malloc_trim() if enabled else None
         self._left = 0.0
 
