@@ -1,4 +1,4 @@
-"""A worker process: one service behind two pipes, run by its path in whatever Python the service needs.
+"""A worker process: one service behind two pipes, run by its path in the Python that the service needs.
 
     python serve.py path/to/service.py:make '{"service": {"limit": 3}}'
 
@@ -112,13 +112,15 @@ class Pipes:
 
     def note_import(self) -> None:
         """Report to the pool that the main thread begins to import."""
+        # At most every 0.1 s: a package of many modules would fill the pipe with notes.
         now = time.monotonic()
         if self._busy and threading.get_ident() == self._main and now - self._noted > LOADING_SECONDS:
             self._noted = now
             self._write(self._loading)
 
     def receive(self) -> wire.Message | None:
-        """Wait for a request; None where there will be no more."""
+        """Wait for a request; returns None if there will be no more."""
+        # Blocks: a worker has nothing to do between two requests.
         message = wire.read(self._input)
         self._busy = message is not None
         return message
@@ -131,16 +133,20 @@ class Pipes:
         self._write(data)
 
     def _write(self, data: bytes) -> None:
+        # The lock keeps a heartbeat from landing inside an answer.
         try:
             with self._lock:
                 view = memoryview(data)
                 while view:
+                    # os.write takes what fits into the pipe, so it is repeated.
                     view = view[os.write(self._output, view) :]
         except OSError:
+            # The pool is gone; nobody reads this or any later answer.
             _leave()
 
     def _beat(self) -> None:
         beat, hangup = wire.pack({"kind": "beat"}), select.poll()
+        # 0: only hang-ups and errors are reported, which poll does unasked.
         hangup.register(self._input, 0)
         while True:
             # Code that keeps Python's lock stops this loop; a timer outside Python then ends an orphan as well.
@@ -170,6 +176,7 @@ def _imports(thread: int) -> bool:
     """Whether a thread is in the midst of an import."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
+        # The import machinery's own frames have this file name.
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True
         frame = frame.f_back
@@ -191,6 +198,7 @@ def main(service: str, options: Mapping[str, Any]) -> None:
     pipes = Pipes(float(options.get("watchdog_s", 0.0)))
     # Imports in the midst of a request (a lazy `import torch`) can take longer than its limit.
     sys.meta_path.insert(0, ImportNotes(pipes))  # type: ignore[arg-type]
+    # In front: a foreign Python finds the user's files by these.
     sys.path[:0] = [path for path in options.get("paths", []) if path not in sys.path]
     try:
         file, _, name = service.rpartition(":")
@@ -205,6 +213,7 @@ def main(service: str, options: Mapping[str, Any]) -> None:
         request = pipes.receive()
         if request is None:
             break
+        # An exception is an answer, and the worker goes on.
         answer(pipes, worker, request)
     worker.close()
 
