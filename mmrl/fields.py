@@ -108,7 +108,7 @@ class Bounds:
 
     def problem(self, key: str, value: Any) -> str | None:
         """One line with the key, the value and the allowed values; None if the value is fine."""
-        # None means that the option is not set, whatever bounds it has
+        # None means that the option is not set, so it has no bounds to keep
         if value is None or self._holds(value):
             return None
         if self.choices is None:

@@ -81,7 +81,7 @@ def _run(arguments: list[str]) -> int:
 @contextlib.contextmanager
 def _noted_interrupts() -> Iterator[list[int]]:
     """The Ctrl-C so far: some libraries turn one that arrives while they load a model into another exception."""
-    # a library may swallow KeyboardInterrupt and raise an error of its own
+    # a library may swallow KeyboardInterrupt and raise its own error
     noted: list[int] = []
 
     def note(signum: int, frame: FrameType | None) -> None:

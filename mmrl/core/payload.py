@@ -27,7 +27,7 @@ from torch import Tensor
 from mmrl.core.transfer import to_device, to_host
 
 _Kind = Literal["row", "decision", "group", "shared", "nested"]
-# an object of its own kind, since None and [] are valid blanks
+# a unique object, since None and [] are valid blanks
 _REQUIRED: Any = object()
 
 

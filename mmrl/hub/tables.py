@@ -220,7 +220,7 @@ def _object_row(value: Any, place: str) -> DataRow:
 
 
 def _unusable_text(cells: dict[str, Any]) -> str | None:
-    """Name a column whose text nothing can write down; None where all can be."""
+    """Describe a column whose text cannot be written to a file; None if there is none."""
     for name, cell in cells.items():
         # texts inside lists and objects too
         text = f"{name}{cell}" if isinstance(cell, str) else json.dumps([name, cell], ensure_ascii=False)
@@ -259,7 +259,7 @@ def _read_parquet(file: Path) -> Iterator[DataRow]:
 
 def _read_folder(folder: Path, split: str) -> Iterator[DataRow]:
     datasets = _import_datasets(folder)
-    # save_to_disk writes its own files beside the data
+    # save_to_disk writes its own files next to the data
     saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
     try:
         with _quiet(datasets):

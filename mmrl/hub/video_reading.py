@@ -140,7 +140,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Any]:
             yield container
     except (VideoError, UserError, _MissedError):
         raise
-    except Exception as error:  # of damaged files PyAV returns None in place of numbers, codecs and times
+    except Exception as error:  # of damaged files PyAV returns None instead of numbers, codecs and times
         raise VideoError("unreadable_video", f"it cannot be decoded: {type(error).__name__}: {error}") from None
 
 
@@ -225,7 +225,7 @@ def _seconds(values: Sequence[int], start: int, unit: Fraction) -> list[float]:
 def _rate(times_s: Sequence[float], stated: float, tick_s: float) -> tuple[float, bool]:
     """Frames a second, and whether frame n is shown at n / fps: at the rate that the file states or at the average."""
     if len(times_s) == 1:
-        # one frame has no rate of its own
+        # a single frame has no rate
         return stated or 1.0, True
     span_s = times_s[-1] - times_s[0]
     if span_s <= 0:
@@ -411,4 +411,4 @@ FORMATS = (
 )
 """Containers that hold their video themselves; playlists such as HLS (.m3u8), DASH and concat open other files."""
 WITHOUT_TIMES = ("avi", "h264", "hevc", "m4v")
-"""Formats whose packets carry the order of decoding in place of times."""
+"""Formats whose packets carry the order of decoding instead of times."""

@@ -118,7 +118,7 @@ def _echoes(prompt: str) -> tuple[str, ...]:
 
 def final_part(text: str) -> str | None:
     """Return the text after the last think block, the whole text without one, None if it ends inside its thinking."""
-    # linear: one pass over the tags, whatever is between them
+    # linear in the text: one pass over the tags
     text, opened, end = with_think_tags(text), False, 0
     for tag in TAG.finditer(text):
         if tag[2] == "think":

@@ -100,7 +100,7 @@ def write_ledger(folder: Path, rows: Sequence[Row], about: Row) -> Path:
     # a trial that could not be run has no row, and gets one below
     known = {_key(row): row for row in rows}
     lines = []
-    # in the order of the protocol, whatever order rows came in
+    # in the order of the protocol, not in that of the rows
     for key in ledger.expected:
         row = known.get(key) or {**dict(zip(KEY, key, strict=True)), "ending": "left out"}
         # later ones win: what a row says of itself over what the protocol fixes

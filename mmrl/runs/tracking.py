@@ -96,7 +96,7 @@ class ConsoleSink:
     def __init__(self, total_steps: int, *, every: int = 1, quiet: bool = False, stream: TextIO | None = None) -> None:
         from rich.console import Console
 
-        # soft_wrap: rich would break lines at a guessed width where there is no terminal
+        # soft_wrap: without a terminal, rich would break lines at a guessed width
         self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True, quiet=quiet)
         self._total_steps = total_steps
         self._every = max(1, every)
@@ -117,7 +117,7 @@ class ConsoleSink:
         now = time.monotonic()
         # from the first step logged, so that a resumed run's estimate leaves out the steps before it
         self._began = self._began or (step, now)
-        # a log file gets a line every 10 s, whatever the speed of a step
+        # a log file gets a line every 10 s, even if steps are faster
         due = step % self._every == 0 and (self._bar is not None or now - self._shown_s >= QUIET_S)
         if due or step == self._total_steps or self._lines == 0:
             self._shown_s = now

@@ -120,7 +120,7 @@ def avoid_refused_instructions() -> None:
     """Keep low-precision arithmetic on the CPU from ending the process.
 
     Some virtual machines announce AMX instructions and then refuse them. Whether this is one of them is tried in a
-    process of its own, before the first product here; if so, oneDNN is set up to do without. A limit that the user has
+    separate process, before the first product here; if so, oneDNN is set up to do without. A limit that the user has
     set stays, and machines without AMX or with a GPU are left alone.
     """
     # a limit of the user wins
@@ -139,7 +139,7 @@ def _announces_amx() -> bool:
 
 def shard(items: Sequence[ItemT], accelerator: Accelerator) -> list[ItemT]:
     """This process's share of `items`: every world-size-th one, starting at its rank."""
-    # strided and not in blocks, so that a step's tasks are spread evenly whatever their number
+    # strided and not in blocks, so that any number of tasks is spread evenly
     return list(items[accelerator.process_index :: accelerator.num_processes])
 
 
@@ -182,7 +182,7 @@ def merge_lists(items: list[ItemT], accelerator: Accelerator) -> list[ItemT]:
 
 
 def share_weights(module: nn.Module, accelerator: Accelerator) -> None:
-    """Give every process the first one's weights, whatever it has drawn or loaded."""
+    """Give every process the weights of the first one."""
     if accelerator.num_processes > 1:
         for tensor in (*module.parameters(), *module.buffers()):
             # integer buffers such as position ids follow from the configuration
@@ -318,7 +318,7 @@ def make_generator(seed: int, *purpose: int | str) -> torch.Generator:
 class Streams:
     """Random streams of the tasks of a step: each follows from a seed and from the task's place in the step.
 
-    So a task draws the same numbers whichever process has it, and whatever the tasks beside it do.
+    So a task draws the same numbers in any process, and together with any other tasks.
     """
 
     seed: int

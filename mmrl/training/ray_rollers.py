@@ -496,7 +496,7 @@ def _connecting(where: str) -> Iterator[Any]:
         raise UserError("rollers.engine is ray, which is not installed: pip install 'mmrl-suite[ray]'") from error
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
-    # Ray installs handlers of its own, which would end the run without a checkpoint
+    # Ray installs its own handlers, which would end the run without a checkpoint
     handlers = {each: signal.getsignal(each) for each in SIGNALS}
     try:
         yield ray

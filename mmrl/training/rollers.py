@@ -316,7 +316,7 @@ class Dealer:
                 # an idle worker takes the next unit, whichever it is: streams belong to tasks, so rows do not depend on
                 # it
                 self._crew.send(worker, units[running[worker]])
-            # rows are returned in order, whatever order they were finished in
+            # rows are returned in order, though units finish in any order
             while following in done:
                 yield done.pop(following)
                 following += 1

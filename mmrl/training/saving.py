@@ -87,7 +87,7 @@ class RunSaver:
         """Write a checkpoint; a full disk is reported; training continues and keeps the older ones."""
         # a slower process may still be in its last optimiser step
         self.accelerator.wait_for_everyone()
-        # every process has generators of its own
+        # the generators of every process, which differ
         rng = merge_lists([capture_global_rng()], self.accelerator)
         self._waits_since = began = time.monotonic()
         # also if writing fails: a second attempt at the same step would fail too

@@ -279,7 +279,7 @@ class Trainer:
         sampled: list[Rollouts] = []
         done = False
         while not done:
-            # attempts are numbered, so that a repeated draw gets random numbers of its own
+            # attempts are numbered, so that a repeated draw gets other random numbers
             batch = self._placed(self._sample(attempt=len(sampled)), attempt=len(sampled))
             # rewards and masks are enough for filter and metrics; images stay with their process
             sampled.append(batch.replace(payload=None).to("cpu"))

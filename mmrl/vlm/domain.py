@@ -235,7 +235,7 @@ class VlmDomain:
             NoUsableTasksError: no question could be encoded, and `allow_none` is false.
         """
         usable, prompts = [], []
-        # the last error stands for all of them in the message
+        # the message shows the last error as an example
         last: TaskError | None = None
         for task in tasks:
             try:

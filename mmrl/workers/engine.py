@@ -412,7 +412,7 @@ def _start(spec: WorkerSpec, token: str) -> subprocess.Popen[bytes]:
         kept = {name: variables[name] for name in ("PYTHONPATH", RESTRICTED) if name in variables}
         variables = {**sandbox.strict_environment(), **kept, **spec.environment}
     try:
-        # A group of its own: what it starts ends with it, and Ctrl-C reaches only this process. A session of its own
+        # A separate group: what it starts ends with it, and Ctrl-C reaches only this process. A separate session
         # would do that too, but Linux schedules sessions against each other: on a busy machine every message would
         # then wait for a turn of several milliseconds (sched_autogroup). Code that nobody has read gets one still.
         return subprocess.Popen(

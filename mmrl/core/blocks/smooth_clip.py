@@ -297,7 +297,7 @@ class ClipCov(BoundedClip):
         band = (covariance > self.cov_low) & (covariance < self.cov_high) & ~clipped
         # at least one, also in micro-batches of fewer than 1 / share decisions
         number = (self.share * mask.sum()).floor().clamp(min=1)
-        # the hash stands in for a random draw, so that no generator has to be passed through the loss
+        # a hash instead of a random draw, so that no generator has to be passed through the loss
         dropped = _first(hashed(logp).to(logp.dtype), band, number)
         return torch.where(dropped, 0.0, loss), indicators | {"policy/cov_dropped": dropped.to(loss.dtype)}
 

@@ -291,7 +291,7 @@ class Objective:
         return self.clip.survey(log_ratio.detach(), advantage, rollouts.loss_mask)
 
     def settled(self, parts: Sequence[Tensor], rollouts: Rollouts) -> Rollouts:
-        """Add what the loss needs to know about the whole optimiser step; without it, each batch stands alone."""
+        """Add what the loss needs to know about the whole optimiser step; without it, a batch knows only itself."""
         assert isinstance(self.clip, StepClip)
         return self.clip.settle(parts, rollouts)
 

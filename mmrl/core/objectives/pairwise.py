@@ -165,7 +165,7 @@ class PreferenceObjective:
         """Count what the loss of an optimiser step is divided by; see `Objective.denominators`."""
         chosen, rejected = self._sides(rollouts)
         mask = rollouts.loss_mask
-        # the mask stands in for log-probabilities: only which sides have a score matters here
+        # the mask takes the place of log-probabilities: only which sides have a score matters here
         kept = self._kept(self.score(mask, mask)[1], chosen, rejected)
         others = {
             # sides that are compared count as one pair, otherwise each counts

@@ -217,7 +217,7 @@ def _candidates(task: VlmTask, responses: Sequence[str]) -> list[_Candidate]:
     for index, answer in enumerate(answers):
         key = "" if answer is None else normalise(answer)
         found.setdefault(key, _Candidate(answer or "", index, 0)).votes += 1
-    # a response without an answer is no candidate beside others
+    # a response without an answer is no candidate next to others
     if len(found) > 1:
         found.pop("", None)
     return list(found.values())

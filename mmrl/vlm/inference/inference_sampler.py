@@ -207,7 +207,7 @@ def check_engine(config: SamplerConfig, rollers: RollersConfig) -> None:
     elif int(os.environ.get("WORLD_SIZE", "1")) > 1 or rollers.engine != "local":
         raise UserError(
             "sampler.vllm.address names one server, which serves one process at a time, and this run has several; "
-            "leave it out, so that each starts an engine of its own"
+            "leave it out, so that each starts its own engine"
         )
 
 

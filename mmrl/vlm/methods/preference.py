@@ -260,7 +260,7 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
 
     def batch(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
         """Tokenise both sides of each pair; pairs that do not fit are counted and left out."""
-        # with the policy before its first update, whatever draws first
+        # with the policy before its first update
         self._fill_start_scores(policy, step)
         pairs = self.pairs_of(policy, tasks)
         if pairs is None:

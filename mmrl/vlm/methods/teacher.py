@@ -56,7 +56,7 @@ class TeacherConfig(FrozenModelConfig):
         if not (self.path or self.prompt):
             raise ValueError(
                 "teacher has neither path nor prompt, so it would be the policy itself; name a model with teacher.path "
-                'or a prompt that tells more, such as teacher.prompt="{question} The answer is {answer}."'
+                'or a prompt that says more, such as teacher.prompt="{question} The answer is {answer}."'
             )
 
     def check_columns(self, tasks: Sequence[VlmTask]) -> None:

@@ -321,7 +321,7 @@ def _make_agent(config: TspoConfig, width: int) -> TemporalAgent:
         if agent.width != width:
             raise UserError(f"the agent in {config.agent.path} has width {agent.width}; the CLIP gives {width}")
         return agent
-    # a stream of its own: loading other models must not change the agent's start
+    # a separate stream: loading other models must not change the agent's start
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stream_seed(config.seed, "agent"))
         return TemporalAgent(width, config.agent.heads, config.agent.window)
