@@ -131,7 +131,8 @@ class Repeater:
     """Runs trials of an evaluation again."""
 
     def __init__(self, recipe: Any, ledger: Ledger, step: Step) -> None:
-        self._tasks, self._processes = recipe.eval_tasks, ledger.about["machine"]["processes"]
+        self._tasks = recipe.eval_tasks
+        self._processes = ledger.about["machine"]["processes"]
         self._measures = {split: recipe.measures(recipe.policy, split, step) for split in self._tasks}
 
     def run(self, row: Row, *, alone: bool) -> Row:

@@ -165,12 +165,10 @@ class _File:
         self.name = str(path)  # faststart opens it once more, to read what it moves behind the index
         self._file = path.open("w+b", buffering=0)
         self._error: OSError | None = None
-        self.seek, self.tell, self.read, self.close = (
-            self._file.seek,
-            self._file.tell,
-            self._file.read,
-            self._file.close,
-        )
+        self.seek = self._file.seek
+        self.tell = self._file.tell
+        self.read = self._file.read
+        self.close = self._file.close
 
     def write(self, content: Any) -> int:
         rest = memoryview(content)
@@ -212,7 +210,9 @@ class _Encoder:
     def __init__(self, path: Path, fps: float, codec: _Codec, container: Mapping[str, str]) -> None:
         if not 0 < fps < 1000:
             raise UserError(f"fps is {fps}; must lie between 0 and 1000")
-        self._path, self._codec, self._options = path, codec, dict(container)
+        self._path = path
+        self._codec = codec
+        self._options = dict(container)
         # players expect small denominators, such as 30000/1001
         self._rate = Fraction(fps).limit_denominator(1001)
         self._file: _File
@@ -301,7 +301,9 @@ def _append_packets(source: Any, output: Any, stream: Any, start: int) -> int:
         if packet.dts is None:
             continue
         # shifted behind the source before
-        packet.pts, packet.dts, packet.stream = packet.pts + start, packet.dts + start, stream
+        packet.pts = packet.pts + start
+        packet.dts = packet.dts + start
+        packet.stream = stream
         end = max(end, packet.pts + (packet.duration or 0))
         output.mux(packet)
     return end

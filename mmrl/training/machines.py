@@ -46,7 +46,9 @@ class Watch:
     def __init__(self, store: torch.distributed.Store, rank: int, count: int) -> None:
         self.stage: Callable[[], str] = lambda: "starting"
         """Describes this process's current stage, for messages such as "at rollout of step 7"."""
-        self._store, self._rank, self._count = store, rank, count
+        self._store = store
+        self._rank = rank
+        self._count = count
         self._host = socket.gethostname()
         self._beat = 0
         self._seen: dict[int, tuple[str, float]] = {}

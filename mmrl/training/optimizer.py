@@ -189,7 +189,9 @@ class Rows:
     def __init__(
         self, weights: Sequence[nn.Parameter], parts: Sequence[Callable[[], Tensor]], total: Callable[[Tensor], Tensor]
     ) -> None:
-        self.weights, self.total, self._parts = list(weights), total, parts
+        self.weights = list(weights)
+        self.total = total
+        self._parts = parts
         self._first = weights[0].detach()
         self.before = self.logp()
         # over all processes: the Fisher matrix is a mean over the rows of the optimiser step
@@ -337,7 +339,8 @@ class LossScale:
 
     def shrink(self) -> None:
         """Halve the scale after a step with a gradient that is not finite."""
-        self.value, self._finite = self.value / 2, 0
+        self.value = self.value / 2
+        self._finite = 0
         self.overflows += 1
 
     def keep(self) -> None:
@@ -345,7 +348,8 @@ class LossScale:
         # only steps in a row count: an overflow starts again
         self._finite += 1
         if self.enabled and self._finite == GROWTH_INTERVAL:
-            self.value, self._finite = min(2 * self.value, LARGEST), 0
+            self.value = min(2 * self.value, LARGEST)
+            self._finite = 0
 
     def metrics(self) -> dict[str, float]:
         """The scale and the steps that were left out; nothing where losses are not scaled."""
@@ -358,5 +362,6 @@ class LossScale:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`; the scale starts again where the run did not scale losses before."""
         if self.enabled and state:
-            self.value, self.overflows = float(state["value"]), int(state["overflows"])
+            self.value = float(state["value"])
+            self.overflows = int(state["overflows"])
             self._finite = int(state["finite"])

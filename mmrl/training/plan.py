@@ -388,7 +388,10 @@ class Allocations(TorchDispatchMode):
 
     def restart(self) -> None:
         """Reset the peak and the counts from here on."""
-        self.peak, self.flops, self.attention, self.kernels = self.alive, 0.0, 0.0, 0
+        self.peak = self.alive
+        self.flops = 0.0
+        self.attention = 0.0
+        self.kernels = 0
 
     def counted(self, before: float) -> Counted:
         """Memory and operations since `restart`, less the bytes that were held before."""

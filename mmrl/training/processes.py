@@ -73,7 +73,8 @@ def make_accelerator(mixed_precision: str = "none", timeout_minutes: float = 240
         kwargs_handlers=[patience],
     )
     if mixed_precision == "fp16":  # on a CPU accelerate would stay in float32; the update scales losses itself
-        accelerator.native_amp, accelerator.scaler = True, None
+        accelerator.native_amp = True
+        accelerator.scaler = None
     # a launcher may have started more processes than accelerate has found, which would then train apart
     if accelerator.num_processes != world:
         raise UserError(f"WORLD_SIZE is {world}, but accelerate counts {accelerator.num_processes} processes")
@@ -452,7 +453,8 @@ def _malloc_trim() -> Callable[[int], int] | None:
         return None
     function = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
     if function is not None:
-        function.argtypes, function.restype = [ctypes.c_size_t], ctypes.c_int
+        function.argtypes = [ctypes.c_size_t]
+        function.restype = ctypes.c_int
     return function  # type: ignore[no-any-return]
 
 

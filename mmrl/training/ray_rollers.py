@@ -134,7 +134,8 @@ class RayCrew:
     def __init__(self, job: bytes, options: RollersConfig) -> None:
         import ray
 
-        self._ray, self._options = ray, options
+        self._ray = ray
+        self._options = options
         # once into the object store, from where every actor reads it
         self._job = ray.put(job)
         resources = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
@@ -147,7 +148,8 @@ class RayCrew:
         self._starting: set[int] = set()
         self._next = 0
         self._closed = False
-        self.numbers, self.references = (0, 0), (None, None)
+        self.numbers = (0, 0)
+        self.references = (None, None)
         """Versions of weights and state for the next units, and their object references."""
 
     def start(self) -> int:
@@ -252,7 +254,9 @@ class RayRollers:
     def __init__(
         self, recipe: Recipe[Any, Any], config: Any, accelerator: Accelerator, run_dir: Path, entry: Any
     ) -> None:
-        self._recipe, self._accelerator, self._run_dir = recipe, accelerator, run_dir
+        self._recipe = recipe
+        self._accelerator = accelerator
+        self._run_dir = run_dir
         options: RollersConfig = config.rollers
         # refused before Ray is started
         check_processes(options, accelerator)
@@ -276,10 +280,15 @@ class RayRollers:
             self._disconnect()
             raise
         LOGGER.info("%d rollout workers; the first one is on %s (%s)", self._size, hello.host, hello.device)
-        self._again, self._lost, self._busy_s, self._since = 0, 0, 0.0, time.perf_counter()
+        self._again = 0
+        self._lost = 0
+        self._busy_s = 0.0
+        self._since = time.perf_counter()
         # None: changed since they were last sent
         self._weights: Any = None
-        self._draws, self._loads, self._staleness = 0, 0, 0
+        self._draws = 0
+        self._loads = 0
+        self._staleness = 0
         self.looks_ahead = options.overlap
         self._ahead: Future[list[Outcome]] | None = None
         # one thread: units of two steps would compete for workers
@@ -306,7 +315,9 @@ class RayRollers:
         recipe, ahead = self._recipe, self._ahead
         if ahead is not None:
             # begun during the last update, with the weights of before it
-            outcomes, self._ahead, self._staleness = ahead.result(), None, 1
+            outcomes = ahead.result()
+            self._ahead = None
+            self._staleness = 1
         elif recipe.rolls_apart(step):
             outcomes = list(self._dealer.run(self._units(tasks, streams, step)))
         else:
@@ -337,7 +348,8 @@ class RayRollers:
             if self._weights is None:
                 self._weights = self._ray.put((trained_weights(policy), checksum(policy, trained=True)))
                 self._loads += 1
-        self._crew.numbers, self._crew.references = (self._loads, self._draws), (self._weights, state)
+        self._crew.numbers = (self._loads, self._draws)
+        self._crew.references = (self._weights, state)
 
     def _take(self, outcome: Outcome, said: set[tuple[int, str]]) -> None:
         """Merge what a worker recorded, wrote and logged; log lines in `said` are not repeated."""
@@ -400,7 +412,10 @@ class RayRollers:
         busy, total = found.pop("busy"), found.pop("time")
         found |= {"rollers/busy": busy / total, "rollers/staleness": float(self._staleness)}
         # from here to the next call: metrics are those of a step
-        self._again, self._lost, self._busy_s, self._since = self._dealer.again, 0, 0.0, now
+        self._again = self._dealer.again
+        self._lost = 0
+        self._busy_s = 0.0
+        self._since = now
         self._staleness = 0
         return found
 

@@ -448,7 +448,9 @@ class Reference:
     """The reference policy of the KL term."""
 
     def __init__(self, kind: str, policy: nn.Module, decay: float = 0.0) -> None:
-        self.kind, self.decay, self._policy = kind, decay, policy
+        self.kind = kind
+        self.decay = decay
+        self._policy = policy
         # an adapter needs no copy: the model without it is the reference
         self.copy = _frozen_copy(policy) if kind in ("frozen", "ema") else None
 

@@ -109,7 +109,9 @@ class LocalRollers:
     """Samples and scores in this process."""
 
     def __init__(self, recipe: Recipe[Any, Any], accelerator: Accelerator, unit: int = 0) -> None:
-        self._recipe, self._accelerator, self._unit = recipe, accelerator, unit
+        self._recipe = recipe
+        self._accelerator = accelerator
+        self._unit = unit
 
     looks_ahead = False
 
@@ -279,8 +281,10 @@ class Dealer:
     """
 
     def __init__(self, crew: Crew, size: int, tries: int) -> None:
+        self._crew = crew
+        self._size = size
+        self._tries = tries
         # free workers in the order in which they became free
-        self._crew, self._size, self._tries = crew, size, tries
         self._free: deque[int] = deque()
         self._in_vain = 0
         """Workers lost in a row without any answer in between."""

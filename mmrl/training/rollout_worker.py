@@ -236,7 +236,9 @@ class RolloutWorker:
             # the training process may have no GPU of that number
             found.rollouts = found.rollouts.to("cpu")
         # before the next unit: what this unit has noted is not to be sent twice
-        found.added, found.logs, found.files = notes_since(self._recipe, before), logs, self._taken_files()
+        found.added = notes_since(self._recipe, before)
+        found.logs = logs
+        found.files = self._taken_files()
         self._heap.trim()
         found.seconds = time.perf_counter() - began
         return found

@@ -212,7 +212,8 @@ class Shards:
         """Dtype of the whole weights if it differs from that of the parts."""
         self.whole = False
         """Whether the module currently holds the whole weights."""
-        self._module, self._mesh = module, mesh
+        self._module = module
+        self._mesh = mesh
         chosen = _divisible(module, names)
         if not chosen:
             raise UserError(

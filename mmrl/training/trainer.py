@@ -101,7 +101,8 @@ class StopSignals:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.signum is None:
-            self.signum, self._first_s = signum, now
+            self.signum = signum
+            self._first_s = now
             name = signal.Signals(signum).name
             # no logging here: the interrupted code may hold the lock of a handler
             self._say(f"mmrl: {name}: stopping when this step is done, with a checkpoint; Ctrl-C stops at once\n")
@@ -503,7 +504,8 @@ class TaskStream(Generic[TaskT]):
         drawn = self.upcoming(count)
         assert self._ahead is not None
         # indices and not tasks: the trainer records them with the rows
-        self.drawn, self._ahead = self._ahead, None
+        self.drawn = self._ahead
+        self._ahead = None
         self.position += count
         return drawn
 

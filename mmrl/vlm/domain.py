@@ -128,7 +128,9 @@ class VlmDomain:
         loaded = self.prepare_tasks(load_tasks(config.data), training=True)
         self.train_tasks = loaded.tasks
         self.eval_tasks = load_splits(config, self.prepare_tasks)
-        self.skipped, self.cramped, self.errors = Skipped(loaded.skipped), Tally(), RewardErrors()
+        self.skipped = Skipped(loaded.skipped)
+        self.cramped = Tally()
+        self.errors = RewardErrors()
         self.added |= {"skipped": self.skipped, "cramped": self.cramped, "errors": self.errors.step}
         # one warning a split, not one a step
         self.all_cut: set[str] = set()

@@ -225,7 +225,9 @@ class WorkerProcess:
         self._process = _start(spec, self._token)
         self._pipes = [self._process.stdin, self._process.stdout, self._process.stderr]
         self._stdin, self._stdout, self._stderr = (pipe.fileno() if pipe is not None else -1 for pipe in self._pipes)
-        self._decoder, self._outgoing, self._output = wire.Decoder(spec.max_reply_bytes), bytearray(), bytearray()
+        self._decoder = wire.Decoder(spec.max_reply_bytes)
+        self._outgoing = bytearray()
+        self._output = bytearray()
         self._inbox: list[Message] = []
         self._killed = self._writing = False
         self.heard_at = self.taken_at = time.monotonic()
@@ -468,7 +470,9 @@ class InProcessHandle:
 
     def __init__(self, make: Callable[..., Service], options: Mapping[str, Any]) -> None:
         # Heard in the infinite future: no heartbeat is ever missed.
-        self.heard_at, self.taken_at, self.loading_at = float("inf"), 0.0, 0.0
+        self.heard_at = float("inf")
+        self.taken_at = 0.0
+        self.loading_at = 0.0
         self.ending: Ending | None = None
         self._service: Service | None = None
         self._queue: list[Message] = []

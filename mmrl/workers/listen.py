@@ -42,7 +42,8 @@ class Connection:
     """One client of a service."""
 
     def __init__(self, peer: socket.socket) -> None:
-        self._peer, self._stream = peer, peer.makefile("rb")
+        self._peer = peer
+        self._stream = peer.makefile("rb")
 
     def receive(self) -> wire.Message | None:
         """The next request; None if the client has left."""

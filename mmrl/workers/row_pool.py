@@ -82,7 +82,8 @@ class FailureLog:
     """Reasons of failures, counted; those that differ only in numbers are one."""
 
     def __init__(self, name: str, folder: Path | None = None) -> None:
-        self.name, self.folder = name, folder
+        self.name = name
+        self.folder = folder
         self.counts: Counter[str] = Counter()
         """Number of failures by reason."""
 

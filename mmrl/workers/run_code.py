@@ -111,8 +111,12 @@ class _Run:
     """A program while it runs."""
 
     def __init__(self, limits: Limits, files: Mapping[str, int], stdin: bytes, output_bytes: int) -> None:
-        self._token, self._most, self._input = secrets.token_hex(8), output_bytes, stdin
-        self._began, self._cut, self._limits = time.monotonic(), False, limits
+        self._token = secrets.token_hex(8)
+        self._most = output_bytes
+        self._input = stdin
+        self._began = time.monotonic()
+        self._cut = False
+        self._limits = limits
         # A pipe on which the sandbox says that it has entered: a failure before that is ours, not the program's.
         self._report, said = os.pipe()
         # -I: no site packages of the user, and no environment variables that steer Python.

@@ -99,14 +99,18 @@ class Pipes:
 
     def __init__(self, watchdog_s: float) -> None:
         # The service keeps descriptors 0 and 1, which from here on lead to nothing and to standard error.
-        self._input, self._output = os.fdopen(os.dup(0), "rb"), os.dup(1)
+        self._input = os.fdopen(os.dup(0), "rb")
+        self._output = os.dup(1)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
         os.dup2(2, 1)
-        self._lock, self._busy = threading.Lock(), True
-        self._watchdog_s, self._parent = watchdog_s, os.getppid()
-        self._main, self._noted = threading.get_ident(), 0.0
+        self._lock = threading.Lock()
+        self._busy = True
+        self._watchdog_s = watchdog_s
+        self._parent = os.getppid()
+        self._main = threading.get_ident()
+        self._noted = 0.0
         self._loading = wire.pack(LOADING)
         threading.Thread(target=self._beat, daemon=True).start()
 

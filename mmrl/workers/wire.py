@@ -114,7 +114,8 @@ class Decoder:
     """Collects bytes as they arrive and gives out the messages that are complete."""
 
     def __init__(self, max_bytes: int = MAX_HEADER_BYTES + MAX_BODY_BYTES) -> None:
-        self._held, self._max_bytes = bytearray(), max_bytes
+        self._held = bytearray()
+        self._max_bytes = max_bytes
 
     def feed(self, data: bytes) -> Iterator[Message]:
         """Add the bytes of one read; to be iterated to its end."""

@@ -234,7 +234,9 @@ class _Critic:
         config: SelfCriticConfig,
         sampler: SamplerConfig,
     ) -> None:
-        self.policy, self.tasks, self.shown = policy, tasks, shown
+        self.policy = policy
+        self.tasks = tasks
+        self.shown = shown
         self.render = critic_renderer(config.template, OPTION)
         longest = config.max_new_tokens or sampler.max_new_tokens
         # the likeliest judgement, however answers are sampled

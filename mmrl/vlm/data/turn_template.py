@@ -70,11 +70,14 @@ class TurnTemplate:
         name: str,
         answer_tokens: Sequence[str] | None = None,
     ) -> None:
-        self._processor, self._variables, self._name = processor, variables, name
+        self._processor = processor
+        self._variables = variables
+        self._name = name
         self.stops = [str(token) for token in processor.tokenizer.convert_ids_to_tokens(list(stops))]
         self._declared = answer_tokens
         self._read: tuple[str, _Parts] | None = None
-        self._warned, self._shown = set[str](), set[tuple[str, ...]]()
+        self._warned = set[str]()
+        self._shown = set[tuple[str, ...]]()
 
     @property
     def parts(self) -> _Parts:
@@ -401,7 +404,8 @@ class _Parts:
         """Text from the head of the turn up to its thought; None if the template shows no thoughts."""
         self.written = set[str]()
         """Special tokens that the template writes into an answer."""
-        self.ends_itself, self.problem = True, ""
+        self.ends_itself = True
+        self.problem = ""
         try:
             self.asked = template.render([user_turn(QUESTION)], asks=True)
             whole = template.render([user_turn(QUESTION), assistant_turn(EARLIER)])

@@ -104,7 +104,8 @@ class Distillation(LossTerm):
     name = "distillation"
 
     def __init__(self, settings: DistilSettings, teacher: Teacher) -> None:
-        self.settings, self.teacher = settings, teacher
+        self.settings = settings
+        self.teacher = teacher
         self.outputs = frozenset({"states"} if settings.divergence else ())
         self.gradient = "always" if settings.divergence else "never"
 

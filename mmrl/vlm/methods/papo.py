@@ -226,7 +226,9 @@ class Perception(LossTerm):
     def __init__(
         self, settings: PapoSettings, aggregation: Aggregation, temperature: float, accuracy_term: str
     ) -> None:
-        self.settings, self.aggregation, self.temperature = settings, aggregation, temperature
+        self.settings = settings
+        self.aggregation = aggregation
+        self.temperature = temperature
         self.accuracy_term = accuracy_term
         # the exact entropy costs a pass over the vocabulary, so it is only asked for if a term uses it
         weighed = settings.entropy_policy or settings.entropy_masked
@@ -314,7 +316,8 @@ class CorrectLikelihood(LossTerm):
     name = "correct_likelihood"
 
     def __init__(self, coef: float, accuracy_term: str) -> None:
-        self.coef, self.accuracy_term = coef, accuracy_term
+        self.coef = coef
+        self.accuracy_term = accuracy_term
 
     def counts(self, minibatch: Rollouts) -> dict[str, float]:
         """Tokens of correct samples."""

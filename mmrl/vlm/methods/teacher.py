@@ -104,7 +104,9 @@ class Teacher:
     """
 
     def __init__(self, config: TeacherConfig, policy: VlmPolicy, temperature: float) -> None:
-        self.config, self.policy, self.temperature = config, policy, temperature
+        self.config = config
+        self.policy = policy
+        self.temperature = temperature
         self.view = TEACHER if config.prompt else "original"
         options = {item.name: getattr(config, item.name) for item in dataclasses.fields(FrozenModelConfig)}
         self._options = FrozenModelConfig(**options)

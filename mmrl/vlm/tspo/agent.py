@@ -49,7 +49,9 @@ class TemporalAgent(nn.Module):
                 f"an agent of width {width}, {heads} heads and a window of {window} frames cannot be built: the width "
                 "must be even and a multiple of the heads, and all of them at least 1"
             )
-        self.width, self.heads, self.window = width, heads, window
+        self.width = width
+        self.heads = heads
+        self.window = window
         self.query = nn.Linear(width, width)
         self.key = nn.Linear(width, width)
         self.value = nn.Linear(width, width)

@@ -57,7 +57,8 @@ class ClipEncoder:
                 f"no CLIP can be loaded from {path!r}: {type(error).__name__}: {reason}; give a folder or hub id such "
                 "as openai/clip-vit-large-patch14"
             ) from error
-        self.path, self.batch = path, batch
+        self.path = path
+        self.batch = batch
         self._fingerprint = ""
 
     @property

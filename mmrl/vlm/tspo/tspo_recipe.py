@@ -66,7 +66,8 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
     def __init__(self, config: TspoConfig) -> None:
         super().__init__(config)
         self.objective = objective_of(config)
-        self.skipped, self.errors = Skipped(), RewardErrors()
+        self.skipped = Skipped()
+        self.errors = RewardErrors()
         self._failure = ""
         """Reason why no answer of the last rollout could be judged."""
         self.parts |= {"skipped": self.skipped, "errors": self.errors}
@@ -283,7 +284,8 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         if not self.config.answerer.train or answers.samples is None:
             return rollouts
         payload, samples = TspoPayload.of(rollouts), answers.samples
-        payload.prompts, payload.finish = answers.prompts, samples.finish
+        payload.prompts = answers.prompts
+        payload.finish = samples.finish
         payload.response_ids = samples.response_ids.cpu()
         mask = samples.mask.cpu()
         assert rollouts.turn is not None

@@ -67,7 +67,8 @@ class EnvironmentProcesses(RowPool[Any]):
         mode: str,
         settings: VectorSettings,
     ) -> None:
-        self._mode, self._start_timeout_s = mode, settings.start_timeout_s
+        self._mode = mode
+        self._start_timeout_s = settings.start_timeout_s
         # Environments are named, not pickled, so that a fresh process can make them from any request.
         self._make, self._kwargs = _what_to_make(env, num_envs, kwargs)
         # As many processes as cores at most: more would only take turns.
@@ -203,9 +204,11 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
         check_config(self.settings)
         if num_envs < 1:
             raise UserError(f"num_envs is {num_envs}; must be at least 1")
-        self.num_envs, self.autoreset_mode = num_envs, AutoresetMode(autoreset_mode)
+        self.num_envs = num_envs
+        self.autoreset_mode = AutoresetMode(autoreset_mode)
         self._envs = EnvironmentProcesses(env, num_envs, kwargs, self.autoreset_mode.value, self.settings)
-        self.failures, self._rows = self._envs.failures, self._envs.members
+        self.failures = self._envs.failures
+        self._rows = self._envs.members
         self._over = np.ones(num_envs, bool)
         self._failed = np.zeros(num_envs, np.int64)
         self._seeds: list[int | None] = [None] * num_envs
@@ -312,7 +315,8 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
         """Start the workers and make the shared memory for actions and observations."""
         said = self._envs.describe()
         first = said[0]
-        self._observation, self._action = first["observation"][0], first["action"][0]
+        self._observation = first["observation"][0]
+        self._action = first["action"][0]
         self.single_observation_space = _common_space("observation", said)
         self.single_action_space = _common_space("action", said)
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)

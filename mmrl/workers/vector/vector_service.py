@@ -54,7 +54,8 @@ class VectorService:
     def __init__(self) -> None:
         self._envs: list[Any] = []
         self._over = np.zeros(0, bool)
-        self._first, self._mode = 0, ""
+        self._first = 0
+        self._mode = ""
         self._board: Any = None
         self._observation: dict[str, Any] = {}
         self._action: dict[str, Any] = {}
@@ -94,7 +95,8 @@ class VectorService:
         for kwargs in made["kwargs"]:
             loading.check_arguments(f"options of {made['factory']}", function, kwargs)
             self._envs.append(function(**kwargs))
-        self._first, self._mode = int(made["first"]), made["mode"]
+        self._first = int(made["first"])
+        self._mode = made["mode"]
         self._over = np.zeros(len(self._envs), bool)
         first = self._envs[0]
         self._observation = board.describe(first.observation_space, "observation")
