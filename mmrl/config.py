@@ -302,7 +302,7 @@ def _refuse_null_block(key: str, kinds: Any) -> None:
 
 
 def _with_inherited(schema: type[Any], values: Any) -> Any:
-    """Give parts that inherit from another field its options where they set none of their own."""
+    """Fill in the options of parts that inherit from another field; options of their own come first."""
     from omegaconf import DictConfig, OmegaConf
 
     kept = copy.copy(values)

@@ -33,10 +33,10 @@ def evaluations(experiment: ExperimentConfig, plan: RunPlan) -> list[dict[str, A
 
 
 def last_value(experiment: ExperimentConfig, plan: RunPlan, metric: str) -> float | None:
-    """A metric at a finished run's last evaluation, or at its first where its arm reads that.
+    """A metric at a finished run's last evaluation, or at its first if the arm asks for that.
 
     A secondary metric may also come from its last step, or as `split/name` from another task set. The compared metric
-    is the mean over the steps where `metric_over` says so.
+    is the mean over the steps if `metric_over` says so.
     """
     if not is_finished(plan):
         return None

@@ -91,7 +91,7 @@ def run_experiment(
 def _allowed_code(
     experiment: ExperimentConfig, path: Path, folder: Path, allow: Sequence[str]
 ) -> Collection[str] | None:
-    """Code that an experiment's configurations name, which only `allow` lets run; raises UserError with the rest."""
+    """Code outside the suite that the experiment may run; raises UserError naming code that `allow` does not list."""
     from mmrl.config import given_values
 
     content = {plan.label: given_values(plan.config, plan.overrides) for _, plan in _plans(experiment, folder)}

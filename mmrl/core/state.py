@@ -110,7 +110,7 @@ class DifficultyTracker:
             self.means[key] = sum(scored) / len(scored)
 
     def difficulty(self, key: str) -> float:
-        """Mean reward of the window less that of the prompt: above 0 it is hard, below 0 easy; 0 where it is new."""
+        """Mean reward of the window less that of the prompt: above 0 for hard prompts, 0 for new ones."""
         return self.difference(self.means[key]) if key in self.means else 0.0
 
     def difference(self, mean: float) -> float:

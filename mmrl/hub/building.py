@@ -104,7 +104,7 @@ def first_line(error: Exception) -> str:
 
 
 def build_if_missing(config: Any, what: str = "data") -> None:
-    """Call a configuration's `build` function where its `path` is missing; other processes wait for it."""
+    """Call a configuration's `build` function if its `path` is missing; other processes wait for it."""
     path = expanded(config.path)
     if config.build is None or path.exists():
         return

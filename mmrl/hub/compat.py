@@ -1,4 +1,4 @@
-"""Work-arounds for the installed torchvision and transformers, applied only where they are needed.
+"""Workarounds for the installed torchvision and transformers, applied only if needed.
 
 Linux x86-64 wheels of torchvision on the package index are CUDA builds. Beside a CPU build of torch their
 compiled operators do not load, and the Python part then stops at the first operator it wants to describe.

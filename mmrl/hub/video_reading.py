@@ -349,7 +349,7 @@ def frame_to_array(pixel_format: str = "rgb24", aspect: float = 1.0) -> Callable
 
 
 def square_width(width: int, aspect: float) -> int:
-    """Width of a frame with square pixels; the stored one where its pixels are square but for a rounding."""
+    """Width of a frame with square pixels; the stored width if its pixels are square up to rounding."""
     return width if abs(aspect - 1) < SQUARE else max(1, round(width * aspect))
 
 
@@ -368,7 +368,7 @@ def _upright(frame: Any, to_array: Callable[[Any], Frame]) -> Frame:
 
 @functools.cache
 def _torchcodec_decoder() -> Callable[[VideoIndex, Sequence[int]], Iterator[Frame]] | None:
-    """The decoder of torchcodec where that is installed, finds its FFmpeg and turns frames upright."""
+    """The decoder of torchcodec if that is installed, finds its FFmpeg and turns frames upright; else None."""
     try:
         from torchcodec.decoders import VideoDecoder, VideoStreamMetadata
     except ModuleNotFoundError:

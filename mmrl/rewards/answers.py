@@ -335,7 +335,7 @@ def _strict(text: str, style: str) -> bool:
 
 
 def _around(text: str, style: str) -> tuple[str, str] | None:
-    """Return the text before the think block and after the answer block, None when they are not as wanted."""
+    """Return the text before the think block and after the answer block; None if the blocks are malformed."""
     # in this order, and each tag once
     indices = [text.find(tag) for tag in TAGS[style]]
     if -1 in indices or indices != sorted(indices) or any(text.count(tag) != 1 for tag in TAGS[style]):

@@ -135,7 +135,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _reported(fields: Mapping[str, Any]) -> RewardFailure:
-    """A failure that a worker reports; raises where it is none."""
+    """A failure that a worker reports; raises an error if the message is not one."""
     kind, message = fields["kind"], fields["message"]
     if not isinstance(kind, str) or kind not in FAILURE_KINDS or not isinstance(message, str):
         raise ValueError(f"{kind!r:.80} is no kind of failure")

@@ -31,7 +31,7 @@ NAN = float("nan")
 
 
 def reward_columns(names: Iterable[str], given: Collection[str] = ()) -> dict[str, str]:
-    """Name under which reward functions get each column of the data: its own, or `data_<name>` where that is taken.
+    """Name under which reward functions get each column of the data: its own, or `data_<name>` if that is taken.
 
     Args:
         names: columns of the data.
@@ -452,7 +452,7 @@ def _check_config(config: RewardConfig, names: Sequence[str]) -> None:
 
 
 def _strict_function(config: RewardConfig) -> str:
-    """The function of a strict term, which shares its processes with no other; empty for any other term."""
+    """The function of a strict term, whose processes run nothing else; empty for any other term."""
     return (config.function or config.name) if config.sandbox == "strict" else ""
 
 

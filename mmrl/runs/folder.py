@@ -120,7 +120,7 @@ class RunLock:
             raise UserError(f"output_dir {self.run_dir} cannot be written: {error}") from error
 
     def release(self) -> None:
-        """Give the lock back, and the folder with it where nothing else came to be in it."""
+        """Release the lock, and remove the folder if this lock made it and it is empty."""
         if self._handle >= 0:
             # removed before the lock is released, or a waiting process would lock a file that is about to go
             self.path.unlink(missing_ok=True)
@@ -155,7 +155,7 @@ def owner_of(run_dir: Path) -> str | None:
 
 
 def take_lock(handle: int) -> bool:
-    """Take the system's lock on an open file or folder; False where it is taken already."""
+    """Take the system's lock on an open file or folder; False if another process has it."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -317,7 +317,7 @@ def film(frames: np.ndarray) -> Image:
 
 
 def film_frames(image: Image) -> list[Image]:
-    """The frames of a film, each shown for 1/8 second; an image alone where it is none."""
+    """The frames of a film, each shown for 1/8 second; a still image is a single frame."""
     frames = []
     count = getattr(image, "n_frames", 1) if image.format == "PNG" else 1
     for index in range(count if count > 1 else 0):

@@ -106,7 +106,7 @@ class Stopwatch:
 
 @contextmanager
 def stopwatch(name: str) -> Iterator[None]:
-    """Add the seconds spent inside to `time/<name>` of the running step; does nothing where no step is running."""
+    """Add the seconds spent inside to `time/<name>` of the running step, if there is one."""
     watch = _RUNNING.get()
     if watch is None:
         yield

@@ -138,8 +138,8 @@ def paired_difference(a: Sequence[float], b: Sequence[float], confidence: float 
 def first_reach(costs: Sequence[float], values: Sequence[float], target: float) -> tuple[float, float]:
     """Bounds of the cost at which a curve, straight between its n points, first reaches a target.
 
-    Costs never fall; a larger value is better, NaN is joined over. Returns (c, c) where the target is reached between
-    two points, (0, cost of the first point) where the first one has it already, (last cost, infinity) where it is never
+    Costs never fall; a larger value is better, NaN is joined over. Returns (c, c) if the target is reached between
+    two points, (0, cost of the first point) if the first one has it already, (last cost, infinity) if it is never
     reached.
     """
     # No running maximum over the points: it would move the crossing of a segment that begins in a dip to a lower cost,
@@ -171,7 +171,7 @@ def value_at(costs: Sequence[float], values: Sequence[float], cost: float) -> fl
 
 
 def ratio_bounds(above: tuple[float, float], below: tuple[float, float]) -> tuple[float, float]:
-    """Bounds of a quotient of two costs known by (low, high); (0, infinity) where a cost is exactly 0."""
+    """Bounds of a quotient of two costs known by (low, high); (0, infinity) if a cost is exactly 0."""
     # a ratio with 0 says nothing about its size
     if above[1] == 0 or below[1] == 0:
         return 0.0, math.inf

@@ -281,7 +281,7 @@ def _value(column: str, metrics: Mapping[str, float]) -> float | None:
 
 
 def _left(began: tuple[int, float], current: tuple[int, float], total_steps: int) -> str:
-    """Time that the other steps take at the speed so far; empty where nothing is known of it."""
+    """Time that the remaining steps take at the speed so far; empty if it is not known yet."""
     # speed over all steps so far: single steps vary with the length of answers
     steps = current[0] - began[0]
     if steps <= 0 or current[0] >= total_steps:
@@ -454,7 +454,7 @@ def describe_metric(name: str, definitions: Mapping[str, str] | None = None) -> 
 
 
 def openness(pattern: str) -> list[int]:
-    """0 for each part of a metric's name that is given, 1 where it is one of some values, 2 where it is any."""
+    """For each part of a metric's name: 0 if it is fixed, 1 if it is one of some values, 2 if it is any."""
     return [max((1 if "|" in name else 2 for name in WILDCARD.findall(part)), default=0) for part in pattern.split("/")]
 
 
@@ -469,7 +469,7 @@ def _expression(pattern: str) -> re.Pattern[str]:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Read `metrics.jsonl` of a run folder: one record a step in rising order, the last where one was written twice."""
+    """Read `metrics.jsonl` of a run folder: one record a step in rising order, the later of two records of a step."""
     path = Path(run_dir) / "metrics.jsonl"
     # the later one of two records of a step, as a run that was killed may leave
     records = {record["step"]: record for record in read_steps(path)}
@@ -488,7 +488,7 @@ def read_evaluations(run_dir: Path, split: str | None = None, tag: str | None = 
 
 
 def _numbers(record: dict[str, Any], path: Path, texts: Sequence[str] = ()) -> dict[str, Any]:
-    """A record with NaN for null; raises UserError where a value is of another kind than the suite writes."""
+    """A record with NaN for null; raises UserError if a value has a type that the suite does not write."""
     # one message for all kinds of edited files
     for name, value in record.items():
         if value is not None and not isinstance(value, str if name in texts else int | float):

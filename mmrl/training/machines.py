@@ -101,7 +101,7 @@ class Watch:
                 self._end(found)
 
     def _guard(self) -> None:
-        """End this process if the store does not even refuse, as where a cable was pulled."""
+        """End this process if the store has been silent for too long, as after a cable was pulled."""
         while not self._over.wait(BEAT_S):
             silence_s = time.monotonic() - self._answered
             if silence_s > LOST_S:

@@ -105,7 +105,7 @@ def divide(recipe: Recipe[Any, Any], accelerator: Accelerator, reference: Refere
 
 
 def check_precision(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse steps that the weights' own precision cannot take or rounds away; raises UserError."""
+    """Refuse weights in float16, and in bfloat16 where steps would be rounded away; raises UserError."""
     for group in optimizer.param_groups:
         low = {parameter.dtype for parameter in group["params"]} & {torch.bfloat16, torch.float16}
         if torch.float16 in low:
@@ -269,7 +269,7 @@ def conjugate_gradients(product: Callable[[Tensor], Tensor], target: Tensor, ite
 
 
 def natural_step(rows: Rows, gradient: Tensor, advantage: Tensor, region: TrustRegionConfig) -> tuple[Tensor, float]:
-    """The step (P,) from the gradient (P,) of the loss, and its share of the longest one; 0 where none gains enough.
+    """The step (P,) for a gradient (P,) of the loss, and its share of the longest step; both 0 if no step gains enough.
 
     The weights stay as they are. `advantage` (b,) belongs to this process's rows.
 
@@ -304,7 +304,7 @@ def natural_step(rows: Rows, gradient: Tensor, advantage: Tensor, region: TrustR
 
 
 class LossScale:
-    """Dynamic scale of the loss in fp16, 1 for good where it is not enabled.
+    """Dynamic scale of the loss in fp16; always 1 if not enabled.
 
     The smallest positive number of fp16 is 6e-8: smaller gradients would become 0. The loss is multiplied by a power of
     two and its gradients divided by it in float32. A gradient that is not finite halves the scale and its step is left

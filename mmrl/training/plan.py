@@ -246,7 +246,7 @@ def _besides(network: nn.Module) -> Allocations:
 
 
 def described(config: Any, footprint: Callable[[Any], Plan], gpu: Gpu, gpus: int) -> list[str]:
-    """The plan of a run as lines of text, with changes that make it fit where it does not.
+    """The plan of a run as lines of text, with changes that would make it fit if it does not.
 
     Raises:
         UserError: the memory or the speed is not above 0.

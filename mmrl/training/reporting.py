@@ -104,7 +104,7 @@ class RunCounts:
 
 
 def outcome(recipe: Recipe[Any, Any], updater: Updater, log: RunLog, steps: int) -> dict[str, str]:
-    """Status of a run that has come to its last step, and the reason where it learned nothing, which is a warning too.
+    """Status of a run at its last step; if it learned nothing, also the reason, which is logged as a warning.
 
     Every process calls it.
     """

@@ -52,7 +52,7 @@ def _as_bytes(weight: Tensor) -> np.ndarray:
 
 @torch.no_grad()
 def load_weights(policy: nn.Module, weights: Weights) -> None:
-    """Copy weights into a policy, which takes on their types; raises RunError where they are those of another one."""
+    """Copy weights into a policy, which takes on their types; raises RunError if the names of the weights differ."""
     own = _trained(policy)
     # names that only one side has: another LoRA rank or another frozen layer would go unnoticed
     if different := sorted(own.keys() ^ weights.keys()):

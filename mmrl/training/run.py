@@ -274,7 +274,7 @@ def evaluation_of(
 
 
 def finish_run(config: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Path:
-    """Train a configuration, continue it where it was interrupted, or leave it where it is done."""
+    """Train a configuration: start it, continue it if it was interrupted, or return at once if it is finished."""
     entry, options = load_run(config, [*overrides, f"output_dir={run_dir}"])
     # a finished run is not repeated, even if its settings have changed since
     if read_result(run_dir).get("status") in FINISHED:
@@ -341,7 +341,7 @@ def _train(
 
 
 def _start_from_checkpoint(config: Any, folder: Path) -> None:
-    """Name a run's own weights as the model where that which it started from is not there, as after a move."""
+    """Use a run's own weights as `model.path` if the model that it started from is gone, as after a move."""
     model = getattr(config, "model", None)
     path = getattr(model, "path", None)
     # a hub id is not a path, and is left to transformers

@@ -122,7 +122,7 @@ class RunSaver:
                 self._failed(step, error)
 
     def save_before_stop(self, step: int) -> None:
-        """Write a checkpoint where this step has none yet, because the run is to stop."""
+        """Write a checkpoint before the run stops, unless this step has one."""
         # a checkpoint by schedule has been written just now, but it does not know of a pending evaluation
         if self._saved_at != step or self.evaluation_pending:
             self.save(step)

@@ -149,7 +149,7 @@ class WorkerHandle(Protocol):
         ...
 
     def send(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
-        """Queue a message. Raises `WireError` where it cannot be one."""
+        """Queue a message; raises `WireError` if it cannot be encoded."""
         ...
 
     def flush(self) -> None:
@@ -189,7 +189,7 @@ class Engine(Protocol):
     """Starts workers and moves their messages."""
 
     def start(self, spec: WorkerSpec) -> WorkerHandle:
-        """Start a worker without waiting for it; its hello is message 0. RunError where it cannot be started."""
+        """Start a worker without waiting for it; its hello is message 0. Raises RunError if it cannot start."""
         ...
 
     def wait(self, timeout_s: float) -> None:

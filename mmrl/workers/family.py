@@ -43,7 +43,7 @@ def tree(pid: int) -> list[int]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory that a process and all below it hold; what they share counts for each. 0 where it cannot be found out."""
+    """Memory of a process and all its descendants; shared pages count for each. 0 if unknown."""
     # Shared pages count for each process: a limit is meant to be safe, not exact.
     total = 0
     for each in tree(pid):

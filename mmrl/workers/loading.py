@@ -49,7 +49,7 @@ GUESSED = "MMRL_GUESSED_RENDERER"
 
 
 def choose_renderer() -> None:
-    """Set `MUJOCO_GL` where it is unset and there is no screen: MuJoCo would take a window library and fail.
+    """Set `MUJOCO_GL` if it is unset and there is no screen: MuJoCo would choose a window library and fail.
 
     It is read when mujoco is imported, so every process that loads a user's environment calls this before.
     """
@@ -147,7 +147,7 @@ def _load_file(place: str, what: str) -> ModuleType:
 
 
 def _moved(place: str) -> str:
-    """New name of a module of the suite that had another one in an earlier version; empty if there is none."""
+    """New name of a module of the suite that has been renamed; empty for any other."""
     if place.partition(".")[0] not in SUITE:
         return ""
     table = Path(__file__).resolve().with_name("moved.json")

@@ -172,7 +172,7 @@ class Worker:
         return self.handle.heard_at + self.spec.heartbeat_timeout_s
 
     def _failure(self) -> WorkerFailure | None:
-        """Failure of the oldest request where no answer will come in time."""
+        """Failure of the oldest request if no answer will come in time."""
         # An exit code says more than a time limit, so the end of the process is looked at first.
         ending, stage = self.handle.ending, self.pending[0].stage
         if ending is not None:
@@ -249,7 +249,7 @@ class Slots:
         return worker
 
     def free(self, busy: Container[int]) -> int:
-        """A slot that is not busy, one whose worker runs where there is one; it is started otherwise."""
+        """A slot that is not busy, preferably with a running worker; otherwise one is started."""
         idle = [slot for slot in range(self.size) if slot not in busy]
         for slot in idle:
             worker = self.workers[slot]
@@ -570,7 +570,7 @@ class WorkerPool:
         *,
         check: Callable[[Request, Message], WorkerFailure | None] | None = None,
     ) -> dict[int, Answer]:
-        """Like `ask`, where a request that failed is tried again in a fresh process.
+        """Like `ask`, but a request that failed is tried again in a fresh process.
 
         Args:
             requests: by slot.

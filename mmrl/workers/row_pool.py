@@ -88,7 +88,7 @@ class FailureLog:
         """Number of failures by reason."""
 
     def note(self, failure: WorkerFailure) -> None:
-        """Count a failure; log it where its reason is new, or when it came for the 10th, 100th, ... time."""
+        """Count a failure; log it the first, 10th, 100th, ... time that its reason occurs."""
         # Reasons that differ in a number (a port, a step) are one, or every failure would be new.
         reason = re.sub(r"\d+", "#", f"{failure.kind}: {failure.reason}")
         self.counts[reason] += 1
@@ -189,7 +189,7 @@ class RowPool(Generic[Reply]):
     def begin(
         self, requests: Mapping[int, Request], *, scenes: Sequence[str] = (), retries: int | None = None
     ) -> dict[int, Reply | WorkerFailure]:
-        """Start episodes, again in a fresh process where one does not begin; running ones of these rows are dropped.
+        """Start episodes and drop running ones of these rows; one that does not begin is tried in a fresh process.
 
         Args:
             requests: by row; rows that begin are live.
@@ -281,7 +281,7 @@ class RowPool(Generic[Reply]):
         self.close()
 
     def _misshapen(self, request: Request, answer: Message) -> WorkerFailure | None:
-        """What is wrong with an answer for which its process is to blame, and replaced."""
+        """What is wrong with an answer if its process is to blame, which is then replaced; None if nothing is."""
         return None
 
     def _read(self, answer: Message) -> Reply | WorkerFailure:

@@ -134,7 +134,7 @@ def over_limit(pid: int, limits: Limits) -> tuple[str, str] | None:
 
 
 def _files(pid: int) -> int:
-    """Files and folders in the folder of a strict process; 0 where it cannot be seen."""
+    """Files and folders in the folder of a strict process; 0 if it cannot be read."""
     # From the innermost process: those around it are outside of the namespace.
     for each in reversed(family.tree(pid)):
         try:

@@ -1,4 +1,4 @@
-"""A worker process: one service behind two pipes, run by its path in the Python that the service needs.
+"""A worker process: one service behind two pipes. It is run by path in the Python that the service needs.
 
     python serve.py path/to/service.py:make '{"service": {"limit": 3}}'
 

@@ -159,7 +159,7 @@ def error_text(error: BaseException) -> str:
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """JSON of an exception of a service, of which the pool makes a `WorkerFailure`; called where it is handled."""
+    """JSON of a service's exception, from which the pool makes a `WorkerFailure`; call it in the `except` block."""
     try:
         # A property of a user's exception may raise, too.
         for_user = bool(getattr(error, "for_user", False))

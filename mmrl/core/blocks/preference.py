@@ -137,7 +137,7 @@ class PairLoss(Block):
     """Sampler of the other answer in the method's paper: policy, reference, or mixture of the two."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
-        """Loss (M,) of each pair; of each side, the preferred ones first, where they are not compared.
+        """Loss (M,) of each pair; if sides are not compared, of each side, the preferred ones first.
 
         Gradient: through `logp_w` and `logp_l`.
         """
@@ -302,7 +302,7 @@ class PairScore(Block):
     """Reduce the log-probabilities of an answer's decisions to the score that a pair compares."""
 
     def __call__(self, logp: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores (B, K) of logp (B, T) in nats, K = 1 or T, and (B, K) bool where there are any."""
+        """Scores (B, K) of logp (B, T) in nats, with K = 1 or T, and a mask (B, K) of those that count."""
         raise NotImplementedError
 
 

@@ -121,7 +121,7 @@ def leaves(tree: Mapping[str, Any], name: str, rows: int) -> list[list[Any]]:
 
 
 def write(tree: Mapping[str, Any], arrays: Mapping[str, np.ndarray], name: str, row: int, value: Any) -> None:
-    """Put one value into a row; SpaceError where it has another shape than the space."""
+    """Put one value into a row; raises SpaceError if its shape is not that of the space."""
     if "parts" in tree:
         for place, (key, part) in enumerate(tree["parts"]):
             write(part, arrays, f"{name}/{key}", row, value[key if tree["kind"] == "Dict" else place])
@@ -163,7 +163,7 @@ def read(tree: Mapping[str, Any], arrays: Mapping[str, np.ndarray], name: str, r
 
 
 def problem_in(tree: Mapping[str, Any], arrays: Mapping[str, np.ndarray], name: str, row: int) -> str:
-    """Name of the part of a row that is NaN; empty where none is."""
+    """Which part of a row is NaN, as text for a message; empty if none is."""
     if "parts" in tree:
         found = (problem_in(part, arrays, f"{name}/{key}", row) for key, part in tree["parts"])
         return next((problem for problem in found if problem), "")
