@@ -167,7 +167,7 @@ def _compare(ledger: Ledger, numbers: Sequence[int], repeater: Repeater, other: 
 
 
 def _changes(row: Row, again: Row, other: bool) -> list[str]:
-    """Results of a row that came out otherwise, and what it says that they are of."""
+    """Results of a row that differ when repeated, and differences in what identifies it."""
     named = [name for name in NAMED if name in again]
     compared = [*named, *(name for name in RESULT if not (other and name == "output"))]
     pairs = [(name, row.get(name), again.get(name)) for name in compared]

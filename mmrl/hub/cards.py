@@ -43,7 +43,7 @@ def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def portable(value: Any, key: str = "") -> Any:
-    """Settings without paths of this machine, of which the last name stays, and without secrets."""
+    """Settings without secrets, and with paths of this machine cut to their last name."""
     if isinstance(value, Mapping):
         return {name: portable(entry, str(name)) for name, entry in value.items()}
     if isinstance(value, list | tuple):

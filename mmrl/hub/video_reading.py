@@ -239,7 +239,7 @@ def _rate(times_s: Sequence[float], stated: float, tick_s: float) -> tuple[float
 
 
 def _follows(times_s: Sequence[float], fps: float, tick_s: float) -> bool:
-    """Whether frames come at a constant rate, but for what the container rounds."""
+    """Whether frames come at a constant rate, up to the rounding of the container."""
     # rounding of the container, but never more than a share of a frame
     most = min(TICKS * max(tick_s, ROUNDING_S), SHARE / fps) + 1e-9
     return all(abs(time_s - times_s[0] - number / fps) <= most for number, time_s in enumerate(times_s))

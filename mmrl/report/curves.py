@@ -87,7 +87,7 @@ def _finite_values(run: RunFolder, name: str) -> set[float]:
 
 
 def _by_kind(run: RunFolder, title: str, names: Sequence[str]) -> list[dict[str, Any]]:
-    """One figure for each kind of number among some metrics; the kind is named where there are several."""
+    """One figure for each kind of number among some metrics; the kind is named if there are several."""
     kinds = by_kind(names, run.describe)
     # a schedule is drawn as it is: a moving average would show rates that were never used
     smooth = not set(names) & SCHEDULED

@@ -82,7 +82,7 @@ class RewardWorkers:
     def call_rows(
         self, function: str, options: Mapping[str, Any], batch: Batch, limit_s: float, total_s: float
     ) -> list[RewardOutcome]:
-        """Call a function row by row on all workers; a row that hangs or crashes costs itself only."""
+        """Call a function row by row on all workers; a row that hangs or crashes fails alone."""
 
         # made when it is sent: all rows at once may not fit in memory
         def make_request(row: int) -> Request:
@@ -112,7 +112,7 @@ def _request(function: str, options: Mapping[str, Any], batch: Batch) -> Request
 
 
 def _outcomes(answer: Answer, function: str, rows: int) -> list[RewardOutcome] | RewardFailure:
-    """Read an answer without trust: anything but numbers, None and failures is a failure itself."""
+    """Read an untrusted answer: anything but numbers, None and failures counts as a failure."""
     if not isinstance(answer, Message):
         return _failure(answer, function)
     # A strict worker runs code that a model wrote, which may have taken it over: although `calling.call` in the worker

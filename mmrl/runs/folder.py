@@ -39,7 +39,7 @@ LOCK_FILE = "run.lock"
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Whether a run has written results or checkpoints to a folder; `mmrl evaluate` alone is no run."""
+    """Whether a run has written results or checkpoints to a folder; `mmrl evaluate` alone does not count."""
     if (run_dir / "metrics.jsonl").exists() or any((run_dir / "checkpoints").glob("step-*")):
         return True
     # an evaluation alone adds rows with the tag "evaluate"

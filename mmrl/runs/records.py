@@ -94,7 +94,7 @@ class JsonLines:
             write_atomically(self.path, new)
 
     def _keep_unreadable(self, old: str, readable: int) -> None:
-        """Keep a copy of a file with lines that are no records; a killed writer leaves one such line, the last."""
+        """Keep a copy of a file with lines that are not records; a killed writer leaves one such line, the last."""
         # without the text after the last newline, which is the torn line of a kill
         whole = [line for line in old.split("\n")[:-1] if line.strip()]
         if len(whole) <= readable:

@@ -240,7 +240,7 @@ class RunWarnings:
         return self._streaks.get("groups", _Streak()).steps > 0
 
     def forget_equal_groups(self) -> None:
-        """Take back that equal rewards teach nothing: the step has had advantages all the same."""
+        """Reset the streak of steps with equal rewards: this step has had advantages all the same."""
         self._count("groups", False, 0, math.nan)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:

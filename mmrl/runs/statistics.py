@@ -273,7 +273,7 @@ def _check_confidence(confidence: float) -> None:
 
 
 def _exp(value: float) -> float:
-    """Exponential that is infinite where the number has no room, as the interval of two unequal ratios may be."""
+    """Exponential that is infinite instead of overflowing, as the interval of two very unequal ratios may."""
     return math.exp(value) if value < 700 else math.inf
 
 

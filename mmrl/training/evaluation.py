@@ -40,7 +40,7 @@ Row = dict[str, Any]
 def parts_of_tasks(
     columns: Sequence[Mapping[str, Any]], by: Sequence[str] | None, answers: Collection[str] = NOT_PARTS
 ) -> list[dict[str, str]]:
-    """Value of each task in the columns that the evaluation is broken down by; never those of `answers` by itself."""
+    """Value of each task in the columns that the evaluation is broken down by: `by`, else all but `answers`."""
     # in the order of the first row, so that tables keep the columns' order
     names = list(dict.fromkeys(name for task in columns for name in task))
     missing = [name for name in by or () if name not in names]
@@ -144,7 +144,7 @@ class Measure(ABC, Generic[TaskT]):
         """A row as a sample for the report."""
 
     def take(self, rows: Sequence[Row]) -> None:
-        """Take what only this process needs out of the rows of each batch, which workers may have run, in order."""
+        """Move out of a batch's rows what only this process keeps, such as videos; batches come in order."""
 
     def failure(self, rows: Sequence[Row]) -> str:
         """Reason why none of the samples could be scored; empty if one could."""

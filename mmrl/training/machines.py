@@ -67,7 +67,7 @@ class Watch:
         threading.Thread(target=self._guard, name="mmrl-watch-store", daemon=True).start()
 
     def close(self, status: str, message: str = "") -> None:
-        """Stop watching, and leave word of how this process ended: "done" or "failed"."""
+        """Stop watching, and record how this process ended: "done" or "failed"."""
         self._over.set()
         self._thread.join(SILENCE_S)
         with contextlib.suppress(RuntimeError):  # the store may be gone

@@ -114,7 +114,7 @@ def check_objective(
 
 
 def check_group_size(samples_per_task: int, objective: Objective, scores: Collection[str]) -> None:
-    """Refuse an estimator that compares the samples of a group where groups have one."""
+    """Refuse an estimator that compares the samples of a group if groups have a single one."""
     # with one sample a group, every advantage would be 0
     if "samples" in objective.advantage.needs and samples_per_task < 2:
         kinds = all_kinds("advantage")

@@ -92,7 +92,7 @@ def make_optimizer(
 
 
 def divide(recipe: Recipe[Any, Any], accelerator: Accelerator, reference: Reference) -> None:
-    """Leave the trained weights, and those of references, in parts where the configuration asks for it."""
+    """Shard the trained weights and those of references if the configuration asks for it."""
     if recipe.config.trainer.sharding == "none":
         return
     names = frozenset(name for name, weight in recipe.policy.named_parameters() if weight.requires_grad)
@@ -344,7 +344,7 @@ class LossScale:
         self.overflows += 1
 
     def keep(self) -> None:
-        """Count a finite step, the last of many of which doubles the scale."""
+        """Count a finite step; after many in a row, double the scale."""
         # only steps in a row count: an overflow starts again
         self._finite += 1
         if self.enabled and self._finite == GROWTH_INTERVAL:
@@ -352,15 +352,15 @@ class LossScale:
             self._finite = 0
 
     def metrics(self) -> dict[str, float]:
-        """The scale and the steps that were left out; nothing where losses are not scaled."""
+        """The scale and the steps that were left out; empty if losses are not scaled."""
         return {"optim/loss_scale": self.value, "optim/overflows": float(self.overflows)} if self.enabled else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Scale and counts; empty where losses are not scaled."""
+        """Scale and counts; empty if losses are not scaled."""
         return {"value": self.value, "overflows": self.overflows, "finite": self._finite} if self.enabled else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`; the scale starts again where the run did not scale losses before."""
+        """Restore `state_dict`; the scale starts afresh if the run did not scale losses before."""
         if self.enabled and state:
             self.value = float(state["value"])
             self.overflows = int(state["overflows"])

@@ -139,7 +139,7 @@ class Plan:
         return max(self.held("always", gpus) + phases, self.held("start", gpus))
 
     def fits(self, memory_gb: float, gpus: int = 1) -> bool:
-        """Whether the peak leaves room for what is no tensor."""
+        """Whether the peak leaves room for memory besides tensors."""
         # CUDA, its libraries and gaps between blocks take the rest
         return self.peak(gpus) <= HEADROOM * memory_gb * GB
 
@@ -239,7 +239,7 @@ def history(network: nn.Module, once: Callable[[], Tensor]) -> float:
 
 
 def _besides(network: nn.Module) -> Allocations:
-    """Allocations that know the weights, of which a pass makes views such as transposes."""
+    """A count that ignores the weights and views of them, such as transposes."""
     allocations = Allocations()
     allocations.hold(*network.parameters(), *network.buffers())
     return allocations
@@ -443,9 +443,9 @@ class Allocations(TorchDispatchMode):
 
 @contextlib.contextmanager
 def imagined(*modules: nn.Module) -> Iterator[FakeTensorMode]:
-    """Have tensors of shapes without numbers made inside, and attention that keeps what a fused kernel keeps.
+    """Make tensors without data inside, and let attention keep no more for the backward pass than a fused kernel.
 
-    Modules of the meta device get weights on the CPU without numbers.
+    Modules on the meta device get weights on the CPU, also without data.
     """
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> Any:

@@ -420,7 +420,7 @@ class HeapTrimmer:
         self._left = 0.0
 
     def trim(self) -> bool:
-        """Trim where the process has grown by more than a quarter since the last time; returns whether it did.
+        """Trim if the process has grown by more than a quarter since the last time; returns whether it did.
 
         Source: glibc, malloc_trim(3).
         """
@@ -433,7 +433,7 @@ class HeapTrimmer:
 
 
 def limit_primitive_cache() -> None:
-    """Have oneDNN keep fewer kernels; without effect once it has computed something, or where the user set a number.
+    """Have oneDNN keep fewer kernels; without effect once it has computed something, or if the user set a number.
 
     Source: oneDNN developer guide, "Primitive Cache".
     """

@@ -117,7 +117,7 @@ def add_notes(recipe: Recipe[Any, Any], found: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """A worker's recipe, and what it has to agree on with the training process."""
+    """A worker's recipe, and what must be the same as in the training process."""
 
     entry: Any
     """Row of `mmrl.recipes.RECIPES`."""

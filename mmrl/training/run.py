@@ -366,7 +366,7 @@ def _start(config: Any, *, trains: bool) -> Accelerator:
 
 
 def _check_processes(config: Any, accelerator: Accelerator) -> None:
-    """Refuse a number of processes that the configuration does not go with."""
+    """Refuse a number of processes that does not work with the configuration."""
     from mmrl.training.processes import check_shares
 
     # each process gets the same number of tasks, so that steps have no empty process

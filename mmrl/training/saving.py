@@ -234,7 +234,7 @@ class RunSaver:
 
     @contextlib.contextmanager
     def _reference_for_saving(self, *, keep: bool) -> Iterator[None]:
-        """Give a reference that is written now its whole weights; every process calls it."""
+        """Gather the weights of the reference if this checkpoint writes it; every process calls it."""
         # a frozen reference is written once for all checkpoints of a run
         written = self.reference.needs_saving and (self.reference.kind == "ema" or not self._has_reference)
         if not all_ranks(not (keep and written), self.accelerator):  # the first process knows what is on disk

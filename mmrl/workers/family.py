@@ -32,7 +32,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def tree(pid: int) -> list[int]:
-    """Numbers of a process and the running ones below it, parents first; only itself where Linux does not say.
+    """Numbers of a process and the running ones below it, parents first; only the process if Linux does not tell.
 
     Looks at these processes only, so that it can be asked often on a machine with thousands of others.
     """

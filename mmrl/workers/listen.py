@@ -61,7 +61,7 @@ class Connection:
 
 
 def listen(service: Service, server: socket.socket, token: str = "", clients: int | None = None) -> None:
-    """Serve one client after the other; `clients` of them, None without end."""
+    """Serve one client after another: `clients` of them, or without end if None."""
     served = 0
     while clients is None or served < clients:
         # One at a time: the service has one state.

@@ -528,7 +528,7 @@ class WorkerPool:
         *,
         check: Callable[[Request, Message], WorkerFailure | None] | None = None,
     ) -> dict[int, Answer]:
-        """Send workers a request each and wait for all of them.
+        """Send one request to each of some workers and wait for all answers.
 
         Args:
             requests: by slot.
@@ -608,7 +608,7 @@ class WorkerPool:
         total_s: float | None = None,
         preparation: Preparation | None = None,
     ) -> list[Answer]:
-        """Spread requests over the workers; one that hangs or crashes its worker costs itself only.
+        """Spread requests over the workers; one that hangs or crashes its worker fails alone.
 
         Args:
             make_request: makes a request from its number, when it is sent.

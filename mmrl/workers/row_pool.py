@@ -223,7 +223,7 @@ class RowPool(Generic[Reply]):
         return judged
 
     def ask(self, requests: Mapping[int, Request], timeout_s: float | None = None) -> dict[int, Reply | WorkerFailure]:
-        """Send rows a request each, at the same time; answers by row.
+        """Send one request to each of some rows at the same time; returns answers by row.
 
         A row that has failed is not asked, since its process, which is a fresh one by now, knows nothing of its
         episode: its answer is the failure.
@@ -239,7 +239,7 @@ class RowPool(Generic[Reply]):
         return {row: judged[row] if row in slots else self.broken[row] for row in requests}
 
     def settle(self, rows: Collection[int]) -> None:
-        """Take rows whose episodes are over out of those that are live; one with a result forgives the restarts."""
+        """Mark rows as no longer live, as their episodes are over; one with a result forgives the restarts."""
         self._live -= set(rows)
         # Only a result forgives: rows that broke say nothing about the others.
         if any(row not in self.broken for row in rows):

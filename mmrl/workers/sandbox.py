@@ -123,7 +123,7 @@ def strict_environment() -> dict[str, str]:
 
 
 def over_limit(pid: int, limits: Limits) -> tuple[str, str] | None:
-    """Return which limit a running strict process is over and in which words; of those that `setrlimit` leaves open."""
+    """Name and description of a limit that a strict process exceeds, of those that `setrlimit` does not enforce."""
     # Less the processes that bubblewrap adds.
     threads, files = family.threads(pid) - HELPERS, _files(pid)
     if threads > limits.processes:

@@ -177,7 +177,7 @@ class ImportNotes:
 
 
 def _imports(thread: int) -> bool:
-    """Whether a thread is in the midst of an import."""
+    """Whether a thread is in the middle of an import."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         # The import machinery's own frames have this file name.

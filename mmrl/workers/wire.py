@@ -65,7 +65,7 @@ COLLECTIONS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozense
 
 
 class WireError(ValueError):
-    """The bytes in a pipe are no message of this version, or a message cannot be sent."""
+    """The bytes in a pipe are not a message of this version, or a message cannot be sent."""
 
 
 class Message(NamedTuple):
@@ -150,7 +150,7 @@ class Decoder:
 
 
 def error_text(error: BaseException) -> str:
-    """Text of an exception, which may raise another one when it is asked for it."""
+    """Text of an exception, whose `__str__` may raise another one."""
     try:
         # An exception of a user's code, whose __str__ may fail as well.
         return str(error)

@@ -208,7 +208,7 @@ class Divergence(Block):
         return f"{weight} * mean {'r_it ' if self.importance else ''}{divergence}"
 
     def reference(self, rollouts: Rollouts) -> Tensor:
-        """Log-probabilities under the policy compared with; raises ValueError where there are none."""
+        """Log-probabilities under the policy that is compared with; raises ValueError if there are none."""
         if self.to == "old":
             # constant: the term pulls the policy to the reference, never the reverse
             return rollouts.logp_old.detach()

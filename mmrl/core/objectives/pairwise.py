@@ -62,7 +62,7 @@ class PreferenceObjective:
     verified: str = ""
     """Outside program whose numbers the tests compare, such as "verl 0.9.1" or the authors' repository at a commit."""
     differs: str = ""
-    """Differences from the paper and its code, in one line; empty where there are none."""
+    """Differences from the paper and its code, in one line; empty if there are none."""
     # read by the training loop; pairs are given, so nothing is filtered, reordered or valued by a critic
     filter: ClassVar[GroupFilter] = KeepAll()
     order: ClassVar[TaskOrder] = Epochs()

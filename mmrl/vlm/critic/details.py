@@ -106,7 +106,7 @@ def is_satisfied(critique: str) -> bool:
 
 
 def jaccard(listed: Sequence[str], inserted: Sequence[str]) -> float:
-    """Size of the intersection over that of the union; 1 where nothing is listed and nothing was inserted."""
+    """Intersection over union of the two lists; 1 if both are empty."""
     found, wanted = set(map(normalise, listed)), set(map(normalise, inserted))
     return len(found & wanted) / len(found | wanted) if found or wanted else 1.0
 

@@ -222,7 +222,7 @@ def encode_prompt(
     images: Sequence[Image.Image] | None = None,
     videos: Sequence[Frames] | None = None,
 ) -> Prompt:
-    """Turn a task, with other images or frames where they are given, into the model's tokens, pixels and positions.
+    """Turn a task into the model's tokens, pixels and positions, with other images or frames if they are given.
 
     A turn of the assistant at the end is the start of its answer, which the model continues, as in TRL.
     """

@@ -109,7 +109,7 @@ class VlmTask:
     """JSON schemas of functions that the chat template describes to the model."""
 
     def load_images(self) -> list[Image.Image]:
-        """Open the images as RGB, resized to `image_wh` where it is set; raises TaskError."""
+        """Open the images as RGB, resized to `image_wh` if that is set; raises TaskError."""
         images = [
             open_image(source, self.id, f"image {number} of {len(self.images)}", self.max_image_pixels)
             for number, source in enumerate(self.images, start=1)

@@ -257,7 +257,7 @@ class RegGrpoRecipe(VlmRecipe):
     def _best_start(
         self, policy: VlmPolicy, texts: Sequence[str], rewards: Sequence[float], usual: float, difficulty: float
     ) -> str:
-        """Beginning of the best trace; empty where none earns more than the question usually does."""
+        """Beginning of the best trace; empty if none earns more than the question usually does."""
         settings = self.config.augmentation
         best = max(range(len(texts)), key=lambda index: rewards[index] if math.isfinite(rewards[index]) else -math.inf)
         # a hint that is no better than the policy's own answers would only give the answer away

@@ -43,7 +43,7 @@ class Board:
 
     @classmethod
     def create(cls, layout: Sequence[Sequence[Any]]) -> Board:
-        """Make the memory, filled with zeros; it goes with the board."""
+        """Make the memory, filled with zeros; it is freed with the board."""
         # In memory and without a name, so that nothing has to be removed after a crash.
         if hasattr(os, "memfd_create"):
             descriptor = os.memfd_create("mmrl-board")
@@ -134,7 +134,7 @@ def write(tree: Mapping[str, Any], arrays: Mapping[str, np.ndarray], name: str, 
 
 
 def write_batch(tree: Mapping[str, Any], arrays: Mapping[str, np.ndarray], name: str, values: Any) -> None:
-    """Put values of all rows into the arrays; SpaceError where shape, dtype or finiteness do not fit."""
+    """Put values of all rows into the arrays; raises SpaceError if shape or dtype are wrong or a value is not finite."""
     if "parts" in tree:
         for place, (key, part) in enumerate(tree["parts"]):
             write_batch(part, arrays, f"{name}/{key}", values[key if tree["kind"] == "Dict" else place])

@@ -49,7 +49,7 @@ class InfoError(Exception):
 
 
 class VectorService:
-    """Environments in some rows of a board; the requests are describe, reset, render, call, set and, empty, step."""
+    """Environments in some rows of a board; requests are describe, reset, render, call, set, and step if empty."""
 
     def __init__(self) -> None:
         self._envs: list[Any] = []
