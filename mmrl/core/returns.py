@@ -9,7 +9,7 @@ from mmrl.core.rollouts import Rollouts, turns_before
 
 
 def explained_variance(returns: Tensor, values: Tensor) -> float:
-    """Share of the variance of returns (M,) that values (M,) explain; NaN where the returns do not differ."""
+    """Share of the variance of returns (M,) that values (M,) explain; NaN if all returns are equal."""
     # population variance on both sides: the factor would cancel in the ratio
     variance = float(returns.var(correction=0)) if len(returns) else 0.0
     return 1 - float((returns - values).var(correction=0)) / variance if variance > 0 else float("nan")

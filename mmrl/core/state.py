@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 
 class Stateful(Protocol):
-    """An object whose state belongs into a checkpoint."""
+    """An object whose state belongs in a checkpoint."""
 
     def state_dict(self) -> Any:
         """Tensors and plain data."""

@@ -86,7 +86,7 @@ def check_finite(weights: Mapping[str, Any], place: Path | str) -> None:
 
 
 def may_be_hub_id(path: str) -> bool:
-    """Whether a path that is no model folder may be a hub id (owner/name)."""
+    """Whether a path that is not a model folder may be a hub id (owner/name)."""
     folder = expanded(path).absolute()
     # data/model is also a well-formed hub id; next to an existing data/, and always in runs/, the folder of runs, it is
     # one that is missing

@@ -76,7 +76,7 @@ def _declare_operator(error: Exception) -> None:
 
 
 def ensure_number_words() -> None:
-    """Let SmolVLM's processor write the length of a video in words where the package num2words is missing.
+    """Let SmolVLM's processor write the length of a video in words if the package num2words is missing.
 
     transformers refuses to make the processor without that package, for images too.
     """

@@ -66,7 +66,7 @@ def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS, option: str
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """A PIL image turned as its EXIF data say; they lose the note."""
+    """A PIL image turned as its EXIF orientation says, which is then removed."""
     from PIL import ImageOps
 
     # cameras store the sensor's image and a note to turn it

@@ -80,7 +80,7 @@ class VideoIndex:
         return len(self.times_s)
 
     def frame_at(self, time_s: float) -> int:
-        """Index of the frame that is shown at a time; the first one where the time is before it."""
+        """Index of the frame that is shown at a time; the first one if the time is before it."""
         # a hair later than the time itself: containers round starts down
         return max(bisect.bisect_right(self.times_s, time_s + ROUNDING_S) - 1, 0)
 

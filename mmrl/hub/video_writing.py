@@ -41,7 +41,7 @@ class VideoSettings:
 def write_mp4(
     path: str | os.PathLike[str], frames: Iterable[ArrayLike], fps: float, settings: VideoSettings | None = None
 ) -> Path:
-    """Write a video; under its name there is never half of one.
+    """Write a video; a partial file never has its name.
 
     Args:
         path: of the file; missing folders are made.
@@ -138,7 +138,7 @@ class VideoRecorder:
 
 
 def copy_video(sources: Iterable[Path], target: Path) -> None:
-    """Put videos of one size and rate behind each other without decoding them; replaces the target at once."""
+    """Concatenate videos of one size and rate without decoding them; replaces the target in one step."""
     import av
 
     with replaced(target) as draft, contextlib.closing(_File(draft)) as file:
@@ -186,7 +186,7 @@ class _File:
 
 
 def pad_to_even(frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Repeat the last row and column of (H, W, 3) uint8 where their number is odd."""
+    """Repeat the last row and column of (H, W, 3) uint8 if their number is odd."""
     height, width, _ = frame.shape
     if height % 2 == 0 and width % 2 == 0:
         return frame

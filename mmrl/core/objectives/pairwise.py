@@ -209,7 +209,7 @@ class PreferenceObjective:
         return LossOutput(total, summed | self.pair_metrics(pairs))
 
     def pairs(self, logp: Tensor, rollouts: Rollouts) -> Pairs:
-        """Form the pairs that both sides have a score of.
+        """Form the pairs whose sides both have a score.
 
         Args:
             logp: (B, T) nats.

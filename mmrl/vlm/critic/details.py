@@ -112,7 +112,7 @@ def jaccard(listed: Sequence[str], inserted: Sequence[str]) -> float:
 
 
 def f1(listed: Sequence[str], inserted: Sequence[str]) -> float:
-    """Harmonic mean of precision and recall, 2 |A and B| / (|A| + |B|); 1 where both are empty."""
+    """Harmonic mean of precision and recall, 2 |A and B| / (|A| + |B|); 1 if both are empty."""
     found, wanted = set(map(normalise, listed)), set(map(normalise, inserted))
     return 2 * len(found & wanted) / (len(found) + len(wanted)) if found or wanted else 1.0
 

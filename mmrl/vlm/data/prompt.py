@@ -166,7 +166,7 @@ def join_prompts(parts: Sequence[Prompt]) -> Prompt:
 
 
 def leaves(prompt: Prompt) -> tuple[Prompt, ...]:
-    """The prompts that a prompt was joined from; itself where it was not joined."""
+    """The prompts that a prompt was joined from; itself if it was not joined."""
     return prompt.parts or (prompt,)
 
 

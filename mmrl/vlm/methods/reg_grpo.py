@@ -316,7 +316,7 @@ class RegGrpoRecipe(VlmRecipe):
 
 
 def _answer_of(task: VlmTask) -> str:
-    """The right answer as text, the first one where several are right; empty without one."""
+    """The right answer as text, the first one if several are right; empty without one."""
     answer = task.columns.get("answer")
     if isinstance(answer, list | tuple):
         answer = next(iter(answer), None)

@@ -128,7 +128,7 @@ KIND = "tspo_agent"
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """Settings that picked frames depend on, further to the agent's weights."""
+    """Settings that picked frames depend on, besides the agent's weights."""
 
     encoder: str
     """CLIP folder or hub id."""

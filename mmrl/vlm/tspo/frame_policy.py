@@ -68,7 +68,7 @@ class TspoPayload(Payload):
 
 
 class TspoPolicy(nn.Module):
-    """The agent and, where it is trained too, the model that answers."""
+    """The agent and, if it is trained too, the model that answers."""
 
     def __init__(
         self, agent: TemporalAgent, settings: AgentSettings, reader: VlmPolicy | None = None, reader_rate: float = 1.0

@@ -163,7 +163,7 @@ class NeedleTask:
 
     @property
     def answer(self) -> str:
-        """The right answer, empty where the row has none."""
+        """The right answer, empty if the row has none."""
         return str(self.task.columns.get("answer") or "")
 
     def share_in_needle(self, picks: Sequence[int]) -> float:

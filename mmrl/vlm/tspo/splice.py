@@ -109,7 +109,7 @@ class _Clip:
 
 
 def sampled_numbers(total: int, fps: float) -> list[int]:
-    """Frames of a video at one a second; `MOST` evenly spaced ones where that gives fewer than 50 or more than 128.
+    """Frames of a video at one a second; `MOST` evenly spaced ones if that gives fewer than 50 or more than 128.
 
     Source: Hui-design/TSPO src/open_tspo/trainer/utils.py `load_video`.
     """

@@ -134,7 +134,7 @@ def write(tree: Mapping[str, Any], arrays: Mapping[str, np.ndarray], name: str, 
 
 
 def write_batch(tree: Mapping[str, Any], arrays: Mapping[str, np.ndarray], name: str, values: Any) -> None:
-    """Put values of all rows into the arrays; raises SpaceError if shape or dtype are wrong or a value is not finite."""
+    """Put values of all rows into the arrays; raises SpaceError if shape, dtype or a value is wrong."""
     if "parts" in tree:
         for place, (key, part) in enumerate(tree["parts"]):
             write_batch(part, arrays, f"{name}/{key}", values[key if tree["kind"] == "Dict" else place])
