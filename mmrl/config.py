@@ -41,9 +41,11 @@ def foreign_run(
     from omegaconf import OmegaConf
 
     merged = _merge_sources(Path(path), overrides)
+    # what the user types on the command line is the user's own decision
     own = named_code(OmegaConf.to_container(_with_overrides({}, overrides)))
     file = written or own_config(Path(path))
     text = file.read_text(encoding="utf-8", errors="surrogateescape")
+    # checked on the merged values: a base file may name code too
     names = check_foreign(OmegaConf.to_container(merged), text, str(file), [*allow, *own])
     with restricted(names):
         yield _filled_run(merged, str(written or path))
@@ -62,6 +64,7 @@ def _filled_run(merged: Any, path: str) -> tuple[RecipeEntry, Any]:
     from mmrl.recipes import find_recipe
 
     try:
+        # read before the rest, since the recipe decides which keys exist
         name = merged.get("recipe")
     except OmegaConfBaseException as error:
         raise UserError(f"{path}: 'recipe': {_first_line(error)}") from error
@@ -97,6 +100,7 @@ def escaped(values: Any) -> Any:
     if isinstance(values, list | tuple):
         return [escaped(value) for value in values]
     if isinstance(values, str):
+        # each backslash before `${` is doubled and one added, or OmegaConf would resolve it
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", values)
     return values
 
@@ -114,9 +118,11 @@ def to_container(config: Any) -> dict[str, Any]:
     A text that was given with `${oc.env:NAME}` is saved as it was given, so that a secret is in no file of the run.
     """
     found: dict[str, Any] = escaped(dataclasses.asdict(config))
+    # values that were read from the environment go back to their reference, so that a secret stays out of the file
     for path, given, read in getattr(config, "_given", ()):
         *parents, last = path
         place = functools.reduce(lambda part, key: part[key], parents, found)
+        # only if the option still has the value that was read
         if place[last] == escaped(read):
             place[last] = given
     return found
@@ -129,11 +135,13 @@ def _merge_sources(path: Path, overrides: Sequence[str]) -> Any:
 def _with_overrides(values: Any, overrides: Sequence[str]) -> Any:
     from omegaconf import OmegaConf
 
+    # checked here, because OmegaConf reads a.b as {a: {b: null}}
     for text in overrides:
         key, equals, _ = text.partition("=")
         if not equals or not key.strip():
             raise UserError(f"override '{text}' is not of the form a.b=c")
     try:
+        # overrides come last, so they win over the file
         return _merged(OmegaConf.create(values), OmegaConf.from_dotlist(list(overrides)))
     except Exception as error:
         raise UserError(f"overrides {list(overrides)} cannot be read: {_first_line(error)}") from error
@@ -143,6 +151,7 @@ def _merged(base: Any, changes: Any) -> Any:
     """Merge changes over a configuration; an empty mapping, which would add nothing, empties what is there."""
     from omegaconf import OmegaConf
 
+    # a copy: `_empty` changes it, and the defaults are shared
     kept = copy.deepcopy(base)
     _empty(kept, changes)
     return OmegaConf.merge(kept, changes)
@@ -153,12 +162,14 @@ def _empty(base: Any, changes: Any) -> None:
 
     if not isinstance(changes, DictConfig) or changes._is_none() or changes._is_missing():
         return
+    # unresolved: a reference to an environment variable need not be set yet
     for key, change in changes.items_ex(resolve=False):
         there = base._get_node(key) if key in base else None
         if not (isinstance(there, DictConfig) and isinstance(change, DictConfig)):
             continue
         if there._is_none() or there._is_missing() or there._is_interpolation() or change._is_interpolation():
             continue
+        # an empty mapping over a filled one means empty, where OmegaConf would merge nothing
         if change._is_none() or len(change):
             _empty(there, change)
         elif not dataclasses.is_dataclass(OmegaConf.get_type(there)):
@@ -172,6 +183,7 @@ def _read_yaml(path: Path, parents: tuple[Path, ...]) -> Any:
     path = own_config(path)
     if not is_file(path):
         raise UserError(f"configuration file not found: {path}")
+    # resolved paths, so that links cannot lead back unnoticed
     if path.resolve() in parents:
         raise UserError(f"{path}: `extends:` leads back to itself")
     try:
@@ -184,6 +196,7 @@ def _read_yaml(path: Path, parents: tuple[Path, ...]) -> Any:
         base = content.pop("extends", None)
         if base is None:
             return content
+        # a path in `extends` is relative to the file that names it
         return _merged(_read_yaml(path.parent / str(base), (*parents, path.resolve())), content)
     except (OmegaConfBaseException, TypeError, ValueError) as error:  # omegaconf passes some of Python's own errors on
         raise UserError(f"{path} does not fit the file that it extends: {_first_line(error)}") from error
@@ -196,6 +209,7 @@ def _fill(defaults: Any, values: Any, where: str) -> Any:
 
     structured, schema = OmegaConf.structured(defaults), defaults if isinstance(defaults, type) else type(defaults)
     try:
+        # before OmegaConf merges: null in a typed field would be an error there
         given = _without_nulls(schema, values)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
@@ -213,13 +227,16 @@ def _fill(defaults: Any, values: Any, where: str) -> Any:
     if getattr(filled, "output_dir", "").startswith("~"):
         filled.output_dir = str(expanded(filled.output_dir))
     try:
+        # on what was given: a default need not fit a function that nobody has named
         _check_builds(values, merged)
+        # bounds of single fields first, then what fields have to do with each other
         check_fields(filled)
         if hasattr(filled, "validate"):
             filled.validate()
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
     if "oc.env" in str(given):
+        # object.__setattr__, since a configuration may be a frozen dataclass
         object.__setattr__(filled, "_given", tuple(_references(given, dataclasses.asdict(filled))))
     return filled
 
@@ -233,6 +250,7 @@ def _check_builds(values: Any, merged: Any, where: str = "") -> None:
     for key, value in values.items_ex(resolve=False):
         _check_builds(value, merged._get_node(key), where + str(key) + ".")
     is_given = dataclasses.is_dataclass(OmegaConf.get_type(merged)) and values._get_node("build_options")
+    # `build: null` over a base file's function keeps its options without harm
     if is_given and "build" not in values and merged.build is None:
         raise ValueError(f"{where}build_options are set, but {where}build names no function; set it, or null")
 
@@ -240,6 +258,7 @@ def _check_builds(values: Any, merged: Any, where: str = "") -> None:
 def _references(given: Any, read: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str, str]]:
     """Path, given text and value of texts that refer to others, any of which may lead to an environment variable."""
     if isinstance(given, str) and isinstance(read, str):
+        # the output folder names the run, and is saved as it was read
         if "${" in given and path != ("output_dir",):
             yield path, given, read
         return
@@ -260,6 +279,7 @@ def _without_nulls(schema: type[Any], values: Any, where: str = "") -> Any:
     kept = copy.copy(values)
     for item in dataclasses.fields(schema):
         name, hint = item.name, hints_of(schema)[item.name]
+        # references are resolved later and may lead anywhere
         if name not in kept or kept._is_missing() or kept._get_node(name)._is_interpolation():
             continue
         part = kept.get(name)
@@ -270,6 +290,7 @@ def _without_nulls(schema: type[Any], values: Any, where: str = "") -> Any:
             _refuse_null_block(f"{where}{name}", item.metadata.get("kinds"))
             kept[name] = {}
         elif of_dicts and dataclasses.is_dataclass(typing.get_args(hint)[1]) and isinstance(part, DictConfig):
+            # null removes an inherited entry; it is no entry without values
             kept[name] = {key: each for key, each in part.items() if each is not None}
     return kept
 
@@ -281,12 +302,13 @@ def _refuse_null_block(key: str, kinds: Any) -> None:
 
 
 def _with_inherited(schema: type[Any], values: Any) -> Any:
-    """Give parts that inherit from another field its options where they set none of their own."""
+    """Fill in the options of parts that inherit from another field; options of their own come first."""
     from omegaconf import DictConfig, OmegaConf
 
     kept = copy.copy(values)
     for item in dataclasses.fields(schema):
         inherited = item.metadata.get("inherits")  # the field, and options that are not inherited
+        # only where both sides were given as mappings
         if inherited is None or not all(isinstance(kept.get(key), DictConfig) for key in (item.name, inherited[0])):
             continue
         common = {key: value for key, value in kept[inherited[0]].items() if key not in inherited[1]}
@@ -305,7 +327,9 @@ def _unknown_key(error: Any, structured: Any) -> str:
     known = [item.name for item in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
     hint = did_you_mean(key, known, f"{parent}." if parent else "")
     there, remark = NAMES_ELSEWHERE.get(key, ("", ""))
+    # the same name elsewhere in this configuration is the likeliest mistake
     same_name = [f"{part}.{key}" for part in structured if _exists(structured, f"{part}.{key}")]
+    # names of TRL and transformers
     if there and _exists(structured, there):
         hint = f"that is {there} here{remark}; "
     elif same_name:

@@ -40,10 +40,12 @@ def value_problems(key: str, hint: Any, value: Any) -> Iterator[str]:
     elif isinstance(value, Mapping):
         for name, part in value.items():
             yield from value_problems(f"{key}.{name}", _inner(hint, value), part)
+        # keys are texts too, and end up in file names and metrics
         yield from (problem for name in value for problem in value_problems(f"a key of {key}", Any, name))
     elif isinstance(value, (list, tuple)):
         for index, part in enumerate(value):
             yield from value_problems(f"{key}[{index}]", _inner(hint, value), part)
+    # a type that is not plain, such as a dataclass, is checked by itself
     allowed = [option for option in _options(hint) if option is not Any]
     if allowed and all(option in PLAIN or option is type(None) for option in allowed):
         standing = tuple(kind for option in allowed for kind in PLAIN.get(option, (type(None),)))
@@ -56,6 +58,7 @@ def _inner(hint: Any, value: Any) -> Any:
     """Annotation of the entries of a list or dictionary; Any if there is none."""
     for option in _options(hint):
         arguments = typing.get_args(option)
+        # the last argument: values of a dictionary, entries of a list
         if arguments and isinstance(value, typing.get_origin(option) or ()):
             return arguments[-1]
     return Any
@@ -105,6 +108,7 @@ class Bounds:
 
     def problem(self, key: str, value: Any) -> str | None:
         """One line with the key, the value and the allowed values; None if the value is fine."""
+        # None means that the option is not set, so it has no bounds to keep
         if value is None or self._holds(value):
             return None
         if self.choices is None:
@@ -135,8 +139,10 @@ class Bounds:
 
     def _holds_one(self, value: Any) -> bool:
         if self.choices is not None:
+            # a user's own function is named module:function, and found when it is loaded
             return value in self.allowed or (self.or_function and ":" in str(value))
         return (
+            # NaN is not equal to itself, and never allowed
             value == value
             and (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)
@@ -191,6 +197,7 @@ def rare(default: Any) -> Any:
     `mmrl options RECIPE` leaves it out, and what is inside it, unless called with `--all`.
     """
     item = default if isinstance(default, dataclasses.Field) else _field(default, None)
+    # a new mapping: Field.metadata is read-only
     item.metadata = types.MappingProxyType({**item.metadata, "rare": True})
     return item
 
@@ -237,11 +244,13 @@ def field_problems(config: Any, where: str = "") -> Iterator[str]:
         value, bounds = getattr(config, item.name), bounds_of(item)
         unusable = list(value_problems(key, hints[item.name], value))
         yield from unusable
+        # bounds of a value of the wrong type would only repeat the message
         if unusable:
             continue
         if bounds is not None and (problem := bounds.problem(key, value)) is not None:
             yield problem
         yield from _unread(config, item, where)
+        # with the path of the part, so that the message names the option as the user writes it
         for part_key, part in _nested(value, key):
             yield from field_problems(part, part_key)
 
@@ -263,6 +272,7 @@ def parts_of(config: Any) -> Iterator[Any]:
 def check_config(config: Any, where: str = "") -> None:
     """Check a dataclass by all that it declares: bounds of fields, then `validate` of its parts and its own."""
     check_fields(config, where)
+    # parts before the whole, which may rely on them
     for part in (*parts_of(config), config):
         if hasattr(part, "validate"):
             part.validate()
@@ -270,6 +280,7 @@ def check_config(config: Any, where: str = "") -> None:
 
 def _field(default: Any, bounds: Bounds | None) -> Any:
     metadata = {} if bounds is None else {"bounds": bounds}
+    # a copy for each instance: a shared list would be changed by all of them
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -281,6 +292,7 @@ def _unread(config: Any, item: dataclasses.Field[Any], where: str) -> Iterator[s
     value, front = getattr(config, item.name), f"{where}." if where else ""
     for name, wanted in item.metadata.get("only_with", {}).items():
         other = getattr(config, name)
+        # SET and UNSET ask for truth, anything else for the value
         fits = bool(other) is (wanted is SET) if wanted in (SET, UNSET) else other == wanted
         if value != default and not fits:
             needed = f"unset {front}{name}" if wanted is UNSET else f"set {front}{name}"

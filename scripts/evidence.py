@@ -1,4 +1,4 @@
-"""Tables of docs/evidence.md: where each objective and recipe stands in the code, what proves it, what was measured."""
+"""Tables of docs/evidence.md: where each objective and recipe is in the code, what proves it, what was measured."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _counted(where: str, rows: int, recipes: int, known: dict[str, list[str]], n
 
 
 def findings() -> str:
-    """Each difference that was measured, beside what the paper reports."""
+    """Each difference that was measured, next to what the paper reports."""
     known = measured()
     subjects = findings_by_subject(known)
     columns = ("method", "setting", "result", "the paper reports", "verdict", "again")
@@ -95,7 +95,7 @@ def recipes() -> str:
             _paper(entry.citation),
             entry.summary,
             _recipe_code(entry),
-            ", ".join(golden_sources(name)) or "none of its own",
+            ", ".join(golden_sources(name)) or "none",
             "; ".join(verdicts.get(name, ["not measured"])),
         )
         for name, entry in all_recipes().items()

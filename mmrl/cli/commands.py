@@ -85,6 +85,7 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
         raise UserError("--from-last-good needs --resume; give both")
     if args.processes is not None and args.processes < 1:
         raise UserError(f"--processes is {args.processes}; must be at least 1")
+    # two launchers would start processes of processes
     if args.processes is not None and "RANK" in os.environ:
         raise UserError("--processes starts processes, but this is one of another launcher (RANK is set); give one")
     given = {name: value for name in ("memory", "tflops") if (value := getattr(args, f"gpu_{name}")) is not None}
@@ -104,6 +105,7 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
     if (args.processes or 1) > 1:
         from mmrl.runs.launch import launch
 
+        # the same command, without the option that starts processes
         words = ["--resume"] * args.resume + ["--from-last-good"] * args.from_last_good
         return launch(["train", str(args.config), *args.overrides, *words], args.processes)
     from mmrl.runs.folder import NOTHING_LEARNED
@@ -204,10 +206,12 @@ def options(args: argparse.Namespace) -> int:
     if args.json:
         say(json.dumps([dataclasses.asdict(option) for option in found], indent=2))
         return 0
+    # an option that is asked for by name is shown, however rare it is
     shown = [option for option in found if args.all or args.prefix or not option.rare]
     for option in shown:
         say(f"\n{option.key}: {option.help}" if option.part else f"{option.key}  ({option.facts})\n    {option.help}")
     hidden = sum(not option.part for option in found) - sum(not option.part for option in shown)
+    # parts are headings, not options
     if hidden:
         say(f"\n{hidden} more options, which few users set: mmrl options {args.recipe} --all")
     return 0
@@ -304,6 +308,7 @@ def select(args: argparse.Namespace) -> int:
     from mmrl.agents.selection import TaskSelector, measure_tasks, open_agent, write_tasks
 
     selector = TaskSelector(args.min_success, args.rollouts, args.max_rate)
+    # environments are closed even if a task fails
     with contextlib.closing(open_agent(args.config, args.overrides)) as recipe:
         rates = []
         for rate in measure_tasks(recipe, selector.n_rollouts, record=args.record):

@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command."""
     with lasting_streams():
         code = _run(list(sys.argv[1:] if argv is None else argv))
+    # after the streams are flushed: gloo may abort the interpreter's teardown
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from mmrl.training.processes import leave
 
@@ -59,6 +60,7 @@ def _run(arguments: list[str]) -> int:
     args = argparse.Namespace()
     with _noted_interrupts() as interrupts:
         try:
+            # before anything else, so that a mistake costs no import
             args = _parse(arguments)
             _quieten_libraries()
             _show_log()
@@ -79,6 +81,7 @@ def _run(arguments: list[str]) -> int:
 @contextlib.contextmanager
 def _noted_interrupts() -> Iterator[list[int]]:
     """The Ctrl-C so far: some libraries turn one that arrives while they load a model into another exception."""
+    # a library may swallow KeyboardInterrupt and raise its own error
     noted: list[int] = []
 
     def note(signum: int, frame: FrameType | None) -> None:
@@ -86,6 +89,7 @@ def _noted_interrupts() -> Iterator[list[int]]:
         raise KeyboardInterrupt
 
     main_thread = threading.current_thread() is threading.main_thread()
+    # only where Python's own handler is installed: others have their reasons
     if not main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield noted
         return
@@ -112,6 +116,7 @@ def _failed(error: Exception, arguments: list[str], run_dir: Path | None) -> int
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        # as every other mistake: one line, code 2
         raise UserError(f"{message}; `{self.prog} --help` shows the usage")
 
 

@@ -16,7 +16,7 @@ class Curve(NamedTuple):
     """A run's metric at its evaluations, or over its steps, and its costs until then."""
 
     values: list[float]
-    """Metric at each point; NaN where it is no number."""
+    """Metric at each point; NaN where it is missing."""
     costs: dict[str, list[float]]
     """Cost by name at each point, in its own unit; never falling."""
 
@@ -33,10 +33,10 @@ def evaluations(experiment: ExperimentConfig, plan: RunPlan) -> list[dict[str, A
 
 
 def last_value(experiment: ExperimentConfig, plan: RunPlan, metric: str) -> float | None:
-    """A metric at a finished run's last evaluation, or at its first where its arm reads that.
+    """A metric at a finished run's last evaluation, or at its first if the arm asks for that.
 
     A secondary metric may also come from its last step, or as `split/name` from another task set. The compared metric
-    is the mean over the steps where `metric_over` says so.
+    is the mean over the steps if `metric_over` says so.
     """
     if not is_finished(plan):
         return None
@@ -71,7 +71,7 @@ def work_metric(experiment: ExperimentConfig) -> tuple[str, bool]:
 
 
 def read_curves(experiment: ExperimentConfig, plans: Mapping[str, Mapping[int, RunPlan]]) -> Curves:
-    """Curves of all finished runs that have one; none where the experiment has no costs."""
+    """Curves of all finished runs that have one; none if the experiment has no costs."""
     found: dict[str, dict[int, Curve]] = {arm: {} for arm in plans}
     if experiment.work is None:
         return found

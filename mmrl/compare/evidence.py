@@ -136,7 +136,7 @@ def _check_known(what: str, name: str, known: Collection[str]) -> None:
 
 
 def _check_verdict(found: FindingConfig, higher_is_better: bool) -> None:
-    """A claim, or a part of it, holds only where the interval is above zero, and is refuted only where it is below."""
+    """Check the verdict against the interval: "holds" needs one above zero, "negative" one below; raises ValueError."""
     higher = higher_is_better if found.higher_is_better is None else found.higher_is_better
     low, high = (found.low, found.high) if higher else (-found.high, -found.low)
     if (found.verdict.startswith("holds") and low <= 0) or (found.verdict == "negative" and high >= 0):

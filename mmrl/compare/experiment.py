@@ -101,6 +101,7 @@ class WorkConfig:
     def validate(self) -> None:
         """Check that the fields fit together; raises ValueError naming the key."""
         _check_number("work.target", self.target, BASELINE_FINAL)
+        # a number as the target leaves nothing for these options to act on
         if self.baseline_last > 1 and self.target != BASELINE_FINAL:
             raise ValueError(f"`work.baseline_last` has no use with the number {self.target} as `work.target`")
         if self.baseline_share < 1 and self.target != BASELINE_FINAL:
@@ -254,6 +255,7 @@ class ExperimentConfig:
                     hint = did_you_mean(arm, shown)
                     raise ValueError(f"`figure.{key}` names '{arm}'; {hint}arms: {', '.join(shown)}")
         if self.evidence is not None:
+            # evidence may only speak of what is measured
             metrics = [self.metric, *self.secondary_metrics]
             self.evidence.check(self.arms, self.baseline, metrics, self.higher_is_better)
 
@@ -262,6 +264,7 @@ class ExperimentConfig:
         return self.arm(name).runs_of or name
 
     def _check_arms(self) -> None:
+        # one arm has nothing to be compared with
         if len(self.arms) < 2:
             raise ValueError(f"`arms` needs at least two entries, got {len(self.arms)}")
         for arm in self.arms:
@@ -278,6 +281,7 @@ class ExperimentConfig:
         settings = self.arm(arm)
         if settings.runs_of is None:
             return
+        # chains of arms that read one another would hide whose runs they are
         running = [name for name in self.arms if self.arm(name).runs_of is None]
         if settings.runs_of not in running:
             raise ValueError(f"arms.{arm}.runs_of is '{settings.runs_of}'; arms with runs: {', '.join(running)}")
@@ -293,6 +297,7 @@ class ExperimentConfig:
         _check_seeds("sweep.seeds", self.sweep.seeds)
         if not self.sweep.values:
             raise ValueError("`sweep.values` is empty; give the values to try, or remove `sweep`")
+        # a value chosen on a seed must not be judged on it
         shared = sorted(set(self.sweep.seeds) & set(self.seeds))
         if shared:
             raise ValueError(f"seeds {shared} are in `seeds` and in `sweep.seeds`; the comparison needs fresh seeds")
@@ -312,6 +317,7 @@ class ExperimentConfig:
         for where, overrides in _all_overrides(self):
             for text in dotted_overrides(overrides, Path()):
                 key = text.partition("=")[0]
+                # the experiment sets them for each run
                 if key in ("seed", "output_dir") and not where.startswith("prepare"):
                     raise ValueError(f"`{where}` sets '{key}', which the experiment sets itself for every run")
                 if key in swept and where.startswith(("arms", "sweep")):
@@ -353,6 +359,7 @@ def _yaml_value(value: Any, output_dir: Path) -> str:
     if isinstance(value, str):
         text = value.replace("{output_dir}", str(output_dir))
         try:
+            # a text that YAML would read as something else is quoted
             plain = OmegaConf.to_container(OmegaConf.from_dotlist([f"x={text}"])) == {"x": text}
         except Exception:
             plain = False  # not YAML at all; quoting makes it a text
@@ -402,6 +409,7 @@ def _check_cost(name: str, weights: Mapping[str, float]) -> None:
 
 
 def _existing(name: str, here: Path, where: str) -> Path:
+    # from the working folder first, as on the command line
     for path in (own_config(Path(name)), here / name):
         if is_file(path):
             return path

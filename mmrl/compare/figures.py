@@ -246,7 +246,7 @@ def _draw_differences(
 
 
 def _reach(shown: Sequence[Difference]) -> list[float]:
-    """Zero and all that is drawn of some differences."""
+    """All numbers that the panel of differences has to show: zero, each seed and the ends of the intervals."""
     found = [value for row in shown for value in (*row.per_seed.values(), row.low, row.high) if value]
     return [0.0, *(value for value in found if math.isfinite(value))]
 

@@ -57,17 +57,20 @@ def run_experiment(
     suite that the experiment may name (`mmrl.trust`); None if the caller has read the file.
     """
     experiment = load_experiment(path)
+    # one call sees one state of the files, as they are now
     forget_digests()
     folder = Path(output_dir)
     starts = command is train_command and not only_report
     names = None if allow is None or only_report else _allowed_code(experiment, path, folder, allow)
     with restricted(names):
+        # every configuration is read before the first run, which may take hours
         configs = _checked_configurations(experiment, folder) if starts else []
         folder.mkdir(parents=True, exist_ok=True)
         invocation = shlex.join(["mmrl", "compare", str(path), "--output", str(output_dir)])
         ray = SharedRay(configs, jobs or experiment.jobs)
         session = _Session(experiment, folder, invocation, ray, command, announce or say)
         if not only_report:
+            # Ray is stopped with the call, also after an error
             with closing(ray):
                 session.prepare()
                 session.sweep()
@@ -88,7 +91,7 @@ def run_experiment(
 def _allowed_code(
     experiment: ExperimentConfig, path: Path, folder: Path, allow: Sequence[str]
 ) -> Collection[str] | None:
-    """Code that an experiment's configurations name, which only `allow` lets run; raises UserError with the rest."""
+    """Code outside the suite that the experiment may run; raises UserError naming code that `allow` does not list."""
     from mmrl.config import given_values
 
     content = {plan.label: given_values(plan.config, plan.overrides) for _, plan in _plans(experiment, folder)}
@@ -109,6 +112,7 @@ class _Session:
     def prepare(self) -> None:
         """Make the shared runs, one after another."""
         for plan in plan_preparations(self.experiment, self.folder):
+            # the arms build on the preparation, so nothing goes on without it
             for label, reason in self.run([plan]).items():
                 raise RunError(f"preparation {label} failed: {reason}; log: {self._log(plan)}")
 
@@ -128,11 +132,13 @@ class _Session:
     def compare(self) -> None:
         """Run every arm on every seed of the comparison, pairs close together."""
         plans = plan_comparison(self.experiment, self.folder)
+        # seeds outermost and by label: arms that read another arm's runs add none of their own
         runs = {by_seed[seed].label: by_seed[seed] for seed in self.experiment.seeds for by_seed in plans.values()}
         self.run(list(runs.values()))
 
     def run(self, plans: Sequence[RunPlan]) -> dict[str, str]:
         """Start the unfinished runs and write comparison.json after each end."""
+        # finished with the same settings; others run again or continue
         waiting = {plan.label: plan for plan in plans if not run_status.is_finished(plan)}
         if len(waiting) < len(plans):
             self.announce(f"{len(plans) - len(waiting)} of {len(plans)} runs are finished already")
@@ -153,7 +159,9 @@ class _Session:
                 failed[label] = reason
             outcome = reason or f"done in {result.seconds:.0f} s"
             self.announce(f"[{ended}/{len(queue)}] {label}: {outcome}")
+            # after each end, so that a comparison that is stopped has what was finished
             self.write("running")
+            # a rejected configuration would be rejected with every seed
             if result.returncode == BAD_CONFIGURATION and label not in resumed and not result.timed_out:
                 raise UserError(f"run {label} was rejected: {reason}; log: {result.job.log}")
 
@@ -185,6 +193,7 @@ class _Session:
 
     def _check_result(self, plan: RunPlan, result: JobResult) -> str | None:
         reason = result.reason
+        # a program may end with code 0 before its run is done
         if reason is None and not run_status.is_finished(plan):
             reason = "it ended without a result.json that says done"
         if reason is not None:
@@ -214,6 +223,7 @@ def _plans(experiment: ExperimentConfig, folder: Path) -> Iterator[tuple[str, Ru
     for plan in plan_preparations(experiment, folder):
         yield "", plan
     for arm in experiment.arms:
+        # an arm without a sweep has one configuration
         for value in [None] if experiment.sweep is None else experiment.sweep.values:
             yield arm, plan_arm_run(experiment, folder, arm, experiment.seeds[0], value)
 

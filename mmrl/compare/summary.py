@@ -105,7 +105,9 @@ def sweep_result(experiment: ExperimentConfig, folder: Path) -> SweepResult | No
     arms = {arm: _sweep_rows(experiment, folder, arm, metric) for arm in own}
     joint = _mean_rows(arms) if sweep.shared else []
     best = {arm: _best_value(joint or rows, experiment.higher_is_better) for arm, rows in arms.items()}
+    # the value of the arm whose runs are read
     chosen = {arm: best[experiment.source(arm)] for arm in experiment.arms}
+    # an edge says that a better value may be outside
     numbers = len(sweep.values) > 1 and all(isinstance(value, int | float) for value in sweep.values)
     edges = (min(sweep.values), max(sweep.values)) if numbers else ()
     return SweepResult(
@@ -126,6 +128,7 @@ def _sweep_rows(experiment: ExperimentConfig, folder: Path, arm: str, metric: st
             seed: plan_arm_run(experiment, folder, arm, seed, value, sweeping=True) for seed in experiment.sweep.seeds
         }
         finished = last_values(experiment, plans, metric)
+        # over the finished seeds; the table shows which are missing
         mean = sum(finished.values()) / len(finished) if finished else None
         rows.append(SweepRow(value, {seed: finished.get(seed) for seed in plans}, mean))
     return rows
@@ -136,6 +139,7 @@ def _mean_rows(arms: Mapping[str, list[SweepRow]]) -> list[SweepRow]:
     found = []
     for rows in zip(*arms.values(), strict=True):
         values = [list(row.values.values()) for row in rows]
+        # a mean over fewer runs would favour the value whose bad runs failed
         whole = all(value is not None for own in values for value in own)
         mean = sum(row.mean or 0.0 for row in rows) / len(rows) if whole else None
         found.append(SweepRow(rows[0].value, {}, mean))
@@ -183,6 +187,7 @@ def _differences(
 def _difference(
     seeds: Sequence[int], values: Mapping[int, float], baseline: Mapping[int, float], higher_is_better: bool
 ) -> Difference:
+    # only seeds that both have: a difference of means over other seeds would compare seeds
     paired = [seed for seed in seeds if seed in values and seed in baseline]
     per_seed = {seed: values[seed] - baseline[seed] for seed in paired}
     missing = [seed for seed in seeds if seed not in paired]
@@ -190,6 +195,7 @@ def _difference(
     if not paired:
         return result
     found = paired_difference([values[s] for s in paired], [baseline[s] for s in paired])
+    # a tie is no win for anybody
     wins = found.wins if higher_is_better else sum(x < 0 for x in per_seed.values())
     return replace(result, **found._asdict() | {"wins": wins})
 
@@ -219,11 +225,13 @@ def _targets(experiment: ExperimentConfig, curves: Curves) -> dict[int, float]:
     if experiment.work.target != BASELINE_FINAL:
         return dict.fromkeys(experiment.seeds, float(experiment.work.target))
     found = {seed: target_of(experiment, curve) for seed, curve in curves[experiment.baseline].items()}
+    # a target that cannot be read is a text with the reason
     return {seed: target for seed, target in found.items() if isinstance(target, float)}
 
 
 def _cost(experiment: ExperimentConfig, name: str, curves: Curves, targets: Mapping[int, float]) -> CostResult:
     assert experiment.work is not None
+    # turned around if less is better, so that reaching is always from below
     sign = 1.0 if work_metric(experiment)[1] else -1.0
     reach: dict[str, dict[int, Bounds]] = {
         arm: {
@@ -236,6 +244,7 @@ def _cost(experiment: ExperimentConfig, name: str, curves: Curves, targets: Mapp
     baseline = reach[experiment.baseline]
     if experiment.work.baseline_spends == "all":
         ends = {seed: curves[experiment.baseline][seed].costs[name][-1] for seed in baseline}
+        # all of the run: what the baseline spent in any case
         baseline = {seed: (end, end) for seed, end in ends.items()}
     return CostResult(
         weights=experiment.work.costs[name],
@@ -253,6 +262,7 @@ def _reach(seeds: Sequence[int], reach: Mapping[int, Bounds]) -> Reach:
         spent={seed: reach[seed][0] for seed in never},
         reached=len(reach) - len(never),
         n=len(reach),
+        # on these seeds what was spent is a lower bound
         never=never,
         at_first_evaluation=[seed for seed in seeds if seed in reach and reach[seed][0] == 0 and seed not in never],
         missing_seeds=[seed for seed in seeds if seed not in reach],
@@ -279,6 +289,7 @@ def _at_equal_cost(experiment: ExperimentConfig, curves: Curves) -> EqualCostRes
     costs = _equal_costs(experiment, curves)
     values: dict[str, dict[int, float]] = {}
     for arm, by_seed in curves.items():
+        # between two evaluations on a straight line
         read = {seed: value_at(curve.costs[at.cost], curve.values, costs[seed]) for seed, curve in by_seed.items()}
         values[arm] = {seed: read[seed] for seed in experiment.seeds if math.isfinite(read.get(seed, math.nan))}
     return EqualCostResult(
@@ -301,6 +312,7 @@ def _equal_costs(experiment: ExperimentConfig, curves: Curves) -> dict[int, floa
     for seed in experiment.seeds:
         spent = [by_seed[seed].costs[at.cost][-1] for by_seed in curves.values() if seed in by_seed]
         if spent:
+            # the least of what finished arms have spent, so that no curve is extended
             costs[seed] = min(spent) if isinstance(at.value, str) else float(at.value)
     return costs
 
@@ -313,6 +325,7 @@ def _collapse(experiment: ExperimentConfig, plans: Plans) -> CollapseResult | No
     for arm, by_seed in plans.items():
         found = {seed: kept_share(experiment, plan) for seed, plan in by_seed.items() if is_finished(plan)}
         kept = {seed: share for seed, share in found.items() if isinstance(share, float)}
+        # NaN and texts are seeds whose share is not known
         collapsed = [seed for seed, share in kept.items() if share < experiment.collapse.below]
         arms[arm] = CollapseArm(
             kept={seed: kept.get(seed) for seed in experiment.seeds},
@@ -331,6 +344,7 @@ def _failures(experiment: ExperimentConfig, folder: Path, plans: Plans) -> list[
         reason = failure_of(plan) or _no_value(experiment, plan)
         if reason is not None:
             failures.append(Failure(plan.label, reason))
+    # one entry a run, with its last reason
     failures = list({failure.run: failure for failure in failures}.values())
     named = {failure.run for failure in failures}
     for arm, by_seed in plans.items():

@@ -131,7 +131,8 @@ class Repeater:
     """Runs trials of an evaluation again."""
 
     def __init__(self, recipe: Any, ledger: Ledger, step: Step) -> None:
-        self._tasks, self._processes = recipe.eval_tasks, ledger.about["machine"]["processes"]
+        self._tasks = recipe.eval_tasks
+        self._processes = ledger.about["machine"]["processes"]
         self._measures = {split: recipe.measures(recipe.policy, split, step) for split in self._tasks}
 
     def run(self, row: Row, *, alone: bool) -> Row:
@@ -166,7 +167,7 @@ def _compare(ledger: Ledger, numbers: Sequence[int], repeater: Repeater, other: 
 
 
 def _changes(row: Row, again: Row, other: bool) -> list[str]:
-    """Results of a row that came out otherwise, and what it says that they are of."""
+    """Results of a row that differ when repeated, and differences in what identifies it."""
     named = [name for name in NAMED if name in again]
     compared = [*named, *(name for name in RESULT if not (other and name == "output"))]
     pairs = [(name, row.get(name), again.get(name)) for name in compared]

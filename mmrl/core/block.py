@@ -42,7 +42,7 @@ class Block:
         raise NotImplementedError(f"{type(self).__name__} has no formula")
 
     def state(self) -> Stateful | None:
-        """A fresh memory of earlier steps, for blocks that have one; they get it where they are called."""
+        """A fresh memory of earlier steps, passed back in on every call; None for blocks without memory."""
         return None
 
     def observe(self, rollouts: Rollouts, state: Any) -> Rollouts:

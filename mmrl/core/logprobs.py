@@ -68,6 +68,7 @@ def linear_logprobs(
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(f"bias must be (V,) = ({weight.shape[0]},); got {tuple(bias.shape)}.")
     banned = _check_banned(banned, targets, weight.shape[0])
+    # bounded by elements, so that the buffers do not grow with the vocabulary
     rows = chunk_rows or max(1, CHUNK_ELEMENTS // weight.shape[0])
     logp, entropies = _LinearLogProbs.apply(hidden, weight, bias, targets, banned, temperature, entropy, rows)
     return LogProbs(logp, entropies if entropy else None)
@@ -101,6 +102,7 @@ def logprobs_from_logits(
     Gradient: through logits, from both outputs, in the dtype of the logits; once.
     """
     _check_inputs(logits, targets, temperature, chunk_rows, "logits")
+    # a banned target would have the log-probability -inf and make the loss infinite
     banned = _check_banned(banned, targets, logits.shape[1])
     rows = chunk_rows or max(1, CHUNK_ELEMENTS // logits.shape[1])
     logp, entropies = _LogitsLogProbs.apply(logits, targets, banned, temperature, entropy, rows)
@@ -136,8 +138,10 @@ def gaussian_step_logprob(
         raise ValueError(f"x and mean must have the same shape; got {tuple(x.shape)} and {tuple(mean.shape)}.")
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     spread = torch.as_tensor(std, dtype=dtype, device=x.device)
+    # x is data: without detach, the gradient would also flow into the sampler's noise
     z = (x.detach().to(dtype) - mean.to(dtype)) / spread
     density = -0.5 * z**2 - torch.log(spread) - 0.5 * math.log(2 * math.pi)
+    # expand first: std and mean may be broadcast, and the mean would otherwise weigh dimensions differently
     flat = density.expand(x.shape).flatten(batch_dims) if x.dim() > batch_dims else density[..., None]
     return flat.sum(-1) if reduction == "sum" else flat.mean(-1)
 
@@ -212,6 +216,7 @@ class _LinearLogProbs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
+            # targets, banned, temperature, entropy and rows have no gradient
             *(None,) * 5,
         )
 
@@ -241,6 +246,7 @@ class _LogitsLogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad_logp: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
         logits, targets, banned, logsumexp, entropies = ctx.saved_tensors
         temperature, entropy, rows = ctx.options
+        # in the dtype of the logits, as autograd would return it; the sums above are exact already
         gradient = torch.empty_like(logits)
         for part in _chunks(len(logits), rows):
             gradient[part] = _logit_gradient(
@@ -265,6 +271,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
     """Return a new float32 (or float64) tensor that may be overwritten."""
+    # the division makes a copy, which is what lets the callers overwrite it
     return logits.to(_exact_dtype(logits)) / temperature
 
 
@@ -296,6 +303,7 @@ def _logit_gradient(
     """Return g (onehot - p) - e p (log p + H) for (r, V) logits, which are overwritten."""
     log_probability = logits.sub_(logsumexp[:, None])
     if banned is not None:
+        # the recomputed logits do not have the ban yet
         log_probability.index_fill_(1, banned, float("-inf"))
     probability = log_probability.exp()
     if grad_entropy is None:
@@ -305,7 +313,9 @@ def _logit_gradient(
             log_probability.index_fill_(1, banned, 0.0)
         # in place, so that a chunk never needs more than two (r, V) buffers
         pull = log_probability.add_(entropies[:, None]).mul_(grad_entropy[:, None]).add_(grad_logp[:, None])
+        # -p (g + e (log p + H)); the one-hot part is added below, at a single entry a row
         slope = probability.mul_(pull).neg_()
+    # at the target only: a one-hot matrix would be another (r, V) buffer
     return slope.scatter_add_(1, targets[:, None], grad_logp[:, None].to(slope.dtype))
 
 
@@ -317,6 +327,7 @@ def _join(outputs: list[tuple[Tensor, Tensor, Tensor]], like: Tensor) -> tuple[T
     if not outputs:
         empty = like.new_zeros(0, dtype=_exact_dtype(like))
         return empty, empty.clone(), empty.clone()
+    # zip transposes: chunk by chunk to output by output
     logp, logsumexp, entropies = (torch.cat(parts) for parts in zip(*outputs, strict=True))
     return logp, logsumexp, entropies
 
@@ -345,6 +356,7 @@ def _check_inputs(x: Tensor, targets: Tensor, temperature: float, chunk_rows: in
 def _check_banned(banned: Tensor | None, targets: Tensor, entries: int) -> Tensor | None:
     if banned is None or not len(banned):
         return None
+    # on the device of the targets; the ids are few
     hit = torch.isin(targets, banned)
     # one transfer for three checks
     low, high, hits = numbers([banned.min(), banned.max(), hit.any()])

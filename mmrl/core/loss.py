@@ -58,6 +58,7 @@ def count(mask: Tensor, *, length: float = 0.0, turns: float | Tensor = 0.0) -> 
     Returns:
         The counts; add those of other ranks with `Denominators.total`.
     """
+    # from the loss mask, so that unscored rows are in no denominator
     lengths = mask.sum(1)
     # one transfer for all counts
     tokens, rows, turns = numbers([lengths.sum(), (lengths > 0).sum(), turns])
@@ -109,6 +110,7 @@ def sequence_mean(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor
 
 def sequence_sum(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
     """This batch's share of the mean over rows of row sums; see `token_mean`."""
+    # the divisor is that of sequence_mean, so that the two differ only by the length of rows
     return masked_sum(x, mask).sum() / max(denominators.rows, 1.0)
 
 
@@ -135,6 +137,7 @@ def fixed_length(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
             "The aggregation 'fixed_length' divides every row by a constant; got length "
             f"{denominators.length:g}. Set its length to the longest response the sampler allows."
         )
+    # not divided by the row's own length, which favours short correct and long wrong rows (Dr. GRPO)
     return masked_sum(x, mask).sum() / (max(denominators.rows, 1.0) * denominators.length)
 
 
@@ -205,6 +208,7 @@ def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 def plain_metrics(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """Metrics as Python numbers, so that those of different devices can be merged; one GPU synchronisation."""
+    # all totals and weights in one transfer, however many metrics there are
     found = numbers([value for metric in metrics.values() for value in (metric.total, metric.weight)])
     pairs = zip(metrics.items(), found[::2], found[1::2], strict=True)
     return {name: Metric(total, weight, metric.kind) for (name, metric), total, weight in pairs}
@@ -219,6 +223,7 @@ def _join(first: Metric, second: Metric) -> Metric:
             return Metric(torch.where(first.total >= second.total, first.total, second.total), 1.0, "max")
         return first if float(first.total) >= float(second.total) else second
     if first.kind == "sum":
+        # a sum is over parts, so the weight plays no role
         return Metric.summed(first.total + second.total)
     return Metric(first.total + second.total, first.weight + second.weight)
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from mmrl.core.transfer import to_device, to_host
 
 _Kind = Literal["row", "decision", "group", "shared", "nested"]
+# a unique object, since None and [] are valid blanks
 _REQUIRED: Any = object()
 
 
@@ -97,6 +98,7 @@ class Payload:
     """
 
     def __post_init__(self) -> None:
+        # the first field with entries sets the count; every other field has to agree with it
         counts = _counts(self)
         for kind, count in counts.items():
             for name, entries in _lengths(self, kind):
@@ -112,6 +114,7 @@ class Payload:
             TypeError: it is of another class, or there is none.
         """
         payload = rollouts.payload
+        # a recipe that is given another domain's rollouts fails here, not at a missing attribute
         if not isinstance(payload, cls):
             found = "no payload" if payload is None else f"a {type(payload).__name__}"
             raise TypeError(f"these rollouts have {found}; a {cls.__name__} is needed.")
@@ -120,6 +123,7 @@ class Payload:
     def check_counts(self, rows: int, groups: int) -> None:
         """Check that the payload is of `rows` rows in `groups` groups; raises ValueError."""
         found = _counts(self)
+        # a payload without any field of a kind agrees with every count
         if found.get("row", rows) != rows or found.get("group", groups) != groups:
             has = " and ".join(f"{count} {kind}s" for kind, count in found.items())
             raise ValueError(f"{type(self).__name__} has {has}; the rollouts have {rows} rows in {groups} groups.")
@@ -140,11 +144,13 @@ class Payload:
 
 def select_fields(batch: Any, rows: Tensor, groups: Tensor) -> dict[str, Any]:
     """Select rows and groups of every field of a batch."""
+    # shared by all fields, so that each form of the index is made once
     by_row, by_group = _Index(rows), _Index(groups)
     taken: dict[str, Callable[[Any], Any]] = {
         "row": by_row.take,
         "decision": by_row.take,
         "group": by_group.take,
+        # a nested batch has the rows and groups of the batch around it, so the same indices hold
         "nested": lambda part: part.select(rows, groups),
         "shared": lambda value: value,
     }
@@ -153,10 +159,12 @@ def select_fields(batch: Any, rows: Tensor, groups: Tensor) -> dict[str, Any]:
 
 def join_fields(parts: Sequence[Any]) -> dict[str, Any]:
     """Join every field of some batches; decisions are padded to the longest part."""
+    # checked before anything is joined: a missing field would otherwise shift the entries of later parts
     _check_choice_of_fields([_required(part) for part in parts])
     counts = [_counts(part) for part in parts]
     joined = {}
     for name, layout, _ in _fields(parts[0]):
+        # a per-decision field has one entry a row, and T is settled by padding
         sizes = [count.get("row" if layout.kind == "decision" else layout.kind, 0) for count in counts]
         joined[name] = _join([getattr(part, name) for part in parts], layout, sizes)
     return joined
@@ -164,8 +172,10 @@ def join_fields(parts: Sequence[Any]) -> dict[str, Any]:
 
 def move_fields(batch: Any, device: torch.device | str) -> dict[str, Any]:
     """Move the tensors of every field to a device, those of list entries included; returns the values by field."""
+    # to the CPU in one transfer: a copy per field would make a GPU wait as often as there are fields
     if torch.device(device).type == "cpu":
         leaves = [leaf for _, _, value in _values(batch) for leaf in (value if isinstance(value, list) else [value])]
+        # a tensor that needs its gradient is moved by itself, since to_host detaches
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.requires_grad]
         copied = {id(tensor): copy for tensor, copy in zip(tensors, to_host(tensors), strict=True)}
     else:
@@ -177,6 +187,7 @@ def trim_fields(batch: Any, width: int) -> dict[str, Any]:
     """Cut every per-decision field to `width` decisions; returns the values by field."""
 
     def cut(value: Any) -> Any:
+        # per-row entries of a dictionary such as extras have no decision axis
         return value if value.ndim == 1 else value[:, :width]
 
     return {name: _mapped(cut, value) for name, layout, value in _fields(batch) if layout.kind == "decision"}
@@ -186,6 +197,7 @@ class _Index:
     """Row or group numbers in the form that each kind of field wants; each form is made once."""
 
     def __init__(self, index: Tensor) -> None:
+        # by device: a payload may hold CPU and GPU tensors, and the index has to be where the values are
         self._by_device = {index.device: index}
         self.index = index
 
@@ -194,16 +206,19 @@ class _Index:
         return self.index.tolist()
 
     def take(self, value: Any) -> Any:
+        # the same index tensor for all fields on a device: one transfer instead of one per field
         if isinstance(value, Tensor):
             if value.device not in self._by_device:
                 self._by_device[value.device] = to_device(self.index, value.device)
             return value[self._by_device[value.device]]
         if isinstance(value, list):
+            # an empty list is a field that the batch lacks, not one of 0 rows
             return [value[place] for place in self.places] if value else value
         return value[self.index.cpu().numpy()] if _is_array(value) else value.select(self.index)
 
 
 def _declare(layout: Layout, options: dict[str, Any]) -> Any:
+    # only a list can be absent by being empty; an absent tensor is None
     layout = dataclasses.replace(layout, optional=options.get("default_factory") is list)
     return dataclasses.field(metadata={"layout": layout}, **options)
 
@@ -217,6 +232,7 @@ def _layouts(kind: type[Any]) -> dict[str, Layout]:
             found[item.name] = item.metadata["layout"]
         else:
             plain.append(item.name)
+    # a field of unknown axis could neither be selected nor joined, so a class that has one is rejected on first use
     if plain:
         raise TypeError(
             f"{kind.__name__} does not declare what the entries of {', '.join(plain)} belong to; "
@@ -233,6 +249,7 @@ def _fields(batch: Any) -> Iterator[tuple[str, Layout, Any]]:
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """Apply a function to a value, or to each entry of a dictionary; None stays."""
     if isinstance(value, Mapping):
+        # entries are mapped by themselves: reward terms and extras are dictionaries of tensors
         return {key: _mapped(function, entry) for key, entry in value.items()}
     return None if value is None else function(value)
 
@@ -242,11 +259,13 @@ def _values(batch: Any) -> Iterator[tuple[str, Layout, Any]]:
     for name, layout, value in _fields(batch):
         if isinstance(value, Mapping):
             yield from ((f"{name}[{key}]", layout, entry) for key, entry in value.items() if entry is not None)
+        # absent fields are passed over, so that they take no part in counts and checks
         elif value is not None and not (layout.optional and not value):
             yield name, layout, value
 
 
 def _lengths(batch: Any, kind: str) -> Iterator[tuple[str, int]]:
+    # a per-decision field also has one entry a row
     kinds = ("row", "decision") if kind == "row" else (kind,)
     return ((name, len(value)) for name, layout, value in _values(batch) if layout.kind in kinds)
 
@@ -259,17 +278,22 @@ def _counts(batch: Any) -> dict[str, int]:
 
 def _required(batch: Any) -> set[str]:
     """Names of what a batch has and every batch that it is joined with must have too."""
+    # a field with a blank may be missing in some parts, and a shared one is taken from the first part
     return {name for name, layout, _ in _values(batch) if layout.blank is _REQUIRED and layout.kind != "shared"}
 
 
 def _join(values: Sequence[Any], layout: Layout, sizes: Sequence[int]) -> Any:
     if layout.kind == "shared":
+        # all rows of a run share it, so it is the same object in every part
         return values[0]
     if any(isinstance(value, Mapping) for value in values):
+        # dict.fromkeys keeps the order in which keys first occur, so that joins in any process give the same order
         keys = dict.fromkeys(key for value in values for key in value)
         return {key: _join([value.get(key) for value in values], layout, sizes) for key in keys}
     if layout.blank is not _REQUIRED and any(values):
+        # a part that lacks the field gets one blank a row, so that later rows keep their entries
         values = [value or [layout.blank] * size for value, size in zip(values, sizes, strict=True)]
+    # fields that all parts must have are either in all of them or in none, as checked in join_fields
     first = values[0]
     if first is None:
         return None
@@ -277,12 +301,14 @@ def _join(values: Sequence[Any], layout: Layout, sizes: Sequence[int]) -> Any:
         return [entry for value in values for entry in value]
     if isinstance(first, Tensor):
         return torch.cat(_padded(list(values), layout))
+    # through torch, which pads; numpy shares the memory both ways, so nothing is copied twice
     if _is_array(first):
         return torch.cat(_padded([torch.from_numpy(value) for value in values], layout)).numpy()
     return type(first).concat(values)
 
 
 def _padded(tensors: list[Tensor], layout: Layout) -> list[Tensor]:
+    # one-dimensional: a per-row entry among the extras, which has no decisions to pad
     if layout.kind != "decision" or tensors[0].dim() == 1:
         return tensors
     width = max(tensor.shape[1] for tensor in tensors)
@@ -292,20 +318,24 @@ def _padded(tensors: list[Tensor], layout: Layout) -> list[Tensor]:
 def _pad(tensor: Tensor, missing: int, value: float) -> Tensor:
     if not missing:
         return tensor
+    # functional.pad counts from the last axis: no padding there, then the missing decisions of axis 1
     return torch.nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, missing), value=value)
 
 
 def _move(value: Any, device: torch.device | str, copied: Mapping[int, Tensor]) -> Any:
     if isinstance(value, list):
         return [_move(entry, device, copied) for entry in value]
+    # by identity: the same tensor may be in several fields, and was copied once
     if id(value) in copied:
         return copied[id(value)]
     if isinstance(value, Tensor):
         return to_device(value, device)
+    # strings, numbers and images without `to` stay where they are
     return value.to(device) if hasattr(value, "to") else value
 
 
 def _is_array(value: Any) -> bool:
+    # by name, so that the core does not import numpy
     return type(value).__module__ == "numpy"
 
 

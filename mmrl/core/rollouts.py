@@ -53,6 +53,7 @@ def check_groups(group: Tensor) -> None:
     """Check that the groups are numbered 0..N-1 without a gap."""
     if len(group) == 0:
         return
+    # only the numbers matter, not their order: rows of a group need not follow one another
     present = torch.unique(group)
     if int(present[0]) != 0 or int(present[-1]) != len(present) - 1:
         raise ValueError(
@@ -74,6 +75,7 @@ def check_mask(mask: Tensor, rows: int) -> tuple[int, int]:
 
 def check_zeros_and_ones(mask: Tensor) -> None:
     """Check the values of the decision mask."""
+    # a fractional mask would also be in the denominators, so weights go elsewhere
     if not bool(((mask == 0) | (mask == 1)).all()):
         raise ValueError("mask must hold only 0 and 1; put decision weights into the advantage.")
 
@@ -184,12 +186,14 @@ class Rollouts:
             value = getattr(self, name)
             if value is not None:
                 check_decisions(name, value, shape, integer=name == "turn")
+        # a selection of valid rows is valid, so values are only checked for new fields
         if not {"group", "mask", "turn"}.isdisjoint(new):
             # one transfer for all three
             group, mask, *turn = to_host([self.group, self.mask, *([] if self.turn is None else [self.turn])])
             check_groups(group)
             check_zeros_and_ones(mask)
             self.host = OnHost(group, mask, count_turns(mask, turn[0] if turn else None))
+        # nested batches check themselves; here only that they are of as many rows and groups
         if isinstance(self.payload, Payload):
             self.payload.check_counts(rows, self.num_groups)
         for name, value in (*self.reward_terms.items(), *self.extras.items()):
@@ -242,6 +246,7 @@ class Rollouts:
 
     def replace(self, **changes: Any) -> Rollouts:
         """Return a copy with some fields replaced, validated like a new one."""
+        # a misspelt field would otherwise be set as a plain attribute and never be read
         if unknown := changes.keys() - {field.name for field in dataclasses.fields(self)}:
             raise TypeError(f"Rollouts have no field {', '.join(sorted(unknown))}.")
         return self._copied(changes, self.host, new=changes)
@@ -274,8 +279,10 @@ class Rollouts:
             The rows of these groups; group j of the result is `groups[j]`.
         """
         groups = _as_indices(groups, self.num_groups, "groups")
+        # inverse of the selection: the new number of each group, -1 for those dropped
         place = torch.full((self.num_groups,), -1, dtype=torch.int64)
         place[groups] = torch.arange(len(groups))
+        # a group that is named twice would be written once, and its rows would go missing
         if int((place >= 0).sum()) != len(groups):
             raise ValueError(f"select_groups needs every group at most once; got {groups.tolist()}.")
         position = place[self.host.group]
@@ -296,6 +303,7 @@ class Rollouts:
             As many rows as before, T padded to the longest.
         """
         joined, order = Rollouts.concat([self, others]), torch.arange(self.num_rows)
+        # the replacement rows come after those of self in the joined batch
         order[_as_indices(rows, self.num_rows, "rows")] = self.num_rows + torch.arange(others.num_rows)
         # concat puts the groups of self first, so these numbers keep its prompts and drop those of the others
         return joined._take(order, torch.arange(self.num_groups), self.host.group)
@@ -309,7 +317,9 @@ class Rollouts:
 
         Returns:
             All rows, group by group.
+        # concat numbers the groups of `others` after those of self; `group` overrides that
         """
+        # stable, so that the rows a group had stay before those that join it
         joined, group = Rollouts.concat([self, others]), torch.cat([self.host.group, groups.cpu()])
         order = torch.argsort(group, stable=True)
         return joined._take(order, torch.arange(self.num_groups), group[order])
@@ -340,6 +350,7 @@ class Rollouts:
         total = self.num_groups
         # groups are shuffled, never rows: group statistics and shared prompts stay in one optimiser step
         order = torch.arange(total) if generator is None else torch.randperm(total, generator=generator)
+        # tensor_split gives sizes that differ by at most one
         return [self.select_groups(part) for part in torch.tensor_split(order, min(count, total))]
 
     def micro_batches(self, rows: int, *, whole_groups: bool = False) -> Iterator[Rollouts]:
@@ -358,11 +369,13 @@ class Rollouts:
         """
         if rows < 1:
             raise ValueError(f"micro_batches needs at least 1 row a chunk; got {rows}.")
+        # sizes to stops: the rows of a chunk are consecutive
         stops = list(accumulate(_chunk_sizes(self.host.group, rows, whole_groups)))
         # decisions after the last trained one of a row cannot change its loss
         ends = torch.arange(1, self.num_decisions + 1).where(self.host.mask > 0, 0).amax(1).tolist()
         for start, stop in zip([0, *stops], stops, strict=False):
             chunk = self.select(torch.arange(start, stop))
+            # at least one decision: T = 0 is rejected by the checks, and a chunk may hold only untrained rows
             width = max(1, *ends[start:stop])
             yield chunk._copied(trim_fields(chunk, width), chunk.host._replace(mask=chunk.host.mask[:, :width]))
 
@@ -379,10 +392,12 @@ class Rollouts:
         if not parts:
             raise ValueError("concat needs at least one Rollouts; got an empty sequence.")
         offsets = [0, *accumulate(part.num_groups for part in parts)]
+        # each part numbers its groups from 0, so later parts are shifted
         groups = [part.host.group + offset for part, offset in zip(parts, offsets, strict=False)]
         width = max(part.num_decisions for part in parts)
         masks = [functional.pad(part.host.mask, (0, width - part.num_decisions)) for part in parts]
         turns = [part.host.turns for part in parts]
+        # turns are per row and need no padding; the host copies are joined without asking the device again
         return parts[0]._copied(join_fields(parts), OnHost(*map(torch.cat, (groups, masks, turns))))
 
     def _take(self, rows: Tensor, groups: Tensor, renumbered: Tensor) -> Rollouts:
@@ -392,6 +407,7 @@ class Rollouts:
 
     def _copied(self, changes: dict[str, Any], host: OnHost, *, new: Collection[str] = ()) -> Rollouts:
         """A copy with changed fields; those named in `new` still need their values checked."""
+        # a shallow copy shares tensors with the original: fields are replaced, never written in place
         copied = copy.copy(self)
         copied.__dict__ |= changes
         copied.host = host
@@ -421,6 +437,7 @@ def _chunk_sizes(group: Tensor, rows: int, whole_groups: bool) -> list[int]:
 
 
 def _as_indices(selection: Tensor, size: int, what: str) -> Tensor:
+    # on the CPU, where the copies are that control flow reads
     selection = selection.cpu()
     if selection.dtype == torch.bool:
         if tuple(selection.shape) != (size,):
@@ -430,6 +447,7 @@ def _as_indices(selection: Tensor, size: int, what: str) -> Tensor:
         raise ValueError(
             f"{what} must be a 1-d int64 or bool tensor; got {selection.dtype} of shape {tuple(selection.shape)}."
         )
+    # negative indices would silently select from the end
     if len(selection) and not (int(selection.min()) >= 0 and int(selection.max()) < size):
         raise ValueError(f"{what} must be in 0..{size - 1}; got {selection.tolist()}.")
     return selection

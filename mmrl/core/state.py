@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 
 class Stateful(Protocol):
-    """An object whose state belongs into a checkpoint."""
+    """An object whose state belongs in a checkpoint."""
 
     def state_dict(self) -> Any:
         """Tensors and plain data."""
@@ -73,6 +73,7 @@ class AdaptiveKL:
 
     def update(self, divergence: float, samples: int) -> float:
         """Move the coefficient after a step of so many samples with a measured divergence in nats, and return it."""
+        # limited to 20 % a step of the horizon, as in verl, so that one odd step cannot throw the coefficient
         error = min(max(divergence / self.target - 1.0, -0.2), 0.2)
         self.coefficient *= 1.0 + error * samples / self.horizon
         return self.coefficient
@@ -104,11 +105,12 @@ class DifficultyTracker:
         """Remember the samples of a prompt."""
         scored = [float(reward) for reward in rewards if math.isfinite(reward)]
         if scored:
+            # a sliding window of samples, not of steps: steps may differ in the number of scored rows
             self.recent = [*self.recent, *scored][-self.window :]
             self.means[key] = sum(scored) / len(scored)
 
     def difficulty(self, key: str) -> float:
-        """Mean reward of the window less that of the prompt: above 0 it is hard, below 0 easy; 0 where it is new."""
+        """Mean reward of the window less that of the prompt: above 0 for hard prompts, 0 for new ones."""
         return self.difference(self.means[key]) if key in self.means else 0.0
 
     def difference(self, mean: float) -> float:

@@ -86,7 +86,7 @@ def check_finite(weights: Mapping[str, Any], place: Path | str) -> None:
 
 
 def may_be_hub_id(path: str) -> bool:
-    """Whether a path that is no model folder may be a hub id (owner/name)."""
+    """Whether a path that is not a model folder may be a hub id (owner/name)."""
     folder = expanded(path).absolute()
     # data/model is also a well-formed hub id; next to an existing data/, and always in runs/, the folder of runs, it is
     # one that is missing
@@ -104,7 +104,7 @@ def first_line(error: Exception) -> str:
 
 
 def build_if_missing(config: Any, what: str = "data") -> None:
-    """Call a configuration's `build` function where its `path` is missing; other processes wait for it."""
+    """Call a configuration's `build` function if its `path` is missing; other processes wait for it."""
     path = expanded(config.path)
     if config.build is None or path.exists():
         return

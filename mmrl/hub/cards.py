@@ -37,13 +37,13 @@ def code(text: object) -> str:
 
 
 def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a table; none where it has no rows. Cells are Markdown: see `plain` and `code`."""
+    """Lines of a table; none if it has no rows. Cells are Markdown: see `plain` and `code`."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return [f"| {' | '.join(heading)} |", f"|{'---|' * len(heading)}", *lines, ""] if lines else []
 
 
 def portable(value: Any, key: str = "") -> Any:
-    """Settings without paths of this machine, of which the last name stays, and without secrets."""
+    """Settings without secrets, and with paths of this machine cut to their last name."""
     if isinstance(value, Mapping):
         return {name: portable(entry, str(name)) for name, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -62,7 +62,7 @@ def without_paths(text: str) -> str:
 
 
 def hub_id_of(path: str) -> str:
-    """The path, where it is a hub id whose files the hub's cache holds; else empty."""
+    """The path if it is a hub id whose files are in the hub's cache; else empty."""
     from huggingface_hub import try_to_load_from_cache
 
     if not HUB_ID.fullmatch(path) or expanded(path).exists():

@@ -104,7 +104,8 @@ class _Exchange:
     """A request with one time limit for everything: a socket's own timeout restarts with every byte."""
 
     def __init__(self, timeout_s: float) -> None:
-        self._timeout_s, self._end = timeout_s, time.monotonic() + timeout_s
+        self._timeout_s = timeout_s
+        self._end = time.monotonic() + timeout_s
         self._timers: list[threading.Timer] = []
 
     def open(self, request: urllib.request.Request) -> Any:

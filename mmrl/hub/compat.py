@@ -1,4 +1,4 @@
-"""Work-arounds for the installed torchvision and transformers, applied only where they are needed.
+"""Workarounds for the installed torchvision and transformers, applied only if needed.
 
 Linux x86-64 wheels of torchvision on the package index are CUDA builds. Beside a CPU build of torch their
 compiled operators do not load, and the Python part then stops at the first operator it wants to describe.
@@ -76,7 +76,7 @@ def _declare_operator(error: Exception) -> None:
 
 
 def ensure_number_words() -> None:
-    """Let SmolVLM's processor write the length of a video in words where the package num2words is missing.
+    """Let SmolVLM's processor write the length of a video in words if the package num2words is missing.
 
     transformers refuses to make the processor without that package, for images too.
     """

@@ -22,6 +22,7 @@ def as_flag(value: Any, name: str) -> bool:
         number = np.asarray(value)
     except (TypeError, ValueError):
         number = np.asarray(None)
+    # True of an array with one entry, but not of a text such as "False"
     if number.size == 1 and number.dtype.kind in "biuf" and number.item() in (0, 1):
         return bool(number.item())
     raise MalformedError(f"{name} is {value!r:.80}; expected True or False")
@@ -30,6 +31,7 @@ def as_flag(value: Any, name: str) -> bool:
 def seed_globals(seed: int) -> None:
     """Seed the generators that all code of a process shares, for environments that draw from them."""
     random.seed(seed)
+    # NumPy's global seed has 32 bits
     np.random.seed(seed % (1 << 32))
     torch = sys.modules.get("torch")  # it is seeded where the environment has imported it
     if torch is not None and hasattr(torch, "manual_seed"):
@@ -59,11 +61,13 @@ def image_form(space: Any) -> ImageForm | None:
     or 1, or 3 or 4 channels of floats from 0 to 1 or 255.
     """
     shape, dtype = tuple(getattr(space, "shape", None) or ()), getattr(space, "dtype", None)
+    # channels last wins: (3, H, 3) could be either
     last = len(shape) == 3 and shape[2] in (1, 3, 4)
     first = len(shape) == 3 and shape[0] in (1, 3) and not last
     flat = len(shape) == 2 and min(shape) > 1
     if dtype is None or not (last or first or flat) or not (hasattr(space, "low") and hasattr(space, "high")):
         return None
+    # the largest bound says whether the range ends at 1 or 255
     white = float(np.max(space.high))
     if dtype == np.uint8:
         return ImageForm(first, 1.0 if white == 1 else 255.0)
@@ -95,6 +99,7 @@ def as_image(value: Any, form: ImageForm | None = None) -> np.ndarray:
     except (TypeError, ValueError) as error:
         raise MalformedError(f"an image cannot be made an array: {error}") from None
     form = form or ImageForm()
+    # a declared layout decides; without one, channels are last
     if form.channels_first and image.ndim == 3:
         image = image.transpose(1, 2, 0)
     if image.ndim == 2:
@@ -106,6 +111,7 @@ def as_image(value: Any, form: ImageForm | None = None) -> np.ndarray:
         return np.repeat(image, 3, axis=2)
     if image.shape[2] == 4:
         opacity = image[:, :, 3:].astype(np.uint32)
+        # alpha over white, in whole numbers and rounded: the same on every machine
         over_white = image[:, :, :3] * opacity + 255 * (255 - opacity)
         return ((over_white + 127) // 255).astype(np.uint8)
     return np.array(image, order="C")  # a copy: the environment may draw into its buffer again
@@ -114,6 +120,7 @@ def as_image(value: Any, form: ImageForm | None = None) -> np.ndarray:
 def to_rgb(image: Any) -> Any:
     """Convert a PIL image to RGB: transparency as white, 16-bit greys scaled rather than clipped."""
     try:
+        # 16-bit greys: PIL's convert("L") would clip them at 255
         if image.mode.startswith("I"):
             low, high = image.convert("F").getextrema()
             if low < 0 or high > 65535:
@@ -121,6 +128,7 @@ def to_rgb(image: Any) -> Any:
             return image.convert("F").point(lambda value: value * (1 / 257)).convert("L").convert("RGB")
         if image.mode == "F":
             raise ValueError("floating-point pixels have no known range; save it with 8 bits a channel")
+        # a palette may have a transparent colour without an alpha channel
         if image.mode in CLEAR or "transparency" in image.info:
             clear = image.convert("RGBA")
             white = clear.convert("RGB")
@@ -137,9 +145,11 @@ def _bytes(image: np.ndarray, form: ImageForm) -> np.ndarray:
     expected = "uint8, 0 to 255" if form == ImageForm() else f"{form.dtype}, 0 to {form.white:g}"
     what = f"an image of the shape {image.shape} is {image.dtype}"
     floats = image.dtype.kind == "f"
+    # floats where integers are declared, or the reverse, is a mistake in range
     if floats != (np.dtype(form.dtype).kind == "f") or not (floats or image.dtype == np.uint8):
         advice = "; multiply it by 255 and round it, if it is in 0 to 1" if floats else ""
         raise MalformedError(f"{what}; expected {expected}{advice}")
+    # already in range: any uint8 is
     if image.dtype == np.uint8 and form.white == 255:
         return image
     low, high = float(image.min()), float(image.max())

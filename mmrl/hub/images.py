@@ -36,6 +36,7 @@ def check_pixels(width: int, height: int, max_pixels: int, option: str = "") -> 
     """Refuse an image or video frame without pixels or with more than `max_pixels`, a setting named `option`."""
     if width < 1 or height < 1:
         raise ImageError(f"it is {width} x {height} pixels")
+    # a small file can announce pixels that fill the memory
     if width * height > max_pixels:
         tip = f" ({option})" if option else ""
         raise ImageError(f"it has {width} x {height} pixels, more than {max_pixels}{tip}; make it smaller")
@@ -48,8 +49,10 @@ def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS, option: str
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of large images, whose limit is here, and of damage that can be decoded
+            # reads the header only
             image = Image.open(io.BytesIO(content))
             check_pixels(image.width, image.height, max_pixels, option)
+            # pixels are read here, so that damage shows now and not in a training step
             image.load()
         return upright(image)
     except ImageError:
@@ -63,15 +66,17 @@ def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS, option: str
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """A PIL image turned as its EXIF data say; they lose the note."""
+    """A PIL image turned as its EXIF orientation says, which is then removed."""
     from PIL import ImageOps
 
+    # cameras store the sensor's image and a note to turn it
     return image if image.getexif().get(ORIENTATION, 1) == 1 else ImageOps.exif_transpose(image)
 
 
 def read_image_file(path: Path, max_pixels: int = MAX_IMAGE_PIXELS) -> bytes:
     """Read an image file, unless it is longer than an image of `max_pixels` can be."""
     size = path.stat().st_size
+    # before it is read: a file that is no image may have any size
     if size > max_pixels * BYTES_PER_PIXEL + 2**20:
         raise ImageError(f"it has {size} bytes, more than an image of {max_pixels} pixels can have")
     return path.read_bytes()
@@ -79,4 +84,5 @@ def read_image_file(path: Path, max_pixels: int = MAX_IMAGE_PIXELS) -> bytes:
 
 def resize_image(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     """An image of (width, height) pixels, resampled as qwen-vl-utils does (bicubic)."""
+    # the same filter as qwen-vl-utils, whose pixels models were trained on
     return image if image.size == tuple(size) else image.resize(size)

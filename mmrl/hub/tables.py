@@ -71,11 +71,13 @@ class LoadedRows(Generic[TaskT]):
     @property
     def examples(self) -> dict[str, str]:
         """The first message of each kind."""
+        # reversed: of each kind the earliest one is written last and stays
         return {error.kind: str(error) for error in reversed(self.problems)}
 
     def take(self, items: Iterable[ItemT], make: Callable[[ItemT], TaskT], limit: int | None = None) -> None:
         """Append the task that `make` returns for each item, up to `limit` tasks; a BadRowError leaves the item out."""
         for item in items:
+            # the limit counts usable rows, not lines
             if len(self.tasks) == limit:
                 return
             try:
@@ -91,6 +93,7 @@ class LoadedRows(Generic[TaskT]):
 
     def check_left(self, path: Path | str) -> None:
         """Refuse a data set without a usable row, and log the rows left out; raises UserError."""
+        # no rows at all, as opposed to rows that are all bad
         if not self.tasks and not self.problems:
             raise UserError(f"{path} is empty: it has no rows")
         if not self.tasks:
@@ -115,6 +118,7 @@ class ArrowImage:
 
     def read(self) -> Any:
         """Return the stored {"bytes", "path"} mapping, or bytes."""
+        # one cell: the table is memory-mapped, and other rows are not read
         cell = self.dataset[self.row][self.column][0].as_py()
         cell = cell if self.position is None else cell[self.position]
         if self.folder is None or not isinstance(cell, dict) or cell["bytes"] is not None or not cell["path"]:
@@ -141,6 +145,7 @@ def rows(config: Any) -> Iterator[DataRow]:
 
 def read_rows(path: str, split: str, subset: str | None, max_line_mb: float = MAX_LINE_MB) -> Iterator[DataRow]:
     """Read all rows behind a path or hub id."""
+    # a path first, a hub id last: a local folder of that name wins
     file = expanded(path)
     if file.is_dir():
         yield from _read_folder(file, split)
@@ -152,6 +157,7 @@ def read_rows(path: str, split: str, subset: str | None, max_line_mb: float = MA
         else:
             yield from READERS[file.suffix.lower()](file)
     elif file.exists():
+        # a file that exists is never looked for on the hub
         known = ", ".join((LINES, *READERS))
         raise UserError(f"{file}: unknown extension {file.suffix!r}; known are {known}, or a data-set folder")
     elif HUB_ID.fullmatch(path):
@@ -180,12 +186,15 @@ def _missing(file: Path) -> str:
 
 def _read_jsonl(file: Path, longest: int) -> Iterator[DataRow]:
     with file.open("rb") as content:
+        # numbered from 1, as editors count lines
         for number in itertools.count(1):
+            # one byte more than allowed shows that a line is too long, without reading the rest
             line = content.readline(longest + 1)
             place = f"{file.name} line {number}"
             if not line:
                 return
             if len(line) > longest:
+                # skip to the end of the line: the next row must be read as a row
                 while line and not line.endswith(b"\n"):
                     line = content.readline(2**20)
                 yield DataRow(place, {}, f"the line has more than {longest / 1e6:g} MB (data.max_line_mb)")
@@ -195,6 +204,7 @@ def _read_jsonl(file: Path, longest: int) -> Iterator[DataRow]:
 
 def _json_row(line: bytes, place: str) -> DataRow:
     try:
+        # with a byte-order mark, which some programs write
         value = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         return DataRow(place, {}, f"not UTF-8 ({error.reason} at byte {error.start})")
@@ -210,8 +220,9 @@ def _object_row(value: Any, place: str) -> DataRow:
 
 
 def _unusable_text(cells: dict[str, Any]) -> str | None:
-    """Name a column whose text nothing can write down; None where all can be."""
+    """Describe a column whose text cannot be written to a file; None if there is none."""
     for name, cell in cells.items():
+        # texts inside lists and objects too
         text = f"{name}{cell}" if isinstance(cell, str) else json.dumps([name, cell], ensure_ascii=False)
         half = next((letter for letter in SURROGATES.findall(text)), None)
         if half is not None:
@@ -240,6 +251,7 @@ def _read_parquet(file: Path) -> Iterator[DataRow]:
         with _quiet(datasets):
             dataset = datasets.Dataset.from_parquet(str(file))
     except Exception as error:
+        # the cause says what is wrong with the file
         cause = error.__cause__ or error
         raise UserError(f"{file} cannot be read as parquet: {type(cause).__name__}: {cause}") from None
     yield from _arrow_rows(dataset, file.name)
@@ -247,6 +259,7 @@ def _read_parquet(file: Path) -> Iterator[DataRow]:
 
 def _read_folder(folder: Path, split: str) -> Iterator[DataRow]:
     datasets = _import_datasets(folder)
+    # save_to_disk writes its own files next to the data
     saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
     try:
         with _quiet(datasets):
@@ -303,12 +316,14 @@ def _arrow_rows(dataset: Any, name: str) -> Iterator[DataRow]:
     """Turn a data set's columns into cells, images left in the memory-mapped table as `ArrowImage`."""
     stored = dataset.with_format("arrow")
     image_columns = [column.name for column in stored.features.arrow_schema if _is_image(column.type)]
+    # rows at a time: a table may be larger than memory
     step = 1024
     for start in range(0, len(dataset), step):
         table = stored[start : min(start + step, len(dataset))]
         plain = table.drop_columns(image_columns).to_pylist()
         counts = {key: _image_counts(table.column(key)) for key in image_columns}
         for offset in range(table.num_rows):
+            # a table of images alone has no plain columns
             cells = plain[offset] if plain else {}
             for key in image_columns:
                 cells[key] = _image_cell(stored, start + offset, key, counts[key][offset])
@@ -319,6 +334,7 @@ def _is_image(kind: Any) -> bool:
     import pyarrow.types as kinds
 
     if kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind):
+        # lists of images, and images as bytes or as {bytes, path}
         return _is_image(kind.value_type)
     if kinds.is_struct(kind):
         return {item.name for item in kind} == {"bytes", "path"}

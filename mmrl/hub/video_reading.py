@@ -80,7 +80,8 @@ class VideoIndex:
         return len(self.times_s)
 
     def frame_at(self, time_s: float) -> int:
-        """Index of the frame that is shown at a time; the first one where the time is before it."""
+        """Index of the frame that is shown at a time; the first one if the time is before it."""
+        # a hair later than the time itself: containers round starts down
         return max(bisect.bisect_right(self.times_s, time_s + ROUNDING_S) - 1, 0)
 
 
@@ -89,12 +90,14 @@ def read_index(path: str | os.PathLike[str], max_pixels: int = MAX_IMAGE_PIXELS)
     path = os.fspath(path)
     if not os.path.isfile(path):
         raise VideoError("missing_video", f"there is no file {path}")
+    # empty files have no container to open
     size = os.path.getsize(path)
     if not size:
         raise VideoError("empty_video", "it has zero bytes")
     with opened(path) as container:
         stream = video_stream(container, max_pixels)
         packets, ends = _list_packets(container, stream)
+        # before frames are counted: a file that was cut off may still list all of them
         _check_whole(container, stream, size, ends)
         if not packets:
             raise VideoError("empty_video", "it has no frames")
@@ -104,6 +107,7 @@ def read_index(path: str | os.PathLike[str], max_pixels: int = MAX_IMAGE_PIXELS)
 def decode_frames(index: VideoIndex, numbers: Sequence[int]) -> Iterator[Frame]:
     """Decode the frames (H, W, 3) uint8 RGB of some indices, upright and with square pixels, one at a time."""
     decode = _torchcodec_decoder() or _decode_pyav
+    # each frame once, though it may be wanted twice
     coming = decode(index, list(dict.fromkeys(numbers)))
     last, frame = -1, None
     for wanted in numbers:
@@ -130,12 +134,13 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Any]:
     # from PyAV 19 on, every metadata can be read and the argument is gone
     lenient: Any = {"metadata_errors": "ignore"} if int(av.__version__.partition(".")[0]) < 19 else {}
     try:
+        # no other protocol or playlist: a file must not make this process open another one
         options = {"protocol_whitelist": "file", "format_whitelist": ",".join(FORMATS)}
         with av.open(os.fspath(path), options=options, **lenient) as container:
             yield container
     except (VideoError, UserError, _MissedError):
         raise
-    except Exception as error:  # of damaged files PyAV returns None in place of numbers, codecs and times
+    except Exception as error:  # of damaged files PyAV returns None instead of numbers, codecs and times
         raise VideoError("unreadable_video", f"it cannot be decoded: {type(error).__name__}: {error}") from None
 
 
@@ -161,6 +166,7 @@ def _list_packets(container: Any, stream: Any) -> tuple[list[_Packet], float]:
     for packet in container.demux():
         if packet.pts is not None and packet.time_base:
             end_s = max(end_s, (packet.pts + (packet.duration or 0)) * float(packet.time_base))
+        # packets without content only carry information
         if packet.stream_index == stream.index and packet.size and not packet.is_discard:
             packets.append(_Packet(packet.pts, packet.dts, packet.duration or 0, packet.is_keyframe))
     return packets, end_s
@@ -168,6 +174,7 @@ def _list_packets(container: Any, stream: Any) -> tuple[list[_Packet], float]:
 
 def _check_whole(container: Any, stream: Any, size: int, end_s: float) -> None:
     """Compare the file's size and duration with its index and header."""
+    # an index names where each packet is; beyond the file's end there is nothing
     end = max((entry.pos + entry.size for entry in stream.index_entries), default=0)
     if end > size:
         raise VideoError("truncated_video", f"it ends early: its index goes to byte {end}, the file has {size}")
@@ -180,6 +187,7 @@ def _index(path: str, container: Any, stream: Any, packets: Sequence[_Packet]) -
     rate = float(stream.average_rate or stream.guessed_rate or 0)
     aspect = float(stream.sample_aspect_ratio or 1)
     pts = sorted(packet.pts for packet in packets if packet.pts is not None)
+    # raw streams and AVI have no times of presentation
     if len(pts) < len(packets) or container.format.name in WITHOUT_TIMES:
         # the order of decoding has as many times as that of showing
         slots = sorted(packet.dts for packet in packets if packet.dts is not None)
@@ -194,9 +202,11 @@ def _index(path: str, container: Any, stream: Any, packets: Sequence[_Packet]) -
     start = _start(container, stream, pts[0])
     times = _seconds(pts, start, stream.time_base)
     fps, constant = _rate(times, rate, float(stream.time_base))
+    # the duration of the last frame, which no later frame limits
     last = max((packet.duration for packet in packets if packet.pts == pts[-1]), default=0)
     end_s = times[-1] + (float(last * stream.time_base) or 1 / fps)
     keys = sorted(packet.pts for packet in packets if packet.key and packet.pts is not None)
+    # a last frame that is shown longer makes the rate variable
     constant = constant and end_s - times[-1] < 1.5 / fps
     return VideoIndex(path, fps, times, end_s, constant, pts, keys, aspect)
 
@@ -215,11 +225,13 @@ def _seconds(values: Sequence[int], start: int, unit: Fraction) -> list[float]:
 def _rate(times_s: Sequence[float], stated: float, tick_s: float) -> tuple[float, bool]:
     """Frames a second, and whether frame n is shown at n / fps: at the rate that the file states or at the average."""
     if len(times_s) == 1:
+        # a single frame has no rate
         return stated or 1.0, True
     span_s = times_s[-1] - times_s[0]
     if span_s <= 0:
         raise VideoError("unreadable_video", "its frames have no times that rise")
     average = (len(times_s) - 1) / span_s
+    # the stated rate first: the average of a rounded file is off by a little
     for fps in (stated, average):
         if fps and times_s[0] <= 0.5 / fps and _follows(times_s, fps, tick_s):
             return fps, True
@@ -227,7 +239,8 @@ def _rate(times_s: Sequence[float], stated: float, tick_s: float) -> tuple[float
 
 
 def _follows(times_s: Sequence[float], fps: float, tick_s: float) -> bool:
-    """Whether frames come at a constant rate, but for what the container rounds."""
+    """Whether frames come at a constant rate, up to the rounding of the container."""
+    # rounding of the container, but never more than a share of a frame
     most = min(TICKS * max(tick_s, ROUNDING_S), SHARE / fps) + 1e-9
     return all(abs(time_s - times_s[0] - number / fps) <= most for number, time_s in enumerate(times_s))
 
@@ -242,6 +255,7 @@ def _decode_pyav(index: VideoIndex, indices: Sequence[int]) -> Iterator[Frame]:
         try:
             for frame in _decode_at_times(index, indices[done:], seeking=seeking):
                 yield frame
+                # frames that were given are not decoded again on the second try
                 done += 1
         except _MissedError:
             continue
@@ -291,10 +305,13 @@ def _decode_at_times(index: VideoIndex, indices: Sequence[int], *, seeking: bool
         for wanted in indices:
             target = index.pts[wanted]
             key = bisect.bisect_right(index.key_pts, target) - 1
+            # seek only forward and only if it saves frames: decoding on is faster than a seek
             if seeking and key >= 0 and (last is None or index.key_pts[key] > last):
                 container.seek(index.key_pts[key], stream=stream)
                 coming = _decoding(container, stream)
+            # the decoder gives frames in order of time
             frame = next((frame for frame in coming if frame.pts is not None and frame.pts >= target), None)
+            # a later frame means that the wanted one is missing
             if frame is None or frame.pts != target:
                 raise _MissedError
             last = frame.pts
@@ -332,7 +349,7 @@ def frame_to_array(pixel_format: str = "rgb24", aspect: float = 1.0) -> Callable
 
 
 def square_width(width: int, aspect: float) -> int:
-    """Width of a frame with square pixels; the stored one where its pixels are square but for a rounding."""
+    """Width of a frame with square pixels; the stored width if its pixels are square up to rounding."""
     return width if abs(aspect - 1) < SQUARE else max(1, round(width * aspect))
 
 
@@ -351,7 +368,7 @@ def _upright(frame: Any, to_array: Callable[[Any], Frame]) -> Frame:
 
 @functools.cache
 def _torchcodec_decoder() -> Callable[[VideoIndex, Sequence[int]], Iterator[Frame]] | None:
-    """The decoder of torchcodec where that is installed, finds its FFmpeg and turns frames upright."""
+    """The decoder of torchcodec if that is installed, finds its FFmpeg and turns frames upright; else None."""
     try:
         from torchcodec.decoders import VideoDecoder, VideoStreamMetadata
     except ModuleNotFoundError:
@@ -367,12 +384,15 @@ def _torchcodec_decoder() -> Callable[[VideoIndex, Sequence[int]], Iterator[Fram
 
 
 def _decode_torchcodec(make_decoder: Any, index: VideoIndex, indices: Sequence[int]) -> Iterator[Frame]:
+    # frames without times, and pixels that are not square, which torchcodec leaves alone
     if index.pts is None or square_width(1000, index.pixel_aspect) != 1000:
         yield from _decode_pyav(index, indices)
         return
     try:
         decoder = make_decoder(index.path, dimension_order="NHWC", seek_mode="exact")
+        # its count has to agree, or its indices would name other frames
         if decoder.metadata.num_frames == len(index.pts):
+            # a few frames in a call: all of them would have to fit in memory
             for first in range(0, len(indices), BATCH):
                 yield from decoder.get_frames_at(list(indices[first : first + BATCH])).data.numpy()
             return
@@ -391,4 +411,4 @@ FORMATS = (
 )
 """Containers that hold their video themselves; playlists such as HLS (.m3u8), DASH and concat open other files."""
 WITHOUT_TIMES = ("avi", "h264", "hevc", "m4v")
-"""Formats whose packets carry the order of decoding in place of times."""
+"""Formats whose packets carry the order of decoding instead of times."""

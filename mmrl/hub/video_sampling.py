@@ -62,7 +62,7 @@ def _sample_by_time(library: Any, index: VideoIndex, options: Mapping[str, Any],
     """Choose frames of a variable rate as if the file had one every 1 / GRID_HZ seconds.
 
     Processors derive times from frames_indices / fps: these are points of the grid, not indices in the file. A frame
-    has the time at which it appears; where it is chosen again, since nothing new has come, the time of the choice.
+    has the time at which it appears; chosen again because nothing new has come, it has the time of the choice.
     """
     import torch
 
@@ -136,7 +136,7 @@ def frame_times(frames: Frames) -> list[float]:
 
 @functools.cache
 def qwen_vl_utils() -> ModuleType:
-    """The library; raises UserError where it cannot be imported."""
+    """The library; raises UserError if it cannot be imported."""
     needed = "videos need torchvision, qwen-vl-utils and av: pip install 'mmrl-suite[vlm]'"
     if ensure_torchvision() == "absent":
         raise UserError(needed)

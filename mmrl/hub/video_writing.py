@@ -41,7 +41,7 @@ class VideoSettings:
 def write_mp4(
     path: str | os.PathLike[str], frames: Iterable[ArrayLike], fps: float, settings: VideoSettings | None = None
 ) -> Path:
-    """Write a video; under its name there is never half of one.
+    """Write a video; a partial file never has its name.
 
     Args:
         path: of the file; missing folders are made.
@@ -70,6 +70,7 @@ def write_gray12_mp4(path: str | os.PathLike[str], frames: Iterable[ArrayLike], 
 def _write(path: Path, frames: Iterable[ArrayLike], fps: float, codec: _Codec) -> Path:
     with replaced(path) as draft:
         encoder = _Encoder(draft, fps, codec, WHOLE)
+        # closed also after an error, so that the draft can be removed
         try:
             for frame in frames:
                 encoder.add(frame)
@@ -124,6 +125,7 @@ class VideoRecorder:
         if not self.frames:
             self.part.unlink(missing_ok=True)
             return None
+        # copied without decoding: the fragments become one plain file
         copy_video([self.part], self.path)
         self.part.unlink()
         return self.path
@@ -136,7 +138,7 @@ class VideoRecorder:
 
 
 def copy_video(sources: Iterable[Path], target: Path) -> None:
-    """Put videos of one size and rate behind each other without decoding them; replaces the target at once."""
+    """Concatenate videos of one size and rate without decoding them; replaces the target in one step."""
     import av
 
     with replaced(target) as draft, contextlib.closing(_File(draft)) as file:
@@ -148,6 +150,7 @@ def copy_video(sources: Iterable[Path], target: Path) -> None:
                     video = source.streams.video[0]
                     if stream is None:
                         stream = output.add_stream_from_template(video)
+                        # the template's time base, so that times need no conversion
                         stream.time_base = video.time_base
                     start = _append_packets(source, output, stream, start)
         file.check()
@@ -162,16 +165,15 @@ class _File:
         self.name = str(path)  # faststart opens it once more, to read what it moves behind the index
         self._file = path.open("w+b", buffering=0)
         self._error: OSError | None = None
-        self.seek, self.tell, self.read, self.close = (
-            self._file.seek,
-            self._file.tell,
-            self._file.read,
-            self._file.close,
-        )
+        self.seek = self._file.seek
+        self.tell = self._file.tell
+        self.read = self._file.read
+        self.close = self._file.close
 
     def write(self, content: Any) -> int:
         rest = memoryview(content)
         try:
+            # no exception from here: FFmpeg's writer would crash the process after one
             while rest and self._error is None:
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
@@ -184,10 +186,11 @@ class _File:
 
 
 def pad_to_even(frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Repeat the last row and column of (H, W, 3) uint8 where their number is odd."""
+    """Repeat the last row and column of (H, W, 3) uint8 if their number is odd."""
     height, width, _ = frame.shape
     if height % 2 == 0 and width % 2 == 0:
         return frame
+    # the edge is repeated, so that padding adds no visible border
     return np.pad(frame, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
 
 
@@ -207,7 +210,10 @@ class _Encoder:
     def __init__(self, path: Path, fps: float, codec: _Codec, container: Mapping[str, str]) -> None:
         if not 0 < fps < 1000:
             raise UserError(f"fps is {fps}; must lie between 0 and 1000")
-        self._path, self._codec, self._options = path, codec, dict(container)
+        self._path = path
+        self._codec = codec
+        self._options = dict(container)
+        # players expect small denominators, such as 30000/1001
         self._rate = Fraction(fps).limit_denominator(1001)
         self._file: _File
         self._output: Any = None
@@ -231,11 +237,13 @@ class _Encoder:
         if self._codec.stored == "yuv420p":  # which has a colour for every two rows and columns
             image = pad_to_even(image)
         if self._output is None:
+            # the encoder needs the size of the first frame
             self._open(image.shape)
         encoded = av.VideoFrame.from_ndarray(np.ascontiguousarray(image), format=self._codec.given)
         encoded.pts = self.frames
         encoded.time_base = 1 / self._rate
         self._output.mux(self._stream.encode(encoded))
+        # what failed inside FFmpeg's writer is raised here
         self._file.check()
         self.frames += 1
 
@@ -243,6 +251,7 @@ class _Encoder:
         if self._output is None:
             return
         with contextlib.closing(self._file):
+            # the encoder still holds frames
             self._output.mux(self._stream.encode())
             self._output.close()
             self._output = None
@@ -267,6 +276,7 @@ def _h264(settings: VideoSettings) -> _Codec:
     found = next(filter(_can_encode, wanted), None)
     if found is None:
         raise UserError(f"this PyAV has no encoder {' or '.join(wanted)}; pip install --force-reinstall av brings one")
+    # no B-frames: each frame then has its packet, and times rise
     options = {"g": str(settings.gop), "bf": "0"}
     if found == "libx264":
         # with mbtree the bytes of small images depend on the earlier content of memory
@@ -287,9 +297,13 @@ def _append_packets(source: Any, output: Any, stream: Any, start: int) -> int:
     video = source.streams.video[0]
     end = start
     for packet in source.demux(video):
+        # packets without times only flush the demuxer
         if packet.dts is None:
             continue
-        packet.pts, packet.dts, packet.stream = packet.pts + start, packet.dts + start, stream
+        # shifted behind the source before
+        packet.pts = packet.pts + start
+        packet.dts = packet.dts + start
+        packet.stream = stream
         end = max(end, packet.pts + (packet.duration or 0))
         output.mux(packet)
     return end

@@ -51,7 +51,7 @@ def with_chunks(
 
 
 def cut(length: int, smallest: int, largest: int, generator: torch.Generator) -> list[Chunk]:
-    """Chunks of random sizes one after another; a rest below the smallest size is none."""
+    """Chunks of random sizes one after another; a remainder below the smallest size is left out."""
     chunks: list[Chunk] = []
     start = 0
     while start < length:

@@ -78,6 +78,7 @@ class MaskedPolicy(VlmPolicy):
 
     def encode_padded(self, prompt: Prompt, text: str, length: int) -> list[int]:
         """Tokens of a given answer, padded with end tokens to a length; longer answers are truncated."""
+        # end tokens are part of what the model fills in
         ids = self.encode_answer(prompt, text)[:length]
         end = self.processor.tokenizer.eos_token_id
         return ids + [self.eos_ids[0] if end is None else int(end)] * (length - len(ids))
@@ -85,6 +86,7 @@ class MaskedPolicy(VlmPolicy):
     def lengths(self, tokens: Tensor) -> Tensor:
         """(B,) int64, length of answers (B, L) up to and including the first end token; L without one."""
         ends = torch.isin(tokens, torch.tensor(self.eos_ids, device=tokens.device))
+        # argmax gives the first of equal values, which is the first end token
         return torch.where(ends.any(1), ends.int().argmax(1) + 1, tokens.shape[1])
 
     def forward(  # type: ignore[override]

@@ -70,6 +70,7 @@ class MaskedRecipe(ReplacingRecipe):
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
         """Sample G answers to each question, and draw the masks that they are scored with."""
         rollouts = super().rollout(policy, tasks, streams, step)
+        # the questions that could be encoded, with their own streams
         streams = streams.among(tasks, VlmPayload.of(rollouts).tasks)
         return self._with_masks(rollouts, rollouts.num_groups, streams, "likelihood")
 
@@ -79,11 +80,13 @@ class MaskedRecipe(ReplacingRecipe):
         rows, width = payload.response_ids.shape
         hidden = torch.zeros(rows, 0, width, dtype=torch.bool)
         if draws:
+            # the same masks for the old, the new and the reference policy, or ratios would compare different draws
             uniform = streams.uniform(groups, rows // groups * draws, width + 1, purpose=purpose)
             hidden = hide_counts(uniform).view(rows, draws, width)
         device = rollouts.mask.device
         length = rollouts.mask.sum(1).long()
         mask = torch.ones(rows, draws or width, device=device)
+        # with one step, hinted tokens are told apart later
         hints = {} if draws else {HINTED: torch.zeros_like(mask)}
         return rollouts.replace(
             mask=mask,
@@ -105,9 +108,11 @@ class MaskedRecipe(ReplacingRecipe):
 
     def micro_batches(self, minibatch: Rollouts, rows: int, *, whole_groups: bool) -> Iterator[Rollouts]:
         """Also split each part by draws if the loss is a sum over draws."""
+        # one part for each chunk of draws; the mask says which draws count
         most = self.config.likelihood.chunk or minibatch.num_decisions
         for part in super().micro_batches(minibatch, rows, whole_groups=whole_groups):
             for first in range(0, part.num_decisions, most):
+                # rows stay whole: only the mask is cut
                 own = torch.zeros_like(part.mask)
                 own[:, first : first + most] = part.mask[:, first : first + most]
                 yield part if most >= part.num_decisions else part.replace(mask=own)
@@ -127,9 +132,11 @@ class MaskedRecipe(ReplacingRecipe):
         own = rollouts.host.group.tolist()
         for place, group in enumerate(failed):
             found = torch.nonzero(right[place].cpu()).flatten()
+            # from the question's stream, so that other questions do not change the choice
             order = torch.randperm(len(found), generator=streams.of(place, "replacement"))
             taken = found[order][: self.config.inpainting.replacements].tolist()
             chosen += [place * size + number for number in taken]
+            # the first samples of the group make room
             leaving += [own.index(group) + number for number in range(len(taken))]
         self._count(rows, right)
         if not chosen:
@@ -186,6 +193,7 @@ class MaskedRecipe(ReplacingRecipe):
             drawn.texts,
             drawn.finish,
         )
+        # per-row extras such as the task are those of the group
         first = [rollouts.host.group.tolist().index(group) for group in failed for _ in range(size)]
         shared = {name: value[first] for name, value in rollouts.extras.items() if value.dim() == 1}
         count = len(first)
@@ -198,6 +206,7 @@ class MaskedRecipe(ReplacingRecipe):
             extras=shared | {SOURCE: torch.full_like(shared[SOURCE], INPAINTED)},
         )
         rows = self._with_masks(rows, len(failed), streams, "inpainting likelihood")
+        # hints are counted as a share of the answers
         self.replaced["given"] += int((hints != policy.mask_id).sum())
         if HINTED not in rows.extras:
             return rows

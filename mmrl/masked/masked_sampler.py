@@ -152,14 +152,18 @@ def fill(
     count = config.steps // config.blocks
     draws = None if draws is None else draws.view(rows, count + 1, length)
     for first in range(0, length, config.block):
+        # block by block, from left to right; later blocks stay masked meanwhile
         stop = first + config.block
+        # hints are in place already, so a block may have fewer tokens to fill
         shares = step_shares((answers[:, first:stop] == policy.mask_id).sum(1), count)
         for step, fills in enumerate((shares > 0).any(0).tolist()):
             if not fills:
                 continue
+            # all places are predicted, since every token sees every other one
             logits = policy.logits(prompts, answers)[:, first:stop]
             own = None if draws is None else draws[:, :, first:stop]
             token, sure = propose(logits, None if own is None else own[:, 1 + step], config.temperature)
+            # the first L numbers order the tokens, the others draw their values
             if config.remasking == "random" and own is not None:
                 sure = own[:, 0]
             answers[:, first:stop] = unmask(answers[:, first:stop], token, sure, shares[:, step], policy.mask_id)
@@ -181,6 +185,7 @@ def propose(logits: Tensor, uniform: Tensor | None, temperature: float) -> tuple
     """
     flat = logits.flatten(0, 1)
     token, _ = choose_tokens((flat / temperature).log_softmax(-1), None if uniform is None else uniform.flatten())
+    # at temperature 1: confidence is the model's own, not that of the draw
     sure = flat.log_softmax(-1).gather(1, token[:, None])[:, 0]
     return token.view(logits.shape[:2]), sure.view(logits.shape[:2]).exp()
 
@@ -196,6 +201,7 @@ def unmask(answers: Tensor, token: Tensor, sure: Tensor, count: Tensor, mask_id:
         mask_id: the mask token.
     """
     masked = answers == mask_id
+    # the rank of each place; only masked ones compete
     order = sure.masked_fill(~masked, float("-inf")).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     return torch.where(masked & (order < count[:, None]), token, answers)
 
@@ -205,6 +211,7 @@ def _collect(policy: MaskedPolicy, prompts: Sequence[Prompt], group: int, tokens
     mask = (torch.arange(tokens.shape[1], device=tokens.device) < length[:, None]).float()
     rows: list[Any] = [row[:stop] for row, stop in zip(tokens.tolist(), length.tolist(), strict=True)]
     texts = policy.turns.decode(rows)
+    # an answer without an end token was cut off at L
     ended = torch.isin(tokens, torch.tensor(policy.eos_ids, device=tokens.device)).any(1).tolist()
     starts = [prompt.answer_start for prompt in prompts for _ in range(group)]
     return Samples(

@@ -34,7 +34,7 @@ class Start:
     text: str
     """Markdown that names it."""
     hub_id: str = ""
-    """Its id, where it is on the hub."""
+    """Its id, if it is on the hub."""
     licence: str = ""
     """Licence that its own card states."""
     earlier: tuple[str, ...] = ()

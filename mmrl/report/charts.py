@@ -50,7 +50,7 @@ def style_axes(axes: Axes) -> None:
 
 
 def draw_legend(axes: Axes) -> None:
-    """Legend where there is room."""
+    """Legend, placed where there is room."""
     axes.legend(fontsize=8, frameon=False, labelcolor=INK, loc="best")
 
 

@@ -20,6 +20,7 @@ from mmrl.runs.statistics import SHARES
 
 def curves(run: RunFolder) -> list[dict[str, Any]]:
     """Figures of a run: accuracy and scores first, then training metrics by subject."""
+    # one value alone is a constant, and is listed as such
     names = {name for name in _charted(run) if not name.startswith("time/") and len(_finite_values(run, name)) > 1}
     charts = _accuracy_charts(run) + _score_charts(run)
     for title, chosen in subjects(sorted(names)):
@@ -35,6 +36,7 @@ def subjects(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     left = list(names)
     for title, patterns in CHARTS.items():
         chosen = [name for pattern in patterns for name in left if _fits(name, pattern)]
+        # each metric is drawn once, in the first figure that asks for it
         left = [name for name in left if name not in chosen]
         yield title, chosen
     for family in dict.fromkeys(name.partition("/")[0] for name in left):
@@ -51,6 +53,7 @@ def by_kind(names: Sequence[str], describe: Callable[[str], str | None]) -> dict
     kinds: dict[str, list[str]] = {}
     for name in names:
         sentence = describe(name) or ""
+        # by the beginning of its definition: metrics have no declared kind
         kind = next((kind for kind, beginning in KINDS.items() if re.match(beginning, sentence)), "values")
         kinds.setdefault(kind, []).append(name)
     return kinds
@@ -84,8 +87,9 @@ def _finite_values(run: RunFolder, name: str) -> set[float]:
 
 
 def _by_kind(run: RunFolder, title: str, names: Sequence[str]) -> list[dict[str, Any]]:
-    """One figure for each kind of number among some metrics; the kind is named where there are several."""
+    """One figure for each kind of number among some metrics; the kind is named if there are several."""
     kinds = by_kind(names, run.describe)
+    # a schedule is drawn as it is: a moving average would show rates that were never used
     smooth = not set(names) & SCHEDULED
     charts = []
     for kind, chosen in kinds.items():
@@ -129,6 +133,7 @@ def _accuracy_charts(run: RunFolder) -> list[dict[str, Any]]:
         asked.append((title, records, {name: readable_name(name) for name in protocols}))
         asked += _part_charts(title, records, protocols[0])
     ends = [estimate(record, name) for _, records, names in asked for record in records for name in names]
+    # one scale for all splits, so that they can be compared by eye
     known = [end for each in ends for end in each if math.isfinite(end)]
     limits = (math.floor(20 * min(known)) / 20, math.ceil(20 * max(known)) / 20) if known else (0.0, 1.0)
     margin = 0.03 * (limits[1] - limits[0]) or 0.05
@@ -244,6 +249,7 @@ def _values(chart: Chart, series: Mapping[str, Sequence[Sequence[float]]], unit:
     curves = []
     for shown, (positions, values, *_ends) in series.items():
         stride = -(-len(positions) // HOVERED)
+        # counted from the end, so that the last point is among them
         kept = zip(positions[::-stride][::-1], values[::-stride][::-1], strict=True)  # the last one among them
         points = [[at, float(f"{factor * value:.4g}")] for at, value in kept if math.isfinite(value)]
         curves.append([shown, points])

@@ -85,7 +85,7 @@ class EvaluationPoint:
 
     @cached_property
     def outcomes(self) -> dict[str, Outcome]:
-        """Scores of each task; empty where the run kept none."""
+        """Scores of each task; empty if the run kept none."""
         return read_outcomes(self.folder, int(self.record["step"]), self.split)
 
     @property
@@ -121,7 +121,7 @@ def evaluation_points(runs: Sequence[RunFolder], split: str) -> list[EvaluationP
 
 
 def repeated_end(earlier: RunFolder, run: RunFolder) -> dict[str, Any] | None:
-    """Last evaluation of an earlier run, where the first one of a run only measured the same model again."""
+    """Last evaluation of an earlier run, if a run's first one only measured the same model again."""
     for split in run.splits:
         before, records = earlier.of_split(split), run.of_split(split)
         if before and len(records) > 1 and _repeats(records[0], before[-1]):

@@ -59,10 +59,12 @@ def stage_shares(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Share of the run's seconds by stage, the largest first."""
     seconds = {stage: _total(metrics, f"time/{stage}") for stage in (*STAGES, *STAGES_BETWEEN)}
     between = sum(seconds[stage] for stage in STAGES_BETWEEN)
+    # rounding of stages may exceed the steps' own seconds
     total = max(_total(metrics, "time/step") + between, sum(seconds.values()))
     if total <= 0:
         return {}
     seconds["other"] = total - sum(seconds.values())
+    # smaller shares would be shown as 0.0 %
     shares = {stage: value / total for stage, value in seconds.items() if value / total >= 0.0005}
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
@@ -126,6 +128,7 @@ def _losses(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> 
     for title, name, cumulative, remark in LOSSES:
         values = _finite(metrics, name)[1]
         if values:
+            # some metrics count since the start of the run, others each step
             count = max(values) if cumulative else sum(values)
             rows.append((title, f"{count:,.0f}", remark if count else ""))
     return rows
@@ -230,6 +233,7 @@ def score_tables(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     for split in runs[-1].splits:
         points = evaluation_points(runs, split)
         names = measured([point.record for point in points], (*JUDGED, *UNJUDGED))
+        # distances alone say nothing about quality
         if not any(name.startswith(JUDGED) for name in names):
             continue
         columns = [{"label": point.label, "step": point.record["step"], "count": point.count} for point in points]
@@ -257,6 +261,7 @@ def _score_row(points: Sequence[EvaluationPoint], name: str, run: RunFolder) -> 
     for point in points:
         cell = _metric_cell(point, previous, name, plain)
         spread = math.nan if previous is None else previous.record.get(DIVERSITY, math.nan)
+        # a loss of diversity is no success, even if the score rose
         if cell is not None and name == DIVERSITY and point.record[name] < (1 - DIVERSITY_LOSS) * spread:
             cell["tone"] = "bad"
         cells.append(cell)
@@ -282,6 +287,7 @@ def _part_groups(points: Sequence[EvaluationPoint], metric: str) -> list[dict[st
         rows = [_part_row(points, name, "", "") | {"label": shown} for name, shown in names.items()]
         groups.append({"heading": "other scores", "rows": rows})
     everything = {"heading": "", "rows": [_part_row(points, metric, "", "") | {"label": "all"}]}
+    # without parts the row of all tasks repeats the headline
     return [everything, *groups] if groups else []
 
 
@@ -314,6 +320,7 @@ def _paired_cell(found: Mapping[str, float], before: Mapping[str, float], known:
     if not found:
         return None
     values = list(found.values())
+    # shares in per cent, other scores as they are
     show = _percent if min(values) >= 0 and max(values) <= 1 else plain
     cell = _cell(known or _estimate_of(values), show)
     change = _paired_change(found, before)
@@ -321,6 +328,7 @@ def _paired_cell(found: Mapping[str, float], before: Mapping[str, float], known:
 
 
 def _estimate_of(values: Sequence[float]) -> Estimate:
+    # right or wrong answers are a proportion
     if set(values) <= {0.0, 1.0}:
         return (sum(values) / len(values), *wilson_interval(sum(values), len(values)))
     mean, low, high = mean_interval(values)[:3]
@@ -331,6 +339,7 @@ def _estimate_of(values: Sequence[float]) -> Estimate:
 
 def _paired_change(found: Mapping[str, float], before: Mapping[str, float]) -> Estimate | None:
     """Change over the tasks with its interval, where both evaluations scored the same tasks."""
+    # a paired interval needs the same tasks on both sides
     if not found or set(found) != set(before):
         return None
     return paired_difference(list(found.values()), [before[task] for task in found])[:3]
@@ -346,6 +355,7 @@ def _metric_cell(
     before = (math.nan,) * 3 if earlier is None else estimate(earlier.record, name)
     if earlier is None or math.isnan(before[0]):
         return cell
+    # paired if the tasks' own scores were kept, else as two independent estimates
     paired = _paired_change(_scores(point.outcomes.values(), name), _scores(earlier.outcomes.values(), name))
     return cell | _change(paired or difference_interval(value, before), show)
 

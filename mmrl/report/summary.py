@@ -88,7 +88,7 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
 
 
 def settings_of(run: RunFolder) -> dict[str, Any]:
-    """The resolved configuration of a run; empty where it cannot be read."""
+    """The resolved configuration of a run; empty if it cannot be read."""
     try:
         found = yaml.safe_load(run.text("config.yaml"))
     except yaml.YAMLError:
@@ -112,7 +112,7 @@ def _date(run: RunFolder) -> str:
 
 
 def _sentence(run: RunFolder, split: str, name: str, ends: Sequence[Cell | None]) -> str:
-    """Before, after, change and its interval; only the last value where nothing came before."""
+    """Before, after, change and its interval; only the last value if there is no earlier one."""
     last = ends[-1]
     if last is None:
         return ""

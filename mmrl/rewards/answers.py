@@ -51,6 +51,7 @@ def with_think_tags(text: str) -> str:
     for opened, closed in THOUGHTS:
         if opened in text or closed in text:
             text = text.replace(opened, "<think>").replace(closed, "</think>")
+    # heads of messages are searched for only where there is one: most texts have none
     heads = [*MESSAGE.finditer(text)] if "<|message|>" in text else []
     if not heads:
         return text
@@ -62,6 +63,7 @@ def with_think_tags(text: str) -> str:
         elif head[1] == "commentary":
             parts.append(head[0] + body)
         else:  # the last one may be unfinished
+            # an unfinished thought has no closing tag, so that nothing after it counts as an answer
             done = end < len(text) or body.endswith(("<|end|>", "<|eom|>"))
             parts.append(f"<think>{body.removesuffix('<|end|>').removesuffix('<|eom|>')}{'</think>' if done else ''}")
     return "".join(parts)
@@ -76,6 +78,7 @@ def completion_text(completion: Chat) -> str:
         return with_think_tags(completion)
     if isinstance(completion, Sequence):
         roles = [turn.get("role") if isinstance(turn, Mapping) else None for turn in completion]
+        # of several turns the last answer of the assistant is what is judged
         if {"user", "tool"} & set(roles) and "assistant" in roles:
             return with_think_tags(_turn_text(completion[len(roles) - 1 - roles[::-1].index("assistant")]))
         return with_think_tags(chat_text(completion))
@@ -109,11 +112,13 @@ def without_prompt(text: str, prompt: Chat) -> str:
 def _echoes(prompt: str) -> tuple[str, ...]:
     """Return the forms of a repeated prompt, with and without special tokens and role words."""
     pieces = [ROLE.sub("", piece).strip() for piece in (prompt, *SPECIAL_TOKEN.split(prompt))]
+    # shorter pieces may well occur in an honest answer
     return tuple(dict.fromkeys(piece for piece in pieces if len(piece.split()) >= 3))
 
 
 def final_part(text: str) -> str | None:
     """Return the text after the last think block, the whole text without one, None if it ends inside its thinking."""
+    # linear in the text: one pass over the tags
     text, opened, end = with_think_tags(text), False, 0
     for tag in TAG.finditer(text):
         if tag[2] == "think":
@@ -128,6 +133,7 @@ def answer_blocks(text: str) -> list[str] | None:
     start: int | None = None
     for tag in TAG.finditer(text):
         if tag[2] != "answer":
+            # <think> tags inside an answer are text
             continue
         if tag[1]:
             if start is None:
@@ -148,6 +154,7 @@ def boxes(text: str) -> list[str]:
     while index >= 0:
         start = index + len(BOX)
         end = _closing_brace(text, start)
+        # an unclosed box has no content
         if end is None:
             return found
         found.append(text[start:end])
@@ -157,6 +164,7 @@ def boxes(text: str) -> list[str]:
 
 def _closing_brace(text: str, start: int) -> int | None:
     depth = 1
+    # escaped braces do not count
     for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
         if brace[0] in "{}":
             depth += 1 if brace[0] == "{" else -1
@@ -171,12 +179,15 @@ def final_answer(text: str, *, several: str = "wrong") -> str | None:
     blocks = None if part is None else answer_blocks(part)
     if part is None or blocks is None:
         return None
+    # a block is more explicit than a box, which may be part of the working
     found = blocks or boxes(part)
     if not found:
         return None
+    # several different answers are a guess, and the last one would reward guessing
     if several != "last" and len({normalise(answer) for answer in found}) > 1:
         return None
     answer = _open_boxes(found[-1]).strip()
+    # a long text is an explanation and not an answer
     return answer if 0 < len(answer) <= MAX_ANSWER_CHARS else None
 
 
@@ -184,6 +195,7 @@ def read_answer(completion: Chat, prompt: Chat, *, require_block: bool = True, s
     """Return the answer in a response, or None."""
     text = without_prompt(completion_text(completion), prompt)
     found = final_answer(text, several=several)
+    # marks that are wrong are not read as plain text: the format would never be learned
     if found is not None or require_block or has_answer_marks(text):
         return found
     part = final_part(text)
@@ -204,11 +216,13 @@ def _open_boxes(text: str) -> str:
 
 def gold_text(gold: Any) -> str:
     """Return the right answer of a data set row as text, without the tags or the box around it."""
+    # bool is a number in Python, and no answer of a data set
     if isinstance(gold, bool) or not isinstance(gold, str | Number | date):
         raise ValueError(f"the right answer is {gold!r:.200}; expected a text or a number")
     if isinstance(gold, float | Decimal) and math.isfinite(gold) and gold == int(gold):
         gold = int(gold)  # tables store 5 as 5.0
     text = str(gold)
+    # GSM8K writes its working before ####
     if "####" in text:
         text = text.rpartition("####")[2]
     text = final_answer(text) or text
@@ -219,6 +233,7 @@ def gold_text(gold: Any) -> str:
 
 def normalise(text: str) -> str:
     """Fold case, width, spaces, quotes and closing punctuation, so that equal answers become equal strings."""
+    # NFKC folds full-width and other forms of the same letter
     folded = unicodedata.normalize("NFKC", text).casefold()
     return " ".join(folded.split()).strip(" \"'`*.,;:!?“”‘’")
 
@@ -240,6 +255,7 @@ def number_answers(groups: Sequence[int], prompts: Sequence[Chat], completions: 
     found = []
     for group, prompt, completion in zip(groups, prompts, completions, strict=True):
         text = read_answer(completion, prompt, require_block=False)
+        # numbers count from 0 in every group, so that they do not depend on other groups
         known = seen.setdefault(group, {})
         found.append(known.setdefault(normalise(completion_text(completion) if text is None else text), len(known)))
     return found
@@ -319,7 +335,8 @@ def _strict(text: str, style: str) -> bool:
 
 
 def _around(text: str, style: str) -> tuple[str, str] | None:
-    """Return the text before the think block and after the answer block, None when they are not as wanted."""
+    """Return the text before the think block and after the answer block; None if the blocks are malformed."""
+    # in this order, and each tag once
     indices = [text.find(tag) for tag in TAGS[style]]
     if -1 in indices or indices != sorted(indices) or any(text.count(tag) != 1 for tag in TAGS[style]):
         return None
@@ -354,6 +371,7 @@ def exact_reward(
     rewards = []
     for prompt, completion, gold in zip(prompts, completions, answer, strict=True):
         golds = gold if isinstance(gold, list | tuple) else [gold]
+        # also as text: a number and its text are the same answer
         right = {normalise(form) for one in golds for form in (gold_text(one), gold_text(str(one)))}
         if not right or "" in right:
             raise ValueError(f"the right answer {gold!r} is empty")
@@ -380,4 +398,5 @@ def overlong_penalty(
     if not 0 < buffer_tokens <= max_tokens:
         raise ValueError(f"overlong: buffer_tokens {buffer_tokens} is not in 1..max_tokens ({max_tokens})")
     start = max_tokens - buffer_tokens
+    # linear between start and limit, as in eq. 13
     return [-min(1.0, max(0.0, (int(length) - start) / buffer_tokens)) for length in completion_lengths]

@@ -40,7 +40,7 @@ class RewardFailure:
 
 
 RewardOutcome: TypeAlias = "float | RewardFailure | None"
-"""A finite reward, None where the reward does not apply, or a failure."""
+"""A finite reward, None if the reward does not apply, or a failure."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Batch:
     completions: list[Any]
     columns: dict[str, list[Any]]
     state: TrainerState | None = None
-    """Given as `trainer_state`; None where the function does not take it."""
+    """Given as `trainer_state`; None if the function does not take it."""
 
     def __len__(self) -> int:
         return len(self.completions)
@@ -59,6 +59,7 @@ class Batch:
     def select(self, rows: Sequence[int]) -> Batch:
         """Return the given rows."""
         columns = {name: [values[row] for row in rows] for name, values in self.columns.items()}
+        # the state is the run's, not a row's
         return Batch([self.prompts[row] for row in rows], [self.completions[row] for row in rows], columns, self.state)
 
 
@@ -79,14 +80,17 @@ class Signature:
 def signature_of(function: Callable[..., Any]) -> Signature:
     """Read which named arguments a reward function takes, apart from prompts and completions."""
     parameters = _parameters(function)
+    # such as some built-ins: everything is passed by name
     if parameters is None:
         return Signature((), (), takes_all=True)
     takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    # EasyR1's functions get one argument with all that they read
     if _takes_all_rows(function) is not None:
         own = [p for p in parameters[1:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         optional = ("completion_lengths", *(p.name for p in own if p.kind != p.POSITIONAL_ONLY))
         unfilled = tuple(p.name for p in own if p.default is p.empty)
         return Signature(("answer",), optional, takes_all, unfilled=unfilled)
+    # variadic arguments have no name to pass a column by
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     names = [p.name for p in named]
     named = [p for p in named if p.name not in ROWS]
@@ -99,7 +103,7 @@ def signature_of(function: Callable[..., Any]) -> Signature:
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """The arguments of a function; None where they cannot be read."""
+    """The arguments of a function; None if they cannot be read."""
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -107,16 +111,19 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
 
 
 def _takes_all_rows(function: Callable[..., Any]) -> bool | None:
-    """Whether a function of EasyR1, which is called by position, takes all rows; None where it is none."""
+    """Whether a function of EasyR1, which is called by position, takes all rows; None for other functions."""
     parameters = _parameters(function)
+    # a function of this suite takes prompts and completions by name
     if not parameters or parameters[0].kind not in POSITIONAL or {p.name for p in parameters} & set(ROWS):
         return None
+    # the module's setting wins over the name of the argument
     declared = getattr(function, "__globals__", {}).get("REWARD_TYPE")
     return EASYR1.get(declared if isinstance(declared, str) else parameters[0].name)
 
 
 def call(function: Callable[..., Any], batch: Batch, options: Mapping[str, Any]) -> list[RewardOutcome] | RewardFailure:
     """Call f(prompts, completions, **columns) as TRL does; one outcome a row, or one failure for the whole call."""
+    # the options of the user win over the state
     shared = dict(options) if batch.state is None else {"trainer_state": batch.state, **options}
     try:
         values = _values(function, batch, shared)
@@ -124,6 +131,7 @@ def call(function: Callable[..., Any], batch: Batch, options: Mapping[str, Any])
     except TimeoutError as error:
         return _raised(error, "timeout")
     except KeyboardInterrupt as error:
+        # in a worker Ctrl-C is ignored, so this one was raised by the function itself
         if not _ignores_interrupts():
             raise
         return _raised(error)
@@ -133,6 +141,7 @@ def call(function: Callable[..., Any], batch: Batch, options: Mapping[str, Any])
 
 def _values(function: Callable[..., Any], batch: Batch, shared: Mapping[str, Any]) -> Any:
     takes_all_rows = _takes_all_rows(function)
+    # the usual form, that of TRL
     if takes_all_rows is None:
         return function(prompts=batch.prompts, completions=batch.completions, **batch.columns, **shared)
     lengths = batch.columns.get("completion_lengths", [None] * len(batch))
@@ -140,7 +149,9 @@ def _values(function: Callable[..., Any], batch: Batch, shared: Mapping[str, Any
         {"response": completion_text(completion), "response_length": length, "ground_truth": answer}
         for completion, length, answer in zip(batch.completions, lengths, batch.columns["answer"], strict=True)
     ]
+    # EasyR1's own two conventions: all rows, or one at a time
     scores = function(inputs, **shared) if takes_all_rows else [function(each, **shared) for each in inputs]
+    # EasyR1's functions may return parts, of which "overall" is the reward
     return [score["overall"] if isinstance(score, Mapping) else score for score in scores]
 
 
@@ -150,8 +161,10 @@ def _finished(values: Awaitable[Any]) -> Any:
     async def wait() -> Any:
         return await values
 
+    # the usual case: no event loop in this thread
     if not _in_a_loop():
         return asyncio.run(wait())
+    # a loop in this thread cannot run another one, so a second thread does
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, wait()).result()
 
@@ -171,6 +184,7 @@ def _raised(error: BaseException, kind: str = "raised") -> RewardFailure:
 def _trace(error: BaseException) -> str:
     """The traceback without the frames of this file and of the event loop."""
     found = traceback.TracebackException.from_exception(error)
+    # frames of the user's own code are the ones that help
     own = [frame for frame in found.stack if not frame.filename.startswith(OURS)]
     found.stack = traceback.StackSummary.from_list(own)
     return "".join(found.format())[-MAX_TRACE_CHARS:].rstrip()
@@ -182,12 +196,14 @@ def _ignores_interrupts() -> bool:
 
 def _describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
+    # the last frame is where it was raised
     place = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
-    text = " ".join(error_text(error).split())  # one line, whatever the user's exception holds
+    text = " ".join(error_text(error).split())  # one line, even of an exception with many
     return f"{type(error).__name__}: {text}"[:MAX_MESSAGE_CHARS] + place
 
 
 def _check_values(values: Any, rows: int) -> list[RewardOutcome] | RewardFailure:
+    # tensors, arrays and series
     if not isinstance(values, list | tuple) and hasattr(values, "tolist"):
         values = values.tolist()
     if not isinstance(values, list | tuple):
@@ -210,6 +226,7 @@ def _expected(rows: int) -> str:
 def _check_value(value: Any) -> RewardOutcome:
     if value is None:
         return None
+    # float("0.5") would work, but a text is more likely the wrong variable
     if isinstance(value, str | bytes):
         return RewardFailure("not_a_number", f"returned {value[:60]!r}")
     try:
@@ -217,6 +234,7 @@ def _check_value(value: Any) -> RewardOutcome:
     except BaseException as error:  # its __float__ is the user's
         reason = "" if isinstance(error, TypeError | ValueError | OverflowError) else f", {_describe(error)}"
         return RewardFailure("not_a_number", f"returned a {type(value).__name__}{reason}")
+    # NaN would unscore the row without a reason in the log
     if not math.isfinite(number):
         return RewardFailure("nan", f"returned {number}")
     return number

@@ -29,6 +29,7 @@ REPLY_BYTES = 64 << 20
 
 def default_workers() -> int:
     """Return how many workers are started at most: half of the usable cores, 1 to 8."""
+    # half: the other half is the training process's own
     return min(8, max(1, usable_cores() // 2))
 
 
@@ -39,6 +40,7 @@ class RewardWorkers:
         spec = WorkerSpec(
             f"{SERVICE}:make",
             purpose="rewards",
+            # one thread each, since there is a worker a core
             environment={"OMP_NUM_THREADS": "1"},
             start_timeout_s=LOAD_SECONDS,
             heartbeat_timeout_s=None,  # timeout_s bounds each call, and C code may keep Python's lock as long
@@ -72,6 +74,7 @@ class RewardWorkers:
             return _request(function, options, batch)
 
         (answer,) = self._pool.map(make_request, 1, limit_s, preparation=_loading(function))
+        # of all rows together, so the cause is one of the values
         if isinstance(answer, WorkerFailure) and answer.stage == "send":
             return RewardFailure("raised", f"the rows cannot be sent to a worker: {answer.reason}")
         return _outcomes(answer, function, len(batch))
@@ -79,8 +82,9 @@ class RewardWorkers:
     def call_rows(
         self, function: str, options: Mapping[str, Any], batch: Batch, limit_s: float, total_s: float
     ) -> list[RewardOutcome]:
-        """Call a function row by row on all workers; a row that hangs or crashes costs itself only."""
+        """Call a function row by row on all workers; a row that hangs or crashes fails alone."""
 
+        # made when it is sent: all rows at once may not fit in memory
         def make_request(row: int) -> Request:
             return _request(function, options, batch.select([row]))
 
@@ -101,13 +105,14 @@ def _loading(function: str, what: str = "reward") -> Preparation:
 
 
 def _request(function: str, options: Mapping[str, Any], batch: Batch) -> Request:
+    # encoded as plain data: nothing is pickled for a worker
     state = None if batch.state is None else asdict(batch.state)
     tree, arrays = encode([batch.prompts, batch.completions, batch.columns, dict(options), state])
     return Request({"kind": "call", "function": function, "arguments": tree}, arrays)
 
 
 def _outcomes(answer: Answer, function: str, rows: int) -> list[RewardOutcome] | RewardFailure:
-    """Read an answer without trust: anything but numbers, None and failures is a failure itself."""
+    """Read an untrusted answer: anything but numbers, None and failures counts as a failure."""
     if not isinstance(answer, Message):
         return _failure(answer, function)
     # A strict worker runs code that a model wrote, which may have taken it over: although `calling.call` in the worker
@@ -118,6 +123,7 @@ def _outcomes(answer: Answer, function: str, rows: int) -> list[RewardOutcome] |
         found = [_reported(each) if isinstance(each, dict) else each for each in answer.fields["outcomes"]]
     except (KeyError, TypeError, ValueError) as error:
         return RewardFailure("crashed", f"the worker's reply is broken: {error!r}"[:MESSAGE_CHARS])
+    # bool is an int, and NaN would silently unscore the row
     sound = all(each is None or isinstance(each, RewardFailure) or _is_finite(each) for each in found)
     if len(found) != rows or not sound:
         return RewardFailure("crashed", f"the worker's reply is broken: {answer.fields!r:.200}")
@@ -129,10 +135,11 @@ def _is_finite(value: Any) -> bool:
 
 
 def _reported(fields: Mapping[str, Any]) -> RewardFailure:
-    """A failure that a worker reports; raises where it is none."""
+    """A failure that a worker reports; raises an error if the message is not one."""
     kind, message = fields["kind"], fields["message"]
     if not isinstance(kind, str) or kind not in FAILURE_KINDS or not isinstance(message, str):
         raise ValueError(f"{kind!r:.80} is no kind of failure")
+    # printable only: a traceback goes to a terminal
     trace = "".join(x for x in str(fields.get("trace", ""))[:TRACE_CHARS] if x.isprintable() or x == "\n")
     return RewardFailure(kind, message[:MESSAGE_CHARS], trace)
 
@@ -146,6 +153,7 @@ def _strictly(spec: WorkerSpec, memory_mb: float | None, function: str) -> Worke
     """The same workers in a sandbox, which can read the function's file and its folder."""
     require_strict()
     place = function.rpartition(":")[0]
+    # a module's functions are found from the working directory
     folder = Path(place).expanduser().resolve().parent if place.endswith(".py") else Path.cwd()
     paths = os.pathsep.join([*map(os.path.abspath, sys.path), str(folder)])
     limits = Limits(memory_mb=memory_mb or STRICT_MEMORY_MB, cpu_s=STRICT_CPU_SECONDS)
@@ -162,6 +170,7 @@ def _memory_bytes(memory_mb: float | None) -> int | None:
     if memory_mb is not None:
         return int(memory_mb * (1 << 20))
     machine = machine_bytes()
+    # half of the machine: what the training process holds has to fit too
     return None if machine is None else machine // 2
 
 

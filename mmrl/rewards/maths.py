@@ -45,8 +45,10 @@ def maths_reward(
         raise ValueError(f"math: several is {several!r}; expected wrong or last")
     rewards = []
     for prompt, completion, gold in zip(prompts, completions, answer, strict=True):
+        # parsed once for all responses to a question
         wanted = _parse_gold(gold_text(gold))
         found = read_answer(completion, prompt, require_block=require_block, several=several)
+        # an answer that cannot be parsed is wrong, not a failure
         given = _parse(found) if found else ()
         rewards.append(float(bool(given) and verify(list(wanted), list(given), timeout_seconds=None)))
     return rewards
@@ -64,6 +66,7 @@ def _parse_gold(text: str) -> tuple[Any, ...]:
 
 def _parse(text: str) -> tuple[Any, ...]:
     """Parse a whole answer; nothing when it is text, several numbers in a row, or not mathematics."""
+    # "1 1/2" is one and a half, where LaTeX would multiply
     text = MIXED.sub(r"\1\\frac{\2}{\3}", DELIMITERS.sub(" ", text).strip().rstrip(".").strip())
     bare = TEXT_COMMAND.sub("", text)
     if any(FUNCTION.fullmatch(word) is None for word in WORD.findall(bare)):
@@ -72,7 +75,10 @@ def _parse(text: str) -> tuple[Any, ...]:
         if value is None:
             return ()
         text = f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+    # two numbers in a row would be multiplied
     if not text or TWO_NUMBERS.search(text):
         return ()
+    # the worker's own limit holds, so math-verify sets no signal
     found = parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=None)  # type: ignore[arg-type]
+    # text that math-verify keeps as it is equals itself and nothing else
     return tuple(value for value in found if not isinstance(value, str))

@@ -82,7 +82,7 @@ PLACES = ("path", "device")
 
 
 def about_rewards(rewards: Sequence[RewardConfig]) -> list[dict[str, Any]]:
-    """Everything that scores depend on, but for where it is: for the protocol of an evaluation."""
+    """Everything that scores depend on except paths and devices, for the protocol of an evaluation."""
     functions = {reward.name: reward.function or reward.name for reward in rewards}
     return [
         {
@@ -97,7 +97,7 @@ def about_rewards(rewards: Sequence[RewardConfig]) -> list[dict[str, Any]]:
 
 
 def refuse_weights(weights: Mapping[str, float], where: str) -> None:
-    """Refuse weights of terms that are only reported, but for 0, which says just that; raises ValueError."""
+    """Refuse weights of terms that are only reported, other than 0 and the default; raises ValueError."""
     for name, weight in weights.items():
         if weight not in (0.0, 1.0):
             raise ValueError(f"{where}: '{name}' has weight {weight:g}, but it is only reported; leave weight out")

@@ -39,7 +39,7 @@ def source_digest(spec: str) -> str:
 
 
 def function_source(spec: str) -> str:
-    """Source of a function by name, without running anything; empty if it cannot be found."""
+    """Source code of a function by name, found without running anything; empty if not found."""
     file, name = _source_file(spec), spec.rpartition(":")[2]
     try:
         text = file.read_text(encoding="utf-8") if file else ""

@@ -31,7 +31,7 @@ NAN = float("nan")
 
 
 def reward_columns(names: Iterable[str], given: Collection[str] = ()) -> dict[str, str]:
-    """Name under which reward functions get each column of the data: its own, or `data_<name>` where that is taken.
+    """Name under which reward functions get each column of the data: its own, or `data_<name>` if that is taken.
 
     Args:
         names: columns of the data.
@@ -40,6 +40,7 @@ def reward_columns(names: Iterable[str], given: Collection[str] = ()) -> dict[st
     Raises:
         UserError: the data has a column of the other name too.
     """
+    # the run's own names win, since every function expects them
     names, taken = list(names), {*ROWS, STATE, *given}
     passed = {name: f"data_{name}" if name in taken else name for name in names}
     twice = next((name for name, other in passed.items() if other != name and other in passed), None)
@@ -75,15 +76,18 @@ class Term(ABC):
         return [name for name in self.signature.required if name not in (*self.options, STATE)]
 
     def score(self, batch: Batch) -> list[RewardOutcome]:
-        """Return one outcome a row, whatever the function does."""
+        """Return one outcome a row, even if the function fails."""
+        # a function need not cope with no rows at all
         if len(batch) == 0:
             return []
+        # the time of the batch begins here, before the joint call that may use it up
         batch, started = self._arguments(batch), time.monotonic()
         if self.rows == "independent":
             return self.call_each(batch, started)
         outcomes = self.call_together(batch)
         if not isinstance(outcomes, RewardFailure):
             return outcomes
+        # a wrong number of values is a fault of the function, which it would repeat row by row
         if self.rows == "together" or len(batch) == 1 or outcomes.kind == "wrong_length":
             return [outcomes] * len(batch)
         return self._without_culprits(batch, outcomes, self.call_each(batch, started))
@@ -92,8 +96,9 @@ class Term(ABC):
         """Outcomes of the rows after the joint call failed and each row was called alone.
 
         The rows that did not fail alone are called together once more, since the function may compare them, unless
-        they take too long together. Where every row raises, the failure of the first call tells why.
+        they take too long together. If every row raises, the failure of the first call gives the reason.
         """
+        # rows that do not fail alone are not to blame for the joint call
         good = [row for row, outcome in enumerate(alone) if not isinstance(outcome, RewardFailure)]
         if not good:
             return [first] * len(batch) if first.kind == "raised" else alone
@@ -106,16 +111,19 @@ class Term(ABC):
                 len(batch),
                 first.message,
             )
+        # a joint call that hung would hang again, and cost its whole limit
         again = self.call_together(batch.select(good)) if first.kind != "timeout" and len(good) > 1 else first
         if isinstance(again, RewardFailure):
             return alone
         values = dict(zip(good, again, strict=True))
+        # rows that failed alone keep their failure
         return [values.get(row, outcome) for row, outcome in enumerate(alone)]
 
     def _arguments(self, batch: Batch) -> Batch:
         """Select the function's arguments that its options do not replace, as text or chat."""
         named = {*self.signature.required, *self.signature.optional}
         columns: dict[str, list[Any]] = {}
+        # TRL passes every column, but images and bytes are only read for functions that name them
         for name, values in batch.columns.items():
             stored = any(map(_is_stored, values))
             large = stored or name in (IMAGES, REFERENCE)
@@ -123,6 +131,7 @@ class Term(ABC):
                 columns[name] = [_opened(value) for value in values] if stored else values
         takes_state = (self.signature.takes_all or STATE in named) and STATE not in self.options
         prompts, completions = batch.prompts, batch.completions
+        # unset: prompts and completions stay as the recipe gives them
         if self.config.chat is not None:
             form = _as_chat if self.config.chat else _as_text
             prompts = [form("user", prompt) for prompt in prompts]
@@ -149,6 +158,7 @@ class _LocalTerm(Term):
         super().__init__(config, signature_of(function))
         self.function = function
         for name in LIMITS:
+            # a limit that does not hold in this process would be a promise that nobody keeps
             if getattr(config, name) != getattr(RewardConfig, name):
                 raise UserError(
                     f"reward {config.name!r}: {name} is {getattr(config, name)}, but it runs in this process, where "
@@ -162,6 +172,7 @@ class _LocalTerm(Term):
         outcomes: list[RewardOutcome] = []
         for row in range(len(batch)):
             outcome = call(self.function, batch.select([row]), self.options)
+            # a value alone is a list of one
             outcomes += [outcome] if isinstance(outcome, RewardFailure) else outcome
         return outcomes
 
@@ -170,6 +181,7 @@ class _IsolatedTerm(Term):
     """A function that runs in worker processes."""
 
     def __init__(self, config: RewardConfig, function: str, workers: RewardWorkers) -> None:
+        # a strict worker runs in another folder, so a relative file would not be found
         self.function = _absolute(function) if workers.strict else function
         super().__init__(config, workers.load(self.function, f"reward {config.name!r}"))
         self.workers = workers
@@ -186,12 +198,14 @@ class _IsolatedTerm(Term):
         return self.workers.call_together(self.function, self.options, batch, limit_s)
 
     def call_each(self, batch: Batch, started: float) -> list[RewardOutcome]:
+        # what the joint call has used is gone for the single ones
         left_s = max(0.0, self._batch_seconds(len(batch)) - (time.monotonic() - started))
         return self.workers.call_rows(self.function, self.options, batch, self.config.timeout_s, left_s)
 
     def _batch_seconds(self, rows: int) -> float:
         if self.config.batch_timeout_s is not None:
             return self.config.batch_timeout_s
+        # every worker can lose a whole limit on each of its rows, with some to spare
         return self.config.timeout_s * (SPARE_LIMITS + rows / self.workers.size)
 
 
@@ -210,12 +224,14 @@ def _opened(cell: Any) -> Any:
 def make_term(config: RewardConfig, workers: RewardWorkers, functions: Mapping[str, Callable[..., Any]]) -> Term:
     """Find the function of a term and decide where it runs."""
     wanted = config.function or config.name
+    # a function object cannot be sent to another process
     if wanted in functions:
         if config.isolate or config.sandbox == "strict":
             raise UserError(f"reward {config.name!r}: only module:function can run in a worker process")
         return _LocalTerm(config, functions[wanted])
     if wanted in REWARDS:
         return _builtin_term(config, wanted, workers)
+    # a name without a colon can only be a built-in or a given function
     if ":" not in wanted:
         raise UserError(_unknown(config, wanted, functions))
     if config.isolate is False:
@@ -230,8 +246,10 @@ def _builtin_term(config: RewardConfig, name: str, workers: RewardWorkers) -> Te
         raise UserError(f"reward {config.name!r}: {name} runs in worker processes only; remove isolate=false")
     if config.isolate is False:
         _refuse_strict(config)
+    # math-verify must run in a worker, the others if the user asks for it
     if entry.isolate or config.isolate or config.sandbox == "strict":
         term: Term = _IsolatedTerm(config, entry.function, workers)
+        # a row each: built-in rewards compare no rows
         if config.rows == "auto":
             term.rows = "independent"
     else:
@@ -256,6 +274,7 @@ def _try_options(term: Term) -> None:
     missing = [name for name in term.needs if name not in ROW_COLUMNS]
     if missing:
         raise UserError(f"reward {term.config.name!r} needs the options {' and '.join(missing)}")
+    # with no rows it reads its options and computes nothing
     found = term.call_together(Batch([], [], {name: [] for name in term.needs}))
     if isinstance(found, RewardFailure):
         raise UserError(f"reward {term.config.name!r}: {found.message}")
@@ -268,10 +287,12 @@ def _check_options(config: RewardConfig, signature: Signature) -> None:
             "completions and the data columns by name, write it as f(prompts, completions, **columns), or as EasyR1's, "
             "by position, with reward_inputs (all rows) or reward_input (one) first or with REWARD_TYPE in its module"
         )
+    # options of the user fill what has no default
     unfilled = [name for name in signature.unfilled if name not in (*config.options, STATE)]
     if unfilled:
         raise UserError(f"reward {config.name!r} has no default for {' and '.join(unfilled)}; give it in options")
     known = [*signature.required, *signature.optional]
+    # functions with **columns take any option, except built-in ones, which would ignore a misspelt one
     strict = not signature.takes_all or (config.function or config.name) in REWARDS
     for key in config.options:
         if key in ("prompts", "completions") or (strict and key not in known):
@@ -316,11 +337,13 @@ class RewardSum:
         functions: Mapping[str, Callable[..., Any]] | None = None,
         workers: int | None = None,
     ) -> None:
+        # shared: terms with the same limits use the same processes
         self._workers: dict[tuple[int | None, float | None, str], RewardWorkers] = {}
         self._size = workers
         names = [config.name for config in configs]
         for config in configs:
             _check_config(config, names)
+        # a term that cannot be made must not leave the workers of the others behind
         try:
             self._terms: list[Term] = [
                 make_term(config, self._workers_for(config), functions or {}) for config in configs
@@ -355,8 +378,10 @@ class RewardSum:
         Raises:
             UserError: a reward can read the answer of none of them.
         """
+        # an empty response: only whether the answer can be read is of interest
         batch = _make_batch([""] * len(places), [""] * len(places), columns, TrainerState())
         for term in self._terms:
+            # a user's function may have side effects, and is not tried
             if (term.config.function or term.config.name) not in REWARDS or "answer" not in term.needs:
                 continue
             outcomes = dict(zip(places, term.score(batch), strict=True))
@@ -366,6 +391,7 @@ class RewardSum:
             place, why = next(iter(bad.items()))
             found = f"reward {term.config.name!r} cannot judge {len(bad)} of {len(places)} rows, such as {place}: {why}"
             if len(bad) == len(places):
+                # every row unreadable means the wrong reward or column, a few mean bad rows
                 raise UserError(f"{found}; choose another reward, or data.answer_key")
             LOGGER.warning("%s", found)
 
@@ -395,6 +421,7 @@ class RewardSum:
         batch = _make_batch(prompts, completions, columns, state or TrainerState())
         if not self._terms:
             raise ValueError("there are no rewards to score with")
+        # once a set of columns, and not at every step
         if self._checked != frozenset(columns):
             self.check_columns(list(columns))
             self._checked = frozenset(columns)
@@ -408,6 +435,7 @@ class RewardSum:
 
     def _workers_for(self, config: RewardConfig) -> RewardWorkers:
         """The workers that terms with these limits share."""
+        # a strict function has its own workers: what it runs may have taken them over
         key = (config.workers or self._size, config.memory_mb, _strict_function(config))
         if key not in self._workers:
             self._workers[key] = RewardWorkers(*key)
@@ -424,7 +452,7 @@ def _check_config(config: RewardConfig, names: Sequence[str]) -> None:
 
 
 def _strict_function(config: RewardConfig) -> str:
-    """The function of a strict term, which shares its processes with no other; empty for any other term."""
+    """The function of a strict term, whose processes run nothing else; empty for any other term."""
     return (config.function or config.name) if config.sandbox == "strict" else ""
 
 
@@ -433,6 +461,7 @@ def _make_batch(
 ) -> Batch:
     rows = len(completions)
     lengths = {"prompts": len(prompts)} | {name: len(values) for name, values in columns.items()}
+    # zip would cut to the shortest list without a word
     wrong = {name: length for name, length in lengths.items() if length != rows}
     if wrong:
         raise ValueError(f"there are {rows} completions, but the lists have other lengths: {wrong}")
@@ -448,12 +477,14 @@ def _combine(outcomes: Mapping[str, list[RewardOutcome]], weights: Mapping[str, 
             if isinstance(value, RewardFailure):
                 key = f"{name}/{value.kind}"
                 errors[key] += 1
+                # one example a kind: the log shows the first, and the count of the rest
                 examples.setdefault(key, value.message)
                 if value.trace:
                     traces.setdefault(key, value.trace)
     terms = {name: [_number(value) for value in values] for name, values in outcomes.items()}
     rows = list(zip(*outcomes.values(), strict=True))
     total = [_row_total(row, list(weights.values())) for row in rows]
+    # a row to which no reward applies is unscored, not 0
     unscored = sum(all(value is None for value in row) for row in rows)
     if unscored:
         errors["sum/not_applicable"] = unscored
@@ -468,8 +499,10 @@ def _number(value: RewardOutcome) -> float:
 def _row_total(row: Sequence[RewardOutcome], weights: Sequence[float]) -> float:
     """Sum the terms that apply; a failed term fails the row unless its weight is 0."""
     total, applied = 0.0, False
+    # a failure is no zero: it would teach that the response is bad
     for value, weight in zip(row, weights, strict=True):
         if isinstance(value, RewardFailure):
+            # a term of weight 0 is only logged, so its failure costs nothing
             if weight != 0.0:
                 return NAN
         elif value is not None:

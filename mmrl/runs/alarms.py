@@ -21,6 +21,7 @@ class Track:
 
     def add(self, value: float) -> None:
         """Take the value of a step."""
+        # the first values stay: alarms compare the present with the beginning
         if len(self.first) < STEPS:
             self.first.append(value)
         self.latest = [*self.latest, value][-WINDOW:]
@@ -37,6 +38,7 @@ class Track:
 
 
 def _mean(values: Sequence[float]) -> float:
+    # NaN before there are enough, with which every comparison is false
     return sum(values) / STEPS if len(values) == STEPS else math.nan
 
 
@@ -60,6 +62,7 @@ class AlarmTracks:
         """Take the metrics of a step; returns the warnings that are due, by kind."""
         for name in dict.fromkeys(name for alarm in alarms.values() for name in alarm.metrics):
             track = self._tracks.setdefault(name, Track())
+            # a step without the metric leaves the track as it is
             if math.isfinite(value := metrics.get(name, math.nan)):
                 track.add(value)
         found = {kind: alarm.check(*(self._tracks[name] for name in alarm.metrics)) for kind, alarm in alarms.items()}

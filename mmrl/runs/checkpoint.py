@@ -55,6 +55,7 @@ def write_manifest(folder: Path) -> None:
     """
     follow_umask(folder)
     manifest = folder / MANIFEST
+    # sorted, so that manifests of equal folders are equal
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != manifest)
     entries = {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "crc32": _crc32(path)} for path in files}
     manifest.write_text(json.dumps(entries, indent=1), encoding="utf-8")
@@ -82,6 +83,7 @@ def check_model(folder: Path) -> None:
 
 def fsync(path: Path) -> None:
     """Sync a file, or the entries of a folder, to disk."""
+    # opened for reading: fsync needs a descriptor, also that of a folder
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -96,6 +98,7 @@ def _entries(folder: Path, needed: Iterable[str]) -> dict[str, Any]:
         entries = read_json_object(folder / MANIFEST)
     except UserError as error:
         raise DamagedError(f"{MANIFEST} cannot be read") from error
+    # a manifest that lost an entry would verify everything else and load without it
     missing = [name for name in needed if name not in entries]
     if missing:
         raise DamagedError(f"{MANIFEST} cannot be read: it does not list {', '.join(missing)}")
@@ -121,6 +124,7 @@ def _compare(path: Path, name: str, entry: Any) -> None:
 
 
 def _crc32(path: Path) -> str:
+    # by blocks: weights may be larger than memory
     checksum = 0
     with path.open("rb") as handle:
         while block := handle.read(BLOCK_BYTES):
@@ -141,6 +145,7 @@ class Checkpoints:
 
     def save(self, step: int, state: dict[str, Any], write_parts: Callable[[Path], None]) -> Path:
         """Write one checkpoint atomically; readers see either all of it or nothing."""
+        # the final name is the promise that the checkpoint is whole
         final = self.path(step)
         temporary = self.folder / f"{TEMPORARY_PREFIX}{final.name}"
         shutil.rmtree(temporary, ignore_errors=True)
@@ -153,6 +158,7 @@ class Checkpoints:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
+        # only after the new one is in place: a failure must not cost the older checkpoints
         self.forget_old()
         return final
 
@@ -205,6 +211,7 @@ class Checkpoints:
         if not steps:
             raise UserError(f"nothing to resume: no checkpoint in {self.folder}")
         path = self.path(steps[-1])
+        # verified before anything is loaded, since half a state is worse than none
         self.check(path)
         return path
 
@@ -258,6 +265,7 @@ class Checkpoints:
             final = path.with_name(path.name.removeprefix(REPLACED_PREFIX))
             # killed between the two renames of `_put`: the old checkpoint gets its name back
             shutil.rmtree(path, ignore_errors=True) if final.exists() else path.rename(final)
+        # drafts of single files have such names, too
         for path in (*self.folder.glob(f"{TEMPORARY_PREFIX}*"), *self.folder.glob(".*.partial.*")):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
@@ -286,6 +294,7 @@ class Checkpoints:
 
 def link_or_copy(source: Path, target: Path) -> None:
     """Link or copy the files of `source` into `target`; links save disk space if the file system allows them."""
+    # files one by one, as hard links of folders do not exist
     for file in sorted(path for path in source.rglob("*") if path.is_file()):
         place = target / file.relative_to(source)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -300,6 +309,7 @@ def _write(folder: Path, state: dict[str, Any], write_parts: Callable[[Path], No
     try:
         write_parts(folder)
         torch.save(state, folder / STATE)
+        # last: a folder without a manifest counts as damaged
         write_manifest(folder)
     except (RuntimeError, SafetensorError) as error:  # what torch and safetensors make of a full disk
         raise OSError(f"{type(error).__name__}, as on a full disk: {error}") from error
@@ -307,9 +317,11 @@ def _write(folder: Path, state: dict[str, Any], write_parts: Callable[[Path], No
 
 def _read_state(path: Path) -> dict[str, Any]:
     try:
+        # weights_only: a checkpoint from elsewhere must not run code
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)
     except Exception as error:  # torch, zipfile and pickle each raise their own
         raise DamagedError(f"{STATE} cannot be read ({type(error).__name__})") from error
+    # an intact file of another kind, such as a model's own state.pt
     if not isinstance(state, dict) or "step" not in state:
         raise DamagedError(f"{STATE} holds no state of a run")
     return state
@@ -328,6 +340,7 @@ def _checked_best(found: dict[str, Any]) -> dict[str, Any]:
     kinds = {"step": int, "metric": str, "value": (int, float)}
     for name, kind in kinds.items():
         value = found.get(name)
+        # bool is an int in Python, but no step
         if not isinstance(value, kind) or isinstance(value, bool):  # type: ignore[arg-type]
             raise ValueError(f"its {name} is {value!r}")
     if not math.isfinite(found["value"]) or found["step"] < 0:

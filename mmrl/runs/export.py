@@ -41,7 +41,7 @@ def is_run(folder: Path) -> bool:
 
 
 def model_folder(path: str) -> str:
-    """The model of a run's best, else newest, checkpoint where a path is the folder of a run; else the path itself."""
+    """For the folder of a run, the model of its best or else newest checkpoint; any other path is returned as it is."""
     folder = expanded(path)
     if not is_run(folder):
         return path

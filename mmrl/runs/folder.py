@@ -39,9 +39,10 @@ LOCK_FILE = "run.lock"
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Whether a run has written results or checkpoints to a folder; `mmrl evaluate` alone is no run."""
+    """Whether a run has written results or checkpoints to a folder; `mmrl evaluate` alone does not count."""
     if (run_dir / "metrics.jsonl").exists() or any((run_dir / "checkpoints").glob("step-*")):
         return True
+    # an evaluation alone adds rows with the tag "evaluate"
     return any(row.get("tag") != "evaluate" for row in read_jsonl(run_dir / "evaluations.jsonl"))
 
 
@@ -59,6 +60,7 @@ def set_aside(run_dir: Path) -> Path | None:
         return None
     stamp = time.strftime("%Y%m%d-%H%M%S")
     folder = run_dir / EARLIER / stamp
+    # two runs within a second
     while folder.exists():
         stamp += "x"
         folder = run_dir / EARLIER / stamp
@@ -72,6 +74,7 @@ def forget_after(run_dir: Path, step: int) -> None:
     """Remove samples, outcomes and videos of later steps, which a run that resumes at a step makes again."""
     for path in (path for kind in ("samples", "outcomes", "videos") for path in run_dir.glob(f"{kind}/step-*")):
         found = STEP_NAME.match(path.name)
+        # names that are not of a step stay
         if found is None or int(found[1]) <= step:
             continue
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -98,6 +101,7 @@ class RunLock:
             self._made = not self.run_dir.exists()
             self.run_dir.mkdir(parents=True, exist_ok=True)
             self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            # the system's lock: it is released when a process ends in any way
             if not take_lock(self._handle):
                 os.close(self._handle)
                 raise UserError(
@@ -109,19 +113,22 @@ class RunLock:
                 self.acquire()
                 return
             since = time.strftime("%Y-%m-%d %H:%M:%S")
+            # for messages only, so it may be torn
             os.truncate(self._handle, 0)
             os.write(self._handle, f"process {os.getpid()} on {socket.gethostname()} (since {since})\n".encode())
         except OSError as error:
             raise UserError(f"output_dir {self.run_dir} cannot be written: {error}") from error
 
     def release(self) -> None:
-        """Give the lock back, and the folder with it where nothing else came to be in it."""
+        """Release the lock, and remove the folder if this lock made it and it is empty."""
         if self._handle >= 0:
+            # removed before the lock is released, or a waiting process would lock a file that is about to go
             self.path.unlink(missing_ok=True)
             os.close(self._handle)
             self._handle = -1
         if self._made:
             with contextlib.suppress(OSError):  # a run has begun there
+                # fails if the folder holds anything, which is what is wanted
                 self.run_dir.rmdir()
 
     def __enter__(self) -> Self:
@@ -148,7 +155,7 @@ def owner_of(run_dir: Path) -> str | None:
 
 
 def take_lock(handle: int) -> bool:
-    """Take the system's lock on an open file or folder; False where it is taken already."""
+    """Take the system's lock on an open file or folder; False if another process has it."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

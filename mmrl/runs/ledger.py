@@ -43,6 +43,7 @@ Row = dict[str, Any]
 
 def digest(content: Any) -> str:
     """SHA-256 of content as JSON with sorted keys."""
+    # default=str: paths and dates of a configuration have no JSON form
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":"), default=str).encode()).hexdigest()
 
 
@@ -50,6 +51,7 @@ def protocol_of(recipe: Any, config: Any, step: Any) -> Row:
     """The protocol of an evaluation; call it with the weights in place that evaluations use."""
     splits = {}
     for split, tasks in recipe.eval_tasks.items():
+        # a recipe may have tasks that no entry of eval_data names
         given = getattr(config, "eval_data", {}).get(split)
         measures = [
             {"repeats": measure.repeats, "decodings": {"": 1}, **measure.about()}
@@ -57,6 +59,7 @@ def protocol_of(recipe: Any, config: Any, step: Any) -> Row:
         ]
         about = {"tasks": len(tasks), "digest": content_digest(tasks), "chosen": _chosen(given)}
         splits[split] = {**about, "measures": measures}
+    # through JSON and back, so that the protocol in memory equals the one that is read from the file
     plain: Row = json.loads(json.dumps({"seed": config.seed, "splits": splits}, default=str), parse_float=_number)
     return plain
 
@@ -72,6 +75,7 @@ def _chosen(data: Any) -> str:
     for item in dataclasses.fields(data) if data is not None else ():
         value = getattr(data, item.name)
         default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+        # large or nested values are represented by the digest of the tasks
         common = not item.metadata.get("rare") and isinstance(value, str | int | float | list)
         if item.name not in FILES and (common or value != default) and value not in (None, "", [], {}):
             found[item.name] = value
@@ -93,10 +97,13 @@ def write_ledger(folder: Path, rows: Sequence[Row], about: Row) -> Path:
     about = {"sha256": digest(about["protocol"]), **about}
     ledger = Ledger(folder, [], about)
     same = {"policy": about["policy"]["sha256"], "protocol": about["sha256"], "step": about["policy"]["step"]}
+    # a trial that could not be run has no row, and gets one below
     known = {_key(row): row for row in rows}
     lines = []
+    # in the order of the protocol, not in that of the rows
     for key in ledger.expected:
         row = known.get(key) or {**dict(zip(KEY, key, strict=True)), "ending": "left out"}
+        # later ones win: what a row says of itself over what the protocol fixes
         full = {"seed": about["protocol"]["seed"], **ledger.setting(row), **row, **same}
         lines.append(json.dumps(finite_or_none({name: full.get(name) for name in COLUMNS}), ensure_ascii=False))
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,6 +122,7 @@ def read_ledger(path: Path) -> Ledger:
             raise UserError(f"there is no {file}; `mmrl evaluate` writes it")
     ledger = Ledger(folder, read_jsonl(folder / LEDGER), read_json_object(folder / PROTOCOL))
     try:
+        # touched once: a file that lacks a part fails here, with its name
         _ = ledger.expected, ledger.about["policy"]["sha256"], ledger.about["sha256"]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{folder / PROTOCOL} is not a protocol that `mmrl evaluate` wrote: {error!r}") from None
@@ -138,6 +146,7 @@ class Ledger:
     @cached_property
     def expected(self) -> dict[tuple[Any, ...], None]:
         """Keys of the rows that the protocol asks for, in order."""
+        # a dictionary for its order and quick look-ups; the values mean nothing
         return dict.fromkeys(
             (split, number, index, repeat, decoding, answer)
             for split, given in self.protocol["splits"].items()
@@ -156,11 +165,13 @@ class Ledger:
     def problems(self) -> list[str]:
         """Contradictions and gaps in the ledger, a line each; empty if there are none."""
         about, whole = self.about, digest(self.protocol)
+        # a hash that does not fit means that the protocol was edited after the rows were written
         found = [] if whole == about["sha256"] else [f"the protocol's SHA-256 is {whole}, not {about['sha256']}"]
         for name, own in (("protocol", about["sha256"]), ("policy", about["policy"]["sha256"])):
             others = [number for number, row in enumerate(self.rows, 1) if row.get(name) != own]
             found += [f"{_named(others)} of another {name} than {own}"] if others else []
         counts = Counter(map(_key, self.rows))
+        # a repeated row would count twice in every rate
         twice = [number for number, row in enumerate(self.rows, 1) if counts[_key(row)] > 1]
         found += [f"{_named(twice)} there more than once"] if twice else []
         if missing := [key for key in self.expected if key not in counts]:
@@ -179,11 +190,14 @@ class Ledger:
         success, length, horizon = row.get("success"), row.get("length"), row.get("horizon")
         if success not in (True, False, None):
             yield f"success is {success!r}"
+        # more steps than the horizon cannot have been run under this protocol
         if isinstance(horizon, int) and isinstance(length, int) and length > horizon:
             yield f"it has {length} steps, beyond the horizon of {horizon}"
+        # an episode that has not ended has not succeeded
         if success and (not length or not row.get("ending")):
             yield "a success without an end: it has no length or ending"
         for name, score in (row.get("scores") or {}).items():
+            # one number under two names
             if name in (f"success/{row['decoding']}", f"accuracy/{row['decoding']}", FIRST) and score != success:
                 yield f"success is {success}, its {name} {score}"
 
@@ -223,6 +237,7 @@ class SuccessRate:
         for row in self.scored:
             states.setdefault((row["task"], row["state"]), []).append(float(row["success"]))
         n, right = len(self.scored), sum(row["success"] for row in self.scored)
+        # repeats of a state are not independent; without repeats Wilson's interval is exact enough and has no noise
         once = all(len(part) == 1 for part in states.values()) or self.decoding.startswith("greedy")
         rng = None if once else np.random.default_rng(self.bootstrap)
         low, high = list(with_interval("success/", list(states.values()), rng).values())[1:]

@@ -56,14 +56,17 @@ class JsonLines:
         """Write one record and flush it; numbers that are not finite become null."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            # the torn line that a kill left would otherwise swallow the next record
             self._rewrite(lambda _: True)
             # half a surrogate pair becomes \\ud800, which JSON reads back as what it was
             self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
         self._file.write(json.dumps(finite_or_none(record), ensure_ascii=False, allow_nan=False) + "\n")
+        # to the system at once: a killed run keeps every record that was logged
         self._file.flush()
 
     def truncate_after(self, step: int) -> None:
         """Drop records of later steps, so that a resumed run writes them once; those without a step stay."""
+        # reads the file first, so that a bad step is reported before anything is dropped
         read_steps(self.path)
         self.drop(lambda record: bool(record.get("step", step) > step))
 
@@ -81,15 +84,18 @@ class JsonLines:
     def _rewrite(self, keep: Callable[[dict[str, Any]], bool]) -> None:
         if not self.path.exists():
             return
+        # replace: bytes of a torn character must not hide the whole lines
         old = self.path.read_text(encoding="utf-8", errors="replace")
         parsed = _parsed_lines(old)
         new = "".join(line + "\n" for line, record in parsed if keep(record))
+        # untouched unless something changes, since a rewrite moves the file under readers
         if new != old:
             self._keep_unreadable(old, len(parsed))
             write_atomically(self.path, new)
 
     def _keep_unreadable(self, old: str, readable: int) -> None:
-        """Keep a copy of a file with lines that are no records; a killed writer leaves one such line, the last."""
+        """Keep a copy of a file with lines that are not records; a killed writer leaves one such line, the last."""
+        # without the text after the last newline, which is the torn line of a kill
         whole = [line for line in old.split("\n")[:-1] if line.strip()]
         if len(whole) <= readable:
             return
@@ -111,6 +117,7 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     records = [record for record in read_jsonl(path) if "step" in record]
     for record in records:
         step = record["step"]
+        # type(), not isinstance: True is an int
         if type(step) is not int or step < 0:
             raise UserError(f"{path}: a line has the step {step!r}; expected a whole number; mend or remove that line")
     return records
@@ -122,6 +129,7 @@ def finite_or_none(value: Any) -> Any:
         return {str(key): finite_or_none(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [finite_or_none(item) for item in value]
+    # numbers of NumPy and tensors of one entry
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
@@ -150,6 +158,7 @@ class ResumableRows:
     """
 
     def __init__(self, folder: Path, name: str, conditions: Mapping[str, Any], unsaved: Collection[str] = ()) -> None:
+        # of the conditions and not the step: weights and settings decide whether rows can be taken over
         fingerprint = short_digest(json.dumps(conditions, sort_keys=True, default=str).encode())
         self.path = folder / f"{name}-{fingerprint}.jsonl"
         self.images = folder / "images"
@@ -163,6 +172,7 @@ class ResumableRows:
 
     def appender(self, process: int, processes: int) -> JsonLines:
         """The file to which a process adds its rows while the others add theirs."""
+        # one file a process: lines of several writers could mix
         if processes == 1:
             return JsonLines(self.path)
         return JsonLines(self.path.with_name(f"{self.path.stem}.part-{process:03d}.jsonl"))
@@ -178,6 +188,7 @@ class ResumableRows:
         write_atomically(self.path, "".join(line + "\n" for line in lines))
         about = json.dumps(self.conditions, indent=2, default=str)
         write_atomically(self.path.with_suffix(".protocol.json"), about + "\n")
+        # after the joined file is written: a kill before loses nothing
         for part in self._parts():
             part.unlink()
 
@@ -210,6 +221,7 @@ def mean_outcomes(outcomes: Iterable[Outcome]) -> list[Outcome]:
         joined.setdefault(outcome.id, Outcome(outcome.id, {}, dict(outcome.parts)))
         scores = collected.setdefault(outcome.id, {})
         for name, value in outcome.scores.items():
+            # NaN: the sample could not be scored
             if value == value:
                 scores.setdefault(name, []).append(value)
     for task, scores in collected.items():
@@ -229,6 +241,7 @@ def write_outcomes(run_dir: Path, step: int, split: str, outcomes: Sequence[Outc
 def read_outcomes(run_dir: Path, step: int, split: str) -> dict[str, Outcome]:
     """Read the outcomes of one evaluation: of a run, or from the ledger of `mmrl evaluate`."""
     path = _path(run_dir, step, split)
+    # an evaluation by `mmrl evaluate` has a ledger and no outcomes
     if not path.is_file():
         rows = [{**row, "id": row.get("state")} for row in read_jsonl(Path(run_dir) / LEDGER)]
         own = [row for row in rows if (row.get("step"), row.get("split")) == (step, split)]
@@ -241,6 +254,7 @@ def _outcome(row: Mapping[str, object]) -> Outcome:
     scores, parts = row.get("scores"), row.get("parts")
     return Outcome(
         id=str(row["id"]),
+        # a file may have been edited, so only numbers are taken
         scores={name: float(value) for name, value in scores.items() if isinstance(value, int | float)}
         if isinstance(scores, dict)
         else {},
@@ -292,6 +306,7 @@ def film(frames: np.ndarray) -> Image:
     if len(frames) == 1:
         return Image.fromarray(frames[0])
     count = min(len(frames), FILM_FRAMES)
+    # the first and the last frame are always among them
     kept = [Image.fromarray(frames[index * (len(frames) - 1) // (count - 1)]) for index in range(count)]
     for frame in kept:
         if max(frame.size) > FILM_SIDE:
@@ -302,7 +317,7 @@ def film(frames: np.ndarray) -> Image:
 
 
 def film_frames(image: Image) -> list[Image]:
-    """The frames of a film, each shown for 1/8 second; an image alone where it is none."""
+    """The frames of a film, each shown for 1/8 second; a still image is a single frame."""
     frames = []
     count = getattr(image, "n_frames", 1) if image.format == "PNG" else 1
     for index in range(count if count > 1 else 0):
@@ -318,6 +333,7 @@ def write_samples(run_dir: Path, step: int, split: str, records: Sequence[Sample
     """Write the samples of one step; an earlier file of the same step and split is replaced."""
     folder = Path(run_dir) / "samples" / f"step-{step:06d}"
     folder.mkdir(parents=True, exist_ok=True)
+    # by identity: samples of one task share their image objects
     names: dict[int, str] = {}
     rows = [store_record(folder, record, names) for record in records]
     lines = [json.dumps(finite_or_none(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
@@ -331,6 +347,7 @@ def read_samples(run_dir: Path, step: int, split: str) -> list[SampleRecord]:
     folder = Path(run_dir) / "samples" / f"step-{step:06d}"
     images: dict[str, Image | None] = {}
     rows = read_jsonl(folder / f"{split}.jsonl")
+    # rows of another kind, such as an edited line, are skipped
     return [load_record(folder, row, images) for row in rows if _is_record(row)]
 
 
@@ -350,6 +367,7 @@ def load_record(folder: Path, row: dict[str, Any], images: dict[str, Image | Non
     fields: dict[str, Any] = {key: value for key, value in row.items() if key in SampleRecord.__dataclass_fields__}
     for key in IMAGE_FIELDS:
         names = row.get(key) or []
+        # the name only: a path in the file must not lead out of the folder
         images |= {name: _load_image(folder / Path(name).name) for name in names if name not in images}
         fields[key] = [image for name in names if (image := images[name]) is not None]
     fields["terms"] = {name: math.nan if value is None else value for name, value in (row.get("terms") or {}).items()}
@@ -380,9 +398,11 @@ def _is_record(row: dict[str, Any]) -> bool:
 
 def _store_image(folder: Path, image: Image) -> str:
     frames = film_frames(image)
+    # by pixels, so that the same image is stored once for all samples and steps
     pixels = b"".join(frame.tobytes() for frame in frames)
     path = folder / f"{hashlib.sha256(f'{image.mode}{image.size}'.encode() + pixels).hexdigest()[:16]}.png"
     if not path.exists():
+        # modes that PNG lacks, such as CMYK, are converted
         storable = [frame if frame.mode in _PNG_MODES else frame.convert("RGB") for frame in frames]
         with replaced(path) as draft:
             _save_png(storable, draft)
@@ -400,6 +420,7 @@ def _load_image(path: Path) -> Image | None:
     from PIL import Image
 
     try:
+        # from memory, so that the file can be replaced while the image is in use
         image = Image.open(io.BytesIO(path.read_bytes()))
         frames = film_frames(image)  # reads all of it
         return image if len(frames) > 1 else frames[0]

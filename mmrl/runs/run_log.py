@@ -65,6 +65,7 @@ class Stopwatch:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Have `stopwatch` count into this one."""
+        # a context variable, so that code deep inside needs no handle of the loop
         token = _RUNNING.set(self)
         try:
             yield
@@ -84,10 +85,12 @@ class Stopwatch:
 
     def take(self) -> dict[str, float]:
         """Seconds by stage since the last call."""
+        # once a step: the events have been recorded in the stream without waiting
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         seconds: defaultdict[str, float] = defaultdict(float)
         for name, start, end in self._spans:
+            # events count milliseconds
             seconds[name] += end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
         self._spans = []
         return dict(seconds)
@@ -95,6 +98,7 @@ class Stopwatch:
     def _now(self) -> Any:
         if self._device.type != "cuda":
             return time.perf_counter()
+        # an event and not a clock: the GPU works on while Python goes on
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -102,7 +106,7 @@ class Stopwatch:
 
 @contextmanager
 def stopwatch(name: str) -> Iterator[None]:
-    """Add the seconds spent inside to `time/<name>` of the running step; does nothing where no step is running."""
+    """Add the seconds spent inside to `time/<name>` of the running step, if there is one."""
     watch = _RUNNING.get()
     if watch is None:
         yield
@@ -124,6 +128,7 @@ def batch_metrics(batches: Sequence[Rollouts], compared: Sequence[str]) -> dict[
 
     `compared` are the rewards that groups are compared by, see `Recipe.compared`; empty where there are no rewards.
     """
+    # of all that was sampled, so that the filter does not change them
     lengths = torch.cat([batch.mask.sum(1) for batch in batches])
     metrics = {
         "response/length_mean": float(lengths.mean()),
@@ -132,18 +137,22 @@ def batch_metrics(batches: Sequence[Rollouts], compared: Sequence[str]) -> dict[
     if not compared:
         return metrics
     reward = torch.cat([batch.reward for batch in batches])
+    # a reward of NaN marks an unscored row
     scored = torch.isfinite(reward)
     metrics |= {
         "reward/mean": float(reward[scored].mean()) if bool(scored.any()) else float("nan"),
+        # one value has no sample deviation
         "reward/std": float(reward[scored].std()) if int(scored.sum()) > 1 else 0.0,
         "reward/errors": float((~scored).sum()),
     }
+    # only where groups have several rows, since single ones never differ
     if any(len(batch.group.unique()) < len(batch.group) for batch in batches):
         flat = torch.cat([~groups_that_differ(batch, compared) for batch in batches]).float()
         metrics["reward/zero_variance_groups"] = float(flat.mean())
         metrics["reward/std_within_groups"] = float(torch.cat([_std_in_groups(batch) for batch in batches]).mean())
     for name in batches[0].reward_terms:
         values = torch.cat([batch.reward_terms[name] for batch in batches])
+        # a term that scored no row has no mean, and is left out of the log
         finite = values[torch.isfinite(values)]
         if len(finite):
             metrics[f"reward/{metric_label(name)}"] = float(finite.mean())
@@ -152,6 +161,7 @@ def batch_metrics(batches: Sequence[Rollouts], compared: Sequence[str]) -> dict[
 
 def _std_in_groups(batch: Rollouts) -> torch.Tensor:
     """Standard deviation (B,) of the rewards of each row's group, 0 where fewer than two were scored."""
+    # NaN is masked as invalid; nan_to_num only keeps the sums finite
     return group_std(torch.nan_to_num(batch.reward), batch.group, torch.isfinite(batch.reward), 0)
 
 
@@ -167,6 +177,7 @@ def peak_memory_mb(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 1e6
     status = Path("/proc/self/status")  # getrusage also counts the process that started this one
     if status.is_file():
+        # VmHWM is a peak since the process began, in KiB
         fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
         return int(fields["VmHWM"].split()[0]) * 1024 / 1e6
     if sys.platform == "darwin":
@@ -207,14 +218,18 @@ class RunWarnings:
     def watch(self, batches: Iterable[Rollouts]) -> None:
         """Look at the scored samples of a step, before a filter drops any."""
         parts = list(batches)
+        # a total that nothing compares may well be constant
         total = ("reward",) if "reward" in (self.compared or ("reward",)) else ()  # else each term is read by itself
         for name in (*total, *(term for term in parts[0].reward_terms if term not in self.only_logged)):
             values = torch.cat([part.reward if name == "reward" else part.reward_terms[name] for part in parts])
             found = values[torch.isfinite(values)]
+            # one sample alone is no sign of a constant reward
             same = len(found) > 1 and bool((found == found[0]).all())
             before = self._streaks.get(name, _Streak())
+            # the same value as before: a reward that changes from step to step is not constant
             goes_on = same and (not before.steps or before.value == float(found[0]))
             self._count(name, goes_on, len(found), float(found[0]) if same else math.nan)
+        # groups of one row never differ
         grouped = bool(self.compared) and any(part.num_rows > part.num_groups for part in parts)
         equal = grouped and not any(bool(groups_that_differ(part, self.compared).any()) for part in parts)
         self._count("groups", equal, sum(part.num_rows for part in parts), math.nan)
@@ -225,7 +240,7 @@ class RunWarnings:
         return self._streaks.get("groups", _Streak()).steps > 0
 
     def forget_equal_groups(self) -> None:
-        """Take back that equal rewards teach nothing: the step has had advantages all the same."""
+        """Reset the streak of steps with equal rewards: this step has had advantages all the same."""
         self._count("groups", False, 0, math.nan)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -237,6 +252,7 @@ class RunWarnings:
             self._count("all_noise", metrics["srpo/noise_fraction"] == 1, 0, math.nan)
         if "response/finished_fraction" in metrics:
             self._count("all_cut", metrics["response/finished_fraction"] == 0, 0, math.nan)
+        # only of the first optimiser step, see update._clipped_at_start
         clipped = metrics.get("policy/clipped_at_start", 0.0)
         self._count("clipped", clipped > 0, 0, clipped)
         for kind, message in (self._due() | self._tracks.due(self.alarms, metrics)).items():
@@ -248,6 +264,7 @@ class RunWarnings:
         if kind in self.said:
             return
         self.said[kind] = message
+        # the first process writes; the others keep count, so that states are equal
         if self.folder is not None:
             LOGGER.warning("step %d: %s", step, message)
             lines = JsonLines(self.folder / WARNINGS_FILE)
@@ -275,6 +292,7 @@ class RunWarnings:
 
     def _count(self, name: str, holds: bool, samples: int, value: float) -> None:
         before = self._streaks.get(name, _Streak())
+        # a step in which it does not hold ends the streak
         self._streaks[name] = _Streak(before.steps + 1, before.samples + samples, value) if holds else _Streak()
 
     def _due(self) -> dict[str, str]:
@@ -288,6 +306,7 @@ class RunWarnings:
                 "cannot distinguish them; unless that is its best value, look at the samples in the report, and at "
                 "what the reward expects"
             )
+        # a constant reward explains equal groups, and is the better advice
         if self._streaks.get("groups", _Streak()).steps >= PATIENCE and "constant_reward" not in due:
             more = ", ".join(filter(None, ("more samples_per_task", self.variety, "easier or harder tasks")))
             due["equal_groups"] = (
@@ -309,6 +328,7 @@ class RunWarnings:
                 "range; use trainer.old_logp=recompute with a trainer.micro_batch that divides a minibatch, as 1 "
                 "always does, or float32"
             )
+        # a mean near 0 over several steps: single steps vary
         if len(self._agreement) == PATIENCE and abs(sum(self._agreement) / PATIENCE) < LITTLE_AGREEMENT:
             due["no_agreement"] = (
                 f"srpo/agreement was {sum(self._agreement) / PATIENCE:.2f} on average over {PATIENCE} steps: the "
@@ -343,6 +363,7 @@ class RunLog:
         """Add the samples to the totals; a filter kept so many of their groups."""
         self.totals["samples"] += extra
         self.totals["kept"] += kept
+        # before a filter drops any: cost counts what was computed
         for part in sampled:
             self.totals["samples"] += part.num_rows
             self.totals["tokens"] += int(part.mask.sum())
@@ -352,6 +373,7 @@ class RunLog:
 
     def step(self, step: int, metrics: Mapping[str, float], tokens: float) -> None:
         """Log the metrics of a step with its times and the totals of the run."""
+        # stages that did not run take 0 seconds, so that every step has the same metrics
         times = dict.fromkeys((*LOOP_STAGES, *STAGES_BETWEEN), 0.0) | self.watch.take()
         seconds = times["step"]
         self.totals["seconds"] += seconds
@@ -384,6 +406,7 @@ class RunLog:
             "cost/samples": float(self.totals["samples"]),
             "cost/seconds": self.totals["seconds"],
         }
+        # kept in memory too: checkpoints and result.json hold them
         self.evaluations.append({"step": step, "tag": tag, "split": split, **found})
         if self.tracker is not None:
             self.tracker.evaluation(step, tag, split, found)
@@ -408,6 +431,7 @@ class RunLog:
             "last_evaluation": _per_split(self.evaluations[::-1]),
         }
         if write:
+            # null for what is not finite, which JSON has no number for
             write_atomically(self.run_dir / "result.json", json.dumps(finite_or_none(result), indent=1))
         return result
 
@@ -422,6 +446,7 @@ class RunLog:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`."""
+        # updated and not replaced: a new version may count more
         self.totals |= state["totals"]
         self.evaluations = state["evaluations"]
         self.failed_checkpoints = int(state.get("failed_checkpoints", 0))

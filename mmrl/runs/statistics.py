@@ -67,13 +67,17 @@ def wilson_interval(successes: float, n: int, confidence: float = 0.95) -> tuple
     if n < 0 or not 0 <= successes <= n:
         raise ValueError(f"successes must lie in 0..n, got successes={successes}, n={n}")
     _check_confidence(confidence)
+    # two-sided: half of what the confidence leaves on each side
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    # nothing was tried, so nothing is known
     if n == 0:
         return 0.0, 1.0
     share = successes / n
+    # the centre is pulled towards 1/2, which keeps the interval inside 0 and 1
     centre = share + z * z / (2 * n)
     half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     scale = 1 + z * z / n
+    # exactly 0 and 1 at the ends, which rounding would miss
     low = 0.0 if successes == 0 else max(0.0, (centre - half) / scale)
     high = 1.0 if successes == n else min(1.0, (centre + half) / scale)
     return low, high
@@ -89,7 +93,9 @@ def pass_at(right: Sequence[float]) -> dict[int, float]:
     """
     scored = [value for value in right if value == value]
     n, wrong = len(scored), sum(value != 1.0 for value in scored)
+    # up to the number of samples asked for, so that every task has the same names; k beyond those scored is NaN
     sizes = [k for k in PASS_AT if k <= len(right)]
+    # 1 - C(wrong, k) / C(n, k): the chance that a draw of k has only wrong ones
     return {k: 1.0 - math.comb(wrong, k) / math.comb(n, k) if k <= n else math.nan for k in sizes}
 
 
@@ -104,6 +110,7 @@ def difference_interval(a: tuple[float, float, float], b: tuple[float, float, fl
     """
     (value_a, low_a, high_a), (value_b, low_b, high_b) = a, b
     difference = value_a - value_b
+    # distances from each estimate to the end that moves the difference this way
     low = difference - math.hypot(value_a - low_a, high_b - value_b)
     high = difference + math.hypot(high_a - value_a, value_b - low_b)
     return difference, low, high
@@ -123,6 +130,7 @@ def paired_difference(a: Sequence[float], b: Sequence[float], confidence: float 
     """Mean of `a - b` over n pairs that share a seed or a question, with its Student-t interval."""
     if len(a) != len(b):
         raise ValueError(f"pairs need equal lengths, got {len(a)} and {len(b)} values")
+    # differences first: what pairs share cancels
     difference = _finite(a) - _finite(b)
     return PairedDifference(*mean_interval(difference.tolist(), confidence), int((difference > 0).sum()))
 
@@ -130,20 +138,23 @@ def paired_difference(a: Sequence[float], b: Sequence[float], confidence: float 
 def first_reach(costs: Sequence[float], values: Sequence[float], target: float) -> tuple[float, float]:
     """Bounds of the cost at which a curve, straight between its n points, first reaches a target.
 
-    Costs never fall; a larger value is better, NaN is joined over. Returns (c, c) where the target is reached between
-    two points, (0, cost of the first point) where the first one has it already, (last cost, infinity) where it is never
+    Costs never fall; a larger value is better, NaN is joined over. Returns (c, c) if the target is reached between
+    two points, (0, cost of the first point) if the first one has it already, (last cost, infinity) if it is never
     reached.
     """
     # No running maximum over the points: it would move the crossing of a segment that begins in a dip to a lower cost,
     # on the strength of a value that was lost again.
     cost, value = _curve(costs, values)
+    # NaN is joined over by the line between its neighbours
     known = np.isfinite(value)
     cost, value, spent = cost[known], value[known], float(cost[-1])
     reached = np.flatnonzero(value >= target)
     if reached.size == 0:
+        # reached only after more than the run has spent
         return spent, math.inf
     end = int(reached[0])
     if end == 0:
+        # before the first point, at an unknown cost
         return 0.0, float(cost[0])
     share = (target - value[end - 1]) / (value[end] - value[end - 1])
     crossing = float(cost[end - 1] + share * (cost[end] - cost[end - 1]))
@@ -160,7 +171,8 @@ def value_at(costs: Sequence[float], values: Sequence[float], cost: float) -> fl
 
 
 def ratio_bounds(above: tuple[float, float], below: tuple[float, float]) -> tuple[float, float]:
-    """Bounds of a quotient of two costs known by (low, high); (0, infinity) where a cost is exactly 0."""
+    """Bounds of a quotient of two costs known by (low, high); (0, infinity) if a cost is exactly 0."""
+    # a ratio with 0 says nothing about its size
     if above[1] == 0 or below[1] == 0:
         return 0.0, math.inf
     low = 0.0 if math.isinf(below[1]) else above[0] / below[1]
@@ -174,8 +186,10 @@ def ratio_interval(bounds: Sequence[tuple[float, float]], confidence: float = 0.
     if pairs.ndim != 2 or pairs.shape[1] != 2 or not (pairs[:, 0] <= pairs[:, 1]).all():
         raise ValueError(f"expected (low, high) with low <= high for each ratio, got {list(bounds)}")
     with np.errstate(divide="ignore"):
+        # in logs, so that a half and a double average to 1
         logs = np.log(pairs)
     at_least, at_most = (float(np.exp(side.mean())) for side in logs.T)
+    # a ratio that is only bounded has no interval; its bounds are averaged alone
     if not np.isfinite(logs).all() or (pairs[:, 0] < pairs[:, 1]).any():
         return RatioInterval(math.nan, math.nan, math.nan, len(pairs), at_least, at_most)
     mean, low, high, n = mean_interval(logs[:, 0].tolist(), confidence)
@@ -195,9 +209,11 @@ def cluster_bootstrap_interval(
     """
     # not scipy.stats.bootstrap, which draws other resamples from the same generator
     _check_confidence(confidence)
+    # means first: each question weighs the same
     means = np.array([_finite(values).mean() for values in values_by_question])
     if means.size == 0:
         raise ValueError("the bootstrap needs at least one question")
+    # in chunks, so that memory does not grow with questions times resamples
     chunk = max(1, _RESAMPLED_CELLS // means.size)
     drawn = [
         means[rng.integers(means.size, size=(min(chunk, resamples - start), means.size))].mean(axis=1)
@@ -225,12 +241,15 @@ def with_interval(name: str, values: Sequence[Sequence[float]], rng: np.random.G
     Returns:
         name, name/low and name/high; NaN if there is no score.
     """
+    # a task without a scored sample takes no part
     clusters = [scores for task in values if (scores := [value for value in task if value == value])]
     flat = [value for scores in clusters for value in scores]
     if not flat:
         return dict.fromkeys((name, f"{name}/low", f"{name}/high"), math.nan)
+    # resampling equal numbers gives an interval of width 0, as if the rate were known exactly
     alike = name.startswith(SHARES) and len({sum(scores) / len(scores) for scores in clusters}) == 1
     if rng is None or alike:
+        # successes scaled to the number of clusters, since repeats add no independent trials
         low, high = wilson_interval(sum(flat) * len(clusters) / len(flat), len(clusters))
     else:
         low, high = cluster_bootstrap_interval(clusters, rng)
@@ -242,6 +261,7 @@ def t_quantile(confidence: float, dof: int) -> float:
     _check_confidence(confidence)
     if dof < 1:
         raise ValueError(f"a t interval needs at least one degree of freedom, got {dof}")
+    # scipy takes long to import, and most programs need no interval
     from scipy import special
 
     return float(special.stdtrit(dof, 0.5 + confidence / 2))
@@ -253,7 +273,7 @@ def _check_confidence(confidence: float) -> None:
 
 
 def _exp(value: float) -> float:
-    """Exponential that is infinite where the number has no room, as the interval of two unequal ratios may be."""
+    """Exponential that is infinite instead of overflowing, as the interval of two very unequal ratios may."""
     return math.exp(value) if value < 700 else math.inf
 
 

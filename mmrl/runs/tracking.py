@@ -69,6 +69,7 @@ class JsonlSink:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one record; `time` is seconds since the epoch."""
+        # wall-clock time, so that runs on several machines can be put side by side
         self._metrics.append({"step": step, "time": round(time.time(), 3), **metrics})
 
     def evaluation(self, step: int, tag: str, split: str, metrics: Mapping[str, float]) -> None:
@@ -95,6 +96,7 @@ class ConsoleSink:
     def __init__(self, total_steps: int, *, every: int = 1, quiet: bool = False, stream: TextIO | None = None) -> None:
         from rich.console import Console
 
+        # soft_wrap: without a terminal, rich would break lines at a guessed width
         self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True, quiet=quiet)
         self._total_steps = total_steps
         self._every = max(1, every)
@@ -113,10 +115,13 @@ class ConsoleSink:
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
         now = time.monotonic()
+        # from the first step logged, so that a resumed run's estimate leaves out the steps before it
         self._began = self._began or (step, now)
+        # a log file gets a line every 10 s, even if steps are faster
         due = step % self._every == 0 and (self._bar is not None or now - self._shown_s >= QUIET_S)
         if due or step == self._total_steps or self._lines == 0:
             self._shown_s = now
+            # a column stays once a step had it, so that lines keep their order
             columns = [name for name in COLUMNS if name in self._columns or _value(name, metrics) is not None]
             if columns != self._columns or self._lines % _HEADER_EVERY == 0:
                 self._columns = columns
@@ -172,6 +177,7 @@ class TensorBoardSink:
 
     def truncate_after(self, step: int) -> None:
         """Have TensorBoard hide later steps of earlier event files."""
+        # closed, so that later events go to a new file with a purge step
         self.close()
         self._purge_step = step + 1
 
@@ -183,9 +189,11 @@ class TensorBoardSink:
 
     def _open(self) -> Any:
         if self._writer is None:
+            # takes seconds to import
             from torch.utils.tensorboard import SummaryWriter
 
             if self._purge_step is not None:
+                # else TensorBoard would read the new file before the old one
                 _wait_for_a_later_name(self._folder)
             self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
         return self._writer
@@ -196,6 +204,7 @@ class ServiceSink:
 
     def __init__(self, package: str, project: str, run_name: str, config: Mapping[str, Any]) -> None:
         try:
+            # by name, so that neither is needed unless it is asked for
             service: Any = importlib.import_module(package)
         except ImportError as error:
             raise UserError(
@@ -232,6 +241,7 @@ def _parts(names: Collection[str]) -> Iterator[tuple[str, str, dict[str, str]]]:
     for name in names:
         metric, _, part = name.rpartition("/")
         column, equals, value = part.partition("=")
+        # only what breaks down a headline metric, and no ends of intervals
         if metric in names and name.startswith(HEADLINES) and part not in ENDS:
             found.setdefault((metric, column) if equals else (metric, "task"), {})[value if equals else part] = name
     for (metric, column), parts in found.items():
@@ -271,7 +281,8 @@ def _value(column: str, metrics: Mapping[str, float]) -> float | None:
 
 
 def _left(began: tuple[int, float], current: tuple[int, float], total_steps: int) -> str:
-    """Time that the other steps take at the speed so far; empty where nothing is known of it."""
+    """Time that the remaining steps take at the speed so far; empty if it is not known yet."""
+    # speed over all steps so far: single steps vary with the length of answers
     steps = current[0] - began[0]
     if steps <= 0 or current[0] >= total_steps:
         return ""
@@ -302,6 +313,7 @@ def _estimate(name: str, metrics: Mapping[str, float]) -> str:
     """A share in per cent, another measurement as it is."""
     low, high = metrics.get(f"{name}/low"), metrics.get(f"{name}/high")
     share = name.startswith(SHARES)
+    # shares in per cent, scores with three digits
     factor, digits = (100.0, 1) if share else (1.0, 3)
     value = f"{factor * metrics[name]:.{digits}f}{' %' if share else ''}"
     if low is None or high is None or math.isnan(low) or math.isnan(high):
@@ -317,6 +329,7 @@ def _wait_for_a_later_name(folder: Path) -> None:
     """
     seconds = [path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")]
     latest = max((int(text) for text in seconds if text.isdigit()), default=0)
+    # time.time(), as the file's name is made of it
     while latest <= time.time() < latest + 1:
         time.sleep(0.05)
 
@@ -379,6 +392,7 @@ class Tracker:
             sink.close()
 
     def _check(self, metrics: Mapping[str, float]) -> None:
+        # a run must not end over a metric that lacks its sentence; the tests do
         if not self._strict:
             return
         for name in metrics:
@@ -401,6 +415,7 @@ def build_tracker(
     sinks: list[Sink] = []
     for package, project in (("wandb", config.wandb), ("trackio", config.trackio)):
         if project is not None:
+            # the folder's name, so that a run has one name everywhere
             name = config.run_name or run_dir.resolve().name
             sinks.append(ServiceSink(package, project, name, run_config or {}))
     wanted = tensorboard_installed() if config.tensorboard is None else config.tensorboard
@@ -427,17 +442,19 @@ def describe_metric(name: str, definitions: Mapping[str, str] | None = None) -> 
     """
     table = metric_definitions() if definitions is None else definitions
     whole, _, last = name.rpartition("/")
+    # an interval's end is described by its metric
     if last in ENDS and describe_metric(whole, table) is not None:
         return f"{ENDS[last]} end of the 95 % interval of {whole}."
     fitting = [pattern for pattern in table if _expression(pattern).fullmatch(name)]
     if fitting:
+        # the most specific pattern that fits
         return table[min(reversed(fitting), key=openness)]  # of equally open ones that of the recipe's own package
     sentence = describe_metric(whole, table) if "=" in last else None
     return None if sentence is None else f"{sentence.rstrip('.')}, where {last}."
 
 
 def openness(pattern: str) -> list[int]:
-    """0 for each part of a metric's name that is given, 1 where it is one of some values, 2 where it is any."""
+    """For each part of a metric's name: 0 if it is fixed, 1 if it is one of some values, 2 if it is any."""
     return [max((1 if "|" in name else 2 for name in WILDCARD.findall(part)), default=0) for part in pattern.split("/")]
 
 
@@ -452,8 +469,9 @@ def _expression(pattern: str) -> re.Pattern[str]:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Read `metrics.jsonl` of a run folder: one record a step in rising order, the last where one was written twice."""
+    """Read `metrics.jsonl` of a run folder: one record a step in rising order, the later of two records of a step."""
     path = Path(run_dir) / "metrics.jsonl"
+    # the later one of two records of a step, as a run that was killed may leave
     records = {record["step"]: record for record in read_steps(path)}
     return [_numbers(records[step], path) for step in sorted(records)]
 
@@ -470,7 +488,8 @@ def read_evaluations(run_dir: Path, split: str | None = None, tag: str | None = 
 
 
 def _numbers(record: dict[str, Any], path: Path, texts: Sequence[str] = ()) -> dict[str, Any]:
-    """A record with NaN for null; raises UserError where a value is of another kind than the suite writes."""
+    """A record with NaN for null; raises UserError if a value has a type that the suite does not write."""
+    # one message for all kinds of edited files
     for name, value in record.items():
         if value is not None and not isinstance(value, str if name in texts else int | float):
             kind = "a text" if name in texts else "a number"

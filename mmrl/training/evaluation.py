@@ -40,13 +40,15 @@ Row = dict[str, Any]
 def parts_of_tasks(
     columns: Sequence[Mapping[str, Any]], by: Sequence[str] | None, answers: Collection[str] = NOT_PARTS
 ) -> list[dict[str, str]]:
-    """Value of each task in the columns that the evaluation is broken down by; never those of `answers` by itself."""
+    """Value of each task in the columns that the evaluation is broken down by: `by`, else all but `answers`."""
+    # in the order of the first row, so that tables keep the columns' order
     names = list(dict.fromkeys(name for task in columns for name in task))
     missing = [name for name in by or () if name not in names]
     if missing and columns:
         raise ValueError(f"evaluation.by names '{missing[0]}'; columns of the data: {', '.join(names) or 'none'}")
     kinds = [name for name in names if name not in answers and _is_part(name, columns)]
     chosen = kinds if by is None else list(by)
+    # a task without the column is in no part
     return [{name: str(task[name]) for name in chosen if task.get(name) is not None} for task in columns]
 
 
@@ -57,11 +59,13 @@ def part_metric(metric: str, column: str, value: str) -> str:
 
 def _is_part(name: str, columns: Sequence[Mapping[str, Any]]) -> bool:
     values = [task[name] for task in columns if task.get(name) is not None]
+    # long texts and numbers are no kinds of question
     if not all(isinstance(value, str | bool) and len(str(value)) <= LONGEST_VALUE for value in values):
         return False
     if all(task.get(name) == task.get("answer") for task in columns):  # such as the column of data.answer_key
         return False
     different = len(set(values))
+    # at least two tasks a value on average, or the parts say nothing
     return 2 <= different <= MOST_VALUES and len(values) >= 2 * different
 
 
@@ -140,7 +144,7 @@ class Measure(ABC, Generic[TaskT]):
         """A row as a sample for the report."""
 
     def take(self, rows: Sequence[Row]) -> None:
-        """Take what only this process needs out of the rows of each batch, which workers may have run, in order."""
+        """Move out of a batch's rows what only this process keeps, such as videos; batches come in order."""
 
     def failure(self, rows: Sequence[Row]) -> str:
         """Reason why none of the samples could be scored; empty if one could."""
@@ -182,6 +186,7 @@ class Measure(ABC, Generic[TaskT]):
 
 def held_out_tasks(config: Any, load: Callable[[Any, str], Sequence[TaskT]]) -> dict[str, Sequence[TaskT]]:
     """Tasks of each split of `eval_data`, cut to `evaluation.max_tasks`; `load` gets the data and its key."""
+    # 0 means all
     limit = config.evaluation.max_tasks or None
     return {name: load(data, f"eval_data.{name}")[:limit] for name, data in config.eval_data.items()}
 
@@ -210,6 +215,7 @@ class EpisodeMeasure(Measure[TaskT]):
     def entries(self, row: Row) -> list[Row]:
         """The episode; `success` is None if it came to no result."""
         found = self.outcome(row)
+        # no outcome: the episode has no result
         success = None if found is None else row["success"]
         known = {"decoding": self.protocol, "state": self.state_of(row), "success": success, **self.columns(row)}
         return [known if found is None else known | _scores(found)]
@@ -221,6 +227,7 @@ class EpisodeMeasure(Measure[TaskT]):
 
     def seed_of(self, *trial: int | str) -> int:
         """Seed of an episode, the same at every step."""
+        # without the step, so that evaluations of different steps run the same episodes
         return stream_seed(self.seed, "evaluate", self.split, *trial)
 
     def success_rates(self, rows: Sequence[Row], column: str, fewest: int = 1) -> dict[str, float]:
@@ -230,6 +237,7 @@ class EpisodeMeasure(Measure[TaskT]):
         """
         name = f"success/{self.protocol}"
         parts = {name: rows}
+        # in the order of rows, which is that of the tasks
         values = dict.fromkeys(row[column] for row in rows)
         for value in values if len(values) >= fewest else ():
             parts[f"{name}/{metric_label(value)}"] = [row for row in rows if row[column] == value]
@@ -238,6 +246,7 @@ class EpisodeMeasure(Measure[TaskT]):
             by_state: dict[str, list[float]] = {}
             for row in (row for row in part if not row["failed"]):
                 by_state.setdefault(self.state_of(row), []).append(float(row["success"]))
+            # resampled with the same seed at every step, so that intervals differ by outcomes alone
             rng = None if self.greedy else np.random.default_rng(self.seed)
             rates |= with_interval(metric, list(by_state.values()), rng)
         return rates
@@ -275,15 +284,18 @@ def evaluate_tasks(
     entries: list[Row] = []
     for number, measure in enumerate(measures):
         saved = measure.saved_rows(tasks, accelerator.num_processes)
+        # samples of the first measure only: the others answer the same questions
         wanted = 0 if number else records
         run = functools.partial(_here, measure) if elsewhere is None else functools.partial(elsewhere, number)
         rows, taken = _run_all(measure, tasks, saved, wanted, accelerator, run)
+        # of the first measure, which is the main result
         metrics = metrics or {"n": float(len({row["index"] for row in rows}))}
         metrics |= measure.metrics(rows, tasks)
         failure = failure or measure.failure(rows)
         samples += [_sample(measure, row, saved, taken) for row in rows[:wanted]]
         outcomes += [outcome for row in rows if (outcome := measure.outcome(row)) is not None]
         entries += ledger_rows(number, measure, rows)
+    # repeats and protocols of a task are one outcome, for comparisons over tasks
     return Evaluation(metrics, samples, failure, mean_outcomes(outcomes), entries)
 
 
@@ -298,6 +310,7 @@ def ledger_rows(number: int, measure: Measure[Any], rows: Sequence[Row]) -> list
 
 def batch_of(measure: Measure[TaskT], tasks: Sequence[TaskT], key: Key, processes: int) -> Batch:
     """The batch that a trial was run in, and its place among those of its process."""
+    # the trials of that process, as `shard` deals them
     mine = all_trials(measure, tasks)[(key[0] * measure.repeats + key[1]) % processes :: processes]
     return next(batch for batch in _cut(mine, measure.batch_size) if any(trial.key == key for trial in batch[1]))
 
@@ -336,6 +349,7 @@ def _run_all(
     batches = list(_cut(shard(trials, accelerator), measure.batch_size))
     # only whole batches: numbers may depend on what is computed together
     left = [(start, batch) for start, batch in batches if not all(trial.key in known for trial in batch)]
+    # of all processes: a batch that one repeats is repeated for all
     again = set(merge_lists([trial.key for _, batch in left for trial in batch], accelerator))
     taken = ({trial.key for trial in trials} & known.keys()) - again
     if saved is not None and taken:
@@ -345,9 +359,11 @@ def _run_all(
         *(known[key] for key in taken),
         *merge_lists(_run_mine(measure, left, saved, shown, accelerator, run), accelerator),
     ]
+    # in the order of tasks, whichever process had them
     rows.sort(key=lambda row: (row["index"], row["repeat"]))
     if accelerator.is_main_process:
         if saved is not None:
+            # one file from those of all processes
             saved.write(rows)
         measure.finish(rows, saved)
     return rows, taken
@@ -355,6 +371,7 @@ def _run_all(
 
 def _known(saved: ResumableRows, accelerator: Accelerator) -> dict[Key, Row]:
     """Rows of an earlier evaluation by index and repeat, the same ones on every process."""
+    # read by one process, since the files may not be on the disks of the others
     rows = merge_lists(saved.read() if accelerator.is_main_process else [], accelerator)
     return {(row["index"], row["repeat"]): row for row in rows if _counts(row)}
 
@@ -365,6 +382,7 @@ def _counts(row: Row) -> bool:
 
 def _here(measure: Measure[Any], batches: Sequence[Batch]) -> Iterator[Sequence[Row]]:
     for start, batch in batches:
+        # measures sample and score; nothing of it is trained
         with torch.no_grad():
             rows = measure.run(batch, start)
         yield rows
@@ -382,10 +400,12 @@ def _run_mine(
     log = None if saved is None else saved.appender(accelerator.process_index, accelerator.num_processes)
     found: list[Row] = []
     for rows in _with_progress(run(left), left, measure):
+        # before rows are written: what only this process needs is taken out of them
         measure.take(rows)
         found += rows
         for row in rows:
             if saved is not None and log is not None:
+                # an image cannot be made again from a stored row
                 if (row["index"], row["repeat"]) in shown:
                     row["record"] = store_record(saved.images, measure.record(row))
                 log.append(saved.saved(row))

@@ -46,33 +46,40 @@ class Watch:
     def __init__(self, store: torch.distributed.Store, rank: int, count: int) -> None:
         self.stage: Callable[[], str] = lambda: "starting"
         """Describes this process's current stage, for messages such as "at rollout of step 7"."""
-        self._store, self._rank, self._count = store, rank, count
+        self._store = store
+        self._rank = rank
+        self._count = count
         self._host = socket.gethostname()
         self._beat = 0
         self._seen: dict[int, tuple[str, float]] = {}
+        # an event and not a flag: it also ends the waits of the threads
         self._over = threading.Event()
         self._answered = time.monotonic()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="mmrl-watch", daemon=True)
+        # before the others look: they need a note to compare with
         self._write("alive")
 
     def start(self) -> None:
         """Watch from now on; all processes have been made."""
         self._thread.start()
+        # a second thread, since the first may be blocked in the store
         threading.Thread(target=self._guard, name="mmrl-watch-store", daemon=True).start()
 
     def close(self, status: str, message: str = "") -> None:
-        """Stop watching, and leave word of how this process ended: "done" or "failed"."""
+        """Stop watching, and record how this process ended: "done" or "failed"."""
         self._over.set()
         self._thread.join(SILENCE_S)
         with contextlib.suppress(RuntimeError):  # the store may be gone
             self._write(status, message)
         if status == "failed":
+            # long enough for the others to read why
             time.sleep(GRACE_S)
 
     def culprit(self) -> str | None:
         """Describe the process that failed or ended during a collective operation; None if all are alive."""
         ends = time.monotonic() + SILENCE_S + BEAT_S
+        # a process that has just been killed needs a while to look dead
         while time.monotonic() < ends:
             try:
                 if found := self._look(SILENCE_S):
@@ -94,7 +101,7 @@ class Watch:
                 self._end(found)
 
     def _guard(self) -> None:
-        """End this process if the store does not even refuse, as where a cable was pulled."""
+        """End this process if the store has been silent for too long, as after a cable was pulled."""
         while not self._over.wait(BEAT_S):
             silence_s = time.monotonic() - self._answered
             if silence_s > LOST_S:
@@ -103,12 +110,15 @@ class Watch:
     def _end(self, reason: str) -> None:
         sys.stderr.write(f"mmrl: {self._name(self._rank, self._host)} ends at {self.stage()}: {reason}\n")
         sys.stderr.flush()
+        # os._exit: the main thread may be stuck in a collective operation that never returns
         os._exit(1)
 
     def _write(self, status: str, message: str = "") -> None:
         self._beat += 1
+        # the beat makes every note differ from the one before
         note = {"beat": self._beat, "status": status, "host": self._host, "stage": self.stage(), "message": message}
         with self._lock:
+            # one connection for two threads
             self._store.set(f"mmrl/watch/{self._rank}", json.dumps(note))
 
     def _look(self, silence_s: float) -> str | None:
@@ -118,6 +128,7 @@ class Watch:
             with self._lock:
                 text = self._store.get(f"mmrl/watch/{rank}").decode()
             note = json.loads(text)
+            # by content and own clock, since the clocks of machines differ
             if self._seen.get(rank, ("", 0.0))[0] != text:
                 self._seen[rank] = (text, now)
             where = f"{self._name(rank, note['host'])}, at {note['stage']},"
@@ -137,8 +148,10 @@ def watched(accelerator: Accelerator) -> Iterator[Watch | None]:
     if accelerator.num_processes == 1:
         yield None
         return
+    # the store by which the processes have found each other
     store: Any = torch.distributed.distributed_c10d._get_default_store()
     watch = Watch(store.clone(), accelerator.process_index, accelerator.num_processes)
+    # all have written a note, before any looks
     accelerator.wait_for_everyone()
     watch.start()
     try:
@@ -147,6 +160,7 @@ def watched(accelerator: Accelerator) -> Iterator[Watch | None]:
         watch.close("done")
         raise
     except Exception as error:
+        # a user's error is the same on all processes; any other may only follow from another's
         found = None if isinstance(error, UserError) else watch.culprit()
         watch.close("failed", found or f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
         if found:
@@ -161,6 +175,7 @@ def in_first_process(accelerator: Accelerator | None, act: Callable[[], ResultT]
         return act()
     found: list[Any] = [None, None]
     if accelerator.is_main_process:
+        # every process needs the result, so an error has to be sent too
         try:
             found[0] = act()
         except UserError as error:
@@ -200,6 +215,7 @@ def describe(accelerator: Accelerator, run_dir: Path) -> str:
 def check_same_tasks(accelerator: Accelerator, digest: Callable[[], str | None]) -> None:
     """Refuse machines that have other training data than the first one; on one machine nothing is read."""
     hosts = merge_lists([socket.gethostname()], accelerator)
+    # one machine has one copy of the data
     if len(set(hosts)) == 1:
         return
     digests = merge_lists([digest()], accelerator)
@@ -221,13 +237,16 @@ def on_every_machine(folder: Path, accelerator: Accelerator) -> Iterator[None]:
         yield
         return
     found = in_first_process(accelerator, lambda: _digest(folder))
+    # by manifest: the checksums of all files in one small file
     lacks = _digest(folder) != found
     if all_ranks(not lacks, accelerator):
         yield
         return
     receives = lacks and accelerator.is_local_main_process
+    # under a temporary name, which remove_partial deletes after a kill
     draft = folder.with_name(f"{TEMPORARY_PREFIX}received-{folder.name}") if receives else None
     _send(folder, draft, accelerator)
+    # no process reads it before it is whole
     if draft is not None:
         shutil.rmtree(folder, ignore_errors=True)
         draft.rename(folder)
@@ -235,7 +254,9 @@ def on_every_machine(folder: Path, accelerator: Accelerator) -> Iterator[None]:
     if _digest(folder) != found:
         raise UserError(f"{folder} did not arrive on {socket.gethostname()} as it was sent")
     yield
+    # every process has read it before any machine deletes its copy
     accelerator.wait_for_everyone()
+    # brought here for the resume alone: the first machine keeps the checkpoints
     if receives:
         shutil.rmtree(folder, ignore_errors=True)
 

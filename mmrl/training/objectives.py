@@ -75,9 +75,12 @@ def make_objective(config: ObjectiveConfig, longest: int | None = None) -> Objec
     except ValueError as error:
         raise ValueError(f"objective: {error}") from error
     given = (changes.get("aggregation", {}), changes.get("kl", {}).get("aggregation"))
+    # a length that the user has set stays
     sets_length = any(isinstance(part, dict) and "length" in part for part in given)
+    # "longest" is the sampler's limit, which only the run knows
     if longest and objective.fixed_length is not None and not sets_length:
         objective = objective.with_fixed_length(longest)
+    # after the changes: a row is valid, a combination of blocks need not be
     objective.validate()
     return objective
 
@@ -91,11 +94,13 @@ def check_objective(
 ) -> None:
     """Refuse an objective that a recipe's policy or data cannot serve."""
     for key, block in objective.blocks.items():
+        # a block with coefficient 0 needs nothing, and is not checked
         missing = sorted((block.inputs & SCORES.keys()) - set(scores)) if objective.needs & block.inputs else []
         if missing:
             usable = [kind for kind, other in all_kinds(key).items() if not (other.needs & SCORES.keys()) - set(scores)]
             tip = f"use {', '.join(usable)}" if usable else "leave it out"
             raise ValueError(f"objective.{key} is '{block.kind}', which needs {SCORES[missing[0]]}; {tip}")
+    # the ratio to the sampler would be taken twice
     if objective.correction is not None and old_logp == "sampler":
         raise ValueError(
             f"objective.correction is '{objective.correction.kind}', but trainer.old_logp is 'sampler', whose loss "
@@ -109,7 +114,8 @@ def check_objective(
 
 
 def check_group_size(samples_per_task: int, objective: Objective, scores: Collection[str]) -> None:
-    """Refuse an estimator that compares the samples of a group where groups have one."""
+    """Refuse an estimator that compares the samples of a group if groups have a single one."""
+    # with one sample a group, every advantage would be 0
     if "samples" in objective.advantage.needs and samples_per_task < 2:
         kinds = all_kinds("advantage")
         alone = [name for name in kind_names("advantage") if kinds[name].needs <= set(scores)]
@@ -177,6 +183,7 @@ LIKELIHOOD = "- mean log p(decision | prompt, earlier decisions)"
 
 def likelihood_loss(scores: PolicyOutputs, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
     """Mean negative log-likelihood of the decisions; with advantage 1 the plain policy gradient is its gradient."""
+    # advantage 1 and a ratio of 1: the policy gradient is that of the log-likelihood
     given = minibatch.replace(logp_old=scores.logp.detach(), advantage=minibatch.mask)
     output = OBJECTIVE.loss(scores, given, denominators)
     nll = mean_metric(-scores.logp, minibatch.loss_mask)

@@ -43,11 +43,13 @@ LARGEST, SMALLEST = 2.0**127, 2.0**-14
 
 def learning_rate_factor(config: BaseTrainerConfig, optimiser_step: int, waited: int = 0) -> float:
     """Share of the peak learning rate at an optimiser step."""
+    # from 1 / warmup_steps, not from 0, so that the first step already moves
     if optimiser_step < config.warmup_steps:
         return (optimiser_step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return 1.0
     total = config.steps * config.epochs * config.minibatches_per_step
+    # steps that waited count for the decay, though not for the warm-up
     progress = min((optimiser_step + waited - config.warmup_steps) / max(total - config.warmup_steps, 1), 1.0)
     floor = config.final_learning_rate / config.learning_rate
     decay = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
@@ -63,6 +65,7 @@ def make_optimizer(
     region the gradients become steps, and SGD takes them: the rate is the share of the step.
     """
     if region is not None:
+        # SGD only adds the step, which is complete when it gets here
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         if any(parameter.dtype.itemsize < 4 for parameter in trained):
             raise UserError("natural-gradient steps need float32 weights, or adapters (LoRA): others round them away")
@@ -70,10 +73,12 @@ def make_optimizer(
     factors: dict[str, float] = getattr(policy, "learning_rate_factors", {})
     trainable = [(name, parameter) for name, parameter in policy.named_parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = []
+    # 1.0 first, so that the first group's rate is the run's, which the log shows
     for factor in dict.fromkeys((1.0, *factors.values())):
         own = [p for name, p in trainable if factors.get(name.partition(".")[0], 1.0) == factor]
         marked = {} if factor == 1 else {FACTOR: factor}
         groups += [
+            # matrices decay, vectors do not
             {"params": [p for p in own if p.ndim >= 2], "weight_decay": config.weight_decay, **marked},
             {"params": [p for p in own if p.ndim < 2], "weight_decay": 0.0, **marked},
         ]
@@ -87,18 +92,20 @@ def make_optimizer(
 
 
 def divide(recipe: Recipe[Any, Any], accelerator: Accelerator, reference: Reference) -> None:
-    """Leave the trained weights, and those of references, in parts where the configuration asks for it."""
+    """Shard the trained weights and those of references if the configuration asks for it."""
     if recipe.config.trainer.sharding == "none":
         return
     names = frozenset(name for name, weight in recipe.policy.named_parameters() if weight.requires_grad)
     gathered = torch.bfloat16 if recipe.config.trainer.gathered == "bf16" else None
+    # the reference is divided with the policy, or a process would hold it whole
     copies = [each.copy for each in (reference, recipe.start) if each is not None and each.copy is not None]
+    # dict.fromkeys: the start of a recipe may be the reference too
     for module in dict.fromkeys((recipe.policy, *copies)):
         shard(module, accelerator, names, gathered)
 
 
 def check_precision(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse steps that the weights' own precision cannot take or rounds away; raises UserError."""
+    """Refuse weights in float16, and in bfloat16 where steps would be rounded away; raises UserError."""
     for group in optimizer.param_groups:
         low = {parameter.dtype for parameter in group["params"]} & {torch.bfloat16, torch.float16}
         if torch.float16 in low:
@@ -107,6 +114,7 @@ def check_precision(optimizer: torch.optim.Optimizer) -> None:
                 "weights with trainer.mixed_precision=fp16, or adapters (LoRA)"
             )
         rate = group["lr"] * group.get(FACTOR, 1.0)
+        # low-precision numbers of the size of a weight are further apart than such a step, which then rounds away
         if low and rate < SMALLEST_LOW_PRECISION_STEP:
             kind = str(low.pop()).removeprefix("torch.")
             raise UserError(
@@ -119,6 +127,7 @@ def actor_weights(policy: nn.Module) -> list[nn.Parameter]:
     """Weights to be trained, without those of a critic, a child that the policy names in `critic_parts`."""
     critics = getattr(policy, "critic_parts", ())
     named = policy.named_parameters()
+    # the first part of a name is the child of the policy
     found = [weight for name, weight in named if weight.requires_grad and name.partition(".")[0] not in critics]
     if not found:
         raise UserError("the policy has no weight to train: every one is frozen; look at the options of `model`")
@@ -138,26 +147,33 @@ def to_natural_steps(
         return
     chunks: list[Rollouts] = []
     if minibatch is not None:
+        # parts for memory only: sums over rows do not depend on them
         most = recipe.config.trainer.micro_batch or minibatch.num_rows
         chunks = list(recipe.micro_batches(minibatch, most, whole_groups=False))
     parts = [partial(_row_logp, recipe, policy, chunk) for chunk in chunks]
+    # a weight that this minibatch does not use has no gradient
     gradient = torch.cat([(torch.zeros_like(w) if w.grad is None else w.grad).flatten() for w in weights])
+    # dropout would make the surrogate a different function at every call
     policy.eval()
     rows = Rows(weights, parts, partial(accelerator.reduce, reduction="sum"))
+    # [:0] gives an empty tensor of the right dtype if this process has no rows
     step, share = natural_step(rows, gradient, torch.cat([rows.before[:0], *map(_row_advantage, chunks)]), region)
     policy.train()
     for weight, own in zip(weights, step.split([weight.numel() for weight in weights]), strict=True):
+        # SGD subtracts rate * gradient, so the negative step is put there
         weight.grad = -own.view_as(weight)
     recipe.noted["optim/natural_share"] = share
 
 
 def _row_logp(recipe: Recipe[Any, Any], policy: nn.Module, rows: Rollouts) -> Tensor:
     scores = recipe.scores(policy, rows, frozenset({"logp"}))
+    # untrained decisions are no part of a row's log-probability
     return torch.where(rows.loss_mask > 0, scores.logp, 0.0).sum(1)
 
 
 def _row_advantage(rows: Rollouts) -> Tensor:
     assert rows.advantage is not None
+    # the row's mean, so that advantages within a row are weighed by decisions
     return (rows.advantage * rows.loss_mask).sum(1) / rows.loss_mask.sum(1).clamp(min=1)
 
 
@@ -173,9 +189,12 @@ class Rows:
     def __init__(
         self, weights: Sequence[nn.Parameter], parts: Sequence[Callable[[], Tensor]], total: Callable[[Tensor], Tensor]
     ) -> None:
-        self.weights, self.total, self._parts = list(weights), total, parts
+        self.weights = list(weights)
+        self.total = total
+        self._parts = parts
         self._first = weights[0].detach()
         self.before = self.logp()
+        # over all processes: the Fisher matrix is a mean over the rows of the optimiser step
         self.count = float(total(self._first.new_tensor(float(len(self.before)))))
 
     @property
@@ -187,8 +206,10 @@ class Rows:
         """Set the weights to (P,) numbers."""
         sizes = [weight.numel() for weight in self.weights]
         with torch.no_grad():
+            # in place, because the optimiser and the model hold these tensors
             for weight, own in zip(self.weights, place.split(sizes), strict=True):
                 weight.copy_(own.view_as(weight))
+        # autocast keeps casts of weights, which do not see an in-place change
         torch.clear_autocast_cache()
 
     def logp(self) -> Tensor:
@@ -203,21 +224,25 @@ class Rows:
     def fisher(self, direction: Tensor) -> Tensor:
         """Product (P,) of the rows' Fisher matrix with a direction (P,)."""
         place = self.place
+        # the cube root of the rounding error balances truncation and rounding of a central difference
         reach = torch.finfo(place.dtype).eps ** (1 / 3) / direction.norm()
         ends = []
         for sign in (1, -1):
             self.move(place + sign * reach * direction)
             ends.append(self.logp())
+        # exactly back, not by subtracting: rounding must not move the weights
         self.move(place)
         return self._pull((ends[0] - ends[1]) / (2 * reach)) / self.count
 
     def _pull(self, weight: Tensor) -> Tensor:
         """Gradient (P,) of the weighted sum (b,) of all rows' log-probabilities."""
         found, start = self._first.new_zeros(sum(each.numel() for each in self.weights)), 0
+        # chunk by chunk, each with its part of the row weights
         for part in self._parts:
             with torch.enable_grad():
                 logp = part()
                 mean = (weight[start : start + len(logp)] * logp).sum()
+            # materialize: a weight that a chunk does not use gets zeros
             own = torch.autograd.grad(mean, self.weights, materialize_grads=True)
             found += torch.cat([each.flatten() for each in own])
             start += len(logp)
@@ -229,19 +254,22 @@ def conjugate_gradients(product: Callable[[Tensor], Tensor], target: Tensor, ite
     found, residual, direction = torch.zeros_like(target), target.clone(), target.clone()
     size = first = float(residual @ residual)
     for _ in range(iterations):
+        # relative to the start, since gradients of different runs differ by orders of magnitude
         if size <= RESIDUAL * first:
             break
         moved = product(direction)
+        # exact line minimum along the direction, for a quadratic
         length = size / float(direction @ moved)
         found += length * direction
         residual -= length * moved
         size, before = float(residual @ residual), size
+        # Fletcher-Reeves: conjugate to all earlier directions
         direction = residual + size / before * direction
     return found
 
 
 def natural_step(rows: Rows, gradient: Tensor, advantage: Tensor, region: TrustRegionConfig) -> tuple[Tensor, float]:
-    """The step (P,) from the gradient (P,) of the loss, and its share of the longest one; 0 where none gains enough.
+    """The step (P,) for a gradient (P,) of the loss, and its share of the longest step; both 0 if no step gains enough.
 
     The weights stay as they are. `advantage` (b,) belongs to this process's rows.
 
@@ -253,25 +281,30 @@ def natural_step(rows: Rows, gradient: Tensor, advantage: Tensor, region: TrustR
         return rows.fisher(direction) + region.damping * direction
 
     direction = conjugate_gradients(fisher, -gradient, region.iterations)
+    # NaN fails this comparison too
     if not float(direction.norm()) > 0:
         return direction, 0.0
+    # the longest step with d^T F d / 2 = max_kl, to second order
     longest = direction * (2 * region.max_kl / (direction @ fisher(direction))).sqrt()
     place, before, promised = rows.place, rows.surrogate(advantage), -float(gradient @ longest)
     share = 1.0
     for _ in range(region.backtracks):
         rows.move(place + share * longest)
         gained = rows.surrogate(advantage) - before
+        # Armijo: a share of the gain that the gradient promises
         if math.isfinite(gained) and gained > ENOUGH * share * promised:
             break
         share /= 2
     else:
+        # no step gained enough: stay, and let the next rollouts try
         share = 0.0
+    # the caller applies the step through the optimiser, so the weights go back first
     rows.move(place)
     return share * longest, share
 
 
 class LossScale:
-    """Dynamic scale of the loss in fp16, 1 for good where it is not enabled.
+    """Dynamic scale of the loss in fp16; always 1 if not enabled.
 
     The smallest positive number of fp16 is 6e-8: smaller gradients would become 0. The loss is multiplied by a power of
     two and its gradients divided by it in float32. A gradient that is not finite halves the scale and its step is left
@@ -289,6 +322,7 @@ class LossScale:
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss that gradients are taken of."""
+        # exact: the scale is a power of two
         return loss * self.value if self.enabled else loss
 
     def unscale(self, weights: Sequence[nn.Parameter]) -> None:
@@ -300,29 +334,34 @@ class LossScale:
     @property
     def can_shrink(self) -> bool:
         """Whether a smaller scale may mend an overflow; if not, it has another cause."""
+        # below the bound the loss itself would underflow in fp16
         return self.enabled and self.value > SMALLEST
 
     def shrink(self) -> None:
         """Halve the scale after a step with a gradient that is not finite."""
-        self.value, self._finite = self.value / 2, 0
+        self.value = self.value / 2
+        self._finite = 0
         self.overflows += 1
 
     def keep(self) -> None:
-        """Count a finite step, the last of many of which doubles the scale."""
+        """Count a finite step; after many in a row, double the scale."""
+        # only steps in a row count: an overflow starts again
         self._finite += 1
         if self.enabled and self._finite == GROWTH_INTERVAL:
-            self.value, self._finite = min(2 * self.value, LARGEST), 0
+            self.value = min(2 * self.value, LARGEST)
+            self._finite = 0
 
     def metrics(self) -> dict[str, float]:
-        """The scale and the steps that were left out; nothing where losses are not scaled."""
+        """The scale and the steps that were left out; empty if losses are not scaled."""
         return {"optim/loss_scale": self.value, "optim/overflows": float(self.overflows)} if self.enabled else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Scale and counts; empty where losses are not scaled."""
+        """Scale and counts; empty if losses are not scaled."""
         return {"value": self.value, "overflows": self.overflows, "finite": self._finite} if self.enabled else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`; the scale starts again where the run did not scale losses before."""
+        """Restore `state_dict`; the scale starts afresh if the run did not scale losses before."""
         if self.enabled and state:
-            self.value, self.overflows = float(state["value"]), int(state["overflows"])
+            self.value = float(state["value"])
+            self.overflows = int(state["overflows"])
             self._finite = int(state["finite"])

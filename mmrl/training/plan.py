@@ -43,6 +43,7 @@ class Part:
 
     def on(self, gpus: int) -> float:
         """Bytes on each of some GPUs."""
+        # rows and sharded weights are divided; the rest is on every GPU
         return self.bytes / gpus if self.divided else self.bytes
 
 
@@ -96,6 +97,7 @@ class Gpu:
 
         Whatever takes longest counts: arithmetic, reading, or starting kernels.
         """
+        # matrices of float32 use other units of the GPU
         peak = self.tflops * 1e12 * (1.0 if low else FLOAT32)
         bandwidth = BYTES_PER_OPERATION * self.tflops * 1e12
         least, most = (
@@ -132,11 +134,13 @@ class Plan:
 
     def peak(self, gpus: int = 1) -> float:
         """Most bytes on each GPU at any time."""
+        # sampling and update follow each other; what one holds is free in the other
         phases = max(self.held("sampling", gpus), self.held("update", gpus))
         return max(self.held("always", gpus) + phases, self.held("start", gpus))
 
     def fits(self, memory_gb: float, gpus: int = 1) -> bool:
-        """Whether the peak leaves room for what is no tensor."""
+        """Whether the peak leaves room for memory besides tensors."""
+        # CUDA, its libraries and gaps between blocks take the rest
         return self.peak(gpus) <= HEADROOM * memory_gb * GB
 
     def seconds(self, gpu: Gpu, gpus: int = 1) -> tuple[float, float]:
@@ -157,8 +161,10 @@ def state_parts(network: nn.Module, trainer: Any, *, copies: int = 0, prefix: st
     weights = list(network.parameters())
     trained = sum(weight.nbytes for weight in weights if weight.requires_grad)
     numbers = sum(weight.numel() for weight in weights if weight.requires_grad)
+    # buffers are never trained
     frozen = sum(weight.nbytes for weight in weights) + sum(b.nbytes for b in network.buffers()) - trained
     sharded = trainer.sharding == "fsdp2"
+    # bfloat16 weights would gain nothing from a bfloat16 copy
     low = sharded and trainer.gathered == "bf16" and trained > 2 * numbers
     parts = [Part(f"{prefix}weights, frozen", frozen)]
     if sharded:
@@ -176,11 +182,14 @@ def state_parts(network: nn.Module, trainer: Any, *, copies: int = 0, prefix: st
 def batch_sizes(trainer: Any, group: int) -> tuple[int, int, int]:
     """Most rows of a step, an optimiser step and a pass, as `Rollouts.micro_batches` cuts groups of equal size."""
     rows, micro_batch = trainer.tasks_per_step * group, trainer.micro_batch
+    # rounded up: the largest of uneven parts decides
     minibatch = -(-rows // trainer.minibatches_per_step)
     if micro_batch == 0 or micro_batch >= minibatch:
         return rows, minibatch, minibatch
+    # whole groups, as many as fit
     if micro_batch >= group:
         return rows, minibatch, micro_batch // group * group
+    # a group that does not fit is split into even parts
     parts = -(-group // micro_batch)
     return rows, minibatch, -(-group // parts)
 
@@ -197,9 +206,11 @@ def activations(network: nn.Module, once: Callable[[], Tensor], passes: int) -> 
     with _besides(network) as allocations:
         before = allocations.alive
         for weight in network.parameters():
+            # the second micro-batch meets the gradients of the first
             if passes > 1 and weight.requires_grad:
                 weight.grad = torch.empty_like(weight)
         allocations.restart()
+        # the peak is in the backward pass, which holds the history and the gradients
         once().backward()
     gradients = sum(weight.grad.nbytes for weight in network.parameters() if weight.grad is not None)
     network.zero_grad()
@@ -221,20 +232,21 @@ def history(network: nn.Module, once: Callable[[], Tensor]) -> float:
     with _besides(network) as allocations:
         before = allocations.alive
         loss = once()
+        # what the backward pass will need is alive until the loss goes
         kept = allocations.alive - before
     del loss
     return kept
 
 
 def _besides(network: nn.Module) -> Allocations:
-    """Allocations that know the weights, of which a pass makes views such as transposes."""
+    """A count that ignores the weights and views of them, such as transposes."""
     allocations = Allocations()
     allocations.hold(*network.parameters(), *network.buffers())
     return allocations
 
 
 def described(config: Any, footprint: Callable[[Any], Plan], gpu: Gpu, gpus: int) -> list[str]:
-    """The plan of a run as lines of text, with changes that make it fit where it does not.
+    """The plan of a run as lines of text, with changes that would make it fit if it does not.
 
     Raises:
         UserError: the memory or the speed is not above 0.
@@ -262,6 +274,7 @@ def check_state(config: Any, footprint: Callable[..., Plan], memory_gb: float, g
     except Exception as error:  # there is no plan, or the run itself says better what is wrong
         LOGGER.debug("the memory of the run is not checked: %s", error)
         return
+    # without headroom: only a run that cannot fit at all is refused
     if plan.peak(gpus) > memory_gb * GB:
         lines = [*shown(plan, memory_gb, gpus), *remedies(config, footprint, memory_gb, gpus)]
         raise UserError("\n".join(["the run is larger than the GPU, even without activations:", *lines]))
@@ -300,8 +313,10 @@ def remedies(config: Any, footprint: Callable[[Any], Plan], memory_gb: float, gp
     lines = ["changes, each with those before, and the peak:"]
     for key, value in CHANGES:
         changed = _changed(config, key, value)
+        # an option that the recipe does not have, or that is set already
         if changed is None:
             continue
+        # one GPU has nothing to divide
         if key == "trainer.sharding" and gpus == 1:
             continue
         config = changed
@@ -330,6 +345,7 @@ def _changed(config: Any, key: str, value: Any) -> Any | None:
     if not dataclasses.is_dataclass(config) or not hasattr(config, name):
         return None
     old = getattr(config, name)
+    # None: nothing would change
     new = (None if old == value else value) if not rest else _changed(old, rest, value)
     return None if new is None else dataclasses.replace(config, **{name: new})  # type: ignore[type-var]
 
@@ -337,6 +353,7 @@ def _changed(config: Any, key: str, value: Any) -> Any | None:
 def autocast(trainer: Any) -> torch.autocast:
     """The arithmetic of a run, for tensors without numbers."""
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.mixed_precision)
+    # enabled=False for float32, so that the context can be entered in any case
     return torch.autocast("cpu", dtype=low or torch.bfloat16, enabled=low is not None)
 
 
@@ -371,7 +388,10 @@ class Allocations(TorchDispatchMode):
 
     def restart(self) -> None:
         """Reset the peak and the counts from here on."""
-        self.peak, self.flops, self.attention, self.kernels = self.alive, 0.0, 0.0, 0
+        self.peak = self.alive
+        self.flops = 0.0
+        self.attention = 0.0
+        self.kernels = 0
 
     def counted(self, before: float) -> Counted:
         """Memory and operations since `restart`, less the bytes that were held before."""
@@ -406,26 +426,30 @@ class Allocations(TorchDispatchMode):
 
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
+        # views share their storage, and count once
         if storage in self._seen:
             return
         size = storage.nbytes()
         self._seen[storage] = size
+        # atexit=False: a count at the end of the program would be of no use
         weakref.finalize(storage, self._free, size).atexit = False
         self.alive += size
         self.peak = max(self.peak, self.alive)
 
     def _free(self, size: int) -> None:
+        # called when the storage is freed, so `alive` follows Python's references
         self.alive -= size
 
 
 @contextlib.contextmanager
 def imagined(*modules: nn.Module) -> Iterator[FakeTensorMode]:
-    """Have tensors of shapes without numbers made inside, and attention that keeps what a fused kernel keeps.
+    """Make tensors without data inside, and let attention keep no more for the backward pass than a fused kernel.
 
-    Modules of the meta device get weights on the CPU without numbers.
+    Modules on the meta device get weights on the CPU, also without data.
     """
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> Any:
+        # a fused kernel keeps no matrix of weights, which the plain form would
         return _Fused.apply(query, key, value)
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, mock.patch(ATTENTION, attention):
@@ -441,6 +465,7 @@ def _imagine(module: nn.Module) -> None:
             for name, old in table.items():
                 if old is None or not old.is_meta:
                     continue
+                # tied weights stay tied
                 if id(old) not in known:
                     new = torch.empty(old.shape, dtype=old.dtype)
                     known[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
@@ -456,8 +481,10 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        # two products of T x T x d, a multiplication and an addition each
         ctx.flops = 4.0 * out.numel() * k.shape[-2]
         Allocations.note(ctx.flops)
+        # what flash attention keeps for its backward pass: inputs, output and one number a query
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
         return out
 

@@ -58,11 +58,13 @@ ItemT = TypeVar("ItemT")
 
 def make_accelerator(mixed_precision: str = "none", timeout_minutes: float = 240.0) -> Accelerator:
     """Create the process group and pick the device, as `accelerate launch` or a plain `python` asks for."""
+    # before torch multiplies anything: oneDNN reads the limit once
     if mixed_precision != "none":
         avoid_refused_instructions()
     patience = InitProcessGroupKwargs(timeout=timedelta(minutes=timeout_minutes))
     world = int(os.environ.get("WORLD_SIZE", "1"))
     precision = "no" if mixed_precision == "none" else mixed_precision
+    # accelerate keeps one state a process; a second run in a notebook may ask for another precision
     if world == 1 and is_initialized() and AcceleratorState().mixed_precision != precision:
         AcceleratorState._reset_state()  # of an earlier run in this process, which accelerate keeps
     accelerator = Accelerator(
@@ -71,7 +73,9 @@ def make_accelerator(mixed_precision: str = "none", timeout_minutes: float = 240
         kwargs_handlers=[patience],
     )
     if mixed_precision == "fp16":  # on a CPU accelerate would stay in float32; the update scales losses itself
-        accelerator.native_amp, accelerator.scaler = True, None
+        accelerator.native_amp = True
+        accelerator.scaler = None
+    # a launcher may have started more processes than accelerate has found, which would then train apart
     if accelerator.num_processes != world:
         raise UserError(f"WORLD_SIZE is {world}, but accelerate counts {accelerator.num_processes} processes")
     return accelerator
@@ -79,6 +83,7 @@ def make_accelerator(mixed_precision: str = "none", timeout_minutes: float = 240
 
 def process_device() -> torch.device:
     """Device of this process: that of its accelerator once there is one, else the CPU."""
+    # before an accelerator exists, such as in a listing, nothing is on a GPU
     return AcceleratorState().device if is_initialized() else torch.device("cpu")  # type: ignore[no-any-return]
 
 
@@ -105,6 +110,7 @@ def leave(code: int = 0) -> None:
     ("terminate called without an active exception", torch 2.13), after everything has succeeded.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # os._exit flushes nothing
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -115,9 +121,10 @@ def avoid_refused_instructions() -> None:
     """Keep low-precision arithmetic on the CPU from ending the process.
 
     Some virtual machines announce AMX instructions and then refuse them. Whether this is one of them is tried in a
-    process of its own, before the first product here; if so, oneDNN is set up to do without. A limit that the user has
+    separate process, before the first product here; if so, oneDNN is set up to do without. A limit that the user has
     set stays, and machines without AMX or with a GPU are left alone.
     """
+    # a limit of the user wins
     if LIMIT in os.environ or torch.cuda.is_available() or not _announces_amx():
         return
     probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, check=False)
@@ -133,11 +140,13 @@ def _announces_amx() -> bool:
 
 def shard(items: Sequence[ItemT], accelerator: Accelerator) -> list[ItemT]:
     """This process's share of `items`: every world-size-th one, starting at its rank."""
+    # strided and not in blocks, so that any number of tasks is spread evenly
     return list(items[accelerator.process_index :: accelerator.num_processes])
 
 
 def check_shares(name: str, count: int) -> None:
     """Refuse a count that the processes of the run cannot share evenly; raises UserError."""
+    # asked of torch, so that callers need no accelerator
     processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if count % processes:
         raise UserError(f"{name} is {count}; with {processes} processes it must be a multiple of that")
@@ -146,6 +155,7 @@ def check_shares(name: str, count: int) -> None:
 def sum_over_processes(values: Mapping[str, float]) -> dict[str, float]:
     """Sum numbers over all processes by name; every process calls it, and their names may differ."""
     total: Counter[str] = Counter()
+    # Counter.update adds, where a plain dictionary would replace
     for part in from_all(dict(values)):
         total.update(part)
     return dict(total)
@@ -155,6 +165,7 @@ def all_ranks(flag: bool, accelerator: Accelerator) -> bool:
     """Whether `flag` holds on every process."""
     if accelerator.num_processes == 1:
         return flag
+    # a tensor, because gather of objects would pickle one bit
     votes = accelerator.gather(torch.tensor([int(flag)], device=accelerator.device))
     return bool(votes.all())
 
@@ -172,15 +183,17 @@ def merge_lists(items: list[ItemT], accelerator: Accelerator) -> list[ItemT]:
 
 
 def share_weights(module: nn.Module, accelerator: Accelerator) -> None:
-    """Give every process the first one's weights, whatever it has drawn or loaded."""
+    """Give every process the weights of the first one."""
     if accelerator.num_processes > 1:
         for tensor in (*module.parameters(), *module.buffers()):
+            # integer buffers such as position ids follow from the configuration
             if tensor.is_floating_point():
                 torch.distributed.broadcast(tensor.data, 0)
 
 
 def merge_in_order(items: Sequence[tuple[Any, ItemT]]) -> list[ItemT]:
     """Join the items of all processes in the order of their keys, which no two processes share."""
+    # in the order of one process: float sums over them must not depend on who has which item
     found = list(items) if PartialState().num_processes == 1 else gather_object(list(items))
     return [item for _, item in sorted(found, key=lambda entry: entry[0])]
 
@@ -189,14 +202,17 @@ def sum_gradients(parameters: Sequence[nn.Parameter], accelerator: Accelerator) 
     """Replace each gradient by its sum over all processes; losses are divided by counts over all of them."""
     if accelerator.num_processes == 1:
         return
+    # a weight that only one process has used still has to be summed by all
     used = torch.tensor([int(parameter.grad is not None) for parameter in parameters], device=accelerator.device)
     torch.distributed.all_reduce(used, torch.distributed.ReduceOp.MAX)
     gradients = []
+    # a process without that weight's gradient adds zeros, or the collective calls would not match
     for parameter, anywhere in zip(parameters, used.tolist(), strict=True):
         if anywhere:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             gradients.append(parameter.grad)
     for bucket in _buckets(gradients):
+        # one message for many small gradients: the latency of a message is far above the time for a bias
         flat = torch.cat([gradient.flatten() for gradient in bucket])
         torch.distributed.all_reduce(flat)
         for gradient, total in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
@@ -208,6 +224,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
     for tensor in tensors:
         full = sum(other.numel() for other in bucket) + tensor.numel() > BUCKET_ELEMENTS
+        # one dtype a bucket, since torch.cat would convert
         if bucket and (full or tensor.dtype != bucket[0].dtype):
             yield bucket
             bucket = []
@@ -237,15 +254,19 @@ def deal(
         Indices of this process's items in each part; an empty tensor where it has none.
     """
     rank, world = accelerator.process_index, accelerator.num_processes
+    # places of `shard`, if none have been recorded
     own = range(rank, rank + world * len(sizes), world) if places is None else places
     everywhere = merge_lists([(place, rank, size) for place, size in zip(own, sizes, strict=True)], accelerator)
     numbers: list[int] = []
     total = 0
+    # in the order of places, which is that of a single process
     for _, process, size in sorted(everywhere):
         numbers += range(total, total + size) if process == rank else ()
         total += size
+    # -1: an item of another process
     index = torch.full((total,), -1)
     index[torch.tensor(numbers, dtype=torch.int64)] = torch.arange(len(numbers))
+    # the same permutation on every process; each keeps its own items of every part
     shuffled = index[torch.randperm(total, generator=generator)]
     return [part[part >= 0] for part in shuffled.tensor_split(max(min(parts, total), 1))]
 
@@ -259,11 +280,14 @@ def global_advantages(
     """
     if accelerator.num_processes == 1:
         return estimate(rollouts)
+    # without prompts and images, which are large, and on the CPU, where every process can read it
     parts = merge_lists([rollouts.replace(payload=None).to("cpu")], accelerator)
     joined = estimate(Rollouts.concat(parts))
+    # the position of this process's rows among all of them
     start = sum(part.num_rows for part in parts[: accelerator.process_index])
     rows = torch.arange(start, start + rollouts.num_rows)
     mine = joined.select(rows)
+    # concat has padded all rows to the longest of any process
     length = rollouts.mask.shape[1]
     return rollouts.replace(
         advantage=_cut(mine.advantage, length, accelerator),
@@ -274,12 +298,15 @@ def global_advantages(
 
 def _cut(values: Any, length: int, accelerator: Accelerator) -> Any:
     """Decisions (B, T) of this process's width, or numbers (B,), on its device."""
+    # (B,) values have no decisions to cut
     return None if values is None else (values[:, :length] if values.dim() > 1 else values).to(accelerator.device)
 
 
 def stream_seed(seed: int, *purpose: int | str) -> int:
     """Derive a 63-bit seed for one purpose from the run's seed."""
+    # a hash, so that streams of neighbouring steps and purposes are unrelated
     text = "/".join(str(part) for part in (seed, *purpose))
+    # non-negative and below 2^63, which is what torch's generators take
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
@@ -292,7 +319,7 @@ def make_generator(seed: int, *purpose: int | str) -> torch.Generator:
 class Streams:
     """Random streams of the tasks of a step: each follows from a seed and from the task's place in the step.
 
-    So a task draws the same numbers whichever process has it, and whatever the tasks beside it do.
+    So a task draws the same numbers in any process, and together with any other tasks.
     """
 
     seed: int
@@ -304,6 +331,7 @@ class Streams:
 
     def of(self, task: int, *purpose: int | str) -> torch.Generator:
         """A generator of one task."""
+        # by the place in the step and not by the position in `tasks`, which depends on the number of processes
         return make_generator(self.seed, *purpose, "task", self.places[task])
 
     def shared(self, *purpose: int | str) -> torch.Generator:
@@ -312,6 +340,7 @@ class Streams:
 
     def stack(self, tasks: int, draw: Callable[[torch.Generator], Tensor], *purpose: int | str) -> Tensor:
         """The draws of each of the first tasks, one after the other along the first dimension."""
+        # one generator a task: a single one would make draws depend on the tasks before
         return torch.cat([draw(self.of(task, *purpose)) for task in range(tasks)])
 
     def uniform(self, tasks: int, *size: int, purpose: str = "") -> Tensor:
@@ -328,11 +357,13 @@ class Streams:
 
     def noted(self, rollouts: Rollouts) -> Rollouts:
         """Rollouts of these tasks, a group each, that hold the tasks' places."""
+        # the rows of a group share its task
         places = torch.tensor(self.places[: rollouts.num_groups])[rollouts.host.group]
         return rollouts.replace(extras=rollouts.extras | {PLACE: to_device(places, rollouts.mask.device)})
 
     def among(self, tasks: Sequence[object], kept: Sequence[object]) -> Streams:
         """The streams of those objects among the tasks that were kept, in their order."""
+        # by identity: equal tasks may be drawn twice
         numbered = enumerate(tasks)
         return self.select([next(number for number, task in numbered if task is one) for one in kept])
 
@@ -341,6 +372,7 @@ def seed_everything(seed: int) -> None:
     """Seed the global generators of Python, NumPy and torch (initialisation, dropout)."""
     importlib.import_module("rich.style")  # draws from Python's when first imported, in a resumed run once more
     random.seed(stream_seed(seed, "python"))
+    # NumPy's global seed has 32 bits
     np.random.seed(stream_seed(seed, "numpy") % 2**32)
     torch.manual_seed(stream_seed(seed, "torch"))
 
@@ -349,12 +381,14 @@ def capture_global_rng() -> dict[str, Any]:
     """State of the global generators in types that `torch.load(weights_only=True)` accepts."""
     algorithm, keys, position, has_gauss, gauss = np.random.get_state()
     version, internal, gauss_next = random.getstate()
+    # NumPy's state is an array, which weights_only loading refuses; a tensor of the numbers is fine
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "numpy": [algorithm, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss],
         "python": [version, list(internal), gauss_next],
     }
     if torch.cuda.is_available():
+        # of this process's device only: the others belong to other processes
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
@@ -381,14 +415,16 @@ class HeapTrimmer:
     """Gives free pages of the heap back to the system whenever the process has grown; elsewhere than glibc, nothing."""
 
     def __init__(self, *, enabled: bool = True) -> None:
+        # looked up once: trim() is called several times a step
         self._trim = _malloc_trim() if enabled else None
         self._left = 0.0
 
     def trim(self) -> bool:
-        """Trim where the process has grown by more than a quarter since the last time; returns whether it did.
+        """Trim if the process has grown by more than a quarter since the last time; returns whether it did.
 
         Source: glibc, malloc_trim(3).
         """
+        # trimming walks the whole heap, so it waits until the process has grown by more than noise
         if self._trim is None or _resident_bytes() <= GROWTH * self._left + SLACK:
             return False
         self._trim(0)
@@ -397,7 +433,7 @@ class HeapTrimmer:
 
 
 def limit_primitive_cache() -> None:
-    """Have oneDNN keep fewer kernels; without effect once it has computed something, or where the user set a number.
+    """Have oneDNN keep fewer kernels; without effect once it has computed something, or if the user set a number.
 
     Source: oneDNN developer guide, "Primitive Cache".
     """
@@ -407,6 +443,7 @@ def limit_primitive_cache() -> None:
 
 def _resident_bytes() -> int:
     """Memory of this process that is in RAM, as Linux counts it."""
+    # the second field counts resident pages
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -416,7 +453,8 @@ def _malloc_trim() -> Callable[[int], int] | None:
         return None
     function = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
     if function is not None:
-        function.argtypes, function.restype = [ctypes.c_size_t], ctypes.c_int
+        function.argtypes = [ctypes.c_size_t]
+        function.restype = ctypes.c_int
     return function  # type: ignore[no-any-return]
 
 
@@ -448,6 +486,7 @@ class SimCounts(Mapping[str, int]):
         self._sim = sim
         self._elsewhere: Counter[str] = Counter()
         self._before: dict[str, int] = {}
+        # a worker's traceback goes to the run it happened in
         if isinstance(sim, InProcesses):
             sim.failures.folder = run_dir / "failures"
 
@@ -456,6 +495,7 @@ class SimCounts(Mapping[str, int]):
         self._elsewhere.update(counts)
 
     def __getitem__(self, name: str) -> int:
+        # environments here, and what workers and other processes have reported
         return int(self._sim.counts[name]) + self._elsewhere[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -81,6 +81,7 @@ def open_rollers(
         UserError: Ray is not installed, or a worker refuses to start.
         RunError: no worker starts.
     """
+    # supervised configurations have none
     options: RollersConfig = getattr(config, "rollers", None) or RollersConfig()
     if options.engine == "local":
         return LocalRollers(recipe, accelerator, options.unit)
@@ -100,6 +101,7 @@ class RayWorker(RolloutWorker):
         else:
             # the variable of SETTINGS keeps Ray from hiding GPUs, so a worker without one does it itself
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        # versions that no run has, so that the first unit loads both
         self._versions: list[int] = [-1, -1]
 
     def work_at(self, numbers: Sequence[int], references: Sequence[Any], unit: bytes) -> bytes:
@@ -118,9 +120,11 @@ class RayWorker(RolloutWorker):
         # weights change once a step, and a worker does several units of it
         if numbers[0] != self._versions[0]:
             self.load(*ray.get(references[0]))
+        # no state: the recipe's rollout reads nothing of the run
         if numbers[1] != self._versions[1] and references[1] is not None:
             self.load_state(pickle.loads(ray.get(references[1])))
         self._versions = list(numbers)
+        # pickled here: Ray would share arrays of the result, read-only
         return pickle.dumps(self.work(pickle.loads(unit)))
 
 
@@ -130,23 +134,28 @@ class RayCrew:
     def __init__(self, job: bytes, options: RollersConfig) -> None:
         import ray
 
-        self._ray, self._options = ray, options
+        self._ray = ray
+        self._options = options
+        # once into the object store, from where every actor reads it
         self._job = ray.put(job)
         resources = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
         remote: Any = ray.remote
         # no restarts by Ray: a new actor has no weights, and the dealer decides who repeats a unit
         self._kind = remote(**resources, max_restarts=0, max_task_retries=0)(RayWorker)
         self._actors: dict[int, Any] = {}
+        # the answer that is waited for, and whose it is
         self._waiting: dict[Any, int] = {}
         self._starting: set[int] = set()
         self._next = 0
         self._closed = False
-        self.numbers, self.references = (0, 0), (None, None)
+        self.numbers = (0, 0)
+        self.references = (None, None)
         """Versions of weights and state for the next units, and their object references."""
 
     def start(self) -> int:
         """Start an actor in the background; Ray queues it while no machine has room."""
         self._next += 1
+        # numbers grow and are never used again: a late answer of a lost worker finds no owner
         self._actors[self._next] = actor = self._kind.remote()
         self._starting.add(self._next)
         self._waiting[actor.open.remote(self._job)] = self._next
@@ -165,11 +174,13 @@ class RayCrew:
         """Wait for the next answer."""
         began = time.monotonic()
         while True:
+            # polls, since a lost machine or a call of `interrupt` does not end the wait
             found, _ = self._ray.wait(list(self._waiting), num_returns=1, timeout=POLL_S)
             if found:
                 break
             if self._closed:
                 raise RunError("the rollout workers are closed")
+            # only while nothing else is running: a busy cluster may take long to start another worker
             if time.monotonic() - began > START_S and self._starting.issuperset(self._waiting.values()):
                 raise RunError(f"no rollout worker has started in {START_S:g} s: {self._room()}")
         worker = self._waiting.pop(found[0])
@@ -184,6 +195,7 @@ class RayCrew:
         """End the actors."""
         # a busy actor would answer only after its unit, so it is killed as it is
         idle = [actor for number, actor in self._actors.items() if number not in self._waiting.values()]
+        # limited: an environment that hangs must not keep the run from ending
         self._ray.wait([actor.close.remote() for actor in idle], num_returns=len(idle), timeout=CLOSE_S) if idle else ()
         for actor in self._actors.values():
             self._ray.kill(actor)
@@ -200,6 +212,7 @@ class RayCrew:
             reason = error.cause  # what it was to read has gone with another machine
         except errors.RayError as error:
             reason = error
+        # a full store is the run's fault, and would be met by every other worker
         with store_errors():
             if isinstance(reason, errors.ObjectStoreFullError | errors.OutOfDiskError):
                 raise reason
@@ -241,8 +254,11 @@ class RayRollers:
     def __init__(
         self, recipe: Recipe[Any, Any], config: Any, accelerator: Accelerator, run_dir: Path, entry: Any
     ) -> None:
-        self._recipe, self._accelerator, self._run_dir = recipe, accelerator, run_dir
+        self._recipe = recipe
+        self._accelerator = accelerator
+        self._run_dir = run_dir
         options: RollersConfig = config.rollers
+        # refused before Ray is started
         check_processes(options, accelerator)
         self._unit = options.unit or 1
         # workers are shared out like tasks: every world-size-th one
@@ -252,8 +268,10 @@ class RayRollers:
         import ray
 
         self._ray = ray
+        # a cluster that was started for this run must not outlive it
         try:
             _check_room(options)
+            # trained weights are sent every step, so only the frozen ones are compared
             job = Job(entry, config, os.getcwd(), versions(), checksum(recipe.policy, trained=False))
             self._crew = RayCrew(_pickled(job), options)
             self._dealer = Dealer(self._crew, self._size, options.tries)
@@ -262,25 +280,34 @@ class RayRollers:
             self._disconnect()
             raise
         LOGGER.info("%d rollout workers; the first one is on %s (%s)", self._size, hello.host, hello.device)
-        self._again, self._lost, self._busy_s, self._since = 0, 0, 0.0, time.perf_counter()
+        self._again = 0
+        self._lost = 0
+        self._busy_s = 0.0
+        self._since = time.perf_counter()
         # None: changed since they were last sent
         self._weights: Any = None
-        self._draws, self._loads, self._staleness = 0, 0, 0
+        self._draws = 0
+        self._loads = 0
+        self._staleness = 0
         self.looks_ahead = options.overlap
         self._ahead: Future[list[Outcome]] | None = None
+        # one thread: units of two steps would compete for workers
         self._thread = ThreadPoolExecutor(1, "rollers")
         if options.overlap:
+            # log-probabilities of sampler and policy then differ by an update
             recipe.samples_elsewhere = True  # the policy that is updated is not the one that has sampled
             _advise(recipe)
 
     def load(self, step: Step) -> None:
         """Mark the weights as changed; they are sent when they are first needed."""
+        # not at once: a step whose tasks are sampled here needs none in the workers
         self._weights = None
 
     def begin(self, tasks: Sequence[Any], streams: Streams, step: Step) -> None:
         """Sample tasks in the background, with the current weights and state."""
         if self._recipe.rolls_apart(step):
             units = self._units(tasks, streams, step)
+            # a list: errors are raised in `rollout`, on the main thread
             self._ahead = self._thread.submit(lambda: list(self._dealer.run(units)))
 
     def rollout(self, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
@@ -288,20 +315,25 @@ class RayRollers:
         recipe, ahead = self._recipe, self._ahead
         if ahead is not None:
             # begun during the last update, with the weights of before it
-            outcomes, self._ahead, self._staleness = ahead.result(), None, 1
+            outcomes = ahead.result()
+            self._ahead = None
+            self._staleness = 1
         elif recipe.rolls_apart(step):
             outcomes = list(self._dealer.run(self._units(tasks, streams, step)))
         else:
             return self._local.rollout(tasks, streams, step)
+        # each worker logs the same warning, which is shown once
         said: set[tuple[int, str]] = set()
         for outcome in outcomes:
             self._lost += int(outcome.lost)
             self._take(outcome, said)
+        # rows come from the workers on the CPU
         return joined(outcomes).to(self._accelerator.device)
 
     def _units(self, tasks: Sequence[Any], streams: Streams, step: Step) -> list[Unit]:
         """Split tasks into units; workers load the current weights and state for them."""
         with store_errors():
+            # a recipe's state may differ from draw to draw, so it is sent with each
             state = self._ray.put(pickle.dumps(self._recipe.rollout_state(tasks)))
         # the version by which a worker sees that its state is old
         self._draws += 1
@@ -312,10 +344,12 @@ class RayRollers:
         """Publish the current policy, unless it has been sent already, and a state."""
         policy = self._recipe.policy
         with store_errors():
+            # shared by all units of a step
             if self._weights is None:
                 self._weights = self._ray.put((trained_weights(policy), checksum(policy, trained=True)))
                 self._loads += 1
-        self._crew.numbers, self._crew.references = (self._loads, self._draws), (self._weights, state)
+        self._crew.numbers = (self._loads, self._draws)
+        self._crew.references = (self._weights, state)
 
     def _take(self, outcome: Outcome, said: set[tuple[int, str]]) -> None:
         """Merge what a worker recorded, wrote and logged; log lines in `said` are not repeated."""
@@ -323,6 +357,7 @@ class RayRollers:
         # a lost unit has noted nothing
         if not outcome.lost:
             add_notes(self._recipe, outcome.added)
+        # by content: a warning that ten workers log is one warning
         for line in outcome.logs:
             if line not in said:
                 LOGGER.log(line[0], "%s", line[1])
@@ -344,6 +379,7 @@ class RayRollers:
             # an evaluation needs no new state
             self._send_weights(self._crew.references[1])
             units = [TrialUnit(batch, start, split, measure, step) for start, batch in batches]
+            # in the order of units, so that the evaluation is the same as in one process
             done = 0
             for unit, outcome in zip(units, self._dealer.run(units), strict=True):
                 done += int(not outcome.lost)
@@ -363,6 +399,7 @@ class RayRollers:
     def metrics(self) -> dict[str, float]:
         """Lost and repeated units of the step, worker utilisation, and the age of the weights used for sampling."""
         now = time.perf_counter()
+        # all processes have workers of their own, and metrics are those of the run
         found = sum_over_processes(
             {
                 "rollers/lost": float(self._lost),
@@ -371,9 +408,14 @@ class RayRollers:
                 "time": self._size * (now - self._since),
             }
         )
+        # a ratio of sums, not a mean of ratios: workers are not spread evenly
         busy, total = found.pop("busy"), found.pop("time")
         found |= {"rollers/busy": busy / total, "rollers/staleness": float(self._staleness)}
-        self._again, self._lost, self._busy_s, self._since = self._dealer.again, 0, 0.0, now
+        # from here to the next call: metrics are those of a step
+        self._again = self._dealer.again
+        self._lost = 0
+        self._busy_s = 0.0
+        self._since = now
         self._staleness = 0
         return found
 
@@ -389,6 +431,7 @@ class RayRollers:
     def _write(self, outcome: Outcome) -> None:
         """Write the files of a worker, or why a unit was lost, to the run folder."""
         lost = {"failures/rollers.txt": f"{outcome.error}\n".encode()} if outcome.lost else {}
+        # a name from a worker is relative to the run's folder
         for name, content in {**outcome.files, **lost}.items():
             path = self._run_dir / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -403,6 +446,7 @@ class RayRollers:
 
 def _advise(recipe: Recipe[Any, Any]) -> None:
     """Log advice if nothing corrects for samples from older weights."""
+    # a ratio or a correction would weigh stale samples
     if "logp_rollout" not in recipe.objective.needs and not recipe.keeps_sampled_logp:
         LOGGER.info(
             "rollers.overlap updates on samples that are one update old; trainer.old_logp=sampler or a correction of "
@@ -414,11 +458,13 @@ def check_processes(options: RollersConfig, accelerator: Accelerator) -> None:
     """Reject worker settings that the processes of a run could not use; all processes must call it."""
     if options.engine == "local":
         return
+    # a process without a worker would wait for ever
     if options.workers < accelerator.num_processes:
         raise UserError(
             f"rollers.workers is {options.workers}; with {accelerator.num_processes} processes it must be at least "
             "that many"
         )
+    # dict.fromkeys keeps the order of ranks
     hosts = list(dict.fromkeys(merge_lists([socket.gethostname()], accelerator)))
     if len(hosts) > 1 and not options.address:
         raise UserError(
@@ -429,6 +475,7 @@ def check_processes(options: RollersConfig, accelerator: Accelerator) -> None:
 
 def start_ray(cores: float) -> str:
     """Start Ray on this machine for this process, with at least `cores` CPUs; returns its address."""
+    # more than there are, if the user asks for it: Ray counts cores and does not bind them
     cores = max(os.cpu_count() or 1, math.ceil(cores))
     with _connecting("Ray that was to start on this machine") as ray:
         # local: not a cluster that happens to run on this machine
@@ -438,11 +485,13 @@ def start_ray(cores: float) -> str:
 
 def _connect(options: RollersConfig, accelerator: Accelerator) -> bool:
     """Join a cluster, or start one for the run; returns whether this process must shut it down."""
+    # somebody else's, such as a notebook's: it is left running
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         return False
     address = options.address
     if not address:
         cores = options.workers * options.num_cpus
+        # one process starts it, the others join by address
         address, mode = in_first_process(accelerator, lambda: (start_ray(cores), os.environ.get("RAY_AUTH_MODE")))
         if accelerator.is_main_process:
             return True
@@ -462,6 +511,7 @@ def _connecting(where: str) -> Iterator[Any]:
         raise UserError("rollers.engine is ray, which is not installed: pip install 'mmrl-suite[ray]'") from error
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
+    # Ray installs its own handlers, which would end the run without a checkpoint
     handlers = {each: signal.getsignal(each) for each in SIGNALS}
     try:
         yield ray
@@ -477,6 +527,7 @@ def _check_room(options: RollersConfig) -> None:
     """Reject workers that fit on no machine of the cluster."""
     import ray
 
+    # a worker has to fit on one machine: the sum over machines says nothing
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     for name, wanted, key in (("CPU", options.num_cpus, "num_cpus"), ("GPU", options.num_gpus, "num_gpus")):
         most = max((node.get(name, 0.0) for node in nodes), default=0.0)

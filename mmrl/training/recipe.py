@@ -139,6 +139,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         self, policy: PolicyT, split: str, accelerator: Accelerator, step: Step, elsewhere: Elsewhere | None = None
     ) -> Evaluation:
         """Evaluate the policy on one of `eval_tasks`, after `step.number` steps; `elsewhere` runs trials in workers."""
+        # averages of weights are in the policy only inside this context
         with self.evaluating(policy):
             measures, limit = self.measures(policy, split, step), self.config.evaluation.records
             return evaluate_tasks(measures, self.eval_tasks[split], limit, accelerator, elsewhere)
@@ -153,12 +154,14 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
 
     def estimate(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Advantages (B, T) of the objective over all processes; updates the state of its blocks."""
+        # the state is updated in place, on the rows of all processes, and so stays the same on each
         estimator = functools.partial(self.objective.compute_advantages, state=self.objective_state)
         return global_advantages(estimator, rollouts, accelerator)
 
     @property
     def objective_state(self) -> ObjectiveState:
         """State of the blocks of the objective, the same in every process; kept in `parts` unless empty."""
+        # on first use: it may depend on the training tasks, which a subclass sets after this class's __init__
         if "objective" not in self.parts:
             try:
                 state = self.objective.state(self.train_tasks)
@@ -175,6 +178,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
 
         `denominators` count the whole optimiser step on all processes, so that the losses of micro-batches add up.
         """
+        # one forward pass for the objective and all terms
         scores = self.scores(policy, minibatch, self.loss_outputs)
         # after scoring: with a single optimiser step, these scores are the old ones
         minibatch = old_in_update(self, minibatch, scores.logp)
@@ -184,6 +188,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
 
     def micro_batches(self, minibatch: Rollouts, rows: int, *, whole_groups: bool) -> Iterator[Rollouts]:
         """Split an optimiser step into parts whose losses add up; see `Rollouts.micro_batches`."""
+        # overridden by recipes that pack rows in another way
         return minibatch.micro_batches(rows, whole_groups=whole_groups)
 
     def plus_terms(
@@ -221,6 +226,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     @property
     def keeps_logp_rollout(self) -> bool:
         """Whether to keep the sampler's log-probabilities next to the old ones, to correct or log the difference."""
+        # kept in addition, since logp_old then is the trainer's own
         return (self.samples_elsewhere or "logp_rollout" in self.objective.needs) and not self.keeps_sampled_logp
 
     @property
@@ -236,6 +242,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str], scorer: Scorer | None = None
     ) -> PolicyOutputs:
         """Outputs (B, T) without gradient, `trainer.micro_batch` rows at a time."""
+        # the same chunks as in the update, so that both fit in memory
         return score_in_chunks(scorer or self.scores, policy, rollouts, outputs, self.config.trainer.micro_batch)
 
     def describe(self) -> str:
@@ -260,6 +267,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
+        # an older checkpoint may lack a part that the recipe has since gained
         for name in (name for name in self.parts if name in state):
             self.parts[name].load_state_dict(state[name])
         for term in (term for term in self.terms if term.name in state["terms"]):
@@ -270,6 +278,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
 
     def data_digest(self) -> str:
         """Digest of the training tasks' contents, by which a resume detects different data."""
+        # of the contents: a file may be edited and keep its name and length
         return content_digest(self.train_tasks)
 
     @classmethod
@@ -369,6 +378,7 @@ def with_terms(output: LossOutput, found: Sequence[TermLoss]) -> LossOutput:
     if not terms:
         return LossOutput(output.loss, output.metrics | metrics)
     total = output.loss + torch.stack(list(terms.values())).sum()
+    # the objective's total is replaced by that of all terms
     summed = {name: Metric.summed(term.detach()) for name, term in {**terms, "loss/total": total}.items()}
     return LossOutput(total, output.metrics | summed | metrics)
 
@@ -377,7 +387,9 @@ def score_in_chunks(
     scorer: Scorer, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str], micro_batch: int
 ) -> PolicyOutputs:
     """Outputs (B, T) of a policy without gradient, in chunks of rows (0 = all at once)."""
+    # whole groups together where they fit: a shared prompt is encoded once per chunk
     chunks, needed = list(rollouts.micro_batches(micro_batch or rollouts.num_rows)), {"logp", *outputs}
+    # the prompt of a group that is split over chunks is encoded once, too
     with torch.no_grad(), shared_prefix(policy, chunks):
         parts = [scorer(policy, chunk, outputs) for chunk in chunks]
 
@@ -391,6 +403,7 @@ def score_in_chunks(
 
 def single_update(trainer: BaseTrainerConfig) -> bool:
     """Whether the rows of a step are used for a single optimiser step, so that old = new log-probabilities."""
+    # then the policy that scores in the loss is the old policy itself
     return trainer.epochs == 1 and trainer.minibatches_per_step == 1
 
 
@@ -435,7 +448,10 @@ class Reference:
     """The reference policy of the KL term."""
 
     def __init__(self, kind: str, policy: nn.Module, decay: float = 0.0) -> None:
-        self.kind, self.decay, self._policy = kind, decay, policy
+        self.kind = kind
+        self.decay = decay
+        self._policy = policy
+        # an adapter needs no copy: the model without it is the reference
         self.copy = _frozen_copy(policy) if kind in ("frozen", "ema") else None
 
     def score(self, scorer: Callable[[nn.Module], ScoresT]) -> ScoresT:
@@ -456,6 +472,7 @@ class Reference:
                 for mean, value in zip(self.copy.parameters(), self._policy.parameters(), strict=True):
                     # frozen weights are equal in both
                     if value.requires_grad:
+                        # mean <- decay mean + (1 - decay) value, in the precision of the mean
                         local(mean).lerp_(local(value).to(mean.dtype), 1.0 - self.decay)
 
     def to(self, device: torch.device | str) -> Reference:
@@ -486,6 +503,7 @@ class Reference:
 
 def make_reference(config: ReferenceConfig, policy: Any, *, needed: bool, start: Reference | None = None) -> Reference:
     """Build the reference policy of a run."""
+    # auto: the cheapest kind that fits the model
     kind = start_kind(policy) if config.kind == "auto" and needed else config.kind
     if needed and kind == "none":
         raise UserError("the objective has a KL term but reference.kind is none; use auto, frozen, adapter or ema")

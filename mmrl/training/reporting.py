@@ -33,6 +33,7 @@ def collect_metrics(
     `teaches` is false where a filter left this process nothing, and its rows are there for company.
     """
     found = recipe.step_metrics(rollouts) | recipe.noted
+    # cleared here, so that every step starts without the notes of the last
     recipe.noted.clear()
     for term in recipe.terms:
         found |= term.metrics(rollouts, step)
@@ -45,12 +46,15 @@ def over_processes(found: Mapping[str, float | Metric], *, teaches: bool = True)
     A `Metric` is the share of one process and is merged with those of the others, of processes whose rows teach if any
     do. A number is that of the whole run already; where processes disagree, a warning names it.
     """
+    # as numbers: tensors of GPUs cannot be sent
     shares = plain_metrics({name: value for name, value in found.items() if isinstance(value, Metric)})
     numbers = {name: float(value) for name, value in found.items() if not isinstance(value, Metric)}
     parts = from_all((teaches, shares, numbers))
+    # without any process that teaches, those that are there for company are merged
     anywhere = any(taught for taught, _, _ in parts)
     merged = metric_values(merge_metrics(own for taught, own, _ in parts if taught or not anywhere))
     for _, _, own in parts:
+        # the first process that has a number gives it
         for name, value in own.items():
             if not _same(merged.setdefault(name, value), value):
                 _warn_of(name)
@@ -89,6 +93,7 @@ class RunCounts:
     def share(self) -> None:
         """Add what the other processes have counted; every process calls it."""
         new = {name: self._since(name, each) for name, each in self._counters.items()}
+        # own counts are in already
         for rank, counts in enumerate(from_all(new)):
             for name, others in counts.items() if rank != PartialState().process_index else ():
                 self._counters[name].update(others)
@@ -99,11 +104,12 @@ class RunCounts:
 
 
 def outcome(recipe: Recipe[Any, Any], updater: Updater, log: RunLog, steps: int) -> dict[str, str]:
-    """Status of a run that has come to its last step, and the reason where it learned nothing, which is a warning too.
+    """Status of a run at its last step; if it learned nothing, also the reason, which is logged as a warning.
 
     Every process calls it.
     """
     learning = "critic" if recipe.critic_only else "policy"
+    # 0 optimiser steps in 0 steps is no failure
     if steps and not updater.optimiser_step:
         causes = "; ".join(_causes(recipe, updater, log)) or "no group had an advantage other than 0"
         reason = f"nothing was learned: the optimiser took no step in {steps} steps, because {causes}"

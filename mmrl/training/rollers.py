@@ -109,7 +109,9 @@ class LocalRollers:
     """Samples and scores in this process."""
 
     def __init__(self, recipe: Recipe[Any, Any], accelerator: Accelerator, unit: int = 0) -> None:
-        self._recipe, self._accelerator, self._unit = recipe, accelerator, unit
+        self._recipe = recipe
+        self._accelerator = accelerator
+        self._unit = unit
 
     looks_ahead = False
 
@@ -121,10 +123,12 @@ class LocalRollers:
 
     def rollout(self, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
         """Rows of the tasks, unit by unit if a unit size is set."""
+        # recipes whose tasks depend on each other cannot be cut into units
         if not self._unit or not self._recipe.rolls_apart(step):
             with torch.no_grad(), self._accelerator.autocast():
                 rollouts = self._recipe.rollout(self._recipe.policy, tasks, streams, step)
             return placed(rollouts, Unit(tasks, streams, step), self._recipe)
+        # the same units as workers get, so that both engines give the same rows
         units = cut(tasks, streams, step, self._unit)
         return joined([sampled(self._recipe, unit, self._accelerator) for unit in units])
 
@@ -148,12 +152,14 @@ class LocalRollers:
 
 def cut(tasks: Sequence[Any], streams: Streams, step: Step, size: int) -> list[Unit]:
     """Split tasks into units of `size`, in order."""
+    # in order, and all but the last full: units must not depend on the number of workers
     spans = [range(start, min(start + size, len(tasks))) for start in range(0, len(tasks), size)]
     return [Unit([tasks[number] for number in span], streams.select(span), step) for span in spans]
 
 
 def measured(recipe: Recipe[Any, Any], unit: TrialUnit, accelerator: Accelerator) -> Outcome:
     """Run a unit of an evaluation."""
+    # rebuilt in the worker, since a measure holds the policy
     measure = recipe.measures(recipe.policy, unit.split, unit.step)[unit.measure]
     with torch.no_grad(), accelerator.autocast():
         return Outcome(rows=measure.run(unit.tasks, unit.start))
@@ -167,6 +173,7 @@ def sampled(recipe: Recipe[Any, Any], unit: Unit, accelerator: Accelerator) -> O
         rollouts = placed(rollouts, unit, recipe)
         return Outcome(recipe.score(rollouts, unit.step) if recipe.scores_apart else rollouts)
     except NoUsableTasksError as error:
+        # rows of a unit without a usable task may still be logged
         left = None if error.rollouts is None else placed(error.rollouts, unit, recipe)
         return Outcome(_scored(recipe, left, unit.step), _without_rows(error))
     except RunError as error:
@@ -178,8 +185,10 @@ def sampled(recipe: Recipe[Any, Any], unit: Unit, accelerator: Accelerator) -> O
 
 def placed(rollouts: Rollouts, unit: Unit, recipe: Recipe[Any, Any]) -> Rollouts:
     """Record the position of each group's task in the step."""
+    # the recipe has placed them itself
     if PLACE in rollouts.extras:
         return rollouts
+    # an adaptive order counts results by task, and cannot tell which ones are missing
     if rollouts.num_groups != len(unit.tasks) and not recipe.supervised and recipe.objective_state.blocks:
         raise RunError(
             f"the rollout of {len(unit.tasks)} tasks has {rollouts.num_groups} groups, and '{recipe.objective.name}' "
@@ -206,6 +215,7 @@ def joined(outcomes: Sequence[Outcome]) -> Rollouts:
         # a broken reward says more than tasks that could not be used, after which others would be drawn
         error = next((error for error in errors if not isinstance(error, NoUsableTasksError)), errors[0])
         if rows and not isinstance(error, NoUsableTasksError):
+            # the message of the unit, without its own prefix
             raise EveryRewardFailedError(str(error).partition(": ")[2], Rollouts.concat(rows))
         raise error
     return Rollouts.concat(rows)
@@ -271,12 +281,16 @@ class Dealer:
     """
 
     def __init__(self, crew: Crew, size: int, tries: int) -> None:
-        self._crew, self._size, self._tries = crew, size, tries
+        self._crew = crew
+        self._size = size
+        self._tries = tries
+        # free workers in the order in which they became free
         self._free: deque[int] = deque()
         self._in_vain = 0
         """Workers lost in a row without any answer in between."""
         self.again = 0
         """Units that were repeated."""
+        # all at once, since starting one takes as long as loading the model
         for _ in range(size):
             crew.start()
 
@@ -285,24 +299,28 @@ class Dealer:
         while True:
             worker, answer = self._crew.wait()
             if isinstance(answer, Hello):
+                # one worker is enough to begin; the others join when they answer
                 self._free.append(worker)
                 return answer
             self._replace(answer)
 
     def run(self, units: Sequence[Unit | TrialUnit]) -> Iterator[Outcome]:
         """Yield the outcomes in order of the units, each as soon as all earlier ones are complete."""
+        # a queue of positions, since a lost unit goes back to its head
         waiting, running = deque(range(len(units))), dict[int, int]()
         lost: Counter[int] = Counter()
         # outcomes that wait for those of earlier units
         done: dict[int, Outcome] = {}
         following = 0
         while True:
+            # before yielding, so that no worker idles while the caller works on rows
             while waiting and self._free:
                 worker = self._free.popleft()
                 running[worker] = waiting.popleft()
                 # an idle worker takes the next unit, whichever it is: streams belong to tasks, so rows do not depend on
                 # it
                 self._crew.send(worker, units[running[worker]])
+            # rows are returned in order, though units finish in any order
             while following in done:
                 yield done.pop(following)
                 following += 1
@@ -312,6 +330,7 @@ class Dealer:
             # None for a worker that has just started or answered a ping
             number = running.pop(worker, None)
             if isinstance(answer, Hello | Outcome):
+                # an answer of any kind shows that workers can live
                 self._in_vain = 0
                 self._free.append(worker)
                 if isinstance(answer, Outcome) and number is not None:
@@ -331,6 +350,7 @@ class Dealer:
         """Replace a lost worker; raise for any other answer."""
         if isinstance(answer, Refusal):
             raise UserError(answer.reason)
+        # the traceback of the worker, which the raised error does not have
         if isinstance(answer, Raised):
             for line in answer.trace.splitlines():
                 LOGGER.error("  %s", line)
@@ -350,5 +370,6 @@ class Dealer:
 def _given_up(unit: Unit | TrialUnit, times: int, answer: Any) -> Outcome:
     reason = f"{times} rollout workers were lost over the same tasks; the last one: {answer.reason}"
     whole = "evaluation" if isinstance(unit, TrialUnit) else "step"
+    # the step goes on with the tasks that are left
     LOGGER.error("the %s goes on without %d of its tasks: %s", whole, len(unit.tasks), reason)
     return Outcome(error=RunError(reason), lost=True)

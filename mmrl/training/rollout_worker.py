@@ -36,7 +36,8 @@ Weights = Mapping[str, tuple[np.ndarray, torch.dtype]]
 
 
 def trained_weights(policy: nn.Module) -> Weights:
-    """Bytes of the trained parameters, in memory of their own."""
+    """Copy the trained parameters as bytes."""
+    # the types too: with bfloat16 whole weights, what is sent is not what the worker was built with
     return {name: (_as_bytes(weight), weight.dtype) for name, weight in _trained(policy).items()}
 
 
@@ -45,18 +46,21 @@ def _trained(policy: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _as_bytes(weight: Tensor) -> np.ndarray:
+    # through uint8, since NumPy has no bfloat16
     return weight.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 @torch.no_grad()
 def load_weights(policy: nn.Module, weights: Weights) -> None:
-    """Copy weights into a policy, which takes on their types; raises RunError where they are those of another one."""
+    """Copy weights into a policy, which takes on their types; raises RunError if the names of the weights differ."""
     own = _trained(policy)
+    # names that only one side has: another LoRA rank or another frozen layer would go unnoticed
     if different := sorted(own.keys() ^ weights.keys()):
         raise RunError(f"a worker trains other weights than the training process: {', '.join(different[:4])}")
     for name, (content, kind) in weights.items():
         if own[name].dtype != kind:  # such as whole weights in bfloat16 of parts in float32
             own[name].data = own[name].data.to(kind)
+        # a copy, because arrays from Ray's store are read-only
         own[name].copy_(torch.from_numpy(np.array(content)).view(kind).view(own[name].shape))
 
 
@@ -64,15 +68,19 @@ def checksum(policy: nn.Module, *, trained: bool) -> int:
     """Sum of the bits of the trained or of the frozen parameters; fast rather than safe against intent."""
     total = 0
     for number, weight in enumerate(policy.parameters()):
+        # trained weights change every step, frozen ones are compared once
         if weight.requires_grad == trained:
             raw = weight.detach().contiguous().reshape(-1).view(torch.uint8)
+            # whole int32 numbers, so that the sum runs over 4 bytes at a time
             raw = torch.nn.functional.pad(raw, (0, -len(raw) % 4)).view(torch.int32)
+            # weighed by position: two swapped weights change the sum
             total += (number + 1) * int(raw.sum(dtype=torch.int64))
     return total % 2**63
 
 
 def begin_notes(recipe: Recipe[Any, Any]) -> dict[str, Counter[str]]:
     """Counts as they are before a unit; lists are emptied."""
+    # what is noted after this belongs to the next unit
     recipe.noted.clear()
     recipe.extra_samples = 0
     for each in recipe.added.values():
@@ -86,6 +94,7 @@ def notes_since(recipe: Recipe[Any, Any], before: Mapping[str, Counter[str]]) ->
     found: dict[str, Any] = {}
     for name, each in recipe.added.items():
         if isinstance(each, Mapping):
+            # only the increase: the training process already has the counts of before
             found[name] = {key: each[key] - before[name][key] for key in each}
         else:
             found[name] = list(each)
@@ -99,6 +108,7 @@ def add_notes(recipe: Recipe[Any, Any], found: Mapping[str, Any]) -> None:
             each.extend(found[name])
         else:
             each.update(found[name])
+    # shares of several units are merged, plain numbers are replaced by the newest
     shares = {name: value for name, value in found["noted"].items() if isinstance(value, Metric)}
     before = {name: value for name, value in recipe.noted.items() if name in shares and isinstance(value, Metric)}
     recipe.noted |= found["noted"] | merge_metrics([before, shares])
@@ -107,7 +117,7 @@ def add_notes(recipe: Recipe[Any, Any], found: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """A worker's recipe, and what it has to agree on with the training process."""
+    """A worker's recipe, and what must be the same as in the training process."""
 
     entry: Any
     """Row of `mmrl.recipes.RECIPES`."""
@@ -145,41 +155,50 @@ class RolloutWorker:
         except UserError as error:
             return Refusal(f"the worker on {host} cannot start: {error}")
         except Exception as error:
+            # for whoever runs with debug output; users get one line
             LOGGER.debug("%s", traceback.format_exc())
             return Refusal(f"the worker on {host} cannot start: {type(error).__name__}: {error}")
 
     def _open(self, pickled: bytes, host: str) -> Hello | Refusal:
+        # or accelerate would try to join the training processes
         for name in [name for name in os.environ if name in OF_A_RANK or name.startswith("TORCHELASTIC")]:
             del os.environ[name]  # inherited from a training process that has started Ray
         job: Job = pickle.loads(pickled)
         here = versions()
         for name, version in job.versions.items():
+            # other versions may compute other numbers, and nothing else would show it
             if here.get(name) != version:
                 own = here.get(name, "none")
                 return Refusal(f"the worker on {host} has {name} {own}, the training process {version}; install one")
         if not Path(job.folder).is_dir():
             return Refusal(f"the worker on {host} has no folder {job.folder}, in which the run was started")
+        # paths of the configuration are relative to where the run was started
         os.chdir(job.folder)
         config = job.config
+        # the recipe writes tracebacks and videos somewhere; they are sent back and removed
         self._output = tempfile.TemporaryDirectory(prefix="mmrl-worker-")
         config.output_dir = self._output.name
         config.tracking.quiet = True
         if config.trainer.threads:
+            # as the training process does: the number of threads changes the rounding of sums
             torch.set_num_threads(config.trainer.threads)
         if config.trainer.release_memory:
             limit_primitive_cache()
+        # models draw initial weights (LoRA, heads) from the global generators
         seed_everything(config.seed)
         self._accelerator = make_accelerator(config.trainer.mixed_precision)
         device = self._accelerator.device
         self._heap = HeapTrimmer(enabled=config.trainer.release_memory and device.type == "cpu")
         self._recipe = job.entry.load_recipe_class()(config)
         policy = self._recipe.policy
+        # rows from a base model that differs would be trained on without anyone noticing
         if checksum(policy, trained=False) != job.frozen:
             return Refusal(
                 f"the model on {host} has other frozen weights than that of the training process, though it was built "
                 "from the same configuration; is there another model in its folder?"
             )
         policy.to(device)
+        # no dropout while sampling
         policy.eval()
         return self.answer()
 
@@ -192,6 +211,7 @@ class RolloutWorker:
         """Take over the weights of a step, whose checksum is known."""
         assert self._recipe is not None
         load_weights(self._recipe.policy, weights)
+        # weights travel through shared memory and over the network
         if checksum(self._recipe.policy, trained=True) != expected:
             raise RunError(f"the weights of a step have arrived damaged in the worker on {socket.gethostname()}")
 
@@ -207,13 +227,18 @@ class RolloutWorker:
         assert self._accelerator is not None
         began, before = time.perf_counter(), begin_notes(self._recipe)
         with _captured() as logs:
+            # trials are scored by their measure
             if isinstance(unit, TrialUnit):
                 found = measured(self._recipe, unit, self._accelerator)
             else:
                 found = sampled(self._recipe, unit, self._accelerator)
         if found.rollouts is not None:
+            # the training process may have no GPU of that number
             found.rollouts = found.rollouts.to("cpu")
-        found.added, found.logs, found.files = notes_since(self._recipe, before), logs, self._taken_files()
+        # before the next unit: what this unit has noted is not to be sent twice
+        found.added = notes_since(self._recipe, before)
+        found.logs = logs
+        found.files = self._taken_files()
         self._heap.trim()
         found.seconds = time.perf_counter() - began
         return found
@@ -229,6 +254,7 @@ class RolloutWorker:
         """Files that the recipe has written for the run's folder, which are removed from its own."""
         assert self._output is not None
         root = Path(self._output.name)
+        # sorted: the order of a directory differs between machines
         paths = [path for name in SENT for path in sorted((root / name).rglob("*")) if path.is_file()]
         found = {str(path.relative_to(root)): path.read_bytes() for path in paths}
         for path in paths:
@@ -239,6 +265,7 @@ class RolloutWorker:
 @contextmanager
 def _captured() -> Iterator[list[tuple[int, str]]]:
     """Level and text of what the suite logs meanwhile."""
+    # INFO and above, as the training process shows
     found: list[tuple[int, str]] = []
 
     class Kept(logging.Handler):

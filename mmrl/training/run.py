@@ -63,23 +63,30 @@ def train(entry: Any, config: Any, *, resume: bool = False, from_last_good: bool
     """
     run_dir = Path(config.output_dir)
     with ExitStack() as stack:
+        # in several processes one of them claims the folder, so they have to be joined before
         several = int(os.environ.get("WORLD_SIZE", "1")) > 1
         joined = _start(config, trains=True) if several else None
 
         def claim() -> dict[str, tuple[Any, Any]]:
+            # the lock first: two runs that start at once must not both find the folder free
             stack.enter_context(RunLock(run_dir))
             _check_folder(run_dir, resume)
+            # read before the run overwrites the configuration
             return _changed_settings(run_dir, config) if resume else {}
 
         from mmrl.training.machines import describe, in_first_process, watched
         from mmrl.training.processes import machine
 
+        # a hang is reported with the stage that each process is in
         watch = None if joined is None else stack.enter_context(watched(joined))
+        # one process looks, and all of them raise what it finds
         changed = in_first_process(joined, claim)
         accelerator = joined or _start(config, trains=True)
+        # refused before models are loaded, which takes minutes
         _check_processes(config, accelerator)
         _check_memory(entry, config, accelerator)
         recipe = _build(entry, config, accelerator)
+        # environments and reward workers end, however the run ends
         stack.callback(recipe.close)
         LOGGER.info("%s", ", ".join(f"{name} {value}" for name, value in machine(accelerator).items()))
         if found := describe(accelerator, run_dir):
@@ -101,6 +108,7 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
     """Measure a model on the configuration's held-out splits; the results are added to `config.output_dir`."""
     from mmrl.training.ray_rollers import open_rollers
 
+    # before the model is loaded: a read-only folder would only fail at the end
     _check_writable(Path(config.output_dir))
     folder = None if run_dir is None else chosen_checkpoint(run_dir)
     with open_evaluation(entry, config, folder) as (recipe, accelerator, position), ExitStack() as stack:
@@ -110,6 +118,7 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
         stack.callback(rollers.close)
         results: dict[str, Evaluation] = {}
         for split in recipe.eval_tasks:
+            # as in training, so that numbers agree with those of the run
             with accelerator.autocast():
                 results[split] = found = rollers.evaluate(split, position)
             if found.failure:
@@ -117,8 +126,10 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
             if accelerator.is_main_process:
                 _append_evaluation(Path(config.output_dir), step, split, found.metrics)
         if accelerator.is_main_process:
+            # the split is a column, since all splits are in one file
             rows = [{"split": split, **row} for split, found in results.items() for row in found.entries]
             LOGGER.info("ledger: %s", write_ledger(Path(config.output_dir), rows, about))
+        # a run's folder has a report already
         if run_dir is None and accelerator.is_main_process:
             _report_evaluation(Path(config.output_dir), results)
         accelerator.wait_for_everyone()  # a process that leaves early takes the others' connections with it
@@ -143,6 +154,7 @@ def dry_run(entry: Any, config: Any, gpu: Mapping[str, float], processes: int = 
     try:
         yield from read_data(entry, config)
     except UserError as error:
+        # kept until the plan is shown, which may need no data
         refused = error
     try:
         named = {{"memory": "memory_gb"}.get(name, name): value for name, value in gpu.items()}
@@ -163,11 +175,14 @@ def read_data(entry: Any, config: Any) -> list[str]:
     Raises:
         UserError: what the run would raise.
     """
+    # sets that are downloaded are left out one after the other, until the rest can be read
     held_out, left = dict(getattr(config, "eval_data", None) or {}), list[str]()
     recipe = None
     while recipe is None:
         try:
+            # leaves the recipe at the point where it would load the model
             with data_only():
+                # tried again without the set that cannot be read
                 _open_recipe(entry, config if not left else dataclasses.replace(config, eval_data=held_out))
             raise RuntimeError(f"the recipe '{entry.name}' never calls model_follows")
         except DataRead as read:
@@ -175,6 +190,7 @@ def read_data(entry: Any, config: Any) -> list[str]:
         except NotReadError as missing:
             name = next((name for name, data in held_out.items() if missing.path in _places(data)), None)
             left.append(f"{f'eval_data.{name}' if name else 'data'}: {missing.path}: {missing.reason}")
+            # without training data there is no recipe; held-out sets are read by themselves
             if name is None:
                 return [*left, *_read_alone(entry, held_out)]
             del held_out[name]
@@ -218,6 +234,7 @@ def open_evaluation(entry: Any, config: Any, folder: Path | None) -> Iterator[tu
     from mmrl.runs.checkpoint import Checkpoints
     from mmrl.training.recipe import Step
 
+    # the base model of a run may be gone, its own weights are in the checkpoint
     if folder is not None:
         _start_from_checkpoint(config, folder / "model")
     accelerator = _start(config, trains=False)
@@ -230,6 +247,7 @@ def open_evaluation(entry: Any, config: Any, folder: Path | None) -> Iterator[tu
             recipe.policy.load_weights(folder / "model")
             recipe.load_state_dict(Checkpoints.load_state(folder)["recipe"])  # averages that evaluations use
             LOGGER.info("evaluating %s", folder)
+            # the checkpoint's name is the step it was written after
             step = int(folder.name.removeprefix("step-"))
         recipe.policy.to(accelerator.device).eval()
         yield recipe, accelerator, Step(step, getattr(config.trainer, "steps", 1))  # other things have no steps
@@ -242,7 +260,9 @@ def evaluation_of(
     from mmrl.config import to_container
     from mmrl.training.processes import machine, versions
 
+    # a host name is not part of what makes results comparable
     device = {name: value for name, value in machine(accelerator).items() if name != "host"}
+    # averages of weights, where evaluations use them, are what is hashed
     with recipe.evaluating(recipe.policy):
         policy = {"sha256": weights_digest(recipe.policy), "step": step.number}
         protocol = protocol_of(recipe, config, step)
@@ -254,8 +274,9 @@ def evaluation_of(
 
 
 def finish_run(config: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Path:
-    """Train a configuration, continue it where it was interrupted, or leave it where it is done."""
+    """Train a configuration: start it, continue it if it was interrupted, or return at once if it is finished."""
     entry, options = load_run(config, [*overrides, f"output_dir={run_dir}"])
+    # a finished run is not repeated, even if its settings have changed since
     if read_result(run_dir).get("status") in FINISHED:
         if changed := _changed_settings(run_dir, options):
             LOGGER.warning("%s is finished and kept, with other settings: %s", run_dir, _listed(changed))
@@ -293,30 +314,37 @@ def _train(
 
     main, run_dir = accelerator.is_main_process, Path(config.output_dir)
     with ExitStack() as stack:
+        # from here on signals end the run after the step
         stop = stack.enter_context(StopSignals())
+        # one process writes metrics and events
         tracker = _tracker(run_dir, config) if main else None
         if tracker is not None:
             stack.callback(tracker.close)
         trainer = Trainer(recipe, config, run_dir, accelerator, tracker, stop, entry=entry)
+        # closed before the tracker, since workers may still report
         stack.callback(trainer.rollers.close)
         if watch is not None:
             watch.stage = lambda: trainer.stage
+        # refused if the processes have read different data
         check_same_tasks(accelerator, recipe.data_digest)
         if resume:
             trainer.resume(**options)
         if main:  # only now: a resume that is refused leaves the configuration as it was
             _save_config(run_dir, config)
+        # the others wait until the configuration is written
         accelerator.wait_for_everyone()
         trainer.run()
         if main:
+            # by name: the report reads runs and is in a layer above training
             load_target(WRITE_REPORT)(run_dir)
         accelerator.wait_for_everyone()  # a process that leaves early takes the others' connections with it
 
 
 def _start_from_checkpoint(config: Any, folder: Path) -> None:
-    """Name a run's own weights as the model where that which it started from is not there, as after a move."""
+    """Use a run's own weights as `model.path` if the model that it started from is gone, as after a move."""
     model = getattr(config, "model", None)
     path = getattr(model, "path", None)
+    # a hub id is not a path, and is left to transformers
     missing = isinstance(path, str) and path and not Path(path).expanduser().exists()
     if missing and getattr(model, "build", None) is None and folder.is_dir():
         LOGGER.info("model.path %s is not here; starting from %s", path, folder)
@@ -331,15 +359,17 @@ def _start(config: Any, *, trains: bool) -> Accelerator:
         limit_primitive_cache()
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
+    # models draw initial weights from the global generators
     seed_everything(config.seed)
     timeout = {"timeout_minutes": config.trainer.timeout_minutes} if trains else {}
     return make_accelerator(config.trainer.mixed_precision, **timeout)
 
 
 def _check_processes(config: Any, accelerator: Accelerator) -> None:
-    """Refuse a number of processes that the configuration does not go with."""
+    """Refuse a number of processes that does not work with the configuration."""
     from mmrl.training.processes import check_shares
 
+    # each process gets the same number of tasks, so that steps have no empty process
     check_shares("trainer.tasks_per_step", config.trainer.tasks_per_step)
     if config.trainer.sharding != "none":
         from mmrl.training.sharding import check_processes
@@ -353,11 +383,13 @@ def _check_processes(config: Any, accelerator: Accelerator) -> None:
 
 def _check_memory(entry: Any, config: Any, accelerator: Accelerator) -> None:
     """Refuse a run that is larger than its GPU before it loads weights."""
+    # on a CPU there is no fixed limit
     if accelerator.device.type != "cuda":
         return
     from mmrl.training.plan import GB, check_state
 
     try:
+        # a recipe without a footprint cannot be checked
         footprint = plan_of(entry)
     except UserError:
         return
@@ -369,12 +401,14 @@ def _build(entry: Any, config: Any, accelerator: Accelerator) -> Recipe:
     """The recipe, with its data and models."""
     from mmrl.training.machines import in_turns
 
+    # one after the other on a machine, so that they do not all download or convert at once
     return in_turns(accelerator, lambda: _open_recipe(entry, config))
 
 
 def _open_recipe(entry: Any, config: Any) -> Recipe:
     recipe_class = entry.load_recipe_class()
     try:
+        # a missing file of the user, in contrast to a fault in the suite
         recipe: Recipe = recipe_class(config)
     except OSError as error:
         if error.filename is None:  # no file, no socket and no memory for another: not what was asked for
@@ -385,6 +419,7 @@ def _open_recipe(entry: Any, config: Any) -> Recipe:
 
 def _check_folder(run_dir: Path, resume: bool) -> None:
     if has_begun(run_dir) and not resume:
+        # a run that was stopped before its first checkpoint has nothing to lose
         saved = any((run_dir / "checkpoints").glob("step-*"))
         hint = "add --resume to continue it" if saved else "it has no checkpoint yet: --resume starts it again"
         raise UserError(
@@ -410,7 +445,9 @@ def _changed_settings(run_dir: Path, config: Any) -> dict[str, tuple[Any, Any]]:
     new = _flat(to_container(config))
     if old.get("recipe") != new["recipe"]:
         raise UserError(f"{run_dir} is a run of recipe '{old.get('recipe')}', '{new['recipe']}' cannot continue it")
+    # where results go does not change them
     keys = [key for key in new if not key.startswith(("output_dir", "tracking."))]
+    # keys of the new configuration: an option that went away changes nothing
     return {key: (old.get(key), new[key]) for key in keys if old.get(key) != new[key]}
 
 
@@ -469,6 +506,7 @@ def _report_evaluation(folder: Path, results: Mapping[str, Evaluation]) -> None:
 
     if has_begun(folder):
         return
+    # one sample of each split in turn, so that the report shows all of them
     in_turns = itertools.zip_longest(*(found.records for found in results.values()))
     write_samples(folder, 0, "eval", [record for turn in in_turns for record in turn if record is not None])
     LOGGER.info("report: %s", load_target(WRITE_REPORT)(folder))

@@ -64,6 +64,7 @@ class RunSaver:
 
     def start(self) -> None:
         """Remove the remains of a run that was deleted or stopped before its first checkpoint."""
+        # one process writes; the others wait at the next collective call
         if self.accelerator.is_main_process:
             remove_partial(self.run_dir)
             shutil.rmtree(self.run_dir / "reference", ignore_errors=True)
@@ -77,20 +78,28 @@ class RunSaver:
         """Whether the time since the last checkpoint asks for one, the same on every process."""
         seconds = 60 * self.config.checkpoint.minutes
         waited = time.monotonic() - self._waits_since
+        # a checkpoint that takes longer than 5 % of the interval makes the interval longer
         soon = not seconds or waited < max(seconds, self._write_s / LARGEST_SHARE)
+        # the first process decides, since clocks of machines differ
         return not all_ranks(soon or not self.accelerator.is_main_process, self.accelerator)
 
     def save(self, step: int) -> None:
         """Write a checkpoint; a full disk is reported; training continues and keeps the older ones."""
+        # a slower process may still be in its last optimiser step
         self.accelerator.wait_for_everyone()
+        # the generators of every process, which differ
         rng = merge_lists([capture_global_rng()], self.accelerator)
         self._waits_since = began = time.monotonic()
+        # also if writing fails: a second attempt at the same step would fail too
         self._saved_at = step
         main = self.accelerator.is_main_process
+        # sharded weights are gathered here, which every process has to take part in
         with saving(self.recipe.policy, keep=main), self._reference_for_saving(keep=main):
+            # collective as well, so it comes before the branch
             updater = self.updater.state_dict()
             if main:
                 self._write(step, updater, rng)
+        # from the end: a slow disk must not leave less time for training
         self._waits_since = time.monotonic()
         self._write_s = self._waits_since - began
 
@@ -107,12 +116,14 @@ class RunSaver:
         }
         with self.log.watch.stage("checkpoint"):
             try:
+                # written under a temporary name, with the state last, so that a kill leaves the older checkpoints
                 self.checkpoints.save(step, state, self.write_parts)
             except OSError as error:
                 self._failed(step, error)
 
     def save_before_stop(self, step: int) -> None:
-        """Write a checkpoint where this step has none yet, because the run is to stop."""
+        """Write a checkpoint before the run stops, unless this step has one."""
+        # a checkpoint by schedule has been written just now, but it does not know of a pending evaluation
         if self._saved_at != step or self.evaluation_pending:
             self.save(step)
 
@@ -124,16 +135,20 @@ class RunSaver:
             self.checkpoints.remove_partial()
             if from_last_good and self.checkpoints.steps():
                 self.checkpoints.set_damaged_aside()
+        # the path only: each process reads the files itself
         folder = in_first_process(self.accelerator, self._newest)
         if folder is None:
             self._start_again()
             return None
+        # a machine without the folder would otherwise fail in one process and hang the rest
         with on_every_machine(folder, self.accelerator):
             step = self._restore_from(folder)
         self._saved_at = step
+        # steps after the checkpoint are repeated, and would appear twice
         self.log.truncate_after(step)
         if main:
             self._restore_best(step)
+            # after the best one is known, which is never forgotten
             self.checkpoints.forget_old()
         LOGGER.info("resumed at step %d from %s", step, folder)
         return step
@@ -148,6 +163,8 @@ class RunSaver:
     def _restore_from(self, folder: Path) -> int:
         state = Checkpoints.load_state(folder)
         try:
+            # the state of another recipe or library version fails somewhere inside; the user needs the file and the
+            # cause
             return self._restore(state, folder)
         except (KeyError, ValueError, TypeError, IndexError, RuntimeError) as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -160,15 +177,19 @@ class RunSaver:
             return
         if not self.scheduled(step):  # which one is the best must not hang on when a checkpoint was written by time
             return
+        # the first split is the main result
         split = next(iter(self.recipe.eval_tasks))
         latest = next((e for e in reversed(evaluations) if e["split"] == split), evaluations[-1])
+        # without a setting, the first score that the recipe calls a headline
         metric = self.config.checkpoint.best_metric or _first_score(latest)
         if metric not in latest:
             raise RunError(f"checkpoint.best_metric '{metric}' is not reported; there are: {', '.join(latest)}")
         best = self.checkpoints.best()
+        # the checkpoint of this step may have failed to be written
         if not self.checkpoints.path(step).is_dir() or not math.isfinite(latest[metric]):
             return
         if best is None or latest[metric] > best["value"]:
+            # a failed note is no reason to stop: the checkpoint itself is there
             try:
                 self.checkpoints.mark_best(step, metric, latest[metric])
             except OSError as error:
@@ -177,14 +198,17 @@ class RunSaver:
     def _restore(self, state: dict[str, Any], folder: Path) -> int:
         self.tasks.load_state_dict(state["tasks"])  # first: other data is refused before anything is changed
         with loading(self.recipe.policy):
+            # from the checkpoint and not from model.path, which may have moved
             self.recipe.policy.load_weights(folder / "model")
         copied = self.reference.copy
         if copied is not None and (folder / "reference").is_dir():  # else no step needed it yet: the start's
             with self.reference.whole(), loading(copied):
                 self.reference.load(folder / "reference")
+        # after the policy: moments belong to these weights
         self.updater.load_state_dict(state["updater"])
         self.recipe.load_state_dict(state["recipe"])
         self.log.load_state_dict(state)
+        # a run that is resumed with more processes has no states for the last ones
         restore_global_rng(state["rng"][min(self.accelerator.process_index, len(state["rng"]) - 1)])
         self.evaluation_pending = bool(state.get("evaluation_pending"))
         return int(state["step"])
@@ -195,6 +219,7 @@ class RunSaver:
         if best is None:  # of a later step that is gone, if there was one
             self.checkpoints.forget_best()
             for earlier in self.checkpoints.steps():
+                # evaluations are in the log, so that marks can be made again
                 self.note_best(earlier)
         else:
             self.note_best(step)  # a run killed right after writing the checkpoint had no time to
@@ -204,11 +229,13 @@ class RunSaver:
             aside = set_aside(self.run_dir)
             kept = f"; what it had written is kept in {aside}" if aside else ""
             LOGGER.warning("%s has no checkpoint yet; the run starts again from the beginning%s", self.run_dir, kept)
+        # -1: everything that the log holds
         self.log.truncate_after(-1)
 
     @contextlib.contextmanager
     def _reference_for_saving(self, *, keep: bool) -> Iterator[None]:
-        """Give a reference that is written now its whole weights; every process calls it."""
+        """Gather the weights of the reference if this checkpoint writes it; every process calls it."""
+        # a frozen reference is written once for all checkpoints of a run
         written = self.reference.needs_saving and (self.reference.kind == "ema" or not self._has_reference)
         if not all_ranks(not (keep and written), self.accelerator):  # the first process knows what is on disk
             assert self.reference.copy is not None
@@ -223,17 +250,21 @@ class RunSaver:
 
     def write_parts(self, folder: Path) -> None:
         """Write the policy, the recipe's further weights and the reference into a checkpoint's folder."""
+        # in the format of its library, so that the folder can be used without the suite
         self.recipe.policy.save_pretrained(folder / "model")
         self.recipe.save_parts(folder)
         if not self.reference.needs_saving:
             return
+        # it changes with every step, so each checkpoint has a copy
         if self.reference.kind == "ema":
             self.reference.save(folder / "reference")
             return
         shared = self.run_dir / "reference"  # a frozen reference never changes: written once, linked afterwards
         if not self._has_reference:
             self.reference.save(shared)
+            # only now: a kill in between leaves a folder that counts as missing
             (shared / ".whole").touch()
+        # hard links where the file system has them
         link_or_copy(shared, folder / "reference")
 
     def _failed(self, step: int, error: OSError) -> None:
@@ -242,6 +273,7 @@ class RunSaver:
             f"checkpoint at step {step} could not be written to {self.checkpoints.folder}: {error}; "
             f"nothing half-written was left, kept steps: {kept or 'none'}"
         )
+        # the last checkpoint is the result of the run
         if step >= self.config.trainer.steps:
             raise RunError(message) from error
         LOGGER.error("%s; training goes on, free some space", message)

@@ -126,7 +126,7 @@ class TrustRegionConfig:
     """Steps that are tried, each half as long as the last, until one gains a tenth of what the gradient promises."""
 
     def check(self, trainer: BaseTrainerConfig) -> None:
-        """Refuse options of AdamW, and what natural-gradient steps are not exact enough with; raises ValueError."""
+        """Refuse options of AdamW, mixed precision and sharding; raises ValueError."""
         plain = BaseTrainerConfig(max_grad_norm=0.0)
         for name in ("weight_decay", "betas", "adam_eps", "max_grad_norm", "mixed_precision", "sharding"):
             if getattr(trainer, name) != getattr(plain, name):

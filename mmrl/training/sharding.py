@@ -56,8 +56,10 @@ def shard(
     check_processes(accelerator)
     from torch.distributed.device_mesh import init_device_mesh
 
+    # one mesh of all processes: weights are sharded, and never replicated
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     shards = Shards(module, mesh, names, gathered)
+    # on the module, so that code that is handed a policy finds its shards
     setattr(module, ATTRIBUTE, shards)
     return shards
 
@@ -80,6 +82,7 @@ def shards_of(module: nn.Module) -> Shards | None:
 def whole_weights(module: nn.Module | None) -> Iterator[None]:
     """Gather a sharded module for the duration of the context; all processes must enter it. Others are unchanged."""
     shards = None if module is None else shards_of(module)
+    # already whole: an outer context gathers and releases
     if shards is None or shards.whole:
         yield
         return
@@ -97,6 +100,7 @@ def in_parts(module: nn.Module) -> Iterator[None]:
     if shards is None or not shards.whole:
         yield
         return
+    # memory of the whole weights is free meanwhile
     shards.release()
     yield
     shards.gather()
@@ -106,6 +110,7 @@ def in_parts(module: nn.Module) -> Iterator[None]:
 def saving(module: nn.Module, *, keep: bool) -> Iterator[None]:
     """Give a module full-precision weights for reading; all processes must enter it, with `keep` if they need them."""
     shards = shards_of(module)
+    # a module that is not sharded has full-precision weights at any time
     with contextlib.nullcontext() if shards is None else shards.exact(keep=keep, write=False):
         yield
 
@@ -123,7 +128,9 @@ def exact_weights(module: nn.Module, names: Sequence[str]) -> Iterator[tuple[str
     shards = shards_of(module)
     weights = dict(module.named_parameters())
     for name in names:
+        # the whole weights are a rounded copy, so the parts are read instead
         rounded = shards is not None and shards.gathered is not None and name in shards.parts
+        # detached: a reader must not enter the graph of the update
         yield name, _full(shards.parts[name]) if shards is not None and rounded else weights[name].detach()
 
 
@@ -148,8 +155,10 @@ def gather_state(optimizer: Any, keep: bool) -> dict[str, Any]:
 
 def scatter_state(optimizer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the result of `gather_state` to what an optimiser with weights in parts loads."""
+    # in the order of groups, by which an optimiser numbers its state
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     found = {
+        # scalar moments such as the step count stay whole
         number: {name: _like(value, weights[number]) for name, value in moments.items()}
         for number, moments in state["state"].items()
     }
@@ -164,12 +173,14 @@ def clip(parameters: Sequence[nn.Parameter], limit: float, loss: Tensor) -> tupl
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     parts = [local(gradient) for gradient in gradients if is_part(gradient)]
+    # the foreach norm takes no mix of DTensors and tensors
     norm = torch.nn.utils.get_total_norm([gradient for gradient in gradients if not is_part(gradient)])
     if parts:
         # parts differ between processes and their squares add up; whole gradients are equal on all and count once
         squares = torch.nn.utils.get_total_norm(parts).double() ** 2
         torch.distributed.all_reduce(squares)
         norm = (norm.to(squares) ** 2 + squares).sqrt().float()
+    # read together, since each read waits for the GPU
     norm_value, loss_value = numbers([norm, loss])
     if limit and math.isfinite(norm_value):
         torch.nn.utils.clip_grads_with_norm_([p for p in parameters if not is_part(p)], limit, norm)
@@ -201,7 +212,8 @@ class Shards:
         """Dtype of the whole weights if it differs from that of the parts."""
         self.whole = False
         """Whether the module currently holds the whole weights."""
-        self._module, self._mesh = module, mesh
+        self._module = module
+        self._mesh = mesh
         chosen = _divisible(module, names)
         if not chosen:
             raise UserError(
@@ -213,13 +225,16 @@ class Shards:
             self.gathered = gathered = None
         # otherwise fully_shard would also take frozen weights and scalars
         ignored = {weight for name, weight in module.named_parameters() if name not in chosen}
+        # inputs stay as they are: the forward pass is called on whole weights, without FSDP2's hooks
         precision = MixedPrecisionPolicy(param_dtype=gathered, cast_forward_inputs=False)
+        # one group a block, so that the buffer of a gather is no larger than a block
         self._groups: list[Any] = [*_blocks(module), module]
         for part in self._groups:
             # inner blocks first: the call on the whole module then takes what is left
             fully_shard(part, mesh=mesh, reshard_after_forward=False, mp_policy=precision, ignored_params=ignored)
         self.parts: dict[str, Any] = {name: part for name, part in module.named_parameters() if name in chosen}
         """The weights in parts, by name."""
+        # a weight that is left whole would silently be trained by each process alone
         whole = [name for name, weight in self.parts.items() if not is_part(weight)]
         if whole:
             raise RuntimeError(f"fully_shard left weights whole: {', '.join(whole[:4])}")
@@ -251,10 +266,13 @@ class Shards:
         from torch.distributed.tensor import DTensor, Partial
 
         whole = self._whole()
+        # sums in full precision if the whole weights are bfloat16, else the gradients themselves
         found = {name: self._sums.pop(name, weight.grad) for name, weight in whole.items()}
+        # the whole weights are freed next, and their gradients with them
         for weight in whole.values():
             weight.grad = None
         self.release()
+        # for every part and not only those used here, or the processes' calls would not match
         used = torch.tensor([int(found[name] is not None) for name in self.parts], device=self._mesh.device_type)
         # a weight that any process has used is summed on all of them; one used nowhere has no gradient, for AdamW to
         # skip
@@ -271,18 +289,22 @@ class Shards:
     def exact(self, *, keep: bool, write: bool) -> Iterator[None]:
         """See `saving` and `loading`."""
         places: dict[tuple[nn.Module, str], nn.Parameter] = {}
+        # reading parts is collective, so processes that keep nothing take part too
         if self.gathered is not None or keep:
             whole = exact_weights(self._module, list(self.parts))
             # copies: the memory of whole weights may be longer than they are, which safetensors refuses
             copies = {name: nn.Parameter(weight.to("cpu", copy=True)) for name, weight in whole if keep}
+            # readers of the module see the copies
             places = self._swap(copies)
         yield
         if write:
+            # what was written into the module is in the copies
             weights = self._whole()
             with torch.no_grad():
                 for name, part in self.parts.items():
                     # every process has written the same whole weights, and keeps its part
                     part.to_local().copy_(_like(weights[name], part).to_local())
+        # the parameters that the optimiser holds come back
         for (owner, key), weight in places.items():
             owner._parameters[key] = weight
         if write:
@@ -295,6 +317,7 @@ class Shards:
 
     def _swap(self, weights: Mapping[str, nn.Parameter]) -> dict[tuple[nn.Module, str], nn.Parameter]:
         """Replace weights, tied ones at every place they occur; returns the originals."""
+        # remove_duplicate=False, or a tied weight would be replaced under one of its names only
         names: dict[nn.Parameter, str] = {}
         places: dict[tuple[nn.Module, str], nn.Parameter] = {}
         for name, weight in list(self._module.named_parameters(remove_duplicate=False)):
@@ -302,6 +325,7 @@ class Shards:
             first = names.setdefault(weight, name)
             if first in weights:
                 path, _, key = name.rpartition(".")
+                # through the owner: named_parameters yields the tensors, not where they are
                 owner = self._module.get_submodule(path)
                 places[owner, key] = weight
                 weights[first].requires_grad_(weight.requires_grad)
@@ -309,6 +333,7 @@ class Shards:
         return places
 
     def _whole(self) -> dict[str, nn.Parameter]:
+        # by name, since the parts are other objects than the whole weights
         return {name: weight for name, weight in self._module.named_parameters() if name in self.parts}
 
     def _summing(self, name: str) -> Any:
@@ -316,6 +341,7 @@ class Shards:
 
         def add(weight: Tensor) -> None:
             assert weight.grad is not None
+            # freed at once: a bfloat16 gradient that stays would be added to by the next micro-batch
             gradient, weight.grad = weight.grad.to(self.parts[name].dtype), None
             self._sums[name] = gradient if name not in self._sums else self._sums[name].add_(gradient)
 
@@ -330,11 +356,13 @@ def _divisible(module: nn.Module, names: frozenset[str]) -> dict[str, nn.Paramet
     for weight in weights.values():
         sizes[weight.dtype] += weight.numel()
     common = sizes.most_common(1)[0][0] if sizes else None
+    # a group of fully_shard has one dtype; the most common one by number of weights, not of tensors
     return {name: weight for name, weight in weights.items() if weight.dtype == common}
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:
     """Entries of the innermost module lists of a network, such as its layers; they are gathered one by one."""
+    # innermost: a list of lists of layers is gathered layer by layer
     lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
     entries = dict.fromkeys(entry for part in lists for entry in part if not isinstance(entry, nn.ModuleList))
     return [
@@ -356,6 +384,7 @@ def _without_hooks(module: nn.Module) -> None:
             part._load_state_dict_pre_hooks,
             part._load_state_dict_post_hooks,
         ):
+            # only FSDP2's: hooks of the model or of a user stay
             for number in [key for key, hook in hooks.items() if HOOKS in str(getattr(hook, "__module__", ""))]:
                 del hooks[number]
 
@@ -367,6 +396,7 @@ def _full(part: Any) -> Tensor:
 
 def _like(value: Any, weight: Any) -> Any:
     """Shard a whole tensor like `weight`; other values, and those of whole weights, are returned unchanged."""
+    # scalars, and moments of weights that stayed whole
     if not is_part(weight) or not torch.is_tensor(value) or value.shape != weight.shape:
         return value
     from torch.distributed.tensor import DTensor
@@ -374,6 +404,7 @@ def _like(value: Any, weight: Any) -> Any:
     rank = weight.device_mesh.get_local_rank()
     pieces = value.chunk(weight.device_mesh.size(), 0)  # as fully_shard cuts: the last processes may have nothing
     own = pieces[rank] if rank < len(pieces) else value[:0]
+    # copied, so that the whole moment is freed
     own = own.to(weight.device, copy=True).contiguous()
     return DTensor.from_local(
         own, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()

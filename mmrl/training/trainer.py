@@ -80,7 +80,9 @@ class StopSignals:
         return wanted
 
     def __enter__(self) -> Self:
+        # Python delivers signals to the main thread only
         if threading.current_thread() is threading.main_thread():
+            # asked now: isatty fails on a terminal that has been closed
             self._terminals = [handle for handle in (1, 2) if os.isatty(handle)]
             for signum in SIGNALS:
                 # None: a handler that was not installed from Python, and could not be put back
@@ -91,6 +93,7 @@ class StopSignals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        # a run in a notebook or a test must leave the caller's handlers as they were
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
         self._previous.clear()
@@ -98,8 +101,10 @@ class StopSignals:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.signum is None:
-            self.signum, self._first_s = signum, now
+            self.signum = signum
+            self._first_s = now
             name = signal.Signals(signum).name
+            # no logging here: the interrupted code may hold the lock of a handler
             self._say(f"mmrl: {name}: stopping when this step is done, with a checkpoint; Ctrl-C stops at once\n")
         elif signum == signal.SIGINT and now - self._first_s > ECHO_S:
             self._end()
@@ -109,6 +114,7 @@ class StopSignals:
 
     def _say(self, text: str) -> None:
         """Write past Python's buffers, which the interrupted code may be using."""
+        # one message for all processes of the terminal
         if os.environ.get("RANK", "0") == "0":
             with contextlib.suppress(OSError):
                 os.write(2, text.encode())
@@ -116,17 +122,20 @@ class StopSignals:
     def _leave_terminals(self) -> None:
         """Redirect output after the terminal was closed, since writes to it would fail."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
+        # a write to a closed terminal raises OSError, which would end the run that SIGHUP asked to save
         for handle in self._terminals:
             os.dup2(nowhere, handle)
         os.close(nowhere)
 
     def _end(self) -> None:
         if hasattr(sys, "ps1"):
+            # an interactive session survives; os._exit below would take it along
             raise KeyboardInterrupt
         if 1 in self._terminals:  # a progress bar hides the cursor
             with contextlib.suppress(OSError):
                 os.write(1, SHOW_CURSOR)
         self._say("mmrl: stopped at once\n")
+        # no teardown: the user has asked twice, and files are complete at any time
         os._exit(128 + signal.SIGINT)
 
 
@@ -151,6 +160,7 @@ class Trainer:
         self.stop = stop
         self.tasks = TaskStream(recipe.train_tasks, config.seed, fingerprint=recipe.data_digest)
         if not recipe.supervised:
+            # bound to the state: an adaptive order reads the statistics that compute_advantages has updated
             order, state = recipe.objective.order, recipe.objective_state
             self.tasks.choose = lambda count, generator: order(len(recipe.train_tasks), count, state, generator)
         recipe.policy.to(accelerator.device)  # before the reference is copied and the optimiser made
@@ -167,6 +177,7 @@ class Trainer:
         self.log.warnings.variety = recipe.variety
         self.log.warnings.alarms = getattr(recipe, "alarms", {})  # most recipes have none
         if not recipe.supervised:
+            # rows of a group with equal rewards are only worth a warning if advantages compare them
             advantage = getattr(recipe.objective, "advantage", None)  # losses of pairs have none
             self.log.warnings.compared = recipe.compared if "samples" in getattr(advantage, "needs", ()) else ()
         terms = getattr(recipe.config, "rewards", ())
@@ -210,9 +221,11 @@ class Trainer:
         """Train to the end."""
         if not self.resumed:
             self.saver.start()
+            # nothing has changed yet that a resume would need
             self._stop_if_asked(save=False)
             if self.config.evaluation.at_start:
                 self.evaluate("before")
+        # stopped between a step and its evaluation: the resumed run makes up for it first
         elif self.saver.evaluation_pending:
             self._evaluate_and_save()
         self._stop_if_asked()
@@ -250,6 +263,7 @@ class Trainer:
             # the log shows the rewards of the rows that the update did not use
             rollouts = rollouts.replace(reward=rewards)
         self.step += 1
+        # before the position moves on: terms and recipe see the step that they have taken part in
         self.recipe.on_step_end(step, metrics)
         for term in self.recipe.terms:
             term.on_step_end(step)
@@ -261,10 +275,12 @@ class Trainer:
         # no dropout while sampling: logp_old would otherwise be that of another network
         self.policy.eval()
         self.rollers.load(self.position)
+        # a filter that does not resample has one try
         buffer = DynamicSamplingBuffer(wanted, max_tries=self.group_filter.tries)
         sampled: list[Rollouts] = []
         done = False
         while not done:
+            # attempts are numbered, so that a repeated draw gets other random numbers
             batch = self._placed(self._sample(attempt=len(sampled)), attempt=len(sampled))
             # rewards and masks are enough for filter and metrics; images stay with their process
             sampled.append(batch.replace(payload=None).to("cpu"))
@@ -274,6 +290,7 @@ class Trainer:
             done = kept >= wanted or buffer.exhausted
         # all that was sampled, dropped groups included: metrics must not depend on the filter
         everywhere = merge_lists(sampled, self.accelerator)
+        # the cost of a step includes dropped groups and extra samples, on all processes
         self.log.count(everywhere, min(kept, wanted), sum(merge_lists([self.recipe.extra_samples], self.accelerator)))
         self.recipe.extra_samples = 0
         if not self.recipe.supervised:
@@ -337,15 +354,18 @@ class Trainer:
         self.step = step or 0
 
     def _sample(self, attempt: int) -> Rollouts:
+        # counts down, so that 0 is the last draw
         for draws_left in reversed(range(MAX_DRAWS)):
             rollouts, failure = self._draw(attempt, draws_left)
             # all draw again if one has nothing, so that attempts and streams stay the same on every process
             if all_ranks(rollouts is not None, self.accelerator):
                 break
+            # the same error on every process, even on those whose own tasks were fine
             if not draws_left:
                 raise failure or RunError("another process found no usable task")
         assert rollouts is not None
         with stopwatch("score"):
+            # a failure while sampling is passed on, so that processes agree on it after scoring
             return score_everywhere(lambda: self.rollers.score(rollouts, self.position), failure)
 
     def _draw(self, attempt: int, draw: int) -> tuple[Rollouts | None, RunError | None]:
@@ -362,6 +382,7 @@ class Trainer:
 
     def _streams(self, step: int, attempt: int, draw: int) -> Streams:
         """Random streams of this process's tasks; `draw` counts down."""
+        # the position in the step, so that a task draws the same numbers on any number of processes
         places = shard(range(self.config.trainer.tasks_per_step), self.accelerator)
         # counts up over the attempts and draws of a step
         number = attempt * MAX_DRAWS + MAX_DRAWS - 1 - draw
@@ -372,7 +393,9 @@ class Trainer:
         following, trainer = self.step + 1, self.config.trainer
         # a resumed run samples the step after a checkpoint with the new weights, so an uninterrupted run has to as well
         if self.rollers.looks_ahead and not self.saver.scheduled(following) and not self._evaluates_after(following):
+            # peeked, not taken: the step that is interrupted draws the same tasks again
             tasks = shard(self.tasks.upcoming(trainer.tasks_per_step), self.accelerator)
+            # attempt 0, draw 0: the first that `_sample` will ask for
             self.rollers.begin(tasks, self._streams(following, 0, MAX_DRAWS - 1), Step(following, trainer.steps))
 
     def _evaluates_after(self, step: int) -> bool:
@@ -387,6 +410,7 @@ class Trainer:
         # from the copy on the host, which costs no synchronisation
         tokens = sum(merge_lists([float(rollouts.host.mask.sum())], self.accelerator))
         self.log.step(self.step, metrics, tokens)
+        # without evaluations, samples of the first and of the last step are kept
         every = self.config.evaluation.every or self.config.trainer.steps
         keeps_samples = self.step in (1, self.config.trainer.steps) or self.step % every == 0
         if keeps_samples and self.log.tracker is not None:
@@ -396,9 +420,11 @@ class Trainer:
         """Evaluate and save if they are due."""
         last = self.step >= self.config.trainer.steps
         evaluation = self.config.evaluation
+        # a stop between this step and its evaluation sets it again
         self.saver.evaluation_pending = False
         if self._evaluates_after(self.step) or (last and evaluation.at_end):
             self.evaluate("after" if last else "during")
+        # a checkpoint by schedule may be marked as the best; one by time may not, since its step depends on speed
         if self.saver.scheduled(self.step):
             self.save()
             self.saver.note_best(self.step)
@@ -412,6 +438,7 @@ class Trainer:
         assert self.stop.signum is not None
         # a resume then makes up for the evaluation that this stop skips
         self.saver.evaluation_pending = not evaluated
+        # before the first step there is nothing to save
         if save:
             self.saver.save_before_stop(self.step)
         self.accelerator.wait_for_everyone()  # a process that leaves early ends the one that still writes
@@ -473,15 +500,20 @@ class TaskStream(Generic[TaskT]):
 
     def next(self, count: int) -> list[TaskT]:
         """Return the next `count` tasks; one epoch follows another without a gap."""
+        # asked before the position moves, since `upcoming` depends on it
         drawn = self.upcoming(count)
         assert self._ahead is not None
-        self.drawn, self._ahead = self._ahead, None
+        # indices and not tasks: the trainer records them with the rows
+        self.drawn = self._ahead
+        self._ahead = None
         self.position += count
         return drawn
 
     def upcoming(self, count: int) -> list[TaskT]:
         """Return the next `count` tasks without consuming them."""
+        # drawn once: `begin` and the `rollout` after it must get the same tasks
         if self._ahead is None:
+            # drawn once: `begin` and the `rollout` after it must get the same tasks
             # keyed by the position alone, so a resumed run chooses the same tasks
             chosen = self.choose(count, make_generator(self.seed, "task-choice", self.position))
             places = range(self.position, self.position + count)
@@ -506,6 +538,7 @@ class TaskStream(Generic[TaskT]):
                 f"the checkpoint was made with {state['size']} training tasks, now there are {len(self.tasks)}; "
                 "resume needs the same data"
             )
+        # contents and not only the number: edited data of the same length would pass otherwise
         saved = state.get("contents")  # the first release kept none
         if saved is not None and self.contents is not None and saved != self.contents:
             raise UserError(
@@ -518,6 +551,7 @@ class TaskStream(Generic[TaskT]):
 
     def _at(self, position: int) -> int:
         """Index of the task at a position of the stream."""
+        # the epoch names the permutation, so that position alone says what comes next
         epoch, index = divmod(position, len(self.tasks))
         if not self.shuffle:
             return index

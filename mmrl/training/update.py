@@ -69,13 +69,16 @@ def update_constants(
     Gradient: none flows; everything here is a constant of the update.
     """
     recipe.reference = reference  # an exact divergence is scored in the loss
+    # all passes are without gradient and in chunks of micro_batch rows
     passes = Passes(policy, recipe.scores_in_chunks)
+    # a constant that a term brings along needs no pass
     provided = frozenset().union(*(term.provides(step) for term in recipe.terms))
     if not recipe.supervised:
         if recipe.keeps_logp_rollout:
             # before the old pass replaces logp_old by the trainer's own scores
             rollouts = rollouts.replace(logp_rollout=rollouts.logp_old)
         rollouts = _old_pass(recipe, passes, rollouts, provided)
+    # a pass of the reference costs as much as one of the policy, so a term may provide it
     if scores_reference(recipe) and "logp_ref" not in provided:
         with stopwatch("ref_logp"):
             scores = reference.score(lambda module: recipe.scores_in_chunks(module, rollouts, frozenset({"logp"})))
@@ -96,6 +99,7 @@ def needs_reference(recipe: Recipe[Any, Any]) -> bool:
     """Whether the trainer keeps a reference policy for a recipe."""
     if recipe.objective is None or not recipe.objective.needs_reference:
         return False
+    # asked for the last step: a term may provide it in the first steps only, as a critic's warm-up does
     last = Step(recipe.config.trainer.steps - 1, recipe.config.trainer.steps)
     return not any("logp_ref" in term.provides(last) for term in recipe.terms)
 
@@ -104,13 +108,16 @@ def _old_pass(recipe: Recipe[Any, Any], passes: Passes, rollouts: Rollouts, prov
     objective = recipe.objective
     if not scores_before_update(recipe, provided):
         return rollouts
+    # the critic's values come from the same pass, even if log-probabilities are the sampler's
     asks_critic = objective.needs_values and "values" not in provided
     asks_entropy = "entropy_old" in objective.needs
     asked = {"values": asks_critic, "entropy": asks_entropy, COLLISION: COLLISION in objective.needs}
     outputs = frozenset({"logp"} | {name for name, wanted in asked.items() if wanted})
+    # a time limit is not the end of the task: GAE needs the value of the state after the last decision
     bootstraps = asks_critic and BOOTSTRAP in rollouts.extras and _bootstraps(objective.advantage)
     mask, seen = rollouts.mask, rollouts
     if bootstraps:
+        # unscored rows have no reward to bootstrap
         bootstrap = rollouts.extras[BOOTSTRAP] * rollouts.scored[:, None]
         # policies score decisions under the mask only, so the last state is put under it for this one pass
         seen = rollouts.replace(mask=mask + bootstrap)
@@ -145,6 +152,7 @@ def describe_nonfinite(minibatch: Rollouts, loss: Tensor | None, policy: nn.Modu
     fields = {name: getattr(minibatch, name) for name in names}
     fields |= {f"extras[{name!r}]": value for name, value in minibatch.extras.items()}
     checks = [
+        # padding and unscored rows may hold NaN
         (f"rollouts.{name}", _visible(value, minibatch.mask)[minibatch.scored])
         for name, value in fields.items()
         if value is not None
@@ -154,6 +162,7 @@ def describe_nonfinite(minibatch: Rollouts, loss: Tensor | None, policy: nn.Modu
     if loss is not None:
         checks.append(("loss", loss.detach().reshape(1)))
     checks += [(f"gradient of {n}", p.grad) for n, p in policy.named_parameters() if p.grad is not None]
+    # the local part is enough: a NaN that is in no part of this process is reported by another
     for name, value in ((name, local(value)) for name, value in checks):
         bad = ~torch.isfinite(value)
         if bool(bad.any()):
@@ -166,6 +175,7 @@ def save_failure(folder: Path, step: int, rank: int, minibatch: Rollouts, cause:
     """Save the rows of a failed optimiser step of one process for inspection."""
     folder.mkdir(parents=True, exist_ok=True)
     ending = f"-rank-{rank}.pt" if rank else ".pt"
+    # numbered: several minibatches of a step may fail
     path = folder / f"step-{step:06d}-{len(list(folder.glob('*.pt')))}{ending}"
     with replaced(path) as draft:
         torch.save({"cause": cause, "step": step, "rollouts": minibatch.to("cpu"), **extra}, draft)
@@ -173,6 +183,7 @@ def save_failure(folder: Path, step: int, rank: int, minibatch: Rollouts, cause:
 
 
 def _visible(value: Tensor, mask: Tensor) -> Tensor:
+    # per-row fields have no padding
     if value.ndim == 1:
         return value
     return torch.where(mask.bool(), value, torch.zeros_like(value))
@@ -199,6 +210,7 @@ class Updater:
         self.reference = reference
         self.failures = failures
         self.heap = heap or HeapTrimmer(enabled=False)
+        # on bfloat16 there is no scale: its exponent is as wide as float32's
         self.scale = LossScale(enabled=self.config.mixed_precision == "fp16")
         # for evaluation, since the loop adds up the gradients of the processes itself: no data-parallel wrapper
         self.policy = accelerator.prepare_model(recipe.policy, evaluation_mode=True)
@@ -222,6 +234,7 @@ class Updater:
 
     def update(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
         """Take all optimiser steps of one rollout step."""
+        # dropout acts in the update alone
         self.policy.train()
         taken: list[dict[str, float]] = []
         # per rollout step: its old policy is the one that this update starts from
@@ -233,6 +246,7 @@ class Updater:
                 self.heap.trim()
         counts = {"optim/skipped": float(self.skipped), "optim/without_gradient": float(self.waited)}
         counts |= {"optim/lr": self._current_rate()} | self.scale.metrics()
+        # means over the optimiser steps of this rollout step
         return _over_steps(taken) | counts | _clipped_at_start(taken, rollouts)
 
     @property
@@ -241,11 +255,13 @@ class Updater:
 
         The critic does not count, unless the recipe trains only the critic.
         """
+        # bits and not values: the smallest change counts, and NaN equals itself
         return not all_ranks(_digest(self._learning) == self._at_start, self.accelerator)
 
     def state_dict(self) -> dict[str, Any]:
         """Optimiser state and counters, complete in the first process; all processes must call it."""
         return {
+            # collective, so every process calls it even if it does not write
             "optimizer": gather_state(self.optimizer, keep=self.accelerator.is_main_process),
             "optimiser_step": self.optimiser_step,
             "skipped": self.skipped,
@@ -257,6 +273,7 @@ class Updater:
         """Restore `state_dict`."""
         self.optimizer.load_state_dict(scatter_state(self.optimizer, state["optimizer"]))
         self.optimiser_step = int(state["optimiser_step"])
+        # resumed counters keep schedules and logs of the interrupted run
         self.skipped = int(state["skipped"])
         self.waited = int(state.get("waited", 0))
         self.scale.load_state_dict(state.get("loss_scale", {}))
@@ -265,6 +282,7 @@ class Updater:
         """Whole groups for each optimiser step, split as one process would; None if this process has none."""
         number = self.config.minibatches_per_step
         if number == 1:
+            # no shuffling: a single minibatch holds every group
             return [rollouts]
         # keyed by step and epoch, not by process: all processes cut the same shuffled order
         generator = make_generator(self.recipe.config.seed, "minibatch", step.number, epoch)
@@ -283,12 +301,15 @@ class Updater:
         split into micro-batches. So neither changes the result: the micro-batches add up to the same loss.
         """
         counts = [] if minibatch is None else [count_denominators(self.recipe, minibatch)]
+        # a process without rows adds nothing, but has to take part in the sum
         denominators = Denominators.total(merge_lists(counts, self.accelerator))
         # AdamW would move the weights by momentum alone
         if denominators.tokens == 0 or self._waits(minibatch):
+            # counted apart from skipped steps, which are faults
             self.waited += 1
             return {"update/zero_advantage_groups": Metric(1.0)}
         self._set_rate()
+        # the loss is divided by these denominators, which are the same on every process
         loss, metrics = self._accumulate(minibatch, denominators, step)
         taken = self._apply(minibatch, loss, step)
         if self.shards is not None:
@@ -296,6 +317,7 @@ class Updater:
             self.shards.gather()
         if taken is None:
             return None
+        # as numbers: tensors of different devices cannot be added
         metrics = merge_metrics(merge_lists([plain_metrics(metrics)], self.accelerator))
         return metrics | {"optim/grad_norm": Metric.summed(taken)}
 
@@ -306,6 +328,7 @@ class Updater:
             self.scale.unscale(self._trained)
             self._complete_gradients()
             # after summing over processes, so all of them clip by the same norm
+            # weights without a gradient were used by no micro-batch of any process
             used = [p for p in self.policy.parameters() if p.grad is not None]
             norm, loss_value = clip(used, self.config.max_grad_norm, loss)
         # one process cannot skip alone: its weights would differ from then on
@@ -316,6 +339,7 @@ class Updater:
             else:
                 self._on_nonfinite(minibatch, loss, step.number)
             return None
+        # counted only after all processes have agreed that the step is finite
         self.scale.keep()
         with stopwatch("optimizer"):
             # replaces the gradients by the natural step that the optimiser then takes
@@ -339,15 +363,18 @@ class Updater:
             find = functools.partial(groups_with_gradient, self.recipe)
         else:
             return False
+        # a vote: a process without a gradient must step if any other has one
         return all_ranks(minibatch is None or not bool(find(minibatch).any()), self.accelerator)
 
     def _live(self, minibatch: Rollouts | None) -> Rollouts | None:
         """Groups that need a forward pass, at least one over all processes, so that weights in use get a gradient."""
         if self.recipe.supervised or not self.config.skip_zero_advantage_groups:
             return minibatch
+        # no rows are no groups
         live = torch.zeros(0) if minibatch is None else groups_with_gradient(self.recipe, minibatch)
         # asked before the early returns below: every process must take part in the vote
         if all_ranks(not bool(live.any()), self.accelerator):
+            # all groups are without a gradient: the longest one still gives every weight a gradient of 0
             live = self._longest(minibatch)
         if minibatch is None or bool(live.all()):
             return minibatch
@@ -377,6 +404,7 @@ class Updater:
         if self._moves or recipe.keeps_sampled_logp:
             if live is not None:
                 with stopwatch("forward"):
+                    # current scores of the rows, without gradient; they are scored again with gradient below
                     logp = recipe.scores_in_chunks(self.policy, live, frozenset({"logp"})).logp
                 parts = [recipe.objective.survey(PolicyOutputs(logp), old_in_update(recipe, live, logp)).cpu()]
             # outside the branch above: a process without rows takes part with an empty list
@@ -393,11 +421,13 @@ class Updater:
         live = self._settled(self._live(minibatch))
         if minibatch is not None:
             groups, used = minibatch.num_groups, 0 if live is None else live.num_groups
+            # of the groups of this minibatch, before any is skipped
             parts = [{"update/zero_advantage_groups": Metric(groups - used, groups)}]
         if live is not None:
             # 0 means one chunk
             most = self.config.micro_batch or live.num_rows
             chunks = list(self.recipe.micro_batches(live, most, whole_groups=compares_rows(self.recipe)))
+            # opened around all chunks of the minibatch: they may share the forward pass of a prompt
             with shared_prefix(self.recipe.policy, chunks) as shared:
                 for chunk in chunks:
                     with stopwatch("forward"):
@@ -414,6 +444,7 @@ class Updater:
             if self.shards is not None:
                 # sums, not means: each loss is divided by the counts of all processes already
                 self.shards.sum_gradients()
+            # sharded weights have been summed above
             sum_gradients([weight for weight in self._trained if not is_part(weight)], self.accelerator)
         return torch.stack(losses).sum(), merge_metrics(parts)
 
@@ -423,6 +454,7 @@ class Updater:
         AdamW would skip them, but a skipped group might have used them. This way their momentum decays in both cases.
         """
         for parameter in self._trained:
+            # weights that never had a gradient have no moments, and stay out of the optimiser
             if parameter.grad is None and parameter in self.optimizer.state:
                 parameter.grad = torch.zeros_like(parameter)
 
@@ -439,6 +471,7 @@ class Updater:
         )
 
     def _on_nonfinite(self, minibatch: Rollouts | None, loss: Tensor, step: int) -> None:
+        # a process whose rows are fine reports that another one has the cause
         found = None if minibatch is None else describe_nonfinite(minibatch, loss, self.recipe.policy)
         cause = found or "another process reported it"
         self.optimizer.zero_grad()
@@ -453,6 +486,7 @@ class Updater:
             kept = f"the batch could not be saved: {error}"
         self.skipped += 1
         message = f"step {step}: {cause}; {kept}"
+        # the saved batch holds the cause, so the run can end here
         if self.config.on_nonfinite == "stop":
             raise RunError(message)
         if self.skipped > self.config.max_nonfinite:
@@ -461,6 +495,7 @@ class Updater:
 
     def _set_rate(self) -> None:
         rate = self.config.learning_rate * learning_rate_factor(self.config, self.optimiser_step, self.waited)
+        # parameters of a critic may have another rate than the policy
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get(FACTOR, 1.0)
 
@@ -476,6 +511,7 @@ def unscored(rollouts: Rollouts) -> Rollouts:
 def count_denominators(recipe: Recipe[Any, Any], minibatch: Rollouts) -> Denominators:
     """Count the denominators of an optimiser step's loss on this process."""
     counts = count(minibatch.loss_mask) if recipe.objective is None else recipe.objective.denominators(minibatch)
+    # terms of the loss count what they are divided by themselves
     own = {name: number for term in recipe.terms for name, number in term.counts(minibatch).items()}
     return dataclasses.replace(counts, others={**counts.others, **own})
 
@@ -486,6 +522,7 @@ def groups_with_gradient(recipe: Recipe[Any, Any], minibatch: Rollouts) -> Tenso
     True for all groups if a part of the loss does not vanish with the advantages: a KL, entropy or value term, a term
     of the method, or a loss that replaces the objective's.
     """
+    # a term may train on groups without an advantage
     always = any(term.gradient != "never" for term in recipe.terms)
     if recipe.supervised or recipe.own_loss or always or recipe.objective.regularised:
         return torch.ones(minibatch.num_groups, dtype=torch.bool)
@@ -512,13 +549,16 @@ def compares_rows(recipe: Recipe[Any, Any]) -> bool:
 
 def _clipped_at_start(taken: list[dict[str, float]], rollouts: Rollouts) -> dict[str, float]:
     """Fraction of decisions clipped before the policy has moved; empty if there are none."""
+    # the first optimiser step: in later ones the policy has moved
     first = next((metrics for metrics in taken if "policy/ratio_mean" in metrics), {})
     share = sum(first.get(f"policy/clip_fraction_{side}", 0.0) for side in ("low", "high"))
+    # replayed rows have other old log-probabilities, so that being clipped at the start is no sign of a fault
     return {"policy/clipped_at_start": share} if share and KEEPS_OLD not in rollouts.extras else {}
 
 
 def _over_steps(taken: list[dict[str, float]]) -> dict[str, float]:
     """Mean over optimiser steps; maximum for names that end in "_max"."""
+    # dict.fromkeys keeps the order in which names first occur
     names = dict.fromkeys(name for metrics in taken for name in metrics)
     columns = {name: [metrics[name] for metrics in taken if name in metrics] for name in names}
     return {n: max(values) if n.endswith("_max") else sum(values) / len(values) for n, values in columns.items()}

@@ -120,14 +120,19 @@ class VlmDomain:
         """
         self.questions = questions
         rewards, sampler = scoring.rewards, scoring.sampler
+        # evaluations may sample otherwise than training
         self.evaluation_sampler = sampler.config
+        # the last reward, by convention, if none is named
         self.accuracy_term = scoring.accuracy_reward or (rewards[-1].name if rewards else "")
         self.scored_by = about_rewards(rewards)
         loaded = self.prepare_tasks(load_tasks(config.data), training=True)
         self.train_tasks = loaded.tasks
         self.eval_tasks = load_splits(config, self.prepare_tasks)
-        self.skipped, self.cramped, self.errors = Skipped(loaded.skipped), Tally(), RewardErrors()
+        self.skipped = Skipped(loaded.skipped)
+        self.cramped = Tally()
+        self.errors = RewardErrors()
         self.added |= {"skipped": self.skipped, "cramped": self.cramped, "errors": self.errors.step}
+        # one warning a split, not one a step
         self.all_cut: set[str] = set()
         self.parts |= {"skipped": self.skipped, "cramped": self.cramped, "errors": self.errors}
         self.rewards = RewardSum(rewards)
@@ -154,9 +159,11 @@ class VlmDomain:
 
     def _check_media(self) -> None:
         """Reject images, videos and their options if the model reads text only; raises UserError."""
+        # held-out splits too: they fail only after the first training steps otherwise
         for key, tasks in ({"data": self.train_tasks} | splits_by_key(self.eval_tasks)).items():
             if (shown := next((task.id for task in tasks if task.images or task.videos), None)) is not None:
                 self.policy.check_reads_media(f"{key}: {shown} has an image or a video")
+        # options that nothing reads are a mistake
         if self.config.data.video != VideoOptions():
             self.policy.check_reads_media("data.video is set")
 
@@ -173,6 +180,7 @@ class VlmDomain:
         step: Step,
     ) -> RewardResult:
         """Score responses with all rewards; see `mmrl.vlm.data.task.score_texts`."""
+        # passes over the data, as TRL's trainer state has it
         epoch = step.number * self.config.trainer.tasks_per_step / max(len(self.train_tasks), 1)
         state = TrainerState(step.number, step.total, epoch)
         return score_texts(self.rewards, state, tasks, prompts, texts, tokens)
@@ -229,6 +237,7 @@ class VlmDomain:
             NoUsableTasksError: no question could be encoded, and `allow_none` is false.
         """
         usable, prompts = [], []
+        # the message shows the last error as an example
         last: TaskError | None = None
         for task in tasks:
             try:
@@ -289,6 +298,7 @@ class AnswerMeasure(Measure[VlmTask]):
         config, columns = self.domain.config, [task.columns for task in self.domain.eval_tasks[self.split]]
         self.evaluation: VlmEvaluationConfig = config.evaluation
         self.seed: int = config.seed
+        # whole answers, even if training samples them in parts
         self.sampling = self.domain.evaluation_sampler.whole(self.evaluation.temperature)
         given = (getattr(config, key, "") for key in ("target_key", "chosen_key", "rejected_key"))
         self.parts = parts_of_tasks(columns, self.evaluation.by, {*NOT_PARTS, *given})
@@ -303,6 +313,7 @@ class AnswerMeasure(Measure[VlmTask]):
         """Answer questions in both modes, skipping those that cannot be encoded."""
         rows, prompts = self.open_rows(self.policy, batch)
         for mode, count in self._modes() if rows else ():
+            # greedy answers draw nothing
             draws = None if mode == "greedy" else self.draws(rows, count, "evaluate")
             drawn = self.domain.draw_answers(self.policy, prompts, count, self.sampling, draws)
             self._score(rows, drawn, mode, count)
@@ -351,6 +362,7 @@ class AnswerMeasure(Measure[VlmTask]):
 
     def about(self) -> Row:
         """How answers are sampled, and which reward decides whether they are correct."""
+        # settings that change only rounding are no part of the protocol
         sampling = {name: value for name, value in vars(self.sampling).items() if name not in FOR_MEMORY}
         return {
             "horizon": self.sampling.max_new_tokens,
@@ -391,6 +403,7 @@ class AnswerMeasure(Measure[VlmTask]):
     def record(self, row: Row) -> SampleRecord:
         """The first answer to a question."""
         task: VlmTask = row["task"]
+        # recipes whose answers can be drawn, such as boxes
         draw = self.domain.questions.draw
         return self.sample_record(
             row,
@@ -431,6 +444,7 @@ class AnswerMeasure(Measure[VlmTask]):
             for column, value in parts.items():
                 values.setdefault(column, set()).add(value)
         for column, found in values.items():
+            # sorted, so that tables of different steps have the same order
             for value in sorted(found):
                 yield column, value, [row for row in rows if self.parts[row["index"]].get(column) == value]
 
@@ -486,6 +500,7 @@ class AnswerMeasure(Measure[VlmTask]):
 
     def right(self, terms: Mapping[str, Sequence[float]]) -> list[float]:
         """1 for each correct answer, 0 for each wrong one, NaN if it could not be scored."""
+        # 1 exactly: partial credit is not correct
         return [value if value != value else float(value == 1.0) for value in terms[self.domain.accuracy_term]]
 
     def _scores(self, terms: Mapping[str, Sequence[float]], mode: str, own: slice) -> dict[str, list[float]]:

@@ -32,7 +32,8 @@ class RouterLoss(LossTerm):
     outputs = frozenset({"routes"})
 
     def __init__(self, recipe: Recipe[Any, Any], coef: float) -> None:
-        self._recipe, self.coef = recipe, coef
+        self._recipe = recipe
+        self.coef = coef
 
     def counts(self, minibatch: Rollouts) -> Mapping[str, float]:
         """How often each expert is chosen."""

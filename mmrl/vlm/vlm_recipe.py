@@ -58,11 +58,13 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
     def __init__(self, config: VlmConfig, questions: Questions | None = None) -> None:
         super().__init__(config)
         self.objective = config.made_objective()
+        # before the model is loaded, which takes minutes
         check_engine(config.sampler, config.rollers)
         self.open(config, questions or Questions(), config, value_head=self.objective.needs_values)
         # without a limit on prompts the engine takes the model's own maximum length
         limit = config.model.max_prompt_tokens
         engine = open_engine(config.sampler, self.policy, limit and limit + config.sampler.max_new_tokens)
+        # the sampler's log-probabilities then differ by rounding, and are compared
         self.samples_elsewhere = engine is not None
         self.sampler: Sampler[VlmPolicy, Prompt, Samples]
         self.sampler = engine or self.own_sampler()
@@ -81,6 +83,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
             usable, prompts = self.encode(policy, tasks)
         # a question keeps its own stream even if others before it were skipped
         size, streams = self.config.trainer.samples_per_task, streams.among(tasks, usable)
+        # with the weights of before the step, which the sampler below uses too
         greedy = self._greedy_answers(policy, prompts)
         self.sampler.load(policy, step.number)
         samples = self.sampler.sample(prompts, size, streams)
@@ -89,6 +92,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
             with stopwatch("encode"):
                 payload = self.view(payload, policy, streams)
         rollouts = Rollouts(
+            # groups are numbered without the questions that were left out
             group=torch.arange(len(usable), device=samples.mask.device).repeat_interleave(size),
             mask=samples.mask,
             logp_old=samples.logp,
@@ -115,7 +119,9 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         tokens = payload.sampled_tokens(rollouts.mask)
         result = self.score_texts(tasks, prompts, payload.texts, tokens, step)
         self.errors.count(result)
+        # some blocks read columns or tokens of the rows
         extras = rollouts.extras | self._block_inputs(rollouts, tasks, prompts, tokens)
+        # greedy answers are scored by group and handed to each of its rows
         if payload.greedy:
             asked, (texts, ids) = [prompt.text for prompt in payload.prompts], zip(*payload.greedy, strict=True)
             greedy = self.score_texts(payload.tasks, asked, texts, ids, step)

@@ -54,7 +54,7 @@ ORPHAN_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """Takes the place of an answer that will not come; the worker has been stopped."""
+    """Returned instead of an answer that will not come; the worker has been stopped."""
 
     kind: str
     """Key of `WORKER_FAILURES`, `limit` where a strict process was over another limit than its memory, or a kind of a
@@ -88,7 +88,7 @@ WORKER_FAILURES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Command, limits and environment of a worker."""
+    """How a worker is started: command, limits and environment."""
 
     service: str
     """`path/to/file.py:function` that makes a `mmrl.workers.serve.Service`."""
@@ -149,7 +149,7 @@ class WorkerHandle(Protocol):
         ...
 
     def send(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
-        """Queue a message. Raises `WireError` where it cannot be one."""
+        """Queue a message; raises `WireError` if it cannot be encoded."""
         ...
 
     def flush(self) -> None:
@@ -189,7 +189,7 @@ class Engine(Protocol):
     """Starts workers and moves their messages."""
 
     def start(self, spec: WorkerSpec) -> WorkerHandle:
-        """Start a worker without waiting for it; its hello is message 0. RunError where it cannot be started."""
+        """Start a worker without waiting for it; its hello is message 0. Raises RunError if it cannot start."""
         ...
 
     def wait(self, timeout_s: float) -> None:
@@ -215,7 +215,7 @@ class LocalEngine:
 
 
 class WorkerProcess:
-    """A process in a group of its own; a `WorkerHandle`."""
+    """A process in a separate group; a `WorkerHandle`."""
 
     def __init__(self, spec: WorkerSpec, selector: selectors.BaseSelector) -> None:
         self._selector = selector
@@ -225,7 +225,9 @@ class WorkerProcess:
         self._process = _start(spec, self._token)
         self._pipes = [self._process.stdin, self._process.stdout, self._process.stderr]
         self._stdin, self._stdout, self._stderr = (pipe.fileno() if pipe is not None else -1 for pipe in self._pipes)
-        self._decoder, self._outgoing, self._output = wire.Decoder(spec.max_reply_bytes), bytearray(), bytearray()
+        self._decoder = wire.Decoder(spec.max_reply_bytes)
+        self._outgoing = bytearray()
+        self._output = bytearray()
         self._inbox: list[Message] = []
         self._killed = self._writing = False
         self.heard_at = self.taken_at = time.monotonic()
@@ -252,6 +254,7 @@ class WorkerProcess:
     def flush(self) -> None:
         """Write as much of the queue as the pipe takes; waits do the rest."""
         self._write()
+        # Only while there is something to write: an empty pipe is always ready and would never let a wait sleep.
         if self._outgoing and not self._writing:
             self._serve(self._stdin, selectors.EVENT_WRITE, self._write)
             self._writing = True
@@ -272,11 +275,13 @@ class WorkerProcess:
 
     def last_output(self) -> str:
         """The end of the process's output, if it is captured."""
+        # What has come since the last wait: the reason for a failure is often in the last lines.
         self._read_output()
         return self._output.decode(errors="replace").strip()
 
     def ask_to_end(self) -> None:
         """Close its input, after which it closes its service and ends."""
+        # Needs no room in the pipe, and a busy worker finds it after its request.
         self._forget(self._stdin)
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
@@ -288,10 +293,11 @@ class WorkerProcess:
         return self._killed or self._exit_status() is not None
 
     def kill(self) -> None:
-        """End the process and everything that it started, in whatever group that is, and free its pipes."""
+        """End the process and everything that it started, in any group, and free its pipes."""
         if self._killed:
             return
         self._killed = True
+        # First: a closed descriptor may be opened again by somebody else, and the selector would serve that.
         for fd in (self._stdin, self._stdout, self._stderr):
             self._forget(fd)
         # Stopped before its children are listed: it cannot start more of them meanwhile.
@@ -310,6 +316,7 @@ class WorkerProcess:
         self._stdin = self._stdout = self._stderr = -1
 
     def _serve(self, fd: int, event: int, action: Callable[[], None]) -> None:
+        # A selector takes a descriptor once.
         if fd >= 0 and fd not in self._selector.get_map():
             self._selector.register(fd, event, action)
 
@@ -320,11 +327,13 @@ class WorkerProcess:
     def _write(self) -> None:
         try:
             sent = os.write(self._stdin, self._outgoing)
+            # The request has begun when the worker takes a part of it; its time limit counts from here.
             self.taken_at = time.monotonic()
         except BlockingIOError:
             return
         except OSError:
             sent = len(self._outgoing)  # the end of its output has the reason
+        # In place: the rest stays queued for the next time the pipe has room.
         del self._outgoing[:sent]
         if not self._outgoing and self._writing:
             self._forget(self._stdin)
@@ -334,6 +343,7 @@ class WorkerProcess:
         data, closed = _drain(self._stdout)
         # Any byte is a sign of life, also a part of a message that takes long to come.
         if data:
+            # Not when a message is complete: a large one may take longer than a heartbeat.
             self.heard_at = time.monotonic()
         try:
             for message in self._decoder.feed(data):
@@ -350,16 +360,19 @@ class WorkerProcess:
             self._forget(self._stdout)
 
     def _read_output(self) -> None:
+        # After a kill the descriptor may already belong to something else.
         if self._stderr < 0 or self._killed:
             return
         data, closed = _drain(self._stderr)
         if closed:
             self._forget(self._stderr)
         self._output += data
+        # The end of the output is what explains a failure.
         del self._output[:-OUTPUT_BYTES]
 
     def _why_it_ended(self) -> Ending:
         end = time.monotonic() + EXIT_SECONDS
+        # A process that closes its pipe is usually about to exit, and its code is the better reason.
         while (code := self._exit_status()) is None:
             if time.monotonic() > end:
                 return Ending("it closed its output")
@@ -370,6 +383,7 @@ class WorkerProcess:
 
     def _exit_status(self) -> int | None:
         """Exit code of the process, negative for a signal; None while it runs."""
+        # Already reaped by `Popen`, whose waitid would then find no such child.
         if self._process.returncode is not None:
             return self._process.returncode
         try:
@@ -383,21 +397,24 @@ class WorkerProcess:
 
 
 def _start(spec: WorkerSpec, token: str) -> subprocess.Popen[bytes]:
+    # Beyond the heartbeat's limit, since the pool should find a stuck worker first and say why.
     watchdog_s = 0.0 if spec.heartbeat_timeout_s is None else spec.heartbeat_timeout_s + ORPHAN_SECONDS
     # A foreign Python has not this process's paths, but a user's `path/to/file.py` is relative to here.
     paths = [] if spec.python is None else [os.getcwd()]
     options = {"service": dict(spec.options), "paths": paths, "watchdog_s": watchdog_s}
     command = [spec.python or sys.executable, str(SCRIPT), spec.service, json.dumps(options)]
+    # Of this process, so that libraries and devices are found as here.
     variables = _variables(spec)
     # The sandbox's own environment, not this one's: variables may hold tokens.
     if spec.strict is not None:
         sandbox.require_strict()
         readable = [*spec.readable, *map(os.path.abspath, sys.path), str(SCRIPT.parent)]
         command = [*sandbox.strict_command(spec.strict, readable), *command]
+        # The sandbox needs the modules and the list of functions that may be loaded, and no other variable.
         kept = {name: variables[name] for name in ("PYTHONPATH", RESTRICTED) if name in variables}
         variables = {**sandbox.strict_environment(), **kept, **spec.environment}
     try:
-        # A group of its own: what it starts ends with it, and Ctrl-C reaches only this process. A session of its own
+        # A separate group: what it starts ends with it, and Ctrl-C reaches only this process. A separate session
         # would do that too, but Linux schedules sessions against each other: on a busy machine every message would
         # then wait for a turn of several milliseconds (sched_autogroup). Code that nobody has read gets one still.
         return subprocess.Popen(
@@ -423,6 +440,7 @@ def _variables(spec: WorkerSpec) -> dict[str, str]:
             variables.pop(name, None)
     if spec.python is None:
         given = [spec.environment["PYTHONPATH"]] if "PYTHONPATH" in spec.environment else []
+        # Absolute: entries such as "" mean another folder in the worker.
         variables["PYTHONPATH"] = os.pathsep.join([*map(os.path.abspath, sys.path), *given])
     return variables
 
@@ -430,6 +448,7 @@ def _variables(spec: WorkerSpec) -> dict[str, str]:
 def _drain(fd: int) -> tuple[bytes, bool]:
     """Content of a pipe, and whether its other end is closed."""
     parts: list[bytes] = []
+    # Bounded: a worker that writes without end would keep the others waiting.
     for _ in range(READS_AT_ONCE):
         try:
             part = os.read(fd, READ_BYTES)
@@ -437,6 +456,7 @@ def _drain(fd: int) -> tuple[bytes, bool]:
             return b"".join(parts), False
         except OSError:
             return b"".join(parts), True
+        # End of file: the process has closed this pipe, or has ended.
         if not part:
             return b"".join(parts), True
         parts.append(part)
@@ -450,12 +470,15 @@ class InProcessHandle:
 
     def __init__(self, make: Callable[..., Service], options: Mapping[str, Any]) -> None:
         # Heard in the infinite future: no heartbeat is ever missed.
-        self.heard_at, self.taken_at, self.loading_at = float("inf"), 0.0, 0.0
+        self.heard_at = float("inf")
+        self.taken_at = 0.0
+        self.loading_at = 0.0
         self.ending: Ending | None = None
         self._service: Service | None = None
         self._queue: list[Message] = []
         self._answers: list[Message] = []
         try:
+            # As a worker would: making the service may fail, and the failure is the hello.
             self._service = make(**options)
             self._keep("hello", 0, self._service.hello())
         except Exception as error:
@@ -474,6 +497,7 @@ class InProcessHandle:
         """Answer the queued requests."""
         queue, self._queue = self._queue, []
         for request in queue:
+            # A service that could not be made answers nothing; its error is the hello.
             if self._service is None:
                 return
             number = request.fields["id"]
@@ -501,6 +525,7 @@ class InProcessHandle:
 
     def ask_to_end(self) -> None:
         """Close the service."""
+        # First, so that a second call does nothing even if closing fails.
         service, self._service = self._service, None
         if service is not None:
             with contextlib.suppress(Exception):  # it may have failed before

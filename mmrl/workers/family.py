@@ -19,6 +19,7 @@ ROUNDS = 20
 
 def adopt_orphans() -> None:
     """Make this process adopt orphans of its descendants, so that `descendants` finds them too."""
+    # Not in the standard library: prctl through libc.
     try:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     except (AttributeError, OSError):  # not Linux
@@ -31,7 +32,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def tree(pid: int) -> list[int]:
-    """Numbers of a process and the running ones below it, parents first; only itself where Linux does not say.
+    """Numbers of a process and the running ones below it, parents first; only the process if Linux does not tell.
 
     Looks at these processes only, so that it can be asked often on a machine with thousands of others.
     """
@@ -42,7 +43,8 @@ def tree(pid: int) -> list[int]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory that a process and all below it hold; what they share counts for each. 0 where it cannot be found out."""
+    """Memory of a process and all its descendants; shared pages count for each. 0 if unknown."""
+    # Shared pages count for each process: a limit is meant to be safe, not exact.
     total = 0
     for each in tree(pid):
         try:
@@ -58,6 +60,7 @@ def threads(pid: int) -> int:
     total = 0
     for each in tree(pid):
         try:
+            # Two links are . and ..; every thread has a folder.
             total += os.stat(f"/proc/{each}/task").st_nlink - 2
         except OSError:  # it has just ended
             continue
@@ -74,12 +77,14 @@ def end_descendants(pid: int) -> None:
         for each in new:
             _send(each, signal.SIGSTOP)
         found = found.union(new)
+    # Only after all are stopped: killing a parent lets its children go to another one.
     for each in found:
         _send(each, signal.SIGKILL)
 
 
 def end_tagged(token: str) -> None:
     """Kill the processes whose environment has the token under `TAG`; this one is spared."""
+    # The environment is inherited, even by processes that have left their group and lost their parent.
     mark = (TAG + "=" + token).encode()
     for _ in range(ROUNDS):
         found = [pid for pid in _numbers() if pid != os.getpid() and mark in _environment(pid)]
@@ -93,6 +98,7 @@ def end_tagged(token: str) -> None:
 def _children(pid: int) -> list[int]:
     found: list[int] = []
     try:
+        # A child belongs to the thread that started it.
         for task in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{task}/children") as file:
                 found.extend(map(int, file.read().split()))
@@ -102,6 +108,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _below(pid: int, parents: dict[int, int]) -> list[int]:
+    # One pass over all processes: /proc has no list of children on kernels built without it.
     children: dict[int, list[int]] = {}
     for each, parent in parents.items():
         children.setdefault(parent, []).append(each)
@@ -116,10 +123,12 @@ def _parents() -> dict[int, int]:
     found = {}
     for pid in _numbers():
         try:
+            # The name of a process may hold spaces and brackets, so the fields are those behind the last bracket.
             with open(f"/proc/{pid}/stat", "rb") as file:
                 state, parent = file.read().rpartition(b")")[2].split()[:2]
         except (OSError, ValueError):  # it has just ended
             continue
+        # Zombies hold nothing, and are gone once their parent looks.
         if state not in (b"Z", b"X"):
             found[pid] = int(parent)
     return found

@@ -42,7 +42,8 @@ class Connection:
     """One client of a service."""
 
     def __init__(self, peer: socket.socket) -> None:
-        self._peer, self._stream = peer, peer.makefile("rb")
+        self._peer = peer
+        self._stream = peer.makefile("rb")
 
     def receive(self) -> wire.Message | None:
         """The next request; None if the client has left."""
@@ -60,9 +61,10 @@ class Connection:
 
 
 def listen(service: Service, server: socket.socket, token: str = "", clients: int | None = None) -> None:
-    """Serve one client after the other; `clients` of them, None without end."""
+    """Serve one client after another: `clients` of them, or without end if None."""
     served = 0
     while clients is None or served < clients:
+        # One at a time: the service has one state.
         peer, _ = server.accept()
         with peer:
             _serve(service, Connection(peer), token)
@@ -73,6 +75,7 @@ def _serve(service: Service, client: Connection, token: str) -> None:
     first = client.receive()
     if first is None:
         return
+    # In constant time, so that the token cannot be guessed byte by byte.
     if not hmac.compare_digest(str(first.fields.get("token", "")), token):
         refusal = {"type": "PermissionError", "message": f"wrong token; both sides read {TOKEN}"}
         client.send({"kind": "error", "id": 0, "body": {**refusal, "for_user": True, "traceback": ""}})
@@ -86,7 +89,9 @@ def main(service: str, address: str, options: Mapping[str, Any]) -> None:
     """Make a service and listen at HOST:PORT until the process is ended."""
     file, _, name = service.rpartition(":")
     host, _, port = address.rpartition(":")
+    # Before the socket: a service that cannot be made takes no clients.
     made: Service = getattr(serve.load_file(file, "mmrl_service"), name)(**options)
+    # This machine only, unless the user names an address.
     with socket.create_server((host or "127.0.0.1", int(port))) as server:
         sys.stderr.write(f"listening at {server.getsockname()[0]}:{server.getsockname()[1]}\n")
         listen(made, server, os.environ.get(TOKEN, ""))

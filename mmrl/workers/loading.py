@@ -49,7 +49,7 @@ GUESSED = "MMRL_GUESSED_RENDERER"
 
 
 def choose_renderer() -> None:
-    """Set `MUJOCO_GL` where it is unset and there is no screen: MuJoCo would take a window library and fail.
+    """Set `MUJOCO_GL` if it is unset and there is no screen: MuJoCo would choose a window library and fail.
 
     It is read when mujoco is imported, so every process that loads a user's environment calls this before.
     """
@@ -70,6 +70,7 @@ def find_function(spec: str, *, what: str = "function") -> Callable[..., Any]:
         raise LoadError(f"{what} is {spec!r}; expected module:function or path/to/file.py:function")
     check_allowed(spec, what)
     module = _load_file(place, what) if place.endswith(".py") else _load_module(place, what)
+    # Dots in the name reach into classes.
     function: Any = module
     for part in name.split("."):
         function = getattr(function, part, None)
@@ -77,6 +78,7 @@ def find_function(spec: str, *, what: str = "function") -> Callable[..., Any]:
         raise LoadError(f"{what}: {place} has no {name!r}; {_list_functions(module, name)}")
     if not callable(function):
         raise LoadError(f"{what}: {spec} is a {type(function).__name__}, not a function")
+    # Twice: a module of the suite may import a function from elsewhere under its own name.
     check_allowed(spec, what, str(getattr(function, "__module__", "")))
     return function
 
@@ -126,6 +128,7 @@ def _load_file(place: str, what: str) -> ModuleType:
         raise LoadError(f"{what}: no such file {file}; Python files there: {', '.join(found) or 'none'}")
     # A unique name, so that two files called rewards.py do not hide each other or an installed module.
     name = f"mmrl_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    # Imported once, as modules are; a second import would make a second class of everything.
     if name in sys.modules:
         return sys.modules[name]
     append_path(str(file.parent))
@@ -137,13 +140,14 @@ def _load_file(place: str, what: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
+        # A module that failed half-way must not be found by the next import.
         del sys.modules[name]
         raise LoadError(f"{what}: {file} fails on import: {type(error).__name__}: {error}") from error
     return module
 
 
 def _moved(place: str) -> str:
-    """New name of a module of the suite that had another one in an earlier version; empty if there is none."""
+    """New name of a module of the suite that has been renamed; empty for any other."""
     if place.partition(".")[0] not in SUITE:
         return ""
     table = Path(__file__).resolve().with_name("moved.json")
@@ -151,11 +155,13 @@ def _moved(place: str) -> str:
 
 
 def _load_module(place: str, what: str) -> ModuleType:
+    # In front would let a folder of the user hide an installed package.
     cwd = str(Path.cwd())
     append_path(cwd)
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
+        # The missing module is another one that this module imports.
         if error.name is None or not place.startswith(error.name):
             raise LoadError(f"{what}: importing {place} fails: {error}") from error
         if moved := _moved(place):

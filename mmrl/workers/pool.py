@@ -84,6 +84,7 @@ class Worker:
 
     def __init__(self, engine: Engine, spec: WorkerSpec) -> None:
         self.spec = spec
+        # Not waited for: the hello is request 0, so that the workers of a pool start at the same time.
         self.handle = engine.start(spec)
         self.prepared: dict[str, Message] = {}
         """Answers to preparations by key."""
@@ -95,6 +96,7 @@ class Worker:
 
     def send(self, request: Request, timeout_s: float, stage: str = "answer", tag: Any = None) -> None:
         """Queue a request of a stage, prepare or answer; `timeout_s` counts from when the worker gets to it."""
+        # The id pairs an answer with its request, since a forgotten request is still answered.
         body = {"kind": "request", "id": self._number + 1, "body": dict(request.fields)}
         self.handle.send(body, request.arrays)
         self._number += 1
@@ -144,6 +146,7 @@ class Worker:
 
     def seconds_left(self) -> float:
         """Until the oldest request has taken too long."""
+        # The earlier of two limits: the request's own, and that of the heartbeat.
         return min(self._deadline(), self._last_beat_due()) - time.monotonic()
 
     def patience_s(self) -> float:
@@ -169,19 +172,22 @@ class Worker:
         return self.handle.heard_at + self.spec.heartbeat_timeout_s
 
     def _failure(self) -> WorkerFailure | None:
-        """Failure of the oldest request where no answer will come in time."""
+        """Failure of the oldest request if no answer will come in time."""
+        # An exit code says more than a time limit, so the end of the process is looked at first.
         ending, stage = self.handle.ending, self.pending[0].stage
         if ending is not None:
             return self._with_output(WorkerFailure("crashed", ending.reason, stage=stage, exit_code=ending.exit_code))
         if self.seconds_left() > 0:
             return None
         limit_s, reason = self.pending[0].timeout_s, "no answer in {:g} s"
+        # Both limits may have passed; the reason names the one that has.
         if time.monotonic() < self._deadline() and self.spec.heartbeat_timeout_s is not None:
             limit_s, reason = self.spec.heartbeat_timeout_s, "no sign of life for {:g} s"
         return self._with_output(WorkerFailure("hung", reason.format(limit_s), stage=stage, limit_s=limit_s))
 
     def _over_limit(self) -> WorkerFailure | None:
         limit, now = self.spec.memory_bytes, time.monotonic()
+        # Not at every look: memory is read from /proc, a file for each process below the worker.
         if limit is None or now < self._measured_at + MEMORY_SECONDS:
             return None
         self._measured_at, held = now, self.handle.memory_bytes()
@@ -194,6 +200,7 @@ class Worker:
         return None
 
     def _with_output(self, failure: WorkerFailure) -> WorkerFailure:
+        # The last line a worker wrote often holds the reason, such as an assertion in C++.
         output = self.handle.last_output()
         reason = f"{failure.reason}; it last wrote: {output.splitlines()[-1]}" if output else failure.reason
         return WorkerFailure(**{**vars(failure), "reason": one_line(reason), "evidence": output})
@@ -204,6 +211,7 @@ def _answer_in(message: Message, stage: str) -> Answer:
         body = message.fields["body"]
         if message.fields["kind"] != "error":
             return Message(dict(body), message.arrays)
+        # Cut here: a worker must not make this process hold a text of any size.
         for_user, text, trace = bool(body["for_user"]), str(body["message"])[:TEXT_CHARS], str(body["traceback"])
         reason = text if for_user else one_line(f"{body['type']}: {text}")
     except (KeyError, TypeError, ValueError) as error:
@@ -216,6 +224,7 @@ class Slots:
 
     def __init__(self, spec: WorkerSpec, size: int, engine: Engine) -> None:
         self.spec, self.size, self._engine = spec, size, engine
+        # One list for good: the finaliser and `_stop_all` work on it.
         self.workers: list[Worker | None] = [None] * size
         self.counts: dict[str, int] = dict.fromkeys((*WORKER_FAILURES, "restarted"), 0)
         self.closed = False
@@ -228,6 +237,7 @@ class Slots:
     def worker(self, slot: int) -> Worker:
         """The worker of a slot, started if there is none."""
         worker = self.workers[slot]
+        # Started only when it is needed: a call with few requests starts few workers.
         if worker is None:
             worker = self.workers[slot] = Worker(self._engine, self.spec)
             self.closed = False
@@ -239,7 +249,7 @@ class Slots:
         return worker
 
     def free(self, busy: Container[int]) -> int:
-        """A slot that is not busy, one whose worker runs where there is one; it is started otherwise."""
+        """A slot that is not busy, preferably with a running worker; otherwise one is started."""
         idle = [slot for slot in range(self.size) if slot not in busy]
         for slot in idle:
             worker = self.workers[slot]
@@ -252,6 +262,7 @@ class Slots:
 
     def collect(self, slots: Collection[int], at_most_s: float = math.inf) -> list[tuple[int, Pending, Answer]]:
         """Wait, up to a limit in seconds, until one of these workers has answered or failed."""
+        # 0 at first: answers that have arrived already are taken without a wait.
         end, patience_s = time.monotonic() + at_most_s, 0.0
         while True:
             self._engine.wait(patience_s)
@@ -269,6 +280,7 @@ class Slots:
         while waiting:
             for slot, _, answer in self.collect(waiting):
                 answers[slot] = answer
+                # A failure ends a worker, so its other requests have no answer either.
                 if isinstance(answer, WorkerFailure) or not self.worker(slot).pending:
                     waiting.discard(slot)
         return answers
@@ -277,6 +289,7 @@ class Slots:
         """Count a failure and kill the worker; its next start is a restart."""
         self.counts[failure.kind] = self.counts.get(failure.kind, 0) + 1
         self.last_failure = failure
+        # Counted as a restart when the slot is used again, not now: a closed pool never does.
         self._failed.add(slot)
         self.discard(slot)
 
@@ -300,6 +313,7 @@ def _stop_all(workers: list[Worker | None], closing_s: float, owner: int) -> Non
     # In place: the finaliser holds this very list, and workers may be started again after `close`.
     handles = [worker.handle for worker in workers if worker is not None]
     workers[:] = [None] * len(workers)
+    # 0 kills at once, for services that have nothing to close.
     if closing_s > 0:
         for handle in handles:
             handle.ask_to_end()
@@ -329,6 +343,7 @@ class Spread:
     ) -> None:
         self._slots, self._make_request, self._timeout_s = slots, make_request, timeout_s
         self._total_s, self._preparation = total_s, preparation
+        # One limit for the whole call, on top of the limit of each request.
         self._end = math.inf if total_s is None else time.monotonic() + total_s
         self._answers: dict[int, Answer] = {}
         self._count = count
@@ -366,6 +381,7 @@ class Spread:
     def _send(self, slot: int, numbers: list[int]) -> None:
         worker, first = self._slots.worker(slot), self._preparation
         self._running.add(slot)
+        # In the pipe before the first request, so that it costs no round trip.
         if first is not None and first.key not in worker.prepared:
             worker.send(first.request, first.timeout_s, "prepare", first.key)
         for number in numbers:
@@ -377,12 +393,14 @@ class Spread:
                 self._answers[number] = WorkerFailure("raised", reason, stage="send")
         worker.flush()
         self._heard_at[slot] = time.monotonic()
+        # Every request of this slot failed to be made, so nothing will come from it.
         if not worker.pending:
             self._running.discard(slot)
 
     def _take_answers(self) -> None:
         if not self._running:
             return
+        # With no time left it returns at once, and `run` gives up.
         found = self._slots.collect(self._running, self._end - time.monotonic())
         now = time.monotonic()
         for slot, pending, answer in found:
@@ -399,6 +417,7 @@ class Spread:
 
     def _fail(self, slot: int, pending: Pending, failure: WorkerFailure) -> None:
         """Charge the failure to the request in work and give the worker's other requests back."""
+        # These were only waiting in the pipe: what failed was the request before them.
         behind = [other.tag for other in self._slots.worker(slot).pending if other.stage == "answer"]
         # First again and in their order, so that equal runs send equal requests in equal order.
         self._waiting.extendleft(reversed(behind))
@@ -458,7 +477,9 @@ class WorkerPool:
         goal: str = "success",
     ) -> None:
         self.size, self._max_restarts, self._goal = size, max_restarts, goal
+        # Not started here: a pool that is never used costs nothing.
         self._slots = Slots(spec, size, engine or LocalEngine())
+        # Reentrant: `lose` and `close` are called from inside `ask`.
         self._lock = threading.RLock()
 
     @property
@@ -482,6 +503,7 @@ class WorkerPool:
             RunError: no process can be started.
         """
         with self._lock:
+            # Empty slots only: `start` may be called on a pool that has lost some workers.
             self.start_missing()
             hellos = self._slots.gather(range(self.size))
             failed = {slot: hello for slot, hello in sorted(hellos.items()) if isinstance(hello, WorkerFailure)}
@@ -506,12 +528,12 @@ class WorkerPool:
         *,
         check: Callable[[Request, Message], WorkerFailure | None] | None = None,
     ) -> dict[int, Answer]:
-        """Send workers a request each and wait for all of them.
+        """Send one request to each of some workers and wait for all answers.
 
         Args:
             requests: by slot.
             timeout_s: seconds for each answer.
-            check: returns what is wrong with an answer, which then counts as a failure; None where nothing is.
+            check: returns what is wrong with an answer, which then counts as a failure, or None.
 
         Returns:
             Answers by slot. A worker that failed has been killed; its slot is empty until it is used or
@@ -548,7 +570,7 @@ class WorkerPool:
         *,
         check: Callable[[Request, Message], WorkerFailure | None] | None = None,
     ) -> dict[int, Answer]:
-        """Like `ask`, where a request that failed is tried again in a fresh process.
+        """Like `ask`, but a request that failed is tried again in a fresh process.
 
         Args:
             requests: by slot.
@@ -565,6 +587,7 @@ class WorkerPool:
         """
         answers: dict[int, Answer] = {}
         with self._lock:
+            # By slot, and only those that failed: an answer that is there is not asked for again.
             waiting = dict(requests)
             for _ in range(1 + retries):
                 if not waiting:
@@ -585,7 +608,7 @@ class WorkerPool:
         total_s: float | None = None,
         preparation: Preparation | None = None,
     ) -> list[Answer]:
-        """Spread requests over the workers; one that hangs or crashes its worker costs itself only.
+        """Spread requests over the workers; one that hangs or crashes its worker fails alone.
 
         Args:
             make_request: makes a request from its number, when it is sent.
@@ -608,6 +631,7 @@ class WorkerPool:
         with self._lock:
             slot = self._slots.free(())
             worker = self._slots.worker(slot)
+            # Preparations last as long as the process; a restart prepares again.
             if preparation.key not in worker.prepared:
                 worker.send(preparation.request, preparation.timeout_s, "prepare", preparation.key)
                 worker.flush()
@@ -620,6 +644,7 @@ class WorkerPool:
     def lose(self, slot: int, failure: WorkerFailure) -> None:
         """Count a failure and kill the worker of the slot; a user's mistake closes the pool and raises UserError."""
         with self._lock:
+            # The same request would fail in every worker, so the run ends with the user's message.
             if failure.for_user:
                 self.close()
                 raise UserError(failure.reason)

@@ -70,6 +70,7 @@ class RowLimits:
             options,
             purpose=purpose,
             python=self.python,
+            # The later ones win: the user's variables over the domain's, and those over the defaults.
             environment={**threads, **(variables or {}), **self.environment},
             start_timeout_s=self.start_timeout_s,
             heartbeat_timeout_s=self.heartbeat_timeout_s,
@@ -81,12 +82,14 @@ class FailureLog:
     """Reasons of failures, counted; those that differ only in numbers are one."""
 
     def __init__(self, name: str, folder: Path | None = None) -> None:
-        self.name, self.folder = name, folder
+        self.name = name
+        self.folder = folder
         self.counts: Counter[str] = Counter()
         """Number of failures by reason."""
 
     def note(self, failure: WorkerFailure) -> None:
-        """Count a failure; log it where its reason is new, or when it came for the 10th, 100th, ... time."""
+        """Count a failure; log it the first, 10th, 100th, ... time that its reason occurs."""
+        # Reasons that differ in a number (a port, a step) are one, or every failure would be new.
         reason = re.sub(r"\d+", "#", f"{failure.kind}: {failure.reason}")
         self.counts[reason] += 1
         count = self.counts[reason]
@@ -106,8 +109,10 @@ class FailureLog:
                 LOGGER.warning("the environment %s: %d times in all: %s", self.name, count, reason)
 
     def _write(self, reason: str, failure: WorkerFailure) -> Path | None:
+        # A file for each of the first reasons; a run that fails in ever new ways must not fill the disk.
         if self.folder is None or len(self.counts) > MAX_FILES:
             return None
+        # By the reason, so that another process of the run writes the same file.
         digest = hashlib.sha256(reason.encode()).hexdigest()[:8]
         path = self.folder / f"environment-{failure.kind}-{digest}.txt"
         try:
@@ -149,13 +154,16 @@ class RowPool(Generic[Reply]):
         """Reasons of failures; tracebacks are written once its `folder` is set."""
         self._limits = limits
         self._step_timeout_s = step_timeout_s
+        # The pool counts restarts in a row, and an episode that ends forgives them.
         goal = f"episode of {name} that came to its end"
         self._pool = WorkerPool(spec, rows, engine=engine, max_restarts=limits.max_restarts, goal=goal)
         self._counts = dict.fromkeys(kinds, 0)
         self._live: set[int] = set()
+        # By row and not by process: a row that failed stays failed while its fresh process serves others.
         self.broken: dict[int, WorkerFailure] = {}
         """Rows that have failed since they began, and why."""
         self._slots = list(range(rows))
+        # What each process has loaded, by slot.
         self._scenes: list[str | None] = [None] * rows
 
     @property
@@ -172,6 +180,7 @@ class RowPool(Generic[Reply]):
 
     def error(self, what: str, failure: WorkerFailure) -> UserError | RunError:
         """The exception for a failure that ends the run."""
+        # What the user asked for, in the user's words and without a traceback.
         if failure.for_user:
             return UserError(failure.reason)
         evidence = f"{failure.kind}: {failure.reason}\n{failure.evidence}"
@@ -180,7 +189,7 @@ class RowPool(Generic[Reply]):
     def begin(
         self, requests: Mapping[int, Request], *, scenes: Sequence[str] = (), retries: int | None = None
     ) -> dict[int, Reply | WorkerFailure]:
-        """Start episodes, again in a fresh process where one does not begin; running ones of these rows are dropped.
+        """Start episodes and drop running ones of these rows; one that does not begin is tried in a fresh process.
 
         Args:
             requests: by row; rows that begin are live.
@@ -194,11 +203,12 @@ class RowPool(Generic[Reply]):
             UserError: the environment refuses a request.
             RunError: workers restart again and again without completing an episode.
         """
-        # Before anything is sent: whatever fails from here on, the old episodes are gone.
+        # Before anything is sent: if something fails from here on, the old episodes are gone all the same.
         self._live -= set(requests)
         if scenes:
             self._slots = self._assign(scenes)
         for row in requests:
+            # A row that begins again is no longer broken.
             self.broken.pop(row, None)
         answers = self._pool.ask_with_retries(
             {self._slots[row]: request for row, request in requests.items()},
@@ -213,11 +223,12 @@ class RowPool(Generic[Reply]):
         return judged
 
     def ask(self, requests: Mapping[int, Request], timeout_s: float | None = None) -> dict[int, Reply | WorkerFailure]:
-        """Send rows a request each, at the same time; answers by row.
+        """Send one request to each of some rows at the same time; returns answers by row.
 
         A row that has failed is not asked, since its process, which is a fresh one by now, knows nothing of its
         episode: its answer is the failure.
         """
+        # Not asked: its fresh process would answer about an episode that it has never begun.
         slots = {row: self._slots[row] for row in requests if row not in self.broken}
         answers = self._pool.ask(
             {slot: requests[row] for row, slot in slots.items()},
@@ -228,8 +239,9 @@ class RowPool(Generic[Reply]):
         return {row: judged[row] if row in slots else self.broken[row] for row in requests}
 
     def settle(self, rows: Collection[int]) -> None:
-        """Take rows whose episodes are over out of those that are live; one with a result forgives the restarts."""
+        """Mark rows as no longer live, as their episodes are over; one with a result forgives the restarts."""
         self._live -= set(rows)
+        # Only a result forgives: rows that broke say nothing about the others.
         if any(row not in self.broken for row in rows):
             self.note_success()
 
@@ -269,7 +281,7 @@ class RowPool(Generic[Reply]):
         self.close()
 
     def _misshapen(self, request: Request, answer: Message) -> WorkerFailure | None:
-        """What is wrong with an answer for which its process is to blame, and replaced."""
+        """What is wrong with an answer if its process is to blame, which is then replaced; None if nothing is."""
         return None
 
     def _read(self, answer: Message) -> Reply | WorkerFailure:
@@ -283,6 +295,7 @@ class RowPool(Generic[Reply]):
         """Contents of answers; rows that failed are remembered, counted and logged."""
         judged: dict[int, Reply | WorkerFailure] = {}
         for row, answer in answers.items():
+            # A sound answer may still report that its episode has failed.
             found = judged[row] = answer if isinstance(answer, WorkerFailure) else self._read(answer)
             if not isinstance(found, WorkerFailure):
                 continue
@@ -306,6 +319,7 @@ class RowPool(Generic[Reply]):
                 free.remove(same)
         for row, scene in enumerate(scenes):
             if row not in slots:
+                # Every slot is given away, so that each row has a process to itself.
                 slots[row] = free.pop(0)
             self._scenes[slots[row]] = scene
         return [slots[row] for row in range(len(scenes))]

@@ -85,8 +85,10 @@ def run_code(
         UserError: strict processes cannot be run here, or a file's name is no plain name.
     """
     require_strict()
+    # Bytes that no text has are replaced: the program of a model may hold anything.
     contents = {**(files or {}), PROGRAM: source.encode(errors="replace")}
     for name in contents:
+        # Plain names only, or `..` would reach outside its folder.
         if name != os.path.basename(name) or name in ("", ".", ".."):
             raise UserError(f"the file {name!r} of a program must be a plain name without a folder")
     with contextlib.ExitStack() as stack:
@@ -98,6 +100,7 @@ def run_code(
 @contextlib.contextmanager
 def _in_memory(data: bytes) -> Iterator[int]:
     """A descriptor from which bubblewrap reads a file of the program."""
+    # In memory: the program must not find its source or data on a disk.
     with os.fdopen(os.memfd_create("file"), "w+b") as file:
         file.write(data)
         file.seek(0)
@@ -108,9 +111,15 @@ class _Run:
     """A program while it runs."""
 
     def __init__(self, limits: Limits, files: Mapping[str, int], stdin: bytes, output_bytes: int) -> None:
-        self._token, self._most, self._input = secrets.token_hex(8), output_bytes, stdin
-        self._began, self._cut, self._limits = time.monotonic(), False, limits
+        self._token = secrets.token_hex(8)
+        self._most = output_bytes
+        self._input = stdin
+        self._began = time.monotonic()
+        self._cut = False
+        self._limits = limits
+        # A pipe on which the sandbox says that it has entered: a failure before that is ours, not the program's.
         self._report, said = os.pipe()
+        # -I: no site packages of the user, and no environment variables that steer Python.
         command = [*strict_command(limits, (), files, said), sys.executable, "-I", PROGRAM]
         self._process = subprocess.Popen(
             command,
@@ -122,10 +131,12 @@ class _Run:
             pass_fds=(said, *files.values()),
             bufsize=0,
         )
+        # Only the child holds the writing end, so that its end closes the pipe.
         os.close(said)
         self._pipes = [
             pipe.fileno() for pipe in (self._process.stdin, self._process.stdout, self._process.stderr) if pipe
         ]
+        # Standard output and error; standard input is the first pipe.
         self._outputs = {fd: bytearray() for fd in self._pipes[1:]}
         self._selector = selectors.DefaultSelector()
         for fd in self._pipes:
@@ -137,13 +148,16 @@ class _Run:
         try:
             stopped = self._serve(timeout_s)
         finally:
+            # Also after an error here: nothing may outlive this call.
             entered = self._end()
         code = self._process.returncode
         if code > 128:  # bubblewrap's way to report a signal
             code = 128 - code
+        # SIGXCPU names the limit; the hard limit a second later would only kill.
         if not stopped and code == -signal.SIGXCPU:
             stopped = "cpu"
         texts = [self._outputs[fd].decode(errors="replace") for fd in self._pipes[1:]]
+        # The sandbox itself failed, which is a matter of the machine and not of the program.
         if not entered and not stopped:
             raise UserError(f"sandbox: strict has stopped working on this machine: {texts[1].strip()[-200:]}")
         return CodeResult(code, texts[0], texts[1], time.monotonic() - self._began, stopped, self._cut)
@@ -152,10 +166,12 @@ class _Run:
         """Move its input and outputs until it ends; returns why it has to be ended."""
         look_at = 0.0
         while True:
+            # Nothing left to move: the process may still run with closed pipes.
             for key, _ in self._selector.select(LOOK_SECONDS if self._selector.get_map() else 0.0):
                 self._move(int(key.fd))
             if self._process.poll() is not None:
                 for fd in self._outputs:
+                    # What is left in the pipes after its end.
                     self._move(fd)
                 return ""
             if not self._selector.get_map():
@@ -163,6 +179,7 @@ class _Run:
             now = time.monotonic()
             if now - self._began > timeout_s:
                 return "timeout"
+            # Memory and files are looked at less often than pipes.
             if now > look_at:
                 look_at = now + LOOK_SECONDS
                 if family.resident_bytes(self._process.pid) > self._limits.memory_mb * (1 << 20):
@@ -183,6 +200,7 @@ class _Run:
         if not data:
             self._forget(fd)
         room = self._most - len(self._outputs[fd])
+        # What is over the limit is read and dropped, or the program would block on a full pipe.
         self._cut = self._cut or len(data) > room
         self._outputs[fd] += data[: max(0, room)]
 
@@ -192,6 +210,7 @@ class _Run:
         except BlockingIOError:
             return
         except OSError:
+            # Not an error: a program need not read its input.
             self._input = b""  # it does not read
         if not self._input and self._process.stdin is not None:
             self._forget(self._pipes[0])
@@ -203,6 +222,7 @@ class _Run:
 
     def _end(self) -> bool:
         """Kill its remaining processes; returns whether the program had begun."""
+        # As in `WorkerProcess.kill`: children first, then the group, then what has left it.
         family.end_descendants(self._process.pid)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)

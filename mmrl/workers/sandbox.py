@@ -76,6 +76,7 @@ def strict_command(
         report_to: descriptor on which it reports that it has entered; -1 for none.
     """
     memory, bytes_of_files, cpu = int(limits.memory_mb * MIB), int(limits.file_mb * MIB), max(1, int(limits.cpu_s))
+    # Soft and hard limits, by their names in the resource module.
     bounds = {
         "RLIMIT_AS": (memory, memory),
         "RLIMIT_FSIZE": (bytes_of_files, bytes_of_files),
@@ -89,12 +90,17 @@ def strict_command(
     settings = {"limits": bounds, "forks": not _is_root(), "report_to": report_to}
     paths = [*READABLE, *_python_paths(), str(SCRIPT), *readable]
     names = {Path(name) for path in paths for name in (path, os.path.realpath(path)) if name != "/"}
+    # Without paths inside others: bubblewrap would bind them twice.
     shown = [str(path) for path in sorted(names) if names.isdisjoint(path.parents)]
     return [
+        # No network, no other processes, no rights; a new session takes the terminal away.
         *(shutil.which("bwrap") or "bwrap", "--unshare-all", "--unshare-user", "--cap-drop", "ALL", "--new-session"),
         *(["--die-with-parent"] if report_to >= 0 else []),
+        # Read-only, and -try: not every system has every path.
         *(part for path in shown for part in ("--ro-bind-try", path, path)),
+        # The program sees its own processes only.
         *("--dev", "/dev", "--remount-ro", "/dev", "--proc", "/proc", "--remount-ro", "/proc"),
+        # In memory and of limited size: its files count against the limit and go with the namespace.
         *("--size", str(bytes_of_files), "--tmpfs", FOLDER),
         *(part for name, fd in (files or {}).items() for part in ("--file", str(fd), f"{FOLDER}/{name}")),
         *("--remount-ro", "/", "--chdir", FOLDER),
@@ -108,14 +114,17 @@ def strict_environment() -> dict[str, str]:
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "LANG": "C.UTF-8",
+        # Programs that want a home or a cache get the one folder that can be written.
         **dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME", "MPLCONFIGDIR"), FOLDER),
         "PYTHONDONTWRITEBYTECODE": "1",
+        # One thread each, since threads count against the limit of processes.
         **dict.fromkeys(names, "1"),
     }
 
 
 def over_limit(pid: int, limits: Limits) -> tuple[str, str] | None:
-    """Return which limit a running strict process is over and in which words; of those that `setrlimit` leaves open."""
+    """Name and description of a limit that a strict process exceeds, of those that `setrlimit` does not enforce."""
+    # Less the processes that bubblewrap adds.
     threads, files = family.threads(pid) - HELPERS, _files(pid)
     if threads > limits.processes:
         return "processes", f"it ran {threads} processes and threads; at most {limits.processes} are allowed"
@@ -125,7 +134,8 @@ def over_limit(pid: int, limits: Limits) -> tuple[str, str] | None:
 
 
 def _files(pid: int) -> int:
-    """Files and folders in the folder of a strict process; 0 where it cannot be seen."""
+    """Files and folders in the folder of a strict process; 0 if it cannot be read."""
+    # From the innermost process: those around it are outside of the namespace.
     for each in reversed(family.tree(pid)):
         try:
             found = os.statvfs(f"/proc/{each}/root{FOLDER}")
@@ -135,6 +145,7 @@ def _files(pid: int) -> int:
     return 0
 
 
+# Once a process: trying it starts a program.
 @functools.cache
 def require_strict() -> None:
     """Refuse if strict processes cannot run, with a remedy."""
@@ -154,6 +165,7 @@ def why_not() -> str | None:
     """Run a program that does nothing; return why it did not run, or None if it did."""
     if shutil.which("bwrap") is None:
         return "bubblewrap is not installed"
+    # A whole strict process, since each of its parts may be missing or forbidden.
     command = [*strict_command(Limits(), ()), sys.executable, "-I", "-S", "-c", "print('ready')"]
     try:
         done = subprocess.run(
@@ -169,6 +181,7 @@ def why_not() -> str | None:
         return str(error)
     if done.returncode == 0 and done.stdout == "ready\n":
         return None
+    # The last line of a failure names its cause.
     return (done.stderr.strip().splitlines() or [f"ended with code {done.returncode}"])[-1][:200]
 
 

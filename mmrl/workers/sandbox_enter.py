@@ -51,6 +51,7 @@ def main(settings: dict[str, Any], command: list[str]) -> None:
     """Enter the sandbox and become the command."""
     for name, (soft, hard) in settings["limits"].items():
         kind = getattr(resource, name)
+        # A limit may be lowered but not raised above that of the parent.
         most = resource.getrlimit(kind)[1]
         if most != resource.RLIM_INFINITY:
             soft, hard = min(soft, most), min(hard, most)
@@ -59,6 +60,7 @@ def main(settings: dict[str, Any], command: list[str]) -> None:
     if settings["report_to"] >= 0:
         os.write(settings["report_to"], b"entered")
         os.close(settings["report_to"])
+    # This process becomes the program: nothing of the sandbox's set-up stays in between.
     os.execv(command[0], command)
 
 
@@ -66,6 +68,7 @@ def forbid_calls(forks: bool) -> None:
     """Install the filter for this process and all that it starts; libseccomp has the calls' numbers."""
     library = ctypes.CDLL("libseccomp.so.2", use_errno=True)
     library.seccomp_init.restype = ctypes.c_void_p
+    # Everything is allowed but what is listed: a list of what programs need would break with every library.
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(ALLOW)))
 
     def refuse(names: str, code: int, *comparisons: tuple[int, int, int]) -> None:
@@ -73,17 +76,20 @@ def forbid_calls(forks: bool) -> None:
         for name in names.split():
             number = library.seccomp_syscall_resolve_name(name.encode())
             action = ctypes.c_uint32(ERROR | code)
+            # Negative: a call that this machine's kernel does not have, and cannot be made.
             if number >= 0 and library.seccomp_rule_add_array(context, action, number, len(rules), rules) != 0:
                 raise OSError(0, f"libseccomp takes no rule for {name}")
 
     refuse(FORBIDDEN, errno.EPERM)
     refuse(ABSENT, errno.ENOSYS)
     for flag in NEW_NAMESPACES:
+        # By flag: clone starts threads too, and only new namespaces are refused.
         refuse("clone", errno.EPERM, (0, flag, flag))
     for write in TERMINAL_WRITES:
         refuse("ioctl", errno.EPERM, (1, 0xFFFFFFFF, write))
     if not forks:
         refuse("fork vfork", errno.EPERM)
+        # Threads have CLONE_THREAD; without it, clone starts a process.
         refuse("clone", errno.EPERM, (0, CLONE_THREAD, 0))
     if library.seccomp_load(context) != 0:
         raise OSError(0, "the kernel takes no filter of system calls")

@@ -1,4 +1,4 @@
-"""A worker process: one service behind two pipes, run by its path in whatever Python the service needs.
+"""A worker process: one service behind two pipes. It is run by path in the Python that the service needs.
 
     python serve.py path/to/service.py:make '{"service": {"limit": 3}}'
 
@@ -99,26 +99,32 @@ class Pipes:
 
     def __init__(self, watchdog_s: float) -> None:
         # The service keeps descriptors 0 and 1, which from here on lead to nothing and to standard error.
-        self._input, self._output = os.fdopen(os.dup(0), "rb"), os.dup(1)
+        self._input = os.fdopen(os.dup(0), "rb")
+        self._output = os.dup(1)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
         os.dup2(2, 1)
-        self._lock, self._busy = threading.Lock(), True
-        self._watchdog_s, self._parent = watchdog_s, os.getppid()
-        self._main, self._noted = threading.get_ident(), 0.0
+        self._lock = threading.Lock()
+        self._busy = True
+        self._watchdog_s = watchdog_s
+        self._parent = os.getppid()
+        self._main = threading.get_ident()
+        self._noted = 0.0
         self._loading = wire.pack(LOADING)
         threading.Thread(target=self._beat, daemon=True).start()
 
     def note_import(self) -> None:
         """Report to the pool that the main thread begins to import."""
+        # At most every 0.1 s: a package of many modules would fill the pipe with notes.
         now = time.monotonic()
         if self._busy and threading.get_ident() == self._main and now - self._noted > LOADING_SECONDS:
             self._noted = now
             self._write(self._loading)
 
     def receive(self) -> wire.Message | None:
-        """Wait for a request; None where there will be no more."""
+        """Wait for a request; returns None if there will be no more."""
+        # Blocks: a worker has nothing to do between two requests.
         message = wire.read(self._input)
         self._busy = message is not None
         return message
@@ -131,16 +137,20 @@ class Pipes:
         self._write(data)
 
     def _write(self, data: bytes) -> None:
+        # The lock keeps a heartbeat from landing inside an answer.
         try:
             with self._lock:
                 view = memoryview(data)
                 while view:
+                    # os.write takes what fits into the pipe, so it is repeated.
                     view = view[os.write(self._output, view) :]
         except OSError:
+            # The pool is gone; nobody reads this or any later answer.
             _leave()
 
     def _beat(self) -> None:
         beat, hangup = wire.pack({"kind": "beat"}), select.poll()
+        # 0: only hang-ups and errors are reported, which poll does unasked.
         hangup.register(self._input, 0)
         while True:
             # Code that keeps Python's lock stops this loop; a timer outside Python then ends an orphan as well.
@@ -167,9 +177,10 @@ class ImportNotes:
 
 
 def _imports(thread: int) -> bool:
-    """Whether a thread is in the midst of an import."""
+    """Whether a thread is in the middle of an import."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
+        # The import machinery's own frames have this file name.
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True
         frame = frame.f_back
@@ -191,6 +202,7 @@ def main(service: str, options: Mapping[str, Any]) -> None:
     pipes = Pipes(float(options.get("watchdog_s", 0.0)))
     # Imports in the midst of a request (a lazy `import torch`) can take longer than its limit.
     sys.meta_path.insert(0, ImportNotes(pipes))  # type: ignore[arg-type]
+    # In front: a foreign Python finds the user's files by these.
     sys.path[:0] = [path for path in options.get("paths", []) if path not in sys.path]
     try:
         file, _, name = service.rpartition(":")
@@ -205,6 +217,7 @@ def main(service: str, options: Mapping[str, Any]) -> None:
         request = pipes.receive()
         if request is None:
             break
+        # An exception is an answer, and the worker goes on.
         answer(pipes, worker, request)
     worker.close()
 

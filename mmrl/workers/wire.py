@@ -3,7 +3,7 @@
 A message is a prefix of fixed size (mark, version, lengths), a JSON object and the raw bytes of some arrays; a request
 or answer that says no more than its number is a prefix alone, because a step of a light environment takes less time
 than reading JSON. A broken or hostile worker can at worst send wrong numbers. Both ends load this file, the worker by
-its path in whatever interpreter its service needs: it runs on Python 3.8 and imports numpy, 1 or 2, only when a message
+its path in the interpreter of its service: it runs on Python 3.8 and imports numpy, 1 or 2, only when a message
 has arrays.
 
 Python values travel in such messages as plain data (`encode`, `decode`): text, numbers, None, lists, tuples, sets,
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
 MARK = b"MRLW"
 SHORT_MARK = b"MRLS"
-"""Begins a message without body and arrays: a place in `SHORT_KINDS` and the number stand where lengths stand."""
+"""Begins a message without body and arrays; an index into `SHORT_KINDS` and the number replace the two lengths."""
 SHORT_KINDS = ("request", "result")
+# Raised with the layout of a message, so that another version is refused and not misread.
 VERSION = 3
 MAX_HEADER_BYTES = 256 << 20
 MAX_BODY_BYTES = 4 << 30
@@ -64,7 +65,7 @@ COLLECTIONS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozense
 
 
 class WireError(ValueError):
-    """The bytes in a pipe are no message of this version, or a message cannot be sent."""
+    """The bytes in a pipe are not a message of this version, or a message cannot be sent."""
 
 
 class Message(NamedTuple):
@@ -81,6 +82,7 @@ def pack(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = No
     # A step of a vector environment: its numbers are in shared memory, so the message has nothing to say.
     if not arrays and fields.keys() == {"kind", "id", "body"} and not fields["body"] and fields["kind"] in SHORT_KINDS:
         return PREFIX.pack(SHORT_MARK, VERSION, SHORT_KINDS.index(fields["kind"]), fields["id"])
+    # One byte order on the wire: a worker may run on another machine.
     plain = {name: _little_endian(name, array) for name, array in (arrays or {}).items()}
     layout = [[name, array.dtype.str, list(array.shape)] for name, array in plain.items()]
     try:
@@ -94,13 +96,14 @@ def pack(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = No
 
 
 def read(stream: BinaryIO) -> Message | None:
-    """Wait for a message on a blocking binary stream; None where the stream ended between two of them."""
+    """Wait for a message on a blocking binary stream; returns None if the stream has ended between two messages."""
     prefix = stream.read(PREFIX.size)
     if not prefix:
         return None
     if prefix.startswith(SHORT_MARK) and len(prefix) == PREFIX.size:
         return _short(prefix)
     header_bytes, body_bytes = _lengths(prefix)
+    # One read for both, since each may wait for the other side.
     rest = stream.read(header_bytes + body_bytes)
     if len(rest) < header_bytes + body_bytes:
         raise WireError(f"the stream ended after {len(rest)} of {header_bytes + body_bytes} bytes of a message")
@@ -111,14 +114,17 @@ class Decoder:
     """Collects bytes as they arrive and gives out the messages that are complete."""
 
     def __init__(self, max_bytes: int = MAX_HEADER_BYTES + MAX_BODY_BYTES) -> None:
-        self._held, self._max_bytes = bytearray(), max_bytes
+        self._held = bytearray()
+        self._max_bytes = max_bytes
 
     def feed(self, data: bytes) -> Iterator[Message]:
         """Add the bytes of one read; to be iterated to its end."""
+        # The common case of a vector environment: a whole short message in one read, without a copy.
         if not self._held and len(data) == PREFIX.size and data.startswith(SHORT_MARK):
             yield _short(data)
             return
         self._held += data
+        # Several messages may arrive in one read, and one message in several.
         while len(self._held) >= PREFIX.size:
             if self._held.startswith(SHORT_MARK):
                 yield _short(bytes(self._held[: PREFIX.size]))
@@ -130,8 +136,10 @@ class Decoder:
                 size = header_bytes + body_bytes
                 raise WireError(f"a message of {size} bytes is announced; at most {self._max_bytes} are allowed")
             start, end = PREFIX.size + header_bytes, PREFIX.size + header_bytes + body_bytes
+            # Not complete: the rest comes with the next read.
             if len(self._held) < end:
                 break
+            # Copies: `del` below moves the rest to the front.
             header, body = bytes(self._held[PREFIX.size : start]), bytes(self._held[start:end])
             del self._held[:end]
             yield _unpack(header, body)
@@ -142,16 +150,18 @@ class Decoder:
 
 
 def error_text(error: BaseException) -> str:
-    """Text of an exception, which may raise another one when it is asked for it."""
+    """Text of an exception, whose `__str__` may raise another one."""
     try:
+        # An exception of a user's code, whose __str__ may fail as well.
         return str(error)
     except BaseException as other:
         return f"(its text cannot be had: __str__ raised {type(other).__name__})"
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """JSON of an exception of a service, of which the pool makes a `WorkerFailure`; called where it is handled."""
+    """JSON of a service's exception, from which the pool makes a `WorkerFailure`; call it in the `except` block."""
     try:
+        # A property of a user's exception may raise, too.
         for_user = bool(getattr(error, "for_user", False))
     except BaseException:
         for_user = False
@@ -167,6 +177,7 @@ def _little_endian(name: str, array: np.ndarray) -> np.ndarray:
     import numpy as np
 
     values = np.asarray(array)
+    # No copy where the order is right already.
     little = values.astype(values.dtype.newbyteorder("<"), copy=False)
     if little.dtype.str not in DTYPES:
         raise WireError(f"array {name!r} has the dtype {values.dtype}; allowed: {', '.join(DTYPES)}")
@@ -174,6 +185,7 @@ def _little_endian(name: str, array: np.ndarray) -> np.ndarray:
 
 
 def _short(prefix: bytes) -> Message:
+    # The length fields of a full message hold the kind and the number here.
     _, version, kind, number = PREFIX.unpack(prefix)
     _check_version(version)
     if kind >= len(SHORT_KINDS):
@@ -187,10 +199,12 @@ def _check_version(version: int) -> None:
 
 
 def _lengths(prefix: bytes) -> tuple[int, int]:
+    # The mark first: anything that prints to the pipe shows up here.
     if len(prefix) < PREFIX.size or not prefix.startswith(MARK):
         raise WireError(_garbage(prefix))
     _, version, header_bytes, body_bytes = PREFIX.unpack(prefix)
     _check_version(version)
+    # Before anything of that size is allocated.
     _check_lengths(header_bytes, body_bytes)
     return header_bytes, body_bytes
 
@@ -203,6 +217,7 @@ def _check_lengths(header_bytes: int, body_bytes: int) -> None:
 
 def _unpack(header: bytes, body: bytes | memoryview) -> Message:
     try:
+        # NaN and Infinity are no JSON, though Python's reader takes them.
         parsed = json.loads(header.decode(), parse_constant=_refuse_constant)
         fields, layout = dict(parsed["fields"]), [(str(n), str(d), tuple(map(int, s))) for n, d, s in parsed["arrays"]]
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -215,6 +230,7 @@ def _unpack(header: bytes, body: bytes | memoryview) -> Message:
             raise WireError(f"array {name!r} {shape} needs {end - start} bytes; {len(body) - start} came")
         arrays[name] = _array(body[start:end], dtype, shape)
         start = end
+    # Bytes that no array claims mean that both sides disagree on the layout.
     if start != len(body):
         raise WireError(f"{len(body) - start} bytes of a message belong to no array")
     return Message(fields, arrays)
@@ -223,6 +239,7 @@ def _unpack(header: bytes, body: bytes | memoryview) -> Message:
 def _array_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     if dtype not in DTYPES or len(shape) > MAX_AXES or not all(0 <= size <= MAX_BODY_BYTES for size in shape):
         raise WireError(f"array {name[:80]!r} is announced with the dtype {dtype[:80]} and the shape {shape[:9]}")
+    # The count of bytes in the dtype's name, such as 4 in "<f4".
     count = int(dtype[2:])
     for size in shape:
         count *= size
@@ -291,6 +308,7 @@ class _TreeWriter:
         return known
 
     def _new_bulk(self, value: Any) -> dict[str, Any]:
+        # Here and not at the top: most values need no NumPy.
         import numpy as np
 
         kind = type(value)
@@ -303,9 +321,12 @@ class _TreeWriter:
         if (kind is np.ndarray or isinstance(value, np.generic)) and value.dtype.kind in OTHER_DTYPES:
             array = np.asarray(value)
             tag = "ndarray" if kind is np.ndarray else "scalar"
+            # As bytes with their dtype: text, dates and complex numbers have no place in the six dtypes.
             return {tag: [self._add(np.frombuffer(array.tobytes(), np.uint8)), array.dtype.str, list(array.shape)]}
+        # By name, so that a worker without PIL can load this file.
         if kind.__module__.partition(".")[0] == "PIL" and hasattr(value, "tobytes"):
             data = self._add(np.frombuffer(value.tobytes(), np.uint8))
+            # Pixels and palette, not a file format: what comes back is exactly what was sent.
             return {"image": [data, value.mode, list(value.size), value.getpalette() if value.mode == "P" else None]}
         raise TypeError(
             f"a {kind.__module__}.{kind.__qualname__} cannot be sent to a worker process, only text, numbers, lists, "
@@ -313,6 +334,7 @@ class _TreeWriter:
         )
 
     def _add(self, array: np.ndarray) -> str:
+        # Numbers as names: they only have to be unique in one message.
         name = str(len(self.arrays))
         self.arrays[name] = array
         return name
@@ -328,6 +350,7 @@ class _TreeReader:
             return [self.value(entry) for entry in tree]
         if not isinstance(tree, dict):
             return tree
+        # Exactly one entry, by construction; anything else is no value of `encode`.
         ((tag, content),) = tree.items()
         if tag in FROM_TEXT:
             return FROM_TEXT[tag](content)
@@ -339,7 +362,9 @@ class _TreeReader:
             return kind(self.value(entry) for entry in content)
         if tag == "complex":
             return complex(*(self.value(part) for part in content))
+        # Bulk values name their array, or begin with its name.
         name = content if isinstance(content, str) else content[0]
+        # Shared objects stay shared: an image sent once comes back as one object.
         if name not in self._objects:
             self._objects[name] = _from_bytes(tag, self._arrays[name], content)
         return self._objects[name]
@@ -362,4 +387,5 @@ def _from_bytes(tag: str, data: np.ndarray, content: Any) -> Any:
 
     _, dtype, shape = content
     array = np.frombuffer(data.tobytes(), dtype).reshape(shape).copy()
+    # [()] turns a 0-d array into a scalar.
     return array if tag == "ndarray" else array[()]

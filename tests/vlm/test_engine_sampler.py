@@ -235,7 +235,7 @@ def test_an_engine_that_cannot_serve_the_run_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("MMRL_ENGINES", str(tmp_path))
     with pytest.raises(UserError, match=r"vLLM is not installed in .*; install it with `mmrl setup vllm`"):
         check_engine(engine(), RollersConfig())
-    with pytest.raises(UserError, match="where there is no interpreter"):
+    with pytest.raises(UserError, match="which is no Python interpreter"):
         check_engine(engine(vllm=VllmConfig(python=str(tmp_path / "none"))), RollersConfig())
     with pytest.raises(UserError, match=r"one process at a time, and this run has several"):
         check_engine(engine("a:1"), RollersConfig(engine="ray"))

@@ -70,5 +70,5 @@ def test_text_after_an_image_continues_after_its_longer_side():
 
 @pytest.mark.parametrize("grids", [None, [[1, 4, 4]]])
 def test_a_grid_of_another_size_is_refused(grids):
-    with pytest.raises(ValueError, match="6 image tokens stand in a row"):
+    with pytest.raises(ValueError, match="6 image tokens follow one another"):
         rotary_positions(types_of((IMAGE, 6)), MERGE, None if grids is None else torch.tensor(grids))

@@ -94,7 +94,7 @@ def check_torchvision(ensure: Callable[[], str] | None = None) -> list[Finding]:
     if state == "native":
         return [Finding("torchvision", "import", "ok", "native")]
     if state == "patched":
-        found = "patched (its operators do not load beside this torch): images work, nms and roi_align do not"
+        found = "patched (its operators do not load with this torch): images work, nms and roi_align do not"
         return [Finding("torchvision", "import", "ok", found, f"optional, for all of it: {_torchvision_command()}")]
     found = "absent: images work through the slower processors, videos do not"
     return [Finding("torchvision", "import", "note", found, _torchvision_command())]

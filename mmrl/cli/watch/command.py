@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     port = f"the page's port on this machine; default: {PORT}; 0 for a free one"
     parser.add_argument("--port", metavar="N", type=int, default=PORT, help=port)
     parser.add_argument("--text", action="store_true", help="show the runs in the terminal instead")
-    parser.add_argument("--once", action="store_true", help="with --text: print once, as where there is no terminal")
+    parser.add_argument("--once", action="store_true", help="with --text: print once and exit")
 
 
 def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:

@@ -58,7 +58,7 @@ class WatchServer(ThreadingHTTPServer):
         super().__init__((HOST, port), _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that left before the answer is no error."""
+        """A browser that left before the answer is not an error."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -109,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "no such page")
 
     def _enter(self, token: str) -> None:
-        """Trade the token of the address for a cookie, so that it stays in no history."""
+        """Trade the token of the address for a cookie, which keeps it out of the browser's history."""
         if not self._is_known(token):
             self._refuse(403, "open the address that `mmrl watch` printed, with its token")
             return

@@ -39,11 +39,17 @@ class Tail:
                 found = os.fstat(file.fileno())
                 anew = found.st_ino != self._inode or found.st_size < self._offset
                 if anew:
-                    self._inode, self._offset, self._rest = found.st_ino, 0, b""
+                    self._inode = found.st_ino
+                    self._offset = 0
+                    self._rest = b""
                 file.seek(self._offset)
                 data = file.read(CHUNK)
         except OSError:  # not there yet, or moved aside by a run that starts again
-            anew, self._inode, self._offset, self._rest, self.behind = self._inode != 0, 0, 0, b"", False
+            anew = self._inode != 0
+            self._inode = 0
+            self._offset = 0
+            self._rest = b""
+            self.behind = False
             return anew, []
         self._offset += len(data)
         self.behind = self._offset < found.st_size

@@ -28,16 +28,20 @@ def group_sum(x: Tensor, group: Tensor, groups: int | None = None) -> Tensor:
     Given the number of groups, or any larger one, the host need not wait for it.
     """
     number = _number_of_groups(group) if groups is None else groups
+    # groups without a row stay 0; callers pass the number of rows, so that no host waits for the largest group
     return x.new_zeros(number, *x.shape[1:]).index_add(0, group, x)
 
 
 def group_count(group: Tensor, valid: Tensor) -> Tensor:
     """Number (B,) int64 of valid (B,) bool rows in each row's group."""
+    # back to one number a row
     return group_sum(valid.long(), group, len(group))[group]
 
 
 def group_extremes(x: Tensor, group: Tensor, valid: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """Smallest and largest valid value of each of `groups` groups; +inf and -inf for one without a valid row."""
+    # infinities never win; a group without a valid row ends with low above high, which no caller takes for a
+    # difference
     low, high = x.new_full((groups,), float("inf")), x.new_full((groups,), float("-inf"))
     return (
         low.scatter_reduce(0, group, torch.where(valid, x, float("inf")), "amin"),
@@ -58,6 +62,7 @@ def group_center(reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
     """
     size = len(group)  # there are no more groups than rows
     number = group_sum(valid.to(reward.dtype), group, size).clamp(min=1)
+    # where, because an unscored row has the reward NaN
     mean = group_sum(torch.where(valid, reward, 0.0), group, size) / number
     # The mean of equal numbers may differ from them in the last bit, and dividing by the (then tiny) standard
     # deviation would turn that bit into an advantage.
@@ -77,7 +82,9 @@ def group_std(reward: Tensor, group: Tensor, valid: Tensor, ddof: int = 1) -> Te
     Returns:
         (B,); 0 where too few rows are valid.
     """
+    # of the centred values, so that equal rewards give exactly 0
     squares = group_sum(group_center(reward, group, valid) ** 2, group, len(group))[group]
+    # clamped for groups with fewer rows than ddof, whose squares are 0 anyway
     return (squares / (group_count(group, valid) - ddof).clamp(min=1)).sqrt()
 
 
@@ -95,6 +102,7 @@ def masked_whiten(x: Tensor, mask: Tensor, eps_to: str = "variance") -> Tensor:
     Source: volcengine/verl masked_whiten, eps 1e-8 in the root; it leaves values where the mask is 0.
     """
     number = mask.sum()
+    # over decisions: a long row counts as often as it has decisions, as in verl
     mean = masked_sum(x, mask).sum() / number.clamp(min=1)
     variance = masked_sum((x - mean) ** 2, mask).sum() / (number - 1).clamp(min=1)
     return torch.where(mask > 0, (x - mean) * whitening_factor(variance, eps_to), 0.0)
@@ -103,6 +111,7 @@ def masked_whiten(x: Tensor, mask: Tensor, eps_to: str = "variance") -> Tensor:
 def whitening_factor(variance: Tensor, eps_to: str) -> Tensor:
     """Factor that gives centred values variance 1."""
     if eps_to == "deviation":
+        # inside the root it would dominate a spread below 1e-4, which whitening then would not bring to 1
         return 1.0 / (variance.sqrt() + WHITEN_EPS)
     return torch.rsqrt(variance + WHITEN_EPS)
 
@@ -134,6 +143,7 @@ def group_mean_std(
     valid = _all_rows(reward, valid)
     # with eps 0, a group of equal rewards would divide 0 by 0
     std = group_std(reward, group, valid, ddof) + eps
+    # the numerator is exactly 0 there, so that any divisor gives 0
     return group_center(reward, group, valid) / torch.where(std > 0, std, 1.0)
 
 
@@ -152,6 +162,7 @@ def leave_one_out(reward: Tensor, group: Tensor, *, valid: Tensor | None = None)
     """
     valid = _all_rows(reward, valid)
     number = group_count(group, valid)
+    # R_i - mean of the others = n / (n - 1) (R_i - mean of all), without a second pass over the group
     return group_center(reward, group, valid) * number / (number - 1).clamp(min=1)
 
 
@@ -165,6 +176,7 @@ def group_mean_global_std(
     Source: Flow-GRPO, arXiv 2505.05470; yifan123/flow_grpo flow_grpo/stat_tracking.py with global_std.
     """
     valid = _all_rows(reward, valid)
+    # one group of all rows: the spread is that of the batch, the mean that of the group
     std = group_std(reward, torch.zeros_like(group), valid, ddof) + eps
     return group_center(reward, group, valid) / torch.where(std > 0, std, 1.0)
 
@@ -202,9 +214,12 @@ def group_outcome_std(
     valid = _all_rows(reward, valid)
     won = reward >= solved
     outcome = won.to(reward.dtype)
+    # each row against the rows of its own outcome, so that a partial reward never outweighs an outcome
     within = group_center(reward, group, valid & won) + group_center(reward, group, valid & ~won)
+    # at least 2: the floor is the deviation of one success among failures
     number = group_count(group, valid).clamp(min=2).to(reward.dtype)
     floor = ((number - 1) / (number * (number - ddof))).sqrt()
+    # of outcomes, not rewards: partial rewards would shrink the advantage of a rare success
     std = torch.maximum(group_std(outcome, group, valid, ddof), floor)
     return (group_center(outcome, group, valid) + within) / (std + eps)
 
@@ -236,7 +251,9 @@ class GroupEstimator(Advantage):
         reward, group, valid = rollouts.reward, rollouts.group, rollouts.scored
         rows = self.of_rows(reward, group, valid)
         if self.singleton == "keep":
+            # a row that is alone in its group has nothing to be compared with
             rows = torch.where(group_count(group, valid) > 1, rows, self.alone(reward))
+        # the same number for all decisions of a row, constant
         return torch.where(rollouts.loss_mask > 0, rows.detach()[:, None], 0.0)
 
     def of_rows(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
@@ -386,8 +403,10 @@ class AdvantageScaling(Block):
 
     def __call__(self, advantage: Tensor, rollouts: Rollouts) -> Tensor:
         """Scaled advantages (B, T), 0 where nothing is trained."""
+        # over the whole rollout step, of all processes: compute_advantages gets every row
         advantage = WHITENINGS[self.whiten](advantage, rollouts, self.eps_to)
         if self.clip is not None:
+            # after whitening, so that the bound is in standard deviations
             advantage = advantage.clamp(-self.clip, self.clip)
         return advantage * self.scale
 
@@ -417,6 +436,7 @@ def _over_decisions(advantage: Tensor, rollouts: Rollouts, eps_to: str) -> Tenso
 
 def _over_rows(advantage: Tensor, rollouts: Rollouts, eps_to: str) -> Tensor:
     mask = rollouts.loss_mask
+    # only rows with a trained decision are samples; an empty one would pull the mean to 0
     return _by_samples(advantage, masked_mean(advantage, mask)[mask.sum(1) > 0], mask, eps_to)
 
 
@@ -427,7 +447,9 @@ def _over_turns(advantage: Tensor, rollouts: Rollouts, eps_to: str) -> Tensor:
 
 def _by_samples(advantage: Tensor, samples: Tensor, mask: Tensor, eps_to: str) -> Tensor:
     """Shift and scale advantages by the mean and the deviation of samples (n,)."""
+    # no sample at all, such as a step without a scored row, gives 0 and not NaN
     mean = samples.mean() if len(samples) else samples.new_zeros(())
+    # at least 1: a single sample has the variance 0
     variance = ((samples - mean) ** 2).sum() / max(len(samples) - 1, 1)
     return torch.where(mask > 0, (advantage - mean) * whitening_factor(variance, eps_to), 0.0)
 

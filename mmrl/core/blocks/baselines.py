@@ -34,8 +34,10 @@ class LengthWeightedMean(GroupEstimator):
     def __call__(self, rollouts: Rollouts) -> Tensor:
         group, valid, size = rollouts.group, rollouts.scored, len(rollouts.group)
         centred = group_center(rollouts.reward, group, valid)  # exactly 0 where all rewards are equal
+        # unscored rows take no part in the weighted mean
         length = torch.where(valid, rollouts.loss_mask.sum(1), 0.0).to(centred.dtype)
         total = group_sum(length, group, size).clamp(min=1)
+        # the length-weighted mean of centred rewards is the same shift, without the rounding of large rewards
         rows = torch.where(valid, centred - (group_sum(length * centred, group, size) / total)[group], 0.0)
         if self.singleton == "keep":
             rows = torch.where(group_count(group, valid) > 1, rows, rollouts.reward)
@@ -58,8 +60,10 @@ class MeanNormalised(GroupEstimator):
 
     def of_rows(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
         number = group_count(group, valid).clamp(min=1)
+        # the sum over valid rows: an unscored reward is NaN
         mean = group_sum(torch.where(valid, reward, 0.0), group, len(group))[group] / number
         scaled = group_center(reward, group, valid) / (mean + self.eps)
+        # a mean of at most 0 would flip the sign of every advantage, and the method is for rewards from 0 up
         return torch.where(mean > 0, scaled, 0.0)
 
     def rule(self) -> str:
@@ -80,10 +84,13 @@ class BestOfGroup(GroupEstimator):
     def of_rows(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
         best = group_extremes(reward, group, valid, len(group))[1][group]
         first = valid & (reward == best)
+        # with a tie for the best there is no lead: the best of k stays as good without either row
         alone = first & (group_count(group, first) == 1)
+        # -inf if all rows are best, which the next line turns into 0
         second = group_extremes(reward, group, valid & ~first, len(group))[1][group]
         lead = torch.where(alone & second.isfinite(), best - second, 0.0)
         std = group_std(reward, group, valid) + self.eps
+        # std is 0 only if all rewards are equal, and then the lead is 0 too
         return lead / torch.where(std > 0, std, 1.0)
 
     def rule(self) -> str:
@@ -104,6 +111,7 @@ class GroupMeanLive(GroupEstimator):
     def of_rows(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
         low, high = group_extremes(reward, group, valid, len(group))
         live = (valid & (high > low)[group]).sum().clamp(min=1)
+        # scaled up by all scored rows over those that have a gradient
         return group_center(reward, group, valid) * valid.sum() / live
 
     def rule(self) -> str:
@@ -136,7 +144,9 @@ class OptimalToken(Advantage):
         )
         mask, group, (size, width) = rollouts.loss_mask, rollouts.group, rollouts.mask.shape
         returns = returns_to_go(decision_rewards(rollouts), mask, gamma=1.0)
+        # squared norm of the logit gradient up to t; probabilities are those of the policy that sampled
         weight = (mask * (1 - 2 * rollouts.logp_old.exp() + collision)).cumsum(1)
+        # one bin for each group and number of trained decisions, so that rows are compared at the same t
         place = (group[:, None] * width + (mask.cumsum(1).long() - 1).clamp(min=0)).flatten()
         trained = mask.flatten() > 0
 
@@ -145,9 +155,12 @@ class OptimalToken(Advantage):
 
         # from the lowest return on, so that the advantage is exactly 0 where all are equal
         low = group_extremes(returns.flatten(), place, trained, size * width)[0][place].view_as(mask)
+        # differences to the lowest return: a weighted mean of equal numbers would round away from them
         above = returns - low
         centred = above - at_place(weight * above) / at_place(weight).clamp(min=1e-8)
+        # alone at its place, a row keeps its whole return
         found = torch.where(at_place(mask) > 1, centred, returns)
+        # but a group of one has no baseline at all, and learns nothing
         several = group_count(group, rollouts.scored) > 1
         return torch.where((mask > 0) & several[:, None], found, 0.0)
 

@@ -202,6 +202,7 @@ def policy_loss(
         The loss (B, T), to be minimised, and indicators (B, T) by metric name.
     """
     log_ratio = (ratio or TokenRatio())(logp, logp_old, mask)
+    # broadcast (B, 1) to all decisions, and drop what is not trained
     advantage = torch.where(mask > 0, advantage.expand_as(mask), 0.0)
     return (clip or PpoClip())(log_ratio, logp, advantage)
 
@@ -310,6 +311,7 @@ class PpoClip(BoundedClip):
         indicators = clip_indicators(ratio, self.low, self.high, signed=advantage.detach())
         if self.ratio_limit is None:
             return loss, indicators
+        # detached: which branch is used is not differentiable
         beyond = _any_of_turn(ratio.detach() > self.ratio_limit, turn)
         loss = torch.where(beyond, -advantage.detach() * ratio.clamp(1.0 - self.low, 1.0 + self.high), loss)
         return loss, indicators | {"policy/beyond_ratio_limit": beyond.to(ratio.dtype)}
@@ -326,6 +328,7 @@ class PpoClip(BoundedClip):
 
 def _any_of_turn(flags: Tensor, turn: Tensor | None) -> Tensor:
     """(B, T) bool, true on all decisions of a turn (of a row, without turns) if any of them is true."""
+    # without turns the row is the unit
     if turn is None:
         return flags.any(1, keepdim=True).expand_as(flags)
     segment = turn_segments(turn)

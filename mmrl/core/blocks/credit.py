@@ -42,6 +42,7 @@ class WhitenedReturns(Advantage):
     def __call__(self, rollouts: Rollouts) -> Tensor:
         mask = rollouts.loss_mask
         to_go = returns_to_go(decision_rewards(rollouts), mask, self.gamma, self.mask_carry)
+        # whitening is the only baseline, so it is part of the estimator and not left to `scaling`
         return masked_whiten(to_go, mask)
 
     def formula(self) -> str:
@@ -83,9 +84,11 @@ class CriticAdvantage(Advantage):
         truncated, value = rollouts.extras.get("truncated"), rollouts.extras.get("bootstrap_value")
         if self.truncation in ("mask", "repeat"):
             name = "masked" if self.truncation == "mask" else "repeated"
+            # no row was cut off: nothing to treat
             return {} if truncated is None else {name: truncated > 0}
         if self.truncation == "terminate" or value is None:
             return {}
+        # NaN: the critic could not be asked for the state after the last step, so the step is masked instead
         unknown = value.isnan()
         return {"bootstrap": value.masked_fill(unknown, 0.0), "masked": unknown}
 
@@ -103,6 +106,7 @@ class Gae(CriticAdvantage):
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         rewards, mask = decision_rewards(rollouts), rollouts.loss_mask
+        # only the advantages; the returns are formed in Objective.compute_advantages
         return gae(rewards, _values(rollouts), mask, self.gamma, self.lam, **self.cut_off(rollouts))[0]
 
     def formula(self) -> str:
@@ -136,6 +140,7 @@ def _values(rollouts: Rollouts) -> Tensor:
             "The estimators 'gae' and 'gae_turn' need rollouts.values (B, T), the critic's prediction before each "
             "decision. Load the policy with a value head, or use a group estimator such as 'group_mean_std'."
         )
+    # constant: the critic learns from its own loss, not through the advantage
     return rollouts.values.detach()
 
 
@@ -163,7 +168,9 @@ def value_loss(
     values_old, returns = values_old.detach(), returns.detach()
     error = (values - returns) ** 2
     if clip is not None:
+        # the prediction may move by at most `clip`, as the policy's ratio does in PPO
         near = values_old + (values - values_old).clamp(-clip, clip)
+        # the larger error, so that clipping never makes a bad value look good
         error = torch.maximum(error, (near - returns) ** 2)
     return 0.5 * error if halved else error
 

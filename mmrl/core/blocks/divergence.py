@@ -58,6 +58,7 @@ def k3(logp: Tensor, logp_ref: Tensor, clamp: bool = True) -> Tensor:
     exponent = logp_ref - logp
     if not clamp:
         return torch.exp(exponent) - exponent - 1.0
+    # without the limits, one token that the policy has all but ruled out would dominate the mean
     exponent = exponent.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
     return (torch.exp(exponent) - exponent - 1.0).clamp(-VALUE_LIMIT, VALUE_LIMIT)
 
@@ -110,8 +111,10 @@ def generalized_jsd(logp: Tensor, logp_teacher: Tensor, beta: float) -> Tensor:
         divergence is 0 and only its slope is a KL.
     """
     if beta in (0.0, 1.0):
+        # the ends of GKD as TRL defines them, since the mixture equals one side there and the divergence is 0
         first, second = (logp_teacher, logp) if beta == 0 else (logp, logp_teacher)
         return (first.exp() * (first - second)).sum(-1)
+    # in logs: the mixture of two tiny probabilities would round to 0 otherwise
     mixture = torch.logaddexp(logp + math.log1p(-beta), logp_teacher + math.log(beta))
     of_teacher = (logp_teacher.exp() * (logp_teacher - mixture)).sum(-1)
     return beta * of_teacher + (1.0 - beta) * (logp.exp() * (logp - mixture)).sum(-1)
@@ -136,10 +139,12 @@ def entropy_from_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
         (...) nats, float32 (float64 for float64 logits).
     """
     logp = torch.log_softmax(_upcast(logits) / temperature, dim=-1)
+    # p log p is 0 where p is 0, but 0 * -inf is NaN
     return -(logp.exp() * torch.where(torch.isfinite(logp), logp, 0.0)).sum(-1)
 
 
 def _upcast(x: Tensor) -> Tensor:
+    # the softmax over a vocabulary loses too much in bfloat16
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -181,14 +186,17 @@ class Divergence(Block):
 
     def penalty(self, rollouts: Rollouts) -> Tensor:
         """Penalty on the rewards of the decisions (B, T), from the log-probabilities at sampling time."""
+        # at sampling time: a reward must not carry the gradient of the current policy
         return self.coef * self.estimate(rollouts.logp_old, self.reference(rollouts)) * row_weights(rollouts)
 
     @property
     def inputs(self) -> frozenset[str]:
+        # with `to: old` it reads only logp_old, so no reference model is loaded for it
         return self.needs if self.to == "reference" else self.needs - {"logp_ref"}
 
     def at(self, progress: float) -> Self:
         """The block with its weight after a share of the run's steps."""
+        # at most 20 times the coefficient, at the end of the run
         return self.replace(coef=self.coef / max(1.0 - progress, 0.05)) if self.anneal else self
 
     def terms(self) -> str:
@@ -200,8 +208,9 @@ class Divergence(Block):
         return f"{weight} * mean {'r_it ' if self.importance else ''}{divergence}"
 
     def reference(self, rollouts: Rollouts) -> Tensor:
-        """Log-probabilities under the policy compared with; raises ValueError where there are none."""
+        """Log-probabilities under the policy that is compared with; raises ValueError if there are none."""
         if self.to == "old":
+            # constant: the term pulls the policy to the reference, never the reverse
             return rollouts.logp_old.detach()
         hint = f"kl '{self.kind}' compares with the reference policy; score it or set its coef to 0"
         return required(rollouts.logp_ref, "rollouts.logp_ref", hint).detach()
@@ -300,6 +309,7 @@ class ExactKl(Divergence):
 
     def __call__(self, outputs: PolicyOutputs, rollouts: Rollouts) -> Tensor:
         name = "kl_ref" if self.to == "reference" else "kl_old"
+        # the policy has both distributions at hand, so the core only checks that it has compared them
         return required(getattr(outputs, name), f"scores.{name}", "kl 'full' needs the policy to score it")
 
     def formula(self) -> str:

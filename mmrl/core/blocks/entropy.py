@@ -67,11 +67,15 @@ class TargetEntropy(FullEntropy):
         """Note the weight of this step, and move it."""
         entropy = required(rollouts.entropy, "rollouts.entropy", "entropy 'target' compares it with the target")
         trained, share = rollouts.loss_mask > 0, 0.0
+        # a step without a trained decision leaves the weight as it is
         if bool(trained.any()):
+            # in float64: the comparison with the target must not depend on the order of summation
             mean = float(entropy[trained].double().mean())
+            # relative to the largest weight, because the loss multiplies by `coef` once more
             share = state.value / self.coef if mean <= self.target else 0.0
             moved = state.value + (self.step if mean < self.target else -self.step)
             state.value = min(max(moved, 0.0), self.coef)
+        # as an entry of the rows, so that each micro-batch finds it and no state reaches the loss
         return rollouts.replace(extras=rollouts.extras | {SHARE: torch.full_like(rollouts.reward, share)})
 
     def of_rollouts(self, outputs: PolicyOutputs, rollouts: Rollouts) -> Tensor:

@@ -37,13 +37,16 @@ def zero_variance_groups(
         filter_high.
     """
     values = _values(rollouts, key)
+    # unscored rows do not make a group differ, and a term may be missing for single rows
     valid = rollouts.scored & torch.isfinite(values)
     if low is None and high is None:
         smallest, largest = group_extremes(values, rollouts.group, valid, rollouts.num_groups)
         return largest > smallest
+    # a mean over the valid rows; groups without one are dropped by `number > 0`
     number = group_sum(valid.to(values.dtype), rollouts.group, rollouts.num_groups)
     mean = group_sum(torch.where(valid, values, 0.0), rollouts.group, rollouts.num_groups) / number.clamp(min=1)
     keep = number > 0
+    # strict on both sides: a mean of exactly 0 or 1 has no gradient with binary rewards
     if low is not None:
         keep &= mean > low
     if high is not None:
@@ -53,6 +56,7 @@ def zero_variance_groups(
 
 def groups_that_differ(rollouts: Rollouts, compared: Sequence[str]) -> Tensor:
     """Mask (N,) bool of the groups whose scored rows differ in one of the compared rewards."""
+    # advantages that are estimated term by term and added have a gradient if any term differs
     return torch.stack([zero_variance_groups(rollouts, key) for key in compared]).any(0)
 
 
@@ -78,6 +82,7 @@ def drop(rollouts: Rollouts, keep: Tensor) -> tuple[Rollouts, FilterCounts]:
     Returns:
         The kept rows, possibly none at all, and the counts.
     """
+    # whole groups only: dropping single rows would shift the mean of the rest
     kept = rollouts.select_groups(keep)
     return kept, FilterCounts(seen=len(keep), kept=kept.num_groups, tries=1)
 
@@ -114,6 +119,7 @@ class DynamicSamplingBuffer:
 
     def add(self, rollouts: Rollouts, keep: Tensor) -> None:
         """Add the kept groups (N,) bool of one more rollout batch; more batches than `max_tries` are refused."""
+        # an error of the caller, which has to ask `exhausted` first
         if self.counts.tries >= self.max_tries:
             raise ValueError(
                 f"{self.counts.tries} rollout batches gave {self.counts.kept} of {self.target_groups} groups "
@@ -124,6 +130,7 @@ class DynamicSamplingBuffer:
         self.counts.seen += counts.seen
         self.counts.kept += counts.kept
         self.counts.tries += 1
+        # an empty part has no shape to join with
         if counts.kept:
             self._parts.append(kept)
 
@@ -136,6 +143,8 @@ class DynamicSamplingBuffer:
         if not self._parts:
             raise ValueError("No group was kept, so there is no step to return; check `counts` first.")
         joined = Rollouts.concat(self._parts)
+        # the surplus of the last batch is discarded: a step has a fixed number of groups, and the earliest are drawn
+        # first
         return joined.select_groups(torch.arange(min(self.target_groups, joined.num_groups)))
 
 
@@ -144,6 +153,7 @@ def _values(rollouts: Rollouts, key: str) -> Tensor:
         return rollouts.reward
     if key not in rollouts.reward_terms:
         raise ValueError(unknown_name(key, sorted(["reward", *rollouts.reward_terms]), "reward term"))
+    # in the precision of the reward, so that comparisons of both round alike
     return rollouts.reward_terms[key].to(rollouts.reward.dtype)
 
 
@@ -206,6 +216,7 @@ class DropGroups(GroupFilter):
         return self.key
 
     def kept(self, rollouts: Rollouts, compared: Sequence[str] = ("reward",)) -> Tensor:
+        # with a plain reward key, also look at the terms that advantages are estimated from
         if self.key == "reward" and self.low is None and self.high is None:
             return groups_that_differ(rollouts, compared)
         return zero_variance_groups(rollouts, self.key, self.low, self.high)

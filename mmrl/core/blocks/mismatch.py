@@ -26,10 +26,13 @@ EXPONENTS = {"token": "d_it", "sequence": "sum_t d_it", "geometric": "mean_t d_i
 
 def mismatch_ratio(difference: Tensor, mask: Tensor, level: str) -> Tensor:
     """The ratio rho (B, T) of trainer to sampler at a level of `EXPONENTS`, from d (B, T); no gradient."""
+    # constant: the weight corrects for the sampler and does not itself teach the policy
     difference = difference.detach()
     if level != "token":
+        # the sum grows with the length of a row, the mean does not
         reduce = masked_sum if level == "sequence" else masked_mean
         difference = reduce(difference, mask)[:, None].expand_as(mask)
+    # of sums too: a long row leaves the range of exp even with small differences a token
     return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
@@ -61,6 +64,7 @@ class Interval(Block):
     def holds(self, rho: Tensor) -> Tensor:
         """Mask (B, T) bool of the decisions whose rho (B, T) is within the bounds."""
         inside = torch.ones_like(rho, dtype=torch.bool)
+        # a bound that is not set does not reject
         if self.low is not None:
             inside &= rho >= self.low
         if self.high is not None:
@@ -82,6 +86,7 @@ class Correction(Interval):
 
     def __call__(self, difference: Tensor, mask: Tensor) -> Tensor:
         """Weights (B, T) from d (B, T), 0 where a decision is rejected; no gradient."""
+        # the ratio of a row is the same for all its decisions
         return self.of(mismatch_ratio(difference, mask, self.level))
 
     def of(self, rho: Tensor) -> Tensor:
@@ -127,6 +132,7 @@ class Masked(Correction):
     high: float | None = bounded(5.0, above=0)
 
     def of(self, rho: Tensor) -> Tensor:
+        # 0 rather than the bound: a decision this far off is taken for a fault of the engine
         return torch.where(self.holds(rho), rho, 0.0)
 
     def rule(self) -> str:
@@ -146,6 +152,7 @@ class Gate(Interval):
 
     def __call__(self, difference: Tensor, mask: Tensor) -> Tensor:
         """Weights (B, T), 1 or 0, from d (B, T)."""
+        # 1 or 0: a gate selects and does not weigh
         return self.holds(mismatch_ratio(difference, mask, self.level)).to(difference.dtype)
 
     def formula(self) -> str:
@@ -202,9 +209,12 @@ class OffPolicyGate(Block):
 
     def of_rollouts(self, difference: Tensor, outputs: PolicyOutputs, rollouts: Rollouts) -> Tensor:
         """Weights (B, T), 1 or 0, from the policy's outputs and rollouts with advantages; d (B, T) is not used."""
+        # without the sampler's own log-probabilities, logp_old is them
         sampler = rollouts.logp_old if rollouts.logp_rollout is None else rollouts.logp_rollout
+        # one distance per row: dropping single tokens would leave a row half learnt
         distance = masked_mean(sampler.detach() - outputs.logp.detach(), rollouts.loss_mask)[:, None]
         advantage = required(rollouts.advantage, "rollouts.advantage", "compute_advantages(rollouts) sets it")
+        # rows to imitate stay at any distance: raising their probability also brings the policy back
         return ((advantage >= 0) | (distance <= self.limit)).to(outputs.logp.dtype)
 
     def formula(self) -> str:

@@ -68,6 +68,7 @@ class Pairs:
     @property
     def log_ratio_w(self) -> Tensor:
         """(M,) log-ratio of policy to reference of the preferred side; the reference is a constant."""
+        # detached: the reference is a constant, even if it shares weights with the policy
         return self.logp_w if self.ref_w is None else self.logp_w - self.ref_w.detach()
 
     @property
@@ -96,13 +97,16 @@ def pair_rows(rollouts: Rollouts) -> tuple[Tensor, Tensor]:
     mark = rollouts.extras.get(CHOSEN)
     if mark is None:
         raise ValueError(f"these rollouts hold no pairs: extras['{CHOSEN}'] (1 preferred, 0 rejected) is missing.")
+    # every group number once on each side, or the two sides would not be of the same question
     wanted = torch.arange(rollouts.num_groups, device=rollouts.group.device)
     sides = []
     for name, rows in (("preferred", mark > 0.5), ("rejected", mark <= 0.5)):
         places = torch.nonzero(rows).flatten()
+        # in order of groups, so that the sides with one index belong together
         places = places[torch.argsort(rollouts.group[places], stable=True)]
         if len(places) != len(wanted) or not torch.equal(rollouts.group[places], wanted):
             raise ValueError(
+                # here rather than when sampled: a micro-batch of one row cuts a pair in two
                 f"a pair is one preferred and one rejected row; {len(wanted)} groups have {len(places)} {name} rows. "
                 "Micro-batches of at least 2 rows keep pairs whole."
             )
@@ -112,6 +116,7 @@ def pair_rows(rollouts: Rollouts) -> tuple[Tensor, Tensor]:
 
 def side_rows(rollouts: Rollouts) -> tuple[Tensor, Tensor]:
     """Rows of the preferred and of the rejected answers, for losses that do not compare the two: any number of each."""
+    # pairs if the numbers allow it, so that comparisons of the two sides can be logged
     if rollouts.num_rows == 2 * rollouts.num_groups:
         return pair_rows(rollouts)
     mark = required(rollouts.extras.get(CHOSEN), f"rollouts.extras['{CHOSEN}']", "1 preferred, 0 rejected")
@@ -132,7 +137,7 @@ class PairLoss(Block):
     """Sampler of the other answer in the method's paper: policy, reference, or mixture of the two."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
-        """Loss (M,) of each pair; of each side, the preferred ones first, where they are not compared.
+        """Loss (M,) of each pair; if sides are not compared, of each side, the preferred ones first.
 
         Gradient: through `logp_w` and `logp_l`.
         """
@@ -165,6 +170,7 @@ class SigmoidPair(BetaPair):
     """Assumed share of pairs whose sides are swapped; above 0 is conservative DPO."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
+        # minus log-likelihood, with a share of the labels taken as swapped
         x, swapped = self.beta * pairs.margin, self.label_smoothing
         return -(1 - swapped) * functional.logsigmoid(x) - swapped * functional.logsigmoid(-x)
 
@@ -186,6 +192,7 @@ class RobustPair(BetaPair):
     def __call__(self, pairs: Pairs) -> Tensor:
         x, swapped = self.beta * pairs.margin, self.label_smoothing
         clean = -(1 - swapped) * functional.logsigmoid(x)
+        # the noise-corrected loss: its mean over swapped labels is the loss on clean ones
         return (clean + swapped * functional.logsigmoid(-x)) / (1 - 2 * swapped)
 
     def formula(self) -> str:
@@ -201,6 +208,7 @@ class HingePair(BetaPair):
     kind = "hinge"
 
     def __call__(self, pairs: Pairs) -> Tensor:
+        # no gradient once the margin is reached, which bounds how far a pair can push
         return torch.relu(1 - self.beta * pairs.margin)
 
     def formula(self) -> str:
@@ -214,6 +222,7 @@ class IpoPair(BetaPair):
     kind = "ipo"
 
     def __call__(self, pairs: Pairs) -> Tensor:
+        # a target and not a sign: the margin of a pair stops growing there, even if all labels agree
         return (pairs.margin - 1 / (2 * self.beta)).square()
 
     def formula(self) -> str:
@@ -236,10 +245,13 @@ class SppoPair(PairLoss):
         """Probability (M,) that w wins."""
         assert pairs.score_w is not None
         assert pairs.score_l is not None
+        # in the precision of log-probabilities, since the data's scores may be float64
         return torch.sigmoid(pairs.score_w - pairs.score_l).to(pairs.logp_w.dtype)
 
     def __call__(self, pairs: Pairs) -> Tensor:
+        # the target of the log-ratio: 0 if both answers are equally good
         target = (self.win_probability(pairs) - 0.5) / self.beta
+        # symmetric: what the preferred side gains in probability, the other is drawn to lose
         return 0.5 * ((pairs.log_ratio_w - target).square() + (pairs.log_ratio_l + target).square())
 
     @property
@@ -278,6 +290,7 @@ class NoPairLoss(PairLoss):
     needs: ClassVar[frozenset[str]] = frozenset()
 
     def __call__(self, pairs: Pairs) -> Tensor:
+        # zeros that keep the shape, so that the count of pairs stays that of the data
         return torch.zeros_like(pairs.logp_w)
 
     def formula(self) -> str:
@@ -289,7 +302,7 @@ class PairScore(Block):
     """Reduce the log-probabilities of an answer's decisions to the score that a pair compares."""
 
     def __call__(self, logp: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores (B, K) of logp (B, T) in nats, K = 1 or T, and (B, K) bool where there are any."""
+        """Scores (B, K) of logp (B, T) in nats, with K = 1 or T, and a mask (B, K) of those that count."""
         raise NotImplementedError
 
 
@@ -300,6 +313,7 @@ class SumScore(PairScore):
     kind = "sum"
 
     def __call__(self, logp: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        # a side with no trained decision has no score, as opposed to the score 0
         return masked_sum(logp, mask)[:, None], (mask > 0).any(1, keepdim=True)
 
     def formula(self) -> str:
@@ -329,7 +343,7 @@ class DecisionScore(PairScore):
         return logp, mask > 0
 
     def formula(self) -> str:
-        return "logp of each decision, every one a pair of its own"
+        return "logp of each decision, each a separate pair"
 
 
 @dataclass(frozen=True)

@@ -68,11 +68,14 @@ class BinaryGate(Clip):
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
         advantage, now, moved = advantage.detach(), logp.detach(), log_ratio.detach()
+        # log_ratio is logp - logp_old, limited; subtracting it gives logp_old without reading the rollouts
         distance = self.distance(now, now - moved)
+        # the gate only shuts for moves that the advantage asks for: one that leads back keeps its gradient
         far = torch.where(advantage > 0, (moved > 0) & (distance > self.high), (moved < 0) & (distance > self.low))
         ratio = moved.exp() if self.limit is None else moved.exp().clamp(max=self.limit)
         weight = torch.where(far, 0.0, ratio)
         indicators = {"policy/clip_fraction_low": far & (moved < 0), "policy/clip_fraction_high": far & (moved > 0)}
+        # the pull back acts on every decision, also where the gate is shut
         loss = self.squared * log_ratio.square() - weight * advantage * logp
         return loss, {name: mask.to(logp.dtype) for name, mask in indicators.items()}
 
@@ -156,9 +159,11 @@ class Gmpo(BoundedClip):
 
     def _loss(self, log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> Loss:
         advantage = advantage.detach()
+        # one side only: a decision that has moved against its advantage keeps its gradient
         below, above = (log_ratio < -self.low) & (advantage < 0), (log_ratio > self.high) & (advantage > 0)
         clipped = torch.where(below, -self.low, torch.where(above, self.high, log_ratio))
         fractions = {"policy/clip_fraction_low": below, "policy/clip_fraction_high": above}
+        # the mean of log-ratios, exponentiated, is the geometric mean of the ratios
         loss = -advantage * masked_mean(clipped, mask)[:, None].exp()
         return loss, {name: x.to(loss.dtype) for name, x in fractions.items()}
 
@@ -194,9 +199,11 @@ class Vespo(Clip):
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
         advantage = advantage.detach()
+        # a row this unlikely has a weight near 0 anyway
         log_w = log_ratio.detach().clamp(min=math.log(1e-8))
         k = by_sign(advantage >= 0, self.k_pos, self.k_neg, advantage)
         decay = by_sign(advantage >= 0, self.lambda_pos, self.lambda_neg, advantage)
+        # in logs, since w^k and exp(-lambda w) over- and underflow by themselves
         weight = (k * log_w + decay * (1.0 - log_w.exp())).exp()
         return -weight * advantage * logp, {"policy/row_weight": weight}
 
@@ -237,6 +244,7 @@ def covariances(logp: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
 
     Source: Cui et al., arXiv 2505.22617, eq. 10.
     """
+    # of the trained decisions of this micro-batch, as in the public code
     number = mask.sum().clamp(min=1)
     logp = logp.detach()
     product = (advantage - (advantage * mask).sum() / number) * (logp - (logp * mask).sum() / number)
@@ -245,7 +253,9 @@ def covariances(logp: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
 
 def _first(order: Tensor, chosen: Tensor, number: Tensor) -> Tensor:
     """Mask (B, T) of the `number` decisions of the mask `chosen` with the smallest `order` (B, T)."""
+    # unchosen decisions get the last ranks
     order = torch.where(chosen, order, float("inf")).flatten()
+    # the rank of each decision: argsort of an argsort; stable, so that ties break the same way everywhere
     rank = order.argsort(stable=True).argsort().view(chosen.shape)
     return chosen & (rank < number)
 
@@ -281,10 +291,13 @@ class ClipCov(BoundedClip):
         advantage = advantage.detach()
         loss = clipped_loss(log_ratio, advantage, self.low, self.high)
         indicators = clip_indicators(log_ratio.exp(), self.low, self.high, signed=advantage)
+        # decisions that are clipped already have no gradient to drop
         clipped = torch.stack(list(indicators.values())).sum(0) > 0
         covariance = covariances(logp, advantage, mask)
         band = (covariance > self.cov_low) & (covariance < self.cov_high) & ~clipped
+        # at least one, also in micro-batches of fewer than 1 / share decisions
         number = (self.share * mask.sum()).floor().clamp(min=1)
+        # a hash instead of a random draw, so that no generator has to be passed through the loss
         dropped = _first(hashed(logp).to(logp.dtype), band, number)
         return torch.where(dropped, 0.0, loss), indicators | {"policy/cov_dropped": dropped.to(loss.dtype)}
 
@@ -302,9 +315,12 @@ class ClipCov(BoundedClip):
 
 def hashed(x: Tensor) -> Tensor:
     """Whole numbers (B, T) below 2^31 that look random, but follow from the bits of x (B, T)."""
+    # float32 and int32 have the same size: the bits of the number are the seed
     bits = x.detach().float().view(torch.int32)
     for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39)):
+        # a xorshift-multiply hash; the product wraps around, as intended
         bits = (bits ^ (bits >> shift)) * factor
+    # without the sign bit, so that the order is that of a non-negative number
     return (bits ^ (bits >> 15)) & 0x7FFFFFFF
 
 
@@ -334,6 +350,7 @@ class KlCov(Clip):
     def _loss(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, mask: Tensor) -> Loss:
         advantage = advantage.detach()
         number = (self.share * mask.sum()).floor().clamp(min=1)
+        # negated, because _first takes the smallest
         chosen = _first(-covariances(logp, advantage, mask), mask > 0, number)
         penalty = torch.where(chosen, self.coef * log_ratio.abs(), 0.0)
         return penalty - advantage * log_ratio.exp(), {"policy/cov_penalised": chosen.to(logp.dtype)}
@@ -372,7 +389,9 @@ class StepRanking(Clip):
     def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
         """See `Clip`; the divergence comes from the policy's outputs."""
         moved = required(outputs.kl_old, "scores.kl_old", "clip 'step_ranking' needs the policy to score it")
+        # beyond the limit an advantage counts as a full preference, so that an outlier cannot rule the step
         wish = (advantage.detach() / self.limit).clamp(-1, 1)
+        # by 4 beta (log r + D) = E- - E+, so the means of the Gaussians are not needed
         loss = functional.softplus(-2 * self.beta * self.strength * wish * (log_ratio + moved))
         return loss, {"policy/divergence_old": moved.detach()}
 

@@ -48,15 +48,19 @@ class GroupInGroup(Advantage):
     def __call__(self, rollouts: Rollouts) -> Tensor:
         starts = turn_starts(rollouts)
         row, column = torch.nonzero(starts, as_tuple=True)
+        # with lambda 1 and a critic of 0, the estimate is the plain discounted return over turns
         to_go = gae_over_turns(rollouts, torch.zeros_like(rollouts.logp_old), self.gamma, 1.0)
         anchor = required(rollouts.extras.get(ANCHOR), f'rollouts.extras["{ANCHOR}"]', "the state of each turn, (B, T)")
+        # states are only compared within a group: equal anchors of two tasks are different states
         states = torch.stack([rollouts.group[row], anchor[row, column]])
         of_turns = self._compared(to_go[row, column], torch.unique(states, dim=1, return_inverse=True)[1])
+        # over turns, as released: an episode is counted once for each of its turns
         if self.episode_mean == "turns":
             of_episodes = self._compared(rollouts.reward[row], torch.unique(states[0], return_inverse=True)[1])
         else:
             of_episodes = self._compared(rollouts.reward, rollouts.group, rollouts.scored)[row]
         table = torch.zeros_like(to_go).index_put((row, column), (of_episodes + self.weight * of_turns).to(to_go.dtype))
+        # the column of the turn's first decision, carried to the turn's other decisions
         first = torch.where(starts, torch.arange(starts.shape[1], device=starts.device), 0).cummax(1).values
         return torch.where(rollouts.loss_mask > 0, table.gather(1, first), 0.0)
 
@@ -64,6 +68,7 @@ class GroupInGroup(Advantage):
         """Values (n,) minus the mean of their group, over its standard deviation if asked for."""
         valid = torch.ones_like(values, dtype=torch.bool) if valid is None else valid
         centred = group_center(values, group, valid)
+        # 1e-6 as in the public code, for states whose rewards are all equal
         return centred / (group_std(values, group, valid) + 1e-6) if self.std else centred
 
     def formula(self) -> str:

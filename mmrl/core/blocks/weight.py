@@ -38,10 +38,13 @@ def quantile(x: Tensor, mask: Tensor, q: float) -> Tensor:
     Unlike `torch.quantile` it has no limit of 16 million numbers, and the host does not wait for a GPU.
     """
     last = int(mask.numel()) - 1
+    # untrained decisions at the end, so that positions count only trained ones
     ordered = torch.where(mask > 0, x, float("inf")).flatten().sort().values
+    # a tensor, because the number of trained decisions is only known on the device
     position = (q * (mask.sum() - 1)).clamp(min=0)
     below = position.floor().long()
     low, high = ordered[below], ordered[(below + 1).clamp(max=last)]
+    # no interpolation at whole positions, where the upper neighbour may be the inf of padding
     found = torch.where(position > below, torch.lerp(low, high, (position - below).to(x.dtype)), low)
     return torch.where(mask.any(), found, torch.nan)
 
@@ -63,6 +66,7 @@ class TopEntropy(Weight):
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         entropy = required(rollouts.entropy, "rollouts.entropy", "weight 'top_entropy' selects by it")
+        # ties at the threshold all stay, so slightly more than the share may be kept
         return (entropy >= quantile(entropy, rollouts.loss_mask, 1.0 - self.share)).to(entropy.dtype)
 
     def formula(self) -> str:
@@ -86,6 +90,7 @@ class Duration(Weight):
         found, mask = rollouts.extras.get(DURATION), rollouts.loss_mask
         duration = required(found, f"rollouts.extras['{DURATION}']", "weight 'duration' reads it").to(mask.dtype)
         mean = masked_sum(duration, mask).sum() / mask.sum().clamp(min=1)
+        # without any duration every decision weighs the same
         return torch.where(mean > 0, duration / mean, 1.0)
 
     def formula(self) -> str:

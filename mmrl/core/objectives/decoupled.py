@@ -17,7 +17,7 @@ STD_EPS = 1e-4
 
 
 def check_decoupled(objective: Objective) -> None:
-    """Refuse blocks that know the total reward only; raises ValueError."""
+    """Refuse blocks that only know the total reward; raises ValueError."""
     if remembering := objective.advantage.state() and objective.advantage.kind:
         raise ValueError(f"advantage '{remembering}' remembers the summed reward only. Add the rewards up.")
     if objective.kl_in_reward or objective.needs_values:
@@ -77,7 +77,7 @@ def decoupled_advantages(
 
 
 def _over_rows(advantage: Tensor, rollouts: Rollouts) -> Tensor:
-    """Bring the rows' means to mean 0 and deviation 1; all advantages stay 0 where they are all equal."""
+    """Normalise by the mean and deviation of the rows' means; if all rows are equal, all advantages become 0."""
     mask = rollouts.loss_mask
     rows = masked_mean(advantage, mask)[mask.sum(1) > 0]
     if len(rows) < 2:

@@ -103,6 +103,7 @@ class Objective:
         idle = {"kl": not self.regularises, "entropy": self.entropy is None or self.entropy.coef == 0}
         active = [block.inputs for key, block in self.blocks.items() if not idle.get(key, False)]
         active += [mean.needs for mean in self._averages]
+        # aggregations have needs too, that of the KL term included
         return frozenset().union(*active) | self.scaling.needed_turns()
 
     @property
@@ -138,9 +139,11 @@ class Objective:
 
     @property
     def regularised(self) -> bool:
+        # a comparison of rows pulls on log-ratios even if all advantages are equal
         """Whether rows have a gradient even if all their advantages are 0."""
         if self.compares_rows:
             return True
+        # a divergence that is in the reward acts through the advantage, so it has no gradient by itself
         divergence = self.regularises and not self.kl_in_reward
         entropy = self.entropy is not None and self.entropy.coef != 0
         return divergence or entropy or (self.needs_values and isinstance(self.value, ValueLoss))
@@ -200,6 +203,7 @@ class Objective:
         self.validate()
         lines = [f"{self.name}: {self.citation}" if self.citation else self.name]
         advantage = self.advantage.formula() + self.scaling.formula()
+        # KL with importance weights shows r_it in the formula, even if the clip does not use it
         corrected = self.regularises and self.kl is not None and self.kl.importance
         ratio = self.ratio.formula() if self.clip.uses_ratio or corrected else ""
         weights = [block.formula() for block in (self.weight, self.gate, self.correction) if block is not None]
@@ -219,6 +223,7 @@ class Objective:
 
     def state(self, tasks: Sequence[Any] = ()) -> ObjectiveState:
         """Return a new state for the blocks that remember earlier steps; `tasks` are the training tasks of a run."""
+        # the order is a block whose state depends on the training tasks, which no other state does
         found = {key: block.state() for key, block in self.blocks.items() if key != "order"}
         found["order"] = self.order.state(tasks)
         return ObjectiveState({key: state for key, state in found.items() if state is not None})
@@ -244,6 +249,7 @@ class Objective:
         with torch.no_grad():
             # the penalty changes what is estimated from, not the rewards that are logged
             shaped = self._kl_shaped(rollouts) if self.kl_in_reward and self.needs_reference else rollouts
+            # a first step, such as a single call in a notebook, gets fresh states
             memory = (self.state() if state is None else state).blocks
             own = (memory["advantage"],) if "advantage" in memory else ()
             advantage = self.advantage(shaped, *own)
@@ -252,7 +258,9 @@ class Objective:
                 # before scaling: the critic regresses on returns in units of reward, and whitening is for the policy
                 # alone
                 returns = torch.where(rollouts.loss_mask > 0, advantage + rollouts.values, 0.0)
+            # after the returns: what is scaled is only the policy's advantage
             advantage = self.scaling(advantage, rollouts)
+            # in the precision of logp_old, which a loss multiplies it with
             rollouts = self.weighed(rollouts.replace(advantage=advantage.to(rollouts.logp_old.dtype), returns=returns))
             return self.observed(rollouts, ObjectiveState(memory))
 
@@ -265,6 +273,7 @@ class Objective:
 
     def weighed(self, rollouts: Rollouts) -> Rollouts:
         """Add the constants of the loss that depend on advantages, such as those of a `weight` block."""
+        # detached: a weight is a constant of the update, as the advantages are
         found = {} if self.weight is None else {WEIGHT: self.weight(rollouts).detach().to(rollouts.logp_old.dtype)}
         found |= self.clip.constants(rollouts) if isinstance(self.clip, StepClip) else {}
         return rollouts.replace(extras=rollouts.extras | found) if found else rollouts
@@ -277,11 +286,12 @@ class Objective:
     def survey(self, outputs: PolicyOutputs, rollouts: Rollouts) -> Tensor:
         """Summarise a part of an optimiser step, without gradient; pass the summaries of all parts to `settled`."""
         assert isinstance(self.clip, StepClip)
+        # masked as in `loss`, so that the summary sees the same numbers
         log_ratio, advantage = self._log_ratio(outputs.masked(rollouts.loss_mask), rollouts)
         return self.clip.survey(log_ratio.detach(), advantage, rollouts.loss_mask)
 
     def settled(self, parts: Sequence[Tensor], rollouts: Rollouts) -> Rollouts:
-        """Add what the loss needs to know about the whole optimiser step; without it, each batch stands alone."""
+        """Add what the loss needs to know about the whole optimiser step; without it, a batch knows only itself."""
         assert isinstance(self.clip, StepClip)
         return self.clip.settle(parts, rollouts)
 
@@ -294,6 +304,7 @@ class Objective:
         Returns:
             The counts; add those of other ranks with `Denominators.total` before calling `loss`.
         """
+        # a turn-level critic is averaged over turns, which are then counted even if no aggregation needs them
         counted = self.advantage.level == "turn" or any("turns" in mean.needs for mean in self._averages)
         turns = turn_starts(rollouts).sum() if counted else 0.0
         return count(rollouts.loss_mask, length=self.fixed_length or 0.0, turns=turns)
@@ -342,6 +353,7 @@ class Objective:
             if term is not None:
                 terms[name] = term
         total = torch.stack(list(terms.values())).sum()
+        # shares of the step's loss add up, so these metrics are sums and not means
         summed = {name: Metric.summed(term.detach()) for name, term in {"loss/total": total, **terms}.items()}
         return LossOutput(total, summed | metrics)
 
@@ -351,6 +363,7 @@ class Objective:
         Raises:
             ValueError: The objective has no critic.
         """
+        # the same masking as in `loss`: padding of the values may hold anything
         term, _ = self._value_term(outputs.masked(rollouts.loss_mask), rollouts, denominators)
         value = required(
             term, "the value loss", f"advantage '{self.advantage.kind}' has no critic; use gae or gae_turn"
@@ -360,6 +373,7 @@ class Objective:
     @property
     def _averages(self) -> list[Aggregation]:
         """All aggregations."""
+        # the KL term may average differently from the policy term
         own = self.kl.aggregation if self.kl is not None else None
         return [self.aggregation, *([own] if own is not None else [])]
 
@@ -374,6 +388,7 @@ class Objective:
         metrics = {
             "policy/ratio_mean": mean_metric(rho, mask),
             "policy/ratio_max": max_metric(rho, mask),
+            # of the policy that the update started from, not the reference: a measure of the size of the update
             "policy/kl_old": mean_metric(k3(logp_old, outputs.logp.detach()), mask),
         }
         metrics |= {name: mean_metric(value, mask) for name, value in indicators.items()}
@@ -388,6 +403,7 @@ class Objective:
         """Log-ratios (B, T) and advantages (B, T), 0 on untrained decisions."""
         advantage = required(rollouts.advantage, "rollouts.advantage", "compute_advantages(rollouts) sets it")
         log_ratio = self.ratio(outputs.logp, rollouts.logp_old.detach(), rollouts.loss_mask)
+        # 0 on untrained decisions, where a NaN of an unscored row could otherwise get into the loss
         return log_ratio, torch.where(rollouts.loss_mask > 0, advantage, 0.0)
 
     def _weights(self, outputs: PolicyOutputs, rollouts: Rollouts) -> tuple[Tensor | None, dict[str, Metric]]:
@@ -399,6 +415,7 @@ class Objective:
         own = required(own, f"rollouts.extras['{WEIGHT}']", "compute_advantages(rollouts) sets it")
         metrics["policy/weight_mean"] = mean_metric(own, mask)
         metrics["policy/weight_zero"] = mean_metric((own == 0).to(own.dtype), mask)
+        # both are constants or follow from detached numbers, so the product has no gradient
         return own if weight is None else own * weight, metrics
 
     def _mismatch(self, outputs: PolicyOutputs, rollouts: Rollouts) -> tuple[Tensor | None, dict[str, Metric]]:
@@ -416,13 +433,16 @@ class Objective:
         else:
             return None, {}
         mask = rollouts.loss_mask
+        # where: the sampler's log-probabilities are not defined on padding
         difference = torch.where(mask > 0, trainer - sampler, 0.0)
         metrics = {
+            # k3 of (sampler, trainer): the samples are the sampler's, so this estimates KL(sampler || trainer)
             "policy/mismatch_kl": mean_metric(k3(sampler, trainer), mask),
             "policy/mismatch_max": max_metric(difference.abs(), mask),
         }
         if not blocks:
             return None, metrics
+        # a decision that any block rejects has the weight 0 in the product
         weight = torch.stack([block.of_rollouts(difference, outputs, rollouts) for block in blocks]).prod(0)
         metrics["policy/mismatch_weight"] = mean_metric(weight, mask)
         metrics["policy/mismatch_rejected"] = mean_metric((weight == 0).to(weight.dtype), mask)
@@ -437,6 +457,7 @@ class Objective:
         # it is in the advantages already; here it is only measured
         if self.kl.in_reward:
             return None, metrics
+        # `kl_weight` of a row, 1 unless a recipe sets it
         weighted = divergence * row_weights(rollouts)
         if self.kl.importance:
             # KL under the current policy, from samples of the old one: DeepSeek-V3.2, arXiv 2512.02556
@@ -452,6 +473,7 @@ class Objective:
         if self.entropy is None or self.entropy.coef == 0:
             return None, metrics
         bonus = _average(self.aggregation, self.entropy.of_rollouts(outputs, rollouts), mask, denominators, rollouts)
+        # negative, because the loss is minimised and the bonus rewards entropy
         return -self.entropy.coef * bonus, metrics
 
     def _value_term(self, outputs: PolicyOutputs, rollouts: Rollouts, denominators: Denominators) -> Term:
@@ -461,6 +483,7 @@ class Objective:
         if self.advantage.level == "turn":
             # A turn-level critic is only asked at the first decision of a turn, so it is only trained there.
             mask, mode = turn_starts(rollouts).to(mask.dtype), TokenMean()
+            # and a turn counts once, however many decisions it has
             counts = dataclasses.replace(denominators, tokens=denominators.turns)
         values = required(outputs.values, "scores.values", "the policy needs a value head")
         values_old = required(rollouts.values, "rollouts.values", "the critic's predictions at sampling time")
@@ -469,6 +492,7 @@ class Objective:
 
     def _kl_shaped(self, rollouts: Rollouts) -> Rollouts:
         assert self.kl is not None
+        # from the log-probabilities at sampling time: a reward is a constant of the update
         mask, penalty = rollouts.loss_mask, self.kl.penalty(rollouts)
         shaped = decision_rewards(rollouts) - torch.where(mask > 0, penalty, 0.0)
         return rollouts.replace(
@@ -478,6 +502,7 @@ class Objective:
         )
 
     def _conflicts(self) -> Iterator[str]:
+        # each block knows what it can be combined with; nothing here asks for its name
         yield from self.ratio.conflicts(self.advantage)
         yield from self.clip.conflicts(self.ratio)
         if not self.ratio.limited and (self.clip.exponentiates or (self.kl is not None and self.kl.importance)):
@@ -496,6 +521,7 @@ class Objective:
         if self.kl is None or not (self.kl.in_reward and self.needs_reference):
             return ""
         divergence = self.kl.formula().replace("logp_it", "logp_old_it")
+        # a group estimator reads the sum of a row, so the formula shows the penalty summed
         if "samples" in self.advantage.needs:
             return f"R_i <- R_i - {self.kl.coef:g} * sum_t {divergence}"
         return f"R_it <- R_it - {self.kl.coef:g} * {divergence}"

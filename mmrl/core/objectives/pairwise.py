@@ -62,8 +62,8 @@ class PreferenceObjective:
     verified: str = ""
     """Outside program whose numbers the tests compare, such as "verl 0.9.1" or the authors' repository at a commit."""
     differs: str = ""
-    """Differences from the paper and its code, in one line; empty where there are none."""
-    # what the training loop reads of an objective that learns from sampled answers
+    """Differences from the paper and its code, in one line; empty if there are none."""
+    # read by the training loop; pairs are given, so nothing is filtered, reordered or valued by a critic
     filter: ClassVar[GroupFilter] = KeepAll()
     order: ClassVar[TaskOrder] = Epochs()
     needs_values: ClassVar[bool] = False
@@ -123,6 +123,7 @@ class PreferenceObjective:
                 raise ValueError(f"A preference objective has no part '{key}'; its parts: {known}.")
             parts[key] = changed(getattr(self, key), options, key)
         if "likelihood" in parts:
+            # a likelihood with coefficient 0 is removed rather than averaged with weight 0
             parts["likelihood"] = weighted(parts["likelihood"], changes["likelihood"], "likelihood")
         return self.replace(**parts)
 
@@ -148,6 +149,7 @@ class PreferenceObjective:
         self.validate()
         lines = [f"{self.name}: {self.citation}" if self.citation else self.name, f"  {self.score.formula()}"]
         pair = self.loss.formula()
+        # as a word, since every formula with an exponential contains the letter
         if "h" in pair.replace("(", " ").replace(")", " ").split():
             ratio = "(logp_w - logp_ref_w) - (logp_l - logp_ref_l)" if self.needs_reference else "logp_w - logp_l"
             lines.append(f"  h = {ratio}, w preferred, l rejected")
@@ -163,8 +165,10 @@ class PreferenceObjective:
         """Count what the loss of an optimiser step is divided by; see `Objective.denominators`."""
         chosen, rejected = self._sides(rollouts)
         mask = rollouts.loss_mask
+        # the mask takes the place of log-probabilities: only which sides have a score matters here
         kept = self._kept(self.score(mask, mask)[1], chosen, rejected)
         others = {
+            # sides that are compared count as one pair, otherwise each counts
             PAIRS: float(kept[0].sum() if self.loss.paired else kept[0].sum() + kept[1].sum()),
             ANSWERS: float((mask[chosen] > 0).any(1).sum()),
             DECISIONS: float(mask[chosen].sum()),
@@ -188,21 +192,24 @@ class PreferenceObjective:
 
         Gradient: through `outputs` only.
         """
+        # checked here because KTO falls back to 0 without it, silently
         if "kl_baseline" in self.needs:
             required(rollouts.extras.get(BASELINE), f"rollouts.extras['{BASELINE}']", "answers to other questions")
         outputs = outputs.masked(rollouts.loss_mask)
         pairs = self.pairs(outputs.logp, rollouts)
+        # divided by the pairs of the whole optimiser step, not of this micro-batch
         term = self.loss(pairs).sum() / max(denominators.others[PAIRS], 1.0)
         terms = {"loss/preference": term}
         if self.likelihood is not None:
             nll = self._nll(outputs.logp, rollouts, denominators)
+            # without a pair loss its 0 would only be a flat line in the log
             terms = ({} if isinstance(self.loss, NoPairLoss) else terms) | {"loss/nll_chosen": nll}
         total = torch.stack(list(terms.values())).sum()
         summed = {name: Metric.summed(value.detach()) for name, value in {"loss/total": total, **terms}.items()}
         return LossOutput(total, summed | self.pair_metrics(pairs))
 
     def pairs(self, logp: Tensor, rollouts: Rollouts) -> Pairs:
-        """Form the pairs that both sides have a score of.
+        """Form the pairs whose sides both have a score.
 
         Args:
             logp: (B, T) nats.
@@ -214,12 +221,14 @@ class PreferenceObjective:
         Raises:
             ValueError: The reference or the scores of the data are missing.
         """
+        # indices of rows, in the order of the groups
         chosen, rejected = self._sides(rollouts)
         mask = rollouts.loss_mask
         scores, valid = self.score(logp, mask)
         kept_w, kept_l = self._kept(valid, chosen, rejected)
 
         def sides(table: Tensor) -> tuple[Tensor, Tensor]:
+            # first the rows of the side, then those of them that have a score
             return table[chosen][kept_w], table[rejected][kept_l]
 
         found = dict(zip(("logp_w", "logp_l"), sides(scores), strict=True))
@@ -228,6 +237,7 @@ class PreferenceObjective:
             found |= dict(zip(("ref_w", "ref_l"), sides(self.score(reference, mask)[0]), strict=True))
         if self.needs_scores:
             given = required(rollouts.extras.get(SCORE), f"rollouts.extras['{SCORE}']", "the data scores both answers")
+            # one score a row, repeated over its decisions if each decision is a pair
             found |= dict(zip(("score_w", "score_l"), sides(given[:, None].expand_as(scores)), strict=True))
         if "logp_previous" in self.needs:
             given = required(rollouts.extras.get(PREVIOUS), f"rollouts.extras['{PREVIOUS}']", "the previous policy")
@@ -235,10 +245,13 @@ class PreferenceObjective:
         if "own_answers" in self.needs:
             own = required(rollouts.extras.get(OWN), f"rollouts.extras['{OWN}']", "one answer of two is the policy's")
             found["own_w"] = sides(own[:, None].expand_as(scores))[0] > 0.5
+            # the log-ratio is a constant factor: the product then has the gradient of the KL to the reference
             drift = self.score((logp - required(rollouts.logp_ref, "rollouts.logp_ref", "")).detach() * logp, mask)[0]
             found |= dict(zip(("drift_w", "drift_l"), sides(drift), strict=True))
         if BASELINE in rollouts.extras:
+            # the same number in every row, so that a micro-batch can take it from any of them
             found["baseline"] = rollouts.extras[BASELINE][0]
+        # sides of KTO data may be unrelated answers; equal numbers are only a hint that they are pairs
         return Pairs(**found, matched=self.loss.paired or rollouts.num_rows == 2 * rollouts.num_groups)
 
     def pair_numbers(self, pairs: Pairs) -> dict[str, Tensor]:
@@ -249,6 +262,7 @@ class PreferenceObjective:
         """
         logp_w, logp_l, scale = pairs.logp_w.detach(), pairs.logp_l.detach(), self.loss.reward_scale
         found = {"logps/chosen": logp_w, "logps/rejected": logp_l}
+        # as a pair or not at all: an accuracy over answers to different questions means nothing
         compared = pairs.matched and len(logp_w) == len(logp_l)
         if compared:
             found["logps/accuracies"] = (logp_w > logp_l).to(logp_w)
@@ -270,12 +284,14 @@ class PreferenceObjective:
     def _kept(self, valid: Tensor, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
         """Which of the preferred and of the rejected sides are learnt from: those with a score, and pairs whole."""
         both = valid[chosen], valid[rejected]
+        # a pair with one empty side teaches nothing about preferring the other
         return (both[0] & both[1],) * 2 if self.loss.paired else both
 
     def _nll(self, logp: Tensor, rollouts: Rollouts, denominators: Denominators) -> Tensor:
         assert self.likelihood is not None
         chosen, _ = self._sides(rollouts)
         logp, mask = logp[chosen], rollouts.loss_mask[chosen]
+        # the mean of means weighs every answer the same, the mean over decisions weighs long answers more
         if self.likelihood.average == "answers":
             mean = masked_mean(logp, mask).sum() / max(denominators.others[ANSWERS], 1.0)
         else:

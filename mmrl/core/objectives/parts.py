@@ -85,7 +85,7 @@ def changed(base: Block | None, changes: Mapping[str, Any], part: str, where: st
 
 
 def weighted(block: Any, options: Mapping[str, Any], where: str) -> Any:
-    """Leave a block out where its `coef` is set to 0; one whose `coef` nothing sets would do nothing unnoticed."""
+    """The block, or None if its `coef` is set to 0; raises ValueError if nobody set `coef` and it is 0 by default."""
     if block is None or block.coef != 0:
         return block
     if "coef" not in options:

@@ -219,7 +219,7 @@ def _write_critiques(
 def write_texts(
     policy: Any, tasks: Sequence[VlmTask], count: int, config: SamplerConfig, seed: int, purpose: str
 ) -> list[list[str]]:
-    """Sample `count` responses of a policy to each question; raises UserError where one cannot be encoded."""
+    """Sample `count` responses of a policy to each question; raises UserError if one cannot be encoded."""
     from mmrl.vlm.engine.vlm_sampler import sample
 
     found: list[list[str]] = []

@@ -106,13 +106,13 @@ def is_satisfied(critique: str) -> bool:
 
 
 def jaccard(listed: Sequence[str], inserted: Sequence[str]) -> float:
-    """Size of the intersection over that of the union; 1 where nothing is listed and nothing was inserted."""
+    """Intersection over union of the two lists; 1 if both are empty."""
     found, wanted = set(map(normalise, listed)), set(map(normalise, inserted))
     return len(found & wanted) / len(found | wanted) if found or wanted else 1.0
 
 
 def f1(listed: Sequence[str], inserted: Sequence[str]) -> float:
-    """Harmonic mean of precision and recall, 2 |A and B| / (|A| + |B|); 1 where both are empty."""
+    """Harmonic mean of precision and recall, 2 |A and B| / (|A| + |B|); 1 if both are empty."""
     found, wanted = set(map(normalise, listed)), set(map(normalise, inserted))
     return 2 * len(found & wanted) / (len(found) + len(wanted)) if found or wanted else 1.0
 

@@ -37,7 +37,7 @@ class CriticEvaluationConfig(VlmEvaluationConfig):
                 raise ValueError(f"evaluation.{key}.splits names {', '.join(unknown)}; splits of eval_data: {known}")
 
     def extra_measures(self) -> ExtraMeasures:
-        """See `VlmEvaluationConfig`; loads the frozen reasoner where there is one."""
+        """See `VlmEvaluationConfig`; loads the frozen reasoner if there is one."""
         choosing, revising = self.self_critic, self.revision
         frozen = None if revising is None or revising.reasoner is None else load_policy(revising.reasoner)
 

@@ -107,7 +107,7 @@ def _video_cell(task: VlmTask, clip: str | VideoClip) -> dict[str, Any]:
 
 
 def load_source(options: Mapping[str, Any], name: str) -> LoadedTasks:
-    """Read the questions of a data set, and build it first where it is missing and its options name a builder."""
+    """Read the questions of a data set, which is built first if it is missing and its options name a builder."""
     known = {field.name for field in dataclasses.fields(DataConfig)} - {"video"}
     if unknown := sorted(set(options) - known):
         raise UserError(f"{name} has no option {', '.join(unknown)}; there are: {', '.join(sorted(known))}")

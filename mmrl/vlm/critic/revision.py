@@ -147,9 +147,11 @@ def revise(
         critiques = criticise([tasks[n] for n in unsettled], [found[n].answers[-1] for n in unsettled])
         for n, critique in zip(unsettled, critiques, strict=True):
             found[n].critiques.append(critique)
+        # a satisfied critique ends the rounds of its question
         unsettled = [n for n in unsettled if always or not is_satisfied(found[n].critiques[-1])]
         for n in unsettled:
             chats[n] = next_turn(chats[n], tasks[n], found[n], render)
+        # kept if the longer chat does not fit any more
         last = [found[n].answers[-1] for n in unsettled]
         for n, text in zip(unsettled, _greedy(reasoner, [chats[n] for n in unsettled], sampler, last), strict=True):
             found[n].answers.append(text)
@@ -217,8 +219,10 @@ class RevisionMeasure(Measure[VlmTask]):
         revisions = self._revise(tasks, first, critic)
         answers = {BEFORE: first, AFTER: [revision.answers[-1] for revision in revisions]}
         if self.config.controls:
+            # how much asking again alone changes
             empty = self._revise(tasks, first, lambda tasks, answers: [""] * len(tasks), always=True)
             answers[EMPTY] = [revision.answers[-1] for revision in empty]
+            # how much the critique of another question changes
             if len(tasks) > 1:
                 shuffled = self._revise(tasks, first, _shuffled(critic))
                 answers[SHUFFLED] = [revision.answers[-1] for revision in shuffled]
@@ -232,6 +236,7 @@ class RevisionMeasure(Measure[VlmTask]):
         """Accuracies with intervals, and shares of answers that critiques and revisions change."""
         metrics: dict[str, float] = {}
         for name in dict.fromkeys(name for row in rows for name in row["right"]):
+            # one answer a question, so Wilson's interval
             metrics |= with_interval(name, [[row["right"][name]] for row in rows if name in row["right"]], None)
         changes = [(row["right"][BEFORE], row["right"][AFTER], row["revision"]) for row in rows]
         return metrics | change_shares(changes)

@@ -85,6 +85,7 @@ def majority(votes: Sequence[int]) -> int:
 
 def _round_robin(votes: Sequence[Sequence[int]], compare: Compare) -> list[int]:
     matches = [Match(n, a, b) for n, own in enumerate(votes) for b in range(len(own)) for a in range(b)]
+    # an answer draws against equal ones, of which there are v - 1
     scores = [[(count - 1) / 2 for count in own] for own in votes]
     for match, verdict in zip(matches, compare(matches) if matches else [], strict=True):
         own = votes[match.question]
@@ -97,6 +98,7 @@ def _round_robin(votes: Sequence[Sequence[int]], compare: Compare) -> list[int]:
 
 
 def _knockout(votes: Sequence[Sequence[int]], compare: Compare) -> list[int]:
+    # one round for all questions at a time, so that judgements are batched
     left = [list(range(len(own))) for own in votes]
     while matches := [Match(n, *own[k : k + 2]) for n, own in enumerate(left) for k in range(0, len(own) - 1, 2)]:
         beaten = {
@@ -108,6 +110,7 @@ def _knockout(votes: Sequence[Sequence[int]], compare: Compare) -> list[int]:
 
 
 def _loser(match: Match, verdict: Verdict, votes: Sequence[int]) -> int:
+    # a draw goes to the more frequent answer, then to the earlier one
     if verdict.wins == 0.5:
         return match.a if votes[match.b] > votes[match.a] else match.b
     return match.b if verdict.wins > 0.5 else match.a
@@ -207,12 +210,14 @@ def _candidates(task: VlmTask, responses: Sequence[str]) -> list[_Candidate]:
     """Different final answers: marked ones, else whole responses; those without one only where no response has one."""
     asked = question_text(task)
     answers = [read_answer(text, asked) for text in responses]
+    # marks are optional only if nobody used them
     if not any(answers):
         answers = [read_answer(text, asked, require_block=False) or text for text in responses]
     found: dict[str, _Candidate] = {}
     for index, answer in enumerate(answers):
         key = "" if answer is None else normalise(answer)
         found.setdefault(key, _Candidate(answer or "", index, 0)).votes += 1
+    # a response without an answer is no candidate next to others
     if len(found) > 1:
         found.pop("", None)
     return list(found.values())
@@ -229,15 +234,19 @@ class _Critic:
         config: SelfCriticConfig,
         sampler: SamplerConfig,
     ) -> None:
-        self.policy, self.tasks, self.shown = policy, tasks, shown
+        self.policy = policy
+        self.tasks = tasks
+        self.shown = shown
         self.render = critic_renderer(config.template, OPTION)
         longest = config.max_new_tokens or sampler.max_new_tokens
+        # the likeliest judgement, however answers are sampled
         self.sampler = replace(sampler, max_new_tokens=longest, temperature=1.0, top_p=1.0, top_k=0)
         self.verdicts: list[list[Verdict]] = [[] for _ in tasks]
         self._media: dict[int, tuple[list[Image.Image], list[Frames] | None]] = {}
 
     def compare(self, matches: Sequence[Match]) -> list[Verdict]:
         """Verdicts of the matches, which are also kept by question."""
+        # both orders: models prefer one of the two places
         prompts = [self._prompt(match, swapped) for match in matches for swapped in (False, True)]
         asked = [prompt for prompt in prompts if prompt is not None]
         texts = sample(self.policy, asked, 1, self.sampler, None).texts if asked else []
@@ -308,6 +317,7 @@ class SelfCriticMeasure(Measure[VlmTask]):
         """Accuracies with intervals, and statistics of the judgements."""
         metrics: dict[str, float] = {}
         for name in rows[0]["scores"] if rows else ():
+            # the same resamples for every metric of these answers
             rng = np.random.default_rng(stream_seed(self.answers.seed, "bootstrap", self.answers.split))
             metrics |= with_interval(name, [row["scores"][name] for row in rows], rng)
         return metrics | judgement_metrics([row["choice"] for row in rows])
@@ -343,6 +353,7 @@ def judgement_metrics(choices: Sequence[Choice]) -> dict[str, float]:
 
 
 def _scores(right: Sequence[float], chosen: Choice) -> dict[str, list[float]]:
+    # any of them is right: NaN must not hide it
     known = [value for value in right if value == value]
     return {
         "accuracy/self_critic": [right[chosen.chosen]],

@@ -30,7 +30,7 @@ def write_rows(path: Path, count: int, make_row: MakeRow) -> Path:
 def write_media_rows(path: Path, count: int, save: Callable[[Path, str], dict[str, Any]]) -> Path:
     """Write rows with their media in a temporary folder and rename, since parallel runs may build the same file."""
     if path.suffix != ".jsonl":
-        raise ValueError(f"the questions go to a .jsonl file, with their media in a folder beside it; got {path}")
+        raise ValueError(f"the questions go to a .jsonl file, with their media in a folder next to it; got {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{path.stem}-", dir=path.parent))
     rows = [{"id": f"{path.stem}-{index:05d}", **save(partial, f"{index:05d}")} for index in range(count)]

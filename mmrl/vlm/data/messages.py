@@ -53,6 +53,7 @@ def split_marks(text: str) -> list[dict[str, Any]]:
     Source: hiyouga/EasyR1 verl/utils/dataset.py (`_build_messages`).
     """
     items: list[dict[str, Any]] = []
+    # the marks themselves are the odd parts of a split with a group
     for part in MARKS.split(text):
         if part in ("<image>", "<video>"):
             items.append({"type": part[1:-1]})
@@ -67,17 +68,20 @@ def build_messages(
     """Turn the prompt and media cells of a row into chat turns, image sources and videos."""
     messages = _turns(prompt, render, place)
     items = [item for message in messages for item in message["content"]]
+    # one image may be given without a list
     listed = list(media.images) if isinstance(media.images, list | tuple) else [media.images]
     column = [] if media.images is None or media.images == "" else listed
     images = [_locate(source, media.folder) for source in _take_inline("image", items, column, place) or column]
     videos = read_video_cell(_take_inline("video", items, media.videos, place) or media.videos, media.folder, place)
     marked = any(item["type"] in MEDIA for item in items)
+    # no mark in the whole data set: media go before the first text
     if not marked and not media.marked and (images or videos):
         _put_media_first(messages, len(images), len(videos))
     elif not marked and not images and not _may_be_text_only(media):
         found = "its image cell is empty or missing" if media.images is None else "its image list is empty"
         message = f"the row has no image: {found}; set data.text_only=true if questions without image are meant"
         raise TaskError("missing_image", place, message)
+    # every mark needs its file, and every file its mark
     _check_counts(messages, len(images), len(videos), place)
     _check_files(images, videos, place)
     return messages, images, videos
@@ -97,6 +101,7 @@ def last_turn(task: VlmTask, name: str, cell: Any) -> str:
     """The assistant's text of an answer given as chat turns, with or without the question's turns before it."""
     turns = cell if isinstance(cell, list) else []
     roles = [turn.get("role") if isinstance(turn, dict) else None for turn in turns]
+    # templates may add a system turn, so it takes no part in the comparison
     asked = [turn["role"] for turn in task.messages if turn["role"] != "system"]
     before = [role for role in roles[:-1] if role != "system"]
     if not roles or roles[-1] != "assistant" or before not in ([], asked):

@@ -61,7 +61,7 @@ def _first(task: VlmTask, rewards: Sequence[RewardConfig]) -> list[str]:
 
 
 def _unasked(task: VlmTask, texts: Sequence[str], earned: Sequence[float]) -> list[str]:
-    """A line where the form that earns most is one that no part of the prompt asks for."""
+    """A line of advice if the answer format that earns most is not mentioned in the prompt; else none."""
     values = [value if value == value else -math.inf for value in earned]
     if not max(values) > values[0]:
         return []

@@ -61,7 +61,9 @@ class Prompt:
 
     def to(self, device: torch.device | str) -> Prompt:
         """Return the prompt with its pixels on a device; the small tables that rows are built from stay."""
+        # integer tables such as grids are read on the host, where rows are built
         media = {name: value.to(device) if value.is_floating_point() else value for name, value in self.media.items()}
+        # the same object if nothing moved, since prompts are compared by identity
         moved = any(value is not self.media[name] for name, value in media.items())
         return dataclasses.replace(self, media=media) if moved else self
 
@@ -130,12 +132,14 @@ class VlmPayload(Payload):
         if view not in self.views:
             known = ", ".join(["original", *self.views])
             raise ValueError(f"there is no view {view!r} of these prompts; there are: {known}.")
+        # a group without this form keeps its usual prompt
         pairs = zip(self.views[view], self.prompts, strict=True)
         return [prompt if other is None else other for other, prompt in pairs]
 
     @property
     def finished_fraction(self) -> Metric:
         """Share of the responses that ended before the length limit; NaN without any."""
+        # rows without a reason were not sampled
         ended = [finish != "length" for finish in self.finish if finish]
         return Metric(float(sum(ended)), float(len(ended)))
 
@@ -145,6 +149,7 @@ def join_prompts(parts: Sequence[Prompt]) -> Prompt:
     if len(parts) == 1:
         return parts[0]
     positions, start = [], 0
+    # each part begins where the one before ended, on all axes
     for part in parts:
         offset = start - int(part.position_ids.min())
         positions.append(part.position_ids + offset)
@@ -155,12 +160,13 @@ def join_prompts(parts: Sequence[Prompt]) -> Prompt:
         position_ids=torch.cat(positions, 1),
         next_position=start,
         text="".join(part.text for part in parts),
+        # flat: a part may have been joined from parts itself
         parts=tuple(leaf for part in parts for leaf in leaves(part)),
     )
 
 
 def leaves(prompt: Prompt) -> tuple[Prompt, ...]:
-    """The prompts that a prompt was joined from; itself where it was not joined."""
+    """The prompts that a prompt was joined from; itself if it was not joined."""
     return prompt.parts or (prompt,)
 
 
@@ -216,7 +222,7 @@ def encode_prompt(
     images: Sequence[Image.Image] | None = None,
     videos: Sequence[Frames] | None = None,
 ) -> Prompt:
-    """Turn a task, with other images or frames where they are given, into the model's tokens, pixels and positions.
+    """Turn a task into the model's tokens, pixels and positions, with other images or frames if they are given.
 
     A turn of the assistant at the end is the start of its answer, which the model continues, as in TRL.
     """

@@ -109,13 +109,14 @@ class VlmTask:
     """JSON schemas of functions that the chat template describes to the model."""
 
     def load_images(self) -> list[Image.Image]:
-        """Open the images as RGB, resized to `image_wh` where it is set; raises TaskError."""
+        """Open the images as RGB, resized to `image_wh` if that is set; raises TaskError."""
         images = [
             open_image(source, self.id, f"image {number} of {len(self.images)}", self.max_image_pixels)
             for number, source in enumerate(self.images, start=1)
         ]
         if not self.image_wh:
             return images
+        # the processor must not resize again, or boxes and points would no longer fit
         return [resize_image(image, size) for image, size in zip(images, self.image_wh, strict=True)]
 
     def shown_frames(self, frames: Any, number: int) -> Any:
@@ -132,6 +133,7 @@ def open_image(
     source: ImageSource, task_id: str, where: str = "the image", max_pixels: int = MAX_IMAGE_PIXELS
 ) -> Image.Image:
     """Open one image source as RGB, upright and without transparency."""
+    # sources nest: a table's cell holds a mapping, which holds a path
     name, raw = _resolve(source, task_id, where, max_pixels)
     label = f"{where} ({shortened(name)})" if name else where
     if isinstance(raw, bytes) and not raw:
@@ -141,6 +143,7 @@ def open_image(
             raw = decode_image(raw, max_pixels, "data.max_image_pixels")
         elif raw.width == 0 or raw.height == 0:
             raise TaskError("empty_image", task_id, f"{label} is {raw.width} x {raw.height} pixels")
+        # again for images that were given as objects, which no header has announced
         check_pixels(raw.width, raw.height, max_pixels, "data.max_image_pixels")
         raw = upright(raw)
     except ImageError as error:
@@ -183,6 +186,7 @@ def score_texts(
     tokens: Sequence[list[int]],
 ) -> RewardResult:
     """Score responses with all rewards."""
+    # in TRL's form: text or chat turns, as the data set has them
     turns = [_conversation(*row) for row in zip(tasks, prompts, texts, strict=True)]
     columns = columns_of(tasks, tokens)
     if rewards.reads_images:
@@ -194,6 +198,7 @@ def score_texts(
 
 def with_start(start: str, answer: str) -> str:
     """Prepend the given start to an answer; if both have `<think>` at the seam, only one is kept."""
+    # the prompt opened the thought, so the answer's own tag would be the second
     opened = OPEN_THINK.search(start)
     if opened is not None and answer.startswith("<think>"):
         return start[: opened.start()] + answer
@@ -204,6 +209,7 @@ def columns_of(tasks: Sequence[VlmTask], tokens: Sequence[list[int]]) -> dict[st
     """Columns of the rows as lists, one entry a row, for reward functions."""
     own: tuple[list[Any], ...] = (list(tokens), [len(row) for row in tokens])
     given = dict(zip(GIVEN, own, strict=True))
+    # names that rewards could not take are passed under another one
     passed = reward_columns(_names(tasks), given)
     return {other: [task.columns.get(name) for task in tasks] for name, other in passed.items()} | given
 
@@ -215,6 +221,7 @@ def _names(tasks: Sequence[VlmTask]) -> list[str]:
 def _conversation(task: VlmTask, prompt: str, response: str) -> tuple[Any, Any]:
     """A question and a response in the form that reward functions receive, as in TRL."""
     response = with_start(task.answer_start, response)
+    # text in, text out: TRL's functions of plain prompts expect strings
     if not task.conversational:
         return prompt, response
     turns = task.messages
@@ -268,6 +275,7 @@ class VideoOptions:
 
     def complete(self, clip: VideoClip) -> VideoClip:
         """A clip with these options as defaults."""
+        # a list of frames is not sampled, so it takes none of the options of sampling
         fits = FILE_OPTIONS if isinstance(clip.source, str) else FRAME_LIST_OPTIONS
         # a row with one of the two overrides both, since they exclude each other
         set_here = () if not {"fps", "nframes"} & set(clip.options) else ("fps", "nframes")
@@ -332,6 +340,7 @@ def _resolve(source: Any, task_id: str, where: str, max_pixels: int) -> tuple[st
     if isinstance(source, str | Path):
         return _read_file(str(source), task_id, where, max_pixels)
     if isinstance(source, Mapping):
+        # bytes win: a path in the same cell may be where they came from
         inner = source.get("path") if source.get("bytes") is None else source["bytes"]
         if inner is None:
             raise TaskError("missing_image", task_id, f"{where} holds neither bytes nor a path")
@@ -345,6 +354,7 @@ def _resolve(source: Any, task_id: str, where: str, max_pixels: int) -> tuple[st
 
 def _read_file(path: str, task_id: str, where: str, max_pixels: int) -> tuple[str, bytes]:
     if path.startswith("data:"):
+        # data URIs are content, not paths
         head, _, body = path.partition(",")
         try:
             return head, base64.b64decode(body, validate=True)
@@ -368,6 +378,7 @@ def _clip(value: Any, folder: Path, place: str) -> VideoClip:
         value = value.read()
     if isinstance(value, Mapping):
         given = {key: item for key, item in value.items() if item is not None}
+        # the first key that is there: rows of tables have all columns, most of them null
         key = next((key for key in SOURCE_KEYS if key in given), None)
         if key is None:
             raise _bad(place, f"a mapping with {', '.join(map(str, given)) or 'nothing'}")
@@ -398,6 +409,7 @@ def _are_frames(items: Sequence[Any]) -> bool:
 
 def _is_frame(value: Any) -> bool:
     if isinstance(value, str):
+        # a name of an image file, since any text may be a path
         return value.startswith("data:image") or value.lower().endswith(FRAME_SUFFIXES)
     if isinstance(value, Mapping):
         path = value.get("path")
@@ -406,6 +418,7 @@ def _is_frame(value: Any) -> bool:
 
 
 def _located_frame(item: Any, folder: Path) -> Any:
+    # the folder is only known here, not where the table was read
     if isinstance(item, ArrowImage):
         return replace(item, folder=folder)
     return _located(item, folder) if isinstance(item, str) else item
@@ -421,6 +434,7 @@ def _checked(options: dict[str, Any], known: tuple[str, ...], place: str) -> dic
     for name, value in options.items():
         if name not in known:
             raise TaskError("bad_video", place, f"a video has the option {name!r}; there are: {', '.join(known)}")
+        # bool is a number in Python
         number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not number or value < 0 or (value == 0 and name not in MAY_BE_ZERO):
             raise TaskError("bad_video", place, f"a video has {name}={value!r}; it must be a positive number")
@@ -464,6 +478,7 @@ def frame_strips(frames: Frames) -> list[Image.Image]:
     """Lay out the frames of a video in strips of four, each frame with its time in seconds below."""
     pixels, times = frames[0], frame_times(frames)
     places = np.linspace(0, len(times) - 1, min(len(times), STRIP_COLUMNS * STRIP_ROWS))
+    # rounding may name a frame twice
     shown = np.unique(places.round().astype(int)).tolist()
     cells = [_cell(pixels[number], times[number]) for number in shown]
     strips = []
@@ -478,6 +493,7 @@ def frame_strips(frames: Frames) -> list[Image.Image]:
 def _cell(pixels: object, time_s: float) -> Image.Image:
     """A frame (3, height, width) with its time."""
     frame = Image.fromarray(np.asarray(pixels).transpose(1, 2, 0).clip(0, 255).astype(np.uint8))
+    # the longer side fits the cell
     scale = (CELL - 2 * MARGIN) / max(frame.size)
     width, height = (max(1, round(side * scale)) for side in frame.size)
     cell = Image.new("RGB", (CELL, height + 2 * MARGIN + CAPTION), GROUND)

@@ -70,11 +70,14 @@ class TurnTemplate:
         name: str,
         answer_tokens: Sequence[str] | None = None,
     ) -> None:
-        self._processor, self._variables, self._name = processor, variables, name
+        self._processor = processor
+        self._variables = variables
+        self._name = name
         self.stops = [str(token) for token in processor.tokenizer.convert_ids_to_tokens(list(stops))]
         self._declared = answer_tokens
         self._read: tuple[str, _Parts] | None = None
-        self._warned, self._shown = set[str](), set[tuple[str, ...]]()
+        self._warned = set[str]()
+        self._shown = set[tuple[str, ...]]()
 
     @property
     def parts(self) -> _Parts:
@@ -95,6 +98,7 @@ class TurnTemplate:
         parts = self.parts
         # the last special token: some templates write text or another token before the one that ends the turn
         found = [*control_pattern(self.tokenizer, NOTHING).finditer(parts.close)][-1:]
+        # no special token at the end: sampling can only stop where the checkpoint does
         if parts.problem or not found:
             return tuple(stops)
         end = int(self.tokenizer.convert_tokens_to_ids(found[0][0]))
@@ -153,6 +157,7 @@ class TurnTemplate:
             ends: whether the answer is complete; if not, the end of the turn is left out.
         """
         self._warn_of_characters(text)
+        # a control token in a given answer must stay text, or it would end the turn
         hidden, (given,) = hide_control_tokens([{"content": text}], self.tokenizer, self._kept_pattern)
         return encode_rendered(self.write(prompt_text, given["content"], ends=ends), hidden, self.tokenizer)
 
@@ -167,6 +172,7 @@ class TurnTemplate:
         if parts.problem:
             raise UserError(f"{self.blame} cannot write a given answer: {parts.problem}")
         body = None
+        # the head of the template only fits a prompt that ends in it
         if prompt_text.endswith(parts.begin) and not self._is_native(content):
             body = self._whole(content) if ends else self._started(content)
         if body is None:
@@ -228,6 +234,7 @@ class TurnTemplate:
             TemplateError: the template rejects the messages.
         """
         ended = None if end is None else str(self.tokenizer.convert_ids_to_tokens(end))
+        # results of calls need the call in the turn before, which some templates check
         if calls:
             return self._results(messages, ended, tools, calls)
         # a marker instead of the answer: templates may strip or rewrite an earlier answer, but only the text
@@ -255,6 +262,7 @@ class TurnTemplate:
         thought = WHOLE_THOUGHT.match(content)
         if thought is None:
             return verbatim
+        # an empty thought that the template has added would be learned
         if verbatim is not None and (begin + verbatim).count("<think>") > content.count("<think>"):
             verbatim = None  # the template has put an empty thought before the given one
         mark = self.parts.thought_mark
@@ -396,7 +404,8 @@ class _Parts:
         """Text from the head of the turn up to its thought; None if the template shows no thoughts."""
         self.written = set[str]()
         """Special tokens that the template writes into an answer."""
-        self.ends_itself, self.problem = True, ""
+        self.ends_itself = True
+        self.problem = ""
         try:
             self.asked = template.render([user_turn(QUESTION)], asks=True)
             whole = template.render([user_turn(QUESTION), assistant_turn(EARLIER)])
@@ -408,6 +417,7 @@ class _Parts:
             self.problem = "it does not show the assistant's turn"
             return
         before, _, self.tail = whole.partition(EARLIER)
+        # empty if the template writes a question differently once an answer follows
         self.head = before.removeprefix(self.asked) if before.startswith(self.asked) else ""
         ends = [*special.finditer(self.tail)]
         # prefer a token at which the checkpoint stops; later tokens may already belong to the next turn

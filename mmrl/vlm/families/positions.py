@@ -47,7 +47,7 @@ def rotary_positions(
         step = next(steps, 1.0) if kind == VIDEO else 1.0
         if grid is None or grid[0] * (grid[1] // merge_size) * (grid[2] // merge_size) != count:
             name = {IMAGE: "image", VIDEO: "video"}[kind]
-            raise ValueError(f"{count} {name} tokens stand in a row, but their grid of patches is {grid}.")
+            raise ValueError(f"{count} {name} tokens follow one another, but their grid of patches is {grid}.")
         parts.append(start + _grid_positions(grid, merge_size, step))
         start += max(grid[1], grid[2]) // merge_size
     return torch.cat(parts, 1)

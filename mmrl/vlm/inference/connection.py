@@ -66,7 +66,8 @@ class RemoteService:
 
     def __init__(self, address: str, timeout_s: float) -> None:
         host, _, port = address.rpartition(":")
-        self._address, self._number = address, 0
+        self._address = address
+        self._number = 0
         try:
             self._peer = socket.create_connection((host, int(port)), CONNECT_SECONDS)
         except OSError as error:

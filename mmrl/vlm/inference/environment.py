@@ -32,7 +32,7 @@ def engine_python(given: str = "") -> str:
     """Path of the interpreter with vLLM; raises UserError if there is none."""
     if given:
         if not Path(given).expanduser().is_file():
-            raise UserError(f"sampler.vllm.python is {given}, where there is no interpreter; see `mmrl setup vllm`")
+            raise UserError(f"sampler.vllm.python is {given}, which is no Python interpreter; see `mmrl setup vllm`")
         return str(Path(given).expanduser().absolute())
     python = python_in(environment_folder("engines", NAME))
     if not python.is_file():

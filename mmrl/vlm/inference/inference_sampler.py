@@ -95,7 +95,9 @@ class EngineSampler:
     """Samples through vLLM, prompts and responses of at most `longest` tokens together; None for the model's own."""
 
     def __init__(self, config: EngineSamplerConfig, longest: int | None = None) -> None:
-        self.config, self._longest, settings = config, longest, config.vllm
+        self.config = config
+        self._longest = longest
+        settings = config.vllm
         self._connection: Connection
         if settings.address:
             self._connection = RemoteService(settings.address, settings.timeout_s)
@@ -103,7 +105,8 @@ class EngineSampler:
             self._connection = LocalService(engine_python(settings.python), settings.timeout_s)
         self._folder = Path(tempfile.mkdtemp(prefix="mmrl-weights-", dir=settings.folder or None))
         self._policy: VlmPolicy | None = None
-        self._version, self._checked = -1, True
+        self._version = -1
+        self._checked = True
         self.difference = 0.0
         """Mean difference of the log-probabilities at the last sync, in nats."""
 
@@ -111,7 +114,9 @@ class EngineSampler:
         """Write the policy's weights and let the engine load them, unless it has this version."""
         if self._policy is weights and version == self._version:
             return
-        self._policy, self._version, self._checked = weights, version, False
+        self._policy = weights
+        self._version = version
+        self._checked = False
         folder = self._folder / f"weights-{version}"
         with stopwatch("sync"):
             weights.save_merged(folder)
@@ -207,7 +212,7 @@ def check_engine(config: SamplerConfig, rollers: RollersConfig) -> None:
     elif int(os.environ.get("WORLD_SIZE", "1")) > 1 or rollers.engine != "local":
         raise UserError(
             "sampler.vllm.address names one server, which serves one process at a time, and this run has several; "
-            "leave it out, so that each starts an engine of its own"
+            "leave it out, so that each starts its own engine"
         )
 
 

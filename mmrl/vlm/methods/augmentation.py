@@ -146,7 +146,7 @@ def rewrite_question(task: VlmTask, template: str, **values: str) -> list[dict[s
 
 
 def reasoning_of(text: str, start: str, end: str) -> str:
-    """The text between two marks in a response, from its beginning where the first mark is missing."""
+    """The text between two marks in a response, from its beginning if the first mark is missing."""
     _, found, rest = text.partition(start)
     return (rest if found else text).partition(end)[0]
 

@@ -94,6 +94,7 @@ class DistilConfig(VlmConfig):
     @property
     def compared_samples(self) -> int | None:
         """See `VlmConfig`: the rewards' advantages count only with `distil.task`."""
+        # without their own advantages, groups need no second sample
         return super().compared_samples if self.distil.task else None
 
 
@@ -103,13 +104,15 @@ class Distillation(LossTerm):
     name = "distillation"
 
     def __init__(self, settings: DistilSettings, teacher: Teacher) -> None:
-        self.settings, self.teacher = settings, teacher
+        self.settings = settings
+        self.teacher = teacher
         self.outputs = frozenset({"states"} if settings.divergence else ())
         self.gradient = "always" if settings.divergence else "never"
 
     def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
         """Add the teacher's log-probabilities of the rows."""
         with stopwatch("teacher_logp"):
+            # with the teacher as the scorer, in the policy's chunks
             scores = passes.scores(rollouts, frozenset({"logp"}), self.teacher.scores)
         return rollouts.replace(extras={**rollouts.extras, "logp_teacher": scores.logp})
 
@@ -118,6 +121,7 @@ class Distillation(LossTerm):
     ) -> TermLoss:
         """The weighted mean of the divergence over all tokens of the optimiser step."""
         mask = minibatch.loss_mask
+        # given answers were not sampled by the policy, so their gap is no estimate of a KL
         own = mask * (minibatch.extras[SOURCE] == 0)[:, None]
         gap = scores.logp.detach() - minibatch.extras["logp_teacher"]
         metrics = {"distil/kl_sampled": mean_metric(gap, own)}
@@ -125,6 +129,7 @@ class Distillation(LossTerm):
             return TermLoss({}, metrics)
         assert scores.states is not None
         divergence = self.teacher.divergence(scores.states, minibatch, self.settings.beta)
+        # over all tokens, those of given answers included
         loss = self.settings.divergence * token_mean(divergence, mask, counts)
         return TermLoss({"loss/distillation": loss}, metrics | {"distil/divergence": mean_metric(divergence, mask)})
 
@@ -152,6 +157,7 @@ class DistilRecipe(VlmRecipe):
         try:
             self.teacher = Teacher(config.teacher, self.policy, config.sampler.temperature)
         except UserError:
+            # a teacher that cannot be loaded must not leave reward workers behind
             self.close()
             raise
         if config.teacher.prompt:
@@ -160,6 +166,7 @@ class DistilRecipe(VlmRecipe):
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
         """Sample answers to a share of the questions; the others have the answer of the data as their only row."""
+        # drawn for each question, so that it does not depend on the others in the batch
         sampled = streams.uniform(len(tasks), 1, purpose="on_policy") < self.config.distil.on_policy
         own, given = ([place for place, wanted in enumerate(sampled == side) if wanted] for side in (True, False))
         parts = []
@@ -170,6 +177,7 @@ class DistilRecipe(VlmRecipe):
             parts.append(self._given(policy, [tasks[place] for place in given], streams.select(given)))
         joined = Rollouts.concat(parts)
         place = {id(task): number for number, task in enumerate(tasks)}
+        # back in the order of the questions: streams and metrics follow it
         order = sorted(range(joined.num_groups), key=lambda group: place[id(VlmPayload.of(joined).tasks[group])])
         return joined.select_groups(torch.tensor(order))
 
@@ -177,9 +185,11 @@ class DistilRecipe(VlmRecipe):
         """Weigh the objective's advantages, and add the teacher's reward of each sampled token."""
         settings, rollouts = self.config.distil, super().advantages(rollouts, accelerator, step)
         assert rollouts.advantage is not None
+        # the reverse KL of each sampled token, with discount 0
         gain = rollouts.extras["logp_teacher"] - rollouts.logp_old
         advantage = settings.task * rollouts.advantage + settings.reward * gain
         own = rollouts.loss_mask * (rollouts.extras[SOURCE] == 0)[:, None]
+        # given answers have no old policy that sampled them
         return rollouts.replace(advantage=torch.where(own > 0, advantage, 0.0))
 
     def _given(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams) -> Rollouts:
@@ -193,8 +203,10 @@ class DistilRecipe(VlmRecipe):
             payload = self.view(payload, policy, own)
         extras = {SOURCE: torch.full_like(rows.group, TEACHER)}
         if self.config.sampler.top_p < 1.0 or self.config.sampler.top_k > 0:
+            # given answers were not truncated, so the whole probability counts
             extras["nucleus_mass"] = torch.ones_like(rows.mask)
         return own.noted(
+            # no reward: only the divergence is learned from them
             rows.replace(payload=payload, extras=extras, reward=torch.full_like(rows.reward, float("nan")))
         )
 

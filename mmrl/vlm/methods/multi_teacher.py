@@ -86,19 +86,24 @@ class MultiTeacherRecipe(ReplacingRecipe):
         host = rollouts.host.group
         for place, group in enumerate(failed):
             texts = self._usable(policy, payload, group)
+            # only scored samples are exchanged: an unscored one teaches nothing anyway
             own = torch.nonzero((host == group) & rollouts.scored.cpu()).flatten()
+            # at most as many as fit into the group
             number = min(settings.count, len(texts), len(own))
             if not number:
                 continue
+            # the policy's view, so that answers close to its own reasoning come first
             known = self.comprehension(policy, rollouts, group, texts)
             best = known.argsort(descending=True, stable=True)[:number].tolist()
             chosen += [(group, texts[index]) for index in best]
+            # from the stream of the question, so that other questions do not change the choice
             order = torch.randperm(len(own), generator=streams.of(place, "teachers"))[:number]
             leaving += own[order].tolist()
         if not chosen:
             return None
         groups, texts = [group for group, _ in chosen], [text for _, text in chosen]
         ids = [policy.encode_answer(payload.prompts[group], text) for group, text in chosen]
+        # scored by the same rewards as the samples
         rows = self.with_scores(self.rows_of(rollouts, groups, ids, texts, TEACHER), step)
         rows = rows.replace(reward=rows.reward.clamp(min=settings.least_reward))  # one that failed stays NaN
         return torch.tensor(leaving), self.with_logp(policy, rows)
@@ -123,11 +128,13 @@ class MultiTeacherRecipe(ReplacingRecipe):
         before = []
         for number in marked:
             reasoning, _, rest = texts[number].rpartition(mark)
+            # the space between mark and answer, so that tokens begin where they would
             space = rest[: len(rest) - len(rest.lstrip())]
             before.append(policy.encode_answer(prompt, reasoning + mark + space, ends=False))
         ids = [[*start, *right] for start in before]
         rows = self.rows_of(rollouts, [group] * len(ids), ids, [""] * len(ids), TEACHER)
         starts = torch.tensor([[len(start)] for start in before], device=rows.mask.device)
+        # only the answer's own tokens, not the reasoning before them
         answered = rows.mask * (torch.arange(rows.num_decisions, device=rows.mask.device) >= starts)
         rows = rows.replace(mask=answered)
         logp = self.scores_in_chunks(policy, rows, frozenset({"logp"})).logp

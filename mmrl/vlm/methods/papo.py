@@ -57,6 +57,7 @@ def blacken_patches(image: Image.Image, patch_size: int, ratio: float, rng: np.r
 
     Source: PAPO, section 3; MikeWangWZHL/PAPO verl/trainer/papo_utils.py.
     """
+    # in the pixels of the image as given: the grid of the processor is another one
     pixels = np.array(image.convert("RGB"))
     pixels[_draw_mask(pixels.shape[:2], patch_size, ratio, rng)] = 0
     return Image.fromarray(pixels)
@@ -71,6 +72,7 @@ def blacken_frames(frames: Frames, patch_size: int, ratio: float, rng: np.random
         ratio: probability that a patch is black.
         rng: source of randomness.
     """
+    # one mask for all frames, so that no frame shows what another one has lost
     pixels, metadata = frames
     mask = torch.from_numpy(_draw_mask(tuple(pixels.shape[2:]), patch_size, ratio, rng))
     return pixels.masked_fill(mask, 0.0), metadata
@@ -143,6 +145,7 @@ def gamma_at(settings: PapoSettings, step: int, total_steps: int) -> float:
     """
     if settings.schedule == "fixed":
         return settings.gamma
+    # at least one step, or a short run would divide by 0
     horizon = max(1, int(total_steps * settings.annealing_ratio))
     return settings.gamma + (settings.gamma_end - settings.gamma) * min(step / horizon, 1.0)
 
@@ -164,6 +167,7 @@ def perception_terms(logp: Tensor, logp_masked: Tensor, mask: Tensor, weight: Te
 
     Source: PAPO, eq. 5; MikeWangWZHL/PAPO verl/workers/actor/dp_actor.py.
     """
+    # the code's orientation has a bounded gradient, the paper's does not
     terms = k3(logp, logp_masked) if settings.orientation == "code" else k3(logp_masked, logp)
     # zero, not dropped: samples without an image still count in the mean's denominator
     terms = terms * weight[:, None]
@@ -198,6 +202,7 @@ class MaskedImages:
 
     def masked(self, policy: VlmPolicy, task: VlmTask, prompt: Prompt, rng: np.random.Generator) -> Prompt:
         """The prompt of a question with masked images and videos."""
+        # nothing to mask: its weight is 0, and its prompt serves as its own view
         if not (task.images or task.videos):
             return prompt
         options = (self.settings.patch_size, self.settings.mask_ratio, rng)
@@ -221,7 +226,9 @@ class Perception(LossTerm):
     def __init__(
         self, settings: PapoSettings, aggregation: Aggregation, temperature: float, accuracy_term: str
     ) -> None:
-        self.settings, self.aggregation, self.temperature = settings, aggregation, temperature
+        self.settings = settings
+        self.aggregation = aggregation
+        self.temperature = temperature
         self.accuracy_term = accuracy_term
         # the exact entropy costs a pass over the vocabulary, so it is only asked for if a term uses it
         weighed = settings.entropy_policy or settings.entropy_masked
@@ -309,7 +316,8 @@ class CorrectLikelihood(LossTerm):
     name = "correct_likelihood"
 
     def __init__(self, coef: float, accuracy_term: str) -> None:
-        self.coef, self.accuracy_term = coef, accuracy_term
+        self.coef = coef
+        self.accuracy_term = accuracy_term
 
     def counts(self, minibatch: Rollouts) -> dict[str, float]:
         """Tokens of correct samples."""

@@ -90,6 +90,7 @@ class StartScores:
             batch: questions scored together.
         """
         table: dict[str, list[Tensor]] = {}
+        # a reference is a constant, so nothing of this pass is kept
         with torch.no_grad():
             for start in range(0, len(tasks), batch):
                 rollouts = make_pairs(tasks[start : start + batch])
@@ -102,6 +103,7 @@ class StartScores:
         table = self._tables[name]
         payload = VlmPayload.of(rollouts)
         found = torch.zeros_like(rollouts.logp_old)
+        # rows of a group come in the order of its sides, the preferred one first
         placed: dict[int, int] = {}
         for row, group in enumerate(rollouts.group.tolist()):
             side = placed.get(group, 0)
@@ -112,6 +114,7 @@ class StartScores:
 
     def state_dict(self) -> dict[str, Any]:
         """The tables, each as the ids and lengths of its pairs and all numbers in one row."""
+        # one large tensor instead of thousands of small ones
         state: dict[str, Any] = {}
         for name, table in self._tables.items():
             sides = [side for pair in table.values() for side in pair]
@@ -123,6 +126,7 @@ class StartScores:
         """Restore `state_dict`."""
         self._tables = {}
         for name, saved in state.items():
+            # split back by length; two sides a pair
             sides = list(saved["logp"].split(saved["lengths"]))
             pairs = zip(saved["ids"], sides[::2], sides[1::2], strict=True)
             self._tables[name] = {key: [chosen, rejected] for key, chosen, rejected in pairs}
@@ -133,6 +137,7 @@ def _by_question(rollouts: Rollouts, logp: Tensor) -> dict[str, list[Tensor]]:
     lengths = rollouts.lengths.tolist()
     table: dict[str, list[Tensor]] = {task.id: [] for task in tasks}
     for row, group in enumerate(rollouts.group.tolist()):
+        # in float32 on the CPU: the tables of a large data set do not belong on a GPU
         table[tasks[group].id].append(logp[row, : lengths[row]].float().cpu())
     return table
 
@@ -171,6 +176,7 @@ class PreferenceRunConfig(GivenAnswersConfig):
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         objective = make_preference(self.objective)
+        # a micro-batch of one row would cut every pair in two
         check_pair_batches(self.trainer.micro_batch)
         check_preference(objective, ("kl_baseline",))
         if isinstance(objective.score, DecisionScore):
@@ -190,16 +196,19 @@ class PreferenceRunConfig(GivenAnswersConfig):
         if self.precompute_reference and not objective.needs_reference:
             raise ValueError("precompute_reference is true, but the objective has no reference; leave it out")
         if "kl_baseline" in objective.needs:
+            # answers to other questions change from step to step, and cannot be scored ahead
             if self.precompute_reference:
                 raise ValueError(
                     f"precompute_reference is true, but the loss '{objective.loss.kind}' compares answers to other "
                     "questions of the step with the reference too; leave it out"
                 )
+            # a question alone has no answer to another one
             if self.trainer.tasks_per_step < 2:
                 raise ValueError(
                     f"trainer.tasks_per_step is 1, but the loss '{objective.loss.kind}' reads answers to other "
                     "questions of the step; use at least 2"
                 )
+        # an average of weights changes with the run
         if self.precompute_reference and self.reference.kind not in ("auto", "frozen", "adapter"):
             raise ValueError(
                 f"precompute_reference is true, but reference.kind is '{self.reference.kind}'; only the model at the "
@@ -225,6 +234,7 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
         super().__init__(config)
         self.columns = config.columns
         self.objective = make_preference(config.objective)
+        # rewards only measure here: nothing is trained on them
         self.open(config, Questions(), config.scoring, trains_on_rewards=False)
         self.start_scores = self.parts["start_scores"] = StartScores()
         if config.precompute_reference:
@@ -250,10 +260,12 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
 
     def batch(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
         """Tokenise both sides of each pair; pairs that do not fit are counted and left out."""
+        # with the policy before its first update
         self._fill_start_scores(policy, step)
         pairs = self.pairs_of(policy, tasks)
         if pairs is None:
             raise NoUsableTasksError(f"none of {len(tasks)} pairs could be used; skipped so far: {dict(self.skipped)}")
+        # in the order of the tasks, without those that were left out
         return streams.among(tasks, VlmPayload.of(pairs).tasks).noted(pairs)
 
     def pairs_of(self, policy: VlmPolicy, tasks: Sequence[VlmTask]) -> Rollouts | None:
@@ -269,6 +281,7 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
         if not kept:
             return None
         usable, prompts = [task for task, _ in kept], [prompt for _, prompt in kept]
+        # side by side in the order in which ids were made
         texts = [side for task in usable for side in sides_of(task, self.columns)]
         rollouts = given_answers(policy, usable, prompts, texts, ids)
         device = rollouts.mask.device
@@ -316,6 +329,7 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
         """Both sides of some pairs with their implicit rewards under the policy as it is now."""
+        # whole pairs, since a side alone shows nothing
         shown = rollouts.select_groups(torch.arange(min(max(limit // 2, 1), rollouts.num_groups)))
         payload, counted = VlmPayload.of(shown), [0, 0]
         numbers = self.objective.pair_numbers(self.objective.pairs(self.logp(self.policy, shown), shown))
@@ -346,7 +360,9 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
             return
         splits = {split_table(name): tasks for name, tasks in self.eval_tasks.items() if has_sides(tasks, self.columns)}
         wanted = ({TRAINING: self.train_tasks} if self.config.precompute_reference else {}) | splits
+        # the questions that cannot be used are counted when they are drawn, not here
         skipped = self.skipped.state_dict()
+        # with the adapter off the model is the start at any time, so that splits may be added later
         without_adapter = policy.has_adapter and "adapter" in (self.config.reference.kind, start_kind(policy))
         for name, tasks in wanted.items():
             if name in self.start_scores:
@@ -394,6 +410,7 @@ class MismatchedAnswers(LossTerm):
 
     def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
         """Add the baseline, the same in all rows of all processes."""
+        # on the host and in float64: the mean over processes should not depend on their number
         ratios: list[float] = []
         others = mismatched(rollouts, self.recipe.policy.positions)
         if others is not None:
@@ -402,6 +419,7 @@ class MismatchedAnswers(LossTerm):
             assert reference is not None
             scored = reference.score(lambda module: passes.run(module, others, frozenset({"logp"}), None)).logp
             ratios = ((policy - scored).double() * others.mask).sum(1).tolist()
+        # collective: a process without a fitting row takes part too
         everywhere = gather_object(ratios)
         baseline = sum(everywhere) / max(len(everywhere), 1)
         self.recipe.noted["kto/baseline"] = baseline
@@ -414,9 +432,11 @@ def mismatched(rollouts: Rollouts, positions: int) -> Rollouts | None:
     payload, each = VlmPayload.of(rollouts), rollouts.num_rows // rollouts.num_groups
     if len(payload.prompts) < 2:
         return None
+    # answers move on by one question, and each meets one that is not its own
     ids, mask = payload.response_ids.roll(each, 0), rollouts.mask.roll(each, 0)
     texts = payload.texts[-each:] + payload.texts[:-each]
     given = replace(payload, response_ids=ids, texts=texts)
+    # a longer prompt may leave too little room for another question's answer
     prompt = torch.tensor([len(prompt) for prompt in payload.prompts])[rollouts.group.cpu()]
     fits = torch.nonzero(prompt + mask.sum(1).cpu() <= positions).flatten()
     found = Rollouts(rollouts.group, mask, torch.zeros_like(mask), rollouts.reward, payload=given)

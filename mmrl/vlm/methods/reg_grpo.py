@@ -72,6 +72,7 @@ class RegGrpoRecipe(VlmRecipe):
     config: RegGrpoConfig
 
     def __init__(self, config: RegGrpoConfig) -> None:
+        # noise needs images or videos; hints do not
         noise = "so there is nothing to add noise to; set augmentation.noise_scale=0"
         super().__init__(config, MediaQuestions(noise) if config.augmentation.noise_scale else None)
         self.tracker = self.parts["difficulty"] = DifficultyTracker(config.augmentation.window)
@@ -86,6 +87,7 @@ class RegGrpoRecipe(VlmRecipe):
         """Sample G responses to each question, augmented by its difficulty."""
         asked = self.augmented(policy, tasks, streams, step)
         rollouts = super().rollout(policy, asked, streams, step)
+        # the questions that could be encoded, with their own streams
         self._asked = streams.among(asked, VlmPayload.of(rollouts).tasks)
         return rollouts
 
@@ -94,8 +96,10 @@ class RegGrpoRecipe(VlmRecipe):
         settings = self.config.augmentation
         if not settings.enabled:
             return list(tasks)
+        # hard questions get hints, easy ones noise
         difficulty = self._difficulties(policy, tasks, streams, step)
         starts = self._hints(policy, tasks, difficulty, streams, step)
+        # one seed a question, so that its samples see the same noise
         seeds = streams.seeds(len(tasks), 1, purpose="noise").tolist()
         asked: list[VlmTask] = []
         for place, (task, hard) in enumerate(zip(tasks, difficulty, strict=True)):
@@ -111,17 +115,20 @@ class RegGrpoRecipe(VlmRecipe):
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
         """Score as usual; the rewards of each question are noted for its difficulty."""
         scored = super().score(rollouts, step)
+        # a probe notes its own samples instead
         if self.config.augmentation.measure == "history":
             tasks = VlmPayload.of(scored).tasks
             rewards: list[list[float]] = [[] for _ in tasks]
             for group, reward in zip(scored.group.tolist(), scored.reward.tolist(), strict=True):
                 rewards[group].append(reward)
+            # with the number of the draw, so that processes agree on the order
             for place, task, own in zip(self._asked.places, tasks, rewards, strict=True):
                 self._noted_rewards.append(((self._asked.draw, place), (task.id, own)))
         return scored
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Advantages as usual, after the difficulties of all processes were updated."""
+        # in the order of one process: the window holds the latest rewards
         for key, rewards in merge_in_order(self._noted_rewards):
             self.tracker.note(key, rewards)
         self._noted_rewards.clear()
@@ -148,6 +155,7 @@ class RegGrpoRecipe(VlmRecipe):
 
     def rolls_apart(self, step: Step) -> bool:
         """Unless the hardest questions of a step are chosen among all."""
+        # a limit on hints is one over all processes, for which all difficulties are needed first
         return not (self.config.augmentation.enabled and self.config.augmentation.max_hinted)
 
     def rollout_state(self, tasks: Sequence[VlmTask]) -> Any:
@@ -175,6 +183,7 @@ class RegGrpoRecipe(VlmRecipe):
         settings, trainer = self.config.augmentation, self.config.trainer
         if settings.hint_scale:
             without = next((task for task in self.train_tasks if not _answer_of(task)), None)
+            # before anything is sampled: a trace needs the answer in its question
             if without is not None:
                 self.close()
                 raise UserError(
@@ -183,6 +192,7 @@ class RegGrpoRecipe(VlmRecipe):
                 )
         if settings.enabled and settings.measure == "history":
             drawn = trainer.steps * trainer.tasks_per_step
+            # a question that never comes back has no history
             if drawn <= len(self.train_tasks):
                 LOGGER.warning(
                     "augmentation.measure is history, but the %d questions drawn in this run are not more than the %d "
@@ -202,6 +212,7 @@ class RegGrpoRecipe(VlmRecipe):
         for place, (_, rewards) in drawn.items():
             self._drawn["probes"] += len(rewards)
             self._noted_rewards.append(((streams.draw, streams.places[place]), (tasks[place].id, rewards)))
+            # an unscored sample says nothing about how hard the question is
             scored = [reward for reward in rewards if math.isfinite(reward)]
             if scored:
                 found[place] = self.tracker.difference(sum(scored) / len(scored))
@@ -220,6 +231,7 @@ class RegGrpoRecipe(VlmRecipe):
         hard = [place for place, value in enumerate(difficulty) if settings.hint_fraction(value) > 0]
         if settings.max_hinted:  # of all processes
             ranked = [(-difficulty[place], streams.places[place]) for place in hard]
+            # ties in difficulty are broken by place, the same on every process
             chosen = {place for _, place in sorted(gather_object(ranked))[: settings.max_hinted]}
             hard = [place for place in hard if streams.places[place] in chosen]
         if not hard:
@@ -231,6 +243,7 @@ class RegGrpoRecipe(VlmRecipe):
         found: dict[int, str] = {}
         window = self.tracker.difference(0.0)
         traces = self._sampled(policy, with_answer, settings.traces, streams.select(hard), "trace", step)
+        # by number of the question among the hard ones
         for number, (texts, rewards) in traces.items():
             place = hard[number]
             self._drawn["traces"] += len(texts)
@@ -244,9 +257,10 @@ class RegGrpoRecipe(VlmRecipe):
     def _best_start(
         self, policy: VlmPolicy, texts: Sequence[str], rewards: Sequence[float], usual: float, difficulty: float
     ) -> str:
-        """Beginning of the best trace; empty where none earns more than the question usually does."""
+        """Beginning of the best trace; empty if none earns more than the question usually does."""
         settings = self.config.augmentation
         best = max(range(len(texts)), key=lambda index: rewards[index] if math.isfinite(rewards[index]) else -math.inf)
+        # a hint that is no better than the policy's own answers would only give the answer away
         if not rewards[best] > usual:
             return ""
         trace = reasoning_of(texts[best], settings.think_start, settings.think_end)
@@ -282,6 +296,7 @@ class RegGrpoRecipe(VlmRecipe):
         if not prompts:
             return {}
         size = (count, self.config.sampler.max_new_tokens)
+        # streams of the same questions, for another purpose
         draws = streams.select(list(prompts)).uniform(len(prompts), *size, purpose=purpose)
         drawn = sample(policy, list(prompts.values()), count, self.config.sampler, draws)
         repeated = [place for place in prompts for _ in range(count)]
@@ -292,14 +307,16 @@ class RegGrpoRecipe(VlmRecipe):
             token_lists(drawn.response_ids, drawn.mask),
             step,
         )
+        # failures of these rewards are only shown: the samples are not trained on
         self.errors.warn(result)
+        # part of the run's cost
         self.extra_samples += len(repeated)
         parts = {place: slice(number * count, (number + 1) * count) for number, place in enumerate(prompts)}
         return {place: (drawn.texts[part], list(result.total[part])) for place, part in parts.items()}
 
 
 def _answer_of(task: VlmTask) -> str:
-    """The right answer as text, the first one where several are right; empty without one."""
+    """The right answer as text, the first one if several are right; empty without one."""
     answer = task.columns.get("answer")
     if isinstance(answer, list | tuple):
         answer = next(iter(answer), None)

@@ -27,7 +27,7 @@ Exchange = tuple[Tensor, Rollouts]
 
 
 class ReplacingRecipe(VlmRecipe):
-    """Looks for other rows where no sample of a question is right, after scoring and before everything that follows.
+    """Looks for other rows if no sample of a question is right, after scoring and before everything that follows.
 
     A subclass says in `replacements` which rows leave and which ones take their places.
     """

@@ -56,7 +56,7 @@ class TeacherConfig(FrozenModelConfig):
         if not (self.path or self.prompt):
             raise ValueError(
                 "teacher has neither path nor prompt, so it would be the policy itself; name a model with teacher.path "
-                'or a prompt that tells more, such as teacher.prompt="{question} The answer is {answer}."'
+                'or a prompt that says more, such as teacher.prompt="{question} The answer is {answer}."'
             )
 
     def check_columns(self, tasks: Sequence[VlmTask]) -> None:
@@ -104,7 +104,9 @@ class Teacher:
     """
 
     def __init__(self, config: TeacherConfig, policy: VlmPolicy, temperature: float) -> None:
-        self.config, self.policy, self.temperature = config, policy, temperature
+        self.config = config
+        self.policy = policy
+        self.temperature = temperature
         self.view = TEACHER if config.prompt else "original"
         options = {item.name: getattr(config, item.name) for item in dataclasses.fields(FrozenModelConfig)}
         self._options = FrozenModelConfig(**options)

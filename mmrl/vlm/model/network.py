@@ -301,7 +301,7 @@ def parts_of(network: Any) -> dict[str, list[tuple[str, nn.Parameter]]]:
 
 
 def freeze_parts(network: Any, config: ModelConfig) -> None:
-    """Keep the parts of a model that its settings name as they are; raises UserError where it has none of a kind."""
+    """Keep the parts of a model that its settings name as they are; raises UserError if it has none of a kind."""
     kind, parts = network.config.model_type, parts_of(network)
     if config.freeze_vision and not (parts["vision"] or parts["merger"]):
         raise UserError(f"model.freeze_vision is true, but {kind} has no vision tower")

@@ -49,7 +49,9 @@ class TemporalAgent(nn.Module):
                 f"an agent of width {width}, {heads} heads and a window of {window} frames cannot be built: the width "
                 "must be even and a multiple of the heads, and all of them at least 1"
             )
-        self.width, self.heads, self.window = width, heads, window
+        self.width = width
+        self.heads = heads
+        self.window = window
         self.query = nn.Linear(width, width)
         self.key = nn.Linear(width, width)
         self.value = nn.Linear(width, width)
@@ -126,7 +128,7 @@ KIND = "tspo_agent"
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """Settings that picked frames depend on, further to the agent's weights."""
+    """Settings that picked frames depend on, besides the agent's weights."""
 
     encoder: str
     """CLIP folder or hub id."""

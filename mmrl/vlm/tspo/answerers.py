@@ -85,7 +85,8 @@ class VlmAnswerer:
     """A vision-language model that reads the picked frames in the order of time."""
 
     def __init__(self, config: AnswererConfig, policy: VlmPolicy) -> None:
-        self.config, self.policy = config, policy
+        self.config = config
+        self.policy = policy
         policy.check_response_length(config.sampler.max_new_tokens)
         policy.check_reads_media("answerer.model is shown frames")
         self.rewards = RewardSum([replace(config.reward, weight=1.0)])

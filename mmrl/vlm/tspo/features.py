@@ -57,7 +57,8 @@ class ClipEncoder:
                 f"no CLIP can be loaded from {path!r}: {type(error).__name__}: {reason}; give a folder or hub id such "
                 "as openai/clip-vit-large-patch14"
             ) from error
-        self.path, self.batch = path, batch
+        self.path = path
+        self.batch = batch
         self._fingerprint = ""
 
     @property
@@ -71,6 +72,7 @@ class ClipEncoder:
         if not self._fingerprint:
             digest = hashlib.blake2b(digest_size=16)
             digest.update(self.processor.to_json_string().encode())
+            # sorted: the order of a state dict is that of the code
             for name, weight in sorted(self.model.state_dict().items()):
                 digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
                 digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
@@ -140,6 +142,7 @@ class FeatureStore:
         from safetensors.torch import save_file
 
         key = hashlib.blake2b(f"{candidates.digest} {self.encoder.fingerprint}".encode(), digest_size=16).hexdigest()
+        # least recently used first out
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
@@ -149,6 +152,7 @@ class FeatureStore:
             found = self.encoder.frames(candidates.frames())
             self.counts["embedded"] += 1
             if file is not None:
+                # whole or not at all: other processes read the same folder
                 with replaced(file) as draft:
                     save_file({"features": found.contiguous()}, draft, metadata={"digest": _digest(found)})
         self._keep(key, found)
@@ -163,6 +167,7 @@ class FeatureStore:
     def _keep(self, key: str, value: Tensor) -> None:
         self._kept[key] = value
         self._bytes += value.nbytes
+        # the newest stays, even if it alone is larger than the limit
         while self._bytes > self.memory_bytes and len(self._kept) > 1:
             self._bytes -= self._kept.popitem(last=False)[1].nbytes
 
@@ -189,6 +194,7 @@ def _read(file: Path, count: int, width: int) -> Tensor | None:
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         LOGGER.warning("the features in %s are damaged (%s) and are computed again", file, error)
         return None
+    # numbers that differ from those written would train on nonsense
     if tuple(features.shape) != (count, width) or _digest(features) != expected:
         LOGGER.warning("the features in %s are damaged (other numbers than were written) and are computed again", file)
         return None

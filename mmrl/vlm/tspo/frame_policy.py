@@ -68,13 +68,15 @@ class TspoPayload(Payload):
 
 
 class TspoPolicy(nn.Module):
-    """The agent and, where it is trained too, the model that answers."""
+    """The agent and, if it is trained too, the model that answers."""
 
     def __init__(
         self, agent: TemporalAgent, settings: AgentSettings, reader: VlmPolicy | None = None, reader_rate: float = 1.0
     ) -> None:
         super().__init__()
-        self.agent, self.settings, self.reader = agent, settings, reader
+        self.agent = agent
+        self.settings = settings
+        self.reader = reader
         self.learning_rate_factors = {"reader": reader_rate}  # read by `mmrl.training.optimizer.make_optimizer`
 
     @property

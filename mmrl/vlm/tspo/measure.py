@@ -71,7 +71,7 @@ def pick_strip(frames: Sequence[Image], picks: Sequence[int], needle: np.ndarray
 
 
 def picked_strip(task: NeedleTask, picks: Sequence[int]) -> list[Image]:
-    """An image of picked frames; none where the video can no longer be read."""
+    """An image of the picked frames; empty if the video can no longer be read."""
     try:
         images = task.video.images(picks)
     except VideoError:
@@ -98,7 +98,7 @@ CEILING = "needle"
 
 
 def needle_recall(needle: np.ndarray, picks: Sequence[int]) -> float:
-    """Share of a needle's frames (T,) that were picked, or of K picks in it where it has more frames; NaN without."""
+    """Frames of the needle (T,) bool that were picked, over the most that K picks could hit; NaN without a needle."""
     most = min(int(needle.sum()), len(picks))
     return float(needle[list(picks)].sum()) / most if most else float("nan")
 
@@ -160,7 +160,7 @@ class PickMeasure(Measure[NeedleTask]):
         return rows
 
     def metrics(self, rows: Sequence[Row], tasks: Sequence[NeedleTask]) -> dict[str, float]:
-        """Means with intervals; raises RunError where no question was usable."""
+        """Means with intervals; raises RunError if no question was usable."""
         if tasks and not rows:
             self.encode(tasks)  # raises with the cause
             raise RunError(f"the picked frames of none of {len(tasks)} held-out videos can be read")

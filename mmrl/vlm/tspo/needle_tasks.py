@@ -152,7 +152,7 @@ class NeedleTask:
     video: Candidates
     """The T candidate frames."""
     needle: np.ndarray
-    """(T,) bool, the candidates that show the answer; all False where that is not known."""
+    """(T,) bool, the candidates that show the answer; all False if that is not known."""
     specific: bool
     """Whether picks in the needle are rewarded (rows of type "specific")."""
 
@@ -163,7 +163,7 @@ class NeedleTask:
 
     @property
     def answer(self) -> str:
-        """The right answer, empty where the row has none."""
+        """The right answer, empty if the row has none."""
         return str(self.task.columns.get("answer") or "")
 
     def share_in_needle(self, picks: Sequence[int]) -> float:

@@ -39,7 +39,9 @@ class FramePicker:
     """
 
     def __init__(self, agent: TemporalAgent, settings: AgentSettings, store: FeatureStore) -> None:
-        self.agent, self.settings, self.store = agent.eval(), settings, store
+        self.agent = agent.eval()
+        self.settings = settings
+        self.store = store
 
     @torch.no_grad()
     def pick(self, video: Path | str, question: str, count: int = 0, method: str = "topk") -> PickedFrames:

@@ -135,7 +135,7 @@ def bin_max_frames(scores: Tensor, count: int) -> Tensor:
 
 
 def uniform_frames(total: int, count: int) -> Tensor:
-    """Evenly spaced frames, the first and the last among them, as video models choose theirs.
+    """Evenly spaced frames, including the first and the last, as video models choose theirs.
 
     Returns:
         (K,) int64, rising; fewer than `count` where there are fewer frames.

@@ -70,12 +70,14 @@ def build_spliced(
     others = sorted(file for file in expanded(haystack).rglob("*") if file.suffix.lower() in VIDEO_SUFFIXES)
     if clip_frames < 1 or clips < 0 or not 1 <= repeats[0] <= repeats[1]:
         raise UserError(f"clip_frames={clip_frames}, clips={clips}, repeats={list(repeats)}: all must be positive")
+    # a second number keeps this stream apart from others with the same seed
     rng = np.random.default_rng([seed, 10])
     folder, made = expanded(questions).parent, itertools.count()
 
     def save(place: Path, stem: str) -> dict[str, Any]:
         cells = rows[next(made) % len(rows)].cells
         own = _own_video(cells, folder)
+        # the needle's own video is no haystack
         pool = [file for file in others if file.resolve() != own.resolve()]
         if clips and not pool:
             raise UserError(
@@ -107,7 +109,7 @@ class _Clip:
 
 
 def sampled_numbers(total: int, fps: float) -> list[int]:
-    """Frames of a video at one a second; `MOST` evenly spaced ones where that gives fewer than 50 or more than 128.
+    """Frames of a video at one a second; `MOST` evenly spaced ones if that gives fewer than 50 or more than 128.
 
     Source: Hui-design/TSPO src/open_tspo/trainer/utils.py `load_video`.
     """
@@ -145,6 +147,7 @@ def _plan(
     """Clips in a random order of needle and haystack; each kind keeps its own order."""
     index = _index(own)
     numbers = sampled_numbers(index.total, index.fps) if index.constant else _numbers_by_time(index)
+    # a short video gives shorter clips, and all clips have one length
     length = min(frames, len(numbers))
     needle = [
         _Clip(index, [numbers[i] for i in np.sort(rng.choice(len(numbers), length, replace=False))], True)
@@ -154,6 +157,7 @@ def _plan(
     for file in rng.choice(len(pool), clips) if clips else ():
         other = _index(pool[int(file)])
         hay.append(_Clip(other, _spread(other, length), False))
+    # kinds are shuffled and each kind keeps its order, so that the needle's clips stay in time
     kinds = rng.permutation([True] * len(needle) + [False] * len(hay))
     coming = {True: iter(needle), False: iter(hay)}
     return [next(coming[bool(kind)]) for kind in kinds]
@@ -171,6 +175,7 @@ def _frames(plan: Sequence[_Clip]) -> Iterator[Frame]:
     from PIL import Image
 
     first = next(clip for clip in plan if clip.needle)
+    # one frame is decoded for the size, which the index does not have
     height, width, _ = next(decode_frames(first.index, first.numbers[:1])).shape
     size = (width, height)
     for clip in plan:

@@ -66,7 +66,8 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
     def __init__(self, config: TspoConfig) -> None:
         super().__init__(config)
         self.objective = objective_of(config)
-        self.skipped, self.errors = Skipped(), RewardErrors()
+        self.skipped = Skipped()
+        self.errors = RewardErrors()
         self._failure = ""
         """Reason why no answer of the last rollout could be judged."""
         self.parts |= {"skipped": self.skipped, "errors": self.errors}
@@ -80,10 +81,12 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         self.store = FeatureStore(clip, features.cache, features.memory_mb)
         self.added["videos"] = self.store.counts
         reader = load_policy(config.answerer.model) if config.answerer.kind == "vlm" else None
+        # the answerer is part of the policy only if it is trained
         trained = reader if config.answerer.train else None
         agent = _make_agent(config, self.store.encoder.width)
         rate = config.trainer.learning_rate
         settings = AgentSettings(features.path, features.fps, features.max_frames, config.picks.count)
+        # its own rate, as a factor of the agent's
         self.policy = TspoPolicy(agent, settings, trained, (config.answerer.learning_rate or rate) / rate)
         with ExitStack() as undone:
             self.answerer: Answerer = make_answerer(config.answerer, reader)
@@ -119,6 +122,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         size, temperature = self.config.trainer.samples_per_task, self.temperature(step.number)
         form = self.config.picks.logprob
         group = torch.arange(len(usable)).repeat_interleave(size)
+        # on the CPU, where the noise is drawn
         logits = policy.logits(features, temperature).cpu()[group]
         noise = torch.zeros_like(logits)
         for number, own in enumerate(features):  # each video is encoded at its own length, not padded to the longest
@@ -131,6 +135,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         with stopwatch("answer"):
             tokens = self.config.answerer.sampler.max_new_tokens
             trains = self.config.answerer.train
+            # a frozen answerer answers greedily and draws nothing
             draws = streams.uniform(len(usable), size, tokens, purpose="answer") if trains else None
             answers = self._answer(rows, picks, mask, draws)
         payload = TspoPayload(
@@ -149,6 +154,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
             logp_old=logp,
             reward=torch.full((len(rows),), float("nan")),
             payload=payload,
+            # picks are turn 0, the answer's tokens are turn 1
             turn=torch.where(mask > 0, 0, -1),
         )
         return streams.noted(self._joined(rollouts, answers).to(policy.device))
@@ -164,6 +170,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         locating = torch.tensor(located, device=rollouts.reward.device)
         reward = self.config.accuracy_weight * accuracy + self.config.locating_weight * locating
         scored = rollouts.replace(reward=reward, reward_terms={"accuracy": accuracy, "locating": locating})
+        # no answer could be judged, which ends the run if it is so on every process
         if self._failure:
             raise EveryRewardFailedError(self._failure, scored)
         return scored
@@ -264,6 +271,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         self.answerer.close()
 
     def _answer(self, rows: Sequence[NeedleTask], picks: Tensor, mask: Tensor, draws: Tensor | None) -> Answers:
+        # in the order of time, not in that of the draw
         chosen = [sorted(own[real > 0].tolist()) for own, real in zip(picks, mask, strict=True)]
         answers = self.answerer.answer(rows, chosen, draws)
         if answers.result is not None:
@@ -276,7 +284,8 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         if not self.config.answerer.train or answers.samples is None:
             return rollouts
         payload, samples = TspoPayload.of(rollouts), answers.samples
-        payload.prompts, payload.finish = answers.prompts, samples.finish
+        payload.prompts = answers.prompts
+        payload.finish = samples.finish
         payload.response_ids = samples.response_ids.cpu()
         mask = samples.mask.cpu()
         assert rollouts.turn is not None
@@ -314,6 +323,7 @@ def _make_agent(config: TspoConfig, width: int) -> TemporalAgent:
         if agent.width != width:
             raise UserError(f"the agent in {config.agent.path} has width {agent.width}; the CLIP gives {width}")
         return agent
+    # a separate stream: loading other models must not change the agent's start
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stream_seed(config.seed, "agent"))
         return TemporalAgent(width, config.agent.heads, config.agent.window)

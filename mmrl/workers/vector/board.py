@@ -1,7 +1,7 @@
 """Values of Gymnasium's spaces in named arrays of memory that a process and its workers share.
 
 A `Board` has the arrays; a Dict or a Tuple has an array for each of its parts, named `observation/part`. Both ends load
-this file, a worker by its path: it runs on Python 3.8 with the standard library and numpy alone, and tells spaces by
+this file, a worker by its path: it runs on Python 3.8 with the standard library and numpy alone, and knows spaces by
 their class names, which gym and gymnasium share. On Linux the memory has no name in any folder, so nothing is left
 behind however the processes end; elsewhere it is a temporary file, removed by the process that made it.
 """
@@ -32,6 +32,7 @@ class Board:
             (str(name), str(dtype), [int(size) for size in shape]) for name, dtype, shape in layout
         ]
         self.path = path
+        # Shared between processes: mmap of a descriptor maps the same pages in each.
         self._memory = mmap.mmap(descriptor, _bytes_of(self.layout))
         self.arrays: dict[str, np.ndarray] = {}
         start = 0
@@ -42,12 +43,14 @@ class Board:
 
     @classmethod
     def create(cls, layout: Sequence[Sequence[Any]]) -> Board:
-        """Make the memory, filled with zeros; it goes with the board."""
+        """Make the memory, filled with zeros; it is freed with the board."""
+        # In memory and without a name, so that nothing has to be removed after a crash.
         if hasattr(os, "memfd_create"):
             descriptor = os.memfd_create("mmrl-board")
             os.ftruncate(descriptor, _bytes_of(layout))
             # A worker opens the descriptor of this process by its number; no file has to be passed on.
             board = cls(layout, descriptor, f"/proc/{os.getpid()}/fd/{descriptor}")
+            # Open as long as the board lives: workers reach it through this process's /proc entry.
             weakref.finalize(board, os.close, descriptor)
             return board
         descriptor, path = tempfile.mkstemp(prefix="mmrl-board-")
@@ -55,6 +58,7 @@ class Board:
             os.ftruncate(descriptor, _bytes_of(layout))
             board = cls(layout, descriptor, path)
         finally:
+            # A mapping survives the descriptor that it was made from.
             os.close(descriptor)
         weakref.finalize(board, os.unlink, path)
         return board
@@ -70,6 +74,7 @@ class Board:
 
 
 def _bytes_of(layout: Sequence[Sequence[Any]]) -> int:
+    # At least one line, since an empty mapping is an error.
     return max(ALIGNMENT, sum(_room(dtype, shape) for _, dtype, shape in layout))
 
 
@@ -77,6 +82,7 @@ def _room(dtype: str, shape: Sequence[int]) -> int:
     size = np.dtype(dtype).itemsize
     for length in shape:
         size *= int(length)
+    # Rounded up to a cache line, so that two processes never write into the same one.
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -88,6 +94,7 @@ class SpaceError(Exception):
 
 def describe(space: Any, what: str) -> dict[str, Any]:
     """Class, shape, dtype and bounds of a space, or descriptions of its parts, as `values.encode` takes them."""
+    # By class name: gym and gymnasium have separate classes, and the worker may have either.
     kind = next((base.__name__ for base in type(space).__mro__ if base.__name__ in (*PLAIN, "Dict", "Tuple")), "")
     if kind in ("Dict", "Tuple"):
         parts = space.spaces.items() if kind == "Dict" else enumerate(space.spaces)
@@ -98,6 +105,7 @@ def describe(space: Any, what: str) -> dict[str, Any]:
             "environment so that its values have a fixed size"
         )
     found = {"kind": kind, "shape": list(space.shape), "dtype": np.dtype(space.dtype).str}
+    # What `_build_space` needs on the other side.
     for name in ("low", "high", "n", "start", "nvec"):
         value = getattr(space, name, None)
         if value is not None:
@@ -113,19 +121,20 @@ def leaves(tree: Mapping[str, Any], name: str, rows: int) -> list[list[Any]]:
 
 
 def write(tree: Mapping[str, Any], arrays: Mapping[str, np.ndarray], name: str, row: int, value: Any) -> None:
-    """Put one value into a row; SpaceError where it has another shape than the space."""
+    """Put one value into a row; raises SpaceError if its shape is not that of the space."""
     if "parts" in tree:
         for place, (key, part) in enumerate(tree["parts"]):
             write(part, arrays, f"{name}/{key}", row, value[key if tree["kind"] == "Dict" else place])
         return
     array = arrays[name]
+    # Checked here: NumPy would broadcast a value of another shape into the row without a word.
     if np.shape(value) != array.shape[1:]:
         raise SpaceError(f"{name} has the shape {np.shape(value)}; its space has {array.shape[1:]}")
     array[row] = value
 
 
 def write_batch(tree: Mapping[str, Any], arrays: Mapping[str, np.ndarray], name: str, values: Any) -> None:
-    """Put values of all rows into the arrays; SpaceError where shape, dtype or finiteness do not fit."""
+    """Put values of all rows into the arrays; raises SpaceError if shape, dtype or a value is wrong."""
     if "parts" in tree:
         for place, (key, part) in enumerate(tree["parts"]):
             write_batch(part, arrays, f"{name}/{key}", values[key if tree["kind"] == "Dict" else place])
@@ -133,6 +142,7 @@ def write_batch(tree: Mapping[str, Any], arrays: Mapping[str, np.ndarray], name:
     array, given = arrays[name], np.asarray(values)
     if given.shape != array.shape:
         raise SpaceError(f"{name} has the shape {given.shape}; expected {array.shape}, a row for each environment")
+    # Before anything is stepped, so that no environment has moved when the call fails.
     if given.dtype.kind == "f" and not np.isfinite(given).all():
         row = int(np.argwhere(~np.isfinite(given))[0][0])
         raise SpaceError(f"{name} of environment {row} is not finite; nothing was stepped")
@@ -148,13 +158,15 @@ def read(tree: Mapping[str, Any], arrays: Mapping[str, np.ndarray], name: str, r
     if "parts" in tree:
         parts = [(key, read(part, arrays, f"{name}/{key}", row)) for key, part in tree["parts"]]
         return dict(parts) if tree["kind"] == "Dict" else tuple(value for _, value in parts)
+    # A copy of a row: an environment may keep the action it is given.
     return arrays[name] if row is None else arrays[name][row].copy()
 
 
 def problem_in(tree: Mapping[str, Any], arrays: Mapping[str, np.ndarray], name: str, row: int) -> str:
-    """Name of the part of a row that is NaN; empty where none is."""
+    """Which part of a row is NaN, as text for a message; empty if none is."""
     if "parts" in tree:
         found = (problem_in(part, arrays, f"{name}/{key}", row) for key, part in tree["parts"])
         return next((problem for problem in found if problem), "")
+    # Integers cannot be NaN, and infinite observations are allowed by Box.
     array = arrays[name]
     return f"{name} is NaN" if array.dtype.kind == "f" and np.isnan(array[row]).any() else ""

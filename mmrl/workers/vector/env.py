@@ -67,10 +67,13 @@ class EnvironmentProcesses(RowPool[Any]):
         mode: str,
         settings: VectorSettings,
     ) -> None:
-        self._mode, self._start_timeout_s = mode, settings.start_timeout_s
+        self._mode = mode
+        self._start_timeout_s = settings.start_timeout_s
         # Environments are named, not pickled, so that a fresh process can make them from any request.
         self._make, self._kwargs = _what_to_make(env, num_envs, kwargs)
+        # As many processes as cores at most: more would only take turns.
         workers = min(settings.workers or usable_cores(), num_envs)
+        # Neighbouring environments share a process, so that their rows of the board are a slice.
         self.members = [rows.tolist() for rows in np.array_split(np.arange(num_envs), workers)]
         """Numbers of the environments of each process."""
         spec = settings.worker_spec(SERVICE, f"the environment {env}", {})
@@ -84,6 +87,7 @@ class EnvironmentProcesses(RowPool[Any]):
     def requests(self, kind: str, contents: Mapping[int, Mapping[str, Any]]) -> dict[int, Request]:
         """Requests by process, each with the setup that a fresh process needs before it can answer."""
         requests = {}
+        # With every request and not only the first: any process may be a fresh one.
         for slot, content in contents.items():
             members = self.members[slot]
             kwargs = [self._kwargs[member] for member in members]
@@ -110,6 +114,7 @@ class EnvironmentProcesses(RowPool[Any]):
         found = []
         for slot, answer in answers.items():
             if isinstance(answer, WorkerFailure):
+                # For the whole vector environment: a call has no result if one environment has none.
                 self.broken[slot] = answer
                 raise self.error("did not start" if kind == "describe" else f"failed at {kind}", answer)
             found.append(self._read(answer))
@@ -128,6 +133,7 @@ def row_seeds(seed: int | Sequence[int | None] | None, rows: int) -> list[int | 
     """Seeds of all rows."""
     if seed is None:
         return [None] * rows
+    # The numbers of Gymnasium's own vector environments.
     if isinstance(seed, (int, np.integer)):
         return [int(seed) + row for row in range(rows)]
     if len(seed) != rows:
@@ -140,6 +146,7 @@ def rows_to_reset(options: Mapping[str, Any] | None, rows: int) -> tuple[NDArray
     if options is None or "reset_mask" not in options:
         return np.ones(rows, bool), None if options is None else dict(options)
     mask = options["reset_mask"]
+    # The checks of Gymnasium, with a message instead of an assertion.
     if not isinstance(mask, np.ndarray) or mask.shape != (rows,) or mask.dtype != np.bool_ or not mask.any():
         raise UserError(
             f"options['reset_mask'] is {mask!r:.80}; expected a NumPy array of {rows} bools, at least one of them True"
@@ -149,6 +156,7 @@ def rows_to_reset(options: Mapping[str, Any] | None, rows: int) -> tuple[NDArray
 
 def fresh_seed(seed: int | None, failures: int) -> int | None:
     """Seed for an environment that has to start again, from its first one and the number of its failures."""
+    # A hash, so that the new seeds of neighbouring environments do not meet.
     return None if seed is None else int(np.random.SeedSequence([abs(seed), failures]).generate_state(1)[0])
 
 
@@ -196,12 +204,15 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
         check_config(self.settings)
         if num_envs < 1:
             raise UserError(f"num_envs is {num_envs}; must be at least 1")
-        self.num_envs, self.autoreset_mode = num_envs, AutoresetMode(autoreset_mode)
+        self.num_envs = num_envs
+        self.autoreset_mode = AutoresetMode(autoreset_mode)
         self._envs = EnvironmentProcesses(env, num_envs, kwargs, self.autoreset_mode.value, self.settings)
-        self.failures, self._rows = self._envs.failures, self._envs.members
+        self.failures = self._envs.failures
+        self._rows = self._envs.members
         self._over = np.ones(num_envs, bool)
         self._failed = np.zeros(num_envs, np.int64)
         self._seeds: list[int | None] = [None] * num_envs
+        # Workers run from here on, and an error in between must not leave them behind.
         try:
             self._learn_spaces()
         except BaseException:
@@ -231,6 +242,7 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
             RunError: an environment does not begin an episode; the message holds its traceback.
         """
         self._check_open()
+        # Checked before any environment begins.
         seeds = row_seeds(seed, self.num_envs)
         mask, options = rows_to_reset(options, self.num_envs)
         # Remembered for processes that are lost later; a reset without a seed keeps the earlier one.
@@ -253,6 +265,7 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
             RunError: no episode comes to an end any more, only restarts happen.
         """
         self._check_open()
+        # With DISABLED the caller resets: an episode that has ended, or never begun, cannot be stepped.
         self._check_begun()
         try:
             board.write_batch(self._action, self._board.arrays, "action", actions)
@@ -260,6 +273,7 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
             raise UserError(str(error)) from None
         # With NEXT_STEP, the step after a failure is the one in which the next episode begins.
         restarting = sorted(self._envs.broken)
+        # Built once: the usual step sends the same empty request to every process.
         asked = self._all if not restarting else {slot: STEP for slot in self._all if slot not in self._envs.broken}
         infos = self._gather(self._envs.ask(asked))
         if restarting:
@@ -282,6 +296,7 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
 
     def set_attr(self, name: str, values: Any) -> None:
         """Set an attribute of every environment, to one value or to a list with a value for each."""
+        # A list is for each environment, anything else is for all.
         given = list(values) if isinstance(values, (list, tuple)) else [values] * self.num_envs
         if len(given) != self.num_envs:
             raise UserError(f"{len(given)} values for {self.num_envs} environments")
@@ -300,13 +315,15 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
         """Start the workers and make the shared memory for actions and observations."""
         said = self._envs.describe()
         first = said[0]
-        self._observation, self._action = first["observation"][0], first["action"][0]
+        self._observation = first["observation"][0]
+        self._action = first["action"][0]
         self.single_observation_space = _common_space("observation", said)
         self.single_action_space = _common_space("action", said)
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.metadata = {**first["metadata"], "autoreset_mode": self.autoreset_mode}
         self.render_mode = first["render_mode"]
+        # The registry's entry, as Gymnasium's wrappers expect it; None for a function of the user.
         self.spec = gymnasium.registry.get(first["id"])
         layout = board.leaves(self._observation, "observation", self.num_envs)
         self._seen_names = [name for name, *_ in layout]
@@ -323,6 +340,7 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
         self, rows: Iterable[int], seeds: Sequence[int | None], options: Mapping[str, Any] | None
     ) -> dict[int, Any]:
         """Begin episodes in some rows; returns their infos."""
+        # A lost process has no environments, so all of its rows begin.
         chosen = self._choose(set(rows))
         contents = {
             slot: {
@@ -347,6 +365,7 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _choose(self, rows: Container[int]) -> dict[int, list[int]]:
         """Rows to start by worker: the requested ones, and all of a fresh process."""
+        # Processes without a requested row are left alone.
         chosen = {slot: [row for row in members if row in rows] for slot, members in enumerate(self._rows)}
         return {slot: self._rows[slot] if slot in self._envs.broken else some for slot, some in chosen.items() if some}
 
@@ -368,13 +387,14 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _note_lost(self, rows: Sequence[int], failure: WorkerFailure) -> dict[int, Any]:
         arrays = self._board.arrays
+        # A broken episode ends as truncated: no terminal state was reached.
         arrays["terminated"][rows], arrays["truncated"][rows], arrays["failed"][rows] = False, True, True
         return {row: {"failed": True, "failure": f"{failure.kind}: {failure.reason}"} for row in rows}
 
     def _restart(self, slots: Sequence[int], *, keep: bool = False) -> dict[int, Any]:
         """Begin episodes in fresh processes; the flags of the step keep the failure."""
         rows = [row for slot in slots for row in self._rows[slot]]
-        # A fresh process has not stepped: what stands here is of the failed step, which was reported before.
+        # A fresh process has not stepped: these numbers are those of the failed step, which was reported before.
         if not keep:
             for name in ("reward", "terminated", "truncated", "failed"):
                 self._board.arrays[name][rows] = 0
@@ -389,6 +409,7 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
         rewards, terminations, truncations = (arrays[name].copy() for name in ("reward", "terminated", "truncated"))
         over = terminations | truncations
         found = dict(infos)
+        # Most steps end no episode, and skip all of this.
         if over.any():
             self._settle(rewards, over, found)
         self._over = over if self.autoreset_mode is AutoresetMode.DISABLED else self._over
@@ -408,20 +429,24 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
             told = infos[row]["final_info"] if same else infos[row]
             if told["failure"].startswith("diverged: "):
                 self.failures.note(WorkerFailure("diverged", one_line(told["failure"].removeprefix("diverged: "))))
+        # An episode that ended by itself shows that the environment works.
         if (over & ~failed).any():
             self._envs.note_success()
         if same:
             for row in np.flatnonzero(over).tolist():
+                # Gymnasium's `final_obs`: the observation of the episode that ended.
                 last = board.read(self._observation, arrays, "final", row)
                 infos[row] = {"final_info": {}, **infos.get(row, {}), "final_obs": last}
 
     def _look(self) -> Any:
         """Copy the observations out of the shared memory."""
+        # Kept apart from what the caller gets, since it is the last sound one if the next step fails.
         self._seen = {name: self._board.arrays[name].copy() for name in self._seen_names}
         return board.read(self._observation, self._seen, "observation")
 
     def _join(self, infos: Mapping[int, Any]) -> dict[str, Any]:
         joined: dict[str, Any] = {}
+        # In order of rows, so that the arrays of `infos` do not depend on which process answered first.
         for row in sorted(infos):
             joined = self._add_info(joined, infos[row], row)
         return joined
@@ -441,6 +466,7 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
 
 def _common_space(name: str, said: Sequence[Mapping[str, Any]]) -> gymnasium.Space[Any]:
     """The space that all environments report."""
+    # One space for all: observations are stacked.
     found = [_build_space(tree) for one in said for tree in one[name]]
     for row, space in enumerate(found):
         if space != found[0]:
@@ -463,6 +489,7 @@ def _build_space(tree: Mapping[str, Any]) -> spaces.Space[Any]:
     if kind == "MultiDiscrete":
         return spaces.MultiDiscrete(tree["nvec"], dtype=dtype.type, start=tree["start"])
     shape = tuple(tree["shape"])
+    # Gymnasium takes a number for one axis.
     return spaces.MultiBinary(shape if len(shape) > 1 else shape[0])
 
 
@@ -470,9 +497,11 @@ def _what_to_make(
     env: str, num_envs: int, kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 ) -> tuple[str, list[dict[str, Any]]]:
     """A factory, and the arguments with which each environment calls it."""
+    # A list gives each environment its own.
     each = [dict(kwargs or {})] * num_envs if kwargs is None or isinstance(kwargs, Mapping) else [*map(dict, kwargs)]
     if len(each) != num_envs:
         raise UserError(f"kwargs has {len(each)} entries; expected {num_envs}, one for each environment")
     if names_function(env):
         return env, each
+    # An id of Gymnasium goes through `gymnasium.make`.
     return "gymnasium:make", [{"id": env, **options} for options in each]

@@ -111,7 +111,7 @@ class GymnasiumVecEnv(VecEnv):
         self.envs.set_attr(attr_name, values)  # type: ignore[attr-defined]
 
     def env_method(self, method_name: str, *args: Any, indices: Indices = None, **kwargs: Any) -> list[Any]:
-        """Call a method of all environments; raises UserError for some of them, which cannot be called alone."""
+        """Call a method of all environments; raises UserError if `indices` leaves some out."""
         if len(set(self._get_indices(indices))) < self.num_envs:
             raise UserError(f"env_method({method_name!r}) with indices {indices}: only all environments can be called")
         return list(self.envs.call(method_name, *args, **kwargs))  # type: ignore[attr-defined]

@@ -37,6 +37,7 @@ def _load_file(path: Path, name: str) -> ModuleType:
 if not TYPE_CHECKING:
     HERE = Path(__file__).resolve().parent
     loading = _load_file(HERE.parent / "loading.py", "mmrl_loading")
+    # One module for both: an exception of a second copy would be another class.
     wire = sys.modules.get("mmrl_wire") or _load_file(HERE.parent / "wire.py", "mmrl_wire")  # a worker has it
     board = _load_file(HERE / "board.py", "mmrl_board")
 
@@ -48,12 +49,13 @@ class InfoError(Exception):
 
 
 class VectorService:
-    """Environments in some rows of a board; the requests are describe, reset, render, call, set and, empty, step."""
+    """Environments in some rows of a board; requests are describe, reset, render, call, set, and step if empty."""
 
     def __init__(self) -> None:
         self._envs: list[Any] = []
         self._over = np.zeros(0, bool)
-        self._first, self._mode = 0, ""
+        self._first = 0
+        self._mode = ""
         self._board: Any = None
         self._observation: dict[str, Any] = {}
         self._action: dict[str, Any] = {}
@@ -66,6 +68,7 @@ class VectorService:
         self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Work on a request; its content and its answer are encoded with `mmrl.workers.wire`."""
+        # The actions are in the shared memory already.
         if not fields:
             return self._report([self._step(place) for place in range(len(self._envs))])
         content = wire.decode(fields["content"], arrays)
@@ -88,10 +91,12 @@ class VectorService:
 
     def _make(self, made: Mapping[str, Any]) -> None:
         function = loading.find_function(made["factory"], what="the factory")
+        # Made once for the life of the process; a reset begins a new episode in them.
         for kwargs in made["kwargs"]:
             loading.check_arguments(f"options of {made['factory']}", function, kwargs)
             self._envs.append(function(**kwargs))
-        self._first, self._mode = int(made["first"]), made["mode"]
+        self._first = int(made["first"])
+        self._mode = made["mode"]
         self._over = np.zeros(len(self._envs), bool)
         first = self._envs[0]
         self._observation = board.describe(first.observation_space, "observation")
@@ -100,6 +105,7 @@ class VectorService:
     def _describe(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """Spaces of every environment here, and the metadata of the first one."""
         first = self._envs[0]
+        # Only what can be sent: metadata may hold functions or classes.
         metadata = {key: value for key, value in dict(first.metadata or {}).items() if _can_be_sent(value)}
         return {
             "observation": [board.describe(env.observation_space, "observation") for env in self._envs],
@@ -116,6 +122,7 @@ class VectorService:
             self._board = board.Board.open(content["path"], content["layout"])
         infos: list[dict[str, Any]] = [{} for _ in self._envs]
         for place, seed in zip(content["places"], content["seeds"]):  # noqa: B905 - Python 3.8
+            # As the caller gave it: None draws new randomness, as in Gymnasium.
             observation, infos[place] = self._envs[place].reset(seed=seed, options=content["options"])
             self._show("observation", place, observation)
             self._over[place] = False
@@ -128,6 +135,7 @@ class VectorService:
         # Gymnasium: the action of this step is ignored.
         if self._over[place] and self._mode == "NextStep":
             observation, info = env.reset()
+            # Gymnasium: a step that begins an episode has the reward 0.
             reward, terminated, truncated = 0.0, False, False
         else:
             observation, reward, terminated, truncated, info = env.step(self._action_of(row))
@@ -160,6 +168,7 @@ class VectorService:
     def _call(self, content: Mapping[str, Any]) -> list[Any]:
         found = []
         for env in self._envs:
+            # Through the wrappers: the attribute may be the innermost environment's.
             attribute = env.get_wrapper_attr(content["name"])
             found.append(attribute(*content["args"], **content["kwargs"]) if callable(attribute) else attribute)
         return found
