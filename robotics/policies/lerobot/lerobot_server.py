@@ -104,6 +104,7 @@ class LeRobotServer:
             python=config.python,
             environment={"HF_HUB_OFFLINE": "1"},
             start_timeout_s=config.start_timeout_s,
+            # a forward pass of a large model sends no heartbeat
             heartbeat_timeout_s=None,
             max_reply_bytes=MAX_REPLY_BYTES,
         )
@@ -139,6 +140,7 @@ class LeRobotServer:
             )
             check_data(str(self.folder), self.hello.get("data") or {}, self.action_range)
         except UserError:
+            # the process has started; an error must not leave it running
             self.pool.close()
             raise
 
@@ -211,6 +213,7 @@ class LeRobotServer:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # a reference or average shares the process: it uploads its own weights before each request
         return self
 
 
@@ -233,6 +236,7 @@ def check_data(folder: str, data: Mapping[str, Mapping[str, list[float]]], units
     actions, state = data.get("action"), data.get("observation.state")
     if actions is not None:
         ends = torch.tensor([actions["min"], actions["max"]], dtype=torch.float64)
+        # another number of entries is reported elsewhere, by the check against the simulator
         fitting = units is None or len(units.low) == ends.shape[1]
         scaled = ends if units is None or not fitting else units.to_sim(ends)
         if fitting and float(scaled.abs().max()) > FARTHEST:
@@ -272,6 +276,7 @@ class ServedActionPolicy(ActionPolicy):
     def save_pretrained(self, path: Path | str) -> None:
         """Write the trained weights and the path of the LeRobot policy, whose folder is not copied."""
         write_config(Path(path), self.kind, self.settings, self)
+        # the user has run this interpreter, so loading the policy again need not ask
         remember(*_program(self.settings.python))
         write_weights(self, Path(path))
 
@@ -286,6 +291,7 @@ class ServedActionPolicy(ActionPolicy):
         entries = {key: value for key, value in read_config(Path(path)).items() if key != "kind"}
         inside = entries.pop("inside", None)
         if inside is not None:
+            # an export may have been moved: its inner folder is found relative to it
             entries["folder"] = str(Path(path) / inside)
         check_sizes(entries, Path(path))
         check_foreign(*_program(entries.get("python")), f"{path}/policy.json")
