@@ -109,6 +109,7 @@ class ArgumentActions:
         values = {}
         for name, space in self._spaces.items():
             values[name] = CONVERTERS[type(space).__name__](space, action.arguments[name])
+            # `contains` as well: a converter checks the form, the space its bounds
             if values[name] is None or not space.contains(values[name]):
                 raise NotExecutableError(f"The argument {name} must be {_described(space)}.")
         return values["value"] if self._single else values
@@ -235,6 +236,7 @@ class GymEnvironment:
         image_keys = _chosen("image_keys", image_keys, entries, image_form)
         self._image_forms = {key: image_form(entries[key]) for key in image_keys}
         self._text_keys = _chosen("text_keys", text_keys, entries, lambda space: type(space).__name__ == "Text")
+        # an environment that shows something itself is not rendered in addition
         self._render = not (self._image_forms or self._text_keys) if render is None else render
         if self._render and getattr(env, "render_mode", None) != "rgb_array":
             raise UserError(
@@ -251,6 +253,7 @@ class GymEnvironment:
 
     def reset(self, task: Mapping[str, Any], seed: int) -> tuple[Observation, Mapping[str, Any]]:
         """Start an episode; the task is passed as options."""
+        # an empty task is no option: some environments refuse options altogether
         options = dict(task) if self._task_options and task else None
         observation, info = self._env.reset(seed=seed, options=options)
         self._text = ""
@@ -261,6 +264,7 @@ class GymEnvironment:
         try:
             value = self._reader.read(action)
         except NotExecutableError as error:
+            # the agent sees the last images again, since nothing has changed
             return Observation(str(error), self._images), 0.0, False, False, {"action_error": str(error)}
         observation, reward, terminated, truncated, info = self._env.step(value)
         return self._observe(observation), reward, terminated, truncated, info
@@ -282,6 +286,7 @@ class GymEnvironment:
         if self._render:
             images.append(as_image(self._env.render()))
         text = "\n".join(_text(key, parts[key]) for key in self._text_keys)
+        # an instruction that comes with every image would be read in every turn
         repeated = text == self._text and bool(images) and not self._repeat_text
         self._images, self._text = tuple(images), text
         return Observation("" if repeated else text, self._images)
