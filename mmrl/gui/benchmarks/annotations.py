@@ -73,6 +73,7 @@ def make_target(annotation: Annotation, original_wh: Size) -> Target:
         return annotation.target
     relative = annotation.form is not None and annotation.form.is_relative
     width, height = (1, 1) if relative else (annotation.size or original_wh)
+    # 1 unless the stored image has another size than the annotated one
     x_scale, y_scale = original_wh[0] / width, original_wh[1] / height
     if annotation.form is None:
         xs, ys = annotation.target[0::2], annotation.target[1::2]
@@ -275,6 +276,7 @@ def _numbers(cells: Cells, name: str) -> tuple[float, ...]:
     if not isinstance(value, list | tuple):
         raise RowError(f"{name} is {_short(value)}; expected a list of numbers")
     for number in value:
+        # bool is an int in Python
         if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
             raise RowError(f"{name} holds {_short(number)}; expected finite numbers")
     return tuple(value)

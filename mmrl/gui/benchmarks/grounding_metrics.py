@@ -131,6 +131,7 @@ def mean_of_shares(shares: Sequence[Share]) -> tuple[float, float, float]:
     if not known:
         return math.nan, math.nan, math.nan
     mean = sum(share.value for share in known) / len(known)
+    # the squared distances to the lower ends add up, as variances would
     below = math.sqrt(sum((share.value - share.interval[0]) ** 2 for share in known)) / len(known)
     above = math.sqrt(sum((share.interval[1] - share.value) ** 2 for share in known)) / len(known)
     return mean, max(mean - below, 0.0), min(mean + above, 1.0)
@@ -224,6 +225,7 @@ def _rows(columns: tuple[str, ...], scored: Sequence[Scored]) -> list[TableRow]:
     """A row for each combination of values, in the order of first appearance; a sample may have several values."""
     parts: dict[tuple[str, ...], list[Scored]] = {} if columns else {(): list(scored)}
     for entry in scored if columns else ():
+        # a sample with several values counts in each of their cells
         for values in itertools.product(*(entry.groups.get(column, ()) for column in columns)):
             parts.setdefault(values, []).append(entry)
     rows = []
