@@ -176,6 +176,7 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
             payload, result = self._judged(rollouts)
         self.errors.count(result)
         scored = with_rewards(rollouts.replace(payload=payload), result)
+        # the terms keep the real verdicts; only the reward that is learned from is shuffled
         return scored.replace(reward=self._shuffled(scored, step)) if self.config.shuffle_verdicts else scored
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
@@ -229,6 +230,7 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
                     result.examples.setdefault(f"{name}/unjudged", unknown[0])
             reasons += ["; ".join(f"{name}: {found.reason}" for name, found in each.items()) for each in verdicts]
         weights = [(each.weight, terms[each.label]) for each in self.config.verifiers]
+        # NaN of a verifier that could not judge makes the sum NaN, so the sample is left out
         result.total = [sum(weight * values[row] for weight, values in weights) for row in range(len(reasons))]
         return dataclasses.replace(payload, reasons=reasons), result
 
@@ -237,6 +239,7 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
         reward, seeds = rollouts.reward.clone(), FlowPayload.of(rollouts).noise_seed.tolist()
         for group in range(rollouts.num_groups):
             rows = torch.nonzero(rollouts.group == group).flatten()
+            # from the group's own seed, so that the shuffle does not depend on the process
             generator = make_generator(seeds[int(rows[0])], "shuffle", step.number)
             reward[rows] = rollouts.reward[rows[torch.randperm(len(rows), generator=generator).to(rows.device)]]
         return reward
