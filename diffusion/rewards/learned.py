@@ -236,7 +236,7 @@ def _batches(
 
 
 def _unit(features: Tensor) -> Tensor:
-    # float32 before the norm: cosines of similar images differ in the third digit
+    # float32 before the norm, since images are compared by small differences of a cosine
     return nn.functional.normalize(features.float(), dim=-1)
 
 
