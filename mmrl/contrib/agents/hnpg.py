@@ -101,6 +101,7 @@ class HnpgRecipe(ArcherRecipe):
     def __init__(self, config: HnpgConfig) -> None:
         super().__init__(config)
         self.trust_region = config.hnpg.region
+        # super() has started environments, which an error here would leave running
         try:
             episodes = self._recorded.episodes(self.policy, self.writer(self.policy))
         except BaseException:
@@ -135,11 +136,13 @@ class HnpgRecipe(ArcherRecipe):
 
     def _make_store(self) -> ReplayBuffer:
         return ReplayBuffer(
+            # `_choose` reads this step's episodes alone, so one step's are enough
             ReplayConfig(size=self.config.trainer.tasks_per_step * self.config.trainer.samples_per_task)
         )
 
     def _choose(self, step: Step, generator: torch.Generator) -> list[Drawn]:
         """Turns of this step's episodes and recorded turns, half each."""
         fresh, half = self.store.stored(EPISODES, since=step.number), self.settings.turns // 2
+        # if no episode of the step came to a result, recorded turns fill the batch
         own = draw_turns(fresh, half, generator, on_policy=True) if fresh else []
         return own + draw_turns(self.recorded, self.settings.turns - len(own), generator)

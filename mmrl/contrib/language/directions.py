@@ -44,6 +44,7 @@ Row = tuple[VlmTask, VlmTask, dict[str, Any]]
 
 def draw_direction(rng: np.random.Generator, size: int, spread: float = SPREAD) -> list[float]:
     """Unit vector of `size` weights at an angle to the first axis that is uniform up to `spread` degrees."""
+    # a normal vector has a uniform direction, so all other rewards are treated alike
     angle, rest = math.radians(rng.uniform(0, spread)), rng.normal(size=size - 1)
     return [math.cos(angle), *(math.sin(angle) * rest / np.linalg.norm(rest)).tolist()]
 
@@ -133,6 +134,7 @@ def build_directed(
     names = [term.name for term in terms]
     _check(names, spread)
     tasks, rng = load_source(questions, "questions").tasks, np.random.default_rng([seed, 24])
+    # answers are weighed by the rounded numbers that the prompt states
     weights = [stated(draw_direction(rng, len(terms), spread)) for _ in tasks]
     words = [rating(names, own) for own in weights]
     asked = [_asked(task, own, render) for task, own in zip(tasks, words, strict=True)]
@@ -146,6 +148,7 @@ def build_directed(
         score = values @ (np.array(own) / 100)
         missing += int(np.isnan(score).sum())
         if not np.isnan(score).all():
+            # an answer without one of the rewards has no score and cannot be the best
             best = int(np.nanargmax(score))
             columns = {"completion": texts[best], "direction": said, "score": float(score[best])}
             rows.append((task, question, columns | {"rewards": dict(zip(names, values[best].tolist(), strict=True))}))

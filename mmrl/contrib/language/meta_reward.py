@@ -96,6 +96,7 @@ class MetaRewardRecipe(VlmRecipe):
     config: MetaRewardConfig
 
     def __init__(self, config: MetaRewardConfig) -> None:
+        # super() prepares the tasks, which get the rubric as a column
         self.rubric = Rubric(config.rubric.text)
         self.meta: Callable[..., str] = META.get(config.rubric.meta) or load_function(config.rubric.meta, what="meta")
         super().__init__(config)
@@ -116,10 +117,12 @@ class MetaRewardRecipe(VlmRecipe):
         step: Step,
     ) -> RewardResult:
         """Score responses by the current rubric."""
+        # the column is that of the tasks' preparation; the rubric may have changed since
         return super().score_texts(self._with_rubric(tasks), prompts, texts, tokens, step)
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Advantages as usual; in some steps the meta judge writes the rubric of the next ones."""
+        # before `advantages`, so that the whole step was scored by one rubric
         if (step.number + 1) % self.config.rubric.interval == 0:
             self._rewrite(rollouts, accelerator)
         self.noted["rubric/version"] = float(self.rubric.version)
@@ -144,6 +147,7 @@ class MetaRewardRecipe(VlmRecipe):
     def _rewrite(self, rollouts: Rollouts, accelerator: Accelerator) -> None:
         """Ask the meta judge in the main process, and give its rubric to all."""
         found = self._samples(rollouts)
+        # a collective call, so every process makes it, though only the main one asks
         found = gather_object(found) if accelerator.num_processes > 1 else found
         text = [self._ask(spread(found, self.config.rubric.samples)) if accelerator.is_main_process else ""]
         if accelerator.num_processes > 1:
@@ -157,6 +161,7 @@ class MetaRewardRecipe(VlmRecipe):
         own = self.config.rubric
         try:
             text = str(self.meta(self.rubric.text, samples, **own.options)).strip()
+        # a judge that is down for a while must not end the run
         except (RuntimeError, OSError, ValueError) as error:
             LOGGER.warning("rubric.meta failed, and the rubric stays as it is: %s", error)
             return ""
@@ -177,6 +182,7 @@ class MetaRewardRecipe(VlmRecipe):
                 "answer": payload.tasks[group].columns.get("answer", ""),
             }
             for group, text, reward in zip(groups, payload.texts, rollouts.reward.tolist(), strict=True)
+            # not NaN
             if reward == reward
         ]
 
@@ -185,6 +191,7 @@ def spread(samples: Sequence[Sample], count: int) -> list[Sample]:
     """Some samples, evenly from the lowest reward to the highest."""
     ordered = sorted(samples, key=lambda sample: sample["reward"])
     taken = min(count, len(ordered))
+    # both ends included: the best and the worst answer of the step are always among them
     return [ordered[round(place * (len(ordered) - 1) / max(taken - 1, 1))] for place in range(taken)]
 
 
