@@ -17,7 +17,7 @@ from mmrl.agents.rollout.episodes import Episode
 from mmrl.runs.alarms import STEPS, WINDOW, Alarm, Track
 
 OFTEN = 0.5
-"""Share of the answers without an effect above which an alarm is given."""
+"""Fraction of the answers without an effect above which an alarm is given."""
 LITTLE = 0.1
 """The same where the share has doubled, and the part that is left of calls and entropy below which one is given."""
 BY_ANSWER = ("unreadable", "empty", "cut", "refused", "calls")

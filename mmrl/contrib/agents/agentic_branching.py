@@ -223,7 +223,7 @@ class BranchingRecipe(AgentRecipe):
         return super().score(rollouts.replace(extras=rollouts.extras | extras), step)
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
-        """Adds the share of episodes that branched."""
+        """Adds the fraction of episodes that branched."""
         branched = (rollouts.extras[SHARED] > 0).double()
         return super().step_metrics(rollouts) | {"episode/branched": row_metric(branched)}
 

@@ -78,7 +78,7 @@ class UtteranceSettings:
     gamma: float = bounded(0.95, at_least=0, at_most=1)
     """Discount of a turn."""
     tau: float = bounded(0.1, above=0, at_most=1)
-    """Share of the critics' weights in their average, after each of their updates."""
+    """Step of the averaged critics towards the current ones after each update: 1 copies them."""
     warmup_steps: int = bounded(20, at_least=0)
     """First steps of the run, in which only the critics learn."""
     turns: int = bounded(256, at_least=1)

@@ -52,7 +52,7 @@ class EntropySettings:
     cold: float = bounded(0.8, above=0)
     """Temperature of the further samples where it is above."""
     share: float = bounded(0.25, above=0, at_most=1)
-    """Share of a step's questions, the first ones, that are sampled once more."""
+    """Fraction of a step's questions that are sampled once more; these are the first ones."""
     threshold: float = rare(bounded(0.05, at_least=0))
     """Advantage in its own group above which a further sample is learned."""
     weight: float = bounded(1.0, above=0)

@@ -64,14 +64,14 @@ class OnlineSettings:
     """Writer of the other answer: the policy itself, the reference, or the geometric mixture of the two; auto: that of
     the objective's paper."""
     mixture: float = rare(bounded(0.5, above=0, below=1))
-    """Share of the reference in the mixture's log-probabilities."""
+    """Weight of the reference in the mixture's log-probabilities."""
     reference: str = choice("start", ("start", "previous"))
     """Policy of the loss's log-ratios, and of opponents: start (see `reference.kind`), or previous, the policy at the
     start of the iteration."""
     iteration: int = bounded(1, at_least=1)
     """Steps of an iteration."""
     extrapolation: float = rare(bounded(0.0, at_least=0, finite=True))
-    """Share of an iteration's change of the weights by which they move on at its end."""
+    """Extra step at the end of an iteration, as a fraction of the change of the weights during it."""
 
 
 @dataclass

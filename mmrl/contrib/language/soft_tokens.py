@@ -235,7 +235,7 @@ class SoftRecipe(VlmRecipe):
         return found if "states" in outputs else dataclasses.replace(found, states=None)
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
-        """Adds the share of soft tokens and the mean weight of their first one."""
+        """Adds the fraction of soft tokens and the mean weight of their first one."""
         mixed = VlmPayload.of(rollouts).mixed
         # rollouts may have been padded or cut to another width
         soft = functional.pad(rollouts.mask, (0, mixed["soft"].shape[1] - rollouts.num_decisions)) * mixed["soft"]

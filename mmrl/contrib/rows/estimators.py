@@ -313,7 +313,7 @@ class EntropyDamped(Advantage):
     kind = "entropy_damped"
     needs = frozenset({"samples", "answers"})
     alpha: float = rare(bounded(0.5, at_least=0, at_most=1))
-    """Share of the advantage that a group of n different answers loses."""
+    """Fraction of the advantage that a group of n different answers loses."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """See `Advantage`."""
@@ -339,7 +339,7 @@ class EarlyCode(Advantage):
     delta: float = rare(bounded(-2.0, at_most=0))
     """Bonus of a mean length of delay; negative, as early code earns more."""
     bound: float = rare(bounded(0.7, at_least=0))
-    """The paper's k: the bonus is at most this share of the advantage's size."""
+    """The paper's k: the bonus is at most this fraction of the advantage's size."""
     solved: float = rare(1.0)
     """Smallest reward of a right answer."""
     eps: float = rare(bounded(1e-6, at_least=0))
@@ -412,9 +412,9 @@ class DownSampled(Weight):
     kind = "down_sampled"
     needs = frozenset({"samples", "entropy_old"})
     rows: float = rare(bounded(0.5, above=0, at_most=1))
-    """Share of a group's rows that is kept at the start, at least 2 rows."""
+    """Fraction of a group's rows that is kept at the start, at least 2 rows."""
     decisions: float = rare(bounded(0.2, above=0, at_most=1))
-    """Share of the decisions of these rows that is kept at the start."""
+    """Fraction of the decisions of these rows that is kept at the start."""
     relax_steps: int = rare(bounded(0, at_least=0))
     """Steps over which both shares grow linearly to 1; 0 keeps them."""
 

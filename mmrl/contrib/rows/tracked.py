@@ -185,7 +185,7 @@ class TrackedValue(Advantage):
 
     kind = "tracked_value"
     keep: float = rare(bounded(0.875, above=0, at_most=1))
-    """Share of the tracked counts that a visit keeps: 0.875 remembers 8 samples."""
+    """Factor of the tracked counts at each visit: 0.875 remembers about 8 samples."""
     prior: float = rare(bounded(0.5, above=0))
     """Successes, and failures, of a task that was not yet seen."""
     low: float = rare(0.0)

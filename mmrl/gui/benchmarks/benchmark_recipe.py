@@ -58,7 +58,7 @@ VISUAL_TOKENS = 5600
 NEW_TOKENS = 1024
 ENOUGH_POINTS = 20
 MUCH_OUTSIDE = 0.3
-"""Share of first points outside their screens that causes a warning."""
+"""Fraction of first points outside their screens above which a warning is logged."""
 
 
 @dataclass
