@@ -1,22 +1,14 @@
 """Agentic ARPO: episodes branch from others after observations that make the agent uncertain.
 
-Of the G episodes of a task, `branching.initial` begin at its start. Then, turn by turn, an episode branches with a
-probability that rises with the entropy of the first tokens after the observation, until there are G; what is missing in
-the end begins at the start again. A branch repeats the actions of the turns before in a separate environment, which
-must depend on task, seed and actions alone. The loss is that of `objective: {preset: agentic_branching}`, with one
-advantage for a whole episode (soft); `advantage: {kind: group_branches}` averages it where episodes have tokens in
-common (hard).
+`branching.initial` of a task's G episodes begin at its start. The others branch from them at turns with a high entropy:
+a branch replays the earlier actions in a fresh environment, which must depend only on task, seed and actions. With
+`allocation: entropy` (AEPO) the first episode decides how many begin at the start.
 
-With `allocation: entropy` it is AEPO: the first episode of a task decides how many begin at the start, and several
-branches in a row become less likely. `objective: {preset: agentic_entropy_balanced}` is its loss.
-
-Source: Dong et al., ARPO, arXiv 2507.19849, and AEPO, arXiv 2510.14545; dongguanting/ARPO and mowenruan/ARPO
+Sources: Dong et al., ARPO, arXiv 2507.19849, and AEPO, arXiv 2510.14545; dongguanting/ARPO and mowenruan/ARPO
 vllm_rollout_with_tools.py, whose constants are the defaults.
 
-Differences: entropies are exact, where the code has the ten most likely tokens, and are compared with those of the same
-episode, where the code never resets what it compares with. A branch begins before the uncertain answer, as in the
-papers; in the code one observation later. Episodes are finished before others branch from them. AEPO's first episode
-stays in the group.
+Differences from the code: entropies are exact rather than over the ten most likely tokens, and are compared within an
+episode. A branch begins before the uncertain answer, as in the papers, not one observation later.
 """
 
 from __future__ import annotations

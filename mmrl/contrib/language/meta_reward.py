@@ -1,16 +1,15 @@
-"""MPO, meta policy optimisation: a judge whose rubric a meta judge rewrites while the policy learns (arXiv 2504.20157).
+"""MPO, meta policy optimisation: a meta judge rewrites the judge's rubric during training (arXiv 2504.20157).
 
-A judge scores answers by a rubric, a text that reward functions get as the column `rubric`. Every `rubric.interval`
-steps `rubric.meta` reads answers of the step with their rewards and returns the next rubric, so that a policy that has
-learned to please the judge meets stricter criteria. All processes and rollout workers have the same rubric, checkpoints
-hold it, and evaluations score by the current one; measure what is really wanted with a reward that reads no rubric.
+Reward functions get the rubric as the column `rubric`. Every `rubric.interval` steps `rubric.meta` reads some of the
+step's answers with their rewards and returns the next rubric, so a policy that has learned to please the judge meets
+stricter criteria. Evaluations use the current rubric; to measure real progress, add a reward that does not read it.
 
-The built-in judge (reward `rubric`) and meta judge (`rubric.meta: chat`) ask models behind OpenAI-compatible
-endpoints; functions of yours can be either. A meta judge that fails leaves the rubric as it is.
+The built-in judge (reward `rubric`) and meta judge (`rubric.meta: chat`) call OpenAI-compatible endpoints; either can
+be replaced by a Python function.
 
-Differences from minnesotanlp/mpo: any objective, by default GRPO, instead of PPO; one rubric for all tasks, without
-the code's clusters of tasks, prescreening and merging; answers for the meta judge are spread evenly from the worst to
-the best of the step; the wording of all questions is this project's own.
+Differences from minnesotanlp/mpo: any objective (default GRPO) instead of PPO; one rubric for all tasks, without
+clustering, prescreening and merging; samples for the meta judge are spread evenly over the step's rewards; the prompts
+are worded differently.
 """
 
 from __future__ import annotations

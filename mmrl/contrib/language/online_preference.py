@@ -1,17 +1,16 @@
-"""Online preference optimisation: sampled answers, of which rewards choose the better one, and any loss on pairs.
+"""Online preference optimisation: any pairwise loss on sampled answers, ranked by their rewards.
 
-In each step the policy answers every question `trainer.samples_per_task` times, and the best and the worst answer are
-the pair (online DPO). An opponent may write the other answer: the reference (XPO), or the geometric mixture of policy
-and reference, sampled token by token from both (Nash-MD). For a judge instead of rewards, use the reward `winrate`.
+The pair is the best and the worst of `trainer.samples_per_task` answers (online DPO), or an answer of the policy and
+one of an opponent: the reference (XPO) or the geometric mixture of policy and reference (Nash-MD). To rank with a
+judge, use the reward `winrate`.
 
-The reference is that of the run (`reference`), or with `online.reference: previous` the policy at the start of the
-iteration of `online.iteration` steps: iterative DPO, and with the mixture Nash-MP's opponent that moves. INPO compares
-with both. With `online.extrapolation` the weights move on at the end of each iteration by that share of their change
-since the end of the one before (accelerated preference optimisation).
+`online.reference: previous` takes the policy at the start of each iteration as the reference (iterative DPO, Nash-MP);
+INPO uses both. `online.extrapolation` moves the weights further at the end of an iteration (accelerated preference
+optimisation).
 
-Differences from TRL's trainers: pairs with equal rewards teach nothing and are left out, unless the loss reads the
-rewards; TRL takes the first answer. Nash-MP's two half steps are one step. The accelerated method extrapolates
-log-probabilities; its weights are extrapolated here, which is the same where log-probabilities are linear in them.
+Differences from TRL's trainers: pairs with equal rewards are not trained, unless the loss reads the rewards; TRL takes
+the first answer. Nash-MP's two half steps are one step. The accelerated method extrapolates log-probabilities, this
+one weights, which is the same only where log-probabilities are linear in them.
 
 Sources: Guo et al., online AI feedback, arXiv 2402.04792; Xie et al., XPO, arXiv 2405.21046; Munos et al., Nash-MD,
 arXiv 2312.00886; Zhang et al., INPO, arXiv 2407.00617; He et al., accelerated preference optimisation, arXiv
