@@ -72,6 +72,7 @@ def make_target(annotation: Annotation, original_wh: Size) -> Target:
     if isinstance(annotation.target, Refusal):
         return annotation.target
     relative = annotation.form is not None and annotation.form.is_relative
+    # fractions need no annotated size
     width, height = (1, 1) if relative else (annotation.size or original_wh)
     # 1 unless the stored image has another size than the annotated one
     x_scale, y_scale = original_wh[0] / width, original_wh[1] / height
@@ -236,6 +237,7 @@ def _annotation(
 ) -> Annotation:
     """An annotation; `instruction` and `size` are columns, and `form` defaults to that of the layout."""
     return Annotation(
+        # own ids where the benchmark has none, from the place in its file
         id=str(id or f"{context.file.stem}-{context.number}"),
         place=context.place,
         image=image,

@@ -142,8 +142,10 @@ def smart_resize(
     new_height, new_width = (max(factor, round(side / factor) * factor) for side in (height, width))
     if new_height * new_width > highest:
         shrink = math.sqrt(height * width / highest)
+        # ratio of the sides before rounding, as qwen-vl-utils does, not of the rounded ones
         new_height, new_width = (math.floor(side / shrink / factor) * factor for side in (height, width))
     elif new_height * new_width < lowest:
+        # ceil, so that the area is not below the bound again
         grow = math.sqrt(lowest / (height * width))
         new_height, new_width = (math.ceil(side * grow / factor) * factor for side in (height, width))
     if min(new_height, new_width) < 1:
