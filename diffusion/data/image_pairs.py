@@ -137,6 +137,7 @@ def load_pairs(config: ImagePairConfig) -> ImageRows[ImagePair]:
 def _packed_pair(row: int, arrays: Mapping[str, NDArray[Any]], path: Path, config: ImagePairConfig) -> ImagePair:
     place, caption = f"{path.name} {row}", str(arrays["captions"][row])
     check_caption(place, caption, config)
+    # there is no preference between equal images
     if np.array_equal(arrays["chosen"][row], arrays["rejected"][row]):
         raise BadRowError("equal_sides", place, "both images are the same")
     chosen, rejected = (StoredImage(arrays[side], row) for side in SIDES)
@@ -153,6 +154,7 @@ def _listed_pair(row: DataRow, path: Path, config: ImagePairConfig) -> ImagePair
     gone = [str(name) for name, file in zip(names, files, strict=True) if file is None or not is_file(file)]
     if gone:
         raise BadRowError("missing_side", row.place, f"no such image: {gone[0]}")
+    # by name: reading all images to compare them would take too long
     if files[0] == files[1]:
         raise BadRowError("equal_sides", row.place, f"both sides are {names[0]}")
     given = {name: row.cells[name] for name in NUMBERS if row.cells.get(name) is not None}

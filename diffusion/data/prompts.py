@@ -78,6 +78,7 @@ class ImageRows(LoadedRows[TaskT]):
         """Count a row that cannot be used; raises UserError if bad rows are errors."""
         if self.on_bad_row == "error":
             raise UserError(f"{error}; {self.key}.on_bad_row=skip leaves such rows out") from None
+        # one message for each kind; the counts follow at the end
         if not any(known.kind == error.kind for known in self.problems):
             LOGGER.warning("%s; such rows are skipped and counted", error)
         self.problems.append(error)
@@ -124,6 +125,7 @@ def _rows(config: PromptConfig) -> Iterator[DataRow]:
     if path.suffix.lower() != ".txt":
         yield from rows(config)
         return
+    # a text file has no splits, so another one than train is a mistake
     check_split(config.path, config.split, config.subset)
     try:
         with path.open(encoding="utf-8-sig") as file:  # splitlines() would also cut at U+2028 and form feeds

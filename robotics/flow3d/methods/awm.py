@@ -144,6 +144,7 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
         self.judge = FlowJudge([*config.verifiers, *config.heldout_verifiers])
         self._check_clips()
         self.awm = AwmLoss(self.policy, config.awm, self.process)
+        # minibatches without an advantage would train only the distance to the reference
         self.awm.gradient = "with_signal"
         self.terms = [self.awm]
         self.eval_ema = self.parts["eval_ema"] = EvalAverage(self.policy, config.eval_ema)
@@ -220,10 +221,12 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
         reasons: list[str] = []
         result = RewardResult([], terms)
         for number, clip in enumerate(payload.clips):
+            # verifiers read pixels and metres, the model's samples are normalised
             flows = self.policy.encoding.decode(written[groups == number], clip.points, clip.observation.size_px)
             verdicts = self.judge.judge(clip, flows)
             for name, values in self.judge.values(verdicts).items():
                 terms.setdefault(name, []).extend(values)
+                # undecided, not refused: the value is NaN
                 unknown = [found[name].reason for found in verdicts if found[name].ok is None]
                 if unknown:
                     result.errors[f"{name}/unjudged"] = result.errors.get(f"{name}/unjudged", 0) + len(unknown)
