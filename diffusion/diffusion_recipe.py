@@ -334,7 +334,7 @@ class DiffusionRecipe(KeepsEvalAverage, DiffusionDomain, Recipe[DiffusionPolicy,
 
     @property
     def sampling_average(self) -> EMAWeights | None:
-        """The average that images are drawn with; None where they are drawn with the policy's own weights."""
+        """The average that images are drawn with; None if they are drawn with the policy's current weights."""
         return None
 
     def rollout_state(self, tasks: Sequence[Any]) -> Any:
@@ -386,7 +386,7 @@ class DiffusionRecipe(KeepsEvalAverage, DiffusionDomain, Recipe[DiffusionPolicy,
 
     @property
     def loss_reference(self) -> Reference | None:
-        """The reference of the loss's divergence term; None where the objective has no such term."""
+        """The reference of the loss's divergence term; None if the objective has no such term."""
         if not self.objective.needs_reference:
             return None
         assert self.reference is not None
@@ -433,7 +433,7 @@ def _with_missing(found: RewardResult, rows: Sequence[int], total: int) -> Rewar
 
 
 def columns_of(tasks: Sequence[DiffusionTask]) -> dict[str, list[Any]]:
-    """Columns of rows as lists for the rewards, from the task of each row; None where a task lacks a column."""
+    """Columns of the rows' tasks as lists for the rewards; None for a task that lacks a column."""
     return {other: [task.columns.get(name) for task in tasks] for name, other in _passed(tasks).items()}
 
 

@@ -1,7 +1,7 @@
-"""Pairs of a preferred and a rejected image of one caption: made by a function, or a user's own files.
+"""Pairs of a preferred and a rejected image for one caption, from files or a build function.
 
-Columns are those of TRL's preference data with images in place of texts: prompt, chosen, rejected, and optionally
-score_chosen and score_rejected (of a reward model) and text_quality (of the caption).
+The columns are those of TRL's preference data, with images as chosen and rejected, and optionally score_chosen and
+score_rejected (of a reward model) and text_quality (of the caption).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ImagePairConfig:
     path: str = MISSING
     """A .npz file with `captions` (N texts), `chosen` and `rejected` uint8 (N, h, w, 3), or (N, F, h, w, 3) of videos,
     and optionally the numbers score_chosen, score_rejected and text_quality, or a .jsonl, .json or .parquet file whose
-    columns prompt, chosen and rejected name image files beside it."""
+    columns prompt, chosen and rejected hold a caption and two paths relative to the file."""
     build: str | None = None
     """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
     build_options: dict[str, Any] = field(default_factory=dict)

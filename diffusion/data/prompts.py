@@ -48,8 +48,8 @@ class PromptConfig:
     prompt_key: str = "prompt"
     """Column of the text."""
     image_key: str = rare("image")
-    """Column of the image to be edited, a file beside the data or content of a data set, for models that take one; all
-    rows have one, or none. Empty: a column of this name is like any other."""
+    """Column of the image to edit, for models that take one: a path relative to the data, or the image itself; either
+    all rows have one or none. Empty: no column is an image."""
     max_image_pixels: int = rare(image_pixels_option())
     """Largest image in pixels, checked by its header before it is decoded."""
     max_tasks: int | None = bounded(None, at_least=1)
@@ -113,7 +113,7 @@ def load_prompts(
 
 
 def has_images(config: Any, otherwise: bool) -> bool:
-    """Whether the first usable prompt of a run's data comes with an image; `otherwise` where there is no such file."""
+    """Whether the first usable prompt of a run's data comes with an image; `otherwise` if there is no file yet."""
     data = getattr(config, "data", None)
     if not isinstance(data, PromptConfig) or not expanded(data.path).is_file():
         return otherwise

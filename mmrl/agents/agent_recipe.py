@@ -111,8 +111,8 @@ class AgentParts:
         name = self.actions.format
         if self.conversation.tools and name in FORMATS and name != "tool_call":
             raise ValueError(
-                f"conversation.tools has the chat template ask for calls of tools, which actions.format '{name}' does "
-                "not read; set actions.format: tool_call, or a function of your own"
+                f"conversation.tools makes the chat template ask for tool calls, which actions.format '{name}' cannot "
+                "read; set actions.format: tool_call, or a custom function"
             )
 
 

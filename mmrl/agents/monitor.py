@@ -19,9 +19,9 @@ from mmrl.runs.alarms import STEPS, WINDOW, Alarm, Track
 OFTEN = 0.5
 """Fraction of the answers without an effect above which an alarm is given."""
 LITTLE = 0.1
-"""The same where the share has doubled, and the part that is left of calls and entropy below which one is given."""
+"""The same for a fraction that has doubled; also the rest of tool calls and entropy below which an alarm is given."""
 BY_ANSWER = ("unreadable", "empty", "cut", "refused", "calls")
-"""Counts that are logged by answer."""
+"""Counts that are logged per answer."""
 
 
 def count_episodes(seen: Counter[str], episodes: Sequence[Episode]) -> None:

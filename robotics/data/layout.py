@@ -69,7 +69,7 @@ def dataset_file(folder: Path, pattern: str, **values: int | str) -> Path:
     # the hub's cache keeps files in blobs/ and links to them from snapshots/
     stored = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     if ".." in Path(relative).parts or not (real.is_relative_to(home) or real.is_relative_to(stored)):
-        raise UserError(f"{folder}: its metadata names {relative!r}, which lies outside of it; it is not read")
+        raise UserError(f"{folder}: its metadata names {relative!r}, which is outside the folder; it is not read")
     return folder / relative
 
 

@@ -1,10 +1,10 @@
-"""Writing of LeRobotDataset v3.0: an episode at a time, safe against a kill at any time.
+"""Writes LeRobotDataset v3.0 one episode at a time; the process may be killed at any point.
 
-A parquet or mp4 file that still grows is unreadable, so each episode first gets files of its own and counts once
-`meta/info.json` counts it. `finish`, and a file at its limit, join such files: the joined file replaces the first, the
-rows of `meta/episodes` are rewritten to point to it, and only then the others go. Whenever it is killed,
-`LeRobotReader` finds each finished episode once; lerobot's own reader, which reads every file, does so after `finish`,
-or after the dataset was opened for writing again, which removes leftovers.
+An unfinished parquet or mp4 file is unreadable, so each episode is first written to separate files and exists once
+`meta/info.json` counts it. These files are merged by `finish`, or when a file reaches its size limit: the merged file
+replaces the first one, `meta/episodes` is rewritten to point to it, and only then are the others deleted. At any point
+`LeRobotReader` finds each finished episode exactly once. lerobot's reader reads every file, so it needs `finish`, or a
+writer that opens the dataset again and removes leftovers.
 
 Deviations from lerobot 0.6.1: H.264 at crf 18 instead of AV1 at crf 30, because it plays everywhere and every PyAV
 encodes it; `meta/stats.json` has the quantiles of all frames instead of the mean of the episodes'; a dataset made here
@@ -155,7 +155,7 @@ class EpisodeWriter:
         """Keep a frame in memory until `save_episode`.
 
         Args:
-            state: (S,) before the action; None where the dataset has no state.
+            state: (S,) before the action; None if the dataset has no state.
             action: (A,).
             images: (H, W, 3) uint8 by camera, before the action; depth (H, W) as in `add_episode`.
             extra: values of the other features by name.
@@ -194,12 +194,12 @@ class EpisodeWriter:
         """Write an episode; it is in the dataset when this returns.
 
         Args:
-            states: (T, S) before each action; None where the dataset has no state.
+            states: (T, S) before each action; None if the dataset has no state.
             actions: (T, A).
             images: (T, H, W, 3) uint8 by camera, before each action; by depth camera (T, H, W) uint16 millimetres or
                 float32 metres, the same in all episodes.
             task: instruction, or T of them, one for each frame.
-            success: whether the task was solved; `next.success` is True in the last frame then. None where the dataset,
+            success: whether the task was solved; then `next.success` is True in the last frame. None if the dataset,
                 made elsewhere, does not store it.
             extra: (T, ...) values of the other features by name.
 

@@ -214,8 +214,8 @@ def run_episodes(
             depend on the other episodes running at the same time.
         greedy: take the most likely actions.
         record: render every control step.
-        images_of: B episodes whose first images the policy sees throughout instead of its own; the recorded images are
-            still its own. Empty for normal images.
+        images_of: B episodes whose first images the policy is shown throughout, while the real ones are recorded.
+            Empty: the policy sees the real images.
         timed: measure the time of each chunk, which differs between runs.
 
     Returns:

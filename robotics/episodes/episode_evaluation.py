@@ -213,7 +213,7 @@ class RobotMeasure(EpisodeMeasure[EpisodeSpec]):
         )
 
     def outcome(self, row: Row) -> Outcome | None:
-        """Whether an episode succeeded; None where its environment failed."""
+        """Whether an episode succeeded; None if its environment failed."""
         if row["failed"]:
             return None
         spec = episode_of(row)

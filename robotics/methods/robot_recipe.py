@@ -124,7 +124,7 @@ class RobotConfig(RobotParts, RunConfig):
 
     @property
     def compared_samples(self) -> int | None:
-        """Episodes that advantages compare; None where they compare none."""
+        """Episodes that advantages compare; None if they compare none."""
         return self.trainer.samples_per_task if self.compares_samples else None
 
     def validate(self) -> None:
@@ -486,7 +486,7 @@ def train_robot(
 
     Args:
         config: the run; `config.recipe` names the method.
-        policy: trained instead of `config.model`; wrap a module of your own in a `ModuleAdapter`.
+        policy: trained instead of `config.model`; wrap any other module in a `ModuleAdapter`.
         sim: used instead of `config.sim`, and closed at the end.
         resume: continue the run in `config.output_dir`.
 

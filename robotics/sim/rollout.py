@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Variant(Protocol):
-    """A scene with numbers of its own."""
+    """A variant of the scene, with different numbers in its model."""
 
     @property
     def model(self) -> mujoco.MjModel:
@@ -78,10 +78,10 @@ class ImageRollout:
         settings: images; None for states only.
         substeps: physics steps in a control step.
         horizon: control steps after which an episode is truncated; None for no limit.
-        workers: threads; the usable cores when None.
-        backend: name of a probed renderer; chosen and probed when None.
-        video: makes a renderer in place of `FrameRenderer`; called in the thread that draws.
-        physics: steps all scenes of a call at once; MuJoCo in the worker threads when None.
+        workers: number of threads; None uses all usable cores.
+        backend: name of a probed renderer; None probes and picks one.
+        video: makes the renderer, called in the thread that draws; default `FrameRenderer`.
+        physics: steps all scenes of a call together; None steps them with MuJoCo in the worker threads.
 
     Raises:
         UserError: a number is out of range, or there is no renderer.

@@ -109,7 +109,7 @@ class SubprocessSim(RowPool[Message]):
         self.views: tuple[str, ...] = tuple(self._hello.get("views", ()))
         """Names of the further cameras."""
         self.action_bounds: Sequence[Sequence[float]] | None = self._hello.get("action_bounds") or None
-        """Meaning of -1 and 1 in the environment's own units, A numbers each; None where unknown."""
+        """Values of -1 and 1 in the environment's units, A numbers each; None if unknown."""
         if self.renderer is not None and self.renderer.on_cpu and self._hello.get("shadow_lights"):
             _say_shadows(settings.factory, self._hello["shadow_lights"], self.renderer)
         self.image_fit = _say_fit(settings.factory, self._hello.get("fitted_camera"))

@@ -204,7 +204,7 @@ def write_answer(actions: Sequence[Action], format: str, thought: str = "") -> s
 
 
 PARSE_ERRORS: dict[str, str] = {
-    "empty": "The answer has no text beside its thinking.",
+    "empty": "The answer has no text outside its thinking.",
     "too_long": "The answer or an action is longer than is read.",
     "unfinished_thought": "The answer ends inside its thinking.",
     "no_action": "Nothing in the answer looks like an action of the format.",

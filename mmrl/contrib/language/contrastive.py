@@ -61,7 +61,7 @@ class ContrastSettings:
     apart: float = bounded(0.2, at_least=0)
     """Weight of the cosine to other groups."""
     unfinished: float | None = rare(-1.0)
-    """Reward of an answer that reached `sampler.max_new_tokens`, in the place of the cosines; empty = theirs."""
+    """Reward of an answer that reached `sampler.max_new_tokens`; empty = the cosines, as for other answers."""
 
 
 @dataclass

@@ -93,7 +93,7 @@ class ScaffoldedRecipe(ReplacingRecipe):
     def replacements(
         self, policy: VlmPolicy, rollouts: Rollouts, failed: Sequence[int], streams: Streams, step: Step
     ) -> Exchange | None:
-        """The right answer with the fewest hints, in the place of the first sample of its group."""
+        """The right answer with the fewest hints, which replaces the first sample of its group."""
         if step.number < self.config.scaffold.warmup_steps:
             return None
         payload = VlmPayload.of(rollouts)

@@ -276,7 +276,7 @@ def _refuse_asyncio() -> None:
         return
     raise UserError(
         "a browser cannot be driven inside a running asyncio loop (a notebook has one, and so has a thread in which "
-        "another browser runs); run it in a process of its own"
+        "another browser runs); run it in a separate process"
     )
 
 

@@ -290,7 +290,7 @@ def convention_of(tasks: Sequence[VlmTask]) -> Convention | None:
 
 
 def _cleaned(task: VlmTask, settings: GroundingSettings) -> VlmTask | None:
-    """The task with its box sorted and clipped, or None where it teaches nothing; places of other shapes stay."""
+    """The task with its box sorted and clipped; None if too little of it is on the screen. Other shapes are kept."""
     needs = task.columns["grounding"]
     target = target_of(needs)
     if not isinstance(target, Box):

@@ -144,7 +144,7 @@ def score_answer(
     *,
     no_think: bool = False,
 ) -> PointScore:
-    """Score one answer, given its target in pixels of the original image; never raises, whatever the text.
+    """Score one answer, given its target in pixels of the original image; never raises for any text.
 
     `locate` maps a point of the answer to such pixels; with `no_think` the answer has no think block.
 

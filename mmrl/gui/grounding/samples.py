@@ -182,10 +182,10 @@ def sample_row(sample: GroundingSample) -> dict[str, Any]:
 
 
 def write_samples(path: str | Path, samples: Iterable[GroundingSample]) -> Path:
-    """Write samples as JSON lines with PNG images in a folder beside them."""
+    """Write samples as JSON lines, and their images as PNG files in a folder next to it."""
     path = Path(path)
     if path.suffix != ".jsonl":
-        raise UserError(f"screens go to a .jsonl file, with their images in a folder beside it; got {path}")
+        raise UserError(f"screens are written to a .jsonl file, with a folder of images next to it; got {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = path.with_name(f"{path.stem}-images")
     # written under another name and moved when complete

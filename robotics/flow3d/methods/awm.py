@@ -2,11 +2,11 @@
 
 K flows are sampled for each scene and judged by the verifiers, and the model moves towards the noise-to-flow paths of
 those that were accepted more often than the scene's others: the loss of AWM (see `diffusion.matching.awm_loss`) with a
-flow in place of an image and a verdict in place of a reward. No true flow is used.
+flow as the sample and a verdict as the reward. No true flow is used.
 
 Source: Xue et al., AWM, arXiv 2509.25050, for the loss; 3DFlowAction, arXiv 2506.06199, for world model and verifier.
-The combination is the suite's own, and so are the other defaults: 8 scenes of 8 samples, 4 noisy versions of each
-sample, all weights trained.
+The combination and the other defaults are not from a paper: 8 scenes of 8 samples, 4 noisy versions per sample, all
+weights trained.
 
 A step in which all samples of each scene have the same reward moves no weight: the distances to reference and moving
 average are tiny then, and AdamW would scale their gradients up to whole steps. `exploration` makes such steps rare.

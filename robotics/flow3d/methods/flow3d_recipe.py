@@ -133,7 +133,7 @@ class Flow3dConfig(BaseRunConfig):
     """Sets of episodes in physics by name, which every evaluation runs after the clips; an episode takes a second or
     more."""
     loop: LoopConfig = field(default_factory=LoopConfig)
-    """Verifier, grasps and planner of those episodes; in place of `loop.seed` they use `seed`."""
+    """Verifier, grasps and planner of those episodes; `loop.seed` is ignored, they use `seed`."""
     loss_mask: str = choice("none", LOSS_MASKS)
     """none: every number counts, as in the public code; visible: only points that are seen, and the visibility of
     all."""

@@ -49,7 +49,7 @@ class LeRobotServerConfig:
     """Names of the policy's image features, such as observation.images.wrist, in the order of the simulator's cameras:
     `sim.camera`, then `sim.views`; empty = the policy's own order."""
     tokenizer: str | None = rare(None)
-    """Folder of the tokenizer (for GR00T of its processor) in place of the hub's that the policy names, such as the
+    """Local folder of the tokenizer (GR00T: the processor); default: the hub id in the policy's config, such as the
     gated google/paligemma-3b-pt-224 of pi0 and pi0.5."""
     action_low: list[float] = rare(field(default_factory=list))
     """Value of the policy's data that is -1 of the simulator, for each entry of an action, such as [0, 0] of PushT;
@@ -182,15 +182,15 @@ class LeRobotServer:
         return arrays
 
     def _past_observations(self, batch: PolicyInputs, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """The observations before, where the batch has them; else the process repeats the present one."""
+        """The past observations in the batch; without any, the server process repeats the current one."""
         parts = {f"past_{name}": getattr(batch, f"past_{name}") for name in names}
         lengths = {name: part.shape[1] for name, part in parts.items() if part is not None}
         if not lengths:
             if not self._warned:
                 LOGGER.warning(
-                    "%s takes %d observations in a row, but is given the present one alone, which is repeated, unlike "
-                    "what it learned. A simulator of your own keeps a past if its reset takes one, see RobotSim; a "
-                    "loop of your own gives it in PolicyInputs; robots send it to mmrl serve, see the metadata",
+                    "%s takes %d consecutive observations but gets only the current one, which is repeated; it was not "
+                    "trained on that. A custom simulator keeps the past if its reset takes one (see RobotSim); a "
+                    "custom loop passes it in PolicyInputs; robots send it to mmrl serve (see the metadata)",
                     self.folder,
                     self.past + 1,
                 )
