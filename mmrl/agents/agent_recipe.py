@@ -200,6 +200,7 @@ class AgentDomain:
         self.eval_tasks = held_out_tasks(config, lambda data, _: list_tasks(data))
         # before anything is started: a test task in training would make every number meaningless
         check_splits(config.data, self.train_tasks, config.eval_data, self.eval_tasks)
+        # results name the code of the environment, so that a changed one is another setting
         self.code = source_digest(config.environment.factory)
         # whatever has been started so far is closed if a later part fails
         with ExitStack() as undone:
@@ -264,6 +265,7 @@ class AgentDomain:
             sampler,
             config.episode,
             bootstrap_observation=bootstrap_observation,
+            # only reward functions read the conversation as text
             transcripts=bool(self.rewards.names),
             engine=engine,
         )
@@ -276,6 +278,7 @@ class AgentDomain:
         recorded = bool(config.evaluation.videos) and split == next(iter(self.eval_tasks))
 
         def run(tasks: Sequence[AgentTask], seeds: Sequence[int], greedy: bool, video: Sequence[bool]) -> list[Episode]:
+            # greedy answers keep the training temperature, at which their log-probabilities are recorded
             temperature = None if greedy else config.evaluation.temperature
             episodes = self.run_episodes(policy, tasks, seeds, greedy, video, temperature=temperature)
             self.add_rewards(episodes, step)
@@ -499,6 +502,7 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
 
     def _alone(self, rollouts: Rollouts, reward: Tensor) -> Tensor:
         """(B,) bool, rows of groups with a single result, which there is nothing to compare with."""
+        # critics and raw rewards need no second row
         if "samples" not in self.objective.advantage.needs:
             return torch.zeros_like(reward, dtype=torch.bool)
         count = group_sum(torch.isfinite(reward).long(), rollouts.group, rollouts.num_groups)

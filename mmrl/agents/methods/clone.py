@@ -100,6 +100,7 @@ class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
             raise NoUsableTasksError(f"no episode of the expert could be used: {episodes[0].reason}")
         rollouts = pack_episodes(usable, list(range(len(usable))), policy)
         earned = [episode.total for episode in usable]
+        # the loss does not read them; metrics and records do
         rewards = torch.tensor(earned, dtype=torch.float32, device=rollouts.mask.device)
         return streams.select(kept).noted(rollouts.replace(reward=rewards))
 

@@ -276,6 +276,7 @@ class GroundingMeasure(Measure[GroundingTask]):
 
     def run(self, batch: Sequence[Trial[GroundingTask]], start: int) -> list[Row]:
         """Ask about some screens and read the answers."""
+        # by index, as some of the batch may have no prompt
         prompts: dict[int, Prompt] = {}
         errors: dict[int, str] = {}
         for trial in batch:
@@ -292,6 +293,7 @@ class GroundingMeasure(Measure[GroundingTask]):
         """Accuracies with intervals, also by group; mean number of points, unreadable and unusable samples."""
         found = metrics_of(self.benchmark, tabulate(self.benchmark, [self._scored(row) for row in rows]))
         found["answers/outside"] = self._outside(rows)
+        # samples that were not asked have no length
         lengths = [row["length"] for row in rows if not row["unusable"]]
         found["response/length_greedy"] = sum(lengths) / len(lengths) if lengths else float("nan")
         return found | {"answers/unusable": float(sum(bool(row["unusable"]) for row in rows))}
@@ -356,6 +358,7 @@ class GroundingMeasure(Measure[GroundingTask]):
             **{name: value for name, value in self.setting.items() if name != "model"},
             "questions": short_digest(json.dumps(asked).encode()),
             "weights": weights_digest(self.policy)[:16],
+            # batches of other sizes may round differently, and so answer differently
             "options": {"parser": self.options.parser, "batch_tasks": self.options.batch_tasks},
             "processes": processes,
         }
@@ -388,6 +391,7 @@ class GroundingMeasure(Measure[GroundingTask]):
 
     def _row(self, trial: Trial[GroundingTask], answer: tuple[str, str, int] | None, unusable: str) -> Row:
         text, finish, length = answer or ("", "", 0)
+        # a model that thinks may name points in its thoughts
         parsed = parse_answer(text, self.options.parser, no_think=without_think(text))
         scored = score_answer(parsed, trial.task.sample, self.preset.space)
         return {
@@ -428,6 +432,7 @@ class GroundingMeasure(Measure[GroundingTask]):
         """Fraction of first points outside their screens, without refusals; a large one usually means a wrong space."""
         points = [(row["points"][0], self._sample(row).original_wh) for row in rows if row["points"]]
         points = [(point, size) for point, size in points if not Refusal().contains(point)]
+        # edges count as inside, as in `Box.contains`
         outside = sum(not (0 <= x <= width and 0 <= y <= height) for (x, y), (width, height) in points)
         share = outside / len(points) if points else float("nan")
         if len(points) >= ENOUGH_POINTS and share > MUCH_OUTSIDE:

@@ -89,6 +89,7 @@ class Convention:
         """Key of `VERDICTS`: few or centred boxes may fit both (ambiguous); bad data fit neither (unsure)."""
         if self.mixed:
             return "mixed"
+        # wrong only if the other meaning fits almost all; bad data fit neither
         if self._units_are_wrong or (self.fits < ENOUGH <= self.other_fits):
             return "wrong"
         # boxes in thousandths fit small screens too, so one of two further signs is needed
@@ -119,6 +120,7 @@ class Convention:
         if self.declared.is_relative or self.verdict in ("mixed", "wrong", "thousandths") or self.reach <= 0:
             return ""
         # the reach is a maximum over boxes, so its chance falls with the power of their number
+        # each box has a right and a lower edge
         if 1 / self.reach < SCALED or self.reach ** (2 * self.boxes) > CHANCE:
             return ""
         return (
@@ -151,6 +153,7 @@ def fit_convention(
     def share(fit: Callable[[Sequence[float], BoxForm, Size], bool]) -> float:
         return sum(fit(*box) for box in boxes) / len(boxes)
 
+    # a single number beyond 1000 rules thousandths out
     farthest = max(number for row, _, _ in boxes for number in row)
     # only screens that have pixels beyond 1000 can tell pixels from thousandths
     sides = [side for _, _, size in boxes for side in size if side > 1000]
@@ -178,6 +181,7 @@ def _mixture(boxes: Sequence[FormedBox], places: Sequence[str]) -> str:
     if all(units.values()):
         return _told(units, len(rows))
     if units["fractions of the image's sides"]:
+        # all boxes are fractions: they have no other form to compare
         return ""
     forms: dict[str, list[str]] = {}
     for (box, form, size), place in rows:
@@ -185,6 +189,7 @@ def _mixture(boxes: Sequence[FormedBox], places: Sequence[str]) -> str:
         # boxes that fit both forms say nothing
         if len(ways) == 1:
             forms.setdefault(f"numbers that only fit {ways[0]}", []).append(place)
+    # a few contradictions are bad rows, many are two kinds of data in one file
     if len(forms) == 2 and min(map(len, forms.values())) > max(1, FEW * len(rows)):
         return _told(forms, len(rows))
     scales = {
