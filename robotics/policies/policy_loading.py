@@ -245,6 +245,7 @@ def check_fit(policy: ActionPolicy, sim: RobotSim, accept_other: Collection[str]
             "gymnasium, sim.options.adapter {size: null} leaves images as the environment draws them"
         )
     fits = getattr(policy, "image_fit", None), getattr(sim, "image_fit", None)
+    # policies without a processor of images take them as they come
     if None not in fits and fits[0] != fits[1]:
         raise UserError(
             f"the camera is not square; the policy's own processor fits such images by '{fits[0]}', the simulator by "
@@ -270,7 +271,9 @@ def check_interface(policy: ActionPolicy, sim: RobotSim, accept_other: Collectio
     sizes = policy.action_size
     theirs = seen_part(interface_of(sim), policy)
     found = {} if policy.interface is None else policy.interface.differences(theirs)
+    # a simulator without reported bounds takes -1..1
     bounds = bounds_of(sim) or ActionRange((-1.0,) * sizes, (1.0,) * sizes)
+    # a policy that says nothing about its units is not compared
     if policy.interface is not None or policy.action_bounds is not None:
         own = policy.action_bounds or ActionRange((-1.0,) * sizes, (1.0,) * sizes)
         if not own.same_as(bounds):
