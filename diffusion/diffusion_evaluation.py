@@ -93,13 +93,22 @@ class ImageMeasure(Measure[DiffusionTask]):
         text = text_of(self.policy, tasks, torch.arange(len(tasks)).repeat_interleave(count))
         seeds = torch.cat([self._seeds(trial.index) for trial in batch])
         sampler = self.sampler
+        # training may sample without guidance what is shown with it
         guidance = sampler.guidance if sampler.eval_guidance is None else sampler.eval_guidance
         latents = sample_latents(
-            self.policy, text, seeds, sampler, steps=sampler.eval_steps, guidance=guidance, solver="euler"
+            # the deterministic solver, so that differences come from the weights alone
+            self.policy,
+            text,
+            seeds,
+            sampler,
+            steps=sampler.eval_steps,
+            guidance=guidance,
+            solver="euler",
         )
         images, finite = decode_latents(
             self.policy.family, latents, batch=sampler.batch_rows, frames=sampler.kept_frames
         )
+        # rows are prompt by prompt, as in `text`
         scored = self.score([task for task in tasks for _ in range(count)], images, finite.tolist())
         # an overflowed image is counted as unscored; it must not make diversity and distance NaN as well
         usable = latents.nan_to_num(0.0, 0.0, 0.0)
@@ -107,6 +116,7 @@ class ImageMeasure(Measure[DiffusionTask]):
         rows = []
         for index, trial in enumerate(batch):
             own = slice(index * count, (index + 1) * count)
+            # the same noise at every evaluation, so distances of different steps are comparable
             noise = stream_seed(self.seed, self.split, trial.index)
             rows.append(
                 {
@@ -125,6 +135,7 @@ class ImageMeasure(Measure[DiffusionTask]):
 
     def metrics(self, rows: Sequence[Row], tasks: Sequence[DiffusionTask]) -> dict[str, float]:
         """Mean rewards with intervals, diversity, distance and the number of missing scores."""
+        # the same resamples at every evaluation
         rng = np.random.default_rng(stream_seed(self.seed, "bootstrap", self.split))
         metrics: dict[str, float] = {}
         missing = 0
@@ -135,6 +146,7 @@ class ImageMeasure(Measure[DiffusionTask]):
         if rows:
             metrics["diversity/latent"] = float(np.mean([row["diversity"] for row in rows]))
             metrics["distance/base"] = float(np.mean([row["distance"] for row in rows]))
+        # videos (n, F, h, w, 3)
         if rows and rows[0]["images"].ndim == 5:
             metrics["video/flicker"] = float(np.mean([flicker(video) for row in rows for video in row["images"]]))
         return metrics | {"unscored": float(missing)}
@@ -189,6 +201,7 @@ class ImageMeasure(Measure[DiffusionTask]):
         return f"{'heldout' if term in self.heldout else 'score'}/{metric_label(term)}"
 
     def _seeds(self, index: int) -> Tensor:
+        # by the index in the split, so that `batch_tasks` changes no image
         generator = make_generator(self.seed, "evaluate", self.split, index)
         return torch.randint(2**62, (self.evaluation.samples, 2), generator=generator)
 
@@ -205,6 +218,7 @@ def shown_output(image: np.ndarray, task: DiffusionTask | None = None) -> Image:
 @contextmanager
 def training_cost(policy: DiffusionPolicy, accelerator: Accelerator) -> Iterator[dict[str, float]]:
     """Exclude evaluations from a policy's cost."""
+    # training's cost is compared between methods, so evaluations must not count
     spent = dict(policy.cost)
     yield {f"cost/{name}": float(value) for name, value in spent.items()}
     policy.cost.load_state_dict(spent)

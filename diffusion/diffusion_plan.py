@@ -58,6 +58,7 @@ def footprint(config: Any, *, passes: bool = True) -> Plan:
     ensure_torchvision()
     build_if_missing(config.model, "model")
     step = _Step.of(config)
+    # without values: the plan of a 12 billion model fits on any laptop
     with torch.device("meta"), quiet_transformers(), quiet_diffusers():
         model = _Model(config, step)
     if not passes:
@@ -120,6 +121,7 @@ class _Step:
         group = 1 + hasattr(config, "pairs") if given else trainer.samples_per_task
         denoises = isinstance(config, TrajectoryParts)
         if denoises:
+            # the length of the window does not depend on where it is drawn
             times = max(int(len(trained_window(sampler, torch.Generator())) * sampler.random_share), 1)
         else:
             times = config.timesteps.count
@@ -203,6 +205,7 @@ class _Model:
             return tree_map_only(Tensor, lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype), out)
 
         with unset_fake_temporarily():
+            # expanded from one row: real zeros, but in the memory of one
             latents = torch.zeros(1, *self.shape, dtype=self.dtype).expand(rows, *self.shape)
             self.family.velocity(_Called(network, evaluate), latents, torch.full((rows,), 0.5), self.text(rows))
         return torch.stack([leaf.float().square().mean() for leaf in found]).sum()
@@ -244,6 +247,7 @@ def pipeline_path(config: ModelConfig) -> str:
 def _pipeline(config: ModelConfig) -> tuple[Any, int]:
     """The pipeline without values, and the number of parameters of its text encoders."""
     path = pipeline_path(config)
+    # a local copy is read, since it may differ from the released model
     if path not in PUBLISHED or expanded(path).exists():
         try:
             pipeline = outlined_pipeline(path, config.family)
@@ -269,6 +273,7 @@ def _pipeline(config: ModelConfig) -> tuple[Any, int]:
 def _weights(model: _Model) -> Iterator[Part]:
     """Weights with their gradients, moments and averages, and frozen parts."""
     config = model.config
+    # without adapters, the reference is a full copy
     yield from state_parts(model.networks, config.trainer, copies=int(not config.model.lora.enabled))
     yield Part("averages of weights", 4 * averages_of(config) * sum(weight.numel() for weight in model.trained))
     autoencoder = sum(weight.nbytes for weight in model.autoencoder.parameters())
@@ -348,6 +353,7 @@ class _Passes:
         """Computation of a step."""
         step, trainer = self.step, self.model.config.trainer
         if not step.given:
+            # guidance in two calls doubles the calls, in one the rows
             calls = step.sampler.steps * self.halves / self.per_call
             yield Work.of("sampling", self.sample, step.rows / step.drawn * calls)
         yield Work.of("encoding" if step.given else "decoding", self.pixel, step.rows / self.pixels)

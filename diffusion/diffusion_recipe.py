@@ -93,8 +93,10 @@ class DiffusionDomain:
         self.train_tasks = self.load_train_tasks()
         self.eval_tasks = held_out_tasks(config, lambda data, key: self._load(data, key).tasks)
         self.rewards = load_rewards(scoring.rewards, scoring.heldout_rewards)
+        # reward workers end if anything after them fails
         with ExitStack() as undone:
             undone.callback(self.rewards.close)
+            # before the model is loaded
             self._check_columns()
             model_follows(self)
             self.policy = load_policy(config.model, config.seed)
@@ -103,10 +105,12 @@ class DiffusionDomain:
             check_guidance(self.policy, scoring.sampler, key)
             warn_of_few_steps(self.policy, scoring.sampler, key, matched=not isinstance(config, TrajectoryParts))
             self.check_prompts(self.policy.embeddings.encoders)
+            # of all splits: padding changes rounding, so training and evaluation have to share it
             self.policy.embeddings.pad_to(self._prompts(), (scoring.sampler.negative_prompt, ""))
             undone.pop_all()
         if config.model.free_text_encoders:
             self._free_text_encoders()
+        # copied before the first update
         self.start = Reference(start_kind(self.policy), self.policy)
         self.eval_ema = EvalAverage(self.policy, config.eval_ema)
         self.parts |= {
@@ -196,6 +200,7 @@ class DiffusionDomain:
     @classmethod
     def export(cls, config: Any, checkpoint: Path, output: Path) -> Exported:
         """Write an ordinary pipeline folder; with an evaluation average, that of the weights that were evaluated."""
+        # the average if there is one, since that is what the reported numbers belong to
         weights = EvalAverage.folder_of(checkpoint)
         policy = load_policy(dataclasses.replace(config.model, path=str(weights), build=None))
         policy.save_pipeline(output)
@@ -220,6 +225,7 @@ class DiffusionDomain:
     def _free_text_encoders(self) -> None:
         embeddings = self.policy.embeddings
         embeddings.negative(self.scoring.sampler.negative_prompt)
+        # the empty prompt too: evaluations may use guidance although training does not
         embeddings.negative("")
         for task in self._tasks():
             image = getattr(task, "image", None)
@@ -248,6 +254,7 @@ class DiffusionDomain:
 
     def _check_columns(self) -> None:
         """Make sure that the rewards find their columns in all prompts that they will score."""
+        # recipes of given images score only what evaluations draw
         trained = {"data": self.train_tasks} if isinstance(self.scoring, DiffusionConfig) else {}
         splits = {f"eval_data.{name}": tasks for name, tasks in self.eval_tasks.items()}
         for key, tasks in (trained | splits).items():
@@ -290,7 +297,9 @@ class DiffusionDomain:
         """Reread files with prompts of which a tokenizer would drop a part."""
         config = self.config
         limit = config.evaluation.max_tasks or None
+        # files are only read again if something would be cut: measuring prompts takes a tokenizer call each
         if any(isinstance(task, DiffusionTask) and self.cut_of(task.prompt) for task in self.train_tasks):
+            # counted again while rereading
             self.skipped.clear()
             loaded = self._load(config.data, "data", measured=True)
             self.train_tasks = loaded.tasks
@@ -325,7 +334,7 @@ class DiffusionRecipe(KeepsEvalAverage, DiffusionDomain, Recipe[DiffusionPolicy,
 
     @property
     def sampling_average(self) -> EMAWeights | None:
-        """The average that images are drawn with; None where they are drawn with the policy's own weights."""
+        """The average that images are drawn with; None if they are drawn with the policy's current weights."""
         return None
 
     def rollout_state(self, tasks: Sequence[Any]) -> Any:
@@ -377,7 +386,7 @@ class DiffusionRecipe(KeepsEvalAverage, DiffusionDomain, Recipe[DiffusionPolicy,
 
     @property
     def loss_reference(self) -> Reference | None:
-        """The reference of the loss's divergence term; None where the objective has no such term."""
+        """The reference of the loss's divergence term; None if the objective has no such term."""
         if not self.objective.needs_reference:
             return None
         assert self.reference is not None
@@ -397,6 +406,7 @@ def score_images(
     columns = {other: [task.columns.get(name) for task in kept] for name, other in _passed(tasks).items()}
     if rewards.reads(REFERENCE) and any(task.image for task in kept):
         columns[REFERENCE] = _references(kept, images.shape[-3], images.shape[-2])
+    # rewards see only rows with an image
     found = rewards.score([task.prompt for task in kept], [images[row] for row in rows], columns)
     return _with_missing(found, rows, len(finite))
 
@@ -423,7 +433,7 @@ def _with_missing(found: RewardResult, rows: Sequence[int], total: int) -> Rewar
 
 
 def columns_of(tasks: Sequence[DiffusionTask]) -> dict[str, list[Any]]:
-    """Columns of rows as lists for the rewards, from the task of each row; None where a task lacks a column."""
+    """Columns of the rows' tasks as lists for the rewards; None for a task that lacks a column."""
     return {other: [task.columns.get(name) for task in tasks] for name, other in _passed(tasks).items()}
 
 

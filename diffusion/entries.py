@@ -96,7 +96,7 @@ READER = "diffusion.data.prompts:load_prompts"
 METRICS = {
     "score/<reward>": "Mean of an optimised reward over held-out images.",
     "heldout/<reward>": "Mean over held-out images of a reward that is never optimised.",
-    "policy/entropy": "Mean minus log-density of the sampled denoising steps, in nats for each number of the latent.",
+    "policy/entropy": "Mean negative log-density of the sampled denoising steps, in nats per number of the latent.",
     "diversity/latent": "Mean root-mean-square distance between the latents of images of one prompt.",
     "video/flicker": "Mean absolute difference of neighbouring kept frames of held-out videos, 0 to 1.",
     "distance/base": "Mean squared distance between the velocities of policy and start model on held-out images.",
@@ -106,9 +106,9 @@ METRICS = {
     "loss/kl_ema": "AWM's distance to the moving average of past policies, coefficient included.",
     "policy/kl_ema": "Mean squared distance between the velocities of policy and moving average.",
     "awm/error": "Mean matching error of the policy's velocity on its own images.",
-    "awm/velocity_norm": "Size of the policy's velocities over those of the reference.",
+    "awm/velocity_norm": "Norm of the policy's velocities relative to the reference's.",
     "matching/error": "Mean matching error of the policy's velocity.",
     "matching/weight": "Mean weight of the matching errors.",
-    "critic/explained/noisy": "Share of the variance explained at the states of time above 0.5, NaN without any.",
-    "critic/explained/clean": "Share of the variance explained at the states of time 0.5 and below, NaN without any.",
+    "critic/explained/noisy": "Fraction of the variance explained at states with time above 0.5; NaN without any.",
+    "critic/explained/clean": "Fraction of the variance explained at states with time 0.5 or below; NaN without any.",
 }

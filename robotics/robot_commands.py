@@ -11,7 +11,7 @@ Say = Callable[[str], object]
 
 
 def setup(name: str, folder: Path | None, say: Say) -> None:
-    """Install a suite into a Python environment of its own."""
+    """Install a suite into a separate Python environment."""
     from robotics.sim.suite_setup import setup_suite
 
     setup_suite(name, folder, say=say)

@@ -50,6 +50,7 @@ def footprint(config: Any, *, passes: bool = True) -> Plan:
         with _Small(config) as policy:
             return _plan(config, policy)
     ensure_torchvision()
+    # no memory is taken: only shapes are needed
     with torch.device("meta"):
         policy = LARGE[kind](config, folder)
     with imagined(policy.network):
@@ -71,8 +72,10 @@ class _Policy:
 
 def _plan(config: Any, policy: _Policy, *, passes: bool = True) -> Plan:
     trainer = config.trainer
+    # behaviour cloning has transitions, the others whole episodes
     clones = not hasattr(trainer, "samples_per_task")
     size = 1 if clones else trainer.samples_per_task
+    # observations of an episode: one for each chunk of actions
     looks = 1 if clones else -(-policy.horizon // policy.chunk)
     total, minibatch, chunk = batch_sizes(trainer, size)
     compares = not clones and make_objective(config.objective).needs_reference
@@ -92,6 +95,7 @@ def _plan(config: Any, policy: _Policy, *, passes: bool = True) -> Plan:
         act = forward(policy.network, lambda: once(acting))
         parts.append(Part("acting", act.bytes, "sampling"))
         low = policy.low or trainer.old_logp == "recompute"
+        # passes without gradient: the reference, and old log-probabilities that differ from the sampler's
         unscored = compares + (low and trainer.old_logp != "sampler" and not single_update(trainer))
         if unscored:
             score = forward(policy.network, lambda: once(chunk * looks))
@@ -124,6 +128,7 @@ class _Small:
             images = torch.zeros(rows, *side, 3, dtype=torch.uint8) if sim.image_size else None
             return PolicyInputs(images, torch.zeros(rows, sim.state_size) if sim.state_size else None, (told,) * rows)
 
+        # from an actual action, as their shape differs between action heads
         decisions = policy.act(inputs(1), torch.Generator()).decisions
 
         def logits(rows: int) -> Tensor:
@@ -152,6 +157,7 @@ def _openvla(config: Any, folder: Path | None) -> _Policy:
         given = {"chunk": config.model.chunk, **config.model.options}
         settings = make_config(OpenVlaConfig, given, "model.options")
     else:
+        # entries of every policy's config that are no options of the model
         entries = {key: value for key, value in read_config(folder).items() if key not in ("kind", "action_size")}
         known = {key: value for key, value in entries.items() if key in OpenVlaConfig.__dataclass_fields__}
         settings = make_config(OpenVlaConfig, {**known, "folder": str(folder)}, str(folder))

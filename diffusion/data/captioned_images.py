@@ -113,6 +113,7 @@ def read_arrays(
     """
     try:
         with zipfile.ZipFile(path) as packed:
+            # optional columns of numbers
             known = [name for name in numbers if f"{name}.npy" in packed.namelist()]
             heads = {name: _array_header(packed, f"{name}.npy") for name in (*sides, "captions", *known)}
     except Exception as error:  # zipfile, zlib and the parser of NumPy's headers each raise their own kinds
@@ -122,6 +123,7 @@ def read_arrays(
     if (
         not fits
         or any(heads[name][0] != shape[:1] for name in ("captions", *known))
+        # texts as fixed-width Unicode: object arrays would need pickle
         or heads["captions"][1].kind != "U"
     ):
         found = ", ".join(f"{name} {dtype} {size}" for name, (size, dtype) in heads.items())
@@ -131,6 +133,7 @@ def read_arrays(
         )
     try:
         check_pixels(shape[-2], shape[-3], max_pixels, f"{key}.max_image_pixels")
+        # a pickle runs code when it is loaded
         with np.load(path, allow_pickle=False) as data:
             return {name: data[name] for name in heads}
     except (OSError, EOFError, ValueError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
@@ -144,6 +147,7 @@ def _array_header(packed: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], 
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read(content)
         stored = packed.getinfo(name).file_size - content.tell()
+    # a header may claim more than is stored, and np.load would take memory for it first
     if dtype.hasobject or math.prod(shape) * dtype.itemsize != stored:
         raise ValueError(f"{name} says {dtype} {shape}, but has {stored} bytes")
     return shape, dtype

@@ -1,7 +1,7 @@
-"""Pairs of a preferred and a rejected image of one caption: made by a function, or a user's own files.
+"""Pairs of a preferred and a rejected image for one caption, from files or a build function.
 
-Columns are those of TRL's preference data with images in place of texts: prompt, chosen, rejected, and optionally
-score_chosen and score_rejected (of a reward model) and text_quality (of the caption).
+The columns are those of TRL's preference data, with images as chosen and rejected, and optionally score_chosen and
+score_rejected (of a reward model) and text_quality (of the caption).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ImagePairConfig:
     path: str = MISSING
     """A .npz file with `captions` (N texts), `chosen` and `rejected` uint8 (N, h, w, 3), or (N, F, h, w, 3) of videos,
     and optionally the numbers score_chosen, score_rejected and text_quality, or a .jsonl, .json or .parquet file whose
-    columns prompt, chosen and rejected name image files beside it."""
+    columns prompt, chosen and rejected hold a caption and two paths relative to the file."""
     build: str | None = None
     """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
     build_options: dict[str, Any] = field(default_factory=dict)
@@ -137,6 +137,7 @@ def load_pairs(config: ImagePairConfig) -> ImageRows[ImagePair]:
 def _packed_pair(row: int, arrays: Mapping[str, NDArray[Any]], path: Path, config: ImagePairConfig) -> ImagePair:
     place, caption = f"{path.name} {row}", str(arrays["captions"][row])
     check_caption(place, caption, config)
+    # there is no preference between equal images
     if np.array_equal(arrays["chosen"][row], arrays["rejected"][row]):
         raise BadRowError("equal_sides", place, "both images are the same")
     chosen, rejected = (StoredImage(arrays[side], row) for side in SIDES)
@@ -153,6 +154,7 @@ def _listed_pair(row: DataRow, path: Path, config: ImagePairConfig) -> ImagePair
     gone = [str(name) for name, file in zip(names, files, strict=True) if file is None or not is_file(file)]
     if gone:
         raise BadRowError("missing_side", row.place, f"no such image: {gone[0]}")
+    # by name: reading all images to compare them would take too long
     if files[0] == files[1]:
         raise BadRowError("equal_sides", row.place, f"both sides are {names[0]}")
     given = {name: row.cells[name] for name in NUMBERS if row.cells.get(name) is not None}

@@ -48,8 +48,8 @@ class PromptConfig:
     prompt_key: str = "prompt"
     """Column of the text."""
     image_key: str = rare("image")
-    """Column of the image to be edited, a file beside the data or content of a data set, for models that take one; all
-    rows have one, or none. Empty: a column of this name is like any other."""
+    """Column of the image to edit, for models that take one: a path relative to the data, or the image itself; either
+    all rows have one or none. Empty: no column is an image."""
     max_image_pixels: int = rare(image_pixels_option())
     """Largest image in pixels, checked by its header before it is decoded."""
     max_tasks: int | None = bounded(None, at_least=1)
@@ -78,6 +78,7 @@ class ImageRows(LoadedRows[TaskT]):
         """Count a row that cannot be used; raises UserError if bad rows are errors."""
         if self.on_bad_row == "error":
             raise UserError(f"{error}; {self.key}.on_bad_row=skip leaves such rows out") from None
+        # one message for each kind; the counts follow at the end
         if not any(known.kind == error.kind for known in self.problems):
             LOGGER.warning("%s; such rows are skipped and counted", error)
         self.problems.append(error)
@@ -112,7 +113,7 @@ def load_prompts(
 
 
 def has_images(config: Any, otherwise: bool) -> bool:
-    """Whether the first usable prompt of a run's data comes with an image; `otherwise` where there is no such file."""
+    """Whether the first usable prompt of a run's data comes with an image; `otherwise` if there is no file yet."""
     data = getattr(config, "data", None)
     if not isinstance(data, PromptConfig) or not expanded(data.path).is_file():
         return otherwise
@@ -124,6 +125,7 @@ def _rows(config: PromptConfig) -> Iterator[DataRow]:
     if path.suffix.lower() != ".txt":
         yield from rows(config)
         return
+    # a text file has no splits, so another one than train is a mistake
     check_split(config.path, config.split, config.subset)
     try:
         with path.open(encoding="utf-8-sig") as file:  # splitlines() would also cut at U+2028 and form feeds

@@ -156,6 +156,7 @@ class Family(ABC):
     def text_device(self) -> torch.device:
         """Device of the text encoders, which may move earlier than the networks."""
         encoders = (getattr(self.pipeline, part.encoder) for part in self.text_parts)
+        # an optional encoder may be missing
         return next(encoder.device for encoder in encoders if encoder is not None)
 
     @abstractmethod
@@ -168,6 +169,7 @@ class Family(ABC):
         As in the pipelines, the latents of the image are the mode of the autoencoder's Gaussian.
         """
         return self.encode(prompt, negative=negative) | {
+            # the network's normalisation, as for latents that are denoised
             REFERENCE: self.normalise(self.encode_pixels(image[None])[0])[0]
         }
 
@@ -194,13 +196,16 @@ class Family(ABC):
         normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
         text = prompt if normalizer is None else normalizer.normalize_str(prompt)
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        # `(?!)` never matches, for tokenizers without control tokens
         control = re.compile("|".join(map(re.escape, [*tokenizer.all_special_tokens, *added])) or "(?!)")
+        # only rewritten if needed: normalising could change other prompts
         return control.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) if control.search(text) else prompt
 
     def lengths(self, prompt: str, *, negative: bool = False) -> dict[str, int]:
         """Length L of each ragged entry, from the tokenizer only."""
         part = self.text_parts[0]
         ids = self.token_ids(part, prompt, negative=negative) if self.ragged else []
+        # truncated as the pipeline does
         return dict.fromkeys(self.ragged, min(len(ids), self.max_sequence_length))
 
     def collate(self, rows: Sequence[Text], lengths: Mapping[str, int] | None = None) -> Text:
@@ -211,10 +216,12 @@ class Family(ABC):
             if name in self.ragged:
                 # the run's common length if it is known: in low precision the padding changes the rounding
                 size = max(int((lengths or {}).get(name, 0)), *(len(value) for value in values))
+                # padded at the end, where the mask below switches positions off
                 found[name] = torch.stack([padded(value, size) for value in values])
                 real = torch.tensor([len(value) for value in values], device=found[name].device)
                 found[name + MASK] = torch.arange(size, device=real.device) < real[:, None]
             else:
+                # a view for a single prompt: it is expanded to all rows without a copy
                 found[name] = values[0][None] if len(values) == 1 else torch.stack(values)
         return found
 
@@ -232,6 +239,7 @@ class Family(ABC):
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the entries for a prompt of maximum length, from the network's configuration only."""
         config = getattr(self.pipeline, self.networks[0]).config
+        # read from configurations, so memory can be estimated before weights are loaded
         shapes: dict[str, tuple[int, ...]] = {"tokens": (self.max_sequence_length, int(config[self.text_width]))}
         if pooled := config.get("pooled_projection_dim"):
             shapes["pooled"] = (int(pooled),)
@@ -299,6 +307,7 @@ class Family(ABC):
             ("width", width, limits.width or limits.default),
         ):
             side = default * self.factor if pixels is None else pixels
+            # the VAE's factor times the network's patch
             if side < 1 or side % multiple:
                 near = _near(side, multiple, multiple)
                 raise UserError(f"{name}={side} must be a positive multiple of {multiple} pixels; {near}")
@@ -311,6 +320,7 @@ class Family(ABC):
                 raise UserError(f"frames={frames}, but {self.pipeline_class} draws images; leave model.frames out")
             return self.channels, *sides
         count = self.default_frames if frames is None else frames
+        # the first latent frame is one frame, every other one `frame_factor` frames
         if count < 1 or (count - 1) % self.frame_factor:
             near = _near(count, self.frame_factor, 1)
             raise UserError(f"frames={count} must be 1 more than a multiple of {self.frame_factor}; {near}")
@@ -325,6 +335,7 @@ class Family(ABC):
         count = 1
         for side in shape[1:]:
             count *= side
+        # frames are not patched, only height and width
         return count // self.sides().patch ** 2
 
     @abstractmethod
@@ -340,6 +351,7 @@ class Family(ABC):
         scheduler = self.pipeline.scheduler
         if self._cuts is None or self._cuts[0] is not scheduler:
             self._cuts = scheduler, cuts_times(scheduler)  # cached per scheduler, which users may replace
+        # truncation must equal the pipeline's: the network would see another time than at sampling
         return (sigma * 1000).floor() if self._cuts[1] else sigma * 1000
 
     def drawing_scheduler(self) -> Any:
@@ -369,6 +381,7 @@ class Family(ABC):
 
     def guidance_call(self, scale: float, negative: str) -> dict[str, Any]:
         """Arguments of the pipeline's call for guidance."""
+        # without guidance pipelines ignore the negative prompt or warn about it
         return {"guidance_scale": scale, **({"negative_prompt": negative} if negative and scale != 1 else {})}
 
     def further_call(self) -> dict[str, Any]:
@@ -392,6 +405,7 @@ class Family(ABC):
     def decode(self, latents: Tensor) -> Tensor:
         """Pixels (B, h, w, 3) or (B, F, h, w, 3) float32, in 0..1 before clamping."""
         autoencoder = self.pipeline.vae
+        # policies may run in bfloat16 and decode in float32
         encoded = self.denormalise(latents.to(autoencoder.device, autoencoder.dtype))
         return channels_last(autoencoder.decode(encoded, return_dict=False)[0])
 
@@ -412,6 +426,7 @@ class Family(ABC):
 
     def _normalisation(self) -> tuple[float, float]:
         config = self.pipeline.vae.config
+        # older autoencoders have no shift, newer ones may have None
         return float(config.scaling_factor), float(config.get("shift_factor") or 0.0)
 
 
@@ -431,6 +446,7 @@ class ChannelwiseFamily(Family):
 
 def _near(value: int, multiple: int, smallest: int) -> str:
     """End of a message: the nearest valid values."""
+    # multiples are counted from the smallest valid value, 1 for frames
     below = smallest + (value - smallest) // multiple * multiple
     return f"the smallest is {smallest}" if below < smallest else f"the nearest are {below} and {below + multiple}"
 
@@ -442,6 +458,7 @@ def padded(values: Tensor, size: int) -> Tensor:
 
 def channel_statistics(source: Any, like: Tensor) -> tuple[Tensor, Tensor]:
     """`latents_mean` and `latents_std` of an autoencoder or its configuration, shaped for latents (B, C, ...)."""
+    # one value per channel, for images and videos
     column = (1, -1, *[1] * (like.ndim - 2))
     mean, deviation = (torch.as_tensor(getattr(source, name)) for name in ("latents_mean", "latents_std"))
     return mean.to(like).reshape(column), deviation.to(like).reshape(column)
@@ -455,8 +472,10 @@ def channels_last(samples: Tensor) -> Tensor:
 def blocks_of(network: nn.Module) -> dict[str, nn.Module]:
     """Blocks of a network by name: the outermost entries of its module lists that contain linear layers."""
     lists = [name for name, module in network.named_modules() if isinstance(module, nn.ModuleList)]
+    # lists inside a block's own submodules are part of that block
     outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     entries = itertools.chain.from_iterable(
         ((f"{name}.{key}", entry) for key, entry in network.get_submodule(name).named_children()) for name in outer
     )
+    # lists without linear layers hold norms or embedders
     return {name: entry for name, entry in entries if any(isinstance(part, nn.Linear) for part in entry.modules())}

@@ -108,6 +108,7 @@ class KleinFamily(Family):
     def token_ids(self, part: TextPart, prompt: str, *, negative: bool = False) -> list[int]:
         """Tokens of the prompt in its chat template."""
         message = [{"role": "user", "content": self.read_text(part, prompt)}]
+        # as in the pipeline, whose template closes an empty think block
         options: dict[str, Any] = {"add_generation_prompt": True, "enable_thinking": False}
         return self.tokenized(part, self.pipeline.tokenizer.apply_chat_template(message, tokenize=False, **options))
 
@@ -115,6 +116,7 @@ class KleinFamily(Family):
         """Velocity (B, 4 C, H, W)."""
         rows, _, height, width = latents.shape
         tokens = latents.flatten(2).transpose(1, 2)
+        # four coordinates: image, row, column, token
         places = _positions((1, height, width, 1), rows, latents.device)
         if REFERENCE in text:
             image = text[REFERENCE]
@@ -125,6 +127,7 @@ class KleinFamily(Family):
         velocity = network(
             hidden_states=tokens,
             timestep=sigma,
+            # the klein networks have no guidance embedding
             guidance=None,
             encoder_hidden_states=text["tokens"],
             txt_ids=_positions((1, 1, 1, text["tokens"].shape[1]), rows, latents.device),
@@ -158,6 +161,7 @@ class KleinFamily(Family):
 
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
         norm = self.pipeline.vae.bn
+        # the deviation of a batch norm in evaluation mode
         deviation = (norm.running_var + self.pipeline.vae.config.batch_norm_eps).sqrt()
         return norm.running_mean.to(like).reshape(1, -1, 1, 1), deviation.to(like).reshape(1, -1, 1, 1)
 

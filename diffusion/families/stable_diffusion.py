@@ -71,12 +71,15 @@ class StableDiffusionFamily(Family):
         # sigma 1 is no step of training; the noisiest one is the nearest that the UNet knows
         sigma = sigma.float().clamp(max=float(self._sigmas[-1]))
         s = sigma.reshape(-1, 1, 1, 1)
+        # the UNet's own latents have unit variance: x = k x_t with sqrt(a) = (1 - s) k
         k = 1 / (s.square() + (1 - s).square()).sqrt()
+        # float32: the conversions divide by sqrt(a), which is small at noisy times
         noisy = k * latents.float()
         found = network(
             noisy.to(latents.dtype), self._steps(sigma), text["tokens"], return_dict=False, **self._added(latents, text)
         )[0].float()
         signal, spread = (1 - s) * k, s * k  # sqrt(a) and sqrt(1 - a)
+        # both predictions are turned into noise and image, whose difference is the velocity
         if self.pipeline.scheduler.config.prediction_type == "v_prediction":
             noise, clean = signal * found + spread * noisy, signal * noisy - spread * found
         else:
@@ -91,6 +94,7 @@ class StableDiffusionFamily(Family):
         from diffusers import DDIMScheduler
 
         config = self.pipeline.scheduler.config
+        # clipping predictions to -1..1 is for pixels, not for latents
         return DDIMScheduler.from_config(config, clip_sample=False, thresholding=False)
 
     @cached_property
@@ -101,8 +105,10 @@ class StableDiffusionFamily(Family):
     def _steps(self, sigma: Tensor) -> Tensor:
         """Training step (B,) of each time, interpolated in the logarithm of the noise-to-signal ratio."""
         table, times = (value.double().cpu().numpy() for value in (self._sigmas, sigma))
+        # in the log of the ratio, where the steps of training are almost evenly spaced
         found = np.interp(np.log(times / (1 - times)), np.log(table / (1 - table)), np.arange(len(table)))
         whole = np.round(found)
+        # steps of the grid are whole numbers: rounding must not move them to a neighbour
         steps = np.where(np.abs(found - whole) < NEAR, whole, found)
         return torch.from_numpy(steps).to(sigma.device, torch.float32)
 
@@ -161,6 +167,7 @@ class StableDiffusionXlFamily(StableDiffusionFamily):
             prompt, device=self.text_device, do_classifier_free_guidance=False
         )
         found = {"tokens": tokens[0], "pooled": pooled[0]}
+        # as the pipeline does if its configuration says so
         if negative and not prompt and self.pipeline.config.force_zeros_for_empty_prompt:
             return {name: torch.zeros_like(value) for name, value in found.items()}
         return found
@@ -174,6 +181,7 @@ class StableDiffusionXlFamily(StableDiffusionFamily):
     def _added(self, latents: Tensor, text: Text) -> dict[str, Any]:
         """The image's size, no cut, and the size again."""
         height, width = (self.factor * side for side in latents.shape[-2:])
+        # as if the image was neither scaled nor cropped
         size = torch.tensor([height, width, 0, 0, height, width], device=latents.device, dtype=latents.dtype)
         return {"added_cond_kwargs": {"text_embeds": text["pooled"], "time_ids": size.expand(len(latents), -1)}}
 

@@ -88,6 +88,7 @@ class WanFamily(ChannelwiseFamily):
             do_classifier_free_guidance=False,
             max_sequence_length=self.max_sequence_length,
         )
+        # the zeros behind are the padding; `collate` adds them again
         return {"tokens": tokens[0, : int(tokens[0].any(-1).sum())]}
 
     def collate(self, rows: Sequence[Text], lengths: Any = None) -> Text:
@@ -108,6 +109,7 @@ class WanFamily(ChannelwiseFamily):
         """The first network above the boundary, the second below."""
         if self.pipeline.config.boundary_ratio is None:
             return None
+        # below the boundary in noise, as the pipeline compares times
         return (sigma < self.pipeline.config.boundary_ratio).long()
 
     def combine(self, positive: Tensor, negative: Tensor, scale: float, sigma: Tensor) -> Tensor:
@@ -133,7 +135,10 @@ class WanFamily(ChannelwiseFamily):
         if type(scheduler).__name__ != "UniPCMultistepScheduler":
             return scheduler
         return type(scheduler).from_config(
-            scheduler.config, solver_order=1, disable_corrector=[*range(scheduler.config.num_train_timesteps)]
+            # then the pipeline draws by the same Euler steps as training did
+            scheduler.config,
+            solver_order=1,
+            disable_corrector=[*range(scheduler.config.num_train_timesteps)],
         )
 
     def call(self, shape: Sequence[int], scale: float, negative: str = "") -> dict[str, Any]:

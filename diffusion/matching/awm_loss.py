@@ -52,6 +52,7 @@ class AwmSettings:
 
     def validate(self) -> None:
         """Reject options of a moving average that is not used; raises ValueError."""
+        # both options only shape the average, which either use below keeps alive
         for name in () if self.ema_coef or self.off_policy else ("ema_limit", "ema_slope"):
             if getattr(self, name) != getattr(AwmSettings, name):
                 raise ValueError(
@@ -81,8 +82,10 @@ class AwmLoss(LossTerm):
         self.policy = policy
         self.settings = settings
         self.process = process
+        # two readers: the loss term, and off-policy sampling
         needs_ema = settings.ema_coef > 0 or settings.off_policy
         self.kl_ema = EMAWeights(policy, enabled=needs_ema)
+        # the distance costs a forward pass, so it is only asked for if it has a weight
         self.outputs = frozenset({"kl_ema"} if settings.ema_coef else ())
 
     @property
@@ -104,6 +107,7 @@ class AwmLoss(LossTerm):
                     ema = self.process.velocity(self.policy, rollouts, versions.rows)
             ref = self.process.reference_velocity(reference, rollouts, versions.rows)
         matching = self.process.evaluate(policy, rollouts, versions)
+        # not a density: it only has to rank noisy versions, and the ratio of new to old is all that is used
         logp = pseudo_log_likelihood(matching.error, matching.noisy.sigma, self.settings.weighting, self.settings.power)
         return AwmScores(
             logp=matching.decisions.scatter(logp),
@@ -137,6 +141,7 @@ class AwmLoss(LossTerm):
 
     def on_step_end(self, step: Step) -> None:
         """Move the average of past policies."""
+        # after the update: with a small decay, the next anchor is nearly the policy that draws its images
         self.kl_ema.update(kl_ema_decay(step.number, self.settings.ema_limit, self.settings.ema_slope))
 
     def state_dict(self) -> dict[str, Tensor] | None:
@@ -151,10 +156,12 @@ class AwmLoss(LossTerm):
 def with_ratio(objective: ObjectiveConfig, settings: AwmSettings) -> ObjectiveConfig:
     """The objective with the ratio and clip rule of `settings.average`, unless the configuration sets them itself."""
     changes = AVERAGING[settings.average]
+    # options of the user come last, so they win
     return dataclasses.replace(objective, **{key: value | getattr(objective, key) for key, value in changes.items()})
 
 
 def _norm_ratio(velocity: Tensor, reference: Tensor) -> Metric:
+    # how far the velocity has grown: rows with negative advantage push it away without bound
     size, base = (x.detach().float().square().mean().sqrt() for x in (velocity, reference))
     return Metric(float(size / base.clamp(min=1e-8)), 1.0)
 

@@ -84,6 +84,7 @@ class GroupPreference(MatchingLoss):
 
     def rows(self, matching: Matching, old: Tensor, advantage: Tensor, constants: Sequence[Tensor]) -> Tensor:
         error = matching.error
+        # exp(l_old - l), with the negative error as log-likelihood
         ratio = (matching.noisy.matching_error(old) - error).detach().exp()
         # clipped only on the side towards which the advantage moves the ratio, as in PPO
         outside = torch.where(advantage > 0, ratio > 1 + self.clip, ratio < 1 - self.clip)
@@ -95,6 +96,7 @@ class GroupPreference(MatchingLoss):
 
     def constants(self, gain: Tensor, rollouts: Rollouts) -> list[Tensor]:
         assert rollouts.advantage is not None
+        # a constant of the update, from the policy at its start; see the module docstring
         return [torch.sigmoid(self.beta * group_means(rollouts.advantage * gain, rollouts))]
 
     def formula(self) -> str:
@@ -114,10 +116,12 @@ class CentredReward(MatchingLoss):
     def rows(self, matching: Matching, old: Tensor, advantage: Tensor, constants: Sequence[Tensor]) -> Tensor:
         reward, wanted = self.beta * implied_reward(matching, old), nft_weight(advantage)
         if self.distance == "squared":
+            # centred by constants, so the gradient flows through the row's own implied reward only
             return NFT_ADVANTAGE_LIMIT / self.beta * (reward - wanted - constants[0]).square()
         # `constants` has returned them in pairs: mean implied reward and mean given reward for each side
         found = [
             functional.binary_cross_entropy_with_logits(reward - own, torch.sigmoid(wanted - given), reduction="none")
+            # see `constants`: even entries are means of R, odd ones means of a
             for own, given in zip(constants[::2], constants[1::2], strict=True)
         ]
         return NFT_ADVANTAGE_LIMIT / self.beta * torch.stack(found).mean(0)
@@ -134,6 +138,7 @@ class CentredReward(MatchingLoss):
             # one difference is enough: the mean of a difference is the difference of the means
             off = self.beta * gain - wanted
             return [torch.stack([group_means(off, rollouts, side) for side in sides]).mean(0)]
+        # the order that `rows` unpacks
         return [group_means(x, rollouts, side) for side in sides for x in (self.beta * gain, wanted)]
 
     def formula(self) -> str:
@@ -146,6 +151,7 @@ class CentredReward(MatchingLoss):
 
 def reference_weight(advantage: Tensor, floor: float, coef: float) -> Tensor:
     """Weight of the distance to the start model: floor / coef at an advantage of -5, rising to 1 at 5 (CRD)."""
+    # divided by coef, because the caller multiplies the distance by coef again
     least = floor / coef
     return least + nft_weight(advantage) * (1 - least)
 
@@ -153,6 +159,7 @@ def reference_weight(advantage: Tensor, floor: float, coef: float) -> Tensor:
 def implied_reward(matching: Matching, old: Tensor) -> Tensor:
     """Reward (M,) float32 implied by the policy, computed in float64: how much closer it is than the old velocity."""
     new = _scaled_error(matching.velocity, matching.noisy)
+    # the difference of two errors that are nearly equal at first, hence float64
     return (_scaled_error(old, matching.noisy).detach() - new).float()
 
 
@@ -160,14 +167,17 @@ def group_means(x: Tensor, rollouts: Rollouts, weight: Tensor | None = None) -> 
     """Weighted mean (B, T) of x (B, T) over the trained rows of each row's group, at each t; 0 if there are none."""
     share = rollouts.loss_mask if weight is None else rollouts.loss_mask * weight
     groups = rollouts.num_rows  # an upper bound, so that the host need not wait for the exact number
+    # `where` and not a product: an untrained NaN times 0 would be NaN
     total = group_sum(torch.where(share > 0, share * x, 0.0), rollouts.group, groups)
     count = group_sum(share, rollouts.group, groups)
+    # back to one value per row: all rows of a group share the mean
     return torch.where(count > 0, total / count, 0.0)[rollouts.group]
 
 
 def _scaled_error(velocity: Tensor, noisy: NoisyRows) -> Tensor:
     """Squared error of velocities divided by their mean absolute error (M,) float64."""
     miss = (velocity.double() - noisy.target.double()).flatten(1)
+    # detached as in `nft_loss`: it only scales, and a gradient would reward large errors
     return miss.square().mean(1) / miss.detach().abs().mean(1).clamp(min=NFT_ERROR_FLOOR)
 
 

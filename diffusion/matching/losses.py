@@ -40,6 +40,7 @@ class NoisyRows:
 
     def matching_error(self, velocity: Tensor) -> Tensor:
         """Mean squared distance (R,) float32 of velocities (R, C, H, W) to the target."""
+        # float32 before the difference: near the target, bfloat16 leaves mostly rounding error
         return (velocity.float() - self.target.float()).square().flatten(1).mean(1)
 
 
@@ -71,8 +72,10 @@ def stack_timesteps(
         )
     count = len(images)
     times = stratified(draws, count, generator) if sigma is None else _checked(sigma, draws, count)
+    # one draw for all rows, so that `select` splits a batch without changing any noise
     noise = torch.randn((draws, *images.shape), generator=generator, device=generator.device).to(images.device)
     times = times.to(images.device)
+    # draw-major: row k * B + b belongs to image b, which the index below repeats
     clean = images.detach().repeat(draws, *[1] * (images.ndim - 1))
     return mix(clean, noise.flatten(0, 1), times.flatten(), torch.arange(count).repeat(draws))
 
@@ -82,6 +85,7 @@ def mix(clean: Tensor, noise: Tensor, sigma: Tensor, image: Tensor) -> NoisyRows
 
     `sigma` is (R,) float32; `image` (R,) int64 on the CPU is the index of each row's image.
     """
+    # mixed in float32 and then rounded: the target stays exact while x_t has the network's precision
     wide, weight = clean.float(), sigma.reshape(-1, *[1] * (clean.ndim - 1))
     return NoisyRows(((1 - weight) * wide + weight * noise).to(clean.dtype), noise - wide, sigma, image)
 
@@ -90,6 +94,7 @@ def stratified(draws: int, count: int, generator: torch.Generator) -> Tensor:
     """One time in each of K equal intervals of 0..1, for each of `count` images (K, count)."""
     offset = torch.rand(draws, count, generator=generator, device=generator.device)
     lower = torch.arange(draws, device=generator.device)[:, None]
+    # the offset of each interval is random, so the K times are stratified and still uniform over 0..1
     return (lower + offset) / draws
 
 
@@ -123,6 +128,7 @@ def pseudo_log_likelihood(error: Tensor, sigma: Tensor, weighting: str = "ghuber
     """
     if error.shape != sigma.shape:
         raise ValueError(f"error {tuple(error.shape)} and sigma {tuple(sigma.shape)} must have one shape, (R,).")
+    # (l + e)^p - e^p subtracts numbers of almost equal size when l is small; float32 would lose the result
     likelihood = WEIGHTINGS[weighting](error.double(), sigma.double(), power)
     return likelihood if error.dtype == torch.float64 else likelihood.float()
 
@@ -133,6 +139,7 @@ def nft_weight(advantage: Tensor) -> Tensor:
     Source: DiffusionNFT, arXiv 2509.16117; NVlabs/DiffusionNFT scripts/train_nft_sd3.py.
     """
     limited = advantage.clamp(-NFT_ADVANTAGE_LIMIT, NFT_ADVANTAGE_LIMIT)
+    # advantage 0 becomes 0.5, where good and bad pull equally hard
     return limited / NFT_ADVANTAGE_LIMIT / 2 + 0.5
 
 
@@ -168,9 +175,11 @@ def nft_loss(
         raise ValueError(f"velocity, velocity_old, latents and clean must have one shape (R, C, H, W), got {shapes}.")
     if weight.shape != noisy.sigma.shape:
         raise ValueError(f"weight has the shape {tuple(weight.shape)}; must be {tuple(noisy.sigma.shape)}.")
+    # float64, as the error weights of the public code are
     new, old, r = velocity.double(), velocity_old.detach().double(), weight.detach().double()
     good = _nft_error(beta * new + (1 - beta) * old, noisy, clean)
     bad = _nft_error((1 + beta) * old - beta * new, noisy, clean)
+    # v+ and v- move by beta times the change of v; 1 / beta makes the gradient independent of beta
     return (NFT_ADVANTAGE_LIMIT / beta * (r * good + (1 - r) * bad)).float()
 
 
@@ -179,6 +188,7 @@ def _checked(sigma: Tensor, draws: int, count: int) -> Tensor:
         raise UserError(f"sigma has the shape {tuple(sigma.shape)}; must be ({draws},) or ({draws}, {count})")
     if not bool(((sigma >= 0) & (sigma <= 1)).all()):
         raise UserError(f"sigma must be between 0 and 1, it runs from {sigma.min():.3g} to {sigma.max():.3g}")
+    # one time for all images (K,) or one per image (K, B)
     return sigma.float().reshape(draws, -1).expand(draws, count)
 
 

@@ -53,6 +53,7 @@ def check_states(sampler: SamplerConfig, timesteps: TimestepConfig) -> None:
             f"timesteps.times is '{timesteps.times}', but the sampler only has states at its own times; use "
             f"{', '.join(FIRST_STEP)}"
         )
+    # as in `times._usable`: the first int(fraction * S) times, without the initial one if it is left out
     states = int(sampler.steps * timesteps.fraction) - FIRST_STEP[timesteps.times]
     if timesteps.count > states:
         raise ValueError(
@@ -92,11 +93,14 @@ class StateMatching(FlowMatching):
         """The states with mask 1, each with the velocity towards its own image."""
         payload, decisions = DiffusionPayload.of(rollouts), TrainedDecisions.of(rollouts)
         assert payload.states is not None
+        # B, T + 1 or T states: `gather` ignores what lies beyond the T decisions
         states, sigma = decisions.gather(payload.states), decisions.gather(payload.sigma)
         target = towards(payload.latents[decisions.row], states, sigma)
+        # no noise is needed: each target points from the state to its own image
         return NoisyVersions(decisions, NoisyRows(states, target, sigma, decisions.row.cpu()))
 
 
 def towards(clean: Tensor, states: Tensor, sigma: Tensor) -> Tensor:
     """Velocity (M, ...) float32 of straight lines from states x_t at times t > 0 to x_0 at 0, (x_t - x_0) / t."""
+    # t is above 0, since the sampler calls the model at no state of time 0
     return (states.float() - clean.float()) / sigma.reshape(-1, *[1] * (clean.ndim - 1))

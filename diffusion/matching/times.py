@@ -46,6 +46,7 @@ class TimestepConfig:
 
 def check_times(config: Any) -> None:
     """Reject a changed option of `timesteps` that the chosen distribution does not read; raises ValueError."""
+    # the method's own default, which may differ from that of `TimestepConfig`
     make_default: Any = next(item.default_factory for item in fields(config) if item.name == "timesteps")
     times = config.timesteps.times
     unread = "fraction" if times in CONTINUOUS else "shift"
@@ -92,10 +93,12 @@ def reachable_times(options: TimestepConfig, grid: Tensor) -> Tensor:
     """Times (T,) that can be drawn; for continuous kinds, the smallest and the largest."""
     if options.times in CONTINUOUS:
         return torch.tensor([LOWEST_TIME, 1.0])
+    # the first time of the grid is pure noise, which `wo_init` leaves out
     return _usable(options, grid, first=0)[int(options.times == "discrete_wo_init") :]
 
 
 def _discrete_with_init(options: TimestepConfig, grid: Tensor, generator: torch.Generator) -> Tensor:
+    # always pure noise, the one state that all images share
     initial = _usable(options, grid, first=0)[:1]
     if options.count == 1:
         return initial
@@ -110,11 +113,13 @@ def _grid_times(
     # whole edges in exact arithmetic: with more strata than times some are empty, and their edge serves as the index
     edges = torch.arange(strata + 1, device=device) * (len(times) - first) // strata + first
     offset = torch.rand(strata, generator=generator, device=device) * (edges[1:] - edges[:-1])
+    # floor of edge + offset, so an empty stratum (offset 0) returns its lower edge
     return times.to(device)[edges[:-1] + offset.long()]
 
 
 def _usable(options: TimestepConfig, grid: Tensor, first: int) -> Tensor:
     """The grid's first int(fraction * S) times; raises UserError if none is left from `first` on."""
+    # truncated like the public code: 14 steps at 0.9 leave 12
     last = int((len(grid) - 1) * options.fraction)
     if last <= first:
         raise UserError(
@@ -125,7 +130,9 @@ def _usable(options: TimestepConfig, grid: Tensor, first: int) -> Tensor:
 
 
 def _logit_normal(options: TimestepConfig, grid: Tensor, generator: torch.Generator) -> Tensor:
+    # inverse CDF of stratified uniforms: one normal per stratum, then in random order
     normal = torch.special.ndtri(stratified(options.count, 1, generator)[:, 0])
+    # near time 0 the noise target is hardly visible in x_t
     times = shift_sigmas(normal.sigmoid(), options.shift).clamp(min=LOWEST_TIME)
     return times[torch.randperm(options.count, generator=generator, device=generator.device)]
 

@@ -141,6 +141,7 @@ class VelocityMatching(ABC):
         # all T noises of a row, then those that are trained: a version keeps its noise whichever others are masked out
         noise = row_noise(samples.noise_seed, self.timesteps.count, tuple(samples.latents.shape[1:]))
         noise = decisions.gather(to_device(noise, decisions.index.device))
+        # each image is repeated for each of its trained versions
         clean, sigma = samples.latents[decisions.row], decisions.gather(samples.sigma)
         # row numbers from the mask's copy on the CPU, where text rows are selected
         return NoisyVersions(decisions, mix(clean, noise, sigma, torch.nonzero(rollouts.host.mask > 0)[:, 0]))
@@ -149,6 +150,7 @@ class VelocityMatching(ABC):
         """Evaluate a model on the noisy versions of some rows; `versions` reuses an earlier result of `noisy`."""
         versions = versions or self.noisy(rollouts)  # given ones, so that several models see the very same rows
         velocity = self.velocity(model, rollouts, versions.rows)
+        # float32: losses compare predicted and clean images at small times
         clean = self.samples(rollouts).latents.float()[versions.decisions.row]
         return Matching(versions.decisions, versions.rows, clean, velocity)
 
@@ -156,6 +158,7 @@ class VelocityMatching(ABC):
         """Negative matching error as the log-likelihood of each noisy version; velocity distance to a reference."""
         matching = self.evaluate(model, rollouts)
         anchor = self.reference_velocity(reference, rollouts, matching.noisy)
+        # the distance at the same noisy versions, with the same noise
         return PolicyOutputs(-matching.errors, kl_ref=None if anchor is None else matching.distance(anchor))
 
     def reference_velocity(self, reference: Reference | None, rollouts: Rollouts, noisy: NoisyRows) -> Tensor | None:
@@ -184,6 +187,7 @@ class FlowMatching(VelocityMatching):
         # a stream apart from "sample": the noise added to an image must not be the noise it was drawn from
         noise_seed = streams.seeds(len(tasks), group_size, purpose="matching")
         if self.timesteps.share_noise:
+            # all images of a group are compared on the same noises
             noise_seed = noise_seed[::group_size].repeat_interleave(group_size)
         sigma = to_device(self.times(len(tasks), group_size, streams), latents.device)
         return matched_rollouts(tasks, group, latents, sigma, noise_seed=to_device(noise_seed, latents.device))
@@ -228,6 +232,7 @@ def matched_rollouts(
     return Rollouts(
         group=to_device(group, latents.device),
         mask=torch.ones_like(sigma),
+        # solvers give no likelihood; a pass of the policy before the update replaces these zeros
         logp_old=torch.zeros_like(sigma),
         reward=torch.full((len(group),), float("nan"), device=latents.device),
         payload=DiffusionPayload(
@@ -252,8 +257,10 @@ def given_rollouts(
     """Rows of given images, latents (B, C, H, W) and pixels uint8 (B, h, w, 3), with reward and advantage 0."""
     latents, pixels = images
     device = latents.device
+    # given images come from the autoencoder in float32
     latents = latents.to(policy.device, policy.dtype)
     rollouts = matched_rollouts(tasks, group, latents, sigma.to(device), noise_seed=noise_seed.to(device))
     payload = dataclasses.replace(DiffusionPayload.of(rollouts), images=pixels, finite=[True] * len(pixels))
     zeros = torch.zeros_like(rollouts.mask)
+    # supervised: no reward and no advantage is read, but both fields must be there for the report
     return rollouts.replace(reward=zeros[:, 0], advantage=zeros, payload=payload)

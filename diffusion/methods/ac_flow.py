@@ -128,9 +128,11 @@ class AcFlowRecipe(OrwRecipe):
         super().__init__(config)
         self.process = STATES[config.states](self.policy, config.sampler, config.timesteps)
         self.target = "(x_t - x_0) / t" if config.states == "trajectory" else self.target
+        # a part, so that checkpoints hold its running statistics
         self.shaping = self.parts["running"] = RewardShaping(config.shaping, self.objective)
         self.critic: StateCritic | None = None
         if config.critic.enabled:
+            # the critic sees the very states that the matching loss trains on
             self.critic = StateCritic(self.policy, self.train_tasks, config.critic, config.seed, self.process.states)
             self.parts["critic"] = self.critic
 
@@ -140,12 +142,15 @@ class AcFlowRecipe(OrwRecipe):
         returns, values = self.shaping(rollouts, accelerator), self.values(rollouts)
         bound = self.config.advantage_bound
         advantage = CREDITS[self.config.credit](returns[:, None].expand_as(values), values)
+        # bounded before the exponential: one outlier must not take the weight of a whole step
         advantage = advantage.clamp(-bound, bound) if bound else advantage
+        # `OrwRecipe` turns A into weights, so V = 0 with raw rewards is exactly ORW-CFM-W2
         weighted = self.weighted(rollouts, advantage, accelerator)
         self.noted |= explained_by_time(rollouts, returns, values)
         if self.critic is None:
             return weighted
         if not self.critic.warm:
+            # a mask of zeros: the policy makes no update, but images are drawn for the critic
             weighted = weighted.replace(mask=torch.zeros_like(weighted.mask))
         # trained on `rollouts`, whose mask is still whole: the critic learns during the warm-up
         self.noted |= self.critic.learn(rollouts, returns, accelerator, step)

@@ -9,7 +9,7 @@ minimise. In terms of the core it is the objective `diffusion_dpo` with logp = -
 catalogue work too, and `objective: {loss: {kind: none}, likelihood: {kind: nll, coef: 1}}` is supervised fine-tuning
 on the preferred images, the paper's baseline. FiFA's filter (arXiv 2410.10166) is `diffusion.methods.fifa`.
 
-Differences from the public code (SalesforceAIResearch/DiffusionDPO): flow models in place of Stable Diffusion 1.5 and
+Differences from the public code (SalesforceAIResearch/DiffusionDPO): flow models instead of Stable Diffusion 1.5 and
 SDXL, times from a shifted logit-normal as in yifan123/flow_grpo scripts/train_sd3_dpo.py, whose beta 100 is the default
 (the paper's 2000 to 5000 is for noise prediction). The loss for a model that predicts noise is compared with the public
 code in tests/golden/test_preference.py; the suite loads no such model.
@@ -109,6 +109,7 @@ class DiffusionDpoRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Dif
         self.objective = make_preference(config.objective)
         self.open(config, config.evaluation)
         self.process = FlowMatching(self.policy, config.evaluation.sampler, config.timesteps)
+        # filtered after the model is loaded: captions are measured by its tokenizers and embeddings
         usable = [pair for pair in self.train_tasks if self._fits(pair)]
         self.train_tasks = select_pairs(usable, config.filter, embed_captions(self.policy)).pairs
 
@@ -135,10 +136,14 @@ class DiffusionDpoRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Dif
     def batch(self, policy: DiffusionPolicy, tasks: Sequence[ImagePair], streams: Streams, step: Step) -> Rollouts:
         """Encode both images of each pair, and draw the times and noises that they share."""
         kept, pixels = self._read(tasks)
+        # the mode of the autoencoder, no sample: both images of a pair carry no noise of their own
         latents = encode_images(policy.family, pixels, batch=self.scoring.sampler.batch_rows)
+        # streams belong to the tasks of the step; leaving out a pair must not shift those of the others
         count, streams = len(kept), streams.among(tasks, kept)
+        # one draw per pair: both images lose their caption together, or their errors were not comparable
         shown = (streams.uniform(count, 1, purpose="caption") >= self.config.drop_caption).tolist()
         captions = [pair.caption if keep else "" for pair, keep in zip(kept, shown, strict=True)]
+        # the same noise for both images, which cancels most of the variance of their difference
         seeds = streams.seeds(count, 1, purpose="noise").repeat_interleave(2)
         asked = [DiffusionTask(pair.id, caption) for pair, caption in zip(kept, captions, strict=True)]
         group, sigma = torch.arange(count).repeat_interleave(2), self.process.times(count, 2, streams)
@@ -153,8 +158,10 @@ class DiffusionDpoRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Dif
         """Minus half the error on each noisy version (B, T)."""
         matching = self.process.evaluate(policy, rollouts)
         error = matching.error
+        # the noise implied by v is x_t + (1 - t) v, so its error is (1 - t) times that of v
         if self.config.error == "noise":
             error = error * (1 - matching.noisy.sigma.to(error)).square()
+        # -1/2 squared error is the Gaussian log-likelihood, as in Diffusion-DPO
         return PolicyOutputs(matching.decisions.scatter(-0.5 * error))
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:

@@ -96,6 +96,7 @@ def select_pairs(
         order = list(range(len(pairs)))
         if config.kind == "random":
             order = np.random.default_rng(config.seed).permutation(len(pairs)).tolist()
+        # in file order; the choice is random, not the order of training
         chosen = sorted(order[:keep])
         return Selection([pairs[index] for index in chosen], torch.zeros(len(chosen), dtype=torch.float64), {})
     if config.reward is not None:
@@ -110,6 +111,7 @@ def select_pairs(
         weights[name] * (_standardised(term) if config.normalise == "zscore" else term) for name, term in terms.items()
     ]
     importance = torch.stack(parts).sum(0)
+    # stable: pairs of equal importance stay in file order on every machine
     best = torch.argsort(importance, descending=True, stable=True)[:keep]
     kept = {name: term[best] for name, term in terms.items()}
     return Selection([pairs[index] for index in best.tolist()], importance[best], kept)
@@ -127,6 +129,7 @@ def score_pairs(pairs: Sequence[ImagePair], reward: str) -> list[ImagePair]:
         scores: list[float] = []
         for start in range(0, len(pairs), CHUNK):
             part = pairs[start : start + CHUNK]
+            # both sides share the caption
             tasks = [DiffusionTask(pair.id, pair.caption) for pair in part for _ in (0, 1)]
             images = np.stack([side for pair in part for side in pair.read()])
             result = score_images(rewards, tasks, images, [True] * len(tasks))
@@ -145,11 +148,15 @@ def score_pairs(pairs: Sequence[ImagePair], reward: str) -> list[ImagePair]:
 def neighbour_distances(embeddings: Tensor, neighbours: int) -> Tensor:
     """Distance (U,) float64 of each row of (U, D), U at least 2, to its k-th nearest other row."""
     table = embeddings.double()
+    # a small set has fewer than k other rows
     k = min(neighbours, len(table) - 1)
     parts = []
+    # U^2 distances of a large set do not fit in memory
     for start in range(0, len(table), CHUNK):
+        # the matrix-product form of cdist is inexact for near-duplicates, whose distances matter most here
         distances = torch.cdist(table[start : start + CHUNK], table, compute_mode="donot_use_mm_for_euclid_dist")
         own = torch.arange(start, start + len(distances))
+        # a row is not its own neighbour
         distances[own - start, own] = float("inf")
         parts.append(distances.kthvalue(k, dim=1).values)
     return torch.cat(parts)
@@ -186,15 +193,18 @@ def _quality(pairs: Sequence[ImagePair], config: PairFilterConfig) -> Tensor:
                 "filter.quality, or set filter.alpha=0"
             )
         return torch.tensor([pair.numbers["text_quality"] for pair in pairs], dtype=torch.float64)
+    # each caption once, since a quality function may be a language model
     captions = list(dict.fromkeys(pair.caption for pair in pairs))
     scores = dict(zip(captions, load_function(config.quality, what="filter.quality")(captions), strict=True))
     return torch.tensor([float(scores[pair.caption]) for pair in pairs], dtype=torch.float64)
 
 
 def _diversity(captions: Sequence[str], neighbours: int, embed: Callable[[Sequence[str]], Tensor]) -> Tensor:
+    # over distinct captions: with repeats, the nearest neighbour of a caption would be itself
     distinct = list(dict.fromkeys(captions))
     if len(distinct) < 2:
         return torch.zeros(len(captions), dtype=torch.float64)
+    # log of the nearest-neighbour distance is an entropy estimate; 1 + keeps duplicates finite
     term = torch.log1p(neighbour_distances(embed(distinct), neighbours))
     index = {caption: number for number, caption in enumerate(distinct)}
     return term[torch.tensor([index[caption] for caption in captions])]
@@ -202,6 +212,7 @@ def _diversity(captions: Sequence[str], neighbours: int, embed: Callable[[Sequen
 
 def _standardised(term: Tensor) -> Tensor:
     deviation = term.std(correction=0)
+    # a constant term ranks nothing, and 0 / 0 would make every importance NaN
     return (term - term.mean()) / deviation if float(deviation) > 0 else torch.zeros_like(term)
 
 

@@ -85,6 +85,7 @@ class FlowGrpoRecipe(TrajectoryRecipe):
         assert payload.sigma_next is not None
         assert found.advantage is not None
         of_step = STEP_WEIGHTS[self.config.step_weight]
+        # of all steps, also untrained ones; the mask excludes those from the mean below
         weight = of_step(self.process.kernel, payload.sigma.flatten(), payload.sigma_next.flatten())
         weight = weight.view_as(payload.sigma)
         # the mean over the trained steps of all processes: a process alone would scale its rows by its own mean
@@ -197,6 +198,7 @@ class GrpoGuardRecipe(TrajectoryRecipe):
         """Old log-density plus the normalised log-ratio, which makes the objective's ratio that of GRPO-Guard."""
         found = self.process.evaluate(policy, rollouts)
         logp_old, mean_old = self.old.of(found, rollouts)
+        # added to logp_old, so that the objective's own exp(logp - logp_old) is GRPO-Guard's ratio
         ratio = guard_log_ratio(found.logp, logp_old, found.mean, mean_old, found.std)
         kl_ref = self.process.kl(found, self.loss_reference) if "kl_ref" in outputs else None
         return PolicyOutputs(logp=found.steps.decisions.scatter(logp_old + ratio), kl_ref=kl_ref)

@@ -74,10 +74,12 @@ class RewardShaping:
 
     def __call__(self, rollouts: Rollouts, accelerator: Accelerator) -> Tensor:
         """Returns (B,) of the rewards; 0 if a row could not be scored."""
+        # NaN rewards become 0 here and are masked out by `rollouts.scored` later
         config, reward = self.config, rollouts.reward.nan_to_num()
         if config.kind == "minmax":
             return ((reward - config.low) / (config.high - config.low)).clamp(0, 1)
         if config.kind == "group_z":
+            # over all processes, as a group advantage may divide by the deviation of the whole step
             estimated = global_advantages(self.objective.compute_advantages, rollouts, accelerator).advantage
             assert estimated is not None
             return estimated[:, 0]
@@ -86,6 +88,7 @@ class RewardShaping:
         # statistics of all processes, without NaN: every process has to keep the same running values
         scored = [value for value in merge_lists(rollouts.reward.tolist(), accelerator) if value == value]
         mean, deviation = self._update(torch.tensor(scored))
+        # clipped like AC-Flow's shaped rewards, so that a critic with targets of unit scale can follow
         z = torch.where(rollouts.scored, (reward - mean) / (deviation + 1e-8), 0.0).clamp(-Z_LIMIT, Z_LIMIT)
         return z.tanh() if config.kind == "running_z_tanh" else z
 
@@ -99,11 +102,13 @@ class RewardShaping:
 
     def _update(self, rewards: Tensor) -> tuple[float, float]:
         """Update the running mean and deviation; the first step initialises them."""
+        # population deviation: a single scored row has 0, not NaN
         mean, deviation = float(rewards.mean()), float(rewards.std(correction=0))
         if self.running is not None:
             weight = self.config.momentum
             mean = (1 - weight) * self.running[0] + weight * mean
             deviation = (1 - weight) * self.running[1] + weight * deviation
+        # updated before use: the rewards of a step are shaped by statistics that include them
         self.running = (mean, deviation)
         return self.running
 
@@ -137,9 +142,11 @@ class Critic(nn.Module):
     def __init__(self, channels: int, pooled_width: int, width: int, *, video: bool = False) -> None:
         super().__init__()
         convolution, pool = (nn.Conv3d, nn.AdaptiveAvgPool3d) if video else (nn.Conv2d, nn.AdaptiveAvgPool2d)
+        # pooled to 2 x 2 (2 x 2 x 2 for videos) cells of `width` channels, then text and time features
         features = (8 if video else 4) * width + width + TIME_FEATURES
         self.image = nn.Sequential(
             convolution(channels, width, 3, padding=1),
+            # one group, that is, a layer norm: it has no batch statistics, so rows do not affect each other
             nn.GroupNorm(1, width),
             nn.SiLU(),
             convolution(width, width, 3, stride=2, padding=1),
@@ -150,6 +157,7 @@ class Critic(nn.Module):
         )
         self.text = nn.Linear(pooled_width, width)
         self.head = nn.Sequential(
+            # the scale of latents changes with t; without it, noisy states would dominate the regression
             nn.LayerNorm(features),
             nn.Linear(features, width),
             nn.SiLU(),
@@ -166,6 +174,7 @@ class Critic(nn.Module):
 
         `pooled` is their text (M, P).
         """
+        # octaves of pi t: V has to change fast near t = 0 and slowly elsewhere
         frequency = 2.0 ** torch.arange(TIME_FEATURES // 2, device=sigma.device)
         angle = math.pi * sigma[:, None] * frequency
         features = torch.cat([self.image(latents), self.text(pooled), angle.sin(), angle.cos()], 1)
@@ -192,6 +201,7 @@ class CriticTrainer:
         """Expected returns (M,) of noisy latents, computed in float32 without gradient."""
         size = self.config.batch_rows
         parts = zip(latents.split(size), sigma.split(size), pooled.split(size), strict=True)
+        # values are subtracted from rewards; in bfloat16, advantages near 0 would be rounding error
         with torch.autocast(latents.device.type, enabled=False):
             return torch.cat([self.critic(x.float(), t, c.float()) for x, t, c in parts])
 
@@ -216,6 +226,7 @@ class CriticTrainer:
         if not total:
             return float("nan")
         for _ in range(self.config.updates_per_step):
+            # as many updates as one process with all states would make
             parts = deal(own, -(-total // self.config.batch_rows), generator, accelerator, places)
             # the size of each part over all processes, which divides the loss; `tensor_split` as in `deal`
             counts = [len(part) for part in torch.arange(total).tensor_split(len(parts))]
@@ -234,6 +245,7 @@ class CriticTrainer:
                 loss = (self.critic(x.float(), sigma, pooled.float()) - returns).square().sum() / count
                 loss.backward()
             share = loss.detach()
+        # every process makes the same update: the critic has no distributed wrapper
         sum_gradients(list(self.critic.parameters()), accelerator)
         nn.utils.clip_grad_norm_(self.critic.parameters(), self.config.max_grad_norm)
         self._optimizer.step()
@@ -285,7 +297,9 @@ class StateCritic(CriticTrainer):
         states: Callable[[Rollouts], tuple[Tensor, Tensor, TrainedDecisions]],
     ) -> None:
         text = text_of(policy, tasks[:1], torch.zeros(1, dtype=torch.int64))
+        # measured on one prompt, since families build their text vector in different ways
         pooled = policy.family.text_vector(text.values).shape[1]
+        # neither draws from nor seeds the global generator, so runs with and without a critic sample alike
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(seed, "critic"))
             critic = Critic(policy.latent_shape[0], pooled, config.width, video=policy.family.video)
@@ -302,6 +316,7 @@ class StateCritic(CriticTrainer):
 
     def learn(self, rollouts: Rollouts, returns: Tensor, accelerator: Any, step: Step) -> dict[str, float]:
         """Regress on the returns (B,) of the rows that have a reward; returns metrics."""
+        # of the step and not continued: a resumed run deals the same parts
         generator = make_generator(self.seed, "critic", step.number)
         with stopwatch("critic"):
             inputs, decisions = self._inputs(rollouts)
@@ -323,6 +338,7 @@ class StateCritic(CriticTrainer):
 
     def _inputs(self, rollouts: Rollouts) -> tuple[tuple[Tensor, Tensor, Tensor], TrainedDecisions]:
         latents, sigma, decisions = self.states(rollouts)
+        # the group of each trained state, from the copies on the CPU
         group = rollouts.host.group[torch.nonzero(rollouts.host.mask > 0)[:, 0]]
         text = text_of(self.policy, DiffusionPayload.of(rollouts).tasks, group)
         return (latents.float(), sigma, self.policy.family.text_vector(text.expanded()).float()), decisions

@@ -160,6 +160,7 @@ class DiffusionNftRecipe(DiffusionRecipe):
         assert minibatch.advantage is not None
         # sorted: the rule expects its constants in the order in which it has made them
         names = sorted(name for name in minibatch.extras if name.startswith(CONSTANT))
+        # (B, T) tables back to the M trained rows, in the order of `matching`
         constants = [matching.decisions.gather(minibatch.extras[name]) for name in names]
         rows = self.rule.rows(matching, old, matching.decisions.gather(minibatch.advantage), constants)
         reference = self.process.reference_velocity(self.loss_reference, minibatch, matching.noisy)
@@ -168,6 +169,7 @@ class DiffusionNftRecipe(DiffusionRecipe):
         # up to 1 for the best images: the coefficient itself is applied in `matching.loss`
         weight = None if floor is None else reference_weight(minibatch.advantage, floor, coef)
         output = matching.loss(losses, minibatch, denominators, reference, coef, weight)
+        # how far the policy has left the old one, which draws its images unless there is a separate average
         kl_old = mean_metric(matching.distance(old).detach(), minibatch.loss_mask)
         return LossOutput(output.loss, output.metrics | {"policy/kl_old": kl_old})
 
@@ -186,6 +188,7 @@ class DiffusionNftRecipe(DiffusionRecipe):
 
     def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
         """Update the averages."""
+        # the averages move after the evaluation average, each from the same updated weights
         super().on_step_end(step, metrics)
         settings = self.config.nft
         self.old.update(nft_old_decay(step.number, settings.old_schedule))
@@ -204,12 +207,14 @@ class GroupGains(LossTerm):
 
     def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
         """Compare the policy with the old one or the start model on all noisy versions."""
+        # no outputs but the gains: `logp` carries them through the passes in chunks
         gain = passes.scores(rollouts, frozenset(), self._gains).logp
         return rollouts.replace(extras={**rollouts.extras, GAIN: gain})
 
     def _gains(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         recipe = self.recipe
         matching, old = recipe.matching(policy, rollouts)
+        # even without a KL term the loss compares with the start model
         reference = recipe.process.reference_velocity(recipe.loss_reference or recipe.start, rollouts, matching.noisy)
         assert reference is not None
         return PolicyOutputs(matching.decisions.scatter(recipe.rule.gain(matching, old, reference)))

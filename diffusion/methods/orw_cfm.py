@@ -98,7 +98,9 @@ class OrwRecipe(DiffusionRecipe):
         """Weights (B, T) of the matching errors, computed from the rewards and stored as advantages."""
         reward = rollouts.reward
         if self.config.orw.center:
+            # over scored rows only: NaN must not reach the mean of its group
             reward = group_center(reward, rollouts.group, rollouts.scored)
+        # one weight per image, the same at each of its T times
         return self.weighted(rollouts, reward.nan_to_num()[:, None].expand_as(rollouts.mask), accelerator)
 
     def weighted(self, rollouts: Rollouts, advantage: Tensor, accelerator: Accelerator) -> Rollouts:
@@ -109,6 +111,7 @@ class OrwRecipe(DiffusionRecipe):
         if settings.normalize_weights:
             sums = merge_lists([numbers([weight.abs().sum(), rollouts.loss_mask.sum()])], accelerator)
             # over all processes: a weight must not depend on which other images its process has drawn
+            # |w| and not w: signed weights may add up to 0
             mean = sum(total for total, _ in sums) / max(sum(count for _, count in sums), 1.0)
             weight = weight / max(mean, 1e-8)
         return rollouts.replace(advantage=weight.float())
@@ -120,6 +123,7 @@ class OrwRecipe(DiffusionRecipe):
         error, mask = matching.errors, minibatch.loss_mask
         own = {"matching/error": mean_metric(error, mask), "matching/weight": mean_metric(minibatch.advantage, mask)}
         reference = self.process.reference_velocity(self.loss_reference, minibatch, matching.noisy)
+        # no clip and no ratio: the weights are constants and each step draws new images
         output = matching.loss(minibatch.advantage * error, minibatch, denominators, reference, self.objective.kl_coef)
         return LossOutput(output.loss, output.metrics | own)
 

@@ -28,6 +28,7 @@ class TrajectoryRecipe(DiffusionRecipe):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        # means cost as much memory as the states, so they are stored only if a loss reads them
         keep = self.keeps_means or "kl_old" in self.objective.needs
         precision = config.trainer.mixed_precision
         self.process = Trajectories(self.policy, config.sampler, config.step, precision, keep_mean=keep)
@@ -88,6 +89,7 @@ class OldMeans(LossTerm):
         payload = DiffusionPayload.of(rollouts)
         assert payload.mean_old is not None
         logps, means = [], []
+        # the same splits as in the update: another batch shape would round differently in low precision
         for chunk in rollouts.micro_batches(self.recipe.config.trainer.micro_batch or rollouts.num_rows):
             with torch.no_grad():
                 found = self.recipe.process.evaluate(passes.policy, chunk)
@@ -98,6 +100,7 @@ class OldMeans(LossTerm):
             mean = sampled.flatten(0, 1).index_copy(0, decisions.index, found.mean)
             means.append(mean.view(*decisions.shape, *mean.shape[1:]))
             logps.append(decisions.scatter(found.logp))
+        # both from one pass: GRPO-Guard's ratio is exactly 1 only if they agree
         return rollouts.replace(
             logp_old=torch.cat(logps), payload=dataclasses.replace(payload, mean_old=torch.cat(means))
         )

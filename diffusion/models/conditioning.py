@@ -39,6 +39,7 @@ class TextEncoders:
         self.parts = [part for part in family.text_parts if getattr(self.pipeline, part.encoder) is not None]
         for part in self.parts:
             if part.is_clip:  # it pools at the first end token, so one spelled out in a prompt would cut the prompt
+                # splitting makes the tokenizer spell such a token out as ordinary text
                 getattr(self.pipeline, part.tokenizer).split_special_tokens = True
 
     def modules(self) -> dict[str, Any]:
@@ -47,6 +48,7 @@ class TextEncoders:
 
     def to(self, device: torch.device) -> None:
         """Move the encoders, and the autoencoder for images to be edited, before the networks move."""
+        # the autoencoder too: it encodes images to be edited
         for module in (*self.modules().values(), self.pipeline.vae):
             module.to(device)
 
@@ -84,6 +86,7 @@ class TextEncoders:
     def lost(self, prompt: str) -> list[Cut]:
         """Find the ends of a prompt that no encoder reads; T5 reads prompts that are too long for CLIP."""
         found = self.cuts(prompt)
+        # CLIP always truncates long prompts; what counts is whether a long encoder reads all of it
         whole = {part.tokenizer for part in self.parts if not part.is_clip} - {cut.tokenizer for cut in found}
         return [] if whole else found
 
@@ -95,6 +98,7 @@ class TextEncoders:
         for name in modules:
             setattr(self.pipeline, name, None)
         self.freed = True
+        # the last references here; without it `empty_cache` would find the weights still in use
         del modules
         gc.collect()
         if torch.cuda.is_available():
@@ -145,12 +149,14 @@ class TextRows:
             All rows, over U + U' prompts.
         """
         joined = {name: _joined(name, self.values, other.values) for name in self.values}
+        # the other rows' prompts follow after this object's U
         return TextRows(joined, torch.cat([self.index, other.index + len(self.tokens)]))
 
     def for_rows_of(self, other: TextRows) -> TextRows:
         """Repeat this single prompt for each row of another object, together with that row's image to be edited."""
         if REFERENCE not in other.values:
             return self.select(torch.zeros(len(other), dtype=torch.int64))
+        # one image per distinct row text, so the negative needs as many copies
         count = len(other.values[REFERENCE])
         values = {name: value.expand(count, *value.shape[1:]) for name, value in self.values.items()}
         return TextRows(values | {REFERENCE: other.values[REFERENCE]}, other.index)
@@ -167,6 +173,7 @@ class TextRows:
     def _for_rows(self, values: Tensor) -> Tensor:
         first = int(self.index[0]) if len(self) else 0
         if bool((self.index == first).all()):
+            # expanded, not copied: guidance shares one negative prompt among all rows
             return values[first : first + 1].expand(len(self), *values.shape[1:])
         if torch.equal(self.index, torch.arange(len(values))):
             return values
@@ -175,8 +182,10 @@ class TextRows:
 
 def _joined(name: str, one: Text, other: Text) -> Tensor:
     values = [one[name], other[name]]
+    # masks and the entries they belong to have a length axis that may differ
     if name.endswith(MASK) or name + MASK in one:
         size = max(value.shape[1] for value in values)
+        # `padded` works on the first axis, the length is the second
         values = [padded(value.transpose(0, 1), size).transpose(0, 1) for value in values]
     return torch.cat(values)
 
@@ -240,6 +249,7 @@ class PromptEmbeddings:
         for side, texts in ((False, prompts), (True, negatives)):
             for prompt in texts:
                 for name, length in self.family.lengths(prompt, negative=side).items():
+                    # the maximum over both kinds, since guidance in one call stacks them
                     self._lengths[name] = max(length, self._lengths.get(name, 0))
 
     def rows(
@@ -277,9 +287,11 @@ class PromptEmbeddings:
         side = negative and self.family.negative_differs
         given = [None] * len(prompts) if images is None else images
         keys = [
+            # by content: equal images of different files share an embedding
             _Key(prompt, side, "" if image is None else image.digest)
             for prompt, image in zip(prompts, given, strict=True)
         ]
+        # in order of first use, which keeps rows of distinct prompts views in `_for_rows`
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         sources = dict(zip(keys, given, strict=True))
         found = [self._embedding(key, sources[key]) for key in numbers]
@@ -321,6 +333,7 @@ class PromptEmbeddings:
         if key not in self._held:
             filed = self._filed.get(key)
             self._hold(key, self._encode(key, image) if filed is None else _read(filed))
+        # most recently used last; eviction starts at the front
         self._held.move_to_end(key)
         return self._held[key]
 
@@ -346,6 +359,7 @@ class PromptEmbeddings:
         self.encoded += 1
         embedding = self.encoders.encode(prompt, self._pixels(image), negative=key.negative)
         # held on the CPU: many prompts must not fill the memory of the accelerator
+        # one transfer for all entries
         return dict(zip(embedding, to_host(list(embedding.values())), strict=True))
 
     def _pixels(self, image: ReferenceImage | None) -> Tensor | None:
@@ -362,6 +376,7 @@ class PromptEmbeddings:
     def _hold(self, key: _Key, embedding: Text) -> None:
         self._held[key] = embedding
         self._evicted.discard(key)
+        # the newest always stays, even if it alone exceeds the limit
         while len(self._held) > 1 and sum(map(_bytes, self._held.values())) > self.max_bytes:
             oldest, leaving = self._held.popitem(last=False)
             if self._folder is None:
@@ -375,6 +390,7 @@ def _temporary(folder: Path | str) -> tempfile.TemporaryDirectory[str]:
     place = expanded(folder)
     try:
         place.mkdir(parents=True, exist_ok=True)
+        # one per process: a shared folder would be deleted by the process that ends first
         return tempfile.TemporaryDirectory(prefix="embeddings-", dir=place)
     except OSError as error:
         raise UserError(f"embeddings cannot be kept in {place}: {error}; set model.embedding_cache") from error
@@ -388,6 +404,7 @@ def _write(embedding: Text, file: Path) -> Path:
     from safetensors.torch import save_file
 
     try:
+        # safetensors refuses views, which embeddings often are
         save_file({name: value.cpu().contiguous() for name, value in embedding.items()}, file)
     except (OSError, SafetensorError) as error:  # a full disk
         raise UserError(f"an embedding cannot be written to {file}: {error}; set model.embedding_cache") from error

@@ -128,6 +128,7 @@ def add_adapter(network: Any, settings: LoraSettings, family: Family, seed: int)
     ensure_torchvision()
     import peft
 
+    # checked before anything is added: peft skips names that match nothing
     targets = _targets(network, settings.targets, family.lora_targets)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -139,6 +140,7 @@ def add_adapter(network: Any, settings: LoraSettings, family: Family, seed: int)
                 init_lora_weights="gaussian",
                 target_modules=targets,
             ),
+            # a fixed name: saving, merging and switching off all refer to it
             ADAPTER,
         )
     for weight in network.parameters():
@@ -146,6 +148,7 @@ def add_adapter(network: Any, settings: LoraSettings, family: Family, seed: int)
             # optimiser steps are too small for bfloat16 and float16 weights: they would be rounded away
             weight.data = weight.data.float()
     blocks = blocks_of(network).values()
+    # families differ in their layer names; the log shows whether the targets reached every block
     reached = sum(any(".lora_" in name for name, _ in block.named_parameters()) for block in blocks)
     LOGGER.info("adapters in %d of %d blocks", reached, len(blocks))
 
@@ -156,13 +159,16 @@ def _targets(network: nn.Module, wanted: list[str] | None, of_family: Sequence[s
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
 
     def ends(names: Iterable[str], target: str) -> list[str]:
+        # with a leading dot, so that `to_q` does not match `add_to_q`
         return [name for name in names if f".{name}".endswith(f".{target}")]
 
     targets = [*of_family] if wanted is None else wanted
     unknown = [target for target in targets if not ends(linear, target)]
     if unknown:
+        # names within a block, each once: a full list would repeat them for every block
         known = dict.fromkeys(re.sub(r"^.*blocks\.\d+\.", "", name) for name in linear if "blocks." in name)
         raise UserError(f"model.lora.targets names {unknown}; a block of the network has: {', '.join(known)}")
+    # peft takes name endings, but it refuses a match that is not a linear layer
     if all(len(ends(modules, target)) == len(ends(linear, target)) for target in targets):
         return targets
     return list(dict.fromkeys(name for target in targets for name in ends(linear, target)))
@@ -205,8 +211,10 @@ class DiffusionPolicy(nn.Module):
             self.family,
             max_bytes=config.embedding_memory_mb * 2**20,
             folder=(config.embedding_cache or tempfile.gettempdir()) if config.free_text_encoders else None,
+            # images to be edited are brought to the pixel size of the run
             size=(self.latent_shape[-2] * self.family.factor, self.latent_shape[-1] * self.family.factor),
         )
+        # a second network is optional in some families, and the pipeline holds None then
         present = [name for name in self.family.networks if getattr(pipeline, name, None) is not None]
         self.trained_networks = tuple(present if config.networks is None else config.networks)
         """Names of the trained networks."""
@@ -244,10 +252,13 @@ class DiffusionPolicy(nn.Module):
         for name, network in self.named_children():
             weights = (*network.named_parameters(), *network.named_buffers())
             if self.has_adapter or name not in self.trained_networks:
+                # frozen weights never differ between copies; only trained ones are worth the memory of a copy
                 shared += [weight for key, weight in weights if ".lora_" not in key]
         # what `memo` already holds is returned as it is, so these are not copied
         memo.update({id(part): part for part in shared})
+        # `__init__` would load and register everything again
         copied = type(self).__new__(type(self))
+        # before the attributes are copied, since some refer back to the policy
         memo[id(self)] = copied
         copied.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         return copied
@@ -256,6 +267,7 @@ class DiffusionPolicy(nn.Module):
         # the pipeline's networks are skipped: they belong to this policy, or to the policy it was copied from
         for name, part in self.pipeline.components.items():
             if isinstance(part, nn.Module) and name not in self.family.networks:
+                # `to(device)` has to take the frozen encoders along, although they are no submodules
                 part._apply(fn)
         super()._apply(fn, recurse)
         return self
@@ -294,9 +306,13 @@ class DiffusionPolicy(nn.Module):
         Gradient: into the trained weights and the latents.
         """
         device, dtype = self.device, self.dtype
+        # rows and not calls: guidance in one call counts two rows per image
         self.cost["train_rows" if torch.is_grad_enabled() else "forward_rows"] += len(latents)
+        # times stay float32: half precision rounds 999.x of the network's time input
         latents, sigma = latents.to(device, dtype), sigma.to(device)
+        # masks and token ids keep their integer type
         text = {name: value.to(device, dtype if value.is_floating_point() else None) for name, value in text.items()}
+        # some families switch networks at a time, so it may differ between the rows
         which = self.family.network_of(sigma)
         if which is None:
             return self.family.velocity(getattr(self, self.family.networks[0]), latents, sigma, text)
@@ -319,6 +335,7 @@ class DiffusionPolicy(nn.Module):
         """
         if not self.has_adapter:
             raise UserError("the model has no adapter to switch off; set model.lora.enabled or use a frozen copy")
+        # may be nested: the outermost use switches the adapter on again
         if self._adapter_off:
             yield
             return
@@ -351,6 +368,7 @@ class DiffusionPolicy(nn.Module):
                 save_adapter(network, name, self.pipeline, self._place(folder, name))
             else:
                 network.save_pretrained(self._place(folder, name))
+        # sorted keys: equal models give equal files
         text = json.dumps(_base(self) | base_entries(self.base_path, folder), indent=2, sort_keys=True)
         write_atomically(folder / BASE_FILE, text + "\n")
         follow_umask(folder)
@@ -363,11 +381,14 @@ class DiffusionPolicy(nn.Module):
         Args:
             path: folder, created with its parents.
         """
+        # merged copies; the policy itself keeps its separate adapters
         trained = {name: merged(part) if self.has_adapter else part for name, part in self.trained.items()}
         saved = self.pipeline.config
         given = {name: saved[name] for name in self.family.settings if name in saved}
+        # later entries win: trained networks and the scheduler of evaluations replace the pipeline's
         parts = {**self.pipeline.components, **trained, "scheduler": self.family.drawing_scheduler()}
         pipeline = type(self.pipeline)(**parts, **given)
+        # an interrupted save must not leave half a pipeline under the final name
         with replaced(Path(path)) as draft, quiet_transformers(), quiet_diffusers():
             pipeline.save_pretrained(draft)
 
@@ -395,6 +416,7 @@ class DiffusionPolicy(nn.Module):
 
     def _place(self, folder: Path, name: str) -> Path:
         """Folder of a network's weights."""
+        # the first network is at the top, where diffusers' own loaders look for it
         return folder if name == self.family.networks[0] else folder / name
 
 
@@ -402,6 +424,7 @@ def make_family(pipeline: Any, config: ModelConfig) -> Family:
     """The family of a pipeline with its options, some of which are fields of `ModelConfig`."""
     kind = find_family(type(pipeline).__name__, config.family, str(config.path))
     names = {item.name for item in fields(kind.options_class)}
+    # options that every model has are fields of `model`, unless the family does not read them
     given = {name: getattr(config, name) for name in ("max_sequence_length", "guidance_embedding") if name in names}
     if both := [name for name in given if name in config.family_options]:
         raise UserError(f"model.family_options names {both}, which is model.{both[0]}; give it there")
@@ -430,12 +453,14 @@ def load_policy(config: ModelConfig, seed: int = 0) -> DiffusionPolicy:
     if config.build is not None:
         build_if_missing(config, "model")
     start = _find_start(model_folder(config.path), config)
+    # adapters are created first and then overwritten by the saved ones
     policy = DiffusionPolicy(start.pipeline, config, seed)
     # an adapter refers to the weights it was trained on, full weights only to the pipeline for the remaining parts
     policy.base_path = start.base if config.lora.enabled else start.root
     if start.adapter is not None:
         policy.load_weights(start.adapter)
         policy.starts_from_adapter = True
+    # dropout of the frozen parts must be off; the trainer switches the adapters' on
     return policy.eval()
 
 
@@ -465,6 +490,7 @@ def _find_start(path: str, config: ModelConfig) -> _Start:
     if below.adapter is not None:
         raise UserError(f"{file} goes on from an adapter, {below.adapter}; save_pipeline makes a pipeline of one")
     if saved.get("kind") == "lora":
+        # the adapter is only noted here: the policy has to add its layers before they can be loaded
         return below._replace(adapter=file.parent)
     kind = find_family(type(below.pipeline).__name__, config.family)
     for name in saved.get("networks", kind.networks[:1]):
@@ -479,6 +505,7 @@ def _base(policy: DiffusionPolicy) -> dict[str, Any]:
     kind: dict[str, Any] = {"kind": "full"}
     if lora.enabled:
         kind = {"kind": "lora", "rank": lora.rank, "alpha": lora.alpha}
+    # left out by default, so that files of families with one network do not change
     if policy.trained_networks != policy.family.networks[:1]:
         kind["networks"] = list(policy.trained_networks)
     parts = {"pipeline": policy.pipeline, "transformer": getattr(policy, policy.family.networks[0])}
@@ -492,6 +519,7 @@ def _check_kind(policy: DiffusionPolicy, folder: Path) -> None:
         raise UserError(f"{folder} is not a saved policy: it has no {BASE_FILE}")
     saved = read_base(file)
     own = _base(policy)
+    # not the pipeline class: the same transformer may come from a pipeline of another kind
     different = [key for key in ("transformer", "kind", "rank", "alpha", "networks") if saved.get(key) != own.get(key)]
     if different:
         said = ", ".join(f"{key} {saved.get(key)} instead of {own.get(key)}" for key in different)

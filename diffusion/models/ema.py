@@ -58,9 +58,11 @@ class EMAWeights:
             RuntimeError: the average is currently applied to the policy, see `applied`.
         """
         self._check_apart()
+        # not the parameters themselves: sharded training holds rounded copies of its weights there
         for name, weight in exact_weights(self._policy, list(self._values)):
             current = weight.float()
             if decay == 0.0:
+                # a copy and not lerp with weight 1, which may round
                 self._values[name] = current.clone()
             else:
                 self._values[name] = to_device(self._values[name], current.device).lerp_(current, 1.0 - decay)
@@ -84,10 +86,13 @@ class EMAWeights:
         Gradient: the exchange is not part of any graph; earlier graphs cannot be used for a backward pass any more.
         """
         self._check_apart()
+        # by name: the module may be a wrapped or copied policy
         parameters = dict((self._policy if policy is None else policy).named_parameters())
         replaced = {name: parameters[name] for name in self._values}
+        # clones, as `copy_` overwrites the parameters in place
         kept = {name: parameter.detach().clone() for name, parameter in replaced.items()}
         _write(replaced, self._values)
+        # an empty average changes nothing and may be applied twice
         self._applied = len(self) > 0
         try:
             yield
@@ -112,6 +117,7 @@ class EMAWeights:
         self._check_apart()
         if state is None or not self._values:
             return
+        # symmetric: names that are missing and names that are new
         different = sorted(set(state) ^ set(self._values))
         different += [name for name, own in self._values.items() if name in state and state[name].shape != own.shape]
         if different:
@@ -155,6 +161,7 @@ def nft_old_decay(step: int, kind: int) -> float:
     Source: NVlabs/DiffusionNFT (decay types of the adapter `old`); X-GenGroup/Flow-Factory, trainers CRD and DGPO.
     """
     flat, first, slope, limit = NFT_SCHEDULES[kind]
+    # constant for the first `flat` steps, then linear up to the limit
     return min(first + slope * max(step - flat, 0), limit)
 
 
@@ -212,6 +219,7 @@ class KeepsEvalAverage:
 
     def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
         """Update the evaluation average."""
+        # the decay counts finished steps
         self.eval_ema.on_step_end(step.number + 1)
 
     def save_parts(self, folder: Path) -> None:

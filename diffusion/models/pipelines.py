@@ -70,12 +70,14 @@ def load_pipeline(
     index = _read_index(where, folder)
     kind = find_family(index["_class_name"], family, where)
     absent = _absent_parts(index, kind, where, folder)
+    # before loading: a wrong scheduler should not cost the download of the weights
     if index["scheduler"][1] not in kind.schedulers:
         raise UserError(
             f"{where} has the scheduler {index['scheduler'][1]}; {kind.pipeline_class} here needs "
             f"{' or '.join(kind.schedulers)}"
         )
     pipeline = _from_pretrained(where, index, dtype, absent)
+    # only after loading, since its default depends on the scheduler's class
     predicted = pipeline.scheduler.config.get("prediction_type", kind.predictions[0])
     if predicted not in kind.predictions:
         raise UserError(
@@ -87,6 +89,7 @@ def load_pipeline(
     for name, part in pipeline.components.items():
         if isinstance(part, torch.nn.Module):
             _check_complete(name, part, where)
+            # dropout in a text encoder would make cached embeddings random
             part.requires_grad_(False).eval()
     pipeline.set_progress_bar_config(disable=True)
     return pipeline.to(device)
@@ -119,8 +122,10 @@ def outlined_pipeline(path_or_id: Path | str, family: str | None = None) -> Any:
 def _outlined(where: str, name: str, library: str, kind: str) -> Any:
     """A part of a pipeline; its weights, if any, have no values."""
     own: Any = getattr(importlib.import_module(library), kind)
+    # tokenizers and schedulers have no weights and are needed whole
     if not issubclass(own, torch.nn.Module):
         return own.from_pretrained(where, subfolder=name)
+    # diffusers models have `load_config`, those of transformers a `config_class`
     if hasattr(own, "load_config"):
         return own.from_config(own.load_config(where, subfolder=name))
     return own(own.config_class.from_pretrained(where, subfolder=name))
@@ -152,9 +157,12 @@ def decode_latents(family: Family, latents: Tensor, batch: int = 8, frames: int 
             images = family.decode(part)
             # both are checked, since either can be finite while the other is not
             whole = images.isfinite().flatten(1).all(1) & part.to(images.device).isfinite().flatten(1).all(1)
+            # replaced before the cast: uint8 of NaN is undefined
             shown = images.clamp(0, 1).where(whole.reshape(-1, *[1] * (images.ndim - 1)), images.new_zeros(()))
             if family.video and 0 < frames < shown.shape[1]:
+                # evenly spaced, first and last included
                 shown = shown[:, torch.linspace(0, shown.shape[1] - 1, frames).round().long()]
+            # moved to the CPU part by part; whole videos do not fit on the accelerator
             parts.append(to_host([(shown * 255).round().to(torch.uint8), whole]))
     pixels, finite = (torch.cat(own).numpy() for own in zip(*parts, strict=True))
     return DecodedImages(pixels, finite)
@@ -194,6 +202,7 @@ def encode_images(
             # drawn for all images at once, after the loop, so that `batch` does not change the noise
             noise = torch.randn(encoded.shape, generator=generator, device=generator.device).to(encoded.device)
             encoded = encoded + torch.cat(deviations) * noise
+        # sampled in the autoencoder's scale, normalised afterwards
         return family.normalise(encoded)
 
 
@@ -262,6 +271,7 @@ def _check_part(name: str, part: list[Any], place: str) -> None:
             f"{place}: {name} is a class of {library!r:.80}; allowed are {', '.join(LIBRARIES)} and this package, as "
             "code in a model folder is never run"
         )
+    # AutoModel and its kind follow `auto_map` to code; AutoencoderKL is an ordinary class
     if kind is not None and re.match("Auto(?!encoder)", kind):
         raise UserError(
             f"{place}: {name} is {kind!r:.80}, which may refer to code in the folder, and that is never run; "
@@ -273,8 +283,10 @@ def _absent_parts(index: dict[str, Any], family: type[Family], where: str, folde
     """Parts missing from the index; diffusers needs each of them passed as None."""
     import diffusers
 
+    # without `self`
     arguments = list(inspect.signature(getattr(diffusers, family.pipeline_class).__init__).parameters)[1:]
     names = [name for name in arguments if name not in family.settings]
+    # [null, null] in an index means that the part was left out when saving
     absent = [name for name in names if not (isinstance(index.get(name), list) and index[name][0])]
     for name in (family.networks[0], "vae", "scheduler"):
         if name in absent:
@@ -315,6 +327,7 @@ def quiet_diffusers() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(verbosity)
+        # restored rather than enabled: users may have turned the bars off themselves
         if shown:
             logging.enable_progress_bar()
 

@@ -80,6 +80,7 @@ def load_rewards(rewards: Sequence[RewardConfig], heldout_rewards: Sequence[Rewa
         name = term.function or term.name
         if ":" not in name:
             load_image_rewards([name], {name: term.options})  # wrong options and missing weights show before the run
+            # without the options: the sum passes them with every call
             functions |= load_image_rewards([name])
     return RewardSum(terms, functions=functions)
 
@@ -90,6 +91,7 @@ def _bound(reward: ImageReward, options: Mapping[str, Any]) -> Callable[..., Any
     allowed = {
         parameter.name: parameter
         for parameter in parameters
+        # options are keyword-only; positional arguments are prompts and images
         if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in COLUMNS
     }
     for key in options:
@@ -99,6 +101,7 @@ def _bound(reward: ImageReward, options: Mapping[str, Any]) -> Callable[..., Any
     missing = [name for name, parameter in allowed.items() if parameter.default is parameter.empty]
     if all(name in options for name in missing):
         columns = (name for name in COLUMNS if any(name == parameter.name for parameter in parameters))
+        # with no rows it loads weights and programs but scores nothing
         bound(prompts=[], completions=[], **{name: [] for name in columns})
     return bound
 

@@ -188,6 +188,7 @@ class _TransformersClip:
     @torch.no_grad()
     def image_features(self, images: Sequence[Image.Image]) -> Tensor:
         """Features of B images (B, D)."""
+        # without text: the image tower alone
         pixels = self.processor.image_processor(images=list(images), return_tensors="pt").to(self.device)
         pooled = self.model.vision_model(**pixels).pooler_output
         return _unit(self.model.visual_projection(pooled))
@@ -215,6 +216,7 @@ def _clip_logits(
 ) -> list[float]:
     """Cosines times the model's scale."""
     model = _load_clip(path, device)
+    # the model's learned temperature, about 100 for CLIP
     scale = float(model.model.logit_scale.detach().float().exp())
     values: list[float] = []
     for texts, images in _batches(prompts, completions, batch):
@@ -234,9 +236,11 @@ def _batches(
 
 
 def _unit(features: Tensor) -> Tensor:
+    # float32 before the norm, since images are compared by small differences of a cosine
     return nn.functional.normalize(features.float(), dim=-1)
 
 
+# loaded once per worker; a few, as several rewards may share one
 @functools.lru_cache(maxsize=4)
 def _load_clip(path: str, device: str) -> _TransformersClip:
     folder = Path(foreign_model(path, "a CLIP"))
@@ -266,6 +270,7 @@ def _load_open_clip(path: str, device: str) -> _OpenClip:
             "give a folder with the weights converted for transformers"
         ) from error
     model, _, transform = open_clip.create_model_and_transforms(HPS_ARCHITECTURE, pretrained=None, device=device)
+    # `weights_only`: a checkpoint is a pickle, which could run code
     stored = torch.load(expanded(path) / HPS_FILE, map_location=device, weights_only=True)
     model.load_state_dict(stored["state_dict"])
     return _OpenClip(model.eval(), transform, open_clip.get_tokenizer(HPS_ARCHITECTURE), device)
@@ -284,6 +289,7 @@ def _load_head(path: str, head: str | None, device: str) -> nn.Sequential:
         tensors: Mapping[str, Tensor] = load_file(file)
     else:
         tensors = torch.load(file, map_location="cpu", weights_only=True)
+    # by their numbers: as texts, layers.10 would come before layers.2
     names = sorted(
         (name.removesuffix(".weight") for name in tensors if name.endswith(".weight")),
         key=lambda name: int(name.rpartition(".")[2]),

@@ -20,6 +20,7 @@ def sign_of_few_steps(policy: Any) -> str:
     """Why a model counts as a few-step distilled one, from its pipeline or its name; empty if it does not."""
     if sign := policy.family.few_steps:
         return str(sign)
+    # the base pipeline too: the folder of an adapter need not mention it
     names = (policy.config.path, policy.base_path, policy.pipeline.config.get("_name_or_path"))
     found = next((name for path in names if path and NAMED.search(name := Path(str(path)).name)), None)
     return f"it is called {found}" if found else ""
@@ -45,6 +46,7 @@ def warn_of_few_steps(policy: Any, config: SamplerConfig, key: str = "sampler", 
                 *(key, name, scale, said),
             )
     for name in ("steps", "eval_steps"):
+        # a method with given images reads only the steps of evaluations
         drawn = name == "eval_steps" or key == "sampler"
         if drawn and (steps := getattr(config, name)) > MOST:
             LOGGER.warning("%s.%s is %d, but %s; set it to the steps that its card names", key, name, steps, said)

@@ -59,6 +59,7 @@ class GuidedVelocity:
         self.combine = combine
         # scale 0 drops the positive half only in the linear formula; a family's own may need it at any scale
         self._positive = None if scale == 0.0 and combine is linear_guidance else text
+        # at scale 1 the negative half cancels in the linear formula, and families define 1 as no guidance
         self._negative = None if scale == 1.0 else _negative_rows(negative, text, scale)
 
     @property
@@ -83,6 +84,7 @@ class GuidedVelocity:
             return self.model(latents, sigma, self._positive_text)
         if self._positive is None:
             return self.model(latents, sigma, self._negative_text)
+        # without gradients there is nothing to detach, and one call of 2 B rows is faster
         apart = not self.together or (self.detach_negative and torch.is_grad_enabled())
         if apart:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach_negative):
@@ -90,6 +92,7 @@ class GuidedVelocity:
             positive = self.model(latents, sigma, self._positive_text)
         else:
             both = self.model(torch.cat([latents, latents]), torch.cat([sigma, sigma]), self._both_texts)
+            # the order of `_both_texts`: negative rows first
             negative, positive = both.chunk(2)
         return self.combine(positive, negative, self.scale, sigma)
 
@@ -108,6 +111,7 @@ class GuidedVelocity:
     def _both_texts(self) -> Text:
         assert self._negative is not None
         assert self._positive is not None
+        # padded to one length by `followed_by`, as both halves share a call
         return self._negative.followed_by(self._positive).expanded()
 
 
@@ -126,6 +130,7 @@ def _negative_rows(negative: TextRows | None, text: TextRows, scale: float) -> T
     if negative is None:
         raise UserError(f"guidance scale {scale} needs a negative prompt, which may be empty; scale 1 needs none")
     if len(negative) == 1:
+        # one prompt is shared by all rows, but each row keeps its image to be edited
         return negative.for_rows_of(text)
     if len(negative) != len(text):
         raise UserError(f"there are {len(negative)} negative text rows for {len(text)} rows; must be 1 or {len(text)}")

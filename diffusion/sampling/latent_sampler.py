@@ -49,6 +49,7 @@ def euler_ode(velocity: Callable[[Tensor, Tensor], Tensor], latents: Tensor, sig
         Latents of the images (B, C, H, W) in the dtype of `latents`; each step is added in float32.
     """
     for sigma, sigma_next in pairwise(sigmas):
+        # float32 sums: with 40 small steps, bfloat16 would round parts of them away
         step = (sigma_next - sigma) * velocity(latents, sigma.to(latents.device)).float()
         latents = (latents.float() + step).to(latents.dtype)
     return latents
@@ -117,6 +118,7 @@ class SamplerConfig:
     def refuse_set(self, names: Sequence[str], reason: str, key: str = "sampler") -> None:
         """Reject options that were changed but have no effect; raises ValueError."""
         for name in names:
+            # a dataclass does not record which fields were given, so a default that is spelled out passes
             if getattr(self, name) != getattr(SamplerConfig, name):
                 raise ValueError(f"{key}.{name} is {getattr(self, name)}, but {reason}; leave it out")
 
@@ -169,6 +171,7 @@ def row_noise(seeds: Tensor, draws: int, shape: tuple[int, ...]) -> Tensor:
 
 def group_seeds(groups: int, size: int, streams: Streams, *, same_noise: bool = False) -> Tensor:
     """Draw the seeds (N * G, 2) of each row's initial noise and of its later noise."""
+    # two seeds per row, see `_pairs`
     seeds = streams.seeds(groups, size, 2, purpose="sample")
     if same_noise:
         # only the initial noise is shared; with equal noise in the steps too, a group would be one image G times
@@ -252,7 +255,9 @@ def sample_trajectories(
         The B runs.
     """
     grid = times_of(policy, config.steps)
+    # one range means the same window for all rows
     windows = [window] * len(text) if isinstance(window, range) else window
+    # equal lengths (checked by the schedule), so the windows of all rows form one tensor (B, T)
     trained = torch.tensor([list(steps) for steps in windows])
     parts = []
     for rows in torch.arange(len(text)).split(config.batch_rows):
@@ -260,6 +265,7 @@ def sample_trajectories(
         kernel = make_kernel(config, grid)
         parts.append(_trajectories(policy, velocity, seeds[rows], grid, kernel, trained[rows], keep_mean))
     means = [part.mean for part in parts if part.mean is not None]
+    # chunks only bound memory: every tensor below has rows first
     joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in _JOINED}
     return Trajectory(**joined, mean=torch.cat(means) if means else None)
 
@@ -296,6 +302,7 @@ def _trajectories(
     return Trajectory(
         latents=policy.family.finished(latents, grid[-1]),
         states=states,
+        # the grid is indexed per row, because windows may differ between rows
         sigma=to_device(grid[trained], latents.device),
         sigma_next=to_device(grid[trained + 1], latents.device),
         logp=logp,
@@ -328,6 +335,7 @@ def sample_latents(
         x_0 (B, C, H, W) in the policy's dtype.
     """
     scale = config.guidance if guidance is None else guidance
+    # one solver for all chunks: it resets at index 0
     made = _solver(policy, config, solver or config.solver, steps or config.steps)
     parts = []
     for rows in torch.arange(len(text)).split(config.batch_rows):
@@ -346,6 +354,7 @@ def sample_states(policy: Any, text: TextRows, seeds: Tensor, config: SamplerCon
         velocity = guided(policy, policy, text.select(rows), config.guidance, config.negative_prompt)
         # the whole path first, because each row keeps states of different steps
         path = torch.stack([*_solved(policy, velocity, made, seeds[rows])], 1)
+        # row i keeps its own steps kept[i]
         states.append(path[torch.arange(len(rows))[:, None], kept[rows]])
         finished.append(path[:, -1].clone())  # a view would keep the whole path in memory
     latents = torch.cat(finished)
@@ -375,6 +384,7 @@ def _solved(policy: Any, velocity: GuidedVelocity, solver: Solver, seeds: Tensor
 def trained_window(config: SamplerConfig, generator: torch.Generator, done: int = 0) -> range:
     """Steps that are stochastic and trained in a rollout, after `done` earlier rollouts."""
     if not config.window:
+        # without a window every step is stochastic, and `fraction` cuts the end
         return trained_steps(config.steps, config.fraction)
     low, high = config.window_low, last_trained(config) + 1
     if config.window_schedule in DRAWN_WINDOWS:
@@ -386,6 +396,7 @@ def trained_window(config: SamplerConfig, generator: torch.Generator, done: int 
 def reachable_times(config: SamplerConfig, grid: Tensor) -> Tensor:
     """Times (T,) of a grid (S + 1,) at which some rollout may train."""
     first = config.window_low if config.window else 0
+    # step `last_trained` is included; its time is where the model is called
     return grid[first : last_trained(config) + 1]
 
 
@@ -401,13 +412,16 @@ def last_trained(config: SamplerConfig) -> int:
 def _pairs(seeds: Tensor) -> Tensor:
     """Seeds (B, 2) of the initial noise and of the noise of the steps."""
     # one seed per row gives two streams: with equal seeds the first step's noise would repeat the initial noise
+    # XOR keeps both seeds functions of one number, which is what records and resumed runs know of a row
     return seeds if seeds.dim() == 2 else torch.stack([seeds, seeds ^ OTHER_STREAM], 1)
 
 
 def _first_latents(policy: Any, pairs: Tensor, grid: Tensor) -> Tensor:
     """The initial states (B, C, H, W) at the first time of a grid."""
+    # drawn on the CPU, so that a seed gives the same image on every device
     noise = row_noise(pairs[:, 0], 1, policy.latent_shape)[:, 0]
     latents: Tensor = policy.family.first_latents(noise, grid[0])
+    # families scale the noise before the cast: Stable Diffusion's first sigma is not exactly 1
     return to_device(latents, policy.device).to(policy.dtype)
 
 

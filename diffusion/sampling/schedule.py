@@ -57,6 +57,7 @@ def sde_window(steps: int, size: int, low: int, high: int, generator: torch.Gene
             "low + size <= high <= steps and size >= 1"
         )
     drawn = torch.randint(low, high - size + 1, (), generator=generator, device=generator.device)
+    # read on the host: the window decides which steps are stochastic, that is, control flow
     start = int(drawn)
     return range(start, start + size)
 
@@ -82,6 +83,7 @@ def moving_window(
     Source: MixGRPO, arXiv 2507.21802, section 3.3; Tencent-Hunyuan/MixGRPO fastvideo/utils/grpo_states.py, where the
         window also runs past the last position and loses steps there.
     """
+    # positions that end at `high` at the latest, so that no step of the window is lost
     starts = range(low, high - size + 1, stride)
     stays = [STAYS[schedule](start, high, every) for start in starts]
     # computed from the number of rollouts alone, so a resumed run needs no saved position
@@ -95,6 +97,7 @@ def moving_window(
 
 def _decayed_stay(start: int, high: int, every: int) -> int:
     least = max(1, every // 4)
+    # linear in the position, never below a quarter of `every`
     return max(least, int(every * (1 - start / high) + least * start / high))
 
 
@@ -158,6 +161,7 @@ class _KernelSolver(Solver):
 def _noise_like(latents: Tensor, generator: torch.Generator | list[torch.Generator]) -> Tensor:
     """Standard normal noise (B, C, H, W) float32 from one generator, or from one for each row."""
     if isinstance(generator, list):
+        # row by row: each row's noise then only depends on its own generator
         return torch.stack([_noise_like(row, source) for row, source in zip(latents, generator, strict=True)])
     return torch.randn(latents.shape, generator=generator, device=generator.device)
 
@@ -180,6 +184,7 @@ class _MultistepSolver(Solver):
         if index == 0:
             self._start()
         self._next = index + 1
+        # multistep schedulers subtract earlier predictions: in bfloat16, the difference would be rounding error
         v, x = velocity.float(), latents.float()
         if index == len(self.sigmas) - 2:
             # The limit of any data-prediction solver at sigma 0, where its log-SNR is infinite.
@@ -191,9 +196,11 @@ class _MultistepSolver(Solver):
         steps = len(self.sigmas) - 1
         self._scheduler = self._make_scheduler()  # a fresh one: the history of the last rollout must not leak in
         self._scheduler.set_timesteps(steps)
+        # after `set_timesteps`, which has computed its own grid from its own shift
         self._scheduler.sigmas = self.sigmas.clone()
         # SA-Solver reads its tau from these times; neither scheduler uses them for anything else
         self._scheduler.timesteps = self.sigmas[:-1].clone()
+        # otherwise the scheduler searches its timesteps for its position at the first step
         self._scheduler.set_begin_index(0)
 
     def _advance(self, v: Tensor, index: int, x: Tensor, generator: Noise) -> Tensor:
@@ -244,6 +251,7 @@ def _sa_solver(sigmas: Tensor, noise_level: float) -> Solver:
             prediction_type="flow_prediction",
             use_flow_sigmas=True,
             lower_order_final=True,
+            # called with the times that `_start` has set as timesteps
             tau_func=lambda sigma: noise_level if RANDOM_FROM <= sigma <= RANDOM_TO else 0.0,
         )
 
@@ -266,6 +274,7 @@ def _dpm_solver(sigmas: Tensor, noise_level: float) -> Solver:
 def _halved_end(sigmas: Tensor) -> Tensor:
     """The grid with its last time before 0 at half of the one before it."""
     adapted = sigmas.clone()
+    # a grid of one step has no time before the last to halve
     if len(adapted) > 2:
         adapted[-2] = adapted[-3] / 2
     return adapted

@@ -78,10 +78,13 @@ class StepKernel(ABC):
         for time in (sigma, sigma_next):
             if time.shape not in ((), (rows,)):
                 raise ValueError(f"a time has the shape {tuple(time.shape)}; must be () or ({rows},).")
+        # float16 and bfloat16 lose log-ratios of 1e-4; float64 stays, so that tests can check gradients numerically.
         wide = torch.float64 if velocity.dtype == latents.dtype == torch.float64 else torch.float32
+        # one time per row, broadcast over the axes of images and videos alike
         column = (rows, *[1] * (latents.ndim - 1))
         s, s_next = (to_device(t, latents.device).to(wide).expand(rows).reshape(column) for t in (sigma, sigma_next))
         mean, std = self._gaussian(velocity.to(wide), latents.to(wide), s, s_next)
+        # kernels work with std (B, 1, ...); everybody else reads one number per row
         return mean, std.flatten()
 
     @abstractmethod
@@ -95,8 +98,10 @@ class StepKernel(ABC):
 
         Source: Flash-GRPO, arXiv 2605.15980.
         """
+        # C = 1 is enough: mean and std act on each latent number alone
         none, one = torch.zeros(len(sigma), 1, device=sigma.device), torch.ones(len(sigma), 1, device=sigma.device)
         mean, std = self.transition(one, none, sigma, sigma_next)
+        # the difference of two means at x = 0 is the slope b, without a closed form for each kernel
         return (mean - self.transition(none, none, sigma, sigma_next)[0])[:, 0].abs() / std
 
     def spread(self, sigma: Tensor, sigma_next: Tensor) -> Tensor:
@@ -113,6 +118,7 @@ class StepKernel(ABC):
 
         Source: yifan123/flow_grpo flow_grpo/diffusers_patch/sd3_sde_with_logprob.py.
         """
+        # `previous` is data: a gradient through it would cancel the one through the mean, which carries the learning.
         squares = _row_mean((previous.detach().to(mean.dtype) - mean).square())
         return -squares / (2 * std.square()) - std.log() - LOG_SQRT_2PI
 
@@ -194,6 +200,7 @@ class CpsStep(StepKernel):
     def _gaussian(self, v: Tensor, x: Tensor, s: Tensor, s_next: Tensor) -> tuple[Tensor, Tensor]:
         angle = self.noise_level * math.pi / 2
         # cos and sin of one angle: the variances of old and fresh noise add up to sigma'^2
+        # x - s v is the predicted image, x + (1 - s) v the predicted noise (module docstring)
         mean = (1 - s_next) * (x - s * v) + s_next * math.cos(angle) * (x + (1 - s) * v)
         return mean, s_next * math.sin(angle)
 
@@ -224,6 +231,7 @@ class DdimStep(StepKernel):
     """1 is the ancestral sampler of DDPM; 0 is deterministic."""
 
     def _gaussian(self, v: Tensor, x: Tensor, s: Tensor, s_next: Tensor) -> tuple[Tensor, Tensor]:
+        # r' / r, written so that it is 0 (all noise is fresh) from pure noise, where r is infinite
         ratio = s_next * (1 - s) / (s * (1 - s_next))
         fresh = self.eta**2 * (1 - ratio.square())
         # with eta = 1, rounding may leave a difference just below 0
@@ -256,6 +264,7 @@ def sample_step(
     mean, std = kernel.transition(velocity, latents, sigma, sigma_next)
     drawn = mean + std.reshape(-1, *[1] * (mean.ndim - 1)) * noise.to(mean)
     previous = drawn.detach().to(latents.dtype)
+    # scored after rounding, so the old log-probability is that of the latents that are stored
     return StepResult(mean, std, previous, kernel.log_prob(previous, mean, std))
 
 
@@ -287,6 +296,7 @@ def flow_grpo_head_kl(mean: Tensor, mean_ref: Tensor, std: Tensor, sigma: Tensor
 
     Source: yifan123/flow_grpo scripts/train_sd3_fast.py.
     """
+    # sigma - sigma_next = |dt|, since times descend
     return gaussian_kl(mean, mean_ref, std) * (sigma - sigma_next).to(std)
 
 
@@ -341,11 +351,14 @@ def guard_log_ratio(logp: Tensor, logp_old: Tensor, mean: Tensor, mean_old: Tens
 def _reverse_sde(v: Tensor, x: Tensor, s: Tensor, s_next: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
     """The step of the module docstring for g = spread."""
     dt = s_next - s
+    # (x + (1 - s) v) / s is minus the score; dt < 0 turns the reverse-time drift of the SDE around
     mean = x + dt * v + 0.5 * spread.square() * dt * (x + (1 - s) * v) / s
+    # sqrt(-dt) belongs to std here, unlike in the released Flow-GRPO code (`flow_grpo_head_kl`)
     return mean, spread * (-dt).sqrt()
 
 
 def _row_mean(x: Tensor) -> Tensor:
+    # a mean and not a sum: published clip ranges and KL coefficients are for means over latent numbers
     return x.flatten(1).mean(1)
 
 
@@ -369,5 +382,6 @@ BOUNDED = ("cps", "ddim")
 """Kernels with a noise level of at most 1, whose step to sigma 0 has no noise."""
 VELOCITY_KLS: dict[str, Callable[[Tensor], Tensor]] = {
     "uniform": torch.ones_like,
+    # (1 - sigma) / (2 eta^2 sigma) is 1 / (2 g^2); the cap keeps the weight at pure noise above 0
     "elbo": lambda sigma: (1 - sigma.clamp(0, ELBO_SIGMA_LIMIT)) / (2 * ELBO_NOISE_LEVEL**2 * sigma),
 }

@@ -104,6 +104,7 @@ class TrainedDecisions:
         """Read the decisions from the rollouts' mask, row by row."""
         # from the copy on the CPU: `nonzero` of a tensor on the GPU would wait for it
         index = torch.nonzero(rollouts.host.mask.flatten() > 0).flatten()
+        # only the index goes to the device; the count M is known on the host without a synchronisation
         return cls(to_device(index, rollouts.mask.device), rollouts.mask.shape)
 
     @property
@@ -113,10 +114,12 @@ class TrainedDecisions:
 
     def gather(self, table: Tensor) -> Tensor:
         """Entries (M, ...) of a table (B, T, ...); columns after the first T are ignored."""
+        # states have T + 1 columns; without the cut, flat indices into (B, T) would point at other rows
         return table[:, : self.shape[1]].flatten(0, 1)[self.index]
 
     def scatter(self, values: Tensor) -> Tensor:
         """Scatter values (M,) into (B, T), 0 elsewhere."""
+        # `index_copy` keeps the gradient of the values; untrained decisions get a constant 0
         return values.new_zeros(self.shape.numel()).index_copy(0, self.index, values).view(self.shape)
 
 
@@ -219,7 +222,9 @@ class Trajectories:
         self.sampler = sampler
         self.step = step
         self.keep_mean = keep_mean
+        # one kernel for sampling and update: both must use the same sigma_max of the same grid
         self.kernel = make_kernel(sampler, times_of(policy, sampler.steps))
+        # of every step that a window may reach, as a network without any training step is a mistake
         check_networks(policy, reachable_times(sampler, times_of(policy, sampler.steps)), "sampler.window")
         self._low_precision = policy.dtype != torch.float32 or mixed_precision != "none"
 
@@ -234,6 +239,7 @@ class Trajectories:
         self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], group_size: int, streams: Streams, done: int = 0
     ) -> Rollouts:
         """Denoise G images per task, stochastic inside the window, after `done` steps of the run."""
+        # rows of a group are consecutive; streams and same_noise count on this order
         group = torch.arange(len(tasks)).repeat_interleave(group_size)
         window = self._windows(len(tasks), group_size, streams, done)
         seeds = group_seeds(len(tasks), group_size, streams, same_noise=self.sampler.same_noise)
@@ -247,6 +253,7 @@ class Trajectories:
             mask=to_device(_trained_share(run.logp.shape, self.sampler.random_share, group_size, streams), device),
             # rows whose latents overflowed get no reward and so no weight, but NaN would survive the masked sums
             logp_old=run.logp.nan_to_num(0.0, 0.0, 0.0),
+            # NaN marks a row as unscored; the recipe fills in the rewards of the rows that have an image
             reward=torch.full((len(group),), float("nan"), device=device),
             payload=DiffusionPayload(
                 tasks=list(tasks),
@@ -264,7 +271,9 @@ class Trajectories:
         if self.sampler.window_schedule != "random_per_task":
             # the shared stream: every process draws the same window, although each has other tasks
             return trained_window(self.sampler, streams.shared("window"), done)
+        # each task draws from its own stream, so its window is the same in any process
         drawn = (trained_window(self.sampler, streams.of(task, "window")) for task in range(tasks))
+        # all images of a group train the same steps: their advantages are compared at equal times
         return [window for window in drawn for _ in range(group_size)]
 
     def evaluate(self, model: Any, rollouts: Rollouts) -> StepScores:
@@ -288,11 +297,13 @@ class Trajectories:
             return None
         steps = scores.steps
 
+        # the reference is a constant, so its negative half never needs a graph
         velocity, mean, _ = reference.score(lambda module: self._transition(module, steps, detach_negative=True))
         if self.step.kl_form == "velocity":
             divergence = velocity_kl(scores.velocity, velocity, steps.sigma)
         elif self.step.kl_form == "flow_grpo_head":
             divergence = flow_grpo_head_kl(scores.mean, mean, scores.std, steps.sigma, steps.sigma_next)
+        # the equal std of both steps makes the exact KL a squared distance of means
         else:
             divergence = gaussian_kl(scores.mean, mean, scores.std)
         return steps.decisions.scatter(divergence)
@@ -341,4 +352,5 @@ def _trained_share(shape: torch.Size, share: float, group_size: int, streams: St
         return torch.ones(rows, steps)
     # sorting twice gives random ranks: every row trains exactly the same number of steps
     order = streams.uniform(rows // group_size, group_size, steps, purpose="share").argsort(1).argsort(1)
+    # at least one step, or a small share of few steps would train nothing
     return (order < max(int(steps * share), 1)).float()

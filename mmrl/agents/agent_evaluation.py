@@ -60,6 +60,7 @@ class AgentMeasure(EpisodeMeasure[AgentTask]):
     _videos: list[Video] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        # greedy episodes repeat nothing: the same answers again
         self.repeats = int(self.evaluation.greedy) if self.greedy else self.evaluation.samples
 
     @property
@@ -70,6 +71,7 @@ class AgentMeasure(EpisodeMeasure[AgentTask]):
     def run(self, batch: Sequence[Trial[AgentTask]], start: int) -> list[Row]:
         """Run some episodes to their ends; a row has a video if it is one of the first of its outcome."""
         seeds = [self.seed_of(trial.task.id, trial.repeat) for trial in batch]
+        # frames of every episode, since which ones succeed is known only at the end
         recorded = [self.folder is not None] * len(batch)
         episodes = self.run_episodes([trial.task for trial in batch], seeds, self.greedy, recorded)
         rows = [_row(trial, episode) for trial, episode in zip(batch, episodes, strict=True)]
@@ -85,6 +87,7 @@ class AgentMeasure(EpisodeMeasure[AgentTask]):
         for success in (True, False):
             kept = sum(video.success is success for video in self._videos)
             own = [video for video in found if video.success is success]
+            # batches come one after the other; the first of each outcome stay over all of them
             self._videos += own[: max(self.evaluation.videos - kept, 0)]
 
     def metrics(self, rows: Sequence[Row], tasks: Sequence[AgentTask]) -> dict[str, float]:
@@ -94,6 +97,7 @@ class AgentMeasure(EpisodeMeasure[AgentTask]):
         for key in ("return", "turns", "unreadable", "cut", "refused"):
             metrics[f"episode/{key}/{self.protocol}"] = mean_or_nan([row[key] for row in valid])
         for term in dict.fromkeys(term for row in valid for term in row["terms"]):
+            # a reward may fail on single episodes
             scores = [row["terms"][term] for row in valid if math.isfinite(row["terms"].get(term, math.nan))]
             metrics[f"terms/{metric_label(term)}/{self.protocol}"] = mean_or_nan(scores)
         return metrics | {f"episode/no_result/{self.protocol}": float(len(rows) - len(valid))}

@@ -111,8 +111,8 @@ class AgentParts:
         name = self.actions.format
         if self.conversation.tools and name in FORMATS and name != "tool_call":
             raise ValueError(
-                f"conversation.tools has the chat template ask for calls of tools, which actions.format '{name}' does "
-                "not read; set actions.format: tool_call, or a function of your own"
+                f"conversation.tools makes the chat template ask for tool calls, which actions.format '{name}' cannot "
+                "read; set actions.format: tool_call, or a custom function"
             )
 
 
@@ -198,8 +198,11 @@ class AgentDomain:
         self.episode_sampler = sampler
         self.train_tasks = list_tasks(config.data)
         self.eval_tasks = held_out_tasks(config, lambda data, _: list_tasks(data))
+        # before anything is started: a test task in training would make every number meaningless
         check_splits(config.data, self.train_tasks, config.eval_data, self.eval_tasks)
+        # results name the code of the environment, so that a changed one is another setting
         self.code = source_digest(config.environment.factory)
+        # whatever has been started so far is closed if a later part fails
         with ExitStack() as undone:
             splits = {f"eval_data.{name}": tasks for name, tasks in self.eval_tasks.items()}
             self.rewards = EpisodeRewards(rewards, {"data": self.train_tasks} | splits)
@@ -208,6 +211,7 @@ class AgentDomain:
             undone.callback(self.pool.close)
             check_environment(self.pool, config.actions.format, config.conversation.tools)
             self.check_data()
+            # a dry run ends here, with data, rewards and environments checked
             model_follows(self)
             self.policy = load_policy(config.model, value_head=value_head)
             self.terms = router_terms(self)
@@ -215,12 +219,15 @@ class AgentDomain:
             self.policy.check_response_length(sampler.max_new_tokens)
             if kept := config.conversation.history_images:
                 self.policy.check_reads_media(f"conversation.history_images is {kept}")
+            # nothing failed: from here on `close` is responsible
             undone.pop_all()
         self.env_counts = SimCounts(self.pool, Path(config.output_dir))
         self._totals, self._seen, self.errors = Tally(), Counter[str](), RewardErrors()
         self._failures: list[str] = []
         """Reasons why no episode of a rollout could be scored by the reward functions."""
+        # saved in checkpoints
         self.parts |= {"totals": self._totals, "counts": self.env_counts, "errors": self.errors}
+        # summed over all processes
         self.added |= {"seen": self._seen, "counts": self.env_counts, "errors": self.errors.step}
         self.added["failures"] = self._failures
 
@@ -258,6 +265,7 @@ class AgentDomain:
             sampler,
             config.episode,
             bootstrap_observation=bootstrap_observation,
+            # only reward functions read the conversation as text
             transcripts=bool(self.rewards.names),
             engine=engine,
         )
@@ -266,15 +274,18 @@ class AgentDomain:
     def measures(self, policy: VlmPolicy, split: str, step: Step) -> list[AgentMeasure]:
         """Success on held-out tasks, overall and of each name of a task."""
         config = self.config
+        # one split only: videos cost memory for every observation
         recorded = bool(config.evaluation.videos) and split == next(iter(self.eval_tasks))
 
         def run(tasks: Sequence[AgentTask], seeds: Sequence[int], greedy: bool, video: Sequence[bool]) -> list[Episode]:
+            # greedy answers keep the training temperature, at which their log-probabilities are recorded
             temperature = None if greedy else config.evaluation.temperature
             episodes = self.run_episodes(policy, tasks, seeds, greedy, video, temperature=temperature)
             self.add_rewards(episodes, step)
             return episodes
 
         evaluation, environment = config.evaluation, config.environment
+        # everything that a measured success rate depends on; results are only comparable if it is equal
         setting = {
             "suite": PurePath(environment.factory).name,
             "version": self.code,
@@ -344,6 +355,7 @@ class AgentDomain:
 
     def _note(self, episodes: Sequence[Episode]) -> None:
         overflown = next((episode for episode in episodes if episode.ending == "overflow"), None)
+        # once per run: the counts tell the rest
         if overflown is not None and not self._totals["overflow"] + self._seen["overflow"]:
             LOGGER.warning("an episode has no result (%s): %s", overflown.ending, overflown.reason)
         count_episodes(self._seen, episodes)
@@ -356,9 +368,11 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
 
     def __init__(self, config: AgentConfig) -> None:
         super().__init__(config)
+        # the maximum length of a response, which some objectives divide by
         self.objective = make_objective(config.objective, config.sampler.max_new_tokens * config.episode.max_turns)
         check_engine(config.sampler, config.rollers)
         if isinstance(self.objective.advantage, InformationGain):
+            # before the model is loaded
             check_answers(list_tasks(config.data), self.objective.advantage)
         self.open(config, config.sampler, rewards=config.rewards, value_head=self.objective.needs_values)
         self.alarms = agent_alarms(config)
@@ -374,6 +388,7 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
     def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step) -> Rollouts:
         """Run G episodes of each task."""
         groups = self.run_groups(policy, tasks, streams, step)
+        # tasks without any result are left out, and their streams with them
         return streams.among(tasks, [group[0].task for group in groups]).noted(pack_groups(groups, policy))
 
     def run_groups(
@@ -381,6 +396,7 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
     ) -> list[list[Episode]]:
         """Run G episodes of each task and score them with the reward functions."""
         if self._engine is not None:
+            # the engine samples with the weights of this step
             self._engine.load(policy, step.number)
         groups = self.draw_groups(policy, tasks, streams)
         episodes = [episode for group in groups for episode in group]
@@ -390,6 +406,7 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
                 add_gains(episodes, self.objective.advantage, policy, lambda x: self._logp(policy, x), rows)
         self._note(episodes)
         count_below_silence(self._seen, episodes, self.config)
+        # a group needs one result at least; rows without a result are masked later
         kept = [own for own in groups if any(episode.has_result for episode in own)]
         if not kept:
             reasons = sorted({episode.reason for episode in episodes if episode.reason})
@@ -426,16 +443,20 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
 
         total = column([episode.total for episode in episodes])
         failed = tabulate_failed_answers(episodes, rollouts.mask)
+        # `0.0 -` instead of a minus sign: no -0.0 in records
         form = torch.where(torch.isnan(total), total, 0.0 - failed.sum(1))
         added = column([episode.added_reward for episode in episodes])
+        # NaN of an episode without a result stays NaN in the sum
         reward = weights.environment * total + weights.format * form + added
         alone = self._alone(rollouts, reward)
         terms = {"environment": total} | ({"format": form} if weights.format else {})
         for name in self.rewards.names:
             terms[name] = column([episode.terms.get(name, math.nan) for episode in episodes])
         turns = rollouts.extras["decision_reward"] * weights.environment
+        # counted from the end: the last sampled token has one sampled token at or after it
         last = rollouts.mask.flip(1).cumsum(1).flip(1) == 1
         at_end = torch.where(last & (rollouts.mask > 0), added.nan_to_num()[:, None], 0.0)
+        # format penalties belong to the turn of the answer, added rewards to the end of the episode
         turns = turns + (at_end - weights.format * failed)
         extras = {"decision_reward": turns}
         if "tokens" in self.objective.needs:
@@ -453,8 +474,10 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
             reward_terms={name: values.masked_fill(alone, math.nan) for name, values in terms.items()},
             extras=rollouts.extras | extras,
         )
+        # taken even if they are not raised, or they would count for the next step
         failures = [*self._failures]
         self._failures.clear()
+        # a single episode with a finite reward is enough to train on
         if failures and not any(episode.has_result and math.isfinite(episode.added_reward) for episode in episodes):
             raise EveryRewardFailedError(failures[0], scored)
         return scored
@@ -479,6 +502,7 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
 
     def _alone(self, rollouts: Rollouts, reward: Tensor) -> Tensor:
         """(B,) bool, rows of groups with a single result, which there is nothing to compare with."""
+        # critics and raw rewards need no second row
         if "samples" not in self.objective.advantage.needs:
             return torch.zeros_like(reward, dtype=torch.bool)
         count = group_sum(torch.isfinite(reward).long(), rollouts.group, rollouts.num_groups)

@@ -17,15 +17,16 @@ from mmrl.agents.rollout.episodes import Episode
 from mmrl.runs.alarms import STEPS, WINDOW, Alarm, Track
 
 OFTEN = 0.5
-"""Share of the answers without an effect above which an alarm is given."""
+"""Fraction of the answers without an effect above which an alarm is given."""
 LITTLE = 0.1
-"""The same where the share has doubled, and the part that is left of calls and entropy below which one is given."""
+"""The same for a fraction that has doubled; also the rest of tool calls and entropy below which an alarm is given."""
 BY_ANSWER = ("unreadable", "empty", "cut", "refused", "calls")
-"""Counts that are logged by answer."""
+"""Counts that are logged per answer."""
 
 
 def count_episodes(seen: Counter[str], episodes: Sequence[Episode]) -> None:
     """Add the counts of finished episodes; of those without a result, how they ended."""
+    # a broken environment says nothing about the policy, so its episodes enter no rate
     sound = [episode for episode in episodes if episode.has_result]
     errors = Counter(error for episode in sound for error in episode.errors)
     seen["results"] += len(sound)
@@ -46,17 +47,21 @@ def count_below_silence(seen: Counter[str], episodes: Sequence[Episode], config:
     silence = silent_return(config)
     for episode in episodes:
         acted = episode.has_result and not any(episode.errors)
+        # only the environment's part: format penalties are what silence pays itself
         seen["below_silence"] += acted and config.reward.environment * episode.total < silence
 
 
 def silent_return(config: Any) -> float:
     """Reward of an episode of which no answer is executed: its environment takes no step."""
+    # the first unreadable answer ends the episode, else each turn has one
     answers = 1 if config.actions.on_parse_error == "terminate" else config.episode.max_turns
+    # avoids -0.0 in the message
     return 0.0 - config.reward.format * answers
 
 
 def episode_metrics(seen: Mapping[str, float]) -> dict[str, float]:
     """Metrics of counts over all processes."""
+    # no result at all: NaN, which the log shows as missing
     results, answers = seen.get("results", 0) or math.nan, seen.get("answers", 0) or math.nan
     found = {f"episode/{name}": seen.get(name, 0) / results for name in ("success", "return", "turns", "below_silence")}
     return found | {f"episode/{name}": seen.get(name, 0) / answers for name in BY_ANSWER}
@@ -85,6 +90,7 @@ def _ways_out(config: Any) -> str:
 
 
 def _silence_pays(config: Any, unreadable: Track, empty: Track, below: Track, cut: Track) -> str:
+    # only where some answers are already silent can the policy drift there
     found = any(value > 0 for track in (unreadable, cut) for value in track.latest)
     if not found or not any(below.latest):
         return ""
@@ -141,9 +147,11 @@ def _often_refused(config: Any, refused: Track) -> str:
 
 
 def _never_succeeds(success: Track, earned: Track) -> str:
+    # no alarm before a full window, since early steps rarely succeed
     if len(earned.latest) < WINDOW or len(success.latest) < WINDOW or any(success.latest):
         return ""
     before = sum(earned.latest[:STEPS]) / STEPS
+    # also for negative returns, where a factor would point the wrong way
     if not earned.now > before + LITTLE * abs(before):
         return ""
     return (

@@ -78,7 +78,10 @@ def measure_tasks(
         batch = tasks[start : start + batch_tasks]
         repeated = [task for task in batch for _ in range(n_rollouts)]
         seeds = [
-            stream_seed(recipe.config.seed, "select", task.id, number) for task in batch for number in range(n_rollouts)
+            # by task and number, not by batch: the rates do not depend on `batch_tasks`
+            stream_seed(recipe.config.seed, "select", task.id, number)
+            for task in batch
+            for number in range(n_rollouts)
         ]
         outcomes: dict[int, list[bool]] = defaultdict(list)
         episodes = recipe.run_episodes(recipe.policy, repeated, seeds)
@@ -88,6 +91,7 @@ def measure_tasks(
             if episode.has_result:
                 outcomes[index // n_rollouts].append(episode.success)
         for number, task in enumerate(batch):
+            # one by one, so that the command can show rates before the last task
             yield TaskRate(task, sum(outcomes[number]), len(outcomes[number]))
 
 

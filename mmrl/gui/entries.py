@@ -33,12 +33,12 @@ READER = "mmrl.vlm.data.dataset:load_tasks"
 """Functions for `mmrl train --dry-run`."""
 
 METRICS = {
-    "aepo/no_signal/<kind>": "Share of groups of one kind of instruction whose answers all earn the same.",
-    "accuracy/first": "Share of screens whose first predicted point is in the target.",
-    "accuracy/any": "Share of screens of which any predicted point is in the target.",
+    "aepo/no_signal/<kind>": "Fraction of groups with one kind of instruction whose answers all get the same reward.",
+    "accuracy/first": "Fraction of screens whose first predicted point is in the target.",
+    "accuracy/any": "Fraction of screens with any predicted point in the target.",
     "accuracy/macro": "Plain mean of accuracy/first over the cells that a benchmark's published average is taken over.",
     "answers/mean": "Mean number of predicted points over the answers that have any.",
-    "answers/wrong_format": "Share of answers without a readable point; they count as wrong.",
-    "answers/outside": "Share of first points outside their screens, refusals left out.",
+    "answers/wrong_format": "Fraction of answers without a readable point; they count as wrong.",
+    "answers/outside": "Fraction of first points outside their screens, not counting refusals.",
     "answers/unusable": "Screens that could not be asked about; they count as wrong.",
 }

@@ -62,6 +62,7 @@ def robot_features(
     Raises:
         UserError: a camera and a depth camera have the same name.
     """
+    # a state is optional in the format; an action is not
     features = {} if state is None else {STATE: _vector(state)}
     features[ACTION] = _vector(action)
     shared = [name for name in cameras or {} if name in (depth or {})]
@@ -78,10 +79,12 @@ def complete_features(features: Mapping[str, Any]) -> dict[str, Any]:
     complete = {}
     for key, feature in features.items():
         dtype, shape = feature.get("dtype"), [int(size) for size in feature.get("shape", ())]
+        # columns of meta/episodes are named stats/<feature>/mean and videos/<feature>/...
         if "/" in key:
             raise UserError(f"feature {key!r} has a '/' in its name; the format keeps it for columns, use a '.'")
         if dtype not in (*IMAGES, *DTYPES, "string"):
             raise UserError(f"feature {key!r} has dtype {dtype!r}; known are {', '.join((*IMAGES, *DTYPES, 'string'))}")
+        # entries that lerobot does not know are dropped
         named = {"dtype": dtype, "shape": shape, "names": feature.get("names")}
         wanted = _wanted_shape(named, is_depth(feature))
         if wanted:
@@ -110,6 +113,7 @@ def image_size(feature: Mapping[str, Any]) -> tuple[int, int]:
     """(H, W) of a camera's feature; external datasets may use (channel, height, width)."""
     shape, names = feature["shape"], feature.get("names") or ()
     first = str(names[0]) if names and not isinstance(names, Mapping) else ""
+    # by the names where there are any; else 1 or 3 channels in front, unless the last size could be them too
     channel_first = first.startswith("c") or (not first and shape[0] in (1, 3) and shape[2] not in (1, 3))
     return (shape[1], shape[2]) if channel_first else (shape[0], shape[1])
 
@@ -122,6 +126,7 @@ def names_of_feature(feature: Mapping[str, Any]) -> tuple[str, ...] | None:
     names: Any = feature.get("names")
     size = math.prod(feature.get("shape", ()))
     if isinstance(names, Mapping):
+        # {"x": 0, "y": 1}: the values are positions, not names
         places = dict(names)
         if places and all(isinstance(place, int) for place in places.values()):
             names = sorted(places, key=lambda name: places[name])
@@ -148,6 +153,7 @@ def checked_columns(columns: Mapping[str, NDArray], features: Mapping[str, Any])
     Raises ValueError if a feature is missing, unknown or not finite, or has a wrong shape, type or number of frames.
     """
     wanted = {key: feature for key, feature in features.items() if key not in (*BOOKKEPT, SUCCESS)}
+    # the same columns in every episode, as a Parquet file has one schema
     if set(columns) != set(wanted):
         raise ValueError(f"the episode has {sorted(columns)}; the dataset has {sorted(wanted)}")
     first = columns[next(iter(wanted))]
@@ -169,8 +175,10 @@ def bookkeeping(
     """Bookkeeping columns (T,) of episode `number`, whose first frame has the index `first` in the dataset."""
     length = len(task_index)
     frames, reached = np.arange(length), np.zeros(length, np.bool_)
+    # success ends an episode, so it is marked at the last frame
     reached[-1] = bool(success)
     return ({SUCCESS: reached} if SUCCESS in features else {}) | {
+        # the dtype of the column in `COLUMNS`
         "timestamp": (frames / fps).astype(np.float32),
         "frame_index": frames,
         "episode_index": np.full(length, number),
@@ -196,6 +204,7 @@ def _wanted_shape(feature: Mapping[str, Any], depth: bool) -> str:
     if feature["dtype"] in IMAGES:
         channels = 1 if depth else 3
         fits = positive and len(shape) == 3 and channels in (shape[0], shape[2])
+        # yuv420p halves both sides
         if fits and feature["dtype"] == "video" and not depth and any(size % 2 for size in image_size(feature)):
             return "an even height and width, which H.264 needs; resize the images, or use dtype image (video=False)"
         return "" if fits else f"[H, W, {channels}]" + ("" if depth else ", or [H, W, 1] with is_depth_map in its info")

@@ -101,7 +101,7 @@ def encode_png(frame: NDArray[np.uint8]) -> bytes:
 
 
 def decode_png(content: bytes, size: Sequence[int]) -> NDArray[np.uint8] | None:
-    """Image (H, W, 3) uint8 of any file that Pillow reads; None where it cannot, or the size (H, W) is another."""
+    """Image (H, W, 3) uint8 of any file that Pillow reads; None if it cannot be read or has a different size (H, W)."""
     try:
         frame = np.asarray(to_rgb(decode_image(content, size[0] * size[1])))
     except (OSError, ValueError):
@@ -110,7 +110,7 @@ def decode_png(content: bytes, size: Sequence[int]) -> NDArray[np.uint8] | None:
 
 
 def decode_depth(content: bytes, size: Sequence[int]) -> NDArray[Any] | None:
-    """Depth (H, W) in stored unit and type, of a TIFF or a PNG of 16 bits; None where it cannot be read as that."""
+    """Depth (H, W) in its stored unit and type from a TIFF or 16-bit PNG; None if it is neither."""
     try:
         depth = np.asarray(decode_image(content, size[0] * size[1]))
     except (OSError, ValueError):

@@ -45,6 +45,7 @@ def numbered_files(folder: Path, suffix: str) -> list[Path]:
     """Files `chunk-XXX/file-YYY` of a folder."""
     found = []
     for path in folder.glob(f"chunk-*/file-*{suffix}"):
+        # sorted by number: from 1000 on, names have more digits and text would sort wrongly
         numbers = re.fullmatch(r"chunk-(\d+)/file-(\d+)", path.relative_to(folder).with_suffix("").as_posix())
         if numbers:
             found.append((int(numbers[1]), int(numbers[2]), path))
@@ -56,6 +57,7 @@ def dataset_file(folder: Path, pattern: str, **values: int | str) -> Path:
     try:
         fields = [(name, format_) for _, name, format_, _ in string.Formatter().parse(pattern) if name is not None]
         for name, format_ in fields:
+            # metadata may be foreign: a format such as {0.__class__} or a huge width is refused
             if name not in values or not re.fullmatch(r"0?\d?d?", format_ or ""):
                 raise UserError(
                     f"{folder}: the path {pattern!r} has {{{name}:{format_}}}; known are {', '.join(values)}"
@@ -64,9 +66,10 @@ def dataset_file(folder: Path, pattern: str, **values: int | str) -> Path:
         real, home = (folder / relative).resolve(), folder.resolve()
     except (TypeError, ValueError, AttributeError, OSError, RuntimeError) as error:
         raise UserError(f"{folder}: the path {pattern!r} in its metadata cannot be used: {error}") from None
+    # the hub's cache keeps files in blobs/ and links to them from snapshots/
     stored = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     if ".." in Path(relative).parts or not (real.is_relative_to(home) or real.is_relative_to(stored)):
-        raise UserError(f"{folder}: its metadata names {relative!r}, which lies outside of it; it is not read")
+        raise UserError(f"{folder}: its metadata names {relative!r}, which is outside the folder; it is not read")
     return folder / relative
 
 
@@ -78,10 +81,12 @@ def write_json(content: Any, path: Path) -> None:
 def hold_folder(writer: object, folder: Path) -> Callable[[], object]:
     """Take the lock of a dataset's folder, made when missing; calling the result, or the writer's end, frees it."""
     folder.mkdir(parents=True, exist_ok=True)
+    # the folder itself is locked, so that no lock file lands in the dataset
     handle = os.open(folder, os.O_RDONLY)
     if not take_lock(handle):
         os.close(handle)
         raise UserError(f"another writer holds {folder}; finish it first, or write into folders of their own")
+    # freed when the writer is collected too, not only when it is closed
     return weakref.finalize(writer, os.close, handle)
 
 
@@ -95,6 +100,7 @@ def named_errors(what: str) -> Iterator[None]:
     except KeyError as error:
         raise UserError(f"{what} cannot be read: it lacks {error}") from error
     except (OSError, ValueError, TypeError, IndexError, AttributeError, ArithmeticError, MemoryError) as error:
+        # Arrow's messages have several lines
         reason = " ".join(str(error).split())
         raise UserError(f"{what} cannot be read: {type(error).__name__}: {reason[:300]}") from error
 
@@ -130,6 +136,7 @@ def _check_feature(name: str, feature: Any, path: Path) -> None:
         if len(shape) != 3:
             raise UserError(f"{where} has shape {shape}; an image has three sizes")
         try:
+            # the two largest sizes are height and width, wherever the channels are
             check_pixels(sorted(shape)[-1], sorted(shape)[-2], MAX_IMAGE_PIXELS)
         except ValueError as error:
             raise UserError(f"{where} has shape {shape}: {error}") from error
@@ -150,6 +157,7 @@ def check_row(row: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
 
 
 def _is_count(value: Any) -> bool:
+    # Arrow stores counts as int64
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 

@@ -213,6 +213,7 @@ class LeRobotReader:
 
     def _values(self, name: str, table: pa.Table) -> NDArray:
         values, declared = column_array(table[name]), self.info["features"][name]["dtype"]
+        # only within a kind: casting texts or mixing integers and floats would hide a broken file
         same_kind = declared in DTYPES and np.dtype(declared).kind == values.dtype.kind
         return values.astype(declared, copy=False) if same_kind else values
 
@@ -225,6 +226,7 @@ class LeRobotReader:
         """Image files of an episode as they are stored, such as depth of 16 bits: T files of an image feature."""
         if self.info["features"].get(feature, {}).get("dtype") != "image":
             raise UserError(f"{self.folder} has no feature {feature!r} with dtype image")
+        # checks that the episode is complete
         self.episode(number)
         with named_errors(f"episode {number} of {self.folder}"):
             return self._contents(self._frames_of(self.episodes[number])[feature].to_pylist())
@@ -277,6 +279,7 @@ class LeRobotReader:
         rows: dict[int, dict[str, Any]] = {}
         total = self.info["total_episodes"]
         for path in numbered_files(self.folder / "meta/episodes", ".parquet"):
+            # statistics of all episodes can be larger than everything else
             wanted = [name for name in read_schema(path).names if not name.startswith("stats/")]
             chunk, file = (int(part.rpartition("-")[2]) for part in (path.parent.name, path.stem))
             for row in read_table(path, columns=wanted).to_pylist():
@@ -306,6 +309,7 @@ class LeRobotReader:
 
     def _frames_of(self, row: Mapping[str, Any]) -> pa.Table:
         path = self._path(self.info.get("data_path") or DATA_PATH, "data", row)
+        # filtered while reading, as one file holds many episodes
         table = read_table(path, filters=[("episode_index", "=", row["episode_index"])])
         stored = [name for name, feature in self.info["features"].items() if feature["dtype"] != "video"]
         missing = [name for name in stored if name not in table.column_names]
@@ -354,8 +358,10 @@ class LeRobotReader:
 
     def _contents(self, cells: Sequence[Mapping[str, Any]]) -> list[bytes]:
         def stored(path: str) -> bytes:
+            # braces in a stored path are no placeholders
             return dataset_file(self.folder, path.replace("{", "{{").replace("}", "}}")).read_bytes()
 
+        # images are stored in the table or as files next to it
         return [cell["bytes"] or stored(cell["path"]) for cell in cells]
 
     def _counted(self, frames: NDArray[Any], decoded: NDArray[np.bool_]) -> NDArray[Any]:

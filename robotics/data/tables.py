@@ -27,11 +27,13 @@ def data_schema(features: Mapping[str, Any]) -> pa.Schema:
     described: dict[str, Any] = {}
     for key, feature in features.items():
         if feature["dtype"] == "image":
+            # the form of `datasets.Image`, which lerobot reads
             columns.append((key, pa.struct([("bytes", pa.binary()), ("path", pa.string())])))
             described[key] = {"_type": "Image"}
         elif feature["dtype"] != "video":
             columns.append((key, _column_type(pa.type_for_alias(feature["dtype"]), feature["shape"])))
             described[key] = _described(feature["dtype"], feature["shape"])
+    # the library `datasets` restores images and array shapes from this metadata
     return pa.schema(columns, metadata={"huggingface": json.dumps({"info": {"features": described}})})
 
 
@@ -51,6 +53,7 @@ def column_array(column: pa.ChunkedArray) -> NDArray:
     if isinstance(whole, pa.ExtensionArray):  # matrices, once the library `datasets` has been imported
         whole = whole.storage
     if _has_structs(whole.type):
+        # filled cell by cell, as np.array would make a matrix of lists of equal lengths
         cells = np.empty(len(whole), object)
         for index, content in enumerate(whole.to_pylist()):
             cells[index] = content
@@ -94,6 +97,7 @@ def read_table(path: Path, **options: Any) -> pa.Table:
     import pyarrow.parquet as pq
 
     with _named_errors(path):
+        # folder names such as a=b would otherwise become columns
         return pq.read_table(path, partitioning=None, **options)
 
 

@@ -1,10 +1,10 @@
-"""Writing of LeRobotDataset v3.0: an episode at a time, safe against a kill at any time.
+"""Writes LeRobotDataset v3.0 one episode at a time; the process may be killed at any point.
 
-A parquet or mp4 file that still grows is unreadable, so each episode first gets files of its own and counts once
-`meta/info.json` counts it. `finish`, and a file at its limit, join such files: the joined file replaces the first, the
-rows of `meta/episodes` are rewritten to point to it, and only then the others go. Whenever it is killed,
-`LeRobotReader` finds each finished episode once; lerobot's own reader, which reads every file, does so after `finish`,
-or after the dataset was opened for writing again, which removes leftovers.
+An unfinished parquet or mp4 file is unreadable, so each episode is first written to separate files and exists once
+`meta/info.json` counts it. These files are merged by `finish`, or when a file reaches its size limit: the merged file
+replaces the first one, `meta/episodes` is rewritten to point to it, and only then are the others deleted. At any point
+`LeRobotReader` finds each finished episode exactly once. lerobot's reader reads every file, so it needs `finish`, or a
+writer that opens the dataset again and removes leftovers.
 
 Deviations from lerobot 0.6.1: H.264 at crf 18 instead of AV1 at crf 30, because it plays everywhere and every PyAV
 encodes it; `meta/stats.json` has the quantiles of all frames instead of the mean of the episodes'; a dataset made here
@@ -112,8 +112,10 @@ class EpisodeWriter:
         if not exists and (fps is None or features is None):
             raise UserError(f"there is no dataset in {self.folder}; a new one needs fps and features")
         complete = {} if exists else complete_features(features or {})
+        # before anything is read: another writer may be changing it
         self._release = hold_folder(self, self.folder)
         try:
+            # read again: the folder may have been made while the lock was taken
             if (self.folder / INFO_PATH).exists():
                 reader = LeRobotReader(self.folder)
                 check_appendable(self.folder, reader.info, fps, features, robot_type)
@@ -153,7 +155,7 @@ class EpisodeWriter:
         """Keep a frame in memory until `save_episode`.
 
         Args:
-            state: (S,) before the action; None where the dataset has no state.
+            state: (S,) before the action; None if the dataset has no state.
             action: (A,).
             images: (H, W, 3) uint8 by camera, before the action; depth (H, W) as in `add_episode`.
             extra: values of the other features by name.
@@ -162,6 +164,7 @@ class EpisodeWriter:
             ValueError: the frame has other parts than those before it.
         """
         frame = {STATE: state, ACTION: action, **by_feature(self.features, images or {}), **(extra or {})}
+        # copied: callers reuse their buffers
         frame = {key: np.array(value) for key, value in frame.items() if value is not None}
         if self._frames and set(frame) != set(self._frames):
             raise ValueError(f"the frame has {sorted(frame)}; those before it have {sorted(self._frames)}")
@@ -191,12 +194,12 @@ class EpisodeWriter:
         """Write an episode; it is in the dataset when this returns.
 
         Args:
-            states: (T, S) before each action; None where the dataset has no state.
+            states: (T, S) before each action; None if the dataset has no state.
             actions: (T, A).
             images: (T, H, W, 3) uint8 by camera, before each action; by depth camera (T, H, W) uint16 millimetres or
                 float32 metres, the same in all episodes.
             task: instruction, or T of them, one for each frame.
-            success: whether the task was solved; `next.success` is True in the last frame then. None where the dataset,
+            success: whether the task was solved; then `next.success` is True in the last frame. None if the dataset,
                 made elsewhere, does not store it.
             extra: (T, ...) values of the other features by name.
 
@@ -232,6 +235,7 @@ class EpisodeWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        # `finish` would refuse unsaved frames, although an error in the block may be why they are unsaved
         frames, self._frames = self._frames, {}
         self.finish()
         self._frames = frames
@@ -263,6 +267,7 @@ class EpisodeWriter:
             self._write(row, columns)
         except BaseException:
             for series in (self._meta, self._data, *self._videos.values()):
+                # a half-written episode must not shift the files of the next one
                 series.undo(row)
             raise
         if self._meta.size > self._meta.limit:
@@ -279,10 +284,12 @@ class EpisodeWriter:
     def _task_number(self, task: str) -> int:
         if task not in self._tasks:
             self._tasks.append(task)
+            # before the frames refer to its index
             write_table(task_table(self._tasks), self.folder / TASKS_PATH)
         return self._tasks.index(task)
 
     def _write(self, row: dict[str, Any], columns: Mapping[str, NDArray]) -> None:
+        # videos first, `meta/info.json` last: until that counts it, the episode does not exist
         for key, series in self._videos.items():
             self._write_video(key, columns[key], series.path(series.number))
             self._place(series, row)
@@ -305,6 +312,7 @@ class EpisodeWriter:
 
     def _place(self, series: FileSeries, row: dict[str, Any]) -> None:
         written = series.path(series.number)
+        # joined before it grows over the limit, not after
         if series.tail and series.size + written.stat().st_size > series.limit:
             self._join([series])
             target = series.path(series.number)
@@ -326,7 +334,9 @@ class EpisodeWriter:
         for key, feature in self.features.items():
             if feature["dtype"] in IMAGES:
                 self._describe(key, feature, columns[key])
+        # the moment at which the episode counts
         write_json(info, self.folder / INFO_PATH)
+        # only now: a failed write must leave the old values
         self._info, self._stats = info, stats
         self._rows.append(row)
 
@@ -348,10 +358,12 @@ class EpisodeWriter:
         number = self._meta.number - 1
         for row in self._rows:
             row |= self._meta.pointers(number)
+        # pointers first: until the rows name the joined file, readers still need the parts
         write_table(_row_table(self._rows, self._row_schema), self._meta.path(number))
         self._meta.number = number
         # One file with all rows of this writer, to be rewritten by the next join.
         self._meta.append(self._rows[0])
+        # last: whenever the writer is killed, every row points to a file that exists
         for path in stale:
             path.unlink()
 
@@ -363,6 +375,7 @@ class EpisodeWriter:
     def _whole_statistics(self) -> dict[str, Statistics]:
         files = numbered_files(self.folder / "data", ".parquet")
         found = {}
+        # over all frames: quantiles cannot be combined from those of the episodes
         for key, feature in self.features.items():
             if feature["dtype"] in DTYPES:
                 parts = [column_array(read_table(path, columns=[key])[key]) for path in files]
@@ -390,6 +403,7 @@ class EpisodeWriter:
         self._open_series()
         for series in (self._data, self._meta, *self._videos.values()):
             remove_leftovers(series, reader.episodes)
+            # after all files that any episode uses
             series.number = max((series.number_in(row) + 1 for row in reader.episodes), default=0)
         remove_joined(self._data, reader.episodes)
 

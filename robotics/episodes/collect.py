@@ -47,6 +47,7 @@ class TemporalEnsemble:
 
     def reset(self, rows: ArrayLike | None = None) -> None:
         """Discard the chunks of rows whose episodes restart; None for all rows."""
+        # counts alone: old chunks stay in memory but have no weight
         self._count[slice(None) if rows is None else np.asarray(rows, np.int64)] = 0
 
     def step(self, chunks: ArrayLike, rows: ArrayLike) -> NDArray[np.float32]:
@@ -56,6 +57,7 @@ class TemporalEnsemble:
         new = np.asarray(chunks, np.float32)
         if new.shape != (len(index), *self._chunks.shape[2:]):
             raise ValueError(f"chunks have the shape {new.shape}; expected {(len(index), *self._chunks.shape[2:])}")
+        # the newest first; the K-th oldest chunk predicts nothing for the present and leaves
         self._chunks[index] = np.concatenate([new[:, None], self._chunks[index, :-1]], 1)
         self._count[index] = np.minimum(self._count[index] + 1, size)
         count = self._count[index][:, None]  # fewer than K chunks exist at the start of an episode
@@ -77,6 +79,7 @@ def swap_layouts(episodes: Sequence[EpisodeSpec]) -> dict[EpisodeSpec, EpisodeSp
         if len(layouts) < 2:
             raise UserError(f"evaluation.swapped needs two initial states of each task; {task} has {len(layouts)}")
         half = len(layouts) // 2
+        # a shift and no shuffle: no layout is mapped to itself
         other = {layout: layouts[(index + half) % len(layouts)] for index, layout in enumerate(layouts)}
         swapped |= {episode: replace(episode, layout=other[episode.layout]) for episode in own}
     return swapped
@@ -94,6 +97,7 @@ class FirstImages:
             row = int(started.failed.argmax())
             why = started.reasons.get(row, "no reason given")
             raise RunError(f"the environment whose images were to be shown did not start: {episodes[row]}: {why}")
+        # copied: simulators reuse their buffers
         self._images = images.copy()
         self._views = None if views is None else views.copy()
 
@@ -104,6 +108,7 @@ class FirstImages:
         if observation.past_state is None:
             return found
         steps = observation.past_state.shape[1]
+        # the shown scene does not move, so its past looks like its present
         past = [None if part is None else np.repeat(part[:, None], steps, 1) for part in (images, views)]
         return replace(found, past_images=past[0], past_views=past[1])
 
@@ -172,6 +177,7 @@ def sim_actions(actions: NDArray[np.float32], statistics: ActionStatistics | Non
     """
     if not np.isfinite(actions).all():
         raise RunError("the policy chose actions that are not finite")
+    # a prediction beyond the quantiles may leave the range of the simulator
     return actions if statistics is None else statistics.unnormalise(actions).clip(-1, 1)
 
 
@@ -179,6 +185,7 @@ def inputs_of(observation: RobotObservation, episodes: Sequence[EpisodeSpec], de
     """Convert an observation of R rows to policy inputs; `episodes`, indexed by row, give the instructions."""
     parts = {name: getattr(observation, name) for name in INPUT_SHAPES}
     return PolicyInputs(
+        # row numbers, not positions: episodes that have ended are missing from the observation
         instructions=tuple(episodes[row].instruction for row in observation.rows.tolist()),
         **{name: None if part is None else to_device(torch.from_numpy(part), device) for name, part in parts.items()},
     )
@@ -207,8 +214,8 @@ def run_episodes(
             depend on the other episodes running at the same time.
         greedy: take the most likely actions.
         record: render every control step.
-        images_of: B episodes whose first images the policy sees throughout instead of its own; the recorded images are
-            still its own. Empty for normal images.
+        images_of: B episodes whose first images the policy is shown throughout, while the real ones are recorded.
+            Empty: the policy sees the real images.
         timed: measure the time of each chunk, which differs between runs.
 
     Returns:
@@ -224,6 +231,7 @@ def run_episodes(
         if isinstance(generator, torch.Generator)
         else generator
     )
+    # seeded before the waves, so the number of episodes at once changes nothing
     own = [torch.Generator().manual_seed(seed) for seed in seeds]
     waves = []
     for start in range(0, len(episodes), size):
@@ -252,8 +260,10 @@ def replay_episode(
     for start in range(0, len(actions), chunk):
         if not len(sim.live):
             break
+        # frames of every step, although only the last observation is used elsewhere
         result = sim.step_chunk(actions[None, start : start + chunk], record=[0])
         frames += [result.frames[0]] if 0 in result.frames else []
+        # a task that was solved once counts, also if it is undone later
         success |= bool(result.success[0])
     if result.failed[0]:
         raise RunError(f"the environment failed: {result.reasons.get(0, 'no reason given')}")
@@ -277,6 +287,7 @@ def _run_wave(
     `recorder` adds the chunks of the live episodes to their rows.
     """
     weights = policy.parameters() if isinstance(policy, nn.Module) else iter(())
+    # parameterless policies, such as scripted ones, act on the CPU
     device = next(weights, torch.zeros(0)).device
     shown = FirstImages(sim, images_of) if images_of else None
     started = begin_episodes(sim, episodes, getattr(policy, "past", 0))
@@ -284,6 +295,7 @@ def _run_wave(
     observation = started.observation
     ensemble = None
     if settings.ensemble and greedy:
+        # one observation per control step: see the single action taken from it below
         ensemble = TemporalEnsemble(len(episodes), policy.chunk, policy.action_size, settings.ensemble)
     statistics = action_scale(policy, settings)
     while len(sim.live):
@@ -294,10 +306,13 @@ def _run_wave(
         # by row number, not by position: ended episodes must not shift the generators of the others
         draws = RowGenerators([generators[row] for row in sim.live])
         choice = policy.act(inputs, draws, temperature=settings.temperature, greedy=greedy)
+        # float32 on the host: simulators know neither the device nor the precision of the policy
         actions = choice.actions.float().cpu().numpy()
         if ensemble is None:
+            # 0 becomes None: the whole chunk
             actions = actions[:, : settings.n_action_steps or None]
         else:
+            # a chunk of one step (L, 1, D)
             actions = ensemble.step(actions, observation.rows)[:, None]
         actions = sim_actions(actions, statistics)
         result = sim.step_chunk(actions, record=sim.live.tolist() if record else ())
@@ -350,6 +365,7 @@ class _Recorder:
             chunk |= {} if result.full_state is None else {"last_full": result.full_state[index]}
             chunk |= {} if seconds is None else {"seconds": np.float32(seconds)}
             chunk |= {} if observation.views is None else {"views": observation.views[index]}
+            # decisions may live on the GPU until `close` stacks them
             self.chunks[row].append(chunk | {"decisions": choice.decisions[index], "logp": choice.logp[index]})
             self.actions[row].append(actions[index, :steps])
             if row in result.frames:
@@ -357,11 +373,13 @@ class _Recorder:
             if result.object_poses is not None:
                 self.poses[row].append(result.object_poses[index])
             self.last[row] = _state_and_image(result.observation, index)
+            # once solved or ended, a row stays so
             self.success[row] |= bool(result.success[index])
             self.terminated[row] |= bool(result.terminated[index])
             self.truncated[row] |= bool(result.truncated[index])
             self.failed[row] |= bool(result.failed[index])
             self.last_reward[row] = last
+            # a reason given earlier stays if this chunk has none
             self.reasons[row] = result.reasons.get(row, self.reasons[row])
 
     def close(self, example: dict[str, Any] | None) -> Episodes:
@@ -404,6 +422,7 @@ class _Recorder:
     def _stack(self, name: str, example: Tensor) -> Tensor:
         """Values (B, C, ...) of all chunks, stacked on the device of the example."""
         width = max(1, *(len(chunks) for chunks in self.chunks))
+        # padding rows are zeros; `steps` 0 marks them, and the mask follows from it
         out = torch.zeros((len(self.chunks), width, *example.shape), dtype=example.dtype, device=example.device)
         for row, chunks in enumerate(self.chunks):
             for number, chunk in enumerate(chunks):  # rows of ended episodes stay zero

@@ -37,6 +37,7 @@ def action_units(info: Mapping[str, Any]) -> tuple[str, ActionRange | None]:
     feature = info["features"].get(ACTION, {})
     about = feature.get("info") or {}
     found = about.get("units", feature.get("units", feature.get("unit", "")))
+    # LeRobot datasets have a text, a list, or a mapping by entry
     texts = found if isinstance(found, list) else list(found.values()) if isinstance(found, Mapping) else [found]
     low, high = about.get("low"), about.get("high")
     bounds = None
@@ -80,6 +81,7 @@ def check_dataset(
     # means a different order.
     state, moves = _comparable(data.state, theirs.state), _comparable(data.actions, theirs.actions)
     known = {name.removeprefix("observation.images.") for name in info["features"]}
+    # cameras that the dataset lacks are reported when they are opened, so only the order is compared
     shown = tuple(name if name in known else "" for name in theirs.cameras or ())
     found = replace(data, state=state, actions=moves).differences(replace(theirs, cameras=shown))
     refuse_differences(found, f"the dataset {path}", "the simulator", accept_other)
@@ -128,9 +130,11 @@ def in_simulator_units(
             "another command. Record them in this environment, or convert them to its units"
         )
     plain = own.same_as(_plain(size))
+    # float64, since bounds are compared with a small tolerance
     joined = torch.from_numpy(np.concatenate(actions).astype(np.float64))
     as_env, as_scaled = own.to_sim(joined).numpy(), joined.numpy()
     fits = {"environment": _fits(as_env, own, joined.numpy()), "normalised": _overshoot(as_scaled) <= TOLERANCE}
+    # with bounds of -1..1 both readings are the same, so nothing has to be declared
     if not chosen and not plain:
         raise UserError(_undeclared(path, said, joined.numpy(), own, fits))
     chosen = chosen or "normalised"

@@ -135,6 +135,7 @@ class Demonstrations:
     def digest(self) -> str:
         """Digest of all states, actions and instructions, and of the first images of some episodes."""
         videos = self.images or []
+        # some of the images stand for all: decoding every video would take longer than the run
         step = max(1, len(videos) // IMAGES_READ)
         changing = [sorted(self.changing_instructions.items())] if self.changing_instructions else []
         first = [images[:1] for images in videos[::step]]
@@ -149,6 +150,7 @@ class Demonstrations:
             raise UserError(f"demonstrations.unscaled has {wrong}; an action has {size} entries, {-size} to {size - 1}")
         kept = np.ones(size, bool)
         kept[list(unscaled)] = False
+        # over all frames: quantiles of single episodes cannot be averaged
         found = ActionStatistics.from_arrays(np.concatenate(self.actions), kept.tolist())
         still = np.flatnonzero(found.mask & found.hardly_moves).tolist()
         if still:
@@ -176,6 +178,7 @@ class Demonstrations:
         if not past:
             return present
         steps = range(past, 0, -1)
+        # the first observation is repeated before the start, as simulators with a past do
         before = self._present(
             [Transition(now.episode, max(0, now.step - back)) for now in transitions for back in steps]
         )
@@ -205,6 +208,7 @@ class Demonstrations:
         for now in transitions:
             done = self.actions[now.episode][now.step : now.step + length]
             missing = length - len(done)
+            # the mask removes these steps from the loss; a repeated action is finite and within bounds
             actions.append(np.concatenate([done, np.repeat(done[-1:], missing, 0)]))
             mask.append(np.concatenate([np.ones(len(done), np.float32), np.zeros(missing, np.float32)]))
         return np.stack(actions), np.stack(mask)

@@ -164,6 +164,7 @@ class RobotMeasure(EpisodeMeasure[EpisodeSpec]):
         self.repeats = int(self.evaluation.greedy) if self.greedy else self.evaluation.samples
         if self.swapped and not self.evaluation.swapped:
             self.repeats = 0
+        # sampled episodes have their own temperature, and an ensemble has no meaning for them
         if not self.greedy:
             self.acting = replace(self.acting, temperature=self.evaluation.temperature, ensemble=0.0)
 
@@ -180,6 +181,7 @@ class RobotMeasure(EpisodeMeasure[EpisodeSpec]):
             self.sim,
             [trial.task for trial in batch],
             self.acting,
+            # by episode and repeat, so that a resumed evaluation draws the same numbers
             [self.seed_of(*trial.key) for trial in batch],
             greedy=self.greedy,
             images_of=[self.others[trial.task] for trial in batch] if self.swapped else (),
@@ -211,7 +213,7 @@ class RobotMeasure(EpisodeMeasure[EpisodeSpec]):
         )
 
     def outcome(self, row: Row) -> Outcome | None:
-        """Whether an episode succeeded; None where its environment failed."""
+        """Whether an episode succeeded; None if its environment failed."""
         if row["failed"]:
             return None
         spec = episode_of(row)
@@ -219,6 +221,7 @@ class RobotMeasure(EpisodeMeasure[EpisodeSpec]):
 
     def about(self) -> Row:
         """The simulator, its limits and how actions are chosen."""
+        # the same protocol on another machine has to compare as equal
         described = {name: value for name, value in self.sim.describe().items() if name not in MACHINE}
         names = (described.get(name) for name in ("suite", "environment", "simulator"))
         versions = described.get("versions") or {name: described[name] for name in ("mujoco",) if name in described}
@@ -262,6 +265,7 @@ class RobotMeasure(EpisodeMeasure[EpisodeSpec]):
         conditions = {
             "protocol": self.protocol,
             "repeats": self.repeats,
+            # stored rows are only reused if all of these are equal: anything else would mix two experiments
             "initial_states": short_digest(json.dumps([asdict(task) for task in tasks]).encode()),
             "seed": self.seed,
             "batch": self.batch_size,
@@ -315,6 +319,7 @@ def success_table(
         finished = [row for row in own if not row["failed"]]
         done = sum(row["success"] for row in finished)
         rng = None if bootstrap is None else np.random.default_rng(bootstrap)
+        # repeats of one initial state are not independent, so intervals are over states
         states: dict[int, list[float]] = {}
         for number, row in enumerate(finished):
             states.setdefault(row.get("index", number), []).append(float(row["success"]))

@@ -85,6 +85,7 @@ class EpisodePayload(Payload):
     def returns(self) -> Tensor:
         """(B,) float32, sum of the environment's own rewards over all control steps; NaN for failed rows."""
         assert self.chunk_returns is not None
+        # NaN and not 0: a failed environment earned nothing that is known
         return torch.where(self.failed, torch.nan, self.chunk_returns.sum(1))
 
     def frames_of(self, row: int) -> NDArray[np.uint8] | None:
@@ -93,6 +94,7 @@ class EpisodePayload(Payload):
             return self.frames[row]
         if self.images is None or self.last_image is None:
             return None
+        # rows are padded to the longest episode; a chunk that was reached has executed steps
         taken = int((self.steps[row] > 0).sum())
         return torch.cat([self.images[row, :taken], self.last_image[row][None]]).cpu().numpy()
 
@@ -103,6 +105,7 @@ class EpisodePayload(Payload):
         named = [("the state", self.states), ("the image", self.images)]
         seen = {name: part[:, 0] for name, part in named if part is not None}
         failed, *parts = to_host([self.failed, *seen.values()])
+        # a failed row has no start to compare, and neither has a group whose first row failed
         sound = ~(failed | failed[firsts])
         for name, part in zip(seen, parts, strict=True):
             apart = (part != part[firsts]).flatten(1).any(1) & sound

@@ -87,14 +87,17 @@ def record_episodes(sim: RobotSim, episodes: Sequence[EpisodeSpec], act: Act) ->
     for row in np.flatnonzero(result.failed).tolist():
         found[row].failed, found[row].reason = True, result.reasons.get(row, "")
     while len(sim.live):
+        # the simulator changes `live` in place while it steps
         rows = sim.live.copy()
         actions, executed = act(rows)
         seen = observation.of(rows)
         for place, row in enumerate(rows.tolist()):
             found[row].states.append(seen.state[place])
+            # the recorded action may be the expert's, the executed one with noise
             found[row].actions.append(actions[place])
             found[row].images += [] if seen.images is None else [seen.images[place]]
             found[row].views += [] if seen.views is None else [seen.views[place]]
+        # chunks of one action
         result = sim.step_chunk(np.clip(executed, -1, 1)[:, None])
         observation = result.observation
         for place, row in enumerate(result.rows.tolist()):
@@ -134,6 +137,7 @@ def build_demonstrations(
     check_missing(Path(path))
     config = _with_expert(from_values(SimConfig, sim, "sim"), expert)
     cameras = [config.camera or CAMERA, *config.views]
+    # a failure midway leaves no half-written dataset
     with replaced(Path(path)) as draft, contextlib.closing(open_sim(config)) as opened:
         size, about = opened.image_size if config.image_size else None, opened.describe()
         features = recorded_features(opened, {} if size is None else dict.fromkeys(cameras, size))
@@ -178,6 +182,7 @@ def _successes(sim: RobotSim, task: str, instruction: str, wanted: int, first_la
             f"demonstrations by {builder}"
         )
     ask: Callable[[], NDArray[np.float64]] = sim.expert_actions
+    # an expert that rarely succeeds ends with an error instead of running forever
     limit, last = sim.layouts()["train"], first_layout + TRIES * wanted
     last = last if limit is None else min(last, limit)
     ends, reason, layout = Counter[str](), "", first_layout

@@ -92,6 +92,7 @@ class FlowClip:
     @property
     def flow_cam_m(self) -> FloatArray:
         """(T, N * N, 3) future points in the camera frame."""
+        # points row by row, the order of `points_cam_m` and `visible`
         return lift(self.flow[..., :VISIBLE], self.observation.K).reshape(len(self.flow), -1, 3)
 
     @property
@@ -167,8 +168,10 @@ class FlowEncoding:
             start = self.normalise(points, size_px)[..., None, :, :, :]
             numbers = (numbers - start) * self.displacement_scale
         if self.visibility != "none":
+            # visibility on the scale of the other channels, -1..1
             seen = 2 * flow[..., VISIBLE:] - 1 if self.visibility == "channel" else np.ones_like(flow[..., VISIBLE:])
             numbers = np.concatenate([numbers, seen], -1)
+        # channels first, as convolutions over time and grid expect
         return np.moveaxis(numbers, -1, -4).astype(np.float32)
 
     def decode(self, encoded: DepthArray, points: FloatArray, size_px: tuple[int, int]) -> FloatArray:
@@ -179,6 +182,7 @@ class FlowEncoding:
             start = self.normalise(points, size_px)[..., None, :, :, :]
             places = places / self.displacement_scale + start
         if self.visibility == "channel":
+            # a sample of the model may leave -1..1
             seen = np.clip((numbers[..., VISIBLE:] + 1) / 2, 0.0, 1.0)
         return np.concatenate([self.denormalise(places, size_px), seen], -1)
 

@@ -40,6 +40,7 @@ def project(points_cam_m: FloatArray, K: FloatArray) -> FloatArray:
     """Points (..., 3) in the camera frame as u, v in pixels and z in metres; pixels are NaN behind the camera."""
     depth = points_cam_m[..., 2:]
     safe = np.where(depth > 0, depth, np.nan)
+    # pixel centres are at .5: the image spans 0..W, which is why K has its centre at W / 2
     pixels = points_cam_m[..., :2] / safe * np.array([K[0, 0], K[1, 1]]) + K[:2, 2]
     return np.concatenate([pixels, depth], -1)
 
@@ -60,8 +61,10 @@ def depth_at(depth_m: DepthArray, uv_px: FloatArray, edge_m: float = EDGE_M) -> 
     known = np.where(np.isfinite(depth_m) & (depth_m > 0), depth_m, np.nan).astype(np.float64)
     u, v = uv_px[..., 0], uv_px[..., 1]
     inside = (u >= 0) & (u < width) & (v >= 0) & (v < height)
+    # from coordinates with pixel centres at .5 to indices; points outside get a harmless index and NaN below
     x, y = np.where(inside, u, 0.5) - 0.5, np.where(inside, v, 0.5) - 0.5
     left, top = np.floor(x).astype(int), np.floor(y).astype(int)
+    # clipped at the border: a point within half a pixel of the edge has no neighbour beyond it
     columns = np.clip(np.stack([left, left + 1], -1), 0, width - 1)
     rows = np.clip(np.stack([top, top + 1], -1), 0, height - 1)
     # a hole among the four is NaN and makes the mean and the spread NaN, so the nearest pixel is used
@@ -70,6 +73,7 @@ def depth_at(depth_m: DepthArray, uv_px: FloatArray, edge_m: float = EDGE_M) -> 
     share_y = np.stack([1 - (y - top), y - top], -1)
     mixed = (four * share_y[..., :, None] * share_x[..., None, :]).sum((-2, -1))
     spread = four.max((-2, -1)) - four.min((-2, -1))
+    # mixing across an edge would give a depth on neither surface
     nearest = known[np.clip(np.rint(y).astype(int), 0, height - 1), np.clip(np.rint(x).astype(int), 0, width - 1)]
     return np.where(inside, np.where(spread <= edge_m, mixed, nearest), np.nan)
 
@@ -110,5 +114,6 @@ def farthest_points(points_m: FloatArray, count: int, first: int = 0) -> IndexAr
     distance = np.full(len(points_m), np.inf)
     for number in range(count):
         chosen[number] = first if number == 0 else int(np.argmax(distance))
+        # to the nearest chosen point so far, kept up to date instead of recomputed
         distance = np.minimum(distance, ((points_m - points_m[chosen[number]]) ** 2).sum(-1))
     return chosen

@@ -111,6 +111,7 @@ class ArmIk:
         self._frame = mink.FrameTask(
             arm.grip_site, "site", position_cost=1.0, orientation_cost=options.orientation_cost, lm_damping=1e-3
         )
+        # far cheaper than the frame task: it only decides what that leaves open
         home = mink.PostureTask(model, cost=options.posture_cost)
         home.set_target(posture)
         spans = model.jnt_range[model.jnt_limited.astype(bool)]
@@ -161,6 +162,7 @@ class ArmIk:
         for number, pose in enumerate(T_world_grip):
             # only the first pose may restart: a random start later would jump to another branch of solutions
             found = self.solve(pose, before, restarts=0 if number else self.settings.restarts)
+            # the first pose may be far from the start; later ones must be neighbours in joint space
             jump = float(np.abs(found.joint_rad - before).max()) if number else 0.0
             reached[number] = found.reached and jump <= self.settings.jump_rad
             # a pose that failed is a bad start for the next one; the first has no better alternative
@@ -191,8 +193,10 @@ class ArmIk:
             # not an error: the angles so far still count if they are close enough
             except mink.NoSolutionFound:
                 break
+            # with the time of `solve_ik`: another one would step over the limits, and the next QP had no solution
             configuration.integrate_inplace(speed, DT_S)
             errors = self._errors(T_world_grip)
+            # well within the tolerances: neighbours on the path start from here and inherit the rest
             near = errors[0] < settings.position_tolerance_m / 4 and errors[1] < settings.angle_tolerance_rad / 4
             # joints that no longer move are at a minimum, whether or not it is the pose
             if near or float(np.abs(speed).max()) * DT_S < 1e-5:
@@ -230,6 +234,7 @@ class ArmIk:
 
 def _find_names(model: mujoco.MjModel, arm: FlowArm) -> tuple[list[int], int]:
     """Indices of the joints in the posture, which are also those of their velocities, and of the site."""
+    # with a free joint, indices of positions and of velocities would differ
     if model.nq != model.nv:
         raise UserError(f"the model of {arm.name} has free or ball joints; give the arm alone, without objects")
     try:

@@ -266,6 +266,7 @@ def _pose_of_view(points_m: FloatArray, uv: FloatArray, clip: FlowClip) -> tuple
     cv2: Any = library
     K = clip.observation.K
     try:
+        # SQPnP finds the global optimum without a start; the refinement then minimises pixel errors
         found, turn, shift = cv2.solvePnP(points_m, uv, K, None, flags=cv2.SOLVEPNP_SQPNP)
         if found:
             turn, shift = cv2.solvePnPRefineLM(points_m, uv, K, None, turn, shift)
@@ -411,6 +412,7 @@ def interpolate_poses(T: FloatArray, *, step_m: float = 0.05, step_rad: float = 
 def interpolate_joints(joint_rad: FloatArray, parts: int) -> FloatArray:
     """Split each step of a joint path (M, J) into equal parts: ((M - 1) * parts + 1, J)."""
     shares = np.arange(parts)[:, None] / parts
+    # without each step's end, which is the next step's start
     between = joint_rad[:-1, None] + shares * np.diff(joint_rad, axis=0)[:, None]
     return np.concatenate([between.reshape(-1, joint_rad.shape[1]), joint_rad[-1:]])
 

@@ -88,6 +88,7 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
 
     def __init__(self, config: CloneConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
         super().__init__(config)
+        # before the simulator is opened, which may start processes
         read = load_demonstrations(config.demonstrations)
         sim = open_sim(config.sim) if sim is None else sim
         try:  # before a policy is loaded
@@ -135,6 +136,7 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
         done, mask = (torch.from_numpy(part) for part in self.demonstrations.chunks(tasks, policy.chunk))
         actions = done if self.scale is None else self.scale.normalise(done)
         rows = len(tasks)
+        # one per row: the noise of a row depends neither on the minibatch nor on the process
         seeds = streams.seeds(rows, 1)
         payload = TransitionPayload(observed, actions, mask, seeds).to(device)
         zeros = torch.zeros_like(payload.mask)

@@ -108,6 +108,7 @@ class RobotDistilRecipe(RobotGrpoRecipe):
             if config.distil.divergence:
                 check_divergence(self.policy, config.distil.beta)
         except UserError:
+            # the simulator may have started processes
             self.close()
             raise
         self.terms = [*self.terms, Teaching(self)]
@@ -116,6 +117,7 @@ class RobotDistilRecipe(RobotGrpoRecipe):
         """Weigh the objective's advantages, and add the teacher's reward of each decision."""
         settings, found = self.config.distil, super().advantages(rollouts, accelerator, step)
         assert found.advantage is not None
+        # minus the reverse KL, sampled on the decisions of the student
         gain = rollouts.extras[LOGP_TEACHER] - rollouts.logp_old
         advantage = settings.task * found.advantage + settings.reward * gain
         # logp_teacher of a decision that was never executed is no number to learn from
@@ -129,14 +131,17 @@ class Teaching(LossTerm):
 
     def __init__(self, recipe: RobotDistilRecipe) -> None:
         self.recipe = recipe
+        # without an exact divergence the term only provides the teacher's numbers
         self.gradient = "always" if recipe.config.distil.divergence else "never"
 
     def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
         """Score the decisions with the teacher."""
         recipe = self.recipe
+        # after the policy has moved; the teacher is no part of it
         recipe.teacher.to(rollouts.mask.device)
 
         def score(policy: nn.Module, chunk: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+            # at the student's temperature, or the gap would measure the temperatures
             return recipe.scores(recipe.teacher, chunk, frozenset({"logp"}))
 
         with stopwatch("teacher_logp"):
@@ -148,6 +153,7 @@ class Teaching(LossTerm):
     ) -> TermLoss:
         """The weighted mean of the exact divergence over all decisions; the sampled one is a metric."""
         settings, mask = self.recipe.config.distil, minibatch.loss_mask
+        # log p - log q: positive where the student is surer than the teacher
         gap = scores.logp.detach() - minibatch.extras[LOGP_TEACHER]
         metrics = {"distil/kl_sampled": mean_metric(gap, mask)}
         if not settings.divergence:

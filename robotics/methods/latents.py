@@ -82,14 +82,17 @@ class Vjepa2Latent(TrajectoryLatent):
 
     def _prepare(self, frames: NDArray[np.uint8] | None, states: NDArray[np.float32]) -> NDArray[Any]:
         images = check_frames(frames)
+        # prepared inputs are digested for the cache, so frames that do not count are dropped here
         return images[sample_indices(len(images), self._frames, self.settings.pad)]
 
     @torch.no_grad()
     def _compute(self, inputs: list[NDArray[Any]]) -> NDArray[np.float32]:
         clips = torch.stack([crop_clip(clip, self._side) for clip in inputs]).to(self._device)
+        # float16 as in the released code; half precision on the CPU would be slower
         with torch.autocast(self._device.type, torch.float16, enabled=self._device.type == "cuda"):
             # the encoder alone: the predictor serves pre-training
             tokens = self._encoder(pixel_values_videos=clips).last_hidden_state
+        # float32 before the mean over all tokens: half precision would lose small differences
         return np.asarray(tokens.float().mean(1).cpu().numpy(), np.float32)
 
 
@@ -101,6 +104,7 @@ def sample_indices(count: int, wanted: int, pad: str = "cycle") -> NDArray[np.in
     if count < 1 or pad not in PADS:
         raise ValueError(f"cannot take {wanted} of {count} frames with pad {pad!r}; pads: {', '.join(PADS)}")
     if count >= wanted:
+        # truncated, not rounded, as in the released code
         return np.linspace(0, count - 1, wanted).astype(np.int64)
     indices = np.arange(wanted)
     return indices % count if pad == "cycle" else np.minimum(indices, count - 1)
@@ -110,10 +114,12 @@ def crop_clip(frames: NDArray[np.uint8], side: int) -> Tensor:
     """Resize (T, H, W, 3) uint8 frames to a short side of 256/224 `side`, crop and standardise: (T, 3, side, side)."""
     planes = torch.from_numpy(np.ascontiguousarray(frames)).permute(0, 3, 1, 2).float()
     height, width = planes.shape[-2:]
+    # truncated, as in the released code: 438 for 384
     short = int(RESIZE_PER_CROP * side)
     size = (int(short * height / min(height, width)), int(short * width / min(height, width)))
     resized = functional.interpolate(planes, size, mode="bilinear", align_corners=False, antialias=True)
     top, left = round((size[0] - side) / 2), round((size[1] - side) / 2)
+    # interpolation may overshoot 0..255
     cropped = resized[..., top : top + side, left : left + side].clamp(0, 255) / 255
     mean, std = (torch.tensor(numbers)[:, None, None] for numbers in (IMAGENET_MEAN, IMAGENET_STD))
     return (cropped - mean) / std
@@ -269,6 +275,7 @@ class StateLatent(TrajectoryLatent):
 
     def _set_scale(self, mean: Sequence[float], std: Sequence[float]) -> None:
         self._mean = np.asarray(mean, np.float64)
+        # constant entries are only centred: their noise would count as much as real motion
         self._std = np.where(np.asarray(std, np.float64) > SMALLEST_STD, std, 1.0)
         self.state_size = len(mean)
         self.size = (self.settings.points + 1) * self.state_size
@@ -279,10 +286,12 @@ class StateLatent(TrajectoryLatent):
             raise ValueError(f"states are {path.shape}; expected (F >= 1, {len(self._mean)})")
         standard = (path - self._mean) / self._std
         times = np.linspace(0, len(path) - 1, self.settings.points)
+        # linear interpolation between the neighbouring control steps
         below = times.astype(np.int64)
         above = np.minimum(below + 1, len(path) - 1)
         share = (times - below)[:, None]
         resampled = (1 - share) * standard[below] + share * standard[above]
+        # the last state twice, so that the end counts more than other points
         return np.concatenate([resampled.ravel(), standard[-1]]).astype(np.float32)
 
 

@@ -79,6 +79,7 @@ class PolicyWithCritic(ActionPolicy):
         self.critic = critic
         self.chunk = policy.chunk
         self.action_size = policy.action_size
+        # copies: they are fixed by the policy's class and sizes
         self.decisions = policy.decisions
         self.by_step = policy.by_step
         self.learning_rate_factors = {"critic": learning_rate_factor}
@@ -113,6 +114,7 @@ class PolicyWithCritic(ActionPolicy):
 
     def forward(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Call `act`, `log_probs`, `bc_loss` or `values` by name."""
+        # by name, since distributed wrappers only intercept `forward`
         return self.values(*arguments) if method == "values" else super().forward(method, *arguments, **options)
 
     def executed_mask(self, steps: Tensor) -> Tensor:
@@ -124,6 +126,7 @@ class PolicyWithCritic(ActionPolicy):
     def save_pretrained(self, path: Path | str) -> None:
         """Write the policy's folder and the critic into it."""
         self.policy.save_pretrained(path)
+        # a subfolder, so that the policy's own files stay what `open_policy` expects
         write_weights(self.critic, Path(path) / CRITIC_FOLDER)
 
     def export(self, path: Path | str) -> None:
@@ -242,6 +245,7 @@ class ChunkCritic(LossTerm):
     def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
         """Scale the critic's inputs in the first step, and compute its values."""
         recipe = self.recipe
+        # once: a scale that moved with the data would change what the critic's weights mean
         if not bool(recipe.policy.critic.fitted):  # on the episodes of all processes
             inputs, steps = to_host([recipe.critic_inputs(rollouts), EpisodePayload.of(rollouts).steps])
             # chunks that no episode reached hold padding, which would shift the scale
@@ -268,9 +272,11 @@ class RobotPpoRecipe(RobotRecipe):
             self.refuse_returns(f"reward.environment is {self._weights.environment:g}; use reward.potential")
         # all tasks of the simulator, so that the inputs keep their order whichever tasks a batch has
         self.task_names = list(self.sim.tasks())
+        # the state, the elapsed time and one entry per task name
         size = getattr(self.sim, "full_state_size", self.sim.state_size) + 1 + len(self.task_names)
         critic = StateCritic(size, config.critic.width, config.seed)
         acting: Any = self.policy
+        # wrapped here, after `open` has checked the policy against the simulator
         self.policy = PolicyWithCritic(acting, critic, config.critic.factor(config.trainer.learning_rate))
         self.terms = [*self.terms, ChunkCritic(self)]
         self.truncation = getattr(self.objective.advantage, "truncation", "terminate")
@@ -315,7 +321,9 @@ class RobotPpoRecipe(RobotRecipe):
         # only the payment is shuffled: metrics read the payload's real successes
         rewards = self._rewards(dataclasses.replace(payload, success=shuffled))
         gamma = getattr(self.objective.advantage, "gamma", 1.0)
+        # the last chunk that an episode could have, whichever chunk it ended in
         last = math.ceil(self.sim.horizon / (self.config.acting.n_action_steps or self.policy.chunk)) - 1
+        # discounted from the horizon, so that the return from chunk 0 does not depend on when an episode ended
         return rewards * gamma ** (last - torch.arange(rewards.shape[1], device=rewards.device))
 
     def rewards(self, rollouts: Rollouts, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
@@ -347,6 +355,7 @@ class RobotPpoRecipe(RobotRecipe):
         # NaN, not 0: a missing state must show, since 0 would pay a cut like an end
         inputs = last_inputs(payload, rollouts.host.group, self.task_names)
         found = torch.full_like(rollouts.reward, math.nan) if inputs is None else policy("values", inputs)
+        # episodes that ended by themselves have no future: 0
         return torch.where(cut, found, 0.0)
 
     @property
@@ -422,6 +431,7 @@ def _shuffled_everywhere(mine: _Rows, generator: torch.Generator) -> list[bool]:
     """Successes of these rows, shuffled among the rows of all processes in the order in which one process has them."""
     state = PartialState()
     parts = from_all(mine)
+    # groups are dealt to processes in turn, so local group g of rank r is number g * processes + r
     places = [(group * len(parts) + rank, rank) for rank, part in enumerate(parts) for group in part.groups]
     # in the order of one process, so that the shuffle does not depend on the number of processes
     order = sorted(range(len(places)), key=places.__getitem__)
@@ -433,6 +443,7 @@ def _shuffled_everywhere(mine: _Rows, generator: torch.Generator) -> list[bool]:
         generator,
     )
     own = state.process_index if len(parts) > 1 else 0
+    # in the order of `_Rows`: sorting by group keeps a process's rows in their order
     return [value for row, value in zip(order, found.tolist(), strict=True) if places[row][1] == own]
 
 

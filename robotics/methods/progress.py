@@ -209,12 +209,14 @@ def progress_rewards(
         found = compared[label] = _compare(reference, points[failures], starts[failures], settings)
         # failures of other labels are on another scale, so each label is normalised on its own
         distance[failures] = found.distances.end
+        # alpha < 1: the best failure stays below every success
         reward[failures] = settings.alpha * NORMS[form.norm](found.distances, settings)
     clusters = [found.clusters for found in compared.values()]
     return ProgressOutcome(
         reward=reward.astype(np.float32),
         distance=distance.astype(np.float32),
         centres={label: found.centres.astype(np.float32) for label, found in compared.items()},
+        # DBSCAN numbers clusters from 0 and noise is -1, so a label without a cluster counts 0
         clusters=float(np.mean([found.max() + 1 for found in clusters])) if clusters else float("nan"),
         noise_fraction=float(np.mean(np.concatenate(clusters) < 0)) if clusters else float("nan"),
         tasks_without_reference=sum(not len(reference) for reference in known.values()),
@@ -246,6 +248,7 @@ def _find_references(
             earlier = [
                 np.asarray(kept, np.float32) for state, kept in remembered.items() if task_of_id(str(state)) == task
             ]
+            # of this batch and of earlier ones
             borrowed = np.concatenate([points[success & (tasks == task)].astype(np.float32), *earlier])
             found[label] = _join(found[label], borrowed)
             fallback += [label] if len(borrowed) else []
@@ -261,10 +264,12 @@ def cluster_labels(reference: ArrayLike, settings: ProgressSettings) -> NDArray[
     from sklearn.cluster import DBSCAN
 
     points = np.asarray(reference, np.float64)
+    # population deviation, as in the released code
     mean, std = points.mean(0), points.std(0)
     # relative to the mean: the rounding error of a constant entry grows with it
     varies = std > CONSTANT_ENTRY * np.maximum(np.abs(mean), 1.0)
     standard = np.where(varies, (points - mean) / np.where(varies, std, 1.0), 0.0)
+    # two standardised successes are about sqrt(2 E) apart in E varying entries
     growth = np.sqrt(max(int(varies.sum()), 1)) if settings.form.eps_mode == "per_sqrt_dim" else 1.0
     found = DBSCAN(eps=settings.eps * growth, min_samples=settings.min_samples).fit(standard)
     return np.asarray(found.labels_, np.int64)
@@ -279,6 +284,7 @@ def shuffled_failures(
     the episodes. Successes (B,) and rows without a reward (NaN) keep theirs.
     """
     shuffled, labels = np.array(reward, np.float32), np.asarray(group)
+    # only failures trade rewards; a success keeps its 1
     open_rows = ~np.asarray(success, np.bool_) & np.isfinite(shuffled)
     for label in np.unique(labels):
         # in sorted order of the groups, so that the draws do not depend on the order of the rows
@@ -307,6 +313,7 @@ class SuccessMemory:
         for task, rows in _rows_by_label(tasks).items():
             new = points[rows[success[rows]]]
             if len(new):
+                # the latest `keep`, so that references follow the policy
                 self.latents[task] = _join(self.latents.get(task, new[:0]), new)[-self.keep :].astype(np.float32)
 
     def state_dict(self) -> dict[str, Any]:
@@ -353,6 +360,7 @@ def advantage_correlation(mine: ArrayLike, other: ArrayLike, progress: ArrayLike
     """
     columns = np.asarray([mine, other, progress, failed], np.float64)
     first, second, measure, lost = columns[:, np.isfinite(columns).all(0)]
+    # the measure must differ between failures, or the correlation only restates success against failure
     measure = measure[lost > 0]
     if not len(measure) or not (np.ptp(measure) > 0 and np.ptp(first) > 0 and np.ptp(second) > 0):
         return float("nan")
@@ -413,6 +421,7 @@ def _find_centres(reference: _Floats, labels: NDArray[np.int64]) -> _Floats:
 
 
 def _nearest(points: _Floats, centres: _Floats, squared: bool) -> _Floats:
+    # in raw space, as in the released code, although clusters are found in the standardised one
     distances = np.stack([np.linalg.norm(points - centre, axis=1) for centre in centres]).min(0)
     return distances**2 if squared else distances
 
@@ -463,10 +472,12 @@ def _by_deviation(distances: _Distances, settings: ProgressSettings) -> _Floats:
     end = distances.end
     if np.ptp(end) < SMALLEST_RANGE:
         return np.full(len(end), MIDDLE)
+    # farther than the mean distance gives less than half of alpha
     return _sigmoid((end.mean() - end) / end.std())
 
 
 def _by_spread(distances: _Distances, settings: ProgressSettings) -> _Floats:
+    # a single reference is its own centre and gives no scale
     if distances.spread < SMALLEST_RANGE:
         return _by_range(distances, settings)
     return _sigmoid(settings.steepness * (settings.offset - distances.end / (distances.end + distances.spread)))

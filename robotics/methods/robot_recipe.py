@@ -87,6 +87,7 @@ class RobotParts:
     def check_parts(self, evaluation: RobotEvaluationConfig, sets: Mapping[str, EpisodeSetConfig]) -> None:
         """Check that the parts fit together, given all sets of initial states; raises ValueError."""
         idle = [name for name, data in sets.items() if data.randomized]
+        # other simulators draw by themselves, so only these two can be known to draw nothing
         if idle and self.sim.kind in DRAWING and not self.sim.randomization.active():
             raise ValueError(f"{idle[0]}.randomized is true, but sim.randomization draws nothing; set a range there")
         if self.acting.ensemble and not evaluation.greedy:
@@ -123,7 +124,7 @@ class RobotConfig(RobotParts, RunConfig):
 
     @property
     def compared_samples(self) -> int | None:
-        """Episodes that advantages compare; None where they compare none."""
+        """Episodes that advantages compare; None if they compare none."""
         return self.trainer.samples_per_task if self.compares_samples else None
 
     def validate(self) -> None:
@@ -152,15 +153,19 @@ class RobotDomain:
         """
         self.sim: RobotSim = open_sim(config.sim) if sim is None else sim
         known, splits = self.sim.tasks(), self.sim.layouts()
+        # evaluation sets are nominal by default; without any randomisation, draw 0 is that scene
         randomizes = bool(config.sim.randomization.active())
         self.train_tasks = self.load_train_tasks()
         self.eval_tasks = held_out_tasks(
             config, lambda data, _: list_episodes(data, known, splits, randomized=not randomizes)
         )
         self.check_data()
+        # a dry run of data and simulator ends here, before the policy is loaded
         model_follows(self)
         self.policy = load_action_policy(config.model, self.sim, config.seed) if policy is None else policy
+        # sizes and cameras first; `check_interface` compares what the numbers mean
         check_fit(self.policy, self.sim, config.model.accept_other)
+        # for policies that act in the environment's own units, and for their cards
         self.policy.action_bounds = bounds_of(self.sim)
         self.policy.interface = seen_part(interface_of(self.sim), self.policy)
         if config.acting.n_action_steps > self.policy.chunk:
@@ -169,7 +174,9 @@ class RobotDomain:
                 f"the policy's chunk has {self.policy.chunk} steps"
             )
         self.broken, self.sim_counts = Tally(), SimCounts(self.sim, Path(config.output_dir))
+        # parts are saved in checkpoints, `added` is summed over processes
         self.parts |= {"broken": self.broken, "counts": self.sim_counts}
+        # counts of one step: cleared when they are reported
         self._seen: Counter[str] = Counter()
         self.added |= {"seen": self._seen, "counts": self.sim_counts}
         names = list(dict.fromkeys(getattr(task, "task", "") for task in self.train_tasks))
@@ -195,8 +202,10 @@ class RobotDomain:
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Success (also by task, if they are few) and length of the step's episodes, failures so far."""
+        # copied and cleared at once, so that a step is never counted twice
         seen = Counter(self._seen)
         self._seen.clear()
+        # NaN and not 0: a step whose episodes all failed has no success rate
         count = seen.get("episodes", 0) or math.nan
         found: dict[str, float | Metric] = {f"episode/{name}": seen[name] / count for name in ("success", "steps")}
         for name in self._shown_tasks:
@@ -210,6 +219,7 @@ class RobotDomain:
         """Write a policy folder that needs no other one; a module of the user's own is copied as it was saved."""
         model = checkpoint / "model"
         if not is_saved_policy(model):
+            # a module of the user's own is saved in a form that only its class can read
             shutil.copytree(model, output, dirs_exist_ok=True)
             return users_policy(config)
         policy = open_policy(model)
@@ -222,6 +232,7 @@ class RobotDomain:
 
     def _measure(self, policy: ActionPolicy, split: str, protocol: str, step: Step) -> RobotMeasure:
         config, run_dir = self.config, Path(self.config.output_dir)
+        # one set of videos per evaluation: each costs an episode's rendering
         headline = protocol == "greedy" and split == next(iter(self.eval_tasks))
         videos = ReplayVideos(
             sim=self.sim,
@@ -249,7 +260,9 @@ class RobotDomain:
         )
 
     def _note(self, payload: EpisodePayload) -> None:
+        # one transfer to the host for all three
         columns = [column.tolist() for column in to_host([payload.failed, payload.success, payload.lengths])]
+        # rows of a group are consecutive, so row // size is its initial state
         size = len(columns[0]) // len(payload.episodes)
         for row, (failed, success, steps) in enumerate(zip(*columns, strict=True)):
             if failed:
@@ -286,22 +299,27 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
         """Run G episodes from each initial state."""
         size = self.config.trainer.samples_per_task
         each = self.config.sim.randomization.per == "episode"
+        # with `per: episode`, each sample of a group has its own draw of the randomisation
         repeated = [own_draw(task, member) if each else task for task in tasks for member in range(size)]
         episodes = run_episodes(
             policy,
             self.sim,
             repeated,
             self.config.acting,
+            # one seed per episode, so an episode does not depend on the wave it runs in
             streams.seeds(len(tasks), size).tolist(),
             record=self.needs_every_frame,
             timed="durations" in self.objective.needs,
         )
+        # one entry per group: the payload is indexed by `group`, while `run_episodes` has one per row
         episodes.payload = dataclasses.replace(episodes.payload, episodes=list(tasks))
         group = torch.arange(len(tasks)).repeat_interleave(size)
         self._note(episodes.payload)
+        # draws per episode differ on purpose
         if size > 1 and "samples" in self.objective.advantage.needs and not each:
             self._starts_differ = self._starts_differ or self._warn_of_unequal_starts(episodes.payload, group)
         rollouts = self.pack(episodes, group, policy)
+        # after `_note`, so that failures are counted even if the step is thrown away
         _check_usable(rollouts)
         return rollouts
 
@@ -344,6 +362,7 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
         """Rewards of the episodes; NaN, and no gradient, for a group with a failed environment."""
         payload = EpisodePayload.of(rollouts)
+        # a failed episode has no reward, and without it the group's mean would be biased
         whole = ~_in_failed_group(rollouts.group, payload.failed)
         reward, terms = self.rewards(rollouts, step)
         unknown = torch.full_like(reward, float("nan"))
@@ -356,8 +375,11 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Log-probability and entropy of each decision, at the sampling temperature."""
         inputs, decisions, place = self.scored_chunks(rollouts)
+        # the sampling temperature: with another one the ratio would not start at 1
         temperature = self.config.acting.temperature
+        # before the policy's pass, whose graph must not see other weights
         means = self.old.means(inputs, decisions) if self.old is not None and "kl_old" in outputs else None
+        # through `forward`, as the policy may be wrapped for distributed training
         logp, entropy = policy("log_probs", inputs, decisions, temperature)
         found = PolicyOutputs(self.spread(logp, *place))
         if means is not None:
@@ -383,9 +405,12 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
     def spread(self, values: Tensor, rows: Tensor, chunks: Tensor, steps: Tensor, width: int) -> Tensor:
         """(M, D) values of chunks as (B, T) decisions."""
         if self.config.logp_level == "chunk":
+            # a chunk's likelihood counts only decisions that were executed
             executed_mask = self.policy.executed_mask(steps[rows, chunks])
             values = (values * executed_mask).sum(1, keepdim=True)
+        # zeros where nothing was scored: the mask excludes them from every mean
         out = values.new_zeros(*steps.shape, values.shape[1])
+        # `index_put` keeps the gradient; the cut undoes padding to whole chunks
         return out.index_put((rows, chunks), values).flatten(1)[:, :width]
 
 
@@ -398,17 +423,22 @@ def _users_parts(config: RobotConfig) -> dict[str, str]:
 def pack_episodes(episodes: Episodes, group: Tensor, policy: ActionPolicy, level: str = "token") -> Rollouts:
     """Rollouts of B finished episodes, whose `payload.episodes` has one entry a group; `level` is `logp_level`."""
     payload, logp = episodes.payload, episodes.logp
+    # (B, C, D) 1 for decisions of executed control steps
     mask = policy.executed_mask(payload.steps)
+    # summed over executed decisions only: the rest of the chunk did nothing
     if level == "chunk":
         logp, mask = (logp * mask).sum(-1, keepdim=True), (payload.steps > 0)[..., None].float()
+    # a failed environment has executed steps, but they earned nothing known
     mask = torch.where(payload.failed[:, None, None], 0.0, mask)
     seconds = payload.seconds
     return Rollouts(
         group=to_device(group, mask.device),
         mask=mask.flatten(1),
+        # 0 and not the sampled value where masked, as everywhere in `Rollouts`
         logp_old=(logp * mask).flatten(1),
         reward=torch.full((len(group),), float("nan"), device=mask.device),
         payload=payload,
+        # seconds of a chunk, for objectives that weight decisions by their duration
         extras={} if seconds is None else {DURATION: seconds[..., None].expand_as(mask).flatten(1)},
     )
 
@@ -418,6 +448,7 @@ def _chunks_that_count(
 ) -> tuple[Tensor, Tensor]:
     """Rows and chunks, (M,) each, with a decision under the mask."""
     each = policy.decisions if level == "token" else 1
+    # micro-batches are trimmed to their longest row, in whole decisions and not in whole chunks
     missing = payload.steps.shape[1] * each - mask.shape[1]
     whole = nn.functional.pad(mask, (0, missing)).unflatten(1, (payload.steps.shape[1], each))
     rows, chunks = torch.nonzero((whole > 0).any(2), as_tuple=True)
@@ -455,7 +486,7 @@ def train_robot(
 
     Args:
         config: the run; `config.recipe` names the method.
-        policy: trained instead of `config.model`; wrap a module of your own in a `ModuleAdapter`.
+        policy: trained instead of `config.model`; wrap any other module in a `ModuleAdapter`.
         sim: used instead of `config.sim`, and closed at the end.
         resume: continue the run in `config.output_dir`.
 

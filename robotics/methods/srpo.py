@@ -91,6 +91,7 @@ class SrpoRecipe(RobotRecipe):
 
     def __init__(self, config: SrpoConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
         super().__init__(config, policy, sim)
+        # before the first episode, which may take minutes
         if LATENTS[config.latent.kind][1].needs_images and self.sim.image_size is None:
             raise UserError(
                 f"latent.kind is '{config.latent.kind}', but the simulator renders no images; set sim.image_size, or "
@@ -151,6 +152,7 @@ class SrpoRecipe(RobotRecipe):
         failed = (~payload.success).to(rollouts.mask)
         # one value per episode: episodes of different lengths count the same
         columns = [_row_means(part.advantage, rollouts.loss_mask) for part in (found, other)]
+        # correlations cannot be averaged over processes, so the rows are gathered
         rows = from_all(torch.stack([*columns, own_reward, failed]).cpu().numpy())
         self.noted["srpo/advantage_correlation"] = advantage_correlation(*np.concatenate(rows, axis=1))
         return found
@@ -201,6 +203,7 @@ class SrpoRecipe(RobotRecipe):
             videos = [None if video is None else video[:1] for video in videos]
             # one by one: the same first frame must have the same bits in every batch
             begun = self.latent.embed(videos, [path[:1] for path in paths], one_by_one=True)
+        # invalid rows keep zeros; `valid` keeps them out of every comparison
         latents, first = np.zeros((2, len(payload.steps), found.latents.shape[1]), np.float32)
         valid = np.zeros(len(payload.steps), bool)
         latents[sound] = found.latents

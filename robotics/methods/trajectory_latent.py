@@ -90,6 +90,7 @@ class TrajectoryLatent(ABC):
             key = _digest(prepared)
             inputs[key] = prepared
             rows.setdefault(key, []).append(row)
+        # NaN marks invalid rows, which later code must not mistake for a latent at the origin
         latents = np.full((len(frames), self.size), np.nan, np.float32)
         for key, outcome in self._embed_distinct(inputs, 1 if one_by_one else self._batch_size, reuse).items():
             if isinstance(outcome, str):
@@ -112,6 +113,7 @@ class TrajectoryLatent(ABC):
             batch = new[start : start + batch_size]
             outcomes |= dict(zip(batch, self._attempt([inputs[key] for key in batch]), strict=True))
         for key, outcome in outcomes.items():
+            # failures are not cached: their cause may be a lack of memory
             if reuse and self._cache_size and not isinstance(outcome, str):
                 self._cache[key] = outcome
                 # the latest used stay, the oldest leave first

@@ -103,8 +103,10 @@ class VideoEncoder(nn.Module):
         widths = [3, config.channels, 2 * config.channels, 4 * config.channels]
         cells = (config.height // DOWNSCALE) * (config.width // DOWNSCALE)
         self.frame = nn.Sequential(
+            # three halvings: DOWNSCALE is 8
             *(_halve(into, out) for into, out in pairwise(widths)),
             nn.Conv2d(widths[-1], config.frame_channels, 1),
+            # flattened and not pooled: where something is tells how far the task has come
             nn.Flatten(),
             nn.Linear(config.frame_channels * cells, 2 * config.size),
             nn.GELU(),
@@ -149,6 +151,7 @@ class VideoEncoder(nn.Module):
 
     def latent_size(self, pooling: str) -> int:
         """Entries of a pooled latent; raises UserError for an unknown pooling."""
+        # measured on zeros, so that new poolings need no second table of sizes
         return _pool(torch.zeros(1, 1, self.config.size), pooling).shape[1]
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -206,6 +209,7 @@ def train_video_encoder(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate_at(step, how.steps))
     for step in range(1, how.steps + 1):
         clips, times = _draw_frames(videos, how, generator)
+        # distances as fractions of the trajectory; see the module docstring for why not in frames
         wanted = how.scale * (times[:, :, None] - times[:, None]).abs()
         loss = functional.mse_loss(_pair_distances(encoder(clips)), wanted)
         optimiser.zero_grad(set_to_none=True)
@@ -248,6 +252,7 @@ def _rate_at(step: int, steps: int) -> float:
 def _draw_frames(videos: list[Tensor], how: VideoTraining, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Noisy frames (batch, frames, H, W, 3) in 0..1, and their times (batch, frames) in 0..1."""
     chosen = torch.randint(len(videos), (how.batch,), generator=generator).tolist()
+    # times are relative to each trajectory's own length
     lasts = torch.tensor([len(videos[number]) - 1 for number in chosen])[:, None]
     # random times rather than even ones, so that all distances in time occur
     index = (torch.rand(how.batch, how.frames, generator=generator) * lasts).round().long()
@@ -281,6 +286,7 @@ def fit_frames(frames: NDArray[np.uint8], config: VideoEncoderConfig) -> Tensor:
         return images
     planes = images.permute(0, 3, 1, 2).float()
     resized = functional.interpolate(planes, wanted, mode="bilinear", align_corners=False, antialias=True)
+    # rounded back to uint8, so that resized and original frames take the same path
     return resized.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
@@ -291,6 +297,7 @@ def _pool(latents: Tensor, pooling: str) -> Tensor:
 
 
 def _end(latents: Tensor) -> Tensor:
+    # a mean over several frames: the last one alone may be blurred or hidden by the arm
     return latents[:, -math.ceil(latents.shape[1] / END_SHARE) :].mean(1)
 
 

@@ -116,8 +116,11 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
             self.encoder = ObservationEncoder(config.encoder, vocabulary, config.chunk)
             self.velocity = _Velocity(config)
             self.noise = _Noise(config) if config.noise == "learned" else None
+        # `divergence` assumes the same noise on both sides, and learned noise changes with the weights
         self.has_means = self.noise is None
+        # not persistent: it follows from the number of steps
         self.register_buffer("sigmas", torch.linspace(1, 0, config.steps + 1), persistent=False)
+        # sigma_max is the second time of this even grid
         self._kernel = FlowSdeStep(sigma_max=1 - 1 / config.steps, noise_level=config.noise_level)
         # the kernel averages over the numbers of a chunk; multiplying by their count gives the sum
         self._count = config.chunk * config.action_size if config.logp_reduction == "sum" else 1
@@ -133,6 +136,7 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
         check_temperature(temperature)
         size = (len(batch), self.chunk * self.action_size)
         with torch.no_grad():
+            # encoded once; only the small velocity network runs in each step
             seen = self.encoder(batch).flatten(1)
             chain = [self._noise(size, generator)]
             logp = []
@@ -142,6 +146,7 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
                 std = std * (0.0 if greedy else temperature)
                 chain.append(mean + std.reshape(len(std), -1) * self._noise(size, generator))
                 logp.append(self._score(chain[-1], mean, std))
+        # clamped for the simulator only: the chain keeps the unclamped end, which is what was scored
         actions = chain[-1].clamp(-1, 1).unflatten(1, (self.chunk, self.action_size))
         return ActionChoice(actions, torch.stack(chain, 1), torch.stack(logp, 1))
 
@@ -188,10 +193,12 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
         check_demonstrations(self, batch, actions, mask)
         if generator is None:
             raise ValueError("flow matching samples times and noise; pass bc_loss a generator")
+        # a mask of control steps becomes one of numbers: D neighbouring ones belong to each step
         weight = mask.to(self.device, torch.float32).repeat_interleave(self.action_size, 1)
         # actions after the end of a demonstration must not reach the network as input either; 0 means no motion
         clean = actions.to(self.device, torch.float32).flatten(1).where(weight > 0, 0.0)
         noise = self._noise(tuple(clean.shape), generator)
+        # uniform, unlike pi_0; see the module docstring
         time = to_device(draw_rows(torch.rand, (len(batch),), generator), self.device)
         noisy = mix(clean, noise, time, torch.arange(len(batch)))
         found = self.velocity(self.encoder(batch).flatten(1), noisy.latents, time).float()
@@ -266,6 +273,7 @@ class _Noise(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(B, H) -> (B, E) float32."""
+        # float32 before tanh and exp: the bounds have to hold exactly
         return (self.low + (self.high - self.low) * (self.layers(hidden).float().tanh() + 1) / 2).exp()
 
 

@@ -117,6 +117,7 @@ class GaussianActionPolicy(EncodedPolicy, ActionPolicy):
             self.mean, state_spread = nn.Linear(width, size), nn.Linear(width, size)
             nn.init.orthogonal_(self.mean.weight, FIRST_GAIN)
             nn.init.zeros_(self.mean.bias)
+        # the spread starts equal for all states
         nn.init.zeros_(state_spread.weight)
         nn.init.constant_(state_spread.bias, begin)
         by_state = config.std_per == "state"
@@ -137,6 +138,7 @@ class GaussianActionPolicy(EncodedPolicy, ActionPolicy):
                 noise = draw_rows(torch.randn, mean.shape, generator)
                 drawn = mean + log_std.exp() * to_device(noise, mean.device)
             logp, _ = score_gaussian(drawn, mean, log_std)
+        # the unclamped action is the decision: clipping has no density
         return ActionChoice(drawn.clamp(-1, 1), drawn, logp)
 
     def log_probs(self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -206,6 +208,7 @@ class GaussianActionPolicy(EncodedPolicy, ActionPolicy):
             seen = seen.float()
             mean = self.mean(seen)
             raw = self.spread(seen) if isinstance(self.spread, nn.Linear) else self.spread.expand_as(mean)
+            # a sigmoid between the bounds with slope 1 in the middle: clamping would stop the gradient
             log_std = self._low + self._span * torch.sigmoid(4 / self._span * raw)
         return mean, log_std + math.log(temperature)
 
@@ -215,6 +218,7 @@ def score_gaussian(actions: Tensor, mean: Tensor, log_std: Tensor) -> tuple[Tens
 
     Gradient: into all three.
     """
+    # multiplied by exp(-log_std): no division by a tiny standard deviation
     scaled = (actions - mean) * (-log_std).exp()
     logp = -0.5 * scaled.square() - log_std - 0.5 * math.log(2 * math.pi)
     entropy = log_std + 0.5 * math.log(2 * math.pi * math.e)

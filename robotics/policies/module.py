@@ -62,6 +62,7 @@ class ModuleAdapter(ActionPolicy):
         self.chunk = chunk
         self.action_size = action_size
         self.decisions = decisions
+        # one log-probability for several steps cannot be cut at the step in which an episode ended
         self.by_step = decisions > 1 or chunk == 1
 
     def act(
@@ -85,6 +86,7 @@ class ModuleAdapter(ActionPolicy):
         return ActionChoice(
             # infinities are not clipped, so that `sim_actions` still sees and reports them
             actions=sampled.clamp(-1, 1).where(sampled.isfinite(), sampled),
+            # unclipped: `log_probs` must score what was drawn
             decisions=sampled.reshape(len(batch), self.decisions, -1),
             logp=self._checked_scores(logp, len(batch), name, "logp"),
         )
@@ -112,6 +114,7 @@ class ModuleAdapter(ActionPolicy):
             return loss, {"bc/loss": float(loss.detach())}
         logp, _ = self.log_probs(batch, actions.to(self.device))
         mask = mask.to(logp)
+        # a chunk that is cut has no log-probability of its part
         weight = mask.prod(1, keepdim=True) if self.decisions == 1 else self.executed_mask(mask.sum(1).long())
         loss = -(logp * weight).sum() / weight.sum().clamp(min=1)
         return loss, {"bc/loss": float(loss.detach())}

@@ -95,6 +95,7 @@ def load_action_policy(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> 
             supports.
     """
     if config.path:
+        # a run folder becomes the folder of its best checkpoint
         config = dataclasses.replace(config, path=model_folder(config.path))
     if ":" in config.kind:
         policy = _users_policy(config, sim)
@@ -124,6 +125,7 @@ def _saved(config: ActionPolicyConfig) -> ActionPolicy:
 def _encoded(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPolicy:
     """A policy with the observation encoder: sizes from the simulator, overridden by the user's options."""
     policy_class = _imported(SAVED_POLICIES[config.kind])
+    # 0 entries mean that there is no state
     sizes = {"image_size": sim.image_size, "state_size": sim.state_size or None} | config.options.get("encoder", {})
     options = {**config.options, "encoder": _options(EncoderConfig, sizes, "model.options.encoder")}
     made = _options(policy_class.config_class, options, action_size=sim.action_size, chunk=config.chunk)
@@ -166,6 +168,7 @@ def _served(kind: type[Served], config: ActionPolicyConfig, sim: RobotSim) -> Se
             "sim.kind gymnasium does; give model.options.action_low and action_high"
         )
     low, high = (list(bound) for bound in bounds)
+    # resolved to numbers, so that the saved policy needs no simulator
     return _options(kind, {**config.options, "action_box": False, "action_low": low, "action_high": high})
 
 
@@ -191,6 +194,7 @@ def _openvla(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPoli
 
     settings = _options(OpenVlaConfig, config.options, chunk=config.chunk)
     _need_units(sim, f"{settings.folder} gives actions in the units of its data, which are taken as -1..1", RESCALED)
+    # both kinds share one folder layout; the file of the head tells them apart
     has_head = find_part(expanded(settings.folder), HEAD) is not None
     return (OpenVlaRegressionPolicy if has_head else OpenVlaPolicy)(settings)
 
@@ -231,6 +235,7 @@ def check_fit(policy: ActionPolicy, sim: RobotSim, accept_other: Collection[str]
             f"the policy's actions have {policy.action_size} entries, those of the simulator {sim.action_size}"
         )
     config = getattr(policy, "config", None)
+    # policies with an encoder keep the sizes in it
     sizes = getattr(config, "encoder", config)
     image_size, state_size = getattr(sizes, "image_size", None), getattr(sizes, "state_size", None)
     rendered = None if sim.image_size is None else tuple(sim.image_size)
@@ -240,6 +245,7 @@ def check_fit(policy: ActionPolicy, sim: RobotSim, accept_other: Collection[str]
             "gymnasium, sim.options.adapter {size: null} leaves images as the environment draws them"
         )
     fits = getattr(policy, "image_fit", None), getattr(sim, "image_fit", None)
+    # policies without a processor of images take them as they come
     if None not in fits and fits[0] != fits[1]:
         raise UserError(
             f"the camera is not square; the policy's own processor fits such images by '{fits[0]}', the simulator by "
@@ -265,7 +271,9 @@ def check_interface(policy: ActionPolicy, sim: RobotSim, accept_other: Collectio
     sizes = policy.action_size
     theirs = seen_part(interface_of(sim), policy)
     found = {} if policy.interface is None else policy.interface.differences(theirs)
+    # a simulator without reported bounds takes -1..1
     bounds = bounds_of(sim) or ActionRange((-1.0,) * sizes, (1.0,) * sizes)
+    # a policy that says nothing about its units is not compared
     if policy.interface is not None or policy.action_bounds is not None:
         own = policy.action_bounds or ActionRange((-1.0,) * sizes, (1.0,) * sizes)
         if not own.same_as(bounds):

@@ -105,8 +105,10 @@ class VlmActionPolicy(TokenPolicy):
         super().__init__(tokenizer, config.chunk, config.action_size, config.label_smoothing, config.label_spread)
         self.config = config
         self.vlm = vlm
+        # this head feeds embeddings to the language model directly, which only the fast path supports
         vlm.check_fast("an action head on a vision-language model")
         first = _first_id(vlm, config)
+        # not saved: it follows from the vocabulary and the options
         self.register_buffer("action_ids", torch.arange(first, first + config.bins), persistent=False)
         self.extra = _Extra(config, int(vlm.network.config.text_config.hidden_size), self.decisions)
 
@@ -124,13 +126,16 @@ class VlmActionPolicy(TokenPolicy):
         fed = torch.full((rows, count), vlm.pad_id, device=vlm.device)
         packed = pack_rows(table, index, fed, torch.full_like(index, count), vlm.pad_id)
         embeddings, options = vlm.embed(packed, gather_features(vlm.network.model, prompts, vlm.features))
+        # after each row's own prompt: prompts differ in length
         positions = table.lengths[:, None] + torch.arange(count, device=vlm.device)
         embeddings = embeddings.index_put((index[:, None], positions), extra.to(embeddings.dtype))
         output = vlm.network.model.language_model(
             inputs_embeds=embeddings, position_ids=packed.positions, use_cache=False, **options
         )
+        # states at the placeholders themselves: each predicts its own token, without a shift by one
         states = output.last_hidden_state[index[:, None], positions[:, -self.decisions :]]
         weight = vlm.network.lm_head.weight[self.action_ids]  # only n rows of the head: no logits of other ids
+        # cast by hand: autocast would round the logits of the action tokens to half precision
         with torch.autocast(device_type=states.device.type, enabled=False):
             return functional.linear(states, weight.to(states.dtype)).float()
 
@@ -145,6 +150,7 @@ class VlmActionPolicy(TokenPolicy):
 
     def export(self, path: Path | str) -> None:
         model = self.vlm.config
+        # the exported model stands alone, without adapters and without a path to a base
         merged = dataclasses.replace(model, lora=dataclasses.replace(model.lora, enabled=False), path="", build=None)
         self._write_head(Path(path), merged)
         self.vlm.save_merged(Path(path) / VLM_FOLDER)
@@ -239,6 +245,7 @@ class _Extra(nn.Module):
         if batch.state is None or found != size:
             raise UserError(f"the policy expects a state of {size} entries, got {found or 'none'}")
         state: Tensor = self.project(self.scale(batch.state.to(device)))
+        # before the placeholders: attention is causal, and every action token should see the state
         return torch.cat([state[:, None].to(tokens.dtype), tokens], 1)
 
 

@@ -132,6 +132,7 @@ class TabletopBatch:
         self.potential_rewards = self.settings.reward == "dense"
         self.state_size = STATES[self.settings.state]
         self.state_names = STATE_NAMES[: self.state_size]
+        # the longest of the tasks; each row ends at its own
         self.horizon = max(self._horizon(name) for name in self._tasks)
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
         self.live: NDArray[np.int64] = np.zeros(0, np.int64)
@@ -144,6 +145,7 @@ class TabletopBatch:
             if backend is None:
                 self._drawing = require_backend()
             else:
+                # a renderer that was named is used even if its probe failed
                 self._drawing = probe_backend(backend)[0] or Backend(backend, "unknown device")
         self._workers = workers
         self._controller = CartesianController(self.arm, self.settings.control)
@@ -180,14 +182,17 @@ class TabletopBatch:
         self._elapsed = np.zeros(len(episodes), np.int64)
         self._variants, self._delays = {}, {}
         self._past, self._recent = past, {}
+        # before `_begin`, which starts the scenes from their variants
         self._vary(dict(enumerate(episodes)))
         return self._begin(self.live, dict(enumerate(seeds)), past)
 
     def restart(self, episodes: Mapping[int, EpisodeSpec]) -> ChunkResult:
         """Begin episodes by row, each of the task and split of the row's last `reset`, while the others continue."""
+        # results are in the order of rows
         rows = np.array(sorted(episodes), np.int64)
         seeds = {row: layout_seed(episode.split, episode.layout) for row, episode in episodes.items()}
         self._check_restart(episodes)
+        # restarted rows may have ended or may still be live
         self.live = np.union1d(self.live, rows)
         self._controller.restart(rows)
         self._elapsed[rows] = 0
@@ -196,6 +201,7 @@ class TabletopBatch:
 
     def _begin(self, rows: NDArray[np.int64], seeds: Mapping[int, int], past: int | None = None) -> ChunkResult:
         """Begin episodes in some rows: in all of them with a past given, which resets the rollouts."""
+        # no step was taken: rewards have the length 0
         output = self._empty(rows, 0)
         for group in self._groups:
             scenes = np.flatnonzero(np.isin(group.rows, rows))
@@ -225,14 +231,17 @@ class TabletopBatch:
         live = self.live
         for index, row in enumerate(live.tolist()):
             if row in self._delays:
+                # the delay is part of the robot, so it comes before the controller
                 moves[index] = self._delays[row](moves[index])
         plan = self._controller.plan(live, moves)
         output = self._empty(live, moves.shape[1])
         frames: dict[int, NDArray[np.uint8]] = {}
         for group in self._groups:
+            # scenes of a group end at different times
             rows = group.rows[group.rollout.live]
             if not len(rows):
                 continue
+            # places of the group's rows in the result, which is in the order of all live rows
             at = np.searchsorted(live, rows)
             wanted = {int(np.searchsorted(group.rows, row)) for row in record if row in rows}
             chunk = group.rollout.step_chunk(plan.controls[at], wanted)
@@ -240,6 +249,7 @@ class TabletopBatch:
             output.success[at] = output.terminated[at] = chunk.dones.any(axis=1)
             output.truncated[at], output.failed[at] = chunk.truncated, chunk.failed
             self._elapsed[rows] += chunk.steps
+            # commands of the last step taken; a chunk may end early
             ends = plan.commands[at, np.maximum(chunk.steps - 1, 0)]
             self._observe(group, chunk.observation, ends, ~chunk.failed, output)
             if self._past:
@@ -250,6 +260,7 @@ class TabletopBatch:
         self.counts["diverged"] += len(broken)
         self.counts["dropped"] += len(broken)
         reasons = dict.fromkeys(broken, "diverged: MuJoCo warned of diverging numbers or of a full buffer")
+        # of rows that ended too: experts and critics read the state after the last step
         return replace(output, reasons=reasons, frames=frames, full_state=self._full[live])
 
     def full_state(self) -> NDArray[np.float32]:
@@ -318,8 +329,10 @@ class TabletopBatch:
 
     def _group(self, key: tuple[str, str], rows: NDArray[np.int64]) -> _Group:
         task, split = key
+        # splits differ in where the pieces begin
         scene = self._scenes[task].for_split(split)
         known = self._rollouts.get(key)
+        # a smaller batch uses a part of the rollout, so evaluations need no new threads
         if known is None or known.scenes < len(rows):
             if known is not None:
                 known.close()
@@ -370,6 +383,7 @@ class TabletopBatch:
         """Write the observations of a group's scenes into the result; failed rows stay zero."""
         rows = group.rows[seen.scenes[sound]]
         at, views = np.searchsorted(out.rows, rows), out.observation.views
+        # exact, whatever the variant measures
         self._full[rows] = measured = group.scene.sensors.state(seen.sensordata[sound], commands[sound])
         if self._variants:
             measured = group.scene.sensors.state(seen.measured[sound], commands[sound])
@@ -388,6 +402,7 @@ class TabletopBatch:
         """Add the noise of a control step to an observation."""
         variant = self._variants[row]
         parts["state"][:] = variant.noisy_state(parts["state"], step)
+        # videos for people are drawn without noise
         if "images" in parts and self.settings.look == "policy":
             parts["images"][:] = variant.noisy_image(parts["images"], step)
         for image, name in zip(parts.get("views", ()), self.views if "views" in parts else (), strict=True):
@@ -399,11 +414,13 @@ class TabletopBatch:
             if scene not in group.rollout.live:
                 continue
             row, looks, step = int(group.rows[scene]), chunk.observation.earlier[index], int(chunk.steps[index]) - 1
+            # oldest first; `back` control steps before the present one
             for back, look in zip(range(len(looks), 0, -1), looks, strict=True):
                 state = group.scene.sensors.state(look.measured[None], commands[index, step - back][None])
                 seen = {"state": state[0, : self.state_size], "images": look.frame, "views": look.views}
                 parts = {name: part for name, part in seen.items() if part is not None}
                 if row in self._variants:
+                    # noise is drawn by control step, so a step seen again has the noise it had
                     self._add_noise(row, int(self._elapsed[row]) - back, parts)
                 self._recent[row].add(parts)
             self._add_present(row, int(np.searchsorted(out.rows, row)), out)

@@ -56,6 +56,7 @@ def unpack(data: bytes | str) -> dict[str, Any]:
     """Read a message."""
     import msgpack
 
+    # a WebSocket may send text frames
     if isinstance(data, str):
         raise BadMessageError(
             f"the message is the text {data[:80]!r}; expected bytes, a dictionary packed with msgpack"
@@ -63,6 +64,7 @@ def unpack(data: bytes | str) -> dict[str, Any]:
     limits = {"max_array_len": MOST_ENTRIES, "max_map_len": MOST_ENTRIES}
     limit = _Limit()
     try:
+        # counted while decoding: sizes of single containers do not bound their sum
         message = msgpack.unpackb(data, object_hook=limit.of_map, list_hook=limit.of_list, **limits)
     except BadMessageError:
         raise
@@ -131,6 +133,7 @@ def _flattened(message: Mapping[Any, Any], start: str = "", level: int = 1) -> I
 
 
 def _encode(value: Any) -> Any:
+    # arrays of objects hold pointers, which mean nothing elsewhere
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":
         raise TypeError(f"a message cannot hold {describe_value(value)}")
     return {ARRAY: True, b"data": value.tobytes(), b"dtype": value.dtype.str, b"shape": value.shape}

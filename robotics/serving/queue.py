@@ -57,6 +57,7 @@ class PolicyQueue:
         self._served = served
         self._waiting: deque[_Request] = deque()
         self._filled = asyncio.Event()
+        # one thread: calls of the policy must not overlap
         self._thread = ThreadPoolExecutor(1, "policy")
 
     async def ask(self, inputs: PolicyInputs, generator: torch.Generator) -> Chunk:
@@ -87,6 +88,7 @@ class PolicyQueue:
     def _next_batch(self) -> list[_Request]:
         """Take the oldest request and those that can be batched with it."""
         first = self._waiting[0]
+        # oldest first, so that no robot waits for ever behind others of another shape
         alike = [request for request in self._waiting if request.shapes == first.shapes]
         batch = alike[: self._served.config.max_batch]
         for request in batch:
@@ -99,6 +101,7 @@ class PolicyQueue:
         """A chunk or an exception per request; if the policy raises, each is retried alone to find the culprit."""
         try:
             inputs = PolicyInputs.concat([request.inputs for request in batch])
+            # one generator per robot, so that its answers do not depend on the batch
             return list(choose_chunks(self._served, inputs, RowGenerators([request.generator for request in batch])))
         except Exception as error:
             if len(batch) == 1:

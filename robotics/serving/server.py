@@ -92,6 +92,7 @@ class PolicyServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event
         self._queue: PolicyQueue
+        # tried before listening: a policy that cannot answer must not accept robots
         self._metadata = pack(self._describe(_try_policy(served)))
 
     def run(self) -> None:
@@ -111,6 +112,7 @@ class PolicyServer:
 
         def heed() -> None:
             for signum in SIGNALS:
+                # `nohup` ignores SIGHUP, and that choice is kept
                 if signal.getsignal(signum) not in (signal.SIG_IGN, None):
                     asyncio.get_running_loop().add_signal_handler(signum, stop, signum)
 
@@ -121,6 +123,7 @@ class PolicyServer:
     def stop(self) -> None:
         """End `serve`; may be called from any thread."""
         if self._loop is not None:
+            # the only call that is safe from other threads
             self._loop.call_soon_threadsafe(self._stopping.set)
 
     async def serve(self, started: Callable[[], object] = lambda: None) -> None:
@@ -218,7 +221,9 @@ class PolicyServer:
         """Answer health checks, and refuse clients without the token."""
         if request.path == "/healthz":
             return connection.respond(http.HTTPStatus.OK, "OK\n")
+        # the last word: `Api-Key TOKEN` and `Bearer TOKEN` alike
         given = " ".join(request.headers.get_all("Authorization")).rpartition(" ")[2]
+        # constant time, so that answers do not reveal how much of a token is right
         if self._token and not hmac.compare_digest(given.encode(), self._token.encode()):
             return connection.respond(http.HTTPStatus.UNAUTHORIZED, "a token is needed: Authorization: Api-Key TOKEN\n")
         return None
@@ -231,6 +236,7 @@ class PolicyServer:
         text = f"{what}: {reason}" if expected else f"{what}: {type(error).__name__}: {reason}"
         if self.counts.refuse(text) and not expected:
             for line in "".join(traceback.format_exception(error)).splitlines():
+                # printable: a robot's text must not write control characters into the log
                 LOGGER.warning("%s", printable(line))
         if robot.counts.refuse(text):
             self._lines.say(logging.WARNING, f"{robot}: {printable(text)}")
@@ -254,6 +260,7 @@ class PolicyServer:
         seen = 0
         while True:
             await asyncio.sleep(self._served.config.log_every_s)
+            # silent while nothing happens
             if self.counts.answers + self.counts.refused.total() > seen:
                 seen = self.counts.answers + self.counts.refused.total()
                 LOGGER.info("%d robots now, %d so far: %s", len(self._present), self.robots, self.counts.summary())
@@ -352,6 +359,7 @@ class _Robot:
 
     def reset(self) -> None:
         """Restart its random numbers."""
+        # the same stream for every robot: answers do not depend on who connected first
         self.generator = make_generator(self._seed, "serve")
 
     def __str__(self) -> str:

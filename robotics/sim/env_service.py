@@ -126,6 +126,7 @@ class EnvService:
             "tasks": dict(env.tasks()),
             "layouts": dict(env.layouts()),
             "expert": hasattr(env, "expert"),
+            # plain floats and strings throughout, since this is sent as JSON
             "action_bounds": [[float(value) for value in bound] for bound in getattr(env, "action_bounds", ())],
             "action_integer": bool(getattr(env, "action_integer", False)),
             "state_names": [str(name) for name in getattr(env, "state_names", None) or ()],
@@ -157,6 +158,7 @@ class EnvService:
     def reset(self, fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Begin an episode and observe it; later replies include the `past` control steps before them."""
         self._elapsed, self._recent = 0, recent.RecentObservations(int(fields.get("past", 0)))
+        # environments without randomisation have no such argument
         draw = {"draw": fields["draw"]} if "draw" in fields else {}
         # for environments that draw from the global generators: equal arguments must start equal episodes
         foreign.seed_globals(int(fields["seed"]))

@@ -61,6 +61,7 @@ class RobotObservation:
         wanted = np.asarray(rows, np.int64)
         if np.array_equal(wanted, self.rows):
             return self
+        # rows are ascending, so a binary search finds them
         index = np.searchsorted(self.rows, wanted)
         parts = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "rows"}
         chosen = {name: None if part is None else part[index] for name, part in parts.items()}
@@ -211,6 +212,7 @@ def views_of(sim: object) -> tuple[str, ...]:
 
 def keeps_past(sim: RobotSim) -> bool:
     """Whether a simulator can observe the past."""
+    # third-party simulators may have the plain `reset` only
     return "past" in inspect.signature(sim.reset).parameters
 
 
@@ -222,4 +224,5 @@ def begin_episodes(sim: RobotSim, episodes: Sequence[EpisodeSpec], past: int = 0
 
 def _black(shape: tuple[int, ...] | None, *counts: int) -> NDArray[np.uint8] | None:
     """Black images (*counts, *shape); None without images, or with no views or past."""
+    # counts[0] are rows, of which there may be none; no views or no past means no array at all
     return None if shape is None or not all(counts[1:]) else np.zeros((*counts, *shape), np.uint8)

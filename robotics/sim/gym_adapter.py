@@ -161,6 +161,7 @@ class GymRow:
         """Act for one control step with (A,) in -1..1; returns reward, success, terminated and truncated."""
         space = self._env.action_space
 
+        # the inverse of `_expert_action`; equal bounds give the only value of a locked entry
         scaled = self._low + (np.asarray(action, np.float64) + 1.0) / 2.0 * (self._high - self._low)
         if self.action_integer:  # a cast alone would cut the fraction off
             scaled = np.rint(scaled)
@@ -169,6 +170,7 @@ class GymRow:
         )
         success = self._success(float(reward), info)
         self._elapsed += 1
+        # environments return NumPy flags, 0 and 1, or something that is no flag at all
         terminated, truncated = foreign.as_flag(terminated, "terminated"), foreign.as_flag(truncated, "truncated")
         # raised at the end of the first episode, before a run counts every episode as a failure
         if not self._success_known and (terminated or truncated or self._elapsed >= self.horizon):
@@ -294,6 +296,7 @@ class GymRow:
         if declared is not None and self._image_key is None:
             self._camera_size = int(declared[0]), int(declared[1])
             return self._camera_size if self._size is None else (self._size, self._size)
+        # rendering in another mode opens a window or returns text
         if self._image_key is None and getattr(self._env, "render_mode", None) != "rgb_array":
             return None
         try:
@@ -313,6 +316,7 @@ class GymRow:
             if self._success_key not in info:
                 raise EnvError(f"info has no {self._success_key!r}; it has: {', '.join(sorted(info))}")
             return foreign.as_flag(info[self._success_key], f"info[{self._success_key!r}]")
+        # an entry may be present and None, which says nothing
         found = [foreign.as_flag(info[key], f"info[{key!r}]") for key in SUCCESS_KEYS if info.get(key) is not None]
         self._success_known = self._success_known or bool(found)
         return any(found)
@@ -330,6 +334,7 @@ def resize(image: np.ndarray, size: int, fit: str = "pad") -> np.ndarray:
     height, width = image.shape[:2]
     longest = max(height, width)
     rows, columns = (size, size) if fit == "stretch" else (height * size // longest, width * size // longest)
+    # at least one pixel: a very long image would otherwise vanish
     part = _averaged(image, max(rows, 1), max(columns, 1))
     if part.shape[:2] == (size, size):
         return part
@@ -341,6 +346,7 @@ def resize(image: np.ndarray, size: int, fit: str = "pad") -> np.ndarray:
 
 
 def _averaged(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    # one axis after the other: an average over areas is separable
     rows = np.tensordot(_shares(image.shape[0], height), image, 1)
     both = np.tensordot(_shares(image.shape[1], width), rows, (1, 1))
     return np.rint(both).astype(np.uint8).transpose(1, 0, 2)
@@ -359,6 +365,7 @@ def _shares(given: int, wanted: int) -> np.ndarray:
 def _leaves(parts: Sequence[Any]) -> list[np.ndarray]:
     found: list[np.ndarray] = []
     for part in parts:
+        # sorted keys: the order of a Dict must not depend on how the environment built it
         found += _leaves([part[key] for key in sorted(part)]) if isinstance(part, Mapping) else [np.ravel(part)]
     return found
 
@@ -386,6 +393,7 @@ def _bounds(space: Any) -> tuple[np.ndarray, np.ndarray]:
             f"actions are {space}; only a Box of continuous actions is understood. Wrap the environment so that its "
             "actions are a Box, for discrete ones for instance a preference each of which the largest is taken"
         )
+    # float64: bounds of float32 Boxes are scaled without further rounding
     low, high = np.ravel(space.low).astype(np.float64), np.ravel(space.high).astype(np.float64)
     whole = np.dtype(space.dtype).kind != "f"
     bounded = np.maximum(np.abs(low), np.abs(high)) < UNBOUNDED
@@ -433,6 +441,7 @@ def _split_keys(
     for key in [*(state_keys or ()), *([image_key] if image_key else ())]:
         if key not in parts:
             raise EnvError(f"observations have no {key!r}; they have: {', '.join(parts)}")
+    # by their own shape only, since a grey image cannot be told from a table
     images = [key for key in _image_forms(parts) if _has_channels(parts[key])]
     if image_key and image_key not in _image_forms(parts):
         raise EnvError(
@@ -457,6 +466,7 @@ def _versions(env: Any) -> dict[str, str]:
     own = type(getattr(env, "unwrapped", env)).__module__.partition(".")[0]
     found = {}
     for name in (own, "gymnasium", "gym", "mujoco"):
+        # only what has been imported: a version of something unused would say nothing
         if name in sys.modules:
             with contextlib.suppress(metadata.PackageNotFoundError):
                 found[name] = metadata.version(name)

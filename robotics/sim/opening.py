@@ -114,6 +114,7 @@ def open_sim(config: SimConfig) -> RobotSim:
         sim: RobotSim = function(config)
     except TypeError as error:  # it passes the options on
         raise UserError(f"sim.kind {config.kind} with sim.options {dict(config.options)} failed: {error}") from error
+    # a function of the user's may ignore `views`; the policy would get other cameras than it says
     if views_of(sim) != tuple(config.views):
         sim.close()
         raise UserError(
@@ -125,6 +126,7 @@ def open_sim(config: SimConfig) -> RobotSim:
 
 def open_video_sim(config: SimConfig, height: int) -> RobotSim:
     """Start a simulator of the same episodes for videos of a height in pixels, drawn for people where it can."""
+    # one episode at a time is filmed
     config = replace(config, workers=1, views=[])
     if config.kind in SCENES:
         return _open_scenes(config, height)
@@ -139,6 +141,7 @@ def _open_scenes(config: SimConfig, height: int | None = None) -> RobotSim:
 def _open_gymnasium(config: SimConfig) -> RobotSim:
 
     options = dict(config.options)
+    # adapter and settings are for this process, the rest for gymnasium.make
     adapter = dict(options.pop("adapter", {}))
     settings = dict(options.pop("settings", {}))
     by_id = not names_function(config.env)
@@ -173,6 +176,7 @@ def _open_suite(config: SimConfig) -> RobotSim:
     options = dict(config.options)
     settings = _known("sim.options.settings", dict(options.pop("settings", {})), POOL_SETTINGS)
     chosen = {"horizon": config.horizon, "size": config.image_size, "tasks": config.tasks, "camera": config.camera}
+    # defaults of the configuration must not override those of the suite
     options |= {name: value for name, value in (chosen | {"views": list(config.views)}).items() if value}
     found = suite_settings(
         config.kind, options, workers=config.workers or usable_cores(), images=bool(config.image_size)

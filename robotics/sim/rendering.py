@@ -160,6 +160,7 @@ class FrameRenderer:
         self._image = np.empty((height, width, 3), np.uint8)
         # what the graphics card has, to find the textures that have changed
         self._textures: NDArray[np.uint8] = model.tex_data.copy()
+        # shadows and smoothed edges mix moving and fixed parts in one pixel
         self._separable = self.settings.reuse_static and not (self.settings.shadows or self.settings.multisampling)
         self._cameras: dict[str | int, _CameraState] = {}
         self.refresh()
@@ -185,6 +186,7 @@ class FrameRenderer:
             self._draw(data, seen, self._everything, self._sky)
             self._lib.mjr_readPixels(self._rows, None, self._rect, self._mjr)
         else:
+            # moving parts alone, without sky: where nothing is drawn, the depth stays at the far end
             self._draw(data, seen, self._everything & ~self._static, sky=False)
             self._lib.mjr_readPixels(self._rows, self._nearness, self._rect, self._mjr)
             self._lay_over(background)
@@ -203,6 +205,7 @@ class FrameRenderer:
         self._draw_identities(data)
         self._lib.mjr_readPixels(None, self._nearness, self._rect, self._mjr)
         extent, clip = self._model.stat.extent, self._model.vis.map
+        # rounded to float32 first, as OpenGL has them
         near, far = np.float64(np.float32(clip.znear * extent)), np.float64(np.float32(clip.zfar * extent))
         nearness = self._nearness[::-1].astype(np.float64)
         # The buffer holds 1 at the near end of the view, 0 at the far one and a + b / distance in between.
@@ -225,6 +228,7 @@ class FrameRenderer:
         # the renderer writes an id as three bytes: red + 256 green + 65536 blue
         codes = self._rows[::-1].astype(np.int64) @ np.array([1, 2**8, 2**16])
         shapes = [geom for geom in self._scene.geoms[: self._scene.ngeom] if geom.segid >= 0]
+        # id -1 becomes row 0, so that the background needs no branch
         table = np.full((self._scene.ngeom + 1, 2), BACKGROUND_ID, np.int32)
         for shape in shapes:
             table[shape.segid + 1] = shape.objid, shape.objtype
@@ -258,6 +262,7 @@ class FrameRenderer:
 
     def _open(self) -> tuple[Any, Any]:
         settings, library = self.settings, self._lib
+        # a copy: the caller's model keeps its visual settings
         visual = fast_visuals(copy.copy(self._model), settings)
         # A buffer of the image's own size, and none for shadows that are off (64 MB by default).
         visual.vis.global_.offwidth, visual.vis.global_.offheight = settings.width, settings.height
@@ -266,6 +271,7 @@ class FrameRenderer:
         gl.make_current()
         mjr = library.MjrContext(visual, library.mjtFontScale.mjFONTSCALE_50)
         library.mjr_setBuffer(library.mjtFramebuffer.mjFB_OFFSCREEN, mjr)
+        # 0 at the far plane: floats resolve far depths better, and "nothing there" is 0
         mjr.readDepthMap = library.mjtDepthMap.mjDEPTH_ZEROFAR
         return gl, mjr
 
@@ -356,6 +362,7 @@ def update_poses(model: mujoco.MjModel, data: mujoco.MjData) -> None:
     """
     import mujoco
 
+    # the parts of `mj_forward` that drawing needs; its solver would change the warm start
     mujoco.mj_kinematics(model, data)
     mujoco.mj_comPos(model, data)
     mujoco.mj_camlight(model, data)

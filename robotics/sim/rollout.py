@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Variant(Protocol):
-    """A scene with numbers of its own."""
+    """A variant of the scene, with different numbers in its model."""
 
     @property
     def model(self) -> mujoco.MjModel:
@@ -78,10 +78,10 @@ class ImageRollout:
         settings: images; None for states only.
         substeps: physics steps in a control step.
         horizon: control steps after which an episode is truncated; None for no limit.
-        workers: threads; the usable cores when None.
-        backend: name of a probed renderer; chosen and probed when None.
-        video: makes a renderer in place of `FrameRenderer`; called in the thread that draws.
-        physics: steps all scenes of a call at once; MuJoCo in the worker threads when None.
+        workers: number of threads; None uses all usable cores.
+        backend: name of a probed renderer; None probes and picks one.
+        video: makes the renderer, called in the thread that draws; default `FrameRenderer`.
+        physics: steps all scenes of a call together; None steps them with MuJoCo in the worker threads.
 
     Raises:
         UserError: a number is out of range, or there is no renderer.
@@ -101,6 +101,7 @@ class ImageRollout:
         video: Callable[[], VideoRenderer] | None = None,
         physics: WarpPhysics | None = None,
     ) -> None:
+        # more threads than scenes would only wait
         count = workers if workers is not None else min(usable_cores(), scenes)
         for name, value in (("scenes", scenes), ("substeps", substeps), ("workers", count), ("horizon", horizon)):
             if value is not None and value < 1:
@@ -115,6 +116,7 @@ class ImageRollout:
         """Running scenes, ascending; `step_chunk` takes their actions in this order."""
         self._data = [mujoco.MjData(model) for _ in range(scenes)]
         self._models = [model] * scenes
+        # the present only, until `reset` asks for more
         self._pasts: list[_Past] = [deque(maxlen=1) for _ in range(scenes)]
         self._delays, self._past = [0] * scenes, 0
         self._elapsed = np.zeros(scenes, np.int64)
@@ -165,6 +167,7 @@ class ImageRollout:
     ) -> SceneObservation:
         self._elapsed[scenes] = 0
         for scene, variant in zip(scenes.tolist(), variants or [None] * len(scenes), strict=True):
+            # a variant differs in numbers, not in sizes, so buffers and data stay valid
             self._models[scene] = self.model if variant is None else variant.model
             self._delays[scene] = 0 if variant is None else variant.observation_delay
             self._pasts[scene] = deque(maxlen=1 + self._delays[scene] + self._past)
@@ -175,8 +178,10 @@ class ImageRollout:
 
             scene = int(scenes[row])
             model, data = self._models[scene], self._data[scene]
+            # also clears warm-start accelerations, which would carry over from the last episode
             mujoco.mj_resetData(model, data)
             self.task.reset(model, data, np.random.default_rng(seeds[row]))
+            # positions, contacts and sensors of the start, before any step
             mujoco.mj_forward(model, data)
             self._pasts[scene].append((worker.physics.state(data), np.array(data.sensordata)))
             self._observe(worker, scene, data.sensordata, observation, row)
@@ -191,9 +196,11 @@ class ImageRollout:
             actions: (L, K, nu) controls of the L live scenes, each held for `substeps` physics steps.
             record: scenes of which every control step is rendered.
         """
+        # contiguous float64, as `mujoco.rollout` reads it
         controls = np.ascontiguousarray(actions, np.float64)
         self._check(controls)
         scenes, length = self.live, controls.shape[1]
+        # steps left until the horizon
         room = np.full(len(scenes), length) if self.horizon is None else self.horizon - self._elapsed[scenes]
         taken = np.minimum(room, length)
         output = Chunk(
@@ -206,6 +213,7 @@ class ImageRollout:
             observation=self._allocate(scenes),
         )
 
+        # batched physics runs all scenes in one call; only scoring and drawing stay in the workers
         together = None
         if self._physics is not None:
             chosen = scenes.tolist()
@@ -218,6 +226,7 @@ class ImageRollout:
                 done = worker.physics.run(self._models[scene], self._data[scene], given, self.substeps)
             else:
                 states, sound = (part[row] for part in together)
+                # batched physics ran the whole chunk; steps after the horizon do not count
                 done = states[: len(given)], min(int(sound), len(given))
             self._advance(worker, row, given, done, output, scene in record)
 
@@ -225,7 +234,9 @@ class ImageRollout:
         self._elapsed[scenes] += output.steps
         ended = output.dones.any(axis=1)
         if self.horizon is not None:
+            # an end by the task wins over the time limit
             output.truncated[:] = (self._elapsed[scenes] >= self.horizon) & ~ended & ~output.failed
+        # replaced and not changed: callers may hold the old array
         self.live = scenes[~(ended | output.truncated | output.failed)]
         return output
 
@@ -274,8 +285,11 @@ class ImageRollout:
     def _in_parallel(self, work: Callable[[SceneWorker, int], None], rows: int) -> None:
         if not self._workers:
             raise RuntimeError("this ImageRollout has been closed")
+        # shared: an idle worker takes the next row, so slow scenes do not hold up the others
         waiting = deque(range(rows))
+        # no more workers than rows
         running = [worker.start(work, waiting) for worker in self._workers[:rows]]
+        # all of them end before the first error is raised, as they write into shared arrays
         wait(running)
         for future in running:
             future.result()
@@ -297,6 +311,7 @@ class ImageRollout:
         scene = int(output.observation.scenes[row])
         model, data = self._models[scene], self._data[scene]
         states, sound = done
+        # computed for the states as they are; `mj_step` would leave those of one physics step before
         sensors = worker.physics.sensors(model, data, states[:sound])
         qpos, qvel = worker.physics.split(states[:sound])
         rewards, ends = self._score(SceneSteps(controls[:sound], qpos, qvel, sensors))
@@ -305,6 +320,7 @@ class ImageRollout:
             output.failed[row], output.rewards[row] = True, np.nan
             self._observe(worker, scene, data.sensordata, output.observation, row)
             return
+        # the first end; a task may report several in the steps that only fill up the chunk
         last = int(ends.argmax()) if ends.any() else len(controls) - 1
         output.rewards[row, : last + 1] = rewards[: last + 1]
         output.dones[row, last] = ends[last]
@@ -313,6 +329,7 @@ class ImageRollout:
         if record and worker.renderer is not None:
             outcome: Outcome = "success" if ends[last] else "failure" if late else ""
             output.recorded[scene] = worker.draw_all(model, data, states[: last + 1], outcome)
+        # the physics ran past the end, or (batched) left the data at its start
         if last + 1 < len(controls) or self._physics is not None:
             worker.physics.restore(data, states[last])
         self._pasts[scene].extend(zip(states[: last + 1], sensors[: last + 1], strict=True))
@@ -337,16 +354,19 @@ class ImageRollout:
             worker.physics.restore(data, state)
         worker.draw(model, data, observation.frames[row], None if observation.views is None else observation.views[row])
         if late:
+            # the physics goes on from the present, not from the state that was drawn
             worker.physics.restore(data, self._pasts[scene][-1][0])
 
     def _shown(self, scene: int, back: int = 0) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """State and sensor values that a scene reports now, or reported some control steps ago."""
         past = self._pasts[scene]
+        # an episode younger than the delay still shows its first state
         return past[max(0, len(past) - 1 - back - self._delays[scene])]
 
     def _look_back(self, worker: SceneWorker, scene: int, count: int) -> list[Look]:
         """Sensor values and images of the control steps before the present one; the scene's state is left as it is."""
         data, looks = self._data[scene], []
+        # the oldest first
         for back in range(count, 0, -1):
             state, measured = self._shown(scene, back)
             frame, views = self._image_buffers()

@@ -63,6 +63,7 @@ class Physics:
         self._lib.mj_getState(self._model, data, held, self._user)
         given = np.empty((1, len(controls), substeps, inputs))
         given[:] = held
+        # controls come first in mjSTATE_USER; everything else is held as it is
         given[0, :, :, : self._model.nu] = controls[:, None]
         states = np.empty((1, steps, size))
         self._rollout.rollout(
@@ -71,8 +72,10 @@ class Physics:
             start,
             given.reshape(1, steps, inputs),
             control_spec=self._user,
+            # all shapes are made above
             skip_checks=True,
             nstep=steps,
+            # from the last step, as in a plain `mj_step` loop; zeros would change the bits
             initial_warmstart=np.array(data.qacc_warmstart)[None],
             state=states,
         )
@@ -106,6 +109,7 @@ class Physics:
             return len(times)
         # From a warning on, rollout repeats the state; where the numbers blew up, time has gone back to 0 before.
         full = np.diff(times, prepend=start) > (substeps - 0.5) * self._model.opt.timestep
+        # at least one step is unsound, whichever step the times point to
         return min(int(full.argmin()) if not full.all() else len(times), len(times) - 1)
 
     def restore(self, data: mujoco.MjData, state: NDArray[np.float64]) -> None:
@@ -150,6 +154,7 @@ class SceneWorker:
         """Draw a scene into `out`, and the images of the additional cameras into `views`."""
         if self.renderer is None:
             return
+        # `rollout` leaves the poses of the step before
         update_poses(model, data)
         if isinstance(self.renderer, FrameRenderer):  # video renderers have their own model and one camera
             self.renderer.show(model)
@@ -165,6 +170,7 @@ class SceneWorker:
         for state, frame in zip(states, frames, strict=True):
             self.physics.restore(data, state)
             self.draw(model, data, frame)
+        # only video renderers mark the end of an episode in its last frame
         if outcome and self.renderer is not None and not isinstance(self.renderer, FrameRenderer):
             self.renderer.rgb(data, frames[-1], outcome)
         return frames

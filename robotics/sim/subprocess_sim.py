@@ -88,6 +88,7 @@ class SubprocessSim(RowPool[Message]):
     def __init__(self, settings: SubprocessSettings) -> None:
         check_config(settings)
         self._settings = settings
+        # probed once here and passed on: each worker would otherwise probe again
         self.renderer = choose_renderer(settings)
         spec = worker_spec(settings, self.renderer)
         kinds = ("dropped", "diverged")
@@ -103,11 +104,12 @@ class SubprocessSim(RowPool[Message]):
         self.horizon, self.capacity = self._hello["horizon"], settings.workers
         size = self._hello["image_size"]
         self._frame_size: tuple[int, int] | None = (size[0], size[1]) if size else None
+        # None if the run asks for no images, although the environment can draw
         self.image_size = self._frame_size if settings.images else None
         self.views: tuple[str, ...] = tuple(self._hello.get("views", ()))
         """Names of the further cameras."""
         self.action_bounds: Sequence[Sequence[float]] | None = self._hello.get("action_bounds") or None
-        """Meaning of -1 and 1 in the environment's own units, A numbers each; None where unknown."""
+        """Values of -1 and 1 in the environment's units, A numbers each; None if unknown."""
         if self.renderer is not None and self.renderer.on_cpu and self._hello.get("shadow_lights"):
             _say_shadows(settings.factory, self._hello["shadow_lights"], self.renderer)
         self.image_fit = _say_fit(settings.factory, self._hello.get("fitted_camera"))
@@ -160,6 +162,7 @@ class SubprocessSim(RowPool[Message]):
             for row, chunk in zip(rows, controls, strict=True)
         }
         result = self._assemble(rows, controls.shape[1], self.ask(requests), record)
+        # ended rows free their workers, and missing ones start while the policy computes
         self.settle(rows[result.terminated | result.truncated | result.failed].tolist())
         self.start_missing()
         return result
@@ -172,6 +175,7 @@ class SubprocessSim(RowPool[Message]):
         if not self._hello["expert"]:
             raise UserError(f"the environment {self._settings.factory} has no built-in expert")
         answers = self.ask({int(row): Request({"kind": "expert"}) for row in self.live})
+        # zeros for failed rows: the caller steps all live rows and learns of the failure there
         actions = np.zeros((len(self.live), self.action_size))
         for place, row in enumerate(self.live):
             answer = answers[int(row)]
@@ -248,6 +252,7 @@ class SubprocessSim(RowPool[Message]):
                 f"actions have the shape {controls.shape}; expected ({expected[0]} live rows, K >= 1, "
                 f"{expected[1]} entries)"
             )
+        # before any worker is asked: a NaN must fail the policy's run, not the environment
         if not np.isfinite(controls).all():
             place, step, entry = np.argwhere(~np.isfinite(controls))[0]
             value, row = controls[place, step, entry], self.live[place]
@@ -328,6 +333,7 @@ def choose_renderer(settings: SubprocessSettings) -> Backend | None:
 
 def worker_spec(settings: SubprocessSettings, renderer: Backend | None) -> WorkerSpec:
     """Command, environment variables and timeouts of a worker."""
+    # JSON, as it crosses a process boundary
     options = {
         "factory": settings.factory,
         "kwargs": dict(settings.kwargs),
@@ -338,6 +344,7 @@ def worker_spec(settings: SubprocessSettings, renderer: Backend | None) -> Worke
     variables = {}
     if renderer is not None:
         variables = {"MUJOCO_GL": renderer.name, PROBED: f"{renderer.name}|{renderer.device}"}
+        # PyOpenGL chooses its platform at import, so it has to be set before the worker starts
         if renderer.name in ("egl", "osmesa"):
             variables["PYOPENGL_PLATFORM"] = renderer.name
     return settings.worker_spec(SERVICE, f"the environment {settings.factory}", options, variables)
@@ -346,6 +353,7 @@ def worker_spec(settings: SubprocessSettings, renderer: Backend | None) -> Worke
 def layout_seed(episode: EpisodeSpec) -> int:
     """Seed of an episode below 2**32: the layout's number, in a separate range for every split."""
     known = {"train": 0, "held_out": HELD_OUT_SEED}
+    # a hash for splits that this module does not know: far from the other two ranges, and fixed
     start = known[episode.split] if episode.split in known else 2 * HELD_OUT_SEED + zlib.crc32(episode.split.encode())
     # NumPy's global generator takes 32 bits.
     return (start + episode.layout) % (1 << 32)
@@ -383,7 +391,9 @@ def problem_in_hello(hello: Mapping[str, Any]) -> str:
     numbers = {name: hello.get(name) for name in ("action_size", "state_size", "horizon")}
     numbers |= {f"image_size[{index}]": size for index, size in enumerate(sizes or ())}
     for name, number in numbers.items():
+        # a state may be empty, an action may not
         least, most = int(name != "state_size"), LARGEST[name.partition("[")[0]]
+        # bool is an int in Python, hence the exact type
         if type(number) is not int or not least <= number <= most:
             return f"{name} is {number!r:.80}; expected a whole number from {least} to {most}"
     for name in ("tasks", "layouts", "describe"):
@@ -424,6 +434,7 @@ def _reset_request(episode: EpisodeSpec, past: int) -> Request:
         "split": episode.split,
         "seed": layout_seed(episode),
     }
+    # left out if 0, which environments without randomisation do not know
     asked = {"draw": episode.draw} if episode.draw != 0 else {}
     return Request(fields | asked | ({"past": past} if past else {}))
 
@@ -437,6 +448,7 @@ def _fill(result: ChunkResult, place: int, answer: Message) -> None:
         if part is not None and name in arrays:
             part[place] = arrays[name]
     if "rewards" in arrays:
+        # fewer than K at the end of an episode; the rest keeps zeros
         steps = len(arrays["rewards"])
         result.rewards[place, :steps], result.steps[place] = arrays["rewards"], steps
         result.success[place], result.terminated[place], result.truncated[place] = arrays["flags"]

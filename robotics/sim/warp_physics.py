@@ -84,6 +84,7 @@ class WarpPhysics:
             if self._warp.get_device(self.device).is_cuda:
                 with self._warp.ScopedCapture() as capture:
                     self._step()
+                # one launch for all substeps
                 self._graph = capture.graph
 
     def run(
@@ -143,6 +144,7 @@ class WarpPhysics:
 
     def _show(self, models: Sequence[mujoco.MjModel]) -> None:
         """Update the worlds whose scenes' models have changed."""
+        # by identity: a model that was changed in place would not be noticed
         changed = [row for row, model in enumerate(models) if model is not self._shown[row]]
         if not changed:
             return
@@ -164,6 +166,7 @@ class WarpPhysics:
 
     def _assign(self, name: str, values: NDArray[np.float64]) -> None:
         """Write the first worlds' values; the unused others repeat those of the first."""
+        # unused worlds compute too; a copy of a real one cannot diverge by itself
         spare = np.repeat(values[:1], self._scenes - len(values), axis=0)
         getattr(self._worlds, name).assign(np.concatenate([values, spare]).astype(np.float32))
 

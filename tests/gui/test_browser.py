@@ -167,7 +167,7 @@ def test_starting_inside_a_loop_says_what_to_do(browser):
         Browser()
 
     browser.close()
-    with pytest.raises(UserError, match="run it in a process of its own"):
+    with pytest.raises(UserError, match="run it in a separate process"):
         asyncio.run(start())
     browser.restart(after_failure=False)
 

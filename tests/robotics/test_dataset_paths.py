@@ -46,7 +46,7 @@ def test_links_out_are_refused_but_those_of_the_hub_cache(tmp_path):
     folder = tmp_path / "set"
     folder.mkdir()
     (folder / "link").symlink_to(tmp_path / "secret")
-    with pytest.raises(UserError, match="lies outside of it"):
+    with pytest.raises(UserError, match="is outside the folder"):
         dataset_file(folder, "link")
     (folder / "data").mkdir()
     (folder / "inner").symlink_to(folder / "data")
@@ -74,5 +74,5 @@ def test_a_dataset_that_names_files_outside_is_refused(tmp_path, key):
     shutil.copytree(folder, tmp_path / "other")
     info = json.loads((folder / "meta/info.json").read_text())
     (folder / "meta/info.json").write_text(json.dumps(info | {key: "../other/" + pattern}))
-    with pytest.raises(UserError, match="which lies outside of it"):
+    with pytest.raises(UserError, match="which is outside the folder"):
         LeRobotReader(folder).episode(0)

@@ -69,6 +69,7 @@ def check_value(value: Any, depth: int = 0) -> None:
     """Refuse numbers that are not finite or beyond `MAX_NUMBER`, and nesting deeper than `MAX_DEPTH`."""
     if depth > MAX_DEPTH:
         raise UnreadableError("too_deep", f"lists and dicts nest deeper than {MAX_DEPTH}")
+    # bool is an int in Python and passes, as it should
     if isinstance(value, (int, float)) and not (math.isfinite(value) and abs(value) <= MAX_NUMBER):
         raise UnreadableError("bad_number", "a number is not finite, or larger than 1e15")
     if isinstance(value, dict):
@@ -90,6 +91,7 @@ def _parse(text: str, start: int) -> ast.expr:
             raise UnreadableError("malformed", f"{text[position : position + 40]!r} is no literal")
         if depth > MAX_DEPTH + 1:
             raise UnreadableError("too_deep", f"brackets nest deeper than {MAX_DEPTH}")
+        # each token matches at least one character, so the scan takes linear time
         position = token.end()
     try:
         with warnings.catch_warnings():
@@ -105,8 +107,10 @@ def _value(node: ast.expr) -> Any:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
         number = _value(node.operand)
         if type(number) in (int, float):
+            # Python's parser reads -1 as an operator applied to 1
             return -number if isinstance(node.op, ast.USub) else number
     if isinstance(node, (ast.Tuple, ast.List)):
+        # tuples become lists: JSON has no tuples, and both ways of writing should be equal actions
         return [_value(entry) for entry in node.elts]
     if isinstance(node, ast.Dict):
         keys = [None if key is None else _value(key) for key in node.keys]
@@ -210,6 +214,7 @@ def _first_object(text: str) -> Found:
         candidate = OBJECT.search(text, position)
         if candidate is None:
             break
+        # the next candidate may begin inside this one, if this one turns out not to be an object
         position = candidate.start() + 1
         try:
             value, position = decode_json(text, candidate.start())
@@ -218,6 +223,7 @@ def _first_object(text: str) -> Found:
                 raise  # the object could be read but for a number or a repeated key
             problem = error
             continue
+        # other objects, such as an example in the thoughts, are passed over
         if isinstance(value, dict) and ("action" in value or "name" in value):
             return actions_in(value, strict=False)
     raise problem
@@ -264,6 +270,7 @@ def _named(value: Any, strict: bool) -> NamedAction:
     name = _name(str(value["name"] if "name" in value else value["action"]))
     rest = {key: entry for key, entry in value.items() if key not in ("name", "action", *THOUGHTS)}
     key = "arguments" if strict else next((key for key in ARGUMENTS if key in rest), "arguments")
+    # without an `arguments` entry, the other entries are the arguments (tolerant only)
     arguments = rest.pop(key, None if rest and not strict else {})
     if arguments is None:
         return name, rest

@@ -202,6 +202,7 @@ class EnvPool(RowPool["TurnResult | Action"]):
         }
         # Sent together: a turn of the pool takes as long as its slowest environment.
         results = {row: _turn(reply) for row, reply in self.ask(requests).items()}
+        # an ended row frees its process, and lost processes start while the policy answers
         self.settle([row for row, result in results.items() if result.over])
         self.start_missing()
         return results
@@ -224,6 +225,7 @@ class EnvPool(RowPool["TurnResult | Action"]):
 
     def stop(self, rows: Collection[int]) -> None:
         """End the episodes of some rows, which have reached a limit of the caller's; this is no failure."""
+        # rows that have already ended are not settled twice
         self.settle(self._live & set(rows))
 
     def _read(self, answer: Message) -> TurnResult | Action | WorkerFailure:
@@ -250,6 +252,7 @@ class EnvPool(RowPool["TurnResult | Action"]):
 
 def _turn(reply: TurnResult | Action | WorkerFailure) -> TurnResult:
     if isinstance(reply, WorkerFailure):
+        # NaN, so that a failure cannot pass for a reward of 0
         return TurnResult(Observation(), math.nan, failure=reply)
     assert isinstance(reply, TurnResult)
     return reply

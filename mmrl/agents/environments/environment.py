@@ -127,6 +127,7 @@ class ActionConfig:
 
     def parse(self, text: str, cut: bool = False) -> ParsedAnswer:
         """Read an answer with `parse_answer`; one that was cut at the limit of its length has no action."""
+        # what can be read of it may be a part of another action
         if cut:
             return ParsedAnswer(error=CUT, detail="the answer was cut at the limit of its length")
         return parse_answer(text, self.format, strict=self.strict, max_actions=self.max_actions)
@@ -144,6 +145,7 @@ def find_format(name: str) -> ActionFormat:
     def read(text: str, strict: bool) -> tuple[str, list[NamedAction]]:
         try:
             thought, actions = function(text, strict)
+            # users' readers may return other types of text or mappings
             return str(thought), [(str(word), dict(arguments)) for word, arguments in actions]
         except UnreadableError:
             raise
@@ -184,6 +186,7 @@ def parse_answer(text: str, format: str, *, strict: bool = False, max_actions: i
             raise UnreadableError("too_many", f"{len(named)} actions; at most {max_actions} in an answer")
     except UnreadableError as error:
         return ParsedAnswer(error=error.code, detail=error.detail)
+    # the whole answer goes along, for environments that read it themselves
     actions = tuple(Action(name, arguments, text) for name, arguments in named[:max_actions])
     thinking = text.removesuffix(rest).strip().removeprefix("<think>").removesuffix("</think>").strip()
     return ParsedAnswer(actions, "\n".join(filter(None, (thinking, thought))))
@@ -201,7 +204,7 @@ def write_answer(actions: Sequence[Action], format: str, thought: str = "") -> s
 
 
 PARSE_ERRORS: dict[str, str] = {
-    "empty": "The answer has no text beside its thinking.",
+    "empty": "The answer has no text outside its thinking.",
     "too_long": "The answer or an action is longer than is read.",
     "unfinished_thought": "The answer ends inside its thinking.",
     "no_action": "Nothing in the answer looks like an action of the format.",
@@ -340,6 +343,7 @@ def as_observation(value: Any) -> Observation:
             W, 4) over white, (H, W, 1) or (H, W) uint8; a PIL image; or a list of images.
     """
     if isinstance(value, Observation):
+        # checked again even if it is an `Observation`: users may construct one with anything
         return _observation(value.text, list(value.images))
     if isinstance(value, str):
         return _observation(value, [])
@@ -403,6 +407,7 @@ def _observation(text: Any, images: list[Any]) -> Observation:
 def _listed(images: Any) -> list[Any]:
     if images is None:
         return []
+    # an array of four dimensions is a list of images, too
     if isinstance(images, (list, tuple)) or (isinstance(images, np.ndarray) and images.ndim == 4):
         return list(images)
     raise MalformedError(f"images is a {type(images).__name__}; expected a list of images, or (T, H, W, 3) uint8")
@@ -421,10 +426,12 @@ def _reward(value: Any) -> float:
 
 def _verdicts(info: Mapping[str, Any]) -> Mapping[str, Any]:
     """Info with `success` as a bool and `action_error` as a str, each dropped if it is empty."""
+    # a copy: the environment may keep its info and read it later
     found = dict(info)
     success, error = found.pop(SUCCESS, None), found.pop(ACTION_ERROR, None)
     if success is not None:
         found[SUCCESS] = as_flag(success, f"info[{SUCCESS!r}]")
+    # some environments report a flag instead of a reason
     if isinstance(error, (bool, np.bool_)):
         error = "the environment refused the action" if error else ""
     if error is not None and str(error):

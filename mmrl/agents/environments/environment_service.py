@@ -58,6 +58,7 @@ class EnvironmentService:
         tools = getattr(self._env, "tools", None) or []
         problem = f"it is a {type(tools).__name__}"
         try:
+            # plain data only: tools travel to the trainer, which may lack the environment's classes
             found = json.loads(json.dumps(tools, allow_nan=False))
             if isinstance(found, list):
                 nameless = next((tool for tool in found if not _is_named(tool)), None)
@@ -76,6 +77,7 @@ class EnvironmentService:
         body = decode(fields["body"], arrays)
         try:
             if fields["kind"] == "step":
+                # the environment's own time, without the way between processes
                 began = time.perf_counter()
                 found = self._env.step(Action(body["name"], body["arguments"], body["text"]))
                 seconds = time.perf_counter() - began
@@ -85,6 +87,7 @@ class EnvironmentService:
                 if fields["kind"] == "expert":
                     move = self._env.expert()  # type: ignore[attr-defined]
                 else:
+                    # environments that draw from `random` or NumPy's global generator are repeatable too
                     seed_globals(body["seed"])
                     start = self._env.reset(body["task"], body["seed"])
             except UserError as error:  # there is no such task or no expert, or the machine lacks something
@@ -115,6 +118,7 @@ def open_environment(factory: str, kwargs: Mapping[str, Any], adapter: Mapping[s
     check_arguments(f"environment.kwargs for {factory}", function, kwargs)
     try:
         env = function(**kwargs)
+        # a Gymnasium environment is recognised by its spaces
         if hasattr(env, "action_space") and hasattr(env, "observation_space"):
             from mmrl.agents.environments.gym import GymEnvironment
 

@@ -71,6 +71,7 @@ class NoisyExpert:
         self, env: ExpertEnvironment, actions: Sequence[str], mistakes: float, generator: random.Random
     ) -> None:
         self._env, self._actions, self._mistakes, self._generator = env, list(actions), mistakes, generator
+        # only `expert` is wrapped: a mistake is executed like any action
         self.reset, self.step, self.close = env.reset, env.step, env.close
 
     def expert(self) -> Action:
@@ -137,6 +138,7 @@ def run_expert(env: ExpertEnvironment, task: Mapping[str, Any], seed: int, forma
     complete = info.get("task", task)
     turns: list[ExpertTurn] = []
     total = 0.0
+    # an expert that runs in circles must not hang the recording
     for _ in range(MOST_TURNS):
         move = env.expert()
         action = replace(move, text=write_answer([move], format))
@@ -144,6 +146,7 @@ def run_expert(env: ExpertEnvironment, task: Mapping[str, Any], seed: int, forma
         turns.append(ExpertTurn(observation, action, outcome.info))
         observation, total = outcome.observation, total + outcome.reward
         if outcome.terminated or outcome.truncated:
+            # environments without the entry count any reward as success
             success = bool(outcome.info.get("success", total > 0))
             return ExpertEpisode(complete, seed, tuple(turns), observation, total, success)
     raise ExpertFailedError(

@@ -109,18 +109,21 @@ class ArgumentActions:
         values = {}
         for name, space in self._spaces.items():
             values[name] = CONVERTERS[type(space).__name__](space, action.arguments[name])
+            # `contains` as well: a converter checks the form, the space its bounds
             if values[name] is None or not space.contains(values[name]):
                 raise NotExecutableError(f"The argument {name} must be {_described(space)}.")
         return values["value"] if self._single else values
 
     def fits(self, format: str) -> bool:
         """Whether an action format can express an action with these arguments, under any name."""
+        # a member of each space in the format's own syntax: some formats have no lists or texts
         arguments = {name: _example(space) for name, space in self._spaces.items()}
         return any(_can_write(Action(name, arguments), format) for name in ("act", SAY, "type"))
 
     def write(self, value: Any) -> Action:
         """The entries as arguments of an action."""
         entries = {"value": value} if self._single else dict(value)
+        # NumPy values have no JSON form
         plain = {name: part.tolist() if hasattr(part, "tolist") else part for name, part in entries.items()}
         return Action("act", plain)
 
@@ -130,6 +133,7 @@ ActionReader: TypeAlias = NamedActions | TextAction | ArgumentActions
 
 def action_reader(space: Any, names: Sequence[str] | None) -> ActionReader:
     """The reader of a space, which is recognised by the name of its class."""
+    # by name, as gymnasium is optional and must not be imported here
     kind = type(space).__name__
     if kind == "Discrete":
         return NamedActions(space, names)
@@ -165,6 +169,7 @@ def _described(space: Any) -> str:
         return f"a whole number from {start} to {start + int(space.n) - 1}"
     if kind == "Text":
         return f"a text of {space.min_length} to {space.max_length} characters"
+    # one limit only if it is the same for all entries
     low, high = (np.unique(side).tolist() for side in (space.low, space.high))
     limits = f" from {low[0]:g} to {high[0]:g}" if len(low) == len(high) == 1 else " within their bounds"
     return f"a number{limits}" if space.shape == () else f"a list of numbers of the shape {space.shape}{limits}"
@@ -172,6 +177,7 @@ def _described(space: Any) -> str:
 
 def _numbers(space: Any, value: Any) -> Any:
     def all_numbers(part: Any) -> bool:
+        # bool is an int in Python, but no number of an action
         return all(map(all_numbers, part)) if isinstance(part, (list, tuple)) else type(part) in (int, float)
 
     if not all_numbers(value):
@@ -180,6 +186,7 @@ def _numbers(space: Any, value: Any) -> Any:
         array = np.asarray(value, np.float64)
     except (TypeError, ValueError, OverflowError):
         return None
+    # a Box of integers takes whole numbers only; the cast below would cut them
     if array.shape != space.shape or (space.dtype.kind in "iu" and (array != np.round(array)).any()):
         return None
     # Bounds are compared before a cast could wrap a number around.
@@ -187,6 +194,7 @@ def _numbers(space: Any, value: Any) -> Any:
 
 
 CONVERTERS = {
+    # np.int64 cannot hold larger ones
     "Discrete": lambda space, value: np.int64(value) if type(value) is int and abs(value) < 2**62 else None,
     "Box": _numbers,
     "Text": lambda space, value: value if isinstance(value, str) else None,
@@ -235,6 +243,7 @@ class GymEnvironment:
         image_keys = _chosen("image_keys", image_keys, entries, image_form)
         self._image_forms = {key: image_form(entries[key]) for key in image_keys}
         self._text_keys = _chosen("text_keys", text_keys, entries, lambda space: type(space).__name__ == "Text")
+        # an environment that shows something itself is not rendered in addition
         self._render = not (self._image_forms or self._text_keys) if render is None else render
         if self._render and getattr(env, "render_mode", None) != "rgb_array":
             raise UserError(
@@ -251,8 +260,10 @@ class GymEnvironment:
 
     def reset(self, task: Mapping[str, Any], seed: int) -> tuple[Observation, Mapping[str, Any]]:
         """Start an episode; the task is passed as options."""
+        # an empty task is no option: some environments refuse options altogether
         options = dict(task) if self._task_options and task else None
         observation, info = self._env.reset(seed=seed, options=options)
+        # the first text of an episode is always shown
         self._text = ""
         return self._observe(observation), info
 
@@ -261,6 +272,7 @@ class GymEnvironment:
         try:
             value = self._reader.read(action)
         except NotExecutableError as error:
+            # the agent sees the last images again, since nothing has changed
             return Observation(str(error), self._images), 0.0, False, False, {"action_error": str(error)}
         observation, reward, terminated, truncated, info = self._env.step(value)
         return self._observe(observation), reward, terminated, truncated, info
@@ -282,6 +294,7 @@ class GymEnvironment:
         if self._render:
             images.append(as_image(self._env.render()))
         text = "\n".join(_text(key, parts[key]) for key in self._text_keys)
+        # an instruction that comes with every image would be read in every turn
         repeated = text == self._text and bool(images) and not self._repeat_text
         self._images, self._text = tuple(images), text
         return Observation("" if repeated else text, self._images)

@@ -97,6 +97,7 @@ def _from_ui_tars(name: str, arguments: Mapping[str, Any]) -> NamedAction:
         found["answer"] = content
     elif own not in ENDS and content is not None:
         found["text"] = content
+    # arguments that are left over go to the environment, which names them in its message
     return own, found | given
 
 
@@ -136,12 +137,14 @@ def read_pyautogui(text: str, strict: bool) -> Found:
         if other.strip() and not CODE_LINE.fullmatch(other) and other.strip() != "```":
             raise UnreadableError("extra_text", f"among the calls is {other.strip()[:40]!r}")
     actions: list[NamedAction] = []
+    # the position that a later call without coordinates refers to
     moved: list[float] | None = None
     for line in lines:
         word = line[0].strip()
         if word in OSWORLD:
             actions.append((OSWORLD[word], {}))
             continue
+        # the module's name is cut off: `pyautogui.click` and `time.sleep` alike
         name, values, given = parse_call(word.partition(".")[2])
         arguments = _named_arguments(name, values, given)
         if name == "moveTo":
@@ -164,6 +167,7 @@ def write_pyautogui(thought: str, actions: Sequence[NamedAction]) -> str:
 def _named_arguments(name: str, values: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
     if name == "hotkey":
         _refuse_unknown(name, given, TIMING)
+        # pyautogui takes both hotkey('ctrl', 'c') and hotkey(['ctrl', 'c'])
         keys = values[0] if len(values) == 1 and isinstance(values[0], list) else values
         return {"keys": [str(key) for key in keys]}
     if name not in PARAMETERS:
@@ -212,6 +216,7 @@ def _from_pyautogui(name: str, given: Mapping[str, Any], moved: list[float] | No
             amount = given.get("clicks")
             if not isinstance(amount, (int, float)) or isinstance(amount, bool):
                 raise UnreadableError("wrong_shape", f"{name} takes a number of clicks")
+            # positive clicks scroll up, or to the right
             ways = ("right", "left") if name == "hscroll" else ("up", "down")
             where = moved if stays else _xy(name, given)
             told = {"direction": ways[0] if amount > 0 else ways[1], "amount": abs(amount), "unit": "clicks"}
@@ -266,6 +271,7 @@ def _to_pyautogui(name: str, given: dict[str, Any]) -> str:
 def _xy(name: str, given: Mapping[str, Any]) -> list[float]:
     point = [given.get("x"), given.get("y")]
     if isinstance(point[0], list) and point[1] is None:
+        # pyautogui takes a pair in place of x
         point = point[0]
     if len(point) != 2 or any(type(number) not in (int, float) for number in point):
         raise UnreadableError("wrong_shape", f"{name} needs x and y")

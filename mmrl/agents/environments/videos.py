@@ -63,6 +63,7 @@ class Video:
         """Append a turn."""
         info = info or {}
         error = info.get("action_error")
+        # the last image is what the action refers to
         image = observation.images[-1] if observation.images else None
         self.frames.append(VideoFrame(image, f"{caption}   [{error}]" if error else caption, _marks(info.get(MARKS))))
 
@@ -77,6 +78,7 @@ def draw_frames(video: Video) -> Iterator[NDArray[np.uint8]]:
     from PIL import Image, ImageDraw
 
     sizes = [_scaled(frame.image.shape) for frame in video.frames if frame.image is not None]
+    # all frames of a file must have one size
     width = max([SMALLEST_SIDE, *(size[0] for size in sizes)])
     height = max([0, *(size[1] for size in sizes)])
     for number, frame in enumerate(video.frames, 1):
@@ -84,6 +86,7 @@ def draw_frames(video: Video) -> Iterator[NDArray[np.uint8]]:
         draw = ImageDraw.Draw(canvas)
         if frame.image is not None:
             size, source_width = _scaled(frame.image.shape), frame.image.shape[1]
+            # whole factors keep pixels sharp; BOX averages when shrinking
             kind = Image.Resampling.NEAREST if size[0] >= source_width else Image.Resampling.BOX
             canvas.paste(Image.fromarray(frame.image).resize(size, kind), (0, 0))
             _draw_marks(draw, frame.marks, size[0] / source_width)
@@ -98,6 +101,7 @@ def write_videos(folder: Path, label: str, videos: Sequence[Video], count: int) 
     paths = []
     for success in (True, False):
         for video in [video for video in videos if video.success is success and video.frames][:count]:
+            # task ids may contain slashes and spaces
             name = re.sub(r"[^\w.-]+", ".", video.task)[:80]
             path = folder / f"{label}-{'success' if success else 'failure'}-{name}.mp4"
             paths.append(write_mp4(path, draw_frames(video), FRAMES_PER_SECOND))
@@ -110,6 +114,7 @@ def _marks(value: Any) -> tuple[tuple[float, float], ...]:
         pairs = np.asarray(value, np.float64).reshape(-1, 2) if value is not None else np.zeros((0, 2))
     except (TypeError, ValueError):
         return ()
+    # the environment's info is not trusted: any type, any number of points
     return tuple((float(x), float(y)) for x, y in pairs[:MOST_MARKS] if math.isfinite(x) and math.isfinite(y))
 
 
@@ -119,11 +124,13 @@ def _scaled(shape: tuple[int, ...]) -> tuple[int, int]:
     if max(height, width) > LARGEST_SIDE:
         scale = LARGEST_SIDE / max(height, width)
         return max(1, round(width * scale)), max(1, round(height * scale))
+    # rounded up, so that the short side reaches SMALLEST_SIDE
     factor = max(1, min(-(-SMALLEST_SIDE // min(height, width)), LARGEST_SIDE // max(height, width)))
     return width * factor, height * factor
 
 
 def _draw_marks(draw: ImageDraw, marks: Sequence[tuple[float, float]], scale: float) -> None:
+    # marks are pixel indices; the middle of a pixel
     points = [((x + 0.5) * scale, (y + 0.5) * scale) for x, y in marks]
     if len(points) > 1:
         draw.line(points, fill=RED, width=2)

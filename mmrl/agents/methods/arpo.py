@@ -89,6 +89,7 @@ def needs_replay(outcomes: Sequence[float], max_std: float = 0.05, max_mean: flo
     Source: dvlab-research/ARPO verl/trainer/ray_trainer.py, apply_replay.
     """
     known = [outcome for outcome in outcomes if not math.isnan(outcome)]
+    # both bounds: a group of equal failures has no gradient, a group of equal successes needs none
     return bool(known) and statistics.pstdev(known) < max_std and statistics.fmean(known) < max_mean
 
 
@@ -117,6 +118,7 @@ class ReplayBuffer:
 
     def push(self, task: str, record: Record, step: int) -> None:
         """Store a trajectory."""
+        # `maxlen` drops the oldest trajectory of the task
         own = self._stored.setdefault(task, deque(maxlen=self._config.size))
         own.append({"episode": record, "step": step, "number": self._added, "bytes": size_of(record)})
         self._added += 1
@@ -272,6 +274,7 @@ class ArpoRecipe(AgentRecipe):
 
     def __init__(self, config: ArpoConfig) -> None:
         super().__init__(config)
+        # created even if replay is off, since `added` and `rollout_state` refer to it
         self.replay = Replay(config.replay, recomputes=not self.keeps_sampled_logp)
         if config.replay.enabled:
             self.terms = [*self.terms, self.replay]
@@ -297,8 +300,10 @@ class ArpoRecipe(AgentRecipe):
             ((streams.draw, place), (episode.task.id, store_episode(episode)))
             for place, own in zip(streams.places, groups, strict=True)
             for episode in own
+            # the environment's reward alone: a format penalty says nothing about success
             if episode.total > settings.threshold
         ]
+        # before anything is injected, which would change the outcomes
         low = sum(needs_replay([e.total for e in own], settings.max_std, settings.max_mean) for own in groups)
         injected = inject_successes(groups, self.replay.buffer, settings, step.number, streams)
         self.replay.seen.update(low=low, injected=len(injected), age=sum(age for _, age in injected.values()))
@@ -309,6 +314,7 @@ class ArpoRecipe(AgentRecipe):
             for slot in range(len(own))
         ]
         replayed = torch.tensor(marks, device=rollouts.mask.device)
+        # as sampled: fresh rows lose these log-probs to the old policy's, replayed ones to `correction`
         return rollouts.replace(extras=rollouts.extras | {REPLAYED: replayed, SAMPLED: rollouts.logp_old})
 
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
@@ -368,5 +374,6 @@ def _with_shared_prompt(episode: Episode, group: Sequence[Episode]) -> Episode:
 def _equal(one: Prompt, other: Prompt) -> bool:
     if not torch.equal(one.input_ids, other.input_ids):
         return False
+    # pixels too: equal tokens may stand for different images
     same = one.media.keys() == other.media.keys()
     return same and all(torch.equal(value.cpu(), other.media[name].cpu()) for name, value in one.media.items())

@@ -1,10 +1,10 @@
 """Cloning an environment's own expert: a warm start for agents, in the same loop as reinforcement learning.
 
-The expert plays each task in an environment of the pool, and the likelihood of its answers is raised. All turns of an
-episode are one packed pass, as in every other recipe for agents.
+The expert plays each task in an environment of the pool, and the policy is trained on its answers by maximum
+likelihood. All turns of an episode are one packed pass, as in the other agent recipes.
 
-A start that knows how answers are written and little else is what an experiment on credit needs: `random_actions` is
-the share of turns in which any of the environment's actions is taken, and learned, in the place of the expert's.
+`random_actions` is the fraction of turns that take, and train, a random action of the environment instead of the
+expert's. Experiments on credit assignment need such a start, which knows the answer format and little else.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
             raise NoUsableTasksError(f"no episode of the expert could be used: {episodes[0].reason}")
         rollouts = pack_episodes(usable, list(range(len(usable))), policy)
         earned = [episode.total for episode in usable]
+        # the loss does not read them; metrics and records do
         rewards = torch.tensor(earned, dtype=torch.float32, device=rollouts.mask.device)
         return streams.select(kept).noted(rollouts.replace(reward=rewards))
 

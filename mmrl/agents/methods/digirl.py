@@ -145,6 +145,7 @@ class DigirlConfig(AgentConfig):
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
+        # not that of AgentConfig, whose checks are about advantages and rewards
         RunConfig.validate(self)
         self.check_parts(self.trainer.learning_rate)
         check_rewards(self, "digirl")
@@ -180,6 +181,7 @@ class DigirlRecipe(AgentRecipe):
 
     def __init__(self, config: DigirlConfig) -> None:
         settings = config.digirl
+        # before the model is loaded: every process gets an equal part of a batch
         check_shares("digirl.batch_episodes", settings.batch_episodes)
         super().__init__(config)
         self.terms = [*self.terms, KeptSteps()]
@@ -196,6 +198,7 @@ class DigirlRecipe(AgentRecipe):
             "step_critic": self.step_critic,
         }
         self._fresh: list[Fresh] = []
+        # `added` gathers the list over all processes
         self.added["fresh"] = self._fresh
         if self._recorded is not None:
             try:
@@ -227,6 +230,7 @@ class DigirlRecipe(AgentRecipe):
         if not self.is_offline(step):
             groups = self.run_groups(policy, tasks, streams, step)
             kept = streams.among(tasks, [group[0].task for group in groups])
+            # an episode without a result has no reward to filter by
             valid = [(place, e) for place, own in zip(kept.places, groups, strict=True) for e in own if e.has_result]
             self._fresh += [((streams.draw, place), (EPISODES, store_episode(episode))) for place, episode in valid]
             return kept.noted(pack_groups(groups, policy))
@@ -239,6 +243,7 @@ class DigirlRecipe(AgentRecipe):
         """Store the step's episodes, train the critics, and return the kept steps, with advantage 1 on them."""
         with accelerator.autocast():
             found = self._kept_batch(rollouts, step)
+        # without advantages from a batch, all sampled tokens get 1; a NaN reward masks them
         return found if found.advantage is not None else found.replace(advantage=found.mask.clone())
 
     def _kept_batch(self, rollouts: Rollouts, step: Step) -> Rollouts:
@@ -248,6 +253,7 @@ class DigirlRecipe(AgentRecipe):
         episodes = [restore_episode(record) for record in self.store.stored(EPISODES)]
         with stopwatch("critic"):
             rows = self.config.trainer.micro_batch
+            # in chunks, since all stored episodes are read in every step
             data = label_episodes(self.policy, episodes, settings.gamma, rows, read=settings.has_critics)
         self.noted |= {"digirl/stored": float(len(episodes)), "digirl/return": float(data.total.mean())}
         if settings.has_critics:
@@ -263,6 +269,7 @@ class DigirlRecipe(AgentRecipe):
         assert minibatch.advantage is not None
         scores = self.scores(policy, minibatch, frozenset({"logp"}).union(*(term.outputs for term in self.terms)))
         logp = scores.logp
+        # clamped here and not in the objective: the metric keeps the unclamped likelihood
         bounded_logp = clamp_logp(logp) if self.config.digirl.clamp else logp
         mask = minibatch.loss_mask * minibatch.advantage
         # The denominator counts dropped steps as well: a step adds 0 to the mean if it is not kept.
@@ -295,8 +302,10 @@ class DigirlRecipe(AgentRecipe):
         succeeded, succeeds = (data.total > 0).long(), data.succeeds
         state, next_state, has_next = data.state, data.next_state, data.has_next
         instruction, steps_critic = self.instruction_critic, self.step_critic
+        # on the CPU in float32, outside autocast: all processes have to compute equal bits
         with torch.enable_grad(), torch.autocast("cpu", enabled=False):
             for _ in range(settings.updates):
+                # with replacement, as in the public code
                 rows = torch.randint(len(succeeded), (settings.batch_episodes,), generator=generator)
                 loss = instruction_loss(instruction.critic(data.text_state[rows]), succeeded[rows])
                 self.noted["digirl/instruction_loss"] = instruction.step(loss)
@@ -415,7 +424,9 @@ def paper_advantages(value: Tensor, rewards: Tensor, lam: float = 0.5) -> Tensor
     Source: DigiRL, arXiv 2406.11896, step-level advantage.
     """
     steps = len(value)
+    # lam^(H - h), 1 for the last step
     weight = lam ** torch.arange(steps - 1, -1, -1, dtype=value.dtype, device=value.device)
+    # the value after the last step has weight 0, so any number will do
     step_ahead = torch.cat([value[1:], value.new_zeros(1)]) + rewards - value
     return weight * rewards[-1] + (1 - weight) * step_ahead
 

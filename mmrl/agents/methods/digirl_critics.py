@@ -85,6 +85,7 @@ class StepCritic(nn.Module):
         """Smaller probability of success (M,); no gradient."""
         with torch.no_grad():
             one, other = self(states)
+            # the smaller of two estimates, against overestimation (as in clipped double Q-learning)
             return torch.minimum(one.softmax(-1)[:, 1], other.softmax(-1)[:, 1])
 
 
@@ -106,6 +107,7 @@ def step_loss(
     Source: DigiRL-agent/digirl digirl/algorithms/digirl/trainer.py, critic_loss.
     """
     before = [cross_entropy(head, succeeds) for head in logits]
+    # no target after the last step, whose state nobody reads
     after = [cross_entropy(head[has_next], succeeds[has_next]) for head in next_logits if bool(has_next.any())]
     return torch.stack([*before, *after]).sum()
 
@@ -206,6 +208,7 @@ def label_episodes(
 def _shared_states(policy: VlmPolicy, episodes: Sequence[Episode], rows: int) -> tuple[Tensor, Tensor]:
     """States of the texts (n, S) and before the steps (M, S); each process reads some of the episodes."""
     process = PartialState()
+    # every n-th episode, so that long and short ones spread over the processes
     mine = list(range(process.process_index, len(episodes), process.num_processes))
     found = []
     with torch.no_grad():
@@ -214,6 +217,7 @@ def _shared_states(policy: VlmPolicy, episodes: Sequence[Episode], rows: int) ->
             found += _states(policy, chunk, [episodes[number] for number in chunk])
     if process.num_processes > 1:
         found = list(gather_object(found))
+    # gathered by process, wanted in the order of the episodes: critics index both alike
     found.sort(key=lambda entry: entry[0])
     return torch.stack([text for _, text, _ in found]), torch.cat([states for _, _, states in found])
 
@@ -221,7 +225,9 @@ def _shared_states(policy: VlmPolicy, episodes: Sequence[Episode], rows: int) ->
 def _states(policy: VlmPolicy, numbers: Sequence[int], episodes: Sequence[Episode]) -> list[tuple[int, Tensor, Tensor]]:
     """Number, state of the text (S,) and states before the steps (H, S) of each episode."""
     rollouts = pack_episodes(episodes, range(len(episodes)), policy)
+    # rewards are still NaN, which would mask the rows out of `turn_starts`
     starts = turn_starts(rollouts.replace(reward=torch.zeros_like(rollouts.reward)))
+    # one state per turn: the state before the turn's first sampled token
     before = policy.states(rollouts.replace(mask=starts.to(rollouts.mask.dtype))).float()
     texts = _text_states(policy, [episode.prompt for episode in episodes if episode.prompt is not None])
     states, texts = to_host([before, texts])
@@ -231,6 +237,7 @@ def _states(policy: VlmPolicy, numbers: Sequence[int], episodes: Sequence[Episod
 
 def _text_states(policy: VlmPolicy, prompts: Sequence[Prompt]) -> Tensor:
     """States (N, S) after prompts; equal prompts, of tasks that differ in their images only, are read once."""
+    # without the image tokens: the instruction critic judges the task by its text
     texts = [text_prompt(prompt.input_ids[prompt.mm_token_type_ids == TEXT]) for prompt in prompts]
     keys = [tuple(text.input_ids.tolist()) for text in texts]
     distinct = dict(zip(keys, texts, strict=True))

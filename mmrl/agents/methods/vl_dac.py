@@ -1,13 +1,13 @@
 """VL-DAC: PPO over tokens, with a critic over the steps of the environment.
 
-Every token of an answer shares the advantage of its turn, which is generalised advantage estimation over turns; the
-value of a turn is read off the model's last state before the first token of the answer, by a network of its own whose
-gradient ends there. The first updates train that network alone (`warmup_updates`). The objective is the row `vl_dac` of
-the catalogue; this recipe adds the warm-up and the defaults.
+All tokens of an answer share the advantage of their turn (generalised advantage estimation over turns). A turn's value
+comes from a separate network on the model's last hidden state before the answer; its gradient stops there. The first
+updates train only that network (`warmup_updates`). The objective is the catalogue's `vl_dac`; this recipe adds the
+warm-up and the defaults.
 
-Defaults: those of the paper's table (appendix B); `recipe: vl_dac_repo` has those of the public configuration for
-MiniWorld. Where the table gives two numbers the first one is meant (gamma 0.99 and 1, lambda 0.95 and 0.99); the clip
-range, which it leaves out, is the public code's.
+Defaults: the paper's table (appendix B); `recipe: vl_dac_repo` has those of the public configuration for MiniWorld.
+Where the table gives two values, the first is used (gamma 0.99 and 1, lambda 0.95 and 0.99); the clip range, which it
+omits, is from the public code.
 
 What differs from the public code, and why:
 

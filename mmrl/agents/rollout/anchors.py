@@ -29,12 +29,12 @@ def number_observation(observation: Observation, info: Mapping[str, Any]) -> int
 
 
 def tabulate_anchors(episodes: Sequence[Episode], turn: Tensor) -> Tensor:
-    """(B, T) int64, the number of the observation before each decision's turn (B, T); 0 where there is no turn."""
+    """(B, T) int64, the number of the observation before each decision's turn (B, T); 0 outside turns."""
     return _tabulate([episode.anchors for episode in episodes], turn, torch.int64)
 
 
 def tabulate_durations(episodes: Sequence[Episode], turn: Tensor) -> Tensor:
-    """(B, T) float32, the seconds of each decision's turn (B, T); 0 where there is no turn."""
+    """(B, T) float32, the seconds of each decision's turn (B, T); 0 outside turns."""
     return _tabulate([episode.seconds for episode in episodes], turn, torch.float32)
 
 

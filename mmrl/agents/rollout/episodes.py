@@ -121,6 +121,7 @@ class Writer:
 
     def answer(self, conversation: Conversation, ids: list[int]) -> None:
         """Append the tokens of an answer."""
+        # the sampled tokens stay in the trajectory; only the history for later turns loses its thoughts
         spoken = self._spoken(conversation.parts[-1].prompt, ids) if self._config.drop_thoughts else None
         conversation.parts.append(_Part(text_prompt(torch.tensor(ids, dtype=torch.int64)), spoken=spoken))
 
@@ -136,6 +137,7 @@ class Writer:
     def cut(self, conversation: Conversation) -> Prompt | None:
         """The conversation as one prompt, without the oldest images and earlier thoughts; None if nothing has to go."""
         keep = self._config.history_images
+        # 0 images to keep means all of them
         excess = max(conversation.num_images - keep, 0) if keep else 0
         # parts[-2] is the answer before the new observation: only its thoughts can be new to drop.
         if excess <= conversation.num_omitted and conversation.parts[-2].spoken is None:
@@ -148,6 +150,7 @@ class Writer:
         seen = [(part.observation, part.note) for part in conversation.parts if part.observation is not None]
         # If the last part is an observation, it is `last` itself, appended for the critic.
         if last is not None and (last.text or last.images) and conversation.parts[-1].observation is None:
+            # the agent never read it, but a reward function judges the state that the last action led to
             seen.append((last, ""))
         images = [image for observation, _ in seen for image in observation.images]
         observed = [
@@ -158,6 +161,7 @@ class Writer:
         if not images:  # as in TRL
             observed = [turn | {"content": turn["content"][-1]["text"]} for turn in observed]
         said = [{"role": "assistant", "content": answer} for answer in answers]
+        # the last answer has no observation after it, or an observation no answer, hence `zip_longest`
         turns = list(filter(None, itertools.chain(*itertools.zip_longest(observed, said))))
         system = [{"role": "system", "content": self._system}] if self._system else []
         return Transcript([*system, turns[0]], turns[1:], images)
@@ -168,6 +172,7 @@ class Writer:
             return [_user_turn(observation, kept, note)]
         omitted, turns = len(observation.images) - kept, []
         for result in observation.results:
+            # the oldest images go first, also among the results of one turn
             omitted -= (gone := min(omitted, result.images))
             turns.append(_turn_of(result.text, gone, result.images - gone) | {"role": "tool", "name": result.name})
         return turns
@@ -208,6 +213,7 @@ class Writer:
             next_position=prompt.next_position - len(ids),
             media={},
             text=prompt.text.removesuffix(start),
+            # the images' features are computed per leaf prompt: new objects would be encoded again
             parts=leaves(prompt),
         )
 
@@ -217,6 +223,7 @@ class Writer:
         assert part.observation is not None
         seen = sum(len(p.observation.images) for p in conversation.parts[:number] if p.observation is not None)
         gone = min(max(excess - seen, 0), len(part.observation.images))
+        # the very object, whose features are already known
         if not gone:
             return part.prompt
         kept = part.observation.images[gone:]
@@ -305,12 +312,14 @@ class Trajectory:
 
     def last_tokens(self) -> list[int]:
         """Index of the last sampled token of each turn."""
+        # later indices overwrite earlier ones, so each turn keeps its last sampled token
         found = {turn: index for index, turn in enumerate(self.turn) if self.sampled[index]}
         return [found[turn] for turn in sorted(found)]
 
     def _append(self, ids: Sequence[int], logp: Sequence[float], *, sampled: bool) -> None:
         self.ids += ids
         self.logp += logp
+        # `turns` has not been incremented yet: an observation counts towards the turn that reads it
         self.turn += [self.turns] * len(ids)
         self.sampled += [sampled] * len(ids)
 
@@ -341,6 +350,7 @@ def tabulate_tokens(rows: Sequence[Trajectory], pad_id: int) -> TokenTable:
 
     return TokenTable(
         ids=table([row.ids for row in rows], pad_id, torch.int64),
+        # the mask is whether the policy sampled the token; observations are read but not trained
         mask=table([row.sampled for row in rows], 0, torch.float32),
         logp=table([row.logp for row in rows], 0.0, torch.float32),
         turn=table([row.turn for row in rows], -1, torch.int64),
@@ -473,6 +483,7 @@ def pack_episodes(episodes: Sequence[Episode], group: Sequence[int], policy: Vlm
     tasks = {number: episode.task for episode, number in zip(episodes, group, strict=True)}
     payload = AgentPayload(
         prompts=prompts,
+        # ids alone: the prompts are already encoded
         tasks=[VlmTask(tasks[number].id, []) for number in range(len(prompts))],
         response_ids=ids,
         texts=["\n".join(episode.answers) for episode in rows],
@@ -503,6 +514,7 @@ def _first_prompts(episodes: Sequence[Episode], group: Sequence[int]) -> list[Pr
     found: dict[int, Prompt] = {}
     for episode, number in zip(episodes, group, strict=True):
         if episode.prompt is not None:
+            # the first episode that started gives the prompt of its group
             found.setdefault(number, episode.prompt)
     missing = sorted(set(group) - found.keys())
     if missing:

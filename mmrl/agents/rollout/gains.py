@@ -45,6 +45,7 @@ def add_gains(
         if episode.has_result:
             answer = str(episode.task.task[advantage.entry])
             contexts = list(contexts_before_turns(episode))
+            # episodes of a group share the prompt object, so its answer is scored once
             own[number] = [(id(context), answer) for context in contexts]
             wanted |= dict(zip(own[number], contexts, strict=True))
     found: dict[tuple[int, str], float] = {}
@@ -65,6 +66,7 @@ def contexts_before_turns(episode: Episode) -> Iterator[Prompt]:
     steps = episode.trajectory
     assert episode.prompt is not None
     yield episode.prompt
+    # the last assignment wins: the first sampled token of each turn
     first = {turn: index for index, turn in reversed([*enumerate(steps.turn)]) if steps.sampled[index]}
     for turn in range(1, steps.turns):
         end, start, prompt = first[turn], 0, episode.prompt
@@ -80,10 +82,13 @@ def _score_answers(
 ) -> list[float]:
     """Mean log-probability of each answer's tokens after its prompt, or its exponential; NaN if it does not fit."""
     tokenizer = policy.processor.tokenizer
+    # the words before the answer are given, only the answer's tokens count
     front = encode_text(advantage.before, tokenizer, MARKUP)
     rows = [[*front, *encode_text(answer, tokenizer, MARKUP)] for _, answer in asked]
     rows = [
-        row if len(prompt) + len(row) <= policy.positions else [] for (prompt, _), row in zip(asked, rows, strict=True)
+        # kept as an empty row, so that results stay aligned
+        row if len(prompt) + len(row) <= policy.positions else []
+        for (prompt, _), row in zip(asked, rows, strict=True)
     ]
     width = max(1, *map(len, rows))
     ids = torch.tensor([[*row, *[policy.pad_id] * (width - len(row))] for row in rows])

@@ -46,6 +46,7 @@ class Fork:
         steps = self.source.trajectory
         own = [index for index, number in enumerate(steps.turn) if number == turn and steps.sampled[index]]
         ids, logp = ([column[index] for index in own] for column in (steps.ids, steps.logp))
+        # an answer cut in the source is cut here too, and has no action
         finish = "length" if self.source.errors[turn] == CUT else ""
         return _Answer(ids, logp, self.source.answers[turn], finish)  # type: ignore[arg-type]
 
@@ -87,6 +88,7 @@ class _Slot:
         if self.fork is None or turns > self.fork.turns or self.episode.ending == "failed":
             return False
         source, own = self.fork.source, self.episode
+        # equal observations and rewards up to here; answers are equal because they are copied
         same = own.anchors == source.anchors[: turns + 1] and own.rewards == source.rewards[:turns]
         return bool(own.ending) or not same
 
@@ -150,11 +152,13 @@ class EpisodeRunner:
         episodes = [Episode(task) for task in tasks]
         for episode, recorded in zip(episodes, video, strict=False):
             episode.video = Video(episode.task.id) if recorded else None
+        # as many rows as environments: a row of the sampler is a slot of the pool
         turns = TurnSampler(self._policy, self._sampler, self._pool.size, engine=self._engine)
         waiting, running, first = deque(range(len(tasks))), dict[int, _Slot](), dict[str, tuple[Observation, Prompt]]()
         while waiting or running:
             # A loop, not a branch: episodes that fail at the start leave their slots free for the next ones.
             while waiting and len(running) < self._pool.size:
+                # ascending, so that equal runs put episodes into equal slots
                 free = [row for row in range(self._pool.size) if row not in running]
                 index = {row: waiting.popleft() for row, _ in zip(free, list(waiting), strict=False)}
                 with stopwatch("environment"):
@@ -204,6 +208,7 @@ class EpisodeRunner:
     def _read_first(self, slots: dict[int, _Slot], turns: TurnSampler) -> None:
         """Read the first prompts, each object once."""
         prompts = {row: slot.conversation.parts[0].prompt for row, slot in slots.items()}
+        # by identity: `_start` gives equal first observations one object
         distinct = {id(prompt): prompt for prompt in prompts.values()}
         index = {key: number for number, key in enumerate(distinct)}
         rows = _rows(slots)
@@ -295,9 +300,11 @@ class EpisodeRunner:
             for row, result in self._pool.step(actions).items():
                 self._record(running[row], actions[row], result)
                 if self._writer.tools:
+                    # the agent sees what each of its calls returned, not just the last
                     result = _with_earlier(results.get(row), _with_name(actions[row], result))
                 results[row] = result
                 if result.over:
+                    # actions after the end of an episode are not executed
                     queues[row].clear()
         return results
 
@@ -326,6 +333,7 @@ class EpisodeRunner:
             episode.ending, episode.reason = "cut" if answer.error == CUT else "unreadable", answer.detail
         elif result is not None and result.terminated:
             episode.ending = "terminated"
+        # `terminated` wins over a limit that is reached in the same turn: there is nothing left to bootstrap
         elif (result is not None and result.truncated) or episode.trajectory.turns >= self._limits.max_turns:
             episode.ending = "truncated"
         return bool(episode.ending)
@@ -382,6 +390,7 @@ class EpisodeRunner:
         self, slot: _Slot, answer: ParsedAnswer, result: TurnResult | None, room: int
     ) -> tuple[Prompt, bool]:
         """The next observation and whether it restarts the conversation; raises TaskError if it does not fit."""
+        # an answer without action changes nothing, so the note alone follows
         observation = Observation() if result is None else result.observation
         part = self._writer.follow(slot.conversation, observation, answer.note)
         cut = self._writer.cut(slot.conversation)

@@ -57,6 +57,7 @@ def store_episode(episode: Episode) -> Record:
     """Turn a finished episode into plain data."""
     if episode.prompt is None:
         raise ValueError("an episode that did not start cannot be stored.")
+    # prompts share parts, such as images of earlier turns; each object is stored once
     table = _PromptTable()
     steps = episode.trajectory
     return {
@@ -113,6 +114,7 @@ def size_of(record: Any) -> int:
         return sum(size_of(value) for value in record.values())
     if isinstance(record, list):
         return sum(size_of(value) for value in record)
+    # strings by characters, other plain data as eight bytes: close enough for a limit in megabytes
     return len(record) if isinstance(record, str) else 8
 
 
@@ -125,10 +127,12 @@ class _PromptTable:
 
     def add(self, prompt: Prompt) -> int:
         if id(prompt) not in self._number:
+            # parts first, so that a prompt only refers to smaller numbers
             parts = [self.add(part) for part in prompt.parts]
             record: Record = {"next_position": int(prompt.next_position), "text": prompt.text, "parts": parts}
             record |= {name: getattr(prompt, name).cpu().clone() for name in TABLES}
             record["media"] = {
+                # pixels are most of the size; token tables are small
                 name: _compressed(value) if value.is_floating_point() else value.cpu().clone()
                 for name, value in prompt.media.items()
             }
@@ -155,6 +159,7 @@ def _compressed(values: Tensor) -> Record:
     values = values.detach().cpu().contiguous()
     packed = bytearray(zlib.compress(values.flatten().view(torch.uint8).numpy().tobytes(), FASTEST))
     return {
+        # cloned, since `frombuffer` shares the bytes, which are freed
         "data": torch.frombuffer(packed, dtype=torch.uint8).clone(),
         "dtype": str(values.dtype),
         "shape": list(values.shape),
@@ -163,6 +168,7 @@ def _compressed(values: Tensor) -> Record:
 
 def _expanded(record: Record) -> Tensor:
     dtype, shape = DTYPES[record["dtype"]], tuple(record["shape"])
+    # zlib and `view` both fail on tensors without elements
     if not math.prod(shape):
         return torch.empty(shape, dtype=dtype)
     raw = bytearray(zlib.decompress(record["data"].numpy().tobytes()))
@@ -173,6 +179,7 @@ def write_recorded(episodes: Sequence[Episode], folder: Path) -> int:
     """Write the episodes of a model that have a result, one file each; returns how many."""
     folder.mkdir(parents=True, exist_ok=True)
     valid = [episode for episode in episodes if episode.has_result]
+    # appended: a folder may hold episodes of several runs
     first = len(list(folder.glob(SINGLE)))
     for number, episode in enumerate(valid, first):
         with replaced(folder / f"episode-{number:06d}.pt") as draft:
@@ -262,9 +269,11 @@ def replay_episode(
                 seen = _as_result(observation, turns[number - 1][1]) if writer.tools else observation
                 part, cut = writer.follow(conversation, seen), writer.cut(conversation)
                 steps.add_given(part) if cut is None else steps.restart(cut)
+                # a cut conversation starts again from the cut prompt
                 read = read + len(part) if cut is None else len(cut)
             ids = policy.encode_answer(conversation.parts[-1].prompt, answer)
             writer.answer(conversation, ids)
+            # log-probabilities are unknown; methods that learn from such episodes do not read them
             steps.add_turn(ids, [0.0] * len(ids))
             episode.answers.append(answer)
             read += len(ids)

@@ -40,6 +40,7 @@ class _KeepingRow(ResponseRow):
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """Attend as `ResponseRow` does."""
+        # a packed pass has one batch row; transposed to (M, Hk, d) so that tokens index first
         self.own.append((key[0].transpose(0, 1), value[0].transpose(0, 1)))
         return super().attend(layer, query, key, value, scale)
 
@@ -60,12 +61,16 @@ class Histories:
     def begin(self, rows: Tensor, prompts: Sequence[Prompt], prompt: Tensor) -> None:
         """Start or restart rows (b,) from prompts that they may share; each prompt is read once."""
         read = self._policy.encode_prefix(prompts)
+        # the generic lane returns parts by length; a table has a row for each prompt
         read = (read if isinstance(read, Prefix) else read.table()).select(prompt)
+        # heads, widths and dtypes are those of the first prefill
         if not self._keys:
             count = len(self.lengths)
+            # no columns yet: `_append` grows the tables
             self._keys = [keys.new_zeros(count, keys.shape[1], 0, keys.shape[3]) for keys in read.keys]
             self._values = [values.new_zeros(count, values.shape[1], 0, values.shape[3]) for values in read.values]
             self._last_state = self._last_state.to(read.last_state.dtype)
+        # a restarted row writes over its old history
         self.lengths[rows] = 0
         self._append(rows, read.lengths, [*zip(read.keys, read.values, strict=True)])
         self.next_position[rows] = read.next_position
@@ -78,6 +83,7 @@ class Histories:
         last, layers = read(self.prefix(rows), parts, lengths)
         self._append(rows, lengths, layers)
         self.next_position[rows] += torch.tensor([part.next_position for part in parts])
+        # the state behind the observation, from which the next turn's first token is drawn
         self._last_state[self._on_device(rows)] = last.to(self._last_state.dtype)
 
     def _read_packed(
@@ -88,12 +94,14 @@ class Histories:
         index = response_index(lengths, torch.arange(len(parts)), len(parts), device)
         shared = _KeepingRow(index, before.real, before.keys, before.values)
         packed = pack_prompts(parts, device)
+        # positions of a part start at 0; they continue those of its row
         packed.positions = packed.positions + to_device(before.next_position.repeat_interleave(lengths), device)
         features = gather_features(self._policy.network.model, parts, self._policy.features)
         states = self._policy.run(packed, features, shared=shared)[0]
         first = lengths.cumsum(0) - lengths
         # From packed (M, ...) to padded (b, t, ...); _append does not copy what is past a row's end.
         table = first[:, None] + torch.arange(int(lengths.max()))
+        # places beyond the last row's end only pad the table
         table = to_device(table.clamp(max=len(states) - 1), device)
         layers = [(k[table].transpose(1, 2), v[table].transpose(1, 2)) for k, v in shared.own]
         return states[to_device(first + lengths - 1, device)], layers
@@ -113,6 +121,7 @@ class Histories:
 
     def prefix(self, rows: Tensor) -> Prefix:
         """The histories of rows (b,) as prompts to continue."""
+        # the widest of these rows, not of the table: attention runs over every column
         width, index = int(self.lengths[rows].max()), self._on_device(rows)
         return Prefix(
             keys=[keys[index, :, :width] for keys in self._keys],
@@ -125,6 +134,7 @@ class Histories:
     def drop(self, rows: Tensor) -> None:
         """Forget rows (b,); the tables shrink once the widest rows are gone."""
         self.lengths[rows] = 0
+        # freed only at half the width: each change of the table is a copy of it
         width = int(self.lengths.max())
         if self._keys and 2 * width < self._keys[0].shape[2]:
             self._keys = [keys[:, :, :width].clone() for keys in self._keys]
@@ -134,7 +144,9 @@ class Histories:
         """Write keys and values (b, Hk, t, d) of each layer after those of the rows."""
         start = self.lengths[rows]
         needed, width = int((start + lengths).max()), self._keys[0].shape[2]
+        # by a factor, so that appending turn by turn does not copy the table every time
         grown = max(needed, int(GROWTH * width)) if needed > width else width
+        # only real tokens: the widest row of a chunk pads the others
         row, offset = torch.nonzero(torch.arange(layers[0][0].shape[2]) < lengths[:, None], as_tuple=True)
         target, column, row, offset = map(self._on_device, (rows[row], start[row] + offset, row, offset))
         for store, kind in ((self._keys, 0), (self._values, 1)):
@@ -172,6 +184,7 @@ class TurnSampler:
         engine: EngineSampler | None = None,
     ) -> None:
         self._policy, self._config, self._rows, self._engine = policy, config, rows, engine
+        # the generic lane can continue a history only if the model takes padded rows
         continues = policy.generic is None or policy.generic.pads
         keeps = config.lean and unsupported_reason(policy) is None and continues and not reread and engine is None
         self._histories = Histories(policy, rows) if keeps else None
@@ -195,6 +208,7 @@ class TurnSampler:
         for row, part in zip(rows.tolist(), parts, strict=True):
             unread = self._unread.pop(row, None)
             given.append(part if unread is None else join_prompts([text_prompt(unread), part]))
+            # with a history too: the last part begins what `_continue` returns as text
             self._parts[row].append(given[-1])
         if self._histories is not None:
             with self._sampling():
@@ -211,6 +225,7 @@ class TurnSampler:
             else:
                 prompts = [join_prompts(self._parts[row]) for row in rows.tolist()]
                 if self._engine is None:
+                    # rows finish at different turns, and the runner works with them on the CPU
                     drawn = _on_host(sample(self._policy, prompts, 1, self._config, uniforms))
                 else:
                     drawn = _on_host(self._engine.draw(prompts, 1, uniforms))
@@ -222,6 +237,7 @@ class TurnSampler:
 
     def give(self, row: int, ids: Sequence[int]) -> None:
         """Use a given answer for a row's next turn, instead of sampling one."""
+        # all of its tokens are unread, unlike those of a sampled answer
         self._unread[row] = torch.tensor(ids, dtype=torch.int64)
 
     def room(self, rows: Tensor) -> list[int]:
@@ -248,13 +264,16 @@ class TurnSampler:
         for chunk in torch.arange(len(rows)).split(self._config.batch_rows):
             prefix = histories.prefix(rows[chunk])
             own = torch.arange(len(chunk))
+            # the last token of a turn is not read here but with the next observation
             steps = max(self._config.max_new_tokens - 1, 1)
             decoder = _KeepingDecoder(PrefixDecoder(self._weights, prefix, own, steps, self._policy.banned_ids), own)
+            # the history of each row counts towards the model's positions
             budget = to_device(draw.max_positions - prefix.lengths, device)
             decode(draw, decoder, to_device(chunk, device), budget, prefix.last_state)
             decoder.finish()
             left += [(chunk[index], keys, values) for index, keys, values in decoder.left]
         drawn = _on_host(draw.collect([self._parts[row][-1] for row in rows.tolist()]))
+        # the decoder has read all sampled tokens but the last
         read = drawn.mask.sum(1).long() - 1
         for index, keys, values in left:
             histories.append(rows[index], read[index], keys, values)

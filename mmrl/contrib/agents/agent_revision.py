@@ -98,11 +98,14 @@ def revise(
     observation, info = as_start(env.reset(task, seed))
     complete, turns, own, erred, total = info.get("task", task), list[ExpertTurn](), 0, False, 0.0
     for number in range(MOST_TURNS):
+        # asked in every turn, also where the agent's action is taken: an expert follows the state
         move = env.expert()
+        # the first difference ends the agent's part, and the wrong action is its last one
         if own == number < len(said) and not erred:
             action, own = said[number], number + 1
             erred = (action.name, action.arguments) != (move.name, move.arguments)
         else:
+            # once, in front of the first action after the error
             action = replace(move, text=write_answer([move], format, thought if erred and own == number else ""))
         outcome = as_outcome(env.step(action))
         turns.append(ExpertTurn(observation, action, outcome.info))
@@ -140,6 +143,7 @@ class AgentRevisionRecipe(AgentCloneRecipe):
         said, env = self._actions(worst), RemoteExpert(self.pool)
         try:
             if worst.success:
+                # a success is learnt as it is: played again with the agent's own actions as the expert's
                 played, own = revise(_Agreeing(env, said), task.task, task.seed, said, config.actions.format)[0], 0
             else:
                 played, own = revise(env, task.task, task.seed, said, config.actions.format, config.revision.thought)
@@ -148,6 +152,7 @@ class AgentRevisionRecipe(AgentCloneRecipe):
             return Episode(task, ending="failed", reason=str(error))
         episode = as_episode(played, task, policy, writer, config.episode.max_turns)
         steps = episode.trajectory
+        # actions of the agent, the error included, are read but not learnt
         steps.sampled = [known and turn >= own for known, turn in zip(steps.sampled, steps.turn, strict=True)]
         if not any(steps.sampled):
             episode.ending, episode.reason = "failed", "the error is in the last turn"

@@ -1,22 +1,14 @@
 """Agentic ARPO: episodes branch from others after observations that make the agent uncertain.
 
-Of the G episodes of a task, `branching.initial` begin at its start. Then, turn by turn, an episode branches with a
-probability that rises with the entropy of the first tokens after the observation, until there are G; what is missing in
-the end begins at the start again. A branch repeats the actions of the turns before in a separate environment, which
-must depend on task, seed and actions alone. The loss is that of `objective: {preset: agentic_branching}`, with one
-advantage for a whole episode (soft); `advantage: {kind: group_branches}` averages it where episodes have tokens in
-common (hard).
+`branching.initial` of a task's G episodes begin at its start. The others branch from them at turns with a high entropy:
+a branch replays the earlier actions in a fresh environment, which must depend only on task, seed and actions. With
+`allocation: entropy` (AEPO) the first episode decides how many begin at the start.
 
-With `allocation: entropy` it is AEPO: the first episode of a task decides how many begin at the start, and several
-branches in a row become less likely. `objective: {preset: agentic_entropy_balanced}` is its loss.
-
-Source: Dong et al., ARPO, arXiv 2507.19849, and AEPO, arXiv 2510.14545; dongguanting/ARPO and mowenruan/ARPO
+Sources: Dong et al., ARPO, arXiv 2507.19849, and AEPO, arXiv 2510.14545; dongguanting/ARPO and mowenruan/ARPO
 vllm_rollout_with_tools.py, whose constants are the defaults.
 
-Differences: entropies are exact, where the code has the ten most likely tokens, and are compared with those of the same
-episode, where the code never resets what it compares with. A branch begins before the uncertain answer, as in the
-papers; in the code one observation later. Episodes are finished before others branch from them. AEPO's first episode
-stays in the group.
+Differences from the code: entropies are exact rather than over the ten most likely tokens, and are compared within an
+episode. A branch begins before the uncertain answer, as in the papers, not one observation later.
 """
 
 from __future__ import annotations
@@ -92,6 +84,7 @@ def initial_episodes(entropies: Sequence[float], size: int) -> int:
 
     Source: mowenruan/ARPO AEPO/verl_aepo_entropy/verl/workers/rollout/vllm_rollout/vllm_rollout_with_tools.py.
     """
+    # the less uncertain turns after an observation are, the more episodes begin at the start
     change = entropies[0] - sum(entropies) / len(entropies)
     return min(int(size / (1 + math.exp(-0.5 * change))) + 1, size)
 
@@ -143,7 +136,9 @@ class BranchingRecipe(AgentRecipe):
         self._grow(policy, tasks, seeds, groups, [[None] * first for _ in tasks])
         entropies = self._entropies(policy, groups, [0] * len(tasks))
         if settings.allocation == "entropy":
+            # without a valid first episode there is nothing to branch from
             starts = [initial_episodes(own[0], size) if own[0] else size for own in entropies]
+            # the first episode is one of those at the start
             self._grow(policy, tasks, seeds, groups, [[None] * (count - 1) for count in starts])
             entropies = self._entropies(policy, groups, [0] * len(tasks))
         begun, number = [0] * len(tasks), 0
@@ -152,7 +147,9 @@ class BranchingRecipe(AgentRecipe):
             for index, (group, own) in enumerate(zip(groups, entropies, strict=True)):
                 slots, draws = size - len(group), streams.of(index, "branch", number)
                 forks = choose_forks(own, slots, settings, draws) if slots else []
+                # entropies are those of the episodes since `begun`, so the fork's place counts from there
                 chosen = [Fork(group[begun[index] + place], turn) for place, turn in forks]
+                # if no turn is chosen, the rest of the group begins at the start
                 wanted.append([*chosen] if chosen else [None] * slots)
             begun, number = [len(group) for group in groups], number + 1
             self._grow(policy, tasks, seeds, groups, wanted)
@@ -172,7 +169,9 @@ class BranchingRecipe(AgentRecipe):
         places = [(index, fork) for index, forks in enumerate(wanted) for fork in forks]
         if not places:
             return
+        # a seed belongs to a place in the group, whether the episode there branches or not
         own = [seeds[index][len(groups[index]) + n] for index, forks in enumerate(wanted) for n in range(len(forks))]
+        # all tasks in one call: their episodes run side by side
         drawn = self.draw(policy, [tasks[index] for index, _ in places], own, [fork for _, fork in places])
         for (index, fork), episode in zip(places, drawn, strict=True):
             if fork is not None:
@@ -187,6 +186,7 @@ class BranchingRecipe(AgentRecipe):
     ) -> list[list[list[float]]]:
         """Entropy at the beginning of each turn, of the episodes of each group from a place on; none without result."""
         new = [list(group[start:]) for group, start in zip(groups, first, strict=True)]
+        # a group without any result cannot be packed
         valid = [own for own in ([episode for episode in group if episode.has_result] for group in new) if own]
         if not valid:
             return [[[] for _ in own] for own in new]
@@ -196,6 +196,7 @@ class BranchingRecipe(AgentRecipe):
         assert scored is not None
         unit, known = math.log(len(policy.processor.tokenizer)), {}
         for row, episode in enumerate(AgentPayload.of(rollouts).episodes):
+            # identity, as packing left out the episodes of other groups
             known[id(episode)] = _turn_entropies(scored[row].cpu(), episode, self.config.branching.tokens, unit)
         return [[known.get(id(episode), []) for episode in own] for own in new]
 
@@ -206,13 +207,15 @@ class BranchingRecipe(AgentRecipe):
         parent, shared = torch.zeros(2, len(episodes), dtype=torch.int64)
         for row, episode in enumerate(episodes):
             if episode.parent >= 0 and episode.has_result:
+                # as a distance, which stays right where rows of several groups are joined
                 parent[row] = row - group.index(group[row]) - episode.parent
+                # the first decision of the first turn that the branch has for itself
                 shared[row] = episode.trajectory.turn.index(episode.shared_turns)
         extras = {PARENT: to_device(parent, rollouts.mask.device), SHARED: to_device(shared, rollouts.mask.device)}
         return super().score(rollouts.replace(extras=rollouts.extras | extras), step)
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
-        """Adds the share of episodes that branched."""
+        """Adds the fraction of episodes that branched."""
         branched = (rollouts.extras[SHARED] > 0).double()
         return super().step_metrics(rollouts) | {"episode/branched": row_metric(branched)}
 

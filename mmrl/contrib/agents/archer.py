@@ -78,7 +78,7 @@ class UtteranceSettings:
     gamma: float = bounded(0.95, at_least=0, at_most=1)
     """Discount of a turn."""
     tau: float = bounded(0.1, above=0, at_most=1)
-    """Share of the critics' weights in their average, after each of their updates."""
+    """Step of the averaged critics towards the current ones after each update: 1 copies them."""
     warmup_steps: int = bounded(20, at_least=0)
     """First steps of the run, in which only the critics learn."""
     turns: int = bounded(256, at_least=1)
@@ -250,9 +250,11 @@ class ArcherRecipe(AgentRecipe):
         settings = self.settings = self.settings_of(config)
         check_shares(f"{config.recipe}.turns", settings.turns)
         super().__init__(config)
+        # critics that read the policy's own states would chase an input that moves
         self.start = Reference(start_kind(self.policy), self.policy)
         self.terms = [*self.terms, AnswersAnew()]
         self.store = self._make_store()
+        # every process draws the same first weights, and the global generator stays as it was
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(config.seed, "critics"))
             critic = UtteranceCritic(self.policy.width, settings.critic.hidden)
@@ -271,6 +273,7 @@ class ArcherRecipe(AgentRecipe):
         groups = self.run_groups(policy, tasks, streams, step)
         kept = streams.among(tasks, [group[0].task for group in groups])
         valid = [(place, e) for place, own in zip(kept.places, groups, strict=True) for e in own if e.has_result]
+        # the place gives the order of storing, which must be the same in every process (see `push_all`)
         self._fresh += [((streams.draw, place), (EPISODES, store_episode(episode))) for place, episode in valid]
         return kept.noted(pack_groups(groups, policy))
 
@@ -283,9 +286,11 @@ class ArcherRecipe(AgentRecipe):
                 advantage = self._train_critics(turns, step)
             self.noted |= {"archer/stored": float(len(self.store)), "archer/advantage": float(advantage.mean())}
             if step.number < self.settings.warmup_steps:
+                # an unscored row is not trained
                 nothing = torch.full_like(rollouts.reward, math.nan)  # only the critics learn
                 return rollouts.replace(reward=nothing, advantage=torch.zeros_like(rollouts.mask))
             process = PartialState()
+            # critics answered all drawn turns; the actor trains those that `_draw` sampled in this process
             own = advantage[process.process_index :: process.num_processes]
             batch = pack_episodes(mine, range(len(mine)), self.policy)
         own = to_device(own.to(batch.mask.dtype), batch.mask.device)
@@ -316,6 +321,7 @@ class ArcherRecipe(AgentRecipe):
         """This process's new answers as episodes of one turn, and all drawn turns as the critics read them."""
         generator = make_generator(self.config.seed, "turns", step.number)
         drawn = self._choose(step, generator)
+        # drawn for all turns in every process, so that answers do not depend on the number of processes
         uniform = torch.rand(len(drawn), self.config.sampler.max_new_tokens, generator=generator)
         process = PartialState()
         mine = list(range(process.process_index, len(drawn), process.num_processes))
@@ -327,6 +333,7 @@ class ArcherRecipe(AgentRecipe):
             found += list(zip(chunk, columns, strict=True))
         if process.num_processes > 1:
             found = list(gather_object(found))
+        # gathered rows come process by process, but the critics' random batches index one common order
         found.sort(key=lambda entry: entry[0])
         table, size = torch.stack([columns for _, columns in found]), self.policy.width
         *states, of_turn = table.split([size, 2 * size, 2 * size, size, 3], -1)
@@ -338,7 +345,9 @@ class ArcherRecipe(AgentRecipe):
         contexts = [context_of(*turn) for turn in stored]
         drawn = sample(self.policy, contexts, 1, self.config.sampler, uniform)
         given = [answer_of(*turn) for turn in stored]
+        # without padding: `read_answers` takes means over real tokens
         own = [row[mask > 0].tolist() for row, mask in zip(*to_host([drawn.response_ids, drawn.mask]), strict=True)]
+        # after the last turn any context does: `done` removes its value from the target
         after = [
             context_of(episode, turn + 1) if turn + 1 < episode.trajectory.turns else context
             for (episode, turn), context in zip(stored, contexts, strict=True)
@@ -374,6 +383,7 @@ class ArcherRecipe(AgentRecipe):
         critic = self.critic.critic
         for each in (critic, self.average):
             each.fit_scale(turns.state, turns.stored)
+        # the critics are float32 on the CPU, whatever the precision of the run
         with torch.enable_grad(), torch.autocast("cpu", enabled=False):
             for _ in range(settings.critic.updates):
                 rows = torch.randint(len(turns.reward), (settings.critic.batch_steps,), generator=generator)
@@ -382,10 +392,12 @@ class ArcherRecipe(AgentRecipe):
                     own_q, _ = self.average(batch.state, batch.own)
                     next_v = self.average.value(batch.next_state)
                 q_goal, v_goal = targets(own_q, next_v, batch.reward, batch.done, settings.gamma)
+                # returns of on-policy turns need no bootstrapping (HNPG)
                 q_goal = torch.where(batch.known.isnan(), q_goal, batch.known)
                 q, v = critic(batch.state, batch.stored)
                 self.noted["archer/critic_loss"] = self.critic.step(critic_loss(q, v, q_goal, v_goal))
                 move_average(self.average, critic, settings.tau)
+        # after the updates, by the critics themselves: the actor never sees the averages
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             q, v = critic(turns.state, turns.own)
         self.noted |= {"archer/q": float(q.mean()), "archer/v": float(v.mean())}
@@ -427,13 +439,16 @@ def context_of(episode: Episode, turn: int) -> Prompt:
     """Everything that the policy reads before its answer in a turn."""
     steps = episode.trajectory
     assert episode.prompt is not None
+    # the turn's own observation precedes its first sampled token
     end = next(at for at, own in enumerate(steps.turn) if own == turn and steps.sampled[at])
     start, first = 0, episode.prompt
+    # a context replaces all that was read before it, so the last one up to the answer counts
     for context in steps.contexts:
         if context.start <= end:
             start, first = context.start, context.prompt
     parts, at = [first], start
     for insert in (insert for insert in steps.inserts if start <= insert.start < end):
+        # tokens between two inserts are earlier answers
         parts += [text_prompt(torch.tensor(steps.ids[at : insert.start]))] if insert.start > at else []
         parts, at = [*parts, insert.prompt], insert.stop
     return join_prompts([*parts, text_prompt(torch.tensor(steps.ids[at:end]))] if end > at else parts)
@@ -457,5 +472,6 @@ def _one_turn(
     """An answer as a one-turn episode, with the return of the `whole` episode that its turn belongs to."""
     trajectory, whole = Trajectory(), whole or Episode(AgentTask(""))
     trajectory.add_turn(ids, [0.0] * len(ids) if logp is None else logp)
+    # one sampled turn, but total and success of the whole episode, which metrics read
     own = Episode(whole.task, context, trajectory, [float(whole.total)], ending="terminated", success=whole.success)
     return replace(own, **said)

@@ -41,8 +41,8 @@ RECIPES = (
 EXTENDS = "mmrl.agents"
 
 METRICS = {
-    "revision/failed": "Share of the step's tasks that the policy failed in one of its attempts.",
-    "episode/branched": "Share of the step's episodes that branched from another one.",
+    "revision/failed": "Fraction of the step's tasks that the policy failed in at least one attempt.",
+    "episode/branched": "Fraction of the step's episodes that branched from another one.",
     "archer/stored": "Episodes that are stored.",
     "archer/critic_loss": "Sum of the four squared errors of the critics in their last update of the step.",
     "archer/q": "Mean value that the critics give the policy's own answers to the drawn turns.",

@@ -1,22 +1,15 @@
 """HNPG (Zhou et al., arXiv 2311.08384; code YifeiZhou02/HNPG): natural gradients with critics that read offline data.
 
-Half of the drawn turns of a step are those of the step's own episodes, half of recorded ones, whose actions come from
-elsewhere. The policy samples a new answer to each of them.
+Each step draws half of its turns from the step's own episodes and half from recorded ones, and samples a new answer
+a ~ pi(s) for each.
 
-1. The critics, two heads Q(s, u) and two heads V(s), are fitted to both halves with equal weights. The target of Q is
-   the return from the turn on in the policy's own episodes, which needs no bootstrapping, and r + gamma V'(s') in
-   recorded ones. V is fitted to Q'(s, a) at the new answers a ~ pi(s).
-2. The actor takes one natural-gradient step on the new answers to the turns of both halves, with the advantage
-   min Q(s, a) - min V(s). Recorded actions enter the critics alone, never the policy's gradient.
+1. The critics Q(s, u) and V(s) of `mmrl.contrib.agents.archer` are fitted to both halves. Q's target is the return in
+   the policy's own episodes and r + gamma V'(s') in recorded ones; V's target is Q'(s, a).
+2. The actor takes one natural-gradient step (`mmrl.training.optimizer`) on the new answers, with the advantage
+   min Q(s, a) - min V(s). Recorded actions train only the critics.
 
-The step is (F + damping I)^-1 times the gradient, cut to a KL of `hnpg.region.max_kl`; see `mmrl.training.optimizer`.
-
-Differences from the paper and its code: an action is an answer of a language model, where the paper's experiments have
-ten numbers and a policy for every control step. The Fisher matrix is that of the sampled answers, as in the paper's
-least-squares problem; the code takes the second derivative of the KL, which equals its mean. V is a head, where the
-code averages Q over ten of the policy's actions; there are two heads of each with slow averages, as in ArCHer, whose
-critics these are (`mmrl.contrib.agents.archer`). The paper's advantage Q - V serves both halves; the code has GAE on
-the policy's own.
+Differences from the code: the Fisher matrix is that of the sampled answers, as in the paper, not the second derivative
+of the KL; V is a head, not a mean of Q over ten actions; own turns use Q - V, as in the paper, not GAE.
 """
 
 from __future__ import annotations
@@ -101,6 +94,7 @@ class HnpgRecipe(ArcherRecipe):
     def __init__(self, config: HnpgConfig) -> None:
         super().__init__(config)
         self.trust_region = config.hnpg.region
+        # super() has started environments, which an error here would leave running
         try:
             episodes = self._recorded.episodes(self.policy, self.writer(self.policy))
         except BaseException:
@@ -135,11 +129,13 @@ class HnpgRecipe(ArcherRecipe):
 
     def _make_store(self) -> ReplayBuffer:
         return ReplayBuffer(
+            # `_choose` reads this step's episodes alone, so one step's are enough
             ReplayConfig(size=self.config.trainer.tasks_per_step * self.config.trainer.samples_per_task)
         )
 
     def _choose(self, step: Step, generator: torch.Generator) -> list[Drawn]:
         """Turns of this step's episodes and recorded turns, half each."""
         fresh, half = self.store.stored(EPISODES, since=step.number), self.settings.turns // 2
+        # if no episode of the step came to a result, recorded turns fill the batch
         own = draw_turns(fresh, half, generator, on_policy=True) if fresh else []
         return own + draw_turns(self.recorded, self.settings.turns - len(own), generator)

@@ -52,7 +52,7 @@ class EntropySettings:
     cold: float = bounded(0.8, above=0)
     """Temperature of the further samples where it is above."""
     share: float = bounded(0.25, above=0, at_most=1)
-    """Share of a step's questions, the first ones, that are sampled once more."""
+    """Fraction of a step's questions that are sampled once more; these are the first ones."""
     threshold: float = rare(bounded(0.05, at_least=0))
     """Advantage in its own group above which a further sample is learned."""
     weight: float = bounded(1.0, above=0)
@@ -88,6 +88,7 @@ def number_everywhere(marked: Tensor, rollouts: Rollouts) -> Tensor:
     keys = list(zip(places, range(rollouts.num_rows), strict=True))
     own = [key for key, found in zip(keys, marked.tolist(), strict=True) if found]
     everywhere = sorted(key for part in from_all(own) for key in part)
+    # rows marked here or before: the limit falls on the same rows whatever the number of processes
     return torch.tensor([bisect.bisect_right(everywhere, key) for key in keys], device=marked.device)
 
 
@@ -123,6 +124,7 @@ class ArbitraryEntropyRecipe(VlmRecipe):
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
         """Sample as usual, and some questions once more at another temperature."""
         rollouts = super().rollout(policy, tasks, streams, step)
+        # the rows of both kinds need the column before they are joined
         rollouts = rollouts.replace(extras={**rollouts.extras, SOURCE: torch.zeros_like(rollouts.group)})
         payload, settings, own = VlmPayload.of(rollouts), self.config.steering, self.config.sampler
         limit = settings.share * self.config.trainer.tasks_per_step
@@ -147,6 +149,7 @@ class ArbitraryEntropyRecipe(VlmRecipe):
         """Advantages as usual; further samples that did well get a constant one, the others leave the update."""
         settings, together = self.config.steering, rollouts.host.group
         alone, prompts = self._apart(rollouts)
+        # further samples are compared with each other alone: another temperature shifts their mean reward
         rollouts = super().advantages(rollouts.regrouped(alone, prompts), accelerator, step)
         rollouts = rollouts.regrouped(together, torch.arange(int(together.max()) + 1))
         assert rollouts.advantage is not None
@@ -179,6 +182,7 @@ class ArbitraryEntropyRecipe(VlmRecipe):
     def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
         """Note the entropy of the update."""
         super().on_step_end(step, metrics)
+        # a step whose update was skipped has no entropy
         self.last.value = metrics.get("policy/entropy", self.last.value)
 
     def rollout_state(self, tasks: Sequence[VlmTask]) -> dict[str, float]:

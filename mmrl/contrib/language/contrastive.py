@@ -61,7 +61,7 @@ class ContrastSettings:
     apart: float = bounded(0.2, at_least=0)
     """Weight of the cosine to other groups."""
     unfinished: float | None = rare(-1.0)
-    """Reward of an answer that reached `sampler.max_new_tokens`, in the place of the cosines; empty = theirs."""
+    """Reward of an answer that reached `sampler.max_new_tokens`; empty = the cosines, as for other answers."""
 
 
 @dataclass
@@ -89,12 +89,14 @@ def contrastive_terms(main: Tensor, query: Tensor, negative: Tensor | None, grou
     others = same.sum(1) - 1
     found = {
         "positive": (query * main).sum(1),
+        # an answer alone in its group agrees with nothing, and gets 0
         "agreement": ((main @ main.T * same).sum(1) - (main * main).sum(1)) / others.clamp(min=1),
     }
     if negative is None:
         towards = main @ query[first].T
     else:
         found["negative"] = -(query[first] * negative).sum(1)[group]
+        # below every cosine, so that the maximum is over real rows
         towards = main.new_full((len(group), number), -2.0)
         towards = towards.scatter_reduce(1, group.expand(len(group), -1), query @ main.T, "amax")
     own = functional.one_hot(group, number).to(main.dtype)
@@ -133,9 +135,11 @@ class ContrastiveRecipe(VlmRecipe):
         found = {MAIN: pooled(policy, rollouts)}
         for name, key in self.keys.items():
             asked = [task_of_text(task, task.columns[key]) for task in payload.tasks]
+            # each document row is compared with one query row; a negative serves its whole group
             rows = self._answers(policy, asked, size if name == QUERY else 1, streams, name)
             self.extra_samples += rows.num_rows
             states = pooled(policy, rows)
+            # one a row, as rows are what travels between processes
             found[name] = states if name == QUERY else states[rollouts.group]
         return rollouts.replace(payload=dataclasses.replace(payload, embeddings=found))
 
@@ -160,6 +164,7 @@ class ContrastiveRecipe(VlmRecipe):
         parts = [
             (place, (place, {k: v[own] for k, v in states.items()})) for place, own in zip(places, rows, strict=True)
         ]
+        # all groups of the step: those of other processes are what a row should be apart from
         everywhere = merge_in_order(parts)
         sizes = torch.tensor([len(part[MAIN]) for _, part in everywhere])
         main, query = (torch.cat([part[name] for _, part in everywhere]) for name in (MAIN, QUERY))
@@ -198,5 +203,6 @@ def pooled(policy: VlmPolicy, rollouts: Rollouts) -> Tensor:
     """Unit vectors (B, H) along the mean of the states from which the tokens of each row are predicted."""
     with torch.no_grad():
         states = policy.states(rollouts).float()
+    # states come row by row under the mask
     row = to_device(torch.nonzero(rollouts.host.mask)[:, 0], states.device)
     return functional.normalize(states.new_zeros(rollouts.num_rows, states.shape[1]).index_add(0, row, states), dim=1)

@@ -99,11 +99,13 @@ def build_refinements(
             write_texts(judge, about, critiques, config, seed, "critiques"),
             strict=True,
         )
+        # equal critiques of an answer would be one row several times
         for critique in dict.fromkeys(own)
     ]
     rows: list[Row] = [
         (task, task, _cells(task, text, "answer")) for (task, text), ok in zip(first, right, strict=True) if ok
     ]
+    # a critique is learnt only if its verdict agrees with the check
     approved = [row for row in written if row[1] and read_verdict(row[3])]
     rows += [(row[0][0], row[2], _cells(row[0][0], row[3], "criticise")) for row in approved]
     wrong = [row for row in written if not row[1] and read_verdict(row[3]) is False]
@@ -113,6 +115,7 @@ def build_refinements(
     for row, turn, text, ok in zip(wrong, turns, second, fixed, strict=True):
         if ok:
             task = row[0][0]
+            # the critique too: it led to a right answer
             rows += [(task, row[2], _cells(task, row[3], "criticise")), (task, turn, _cells(task, text, "revise"))]
     if not rows:
         raise UserError(f"nothing turned out well of {len(first)} answers; sample more, or begin with a better model")
@@ -169,12 +172,15 @@ def build_game(
     shown = [[(final_part(text) or "").strip() for text in own] for own in altered]
     flat = [(number, text) for number, own in enumerate(shown) for text in dict.fromkeys(own)]
     same = _right([tasks[number] for number, _ in flat], [text for _, text in flat], check, options)
+    # an alteration that is still right is no error to be found
     judged = [*dict.fromkeys((number, text) for (number, text), ok in zip(flat, same, strict=True) if text and not ok)]
+    # the critic also judges right answers, else it would learn to always object
     judged += list(enumerate(right)) if role == "critic" else []
     about = [critique_task(tasks[number], without_marks(text), asked) for number, text in judged]
     judge = load_policy(FrozenModelConfig(path=critic))
     written = write_texts(judge, about, critiques, config, seed, "critiques") if about else []
     caught = [
+        # right where it approves of exactly the right answer
         [read_verdict(text) is (answer == right[number]) for text in own]
         for (number, answer), own in zip(judged, written, strict=True)
     ]
@@ -185,6 +191,7 @@ def build_game(
     else:
         missed = {key: 1 - sum(good) / len(good) for key, good in zip(judged, caught, strict=True)}
         for number, own in enumerate(altered):
+            # below all that were judged: an alteration that changed nothing, or was empty
             scores = {text: missed.get((number, said), -1.0) for text, said in zip(own, shown[number], strict=True)}
             rows += _pairs(tasks[number], plots[number], scores)
     if not rows:
@@ -195,6 +202,7 @@ def build_game(
 def _pairs(task: VlmTask, question: VlmTask, scores: Mapping[str, float]) -> list[Row]:
     """A pair of the best and the worst text, where they differ in score and neither is empty."""
     usable = {text: score for text, score in scores.items() if text.strip()}
+    # without two different scores there is no better one
     if len(set(usable.values())) < 2:
         return []
     chosen, rejected = max(usable, key=usable.__getitem__), min(usable, key=usable.__getitem__)

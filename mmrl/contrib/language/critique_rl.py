@@ -61,6 +61,7 @@ def read_verdict(critique: str) -> bool | None:
     right, wrong = RIGHT_LINE in critique, WRONG_LINE in critique
     if right or wrong:
         return None if right and wrong else right
+    # an empty critique says nothing, but `is_satisfied` would read it as approval
     return is_satisfied(critique) if (final_part(critique) or "").strip() else None
 
 
@@ -76,8 +77,10 @@ def critique_reward(
         gain: key of `GAINS`.
         weight: added for the right verdict in the second stage.
     """
+    # unscored, not wrong: the critique is then not trained
     if math.isnan(before) or (after is not None and math.isnan(after)):
         return math.nan
+    # no gain without the right verdict, or a revision could be rewarded whose critique was wrong
     if verdict is None or verdict != (before == 1.0):
         return -1.0
     return 1.0 if after is None else GAINS[gain][before == 1.0, after == 1.0] + weight
@@ -154,13 +157,16 @@ class CritiqueRlRecipe(VlmRecipe):
     @property
     def reasoner(self) -> VlmPolicy:
         """The model that answers and revises."""
+        # without a separate reasoner, answers come from the policy that is being trained
         return self.policy if self._frozen is None else self._frozen.to(self.policy.device)
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
         """Have the questions answered, and sample critiques of each answer."""
         sampler = self.config.sampler.config
+        # encoded for the reasoner, which may have another processor than the critic
         usable, prompts = self.encode(self.reasoner, tasks)
         streams = streams.among(tasks, usable)
+        # separate draws: the critiques of the same tasks take the stream without a purpose
         draws = streams.uniform(len(usable), 1, sampler.max_new_tokens, purpose="answers")
         answering = replace(sampler, temperature=self.config.critique.temperature)
         answers = sample(self.reasoner, prompts, 1, answering, draws).texts
@@ -186,6 +192,7 @@ class CritiqueRlRecipe(VlmRecipe):
         later: Sequence[float | None] = after or [None] * len(rows)
         judged = list(zip(map(read_verdict, payload.texts), terms["unrevised"], later, strict=True))
         total = [critique_reward(*row, settings.gain, settings.verdict_weight) for row in judged]
+        # the first stage's reward, so that both stages log the same 0 or 1
         terms["verdict"] = [max(critique_reward(verdict, was), 0.0) for verdict, was, _ in judged]
         tokens, prompts = token_lists(payload.response_ids, rollouts.mask), [payload.prompts[n].text for n in group]
         extras = rollouts.extras | self._block_inputs(rollouts, rows, prompts, tokens)
@@ -211,6 +218,7 @@ class CritiqueRlRecipe(VlmRecipe):
         """The reasoner's answers after the critiques."""
         questions, first = [task.question for task in tasks], [task.answer for task in tasks]
         once, sampler = replace(self.revision, rounds=1), self.config.sampler.config
+        # also where the critique calls the answer right: rewards compare it before and after
         found = revise(self.reasoner, questions, first, lambda *_: list(critiques), once, sampler, always=True)
         return [revision.answers[-1] for revision in found]
 

@@ -66,7 +66,7 @@ class DatasetResetRecipe(VlmRecipe):
             )
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
-        """Sample answers, from inside reference answers for a share of the questions."""
+        """Sample answers, from inside reference answers for some of the questions."""
         draws = streams.uniform(len(tasks), 1, 2, purpose="reset").tolist()
         asked = [self.started(policy, task, *draw) for task, draw in zip(tasks, draws, strict=True)]
         return super().rollout(policy, asked, streams, step)
@@ -83,7 +83,7 @@ class DatasetResetRecipe(VlmRecipe):
         return augment_task(task, given_start=start, hint_fraction=taken / len(ids))
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
-        """Adds the share of questions that started inside an answer, and how far in."""
+        """Adds the fraction of questions that started inside an answer, and how far in."""
         tasks = VlmPayload.of(rollouts).tasks
         taken = [task.hint_fraction for task in tasks if isinstance(task, AugmentedTask)]
         number = float(len(taken))

@@ -2,14 +2,13 @@
 
     build_directed("round1.jsonl", questions={"path": "questions.jsonl"}, model="my-model", rewards=[...])
 
-A direction v is a unit vector with a weight for each reward. `build_directed` draws one for each question, asks with
-the direction in the prompt, samples answers and keeps that with the largest v . r; `recipe: sft` on its rows is a round
-of rejection-sampling fine-tuning. The next round names the model of this one. `build_stated` asks questions with
-directions that are drawn or given: a warm start, or held-out data.
+A direction v is a unit vector with one weight per reward. `build_directed` draws one per question, states it in the
+prompt, samples answers and keeps the one with the largest v . r. `recipe: sft` on these rows is one round of rejection
+sampling; the next round starts from its model. `build_stated` only writes the prompts, for a warm start or held-out
+data.
 
-Differences from the paper: rewards are functions of any scale, where the paper has one model with rewards from 0 to
-100; the direction is part of the question, not of a system turn; answers are weighed by what the prompt states, in
-hundredths; a round samples from the model of the last one, and its rows are not mixed with those of earlier rounds.
+Differences from the paper: rewards may have any scale; the direction is part of the question, not of the system turn;
+v . r uses the rounded weights in the prompt; rows of earlier rounds are not mixed in.
 
 Source: Wang et al., arXiv 2402.18571; prompt and rounding: RLHFlow/Directional-Preference-Alignment README.md.
 """
@@ -44,6 +43,7 @@ Row = tuple[VlmTask, VlmTask, dict[str, Any]]
 
 def draw_direction(rng: np.random.Generator, size: int, spread: float = SPREAD) -> list[float]:
     """Unit vector of `size` weights at an angle to the first axis that is uniform up to `spread` degrees."""
+    # a normal vector has a uniform direction, so all other rewards are treated alike
     angle, rest = math.radians(rng.uniform(0, spread)), rng.normal(size=size - 1)
     return [math.cos(angle), *(math.sin(angle) * rest / np.linalg.norm(rest)).tolist()]
 
@@ -133,6 +133,7 @@ def build_directed(
     names = [term.name for term in terms]
     _check(names, spread)
     tasks, rng = load_source(questions, "questions").tasks, np.random.default_rng([seed, 24])
+    # answers are weighed by the rounded numbers that the prompt states
     weights = [stated(draw_direction(rng, len(terms), spread)) for _ in tasks]
     words = [rating(names, own) for own in weights]
     asked = [_asked(task, own, render) for task, own in zip(tasks, words, strict=True)]
@@ -146,6 +147,7 @@ def build_directed(
         score = values @ (np.array(own) / 100)
         missing += int(np.isnan(score).sum())
         if not np.isnan(score).all():
+            # an answer without one of the rewards has no score and cannot be the best
             best = int(np.nanargmax(score))
             columns = {"completion": texts[best], "direction": said, "score": float(score[best])}
             rows.append((task, question, columns | {"rewards": dict(zip(names, values[best].tolist(), strict=True))}))

@@ -44,11 +44,13 @@ def regret_matching(payoff: Array, steps: int = 2000) -> tuple[Array, Array]:
     tables = (payoff, -payoff.T)
     regrets, sums = [np.zeros(len(table)) for table in tables], [np.zeros(len(table)) for table in tables]
     for _ in range(steps):
+        # both players move at once: each regret is against the other's strategy of this step
         now = [_matched(regret) for regret in regrets]
         for player, table in enumerate(tables):
             values = table @ now[1 - player]
             regrets[player] += values - now[player] @ values
             sums[player] += now[player]
+    # the average strategies approach the equilibrium; the last ones may cycle
     return sums[0] / steps, sums[1] / steps
 
 
@@ -56,6 +58,7 @@ def clusters_of(states: Array, count: int, seed: int = 0) -> NDArray[np.int64]:
     """Cluster (n,) of each of n states (n, H), by k-means; no more clusters than different states."""
     from sklearn.cluster import KMeans
 
+    # KMeans refuses more clusters than points, and warns of equal ones
     count = min(count, len(np.unique(states.round(6), axis=0)))
     return np.asarray(KMeans(count, n_init=10, random_state=seed).fit_predict(states), dtype=np.int64)
 
@@ -101,6 +104,7 @@ def build_strategy_pairs(
         task = VlmTask(f"role-{role}", [{"role": "user", "content": [{"type": "text", "text": text}]}])
         prompt = policy.encode(task)
         drawn = sample(policy, [prompt], utterances, config, make_generator(seed, "utterances", role)).texts
+        # an utterance said twice would be paired with itself
         texts = list(dict.fromkeys(text for text in drawn if text.strip()))
         if not texts:
             raise UserError(f"the model says nothing as role {role}; raise max_new_tokens")
@@ -110,6 +114,7 @@ def build_strategy_pairs(
             states = policy.last_states([join_prompts([prompt, text_prompt(own)]) for own in ids])
         groups.append(clusters_of(states.double().cpu().numpy(), strategies, seed))
     single = np.array([[float(wins(a, b)) for b in said[1]] for a in said[0]])
+    # mean payoff of each pair of clusters
     table = _means(_means(single, groups[0]).T, groups[1]).T
     mixtures = regret_matching(table)
     values = (table @ mixtures[1], -table.T @ mixtures[0])

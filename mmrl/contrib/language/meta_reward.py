@@ -1,16 +1,15 @@
-"""MPO, meta policy optimisation: a judge whose rubric a meta judge rewrites while the policy learns (arXiv 2504.20157).
+"""MPO, meta policy optimisation: a meta judge rewrites the judge's rubric during training (arXiv 2504.20157).
 
-A judge scores answers by a rubric, a text that reward functions get as the column `rubric`. Every `rubric.interval`
-steps `rubric.meta` reads answers of the step with their rewards and returns the next rubric, so that a policy that has
-learned to please the judge meets stricter criteria. All processes and rollout workers have the same rubric, checkpoints
-hold it, and evaluations score by the current one; measure what is really wanted with a reward that reads no rubric.
+Reward functions get the rubric as the column `rubric`. Every `rubric.interval` steps `rubric.meta` reads some of the
+step's answers with their rewards and returns the next rubric, so a policy that has learned to please the judge meets
+stricter criteria. Evaluations use the current rubric; to measure real progress, add a reward that does not read it.
 
-The built-in judge (reward `rubric`) and meta judge (`rubric.meta: chat`) ask models behind OpenAI-compatible
-endpoints; functions of yours can be either. A meta judge that fails leaves the rubric as it is.
+The built-in judge (reward `rubric`) and meta judge (`rubric.meta: chat`) call OpenAI-compatible endpoints; either can
+be replaced by a Python function.
 
-Differences from minnesotanlp/mpo: any objective, by default GRPO, instead of PPO; one rubric for all tasks, without
-the code's clusters of tasks, prescreening and merging; answers for the meta judge are spread evenly from the worst to
-the best of the step; the wording of all questions is this project's own.
+Differences from minnesotanlp/mpo: any objective (default GRPO) instead of PPO; one rubric for all tasks, without
+clustering, prescreening and merging; samples for the meta judge are spread evenly over the step's rewards; the prompts
+are worded differently.
 """
 
 from __future__ import annotations
@@ -96,6 +95,7 @@ class MetaRewardRecipe(VlmRecipe):
     config: MetaRewardConfig
 
     def __init__(self, config: MetaRewardConfig) -> None:
+        # super() prepares the tasks, which get the rubric as a column
         self.rubric = Rubric(config.rubric.text)
         self.meta: Callable[..., str] = META.get(config.rubric.meta) or load_function(config.rubric.meta, what="meta")
         super().__init__(config)
@@ -116,10 +116,12 @@ class MetaRewardRecipe(VlmRecipe):
         step: Step,
     ) -> RewardResult:
         """Score responses by the current rubric."""
+        # the column is that of the tasks' preparation; the rubric may have changed since
         return super().score_texts(self._with_rubric(tasks), prompts, texts, tokens, step)
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Advantages as usual; in some steps the meta judge writes the rubric of the next ones."""
+        # before `advantages`, so that the whole step was scored by one rubric
         if (step.number + 1) % self.config.rubric.interval == 0:
             self._rewrite(rollouts, accelerator)
         self.noted["rubric/version"] = float(self.rubric.version)
@@ -144,6 +146,7 @@ class MetaRewardRecipe(VlmRecipe):
     def _rewrite(self, rollouts: Rollouts, accelerator: Accelerator) -> None:
         """Ask the meta judge in the main process, and give its rubric to all."""
         found = self._samples(rollouts)
+        # a collective call, so every process makes it, though only the main one asks
         found = gather_object(found) if accelerator.num_processes > 1 else found
         text = [self._ask(spread(found, self.config.rubric.samples)) if accelerator.is_main_process else ""]
         if accelerator.num_processes > 1:
@@ -157,6 +160,7 @@ class MetaRewardRecipe(VlmRecipe):
         own = self.config.rubric
         try:
             text = str(self.meta(self.rubric.text, samples, **own.options)).strip()
+        # a judge that is down for a while must not end the run
         except (RuntimeError, OSError, ValueError) as error:
             LOGGER.warning("rubric.meta failed, and the rubric stays as it is: %s", error)
             return ""
@@ -177,6 +181,7 @@ class MetaRewardRecipe(VlmRecipe):
                 "answer": payload.tasks[group].columns.get("answer", ""),
             }
             for group, text, reward in zip(groups, payload.texts, rollouts.reward.tolist(), strict=True)
+            # not NaN
             if reward == reward
         ]
 
@@ -185,6 +190,7 @@ def spread(samples: Sequence[Sample], count: int) -> list[Sample]:
     """Some samples, evenly from the lowest reward to the highest."""
     ordered = sorted(samples, key=lambda sample: sample["reward"])
     taken = min(count, len(ordered))
+    # both ends included: the best and the worst answer of the step are always among them
     return [ordered[round(place * (len(ordered) - 1) / max(taken - 1, 1))] for place in range(taken)]
 
 

@@ -1,17 +1,16 @@
-"""Online preference optimisation: sampled answers, of which rewards choose the better one, and any loss on pairs.
+"""Online preference optimisation: any pairwise loss on sampled answers, ranked by their rewards.
 
-In each step the policy answers every question `trainer.samples_per_task` times, and the best and the worst answer are
-the pair (online DPO). An opponent may write the other answer: the reference (XPO), or the geometric mixture of policy
-and reference, sampled token by token from both (Nash-MD). For a judge instead of rewards, use the reward `winrate`.
+The pair is the best and the worst of `trainer.samples_per_task` answers (online DPO), or an answer of the policy and
+one of an opponent: the reference (XPO) or the geometric mixture of policy and reference (Nash-MD). To rank with a
+judge, use the reward `winrate`.
 
-The reference is that of the run (`reference`), or with `online.reference: previous` the policy at the start of the
-iteration of `online.iteration` steps: iterative DPO, and with the mixture Nash-MP's opponent that moves. INPO compares
-with both. With `online.extrapolation` the weights move on at the end of each iteration by that share of their change
-since the end of the one before (accelerated preference optimisation).
+`online.reference: previous` takes the policy at the start of each iteration as the reference (iterative DPO, Nash-MP);
+INPO uses both. `online.extrapolation` moves the weights further at the end of an iteration (accelerated preference
+optimisation).
 
-Differences from TRL's trainers: pairs with equal rewards teach nothing and are left out, unless the loss reads the
-rewards; TRL takes the first answer. Nash-MP's two half steps are one step. The accelerated method extrapolates
-log-probabilities; its weights are extrapolated here, which is the same where log-probabilities are linear in them.
+Differences from TRL's trainers: pairs with equal rewards are not trained, unless the loss reads the rewards; TRL takes
+the first answer. Nash-MP's two half steps are one step. The accelerated method extrapolates log-probabilities, this
+one weights, which is the same only where log-probabilities are linear in them.
 
 Sources: Guo et al., online AI feedback, arXiv 2402.04792; Xie et al., XPO, arXiv 2405.21046; Munos et al., Nash-MD,
 arXiv 2312.00886; Zhang et al., INPO, arXiv 2407.00617; He et al., accelerated preference optimisation, arXiv
@@ -64,14 +63,14 @@ class OnlineSettings:
     """Writer of the other answer: the policy itself, the reference, or the geometric mixture of the two; auto: that of
     the objective's paper."""
     mixture: float = rare(bounded(0.5, above=0, below=1))
-    """Share of the reference in the mixture's log-probabilities."""
+    """Weight of the reference in the mixture's log-probabilities."""
     reference: str = choice("start", ("start", "previous"))
     """Policy of the loss's log-ratios, and of opponents: start (see `reference.kind`), or previous, the policy at the
     start of the iteration."""
     iteration: int = bounded(1, at_least=1)
     """Steps of an iteration."""
     extrapolation: float = rare(bounded(0.0, at_least=0, finite=True))
-    """Share of an iteration's change of the weights by which they move on at its end."""
+    """Extra step at the end of an iteration, as a fraction of the change of the weights during it."""
 
 
 @dataclass
@@ -147,6 +146,7 @@ class AgainstOpponent:
         config, online, policy = self.recipe.config.sampler, self.recipe.config.online, self.recipe.policy
         own = self.own.sample(tasks, 1, streams)
         draws = streams.uniform(len(tasks), 1, config.max_new_tokens, purpose="opponent")
+        # scoring disables the adapter or calls the copy, whichever the reference is
         within: Any = self.recipe.anchor.to(policy.device).score
         with stopwatch("opponent"):
             if self.recipe.config.opponent == "mixture":
@@ -162,6 +162,7 @@ class AgainstOpponent:
 
 def in_turn(first: Samples, second: Samples) -> Samples:
     """Rows of two sets of N responses, one of each in turn."""
+    # both sets were cut to their own longest answer
     width = max(first.mask.shape[1], second.mask.shape[1])
 
     def joined(name: str, value: float) -> Tensor:
@@ -178,6 +179,7 @@ def in_turn(first: Samples, second: Samples) -> Samples:
         logp=joined("logp", 0.0),
         finish=lists("finish"),
         texts=lists("texts"),
+        # 1 is the mass of an untruncated distribution
         nucleus_mass=joined("nucleus_mass", 1.0),
     )
 
@@ -194,6 +196,7 @@ class OnlinePreferenceRecipe(VlmRecipe):
         if self.previous is not None:
             self.terms = [*self.terms, self.previous]
         if "kl_baseline" in self.objective.needs:
+            # KTO's baseline: answers to other questions of the step under the reference
             self.terms = [*self.terms, MismatchedAnswers(self)]
         if config.opponent != "policy":
             if config.online.reference == "start":
@@ -220,6 +223,7 @@ class OnlinePreferenceRecipe(VlmRecipe):
         """Reduce each group to its pair."""
         rows, learnt = ranked_pairs(rollouts, keep_ties=self.objective.needs_scores)
         pairs = rollouts.select(torch.tensor(rows, device=rollouts.mask.device))
+        # both rows of an unlearnt pair stay, since losses take rows two by two
         mask = pairs.mask * torch.tensor(learnt, device=pairs.mask.device).repeat_interleave(2)[:, None]
         side = torch.tensor([1.0, -1.0], device=mask.device).repeat(len(learnt))
         extras = pairs.extras | {CHOSEN: (side + 1) / 2, SCORE: pairs.reward}
@@ -229,6 +233,7 @@ class OnlinePreferenceRecipe(VlmRecipe):
     def _note(self, learnt: list[float], own: list[float] | None) -> None:
         """Log how many pairs of all processes are learnt, and how many of those the policy won."""
         won = sum(mine * used for mine, used in zip(own or [0.0] * len(learnt), learnt, strict=True))
+        # every process must make this call, with or without learnt pairs
         used, number, wins = map(sum, zip(*gather_object([(sum(learnt), len(learnt), won)]), strict=True))
         self.noted["pairs/learnt"] = used / number
         if own is not None and used:
@@ -264,6 +269,7 @@ def ranked_pairs(rollouts: Rollouts, *, keep_ties: bool) -> tuple[list[int], lis
     reward, found, learnt = rollouts.reward.tolist(), list[int](), list[float]()
     for own in rows:
         scored = [row for row in own if not math.isnan(reward[row])]
+        # a group with at most one score still yields two rows, so that batches have the same size; they are masked
         chosen = scored if len(scored) > 1 else own
         best = max(chosen, key=reward.__getitem__) if len(scored) > 1 else chosen[0]
         worst = min(reversed([row for row in chosen if row != best]), key=reward.__getitem__)
@@ -281,6 +287,7 @@ class PreviousPolicy(LossTerm):
     def __init__(self, recipe: OnlinePreferenceRecipe) -> None:
         self.recipe = recipe
         self.policy = Reference("frozen", recipe.policy)
+        # on the CPU, as it is read only at the ends of iterations
         self.ended = {name: weight.detach().cpu().clone() for name, weight in self._trained()}
         """Weights at the end of the iteration before, not extrapolated."""
 
@@ -308,15 +315,18 @@ class PreviousPolicy(LossTerm):
         copies = self._copies
         with torch.no_grad():
             for name, weight in self._trained():
+                # before extrapolation: the change between two ends must not contain earlier extrapolations
                 ended = weight.detach().cpu().clone()
                 if online.extrapolation:
                     weight.add_((ended - self.ended[name]).to(weight), alpha=online.extrapolation)
                 self.ended[name] = ended
+                # after extrapolation: the next iteration starts from where the weights are now
                 copies[name].copy_(weight)
 
     def state_dict(self) -> Any:
         """Weights of the iteration's start and of the end before."""
         copies = self._copies
+        # trained weights alone: the others never change
         start = {name: copies[name].detach().cpu().clone() for name, _ in self._trained()}
         return {"start": start, "ended": dict(self.ended)}
 
@@ -357,6 +367,7 @@ class MixtureDecoder:
         own, other = states
         own_logp = self._own.next_logp(own, temperature)
         other_logp = self._within(lambda _: self._other.next_logp(other, temperature))
+        # a geometric mean of two distributions does not sum to 1
         return ((1 - self._share) * own_logp + self._share * other_logp).log_softmax(-1)
 
 
@@ -381,6 +392,7 @@ def sample_mixture(
     finally:
         policy.train(training)
 
+    # called for each part of the prompts, of which both policies decode the same rows
     def decoder_of(own_lane: GenericLane, own: Any, theirs: Any) -> tuple[Any, Any]:
         decoders = GenericDecoder(policy, own_lane, own), GenericDecoder(other, lane, theirs)
         return MixtureDecoder(*decoders, within, share), (own.last_state, theirs.last_state)
@@ -389,5 +401,6 @@ def sample_mixture(
 
 
 def _read(policy: Any, prompts: Sequence[Prompt]) -> tuple[GenericLane, Any]:
+    # decoding with two policies needs the generic lane, also where the model has a fast one
     lane = policy.generic or GenericLane(policy.network, policy.config)
     return lane, lane.encode_prefix(policy, prompts).detach()

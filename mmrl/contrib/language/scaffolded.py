@@ -93,7 +93,7 @@ class ScaffoldedRecipe(ReplacingRecipe):
     def replacements(
         self, policy: VlmPolicy, rollouts: Rollouts, failed: Sequence[int], streams: Streams, step: Step
     ) -> Exchange | None:
-        """The right answer with the fewest hints, in the place of the first sample of its group."""
+        """The right answer with the fewest hints, which replaces the first sample of its group."""
         if step.number < self.config.scaffold.warmup_steps:
             return None
         payload = VlmPayload.of(rollouts)
@@ -117,6 +117,7 @@ class ScaffoldedRecipe(ReplacingRecipe):
         leaving = torch.tensor([own.index(group) for group in first])
         rows = rows.select_groups(torch.tensor(chosen))
         if self.config.scaffold.prompt == "bare":
+            # sampled behind the hints; under the bare prompt the tokens have another probability
             return leaving, self.with_logp(policy, rows)
         return leaving, behind(rows, [Context(0, asked[number][2]) for number in chosen])
 
@@ -140,6 +141,7 @@ class ScaffoldedRecipe(ReplacingRecipe):
             messages = rewrite_question(task, settings.template, hints=" ".join(hints))
             try:
                 found.append((level, policy.encode(augment_task(task, messages=messages))))
+            # a prompt with many hints may exceed the context; fewer ones still count
             except TaskError:
                 continue
         return found
@@ -155,6 +157,7 @@ class ScaffoldedRecipe(ReplacingRecipe):
     ) -> Rollouts:
         """One scored answer to each hinted prompt, as sampled."""
         most, sampler = max(level for _, level, _ in asked), self.config.sampler
+        # a width that depends on the tasks alone, so a question's draws do not depend on which levels it has
         draws = streams.uniform(len(failed), most, sampler.max_new_tokens, purpose="hint")
         draws = draws[[place * most + level - 1 for place, level, _ in asked]]
         drawn = sample(policy, [prompt for _, _, prompt in asked], 1, sampler, draws)

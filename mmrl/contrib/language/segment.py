@@ -121,12 +121,15 @@ def bounds(length: int, cuts: Sequence[Cut], end: float) -> tuple[Tensor, Tensor
     places = [0, *(place for place, _ in cuts), length]
     values = [value for _, value in cuts] or [end]
     sizes = torch.tensor([b - a for a, b in pairwise(places)])
+    # tokens before the first cut get the first value twice, so their advantage is 0
     before, after = torch.tensor([values[0], *values]), torch.tensor([*values, end])
+    # without a cut there is one segment, and both values are `end`
     return before[: len(sizes)].repeat_interleave(sizes), after[: len(sizes)].repeat_interleave(sizes)
 
 
 def chain_cuts(probability: Sequence[float], below: float, interval: int) -> list[int]:
     """Numbers of tokens before the cuts of an answer whose tokens have these probabilities."""
+    # the first uncertain token begins a segment too
     return [place for place, value in enumerate(probability) if value < below][::interval]
 
 
@@ -139,6 +142,7 @@ def tree_values(paths: Sequence[Sequence[int]], rewards: Sequence[float]) -> dic
     """
     following: dict[int | None, dict[int, None]] = {}
     for path in paths:
+        # None is the root
         for one, other in zip([None, *path], path, strict=False):
             following.setdefault(one, {})[other] = None
     found: dict[int | None, tuple[float, float]] = {
@@ -148,6 +152,7 @@ def tree_values(paths: Sequence[Sequence[int]], rewards: Sequence[float]) -> dic
     def value(node: int | None) -> float:
         if node not in found:
             known = [x for x in map(value, following[node]) if not math.isnan(x)]
+            # an unscored node has no say in its parent's mean; a parent without scored ones is NaN itself
             values = torch.tensor(known or [math.nan], dtype=torch.float64)
             found[node] = float(values.mean()), float(values.std(correction=0))
         return found[node][0]
@@ -171,6 +176,7 @@ class SegmentRecipe(VlmRecipe):
         """Sample answers, as usual or as trees."""
         grow = self._tree if self.config.segment.kind == "tree" else super().rollout
         rollouts = grow(policy, tasks, streams, step)
+        # values are sampled in `score`, by the policy and the random streams of this rollout
         self._asked = policy, streams.among(tasks, VlmPayload.of(rollouts).tasks)
         return rollouts
 
@@ -189,6 +195,7 @@ class SegmentRecipe(VlmRecipe):
         """Advantages of the objective over uncertain tokens; the others leave the update."""
         before, total = rollouts.extras, rollouts.mask.sum()
         kept = rollouts.logp_old.exp() < self.config.segment.probability
+        # the tree alone has it: each shared segment is trained once, in the first row that has it
         if OWN in before:
             kept &= (before[OWN] > 0) & (before[VALUE_AFTER] != before[VALUE_BEFORE])
         rollouts = rollouts.replace(mask=rollouts.mask * kept.to(rollouts.mask.dtype))
@@ -221,6 +228,7 @@ class SegmentRecipe(VlmRecipe):
     ) -> list[Branch]:
         """Sample `count` continuations of each start, of at most `most` tokens each."""
         longest = self.config.sampler.max_new_tokens
+        # tokens of the start count towards the longest answer
         limits = [min(most, longest - len(start.ids)) for start in starts]
         asked = [continued(prompts[start.group], start.ids) for start in starts]
         drawn = sample(policy, asked, count, self.config.sampler, draws, limits=limits)
@@ -249,6 +257,7 @@ class SegmentRecipe(VlmRecipe):
         """Random numbers (S * count, T) of starts in the order of their groups, by the streams of the groups."""
         owned = [0] * len(streams.places)
         for start in starts:
+            # a group's starts get rows of its stream, so its draws do not depend on groups in other processes
             owned[start.group] += 1
         width = self.config.sampler.max_new_tokens
         drawn = [
@@ -267,14 +276,18 @@ class SegmentRecipe(VlmRecipe):
             chain_cuts(own[: len(row)], settings.probability, settings.interval)
             for own, row in zip(probability, ids, strict=True)
         ]
+        # a dict keeps the order, and an answer's beginning that several rows share is valued once
         states = {(group, *row[:cut]): None for group, row, own in zip(groups, ids, cuts, strict=True) for cut in own}
+        # `_draws` takes starts group by group
         ordered = sorted(states, key=lambda state: state[0])
         values = dict(zip(ordered, self._value(payload, ordered, step), strict=True))
         width = rollouts.num_decisions
         found = torch.zeros(2, rollouts.num_rows, width)
         for row, (group, own, reward) in enumerate(zip(groups, ids, rollouts.reward.tolist(), strict=True)):
             known = [(cut, values[group, *own[:cut]]) for cut in cuts[row]]
+            # a cut that could not be valued joins the segments on both sides of it
             known = [(cut, value) for cut, value in known if not math.isnan(value)]
+            # an unscored answer keeps zeros; it is not trained
             if not math.isnan(reward):
                 found[:, row, : len(own)] = torch.stack(bounds(len(own), known, reward))
         return {VALUE_BEFORE: found[0], VALUE_AFTER: found[1]}
@@ -288,6 +301,7 @@ class SegmentRecipe(VlmRecipe):
         draws, longest = self._draws(streams, starts, count, "value"), self.config.sampler.max_new_tokens
         found = self._continue(policy, payload.prompts, starts, count, draws, longest)
         self.counted["values"] += len(states)
+        # the log of the run counts these answers too
         self.extra_samples += len(found)
         texts = self._texts(policy, payload.prompts, found)
         tasks, prompts = zip(*((payload.tasks[x.group], payload.prompts[x.group].text) for x in found), strict=True)
@@ -308,12 +322,16 @@ class SegmentRecipe(VlmRecipe):
             last = depth + 1 == len(factors)
             draws = self._draws(streams, live, factor, f"tree {depth}")
             grown = self._continue(policy, prompts, live, factor, draws, longest if last else settings.tokens)
+            # a model's positions may end an answer before `max_new_tokens`
             room = [min(longest, policy.positions - len(prompts[one.group])) for one in grown]
             ended = [
-                last or one.finish != "length" or len(one.ids) >= most for one, most in zip(grown, room, strict=True)
+                # "length" is also what a branch ends with that is to be continued
+                last or one.finish != "length" or len(one.ids) >= most
+                for one, most in zip(grown, room, strict=True)
             ]
             leaves += [one for one, end in zip(grown, ended, strict=True) if end]
             live = [one for one, end in zip(grown, ended, strict=True) if not end]
+        # siblings next to each other: `leaf_rows` gives a shared segment to the first row
         leaves.sort(key=lambda leaf: (leaf.group, leaf.path))
         texts, greedy = self._texts(policy, prompts, leaves), self._greedy_answers(policy, prompts)
         rows = leaf_rows(leaves, policy.pad_id)
@@ -330,6 +348,7 @@ class SegmentRecipe(VlmRecipe):
         found = torch.zeros(3, *edges.shape)
         for group in range(rollouts.num_groups):
             rows = torch.nonzero(groups == group).flatten().tolist()
+            # a branch is one run of equal numbers; padding has none
             paths = [torch.unique_consecutive(edges[row, : lengths[row]]).tolist() for row in rows]
             values = tree_values(paths, [reward[row] for row in rows])
             self.counted["values"] += len(values)
@@ -345,6 +364,7 @@ def continued(prompt: Prompt, ids: Sequence[int]) -> Prompt:
     if not ids:
         return prompt
     tokens = torch.tensor(ids)
+    # text has the same place in all three axes of rotary positions
     places = torch.arange(len(ids)).expand(3, -1)
     return join_prompts([prompt, Prompt(tokens, torch.zeros_like(tokens), places, len(ids))])
 
@@ -362,5 +382,6 @@ def leaf_rows(leaves: Sequence[Branch], pad: int) -> dict[str, Any]:
         for depth, (start, stop) in enumerate(zip([0, *leaf.ends], leaf.ends, strict=False), start=1):
             node = (leaf.group, *leaf.path[:depth])
             rows[OWN][row, start:stop] = float(node not in seen)
+            # numbers follow the order of rows, so the same tree always has the same ones
             rows[EDGE][row, start:stop] = seen.setdefault(node, len(seen))
     return rows

@@ -64,11 +64,14 @@ def mixture_logp(logp: Tensor, scores: Tensor) -> Tensor:
 
     Source: zz1358m/SofT-GRPO-master verl-0.4.x/verl/utils/torch_functional.py, logprobs_from_logits_topk_gumbel.
     """
+    # as in `_mixtures`, which adds EPS before the logarithm too
     among = (logp.softmax(-1) + EPS).log()
     noise = scores - among
     within = (noise > NOISE[0] - EDGE) & (noise < NOISE[1] + EDGE)
+    # noise beyond its bounds means the policy has moved: clamping stops the gradient there
     noise = torch.where(within, noise, noise.clamp(*NOISE))
     counts = (among > RARE).to(logp.dtype)
+    # a mean over tokens, so its size does not depend on how many count
     return ((-noise - (-noise).exp()) * counts).sum(-1) / counts.sum(-1)
 
 
@@ -115,11 +118,13 @@ def needs_probability(block: Any) -> bool:
 class SoftState(GenerationState):
     """Draws soft tokens until a row's thinking ends; `uniforms` are (B, max_new_tokens, K + 1)."""
 
+    # the lean decoder reads tokens, but a mixture is an embedding
     lean = False
 
     def __init__(
         self, policy: VlmPolicy, config: SamplerConfig, total: int, uniforms: Tensor, settings: SoftSettings
     ) -> None:
+        # the last uniform of each step draws ordinary tokens, the others are the noise
         super().__init__(policy, config, total, uniforms[..., -1])
         self.settings, self.end = settings, thinking_end(policy, settings)
         shape, device = (config.max_new_tokens, total, config.top_k), policy.device
@@ -135,10 +140,12 @@ class SoftState(GenerationState):
         token = super().choose(rows, step, logp, running)
         ids, scores = self._mixtures(logp, self.noise[step, rows])
         soft = self.thinking[rows] & running
+        # the end token itself is an ordinary one, so that the answer begins after readable text
         self.thinking[rows] &= ids[:, 0] != self.end
         token = torch.where(soft, ids[:, 0], token)
         mixes = soft & (ids[:, 0] != self.end)
         density = mixture_logp(logp.gather(1, ids), scores)
+        # the logp of a soft token is a density of noise, that of an ordinary one a probability
         chosen = torch.where(mixes, density, logp.gather(1, token[:, None])[:, 0])
         self.ids[step].index_copy_(0, rows, token)
         self.logp[step].index_copy_(0, rows, chosen.where(running, 0.0))
@@ -156,9 +163,11 @@ class SoftState(GenerationState):
         """Tokens (b, K) and their scores, the highest first."""
         found, ids = logp.topk(self.config.top_k, -1)
         probability = found.softmax(-1)
+        # a token is within top_p if those before it have not reached it; the first always is
         before = probability.cumsum(-1) - probability
         probability = probability.where(before < self.config.top_p, 0.0)
         scores = (probability / probability.sum(-1, keepdim=True) + EPS).log() + noise
+        # tokens outside top_p whose noise was clipped tie; the likelier one comes first then
         scores, order = scores.sort(dim=-1, descending=True, stable=True)
         return ids.gather(1, order), scores
 
@@ -196,6 +205,7 @@ class SoftRecipe(VlmRecipe):
     def __init__(self, config: SoftConfig) -> None:
         super().__init__(config)
         if self.samples_elsewhere or self.policy.generic is None:
+            # super() may have started an engine
             self.close()
             why = "sampler.engine is another" if self.samples_elsewhere else "model.lane is fast"
             raise UserError(f"{why}; soft tokens are sampled by the policy itself, with model.lane=generic")
@@ -219,13 +229,15 @@ class SoftRecipe(VlmRecipe):
             ids, scores = mixed["ids"][:, :width][soft], mixed["scores"][:, :width][soft]
             own: VlmPolicy = policy  # type: ignore[assignment]
             logp = own.head.several(states, ids, temperature=self.config.sampler.temperature, banned=own.banned_ids)
+            # states come row by row under the mask, which is the order that masked_scatter fills in
             density = torch.zeros_like(found.logp).masked_scatter(soft, mixture_logp(logp, scores))
             found = dataclasses.replace(found, logp=torch.where(soft, density, found.logp))
         return found if "states" in outputs else dataclasses.replace(found, states=None)
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
-        """Adds the share of soft tokens and the mean weight of their first one."""
+        """Adds the fraction of soft tokens and the mean weight of their first one."""
         mixed = VlmPayload.of(rollouts).mixed
+        # rollouts may have been padded or cut to another width
         soft = functional.pad(rollouts.mask, (0, mixed["soft"].shape[1] - rollouts.num_decisions)) * mixed["soft"]
         first = mean_metric(mixed["weights"][..., 0], soft)
         own = {"soft/share": Metric(soft.sum(), rollouts.mask.sum()), "soft/first_weight": first}

@@ -113,6 +113,7 @@ class TruncatedRecipe(VlmRecipe):
         """Continue unfinished answers, and begin those of new questions in the other slots."""
         slots = self.carried.slots
         asked = [
+            # the place's question is the one whose answers are unfinished; its new question is not asked in this step
             self.tasks_by_id[slots[place][0]] if place in slots else task
             for place, task in zip(streams.places, tasks, strict=False)
         ]
@@ -143,6 +144,7 @@ class TruncatedRecipe(VlmRecipe):
             answers = slots.get(streams.places[group], ("", []))[1]
             starts += [(group, answer) for answer in answers]
             if answers:
+                # by the stream of the place, so draws do not depend on other places
                 draws.append(streams.select([group]).uniform(1, len(answers), self.width))
         return self._sampled(policy, prompts, starts, 1, torch.cat(draws)) if draws else []
 
@@ -162,6 +164,7 @@ class TruncatedRecipe(VlmRecipe):
         """`count` answers from each start, of a group and the beginning of an answer."""
         longest = self.config.sampler.max_new_tokens
         asked = [continued(prompts[group], ids) for group, (ids, _) in starts]
+        # at most a window a step, and no answer longer than `max_new_tokens` in all
         limits = [min(self.width, longest - len(ids)) for _, (ids, _) in starts]
         window = dataclasses.replace(self.config.sampler.config, max_new_tokens=self.width)
         drawn = sample(policy, asked, count, window, draws, limits=limits)
@@ -171,7 +174,9 @@ class TruncatedRecipe(VlmRecipe):
         ):
             group, (before, known) = starts[number // count]
             ids, finish = [*before, *own], drawn.finish[number]
+            # a model's positions may end an answer before `max_new_tokens`
             room = min(longest, policy.positions - len(prompts[group]))
+            # "length" also ends an answer that has used all its room; that one is finished
             unfinished = finish == "length" and len(ids) < room
             rows.append(Row(group, ids, [*known, *logp[: len(own)]], len(own), finish, unfinished))
         return rows
@@ -196,17 +201,22 @@ class TruncatedRecipe(VlmRecipe):
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
         """Rewards of finished answers; 0 for the others."""
         rollouts = super().score(rollouts, step)
+        # 0 rather than NaN, which would leave the row untrained
         return rollouts.replace(reward=rollouts.reward.masked_fill(rollouts.extras[TRUNCATED] > 0, 0.0))
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Advantages of the step's tokens; targets of the critic at all tokens of finished answers."""
         whole, new, cut = rollouts.mask, rollouts.extras[NEW], rollouts.extras[TRUNCATED] > 0
+        # earlier tokens were trained in the step that sampled them
         found = super().advantages(rollouts.replace(mask=whole * new), accelerator, step)
+        # the critic has not yet seen returns of a finished answer's earlier tokens, so it learns all of them
         mask = torch.where(cut[:, None], found.mask, whole)
         gamma = getattr(self.objective.advantage, "gamma", 1.0)
         to_go = returns_to_go(decision_rewards(rollouts), whole, gamma)
         assert rollouts.values is not None
+        # the value itself as target: the critic learns nothing from unfinished answers
         returns = torch.where(cut[:, None], rollouts.values, to_go) * mask
+        # places are unique over processes, so the same answers follow in every process
         self.carried.slots = dict(merge_in_order([(slot[0], slot) for slot in self.left]))
         self.left.clear()
         continued_rows = (whole * (1 - new)).sum(1) > 0
@@ -237,6 +247,7 @@ def places_of(asked: Sequence[object], kept: Sequence[object]) -> list[int]:
     """Places of the objects that were kept, in their order; an object may be there twice."""
     places, number = list[int](), 0
     for one in kept:
+        # by identity: a task may be asked at two places
         while asked[number] is not one:
             number += 1
         places.append(number)

@@ -117,6 +117,7 @@ class GuidedMeasure(AnswerMeasure):
             count = self._guided
             prompts = [self.policy.encode(row["task"]) for row in rows for _ in range(count)]
             guidance = self.domain.config.guidance
+            # the draws of the sampled answers, so that guided ones differ by the values alone
             draws = self.draws(rows, count, "evaluate")
             self._score(rows, sample_guided(self.policy, guidance, prompts, self.sampling, draws), "guided", count)
         return rows
@@ -140,6 +141,7 @@ def augment(logp: Tensor, top: Tensor, values: Tensor, beta: float) -> Tensor:
 
     Source: idanshen/Value-Augmented-Sampling vas_trainer.py, VASLogitsProcessor.
     """
+    # the mean over the k tokens is subtracted, or these would gain on all other tokens
     return logp.scatter_add(1, top, (beta * (values - values.mean(-1, keepdim=True))).to(logp.dtype))
 
 
@@ -152,12 +154,15 @@ class GuidedDecoder(GenericDecoder):
 
     def next_logp(self, states: Tensor, temperature: float) -> Tensor:
         """Log-probabilities (b, V) of the next token."""
+        # values are added before the temperature divides the sum, as in the code's logits processor
         logp = super().next_logp(states, 1.0)
         top = logp.topk(min(self._guidance.top_k, logp.shape[1]), -1).indices
         rows = torch.arange(len(top), device=top.device).repeat_interleave(top.shape[1])
+        # reading a token changes the cache, so each of the k tokens gets a copy of its row
         ahead = GenericDecoder(self._policy, self._lane, self._part.select(rows)).advance(top.flatten())
         values, now = self._values(ahead).view_as(top), self._values(states)[:, None]
         ends = torch.isin(top, torch.tensor(self._policy.eos_ids, device=top.device))
+        # nothing follows an end token, and the critic was never fitted behind one
         values = torch.where(ends, now, values)
         return (augment(logp, top, values, self._guidance.beta) / temperature).log_softmax(-1)
 

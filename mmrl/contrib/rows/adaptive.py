@@ -49,6 +49,7 @@ def tried(first: float, last: float, step: float) -> list[float]:
     """Values of a bound from the first to the last one, in the order in which they are tried."""
     found = [first]
     while found[-1] < last:
+        # the last bound itself is always tried
         found.append(min(found[-1] + step, last))
     return found
 
@@ -102,6 +103,7 @@ class Bapo(StepClip):
 
     def survey(self, log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
         """P at each upper bound and N at each lower bound, one after the other."""
+        # sums over a whole optimiser step, joined from several micro-batches
         ratio, advantage = log_ratio.detach().double().exp(), advantage.detach().double()
         gains = [(advantage.clamp(min=0) * ratio.clamp(max=bound)).sum() for bound in self._highs]
         losses = [(-advantage.clamp(max=0) * ratio.clamp(min=bound)).sum() for bound in self._lows]
@@ -113,9 +115,11 @@ class Bapo(StepClip):
         gains, losses = total[: len(highs)], total[len(highs) :]
 
         def short(high: int, low: int) -> bool:
+            # without negative advantages the bounds stay: nothing is to be balanced
             return bool(parts) and losses[low] > 0 and gains[high] / (losses[low] + 1e-8) < self.target
 
         place = {"high": 0, "low": 0}
+        # the second bound moves only if the first is at its end and P / N still short
         for moving in ("high", "low") if self.order == "high_first" else ("low", "high"):
             last = len(highs if moving == "high" else lows) - 1
             while short(**place) and place[moving] < last:
@@ -168,8 +172,10 @@ class TokenGroupMeanStd(Advantage):
             return (group_sum(x * length, group, size) / number)[group]
 
         low, high = group_extremes(reward, group, length > 0, size)
+        # rounding would leave a tiny deviation in a group of equal rewards
         centred = torch.where((high > low)[group], reward - mean(reward), 0.0)
         found = centred / (mean(centred.square()).sqrt() + self.eps)
+        # a group whose lengths differ extremely: one short row among long ones gets a huge advantage
         beyond = group_sum(((found.abs() >= self.limit) & (length > 0)).to(reward.dtype), group, size)[group] > 0
         rows = torch.where(beyond, group_mean_std(reward, group, eps=self.eps, valid=valid), found)
         return torch.where(mask > 0, rows.detach()[:, None], 0.0)
@@ -222,8 +228,10 @@ class HapoClip(StepClip):
         """H (B, T) of entropies (B, T) in nats, 0 where the mask is 0."""
         trained, eps = mask > 0, 1e-8
         logs = torch.where(trained, entropy.clamp(min=eps).log(), 0.0)
+        # untrained decisions go behind all others and cannot be the quantile
         ordered = torch.where(trained, logs, float("inf")).flatten().sort().values
         place = (self.pivot * (mask.sum() - 1)).clamp(min=0).round().long()
+        # no trained decision at all: the quantile is inf
         h = torch.where(trained, logs - ordered[place].nan_to_num(posinf=0.0), 0.0)
         h = h / (h.square().sum() / mask.sum().clamp(min=1)).clamp(min=eps).sqrt()
         largest, smallest = h.max().clamp(min=eps), h.min().clamp(max=-eps)

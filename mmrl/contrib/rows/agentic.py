@@ -45,6 +45,7 @@ class TurnReturns(Advantage):
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         rewards, place = turn_sums(rollouts, decision_rewards(rollouts))
+        # 1 for each turn that a row has, 0 for padding
         real = turn_sums(rollouts, turn_starts(rollouts).to(rewards.dtype))[0]
         to_go = returns_to_go(rewards, real, self.gamma)
         largest = to_go.abs().amax(1, keepdim=True)
@@ -80,6 +81,7 @@ class TurnNormalised(InformationGain):
         real = turn_sums(rollouts, turn_starts(rollouts).to(rewards.dtype))[0] > 0
         row, turn = torch.nonzero(real, as_tuple=True)
         last = (turn + 1 == real.sum(1)[row]) if self.apart else torch.zeros_like(turn)
+        # group and kind in one number
         among = torch.unique(2 * rollouts.group[row] + last, return_inverse=True)[1]
         valid = torch.ones_like(row, dtype=torch.bool)
         deviation = (group_std(rewards[real], among, valid, ddof=0) ** 2 + 1e-8).sqrt() + 1e-6
@@ -117,9 +119,11 @@ class PerPosition(InformationGain):
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         turn = required(rollouts.turn, "rollouts.turn", "the turn of each decision, (B, T)")
+        # padding has turn -1
         to_go = returns_to_go(self.rewards(rollouts), (turn >= 0).to(rollouts.mask.dtype), 1.0)
         scored = rollouts.scored.to(to_go.dtype)
         count = group_sum(scored, rollouts.group, rollouts.num_groups).clamp(min=1)
+        # the divisor counts ended episodes as well, with 0 at later positions
         total = to_go.new_zeros(rollouts.num_groups, to_go.shape[1]).index_add(
             0, rollouts.group, to_go * scored[:, None]
         )
@@ -183,6 +187,7 @@ class GradientPreserving(BoundedClip):
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
         loss, indicators = PpoClip(self.low, self.high, self.dual)(log_ratio, logp, advantage)
+        # value 1 + high, gradient (1 + high) grad logp
         bound = (1.0 + self.high) * (log_ratio - log_ratio.detach()).exp()
         beyond = (advantage > 0) & (log_ratio.detach().exp() > 1.0 + self.high)
         return torch.where(beyond, -advantage.detach() * bound, loss), indicators

@@ -76,8 +76,10 @@ class Discriminative(StepClip):
         loss = loss - group_sum(kept * scores, group, len(group))[group]
         loss = torch.where((group_count(group, good) > 0) & (group_count(group, bad) > 0), loss, 0.0)[:, None]
         if not rollouts.extras.keys() >= {MOVED, ROWS_PER_DECISION}:
+            # without a survey of the optimiser step these rows alone are the step
             rollouts = self.settle([self.survey(log_ratio, advantage, mask)], rollouts)
         divergence, rate = (rollouts.extras[key].to(loss.dtype)[:, None] for key in (MOVED, ROWS_PER_DECISION))
+        # from detached sums: the factor has no gradient, `moved` has
         factor = self.penalty * (divergence - self.limit).clamp(min=0)
         # rows weigh by their length, because the divergence is a mean over all decisions
         moved = torch.where(mask > 0, -log_ratio, 0.0) * mask.sum(1, keepdim=True) * rate
@@ -101,6 +103,7 @@ class Discriminative(StepClip):
         if self.length_scale is not None:
             shortest = group_extremes(length, group, good, len(group))[0][group]
             weight = torch.where(good, ((shortest - length) / self.length_scale).exp(), 0.0)
+        # a group without good rows: 0 / tiny = 0
         return weight / group_sum(weight, group, len(group))[group].clamp(min=torch.finfo(weight.dtype).tiny)
 
     def formula(self) -> str:
@@ -119,9 +122,11 @@ class Discriminative(StepClip):
 def _log_mean_exp(x: Tensor, group: Tensor, valid: Tensor) -> Tensor:
     """Logarithm of the mean of exp(x) (B,) over the valid rows of each row's group; 0 if there is none."""
     size = len(group)
+    # subtracted before exp, or large scores would overflow
     highest = group_extremes(x.detach(), group, valid, size)[1]
     highest = torch.where(highest.isfinite(), highest, 0.0)[group]
     total = group_sum(torch.where(valid, (torch.where(valid, x, highest) - highest).exp(), 0.0), group, size)[group]
+    # log 0 would put NaN into the gradient even where it is not used
     return torch.where(total > 0, total, 1.0).log() + highest - group_count(group, valid).clamp(min=1).to(x.dtype).log()
 
 
@@ -144,7 +149,9 @@ class JointPairs(BoundedClip):
         valid = mask.any(1)
         others = ~torch.eye(len(group), dtype=torch.bool, device=group.device)
         pairs = (group[:, None] == group) & valid[:, None] & valid & others
+        # ratio sequence_product: every decision of a row has the row's ratio
         rows, value = log_ratio[:, 0], masked_mean(advantage.detach(), mask)
+        # exp of a whole row's log-ratio may overflow
         moved = (rows[:, None] - rows).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
         better = (value[:, None] - value) / 2
         loss = torch.maximum(-better * moved, -better * moved.clamp(1.0 - self.low, 1.0 + self.high))

@@ -62,8 +62,10 @@ class BetaNormalised(GroupEstimator):
 
     def of_rows(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
         share = ((reward - self.low) / (self.high - self.low)).clamp(0.0, 1.0)
+        # a row alone in its group is compared with nothing
         compared = valid & (group_count(group, valid) > 1)
         mean = group_means(share, group, compared)
+        # one mean a group, however many rows it has, as the distribution is one of questions
         fitted = _beta(mean.new_zeros(len(group)).scatter(0, group, mean)[group[compared].unique()])
         density = fitted.log_prob(mean).exp()
         return group_center(share, group, compared) * (1.0 / density).clamp(max=LARGEST_WEIGHT)
@@ -87,6 +89,7 @@ def _beta(shares: Tensor) -> torch.distributions.Beta:
         return torch.distributions.Beta(one, one)
     mean = shares.mean()
     factor = (mean * (1 - mean) / shares.var() - 1) / 3
+    # parameters below 1 would put infinite density at 0 and 1
     return torch.distributions.Beta((1 + factor * mean).clamp(min=1), (1 + factor * (1 - mean)).clamp(min=1))
 
 
@@ -110,6 +113,7 @@ class VirtualBest(GroupEstimator):
         several = group_sum(valid.long(), group, size) > 1
         joined = group_mean_std(
             torch.cat([reward, reward.new_full((size,), self.best)]),
+            # one virtual row for each group number; those of missing groups are not valid
             torch.cat([group, torch.arange(size, device=group.device)]),
             eps=self.eps,
             valid=torch.cat([valid, several]),
@@ -123,10 +127,13 @@ class VirtualBest(GroupEstimator):
 def upper_half(metric: Tensor, group: Tensor, valid: Tensor) -> Tensor:
     """Mask (B,) of the valid rows in the upper half of their group by `metric` (B,); a middle row is in it."""
     size = len(group)
+    # two stable sorts: by group, and by the metric inside each
     order = torch.argsort(metric, stable=True)
+    # rows without a score go behind all groups
     order = order[torch.argsort(torch.where(valid, group, size)[order], stable=True)]
     number = group_sum(valid.long(), group, size)
     place = torch.empty_like(order).scatter(0, order, torch.arange(size, device=order.device))
+    # places in the sort minus the rows of the groups before
     return valid & (place - (number.cumsum(0) - number)[group] >= number[group] // 2)
 
 
@@ -162,8 +169,10 @@ class Regrouped(Advantage):
         high, low = (group_means(reward, group, half) for half in (upper, valid & ~upper))
         own, other = torch.where(upper, high, low), torch.where(upper, low, high)
         scaled = upper if self.scaled == "upper" else ~upper
+        # alpha in the favoured half, 1 in the other
         factor = 1.0 + (self.alpha - 1.0) * scaled.to(reward.dtype)
         bonus = self.beta * (2.0 * upper.to(reward.dtype) - 1.0)
+        # `1 + alpha - factor` is the other one of the two
         inter = factor * reward - (1.0 + self.alpha - factor) * other + bonus
         rows = self.inter * inter + (1.0 - self.inter) * (reward - own)
         return spread(torch.where(group_count(group, valid) > 1, rows, 0.0), rollouts)
@@ -225,6 +234,7 @@ class BudgetTarget(Advantage):
         """See `Advantage`; a row alone in its group gets the second term only."""
         budget = extra(rollouts, "budget", self.kind).to(rollouts.reward.dtype)
         reward, group, valid = rollouts.reward, rollouts.group, rollouts.scored
+        # rows of a group with equal budgets, renumbered from 0
         shared = torch.stack([group.to(budget.dtype), budget], 1).unique(dim=0, return_inverse=True)[1]
         target = 4.0 * torch.cos(math.pi * budget / self.length)
         rows = group_mean_std(reward, group, eps=self.eps, valid=valid)
@@ -239,6 +249,7 @@ class BudgetTarget(Advantage):
 
 def answer_entropy(answer: Tensor, group: Tensor, valid: Tensor) -> Tensor:
     """Entropy (B,) in nats of the answers (B,) int64 that the valid rows of each row's group gave."""
+    # rows of a group with equal answers, renumbered from 0
     cluster = torch.stack([group, answer], 1).unique(dim=0, return_inverse=True)[1]
     share = group_count(cluster, valid).double() / group_count(group, valid).clamp(min=1)
     # each row holds the share of its own answer, so that their mean is the sum over answers
@@ -270,7 +281,9 @@ class ConsistencyBlend(Advantage):
         weight = torch.sigmoid(self.steepness * (entropy - self.threshold))
         # one number a group, compared with those of the others
         first, mean = _first_rows(group, valid), group_means(reward, group, valid)
+        # all groups in one, each with one row: equal numbers of rows must not matter
         among = group_mean_std(mean, torch.zeros_like(group), eps=self.eps, valid=first)
+        # the other rows of `among` are 0, so the sum is the group's one number
         level = group_sum(among, group, len(group))[group]
         local = group_mean_std(reward, group, eps=self.eps, valid=valid)
         return spread(weight * local + (1.0 - weight) * level, rollouts)
@@ -300,12 +313,13 @@ class EntropyDamped(Advantage):
     kind = "entropy_damped"
     needs = frozenset({"samples", "answers"})
     alpha: float = rare(bounded(0.5, at_least=0, at_most=1))
-    """Share of the advantage that a group of n different answers loses."""
+    """Fraction of the advantage that a group of n different answers loses."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """See `Advantage`."""
         reward, group, valid = rollouts.reward, rollouts.group, rollouts.scored
         entropy = answer_entropy(extra(rollouts, "answer", self.kind), group, valid).to(reward.dtype)
+        # log 1 = 0 would divide; a single row has entropy 0 anyway
         largest = group_count(group, valid).clamp(min=2).to(reward.dtype).log()
         return spread(group_center(reward, group, valid) * (1.0 - self.alpha * entropy / largest), rollouts)
 
@@ -325,7 +339,7 @@ class EarlyCode(Advantage):
     delta: float = rare(bounded(-2.0, at_most=0))
     """Bonus of a mean length of delay; negative, as early code earns more."""
     bound: float = rare(bounded(0.7, at_least=0))
-    """The paper's k: the bonus is at most this share of the advantage's size."""
+    """The paper's k: the bonus is at most this fraction of the advantage's size."""
     solved: float = rare(1.0)
     """Smallest reward of a right answer."""
     eps: float = rare(bounded(1e-6, at_least=0))
@@ -340,7 +354,9 @@ class EarlyCode(Advantage):
         length = group_means(rollouts.lengths.to(reward.dtype), group, coded).clamp(min=1)
         bonus = self.delta * group_center(start.to(reward.dtype), group, coded) / length
         return spread(
-            rows + torch.minimum(torch.maximum(bonus, -self.bound * rows.abs()), self.bound * rows.abs()), rollouts
+            # relative to the row's own advantage, so the bonus never changes its sign
+            rows + torch.minimum(torch.maximum(bonus, -self.bound * rows.abs()), self.bound * rows.abs()),
+            rollouts,
         )
 
     def formula(self) -> str:
@@ -379,6 +395,7 @@ def max_variance_rows(values: list[float], number: int) -> list[int]:
         mean = sum(found) / len(found)
         return sum((x - mean) ** 2 for x in found)
 
+    # the optimum takes some lowest and some highest values, so only their split is searched
     return chosen(max(range(number + 1), key=spread))
 
 
@@ -395,9 +412,9 @@ class DownSampled(Weight):
     kind = "down_sampled"
     needs = frozenset({"samples", "entropy_old"})
     rows: float = rare(bounded(0.5, above=0, at_most=1))
-    """Share of a group's rows that is kept at the start, at least 2 rows."""
+    """Fraction of a group's rows that is kept at the start, at least 2 rows."""
     decisions: float = rare(bounded(0.2, above=0, at_most=1))
-    """Share of the decisions of these rows that is kept at the start."""
+    """Fraction of the decisions of these rows that is kept at the start."""
     relax_steps: int = rare(bounded(0, at_least=0))
     """Steps over which both shares grow linearly to 1; 0 keeps them."""
 
@@ -424,6 +441,7 @@ class DownSampled(Weight):
         mask = rollouts.loss_mask
         kept = mask * self._rows(rollouts, masked_mean(advantage, mask), rows)[:, None]
         score = advantage.abs() * entropy
+        # over kept rows only
         kept = kept * (score >= quantile(score, kept, 1.0 - decisions))
         return kept * mask.sum() / kept.sum().clamp(min=1)
 
@@ -434,6 +452,7 @@ class DownSampled(Weight):
                 members.setdefault(group, []).append(row)
         values, kept = advantage.tolist(), torch.zeros(len(advantage), dtype=rollouts.mask.dtype)
         for found in members.values():
+            # one row alone has no variance
             number = min(len(found), max(2, round(share * len(found))))
             kept[[found[index] for index in max_variance_rows([values[row] for row in found], number)]] = 1.0
         return kept.to(advantage.device)

@@ -24,7 +24,7 @@ class InpoPair(BetaPair):
     beta: float = rare(bounded(7.5e-3, above=0, finite=True))
     """The paper's eta: the margin is drawn to 1 / (2 beta)."""
     previous: float = rare(bounded(2 / 3, at_least=0, at_most=1))
-    """Share of the previous policy in the policy that the margin is measured from (1 - tau / eta)."""
+    """Weight of the previous policy in the policy that the margin is measured from (1 - tau / eta)."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
         assert pairs.previous_w is not None

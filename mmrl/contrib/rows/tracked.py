@@ -160,6 +160,7 @@ class DcpoClip(Clip):
         """See `Clip`; the old probabilities are those of `rollouts`."""
         old = torch.where(rollouts.loss_mask > 0, rollouts.logp_old.detach(), 0.0)
         inverse = (-old).exp()  # infinite where a probability is 0 in floating point
+        # the root is not real for small probabilities; the bound is then 1/2
         low = (1.0 + (1.0 - 4.0 * self.low * inverse).clamp(min=0).sqrt()) / 2.0
         high = ((1.0 + (1.0 + 4.0 * self.high * inverse).sqrt()) / 2.0).clamp(max=self.cap)
         return bounded_loss(log_ratio, advantage, low, high, self.dual)
@@ -185,7 +186,7 @@ class TrackedValue(Advantage):
 
     kind = "tracked_value"
     keep: float = rare(bounded(0.875, above=0, at_most=1))
-    """Share of the tracked counts that a visit keeps: 0.875 remembers 8 samples."""
+    """Factor of the tracked counts at each visit: 0.875 remembers about 8 samples."""
     prior: float = rare(bounded(0.5, above=0))
     """Successes, and failures, of a task that was not yet seen."""
     low: float = rare(0.0)
@@ -212,6 +213,7 @@ class TrackedValue(Advantage):
         rows = (reward - value[place]).where(valid, 0.0).to(rollouts.reward.dtype)
         share = ((reward - self.low) / (self.high - self.low)).clamp(0, 1)
         outcomes = torch.stack([share, 1 - share], 1).where(valid[:, None], 0.0)
+        # a task whose samples all failed to be scored keeps its counts
         seen = group_sum(valid.long(), place, len(tasks)) > 0
         moved = self.keep * counts + torch.zeros_like(counts).index_add(0, place, outcomes)
         state.note([task for task, known in zip(tasks, seen.tolist(), strict=True) if known], moved[seen])
@@ -247,6 +249,7 @@ class Quantiles:
         if self.values is None:
             self.values = torch.quantile(seen, self.levels)
         else:
+            # stochastic quantile tracking: the step is 0 where the fraction below equals the level
             below = (seen[None] < self.values[:, None]).double().mean(1)
             self.values = self.values + self.rate * (self.levels - below)
 
@@ -312,16 +315,19 @@ class BundledRisk(Advantage):
         mean = group_sum(reward, group, len(group))[group] / number
         rows, seen = torch.zeros_like(reward), []
         for papers in self._papers(rollouts):
+            # as a sum over a full bundle, because the last bundles may have fewer tasks
             scores = reward[papers].mean(1) * self.bundle
             seen.append(scores)
             rows[papers] = self._credited(self._of_papers(scores, state)[:, None], rollouts, papers, reward - mean)
         if seen:
+            # after all papers: quantiles of this step must not depend on the order of bundles
             state.note(torch.cat(seen))
         return torch.where(rollouts.loss_mask > 0, rows.to(rollouts.reward.dtype)[:, None], 0.0)
 
     def _papers(self, rollouts: Rollouts) -> Iterator[Tensor]:
         """Rows (papers, tasks) of the papers of each bundle, with tasks in the order in which they were drawn."""
         places = range(rollouts.num_groups) if rollouts.places is None else rollouts.places
+        # in the order of the places, or bundles would depend on the number of processes
         drawn = sorted(range(rollouts.num_groups), key=lambda group: places[group])
         scored = rollouts.scored.cpu()
         answers = [torch.nonzero((rollouts.host.group == group) & scored)[:, 0] for group in drawn]
@@ -329,6 +335,7 @@ class BundledRisk(Advantage):
         for bundle in torch.arange(len(answered)).tensor_split(max(round(len(answered) / self.bundle), 1)):
             members = [answered[number] for number in bundle.tolist()]
             if members:
+                # papers need one answer of each task, so the shortest group limits them
                 size = min(map(len, members))
                 yield torch.stack([rows[:size] for rows in members], 1).to(rollouts.reward.device)
 
@@ -351,9 +358,11 @@ class BundledRisk(Advantage):
             return advantage.expand(papers.shape)
         if self.credit == "deviation":
             spread = group_std(rollouts.reward.double(), rollouts.group, rollouts.scored)[papers]
+            # dividing by the deviation of nearly equal rewards would give huge advantages
             return advantage / (torch.where(spread > 1e-3, spread, 1.0) + EPS)
         part = centred[papers]
         total = part.sum(1, keepdim=True)
+        # a paper whose parts cancel is split evenly
         shared = total.abs() > EPS
         return advantage * torch.where(shared, part / torch.where(shared, total, 1.0), 1 / papers.shape[1])
 
@@ -460,7 +469,9 @@ class SmoothedEntropy(FullEntropy):
         turn = torch.zeros_like(rollouts.mask, dtype=torch.int64) if rollouts.turn is None else rollouts.turn
         trained = rollouts.loss_mask > 0
         weight = 1.0 if self.phase_steps is None else phase_weight(state.steps, self.phase_steps)
+        # before `mean`, since the history includes this step
         state.note(entropy[trained], turn[trained])
+        # untrained decisions may have turn -1; they are not read
         usual = state.mean(torch.where(trained, turn, 0)) if len(state.total) else torch.zeros_like(entropy)
         found = {USUAL: usual.to(entropy.dtype), PENALTY: torch.full_like(rollouts.reward, weight)}
         return rollouts.replace(extras=rollouts.extras | found)

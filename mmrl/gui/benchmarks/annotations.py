@@ -72,7 +72,9 @@ def make_target(annotation: Annotation, original_wh: Size) -> Target:
     if isinstance(annotation.target, Refusal):
         return annotation.target
     relative = annotation.form is not None and annotation.form.is_relative
+    # fractions need no annotated size
     width, height = (1, 1) if relative else (annotation.size or original_wh)
+    # 1 unless the stored image has another size than the annotated one
     x_scale, y_scale = original_wh[0] / width, original_wh[1] / height
     if annotation.form is None:
         xs, ys = annotation.target[0::2], annotation.target[1::2]
@@ -235,6 +237,7 @@ def _annotation(
 ) -> Annotation:
     """An annotation; `instruction` and `size` are columns, and `form` defaults to that of the layout."""
     return Annotation(
+        # own ids where the benchmark has none, from the place in its file
         id=str(id or f"{context.file.stem}-{context.number}"),
         place=context.place,
         image=image,
@@ -275,6 +278,7 @@ def _numbers(cells: Cells, name: str) -> tuple[float, ...]:
     if not isinstance(value, list | tuple):
         raise RowError(f"{name} is {_short(value)}; expected a list of numbers")
     for number in value:
+        # bool is an int in Python
         if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
             raise RowError(f"{name} holds {_short(number)}; expected finite numbers")
     return tuple(value)

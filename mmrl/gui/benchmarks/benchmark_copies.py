@@ -114,8 +114,10 @@ def load_benchmark(config: BenchmarkConfig) -> list[GroundingSample]:
         except RowError as error:
             problems.append((row.place, str(error)))
             continue
+        # boxes refer to the annotated size, even where the stored image has another
         size = row.size or original_wh
         boxes += [(box, row.form, size) for box in row.boxes if row.form is not None]
+        # one place per box: a row may have several boxes
         places += [row.place] * (len(boxes) - len(places))
         name = f"{row.id} ({row.place})" if row.id in ids else row.id  # some copies repeat ids
         ids.add(name)
@@ -179,6 +181,7 @@ def validate(path: str, benchmark: str | None = None, images: str | None = None)
             problem = f"annotated as {aw} x {ah}, the image is {sw} x {sh}{swapped}"
             result.suspicious.append((row.place, problem))  # published copies are evaluated all the same
         size = row.size or stored
+        # without images and without an annotated size there is nothing to compare with
         if size is None:
             continue
         if wrong := box_problem(row, size):
@@ -206,6 +209,7 @@ def _validate_own(path: str, images: str | None) -> Validation:
     result = Validation(OWN, (expanded(path),), len(loaded.tasks) + len(loaded.problems))
     result.malformed = [(error.place, error.message) for error in (*loaded.problems, *written.bad)]
     result.convention, result.refusal, result.notes = written.convention, written.refusal, written.doubts
+    # a data set that is refused as a whole leaves out nothing in particular
     left_out = set() if written.refusal else {error.place for error in written.dropped}
     if left_out:
         reason = written.dropped[0].message
@@ -246,6 +250,7 @@ def locate(benchmark: Benchmark, path: str, images: str | None = None) -> Benchm
         raise UserError(f"{benchmark.title}: {place} holds none of its annotation files; expected {expected}")
     layout, files, roots = found
     folders = tuple(root / name for root in roots for name in layout.images)
+    # the second file of a benchmark, in the first folder that has it
     companion = next((read for root in roots if benchmark.companion and (read := benchmark.companion(root))), {})
     return BenchmarkFiles(benchmark, layout, files, folders if images is None else (expanded(images),), companion)
 
@@ -255,6 +260,7 @@ class ImageFolder:
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots = tuple(roots)
+        # copies show the same screen in many rows
         self._sizes: dict[Path, Size] = {}
 
     def resolve(self, image: Any) -> Any:

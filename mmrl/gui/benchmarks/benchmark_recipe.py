@@ -58,7 +58,7 @@ VISUAL_TOKENS = 5600
 NEW_TOKENS = 1024
 ENOUGH_POINTS = 20
 MUCH_OUTSIDE = 0.3
-"""Share of first points outside their screens that causes a warning."""
+"""Fraction of first points outside their screens above which a warning is logged."""
 
 
 @dataclass
@@ -148,6 +148,7 @@ class GroundingEvaluation:
 
     def __init__(self, config: GroundingEvaluationConfig) -> None:
         self.config = config
+        # before the model is loaded: a missing file should not cost minutes
         samples = {name: load_benchmark(data) for name, data in config.eval_data.items()}
         self.preset = config.prompt.resolved(config.model.path)
         self.policy: VlmPolicy = load_policy(config.model)
@@ -185,6 +186,7 @@ class GroundingEvaluation:
         )
         return [measure]
 
+    # the model is only evaluated, so there are no training weights to swap
     evaluating = staticmethod(nullcontext)
 
     def close(self) -> None:
@@ -194,6 +196,7 @@ class GroundingEvaluation:
         """A training run's state does not change an evaluation."""
 
     def _tasks(self, samples: list[GroundingSample]) -> list[GroundingTask]:
+        # over the whole benchmark: the prompt must not reveal which screens lack their target
         asks_refusals = any(isinstance(entry.target, Refusal) for entry in samples)
         found = []
         for entry in samples:
@@ -211,6 +214,7 @@ class GroundingEvaluation:
         factor = layout.patch_size * layout.merge_size
         shrink_to = self.config.visual_tokens * factor**2 or None
         low, high = model.min_pixels or MIN_TOKENS * factor**2, model.max_pixels or MAX_TOKENS * factor**2
+        # the processor would otherwise resize what has been resized here already
         self.policy.processor.image_processor.size = {"shortest_edge": low, "longest_edge": high}
         return Resize(factor, low, high, shrink_to)
 
@@ -272,6 +276,7 @@ class GroundingMeasure(Measure[GroundingTask]):
 
     def run(self, batch: Sequence[Trial[GroundingTask]], start: int) -> list[Row]:
         """Ask about some screens and read the answers."""
+        # by index, as some of the batch may have no prompt
         prompts: dict[int, Prompt] = {}
         errors: dict[int, str] = {}
         for trial in batch:
@@ -288,6 +293,7 @@ class GroundingMeasure(Measure[GroundingTask]):
         """Accuracies with intervals, also by group; mean number of points, unreadable and unusable samples."""
         found = metrics_of(self.benchmark, tabulate(self.benchmark, [self._scored(row) for row in rows]))
         found["answers/outside"] = self._outside(rows)
+        # samples that were not asked have no length
         lengths = [row["length"] for row in rows if not row["unusable"]]
         found["response/length_greedy"] = sum(lengths) / len(lengths) if lengths else float("nan")
         return found | {"answers/unusable": float(sum(bool(row["unusable"]) for row in rows))}
@@ -310,12 +316,14 @@ class GroundingMeasure(Measure[GroundingTask]):
     def outcome(self, row: Row) -> Outcome:
         """Whether the first point and any point hit."""
         groups = self._sample(row).meta.get("groups", {})
+        # samples with several values in a column have no single cell
         parts = {name: groups[name][0] for name in self.benchmark.columns if len(groups.get(name, ())) == 1}
         scores = {"accuracy/first": float(row["first"]), "accuracy/any": float(row["any"])}
         return Outcome(self.tasks[row["index"]].task.id, scores, parts)
 
     def about(self) -> Row:
         """The benchmark, how it is asked and how answers are read."""
+        # what differs between models is left out: the question is the same for all
         asked = {name: value for name, value in self.setting.items() if name not in ("model", "dtype", "transformers")}
         return {
             "suite": self.benchmark.name,
@@ -350,6 +358,7 @@ class GroundingMeasure(Measure[GroundingTask]):
             **{name: value for name, value in self.setting.items() if name != "model"},
             "questions": short_digest(json.dumps(asked).encode()),
             "weights": weights_digest(self.policy)[:16],
+            # batches of other sizes may round differently, and so answer differently
             "options": {"parser": self.options.parser, "batch_tasks": self.options.batch_tasks},
             "processes": processes,
         }
@@ -376,11 +385,13 @@ class GroundingMeasure(Measure[GroundingTask]):
         if not prompts:
             return []
         drawn = sample(self.policy, prompts, 1, self.sampler, None)
+        # the prefix was given, not generated, but it is a part of the answer
         texts = [with_start(self.preset.prefix, text) for text in drawn.texts]
         return list(zip(texts, drawn.finish, drawn.mask.sum(1).int().tolist(), strict=True))
 
     def _row(self, trial: Trial[GroundingTask], answer: tuple[str, str, int] | None, unusable: str) -> Row:
         text, finish, length = answer or ("", "", 0)
+        # a model that thinks may name points in its thoughts
         parsed = parse_answer(text, self.options.parser, no_think=without_think(text))
         scored = score_answer(parsed, trial.task.sample, self.preset.space)
         return {
@@ -413,6 +424,7 @@ class GroundingMeasure(Measure[GroundingTask]):
             image = self._sample(row).load_image()
         except (TaskError, ValueError):
             return None
+        # records store infinite numbers as null
         points = [(x, y) for x, y in row["points"] if x is not None and y is not None]
         return draw_answer(image, self._sample(row).target, points, bool(row["first"]))
 
@@ -420,6 +432,7 @@ class GroundingMeasure(Measure[GroundingTask]):
         """Fraction of first points outside their screens, without refusals; a large one usually means a wrong space."""
         points = [(row["points"][0], self._sample(row).original_wh) for row in rows if row["points"]]
         points = [(point, size) for point, size in points if not Refusal().contains(point)]
+        # edges count as inside, as in `Box.contains`
         outside = sum(not (0 <= x <= width and 0 <= y <= height) for (x, y), (width, height) in points)
         share = outside / len(points) if points else float("nan")
         if len(points) >= ENOUGH_POINTS and share > MUCH_OUTSIDE:

@@ -80,9 +80,11 @@ def recognise(file: Path, columns: Iterable[str]) -> Benchmark:
     held = set(columns)
     for benchmark in BENCHMARKS.values():
         names = [Path(pattern).name for layout in benchmark.layouts for pattern in layout.files]
+        # a bare "*.parquet" would claim every mirror; those are recognised by their columns
         if any(Path(file.name).match(name) for name in names if not name.startswith("*")):
             return benchmark
     for benchmark in BENCHMARKS.values():
+        # after all names: columns of one benchmark may be among those of another
         if benchmark.known_by and held >= {*benchmark.known_by}:
             return benchmark
     if held & {*TARGET_COLUMNS} and held & {"image", "images"}:

@@ -118,6 +118,7 @@ def tabulate(benchmark: Benchmark, scored: Sequence[Scored]) -> Table:
     """Results of a benchmark by the columns of its tables."""
     keys: list[tuple[str, ...]] = [(), *((column,) for column in benchmark.columns), *benchmark.crosses]
     keys += [(column,) for column in benchmark.details]
+    # published averages give each cell the same weight
     macro = mean_of_shares([row.first for row in _rows(benchmark.macro, scored)]) if benchmark.macro else None
     return Table(tuple(row for key in keys for row in _rows(key, scored)), macro)
 
@@ -127,10 +128,12 @@ def mean_of_shares(shares: Sequence[Share]) -> tuple[float, float, float]:
 
     Source: Zou and Donner 2008, "Construction of confidence limits about effect measures" (MOVER).
     """
+    # an empty cell has no accuracy, and would make the mean NaN
     known = [share for share in shares if share.n]
     if not known:
         return math.nan, math.nan, math.nan
     mean = sum(share.value for share in known) / len(known)
+    # the squared distances to the lower ends add up, as variances would
     below = math.sqrt(sum((share.value - share.interval[0]) ** 2 for share in known)) / len(known)
     above = math.sqrt(sum((share.interval[1] - share.value) ** 2 for share in known)) / len(known)
     return mean, max(mean - below, 0.0), min(mean + above, 1.0)
@@ -164,6 +167,7 @@ def write_results(folder: Path, split: str, benchmark: Benchmark, table: Table, 
         "table": [_as_json(row) for row in table.rows],
         "setting": dict(setting),
     }
+    # NaN is no JSON; finite_or_none has turned it into null
     text = json.dumps(finite_or_none(content), indent=2, ensure_ascii=False, allow_nan=False, default=str)
     write_atomically(folder / f"{split}.json", text + "\n")
     path = folder / f"{split}.md"
@@ -224,6 +228,7 @@ def _rows(columns: tuple[str, ...], scored: Sequence[Scored]) -> list[TableRow]:
     """A row for each combination of values, in the order of first appearance; a sample may have several values."""
     parts: dict[tuple[str, ...], list[Scored]] = {} if columns else {(): list(scored)}
     for entry in scored if columns else ():
+        # a sample with several values counts in each of their cells
         for values in itertools.product(*(entry.groups.get(column, ()) for column in columns)):
             parts.setdefault(values, []).append(entry)
     rows = []

@@ -85,11 +85,14 @@ def preset_of_run(model_path: str) -> PromptPreset:
     if not isinstance(values, DictConfig):
         raise UserError(f"{file} has no part 'grounding': the run was not trained on screens; choose a prompt.preset")
     known = {field.name for field in dataclasses.fields(GroundingSettings)}
+    # a run of another version may have further options
     settings = GroundingSettings(**{str(name): value for name, value in values.items() if name in known})
     _check_template(f"{file}: grounding.template", settings.template, asks=True)
     data = content.get("data")
+    # system prompt and think instruction are one system turn, as in training
     texts = [data.get("system_prompt") if isinstance(data, DictConfig) else None]
     texts += [settings.think_prompt] if settings.think else []
+    # texts of a run are no templates: their braces are literal
     system = "\n".join(text.replace("{", "{{").replace("}", "}}") for text in texts if text)
     return PromptPreset(settings.point_space, settings.template, system=system, refusal=ABSENT)
 
@@ -110,6 +113,7 @@ def question(sample: GroundingSample, preset: PromptPreset, asks_refusals: bool,
         messages=messages,
         images=[str(sample.image) if isinstance(sample.image, Path) else sample.image],
         max_image_pixels=max_image_pixels,
+        # the size that the prompt states and the sample's points refer to
         image_wh=[sample.model_wh],
         points_in_pixels=preset.space is CoordinateSpace.ABS_RESIZED,
     )
@@ -119,6 +123,7 @@ def begin_answer(prompt: Prompt, text: str, turns: TurnTemplate) -> Prompt:
     """Append the first words of the answer to a prompt, as the chat template begins one."""
     if not text:
         return prompt
+    # the turn stays open: the model continues it
     start = turns.write(prompt.text, text, ends=False)
     ids = torch.tensor(turns.tokenizer.encode(start, add_special_tokens=False), dtype=prompt.input_ids.dtype)
     positions = prompt.next_position + torch.arange(len(ids), dtype=prompt.position_ids.dtype)
@@ -126,6 +131,7 @@ def begin_answer(prompt: Prompt, text: str, turns: TurnTemplate) -> Prompt:
         prompt,
         input_ids=torch.cat([prompt.input_ids, ids]),
         mm_token_type_ids=torch.cat([prompt.mm_token_type_ids, torch.zeros_like(ids)]),
+        # text has the same position on all three rotary axes
         position_ids=torch.cat([prompt.position_ids, positions.expand(3, -1)], dim=1),
         next_position=prompt.next_position + len(ids),
         text=prompt.text + start,

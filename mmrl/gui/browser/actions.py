@@ -90,6 +90,7 @@ def read_action(name: str, arguments: Mapping[str, Any], viewpoint: Viewpoint) -
     """Check an action; raises ActionError."""
     if name not in ACTIONS:
         raise ActionError("unknown_action", f"There is no action {name[:60]!r}; the actions are: {', '.join(ACTIONS)}.")
+    # each reader removes what it knows; what is left over is an argument that the action does not have
     left = dict(arguments)
     command = ACTIONS[name].read(name, left, viewpoint)
     if left:
@@ -104,9 +105,11 @@ def execute_command(command: Command, page: GuardedPage) -> None:
     Raises:
         ActionError: a popup outside of the page is in the way; it is closed.
     """
+    # the mouse acts in CSS pixels
     points = [(x / page.scale, y / page.scale) for x, y in command.points]
     with page.browser.limited(f"the action {command.name}"):
         for point in points[:1]:
+            # only where the action begins: a native popup takes the input away from the page
             if refused := refusal_of(page.page, point, page.scale):
                 raise ActionError("native_popup", refused)
         if command.name in ("click", "double_click"):
@@ -127,9 +130,11 @@ def _perform(command: Command, page: GuardedPage, points: Sequence[Point]) -> No
         case "drag":
             mouse.move(*points[0])
             mouse.down()
+            # in several steps: pages recognise a drag by the motion between
             mouse.move(*points[1], steps=DRAG_STEPS)
             mouse.up()
         case "scroll":
+            # the wheel acts on what is under the pointer
             mouse.move(*points[0])
             mouse.wheel(*command.scroll_px)
         case "type":
@@ -193,6 +198,7 @@ def _one_key(given: Any) -> str:
     parts = given.replace("+", " ").split() if isinstance(given, str) and len(given) < 60 else []
     named = [MODIFIERS.get(part.lower(), "") for part in parts[:-1]]
     last = parts[-1] if parts else ""
+    # a printed character stands for itself, a name for its key
     key = last if last in CHARACTERS else KEYS.get(last.lower().replace("_", ""), "")
     if not key or not all(named) or len(set(named)) < len(named):
         examples = (
@@ -225,6 +231,7 @@ def _point(name: str, left: dict[str, Any], whole: str, parts: tuple[str, str]) 
 
 
 def _is_number(value: Any) -> bool:
+    # NaN fails the comparison, infinities are above it
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e15
 
 

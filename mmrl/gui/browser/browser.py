@@ -110,6 +110,7 @@ class Browser:
             context: BrowserContext = self._browser.new_context(
                 viewport={"width": width, "height": height},
                 device_scale_factor=scale,
+                # pages are local files or strings; nothing from the network may enter an episode
                 offline=True,
                 accept_downloads=False,
                 locale=locale,
@@ -155,6 +156,7 @@ class Browser:
 
         # Calls nest; an inner one must not extend the time of the outer one.
         outer = self._deadline
+        # twice playwright's own limit, which should come first and leaves the browser alive
         self._deadline = min(outer, time.monotonic() + 2 * self.settings.timeout_s)
         try:
             yield
@@ -168,6 +170,7 @@ class Browser:
         """Kill the browser's process, as an out-of-memory killer would."""
         with contextlib.suppress(ProcessLookupError):
             if self.pid:
+                # SIGKILL: a browser that hangs ignores everything else
                 os.kill(self.pid, signal.SIGKILL)
 
     def _start(self) -> None:
@@ -273,7 +276,7 @@ def _refuse_asyncio() -> None:
         return
     raise UserError(
         "a browser cannot be driven inside a running asyncio loop (a notebook has one, and so has a thread in which "
-        "another browser runs); run it in a process of its own"
+        "another browser runs); run it in a separate process"
     )
 
 

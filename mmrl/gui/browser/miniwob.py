@@ -138,14 +138,17 @@ class MiniWobEnv(PageEnv):
         unknown = [str(key) for key in options if key not in TASK_FIELDS]
         if unknown:
             raise UserError(f"a task has the entries {', '.join(TASK_FIELDS)}, not {unknown[0]!r}")
+        # by the seed of the episode: a reset without a name is repeatable too
         name = options.get("name") or Random(f"task/{seed}").choice(self.settings.tasks)
         _page_file(name)
+        # a seed in the options wins over the episode's
         return {"seed": seed, **options, "name": name}
 
     def _begin(self, page: GuardedPage, task: Mapping[str, Any], seed: int) -> str:
         # A fresh document: what an agent did to the last one (scroll, selection, open dialogs) would stay otherwise.
         page.load_file(_page_file(task["name"]), _folder().parent)
         started = page.evaluate(BEGIN, str(task["seed"]))
+        # what the page tried while loading is not the effect of an action
         page.take_events()
         if not started["ready"]:
             raise BrowserFailure(f"the page {task['name']} did not get ready within 5 seconds")
@@ -155,6 +158,7 @@ class MiniWobEnv(PageEnv):
         report = page.evaluate(REPORT)
         done, reward = bool(report["done"]), float(report["reward"])
         info = {"raw_reward": reward, "reason": report["reason"]}
+        # a raw reward before the end of the episode does not count
         return Verdict(reward if done else 0.0, done and reward >= FULL_REWARD, done, info)
 
 

@@ -148,6 +148,7 @@ class GuardedPage:
 
     def close(self) -> None:
         """Close the page and its context."""
+        # a context of an earlier start is gone with its browser
         if self.is_open():
             self.browser.close_context(self._context)
 
@@ -250,17 +251,21 @@ def read_elements(page: GuardedPage) -> list[Element]:
 
 def _entries_of(frame: Frame) -> list[dict[str, Any]]:
     """The controls of a frame and its nested frames, with boxes in CSS pixels of the frame's document."""
+    # frame by frame: a script of the page cannot look into frames of other origins
     entries: list[dict[str, Any]] = json.loads(frame.evaluate(read_script()))
     for inner in frame.child_frames:
+        # a frame may vanish while its page is read
         if inner.is_detached():
             continue
         element, (left, top, scale) = content_box(inner)
         found = _entries_of(inner)
         for entry in found:
             edges = zip(entry["box"], (left, top, left, top), strict=True)
+            # from the frame's document to that of the page around it
             entry["box"] = [offset + scale * edge for edge, offset in edges]
         # A control visible in its frame can still be cut off or covered by the page around the frame.
         answers = element.evaluate(FRAME_CLIP, [entry["box"] for entry in found])
+        # the frame's own reason comes first
         for entry, (box, hidden) in zip(found, answers, strict=True):
             entries.append(entry | {"box": box, "hidden": entry["hidden"] or hidden})
     return entries

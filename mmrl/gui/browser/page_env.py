@@ -116,9 +116,11 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
     def __init__(self, settings: PageEnvSettings, browser: Browser | None = None) -> None:
         check_config(settings, "environment")
         self.settings = settings
+        # the viewport is in CSS pixels; the screenshot may differ by a pixel from the requested size
         self._css_wh = round(settings.width_px / settings.scale), round(settings.height_px / settings.scale)
         image_wh = round(self._css_wh[0] * settings.scale), round(self._css_wh[1] * settings.scale)
         model_wh = settings.resize.model_wh(image_wh) if settings.resize else None
+        # model_wh only with a resize: without one, the agent's image is the screenshot
         self.viewpoint = Viewpoint(settings.space, image_wh, model_wh, settings.scale)
         width, height = model_wh or image_wh
         self.action_space = ActionSpace(self.viewpoint)
@@ -162,8 +164,10 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
         """
         super().reset(seed=seed)
         number = int(self.np_random.integers(2**31)) if seed is None else seed
+        # checked before the browser is asked for a page
         task = self._task(_task_of(options), number)
         self.answer = ""
+        # a failed browser costs a retry, not the episode: nothing has been acted yet
         for attempt in range(RESET_ATTEMPTS):
             try:
                 self._instruction = self._begin(self._ready_page(), task, number)
@@ -219,19 +223,23 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
         self, name: str, arguments: Mapping[str, Any]
     ) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         code = message = None
+        # an action that cannot be read still waits: the page may change by itself
         command = Command("wait")
         try:
             command = read_action(name, arguments, self.viewpoint)
+            # before it is executed: `_after` may judge the answer
             self.answer = command.text if command.name in ("finish", "fail") else ""
             execute_command(command, self.page)
         except ActionError as error:
             code, message = error.code, str(error)
+        # also after a refused action: pages with timers go on
         verdict = self._after(self.page)
         self._image = self.page.screenshot()
         solved = verdict.success and self.settings.end_when_solved
         terminated = verdict.done or solved or command.name in ("finish", "fail")
         truncated = not terminated and self._steps >= self.settings.max_steps
         self._over = terminated or truncated
+        # paid once, at the end; giving up is never paid
         reward = verdict.reward if self._over and command.name != "fail" else 0.0
         info = {**self._facts(), **verdict.info, "success": verdict.success and command.name != "fail"}
         info |= {"answer": self.answer} if self.answer else {}

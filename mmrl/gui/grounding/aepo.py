@@ -53,6 +53,7 @@ class AepoConfig(GroundingParts, VlmConfig):
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         self.check_screens()
+        # with the point rewards, as the run will have them
         VlmConfig.validate(self.scored())
 
     def scored(self) -> AepoConfig:
@@ -83,6 +84,7 @@ def no_signal(rollouts: Rollouts, kinds: list[str]) -> dict[str, Metric]:
     counts = group_sum(scored.to(reward.dtype), rollouts.group, groups)
     mean = group_sum(reward, rollouts.group, groups) / counts.clamp(min=1)
     away = ((reward - mean[rollouts.group]).abs() > SAME) & scored
+    # a group without any scored row has no signal either
     flat = (group_sum(away.long(), rollouts.group, groups) == 0).tolist()
     shares = {kind: [flat[i] for i, other in enumerate(kinds) if other == kind] for kind in sorted(set(kinds)) if kind}
     return {f"aepo/no_signal/{kind}": Metric(float(sum(own)), len(own)) for kind, own in shares.items()}

@@ -76,6 +76,7 @@ def parse_answer(text: str, mode: str = "robust", *, no_think: bool = False, max
 
 def _function_answer(text: str, name: str) -> ParsedAnswer:
     """The points that a user's function finds; one that raises found none."""
+    # the cut bounds the work on a huge answer
     answer = final_part(text[:LONGEST])
     if answer is None:
         return ParsedAnswer(error="no_think")
@@ -85,6 +86,7 @@ def _function_answer(text: str, name: str) -> ParsedAnswer:
     except UserError:
         raise
     except Exception as error:
+        # ValueError is how a function says that there is no point; anything else is a mistake in it
         if not isinstance(error, ValueError):
             _warn_of_function(name, type(error).__name__, str(error)[:200])
         return ParsedAnswer(error="function")
@@ -142,6 +144,7 @@ def _reference(text: str, no_think: bool) -> ParsedAnswer:
     answer = text if no_think else split_think(text)
     if answer is None:
         return ParsedAnswer(error="no_think")
+    # as in the public code: brackets are counted without regard to quotes
     start = answer.find("[")
     end = _partner(answer, start) if start >= 0 else -1
     value = _json(answer[start : end + 1]) if end >= 0 else NOTHING
@@ -183,17 +186,21 @@ def _robust(text: str, no_think: bool) -> ParsedAnswer:
     if answer is None:
         return ParsedAnswer(error="no_think")  # the block is never closed
     error = ""
+    # outer before inner, so that a list is found before its first item
     for start, end in _spans(answer):
         value = _json(answer[start : end + 1])
         if value is not NOTHING:
+            # a single object is a list of one
             found = _points_of(value if isinstance(value, list) else [value])
             if found.ok:
                 return found
+            # the first error is kept: it belongs to what the model most likely meant as its answer
             error = error or found.error
     for kind, pattern in TEXT_FORMS.items():
         written = pattern.search(answer)
         if written is not None:
             numbers = [float(number) for number in written.groups() if number is not None]
+            # four numbers are a box, whose middle counts
             x, y = numbers if len(numbers) == 2 else [(numbers[i] + numbers[i + 2]) / 2 for i in (0, 1)]
             return ParsedAnswer(((x, y),), kind, "refusal" if x < 0 and y < 0 else "")
     return ParsedAnswer(error=error or "not_json")

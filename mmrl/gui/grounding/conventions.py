@@ -89,8 +89,10 @@ class Convention:
         """Key of `VERDICTS`: few or centred boxes may fit both (ambiguous); bad data fit neither (unsure)."""
         if self.mixed:
             return "mixed"
+        # wrong only if the other meaning fits almost all; bad data fit neither
         if self._units_are_wrong or (self.fits < ENOUGH <= self.other_fits):
             return "wrong"
+        # boxes in thousandths fit small screens too, so one of two further signs is needed
         too_far, too_near = self.fits < MANY, self.chance_below_1000 < CHANCE
         if not self.declared.is_relative and self.in_thousandths >= ENOUGH and (too_far or too_near):
             return "thousandths"
@@ -117,6 +119,8 @@ class Convention:
         """A question about boxes in pixels that all are in the upper left of their screens; empty without one."""
         if self.declared.is_relative or self.verdict in ("mixed", "wrong", "thousandths") or self.reach <= 0:
             return ""
+        # the reach is a maximum over boxes, so its chance falls with the power of their number
+        # each box has a right and a lower edge
         if 1 / self.reach < SCALED or self.reach ** (2 * self.boxes) > CHANCE:
             return ""
         return (
@@ -149,7 +153,9 @@ def fit_convention(
     def share(fit: Callable[[Sequence[float], BoxForm, Size], bool]) -> float:
         return sum(fit(*box) for box in boxes) / len(boxes)
 
+    # a single number beyond 1000 rules thousandths out
     farthest = max(number for row, _, _ in boxes for number in row)
+    # only screens that have pixels beyond 1000 can tell pixels from thousandths
     sides = [side for _, _, size in boxes for side in size if side > 1000]
     return Convention(
         declared=declared,
@@ -175,18 +181,22 @@ def _mixture(boxes: Sequence[FormedBox], places: Sequence[str]) -> str:
     if all(units.values()):
         return _told(units, len(rows))
     if units["fractions of the image's sides"]:
+        # all boxes are fractions: they have no other form to compare
         return ""
     forms: dict[str, list[str]] = {}
     for (box, form, size), place in rows:
         ways = [way for way in (form, OTHER[form]) if fits(box, way, size)]
+        # boxes that fit both forms say nothing
         if len(ways) == 1:
             forms.setdefault(f"numbers that only fit {ways[0]}", []).append(place)
+    # a few contradictions are bad rows, many are two kinds of data in one file
     if len(forms) == 2 and min(map(len, forms.values())) > max(1, FEW * len(rows)):
         return _told(forms, len(rows))
     scales = {
         "thousandths of the image's sides": [
             place
             for (box, _, (width, height)), place in rows
+            # beyond its image, although below 1000: thousandths of a small screen
             if max(box) <= 1000 and has_area(box, BoxForm.XYXY) and (box[0] >= width or box[1] >= height)
         ],
         "numbers above 1000": [place for (box, _, _), place in rows if max(box) > 1000],

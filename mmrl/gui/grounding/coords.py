@@ -93,6 +93,7 @@ class Resize:
         if self.shrink_to is not None and width * height > self.shrink_to:
             scale = math.sqrt(self.shrink_to / (width * height))
             width, height = max(1, round(width * scale)), max(1, round(height * scale))
+        # qwen-vl-utils puts the height first
         height, width = smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
         return width, height
 
@@ -141,8 +142,10 @@ def smart_resize(
     new_height, new_width = (max(factor, round(side / factor) * factor) for side in (height, width))
     if new_height * new_width > highest:
         shrink = math.sqrt(height * width / highest)
+        # ratio of the sides before rounding, as qwen-vl-utils does, not of the rounded ones
         new_height, new_width = (math.floor(side / shrink / factor) * factor for side in (height, width))
     elif new_height * new_width < lowest:
+        # ceil, so that the area is not below the bound again
         grow = math.sqrt(lowest / (height * width))
         new_height, new_width = (math.ceil(side * grow / factor) * factor for side in (height, width))
     if min(new_height, new_width) < 1:
@@ -219,6 +222,7 @@ def clean_box(
     (x1, x2), (y1, y2) = sorted((box[0], box[2])), sorted((box[1], box[3]))
     clipped = Box(max(x1, 0), max(y1, 0), min(x2, width), min(y2, height))
     sides = clipped.x2 - clipped.x1, clipped.y2 - clipped.y1
+    # the whole box, not the visible part
     area = (x2 - x1) * (y2 - y1)
     if area <= 0 or min(sides) < min_side or sides[0] * sides[1] < min_visible * area:
         return None

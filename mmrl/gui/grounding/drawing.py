@@ -21,7 +21,7 @@ LONGEST_SIDE = 1280
 SHORTEST_SIDE = 384
 """Screens with a shorter long side are enlarged by an integer factor, so that marks do not cover them."""
 MARK = 0.02
-"""Radius of a point's mark as a share of the image's longer side."""
+"""Radius of a point's mark as a fraction of the image's longer side."""
 
 
 def draw_answer(image: Image.Image, target: Target, points: Sequence[Point], hit: bool) -> Image.Image:

@@ -109,6 +109,7 @@ def sample_of(task: VlmTask) -> GroundingSample:
     except (TypeError, ValueError) as error:
         raise TaskError("bad_target", task.id, str(error)) from None
     texts = [item["text"] for item in task.messages[-1]["content"] if item["type"] == "text"]
+    # everything else of the row may be used in the template
     meta = {name: value for name, value in task.columns.items() if name not in (*TARGET_COLUMNS, "original_wh")}
     image: Any = task.images[0]
     return GroundingSample(image, _size(task), "".join(texts).strip(), target, meta={"id": task.id, **meta})
@@ -125,6 +126,7 @@ def _size(task: VlmTask) -> Size:
     elif given is not None:  # not decoded here
         size = (int(given[0]), int(given[1]))
     else:
+        # only decoded where nothing else says the size
         size = open_image(source, task.id, max_pixels=task.max_image_pixels).size
     if given is not None and (int(given[0]), int(given[1])) != size:
         swapped = " (the sides are swapped: width comes first)" if (int(given[1]), int(given[0])) == size else ""
@@ -142,6 +144,7 @@ def grounding_task(task: VlmTask, settings: GroundingSettings, resize: Resize) -
         raise TaskError("unusable_image", task.id, str(error)) from None
     assert sample.model_wh is not None
     needs = {
+        # as plain data: these columns go to the reward's processes
         **sample_row(replace(sample, meta={}, instruction="")),
         "model_wh": sample.model_wh,
         "space": settings.point_space.value,
@@ -150,10 +153,12 @@ def grounding_task(task: VlmTask, settings: GroundingSettings, resize: Resize) -
     columns = dict(task.columns) | {"grounding": needs}
     answers = task.columns.get("answers")
     if answers is not None:
+        # given answers are in pixels of the image, as its boxes are
         points = [sample.from_original(tuple(point), settings.point_space) for point in answers]
         columns["completion"] = answer_text(points, settings.point_space, task.columns.get("labels"))
     content = [{"type": "image"}, {"type": "text", "text": _question(sample, settings)}]
     messages = [*_system(task, settings), {"role": "user", "content": content}]
+    # the processor then has to report the size at which the model sees the image
     in_pixels = settings.point_space is CoordinateSpace.ABS_RESIZED
     return replace(task, messages=messages, columns=columns, image_wh=[sample.model_wh], points_in_pixels=in_pixels)
 
@@ -224,8 +229,10 @@ def write_tasks(
             written.append(grounding_task(task, settings, resize))
         except TaskError as error:
             found.bad.append(error)
+    # over all rows, before any is dropped: a box in other units may look like one off the screen
     found.convention = convention_of(written)
     for task in written:
+        # evaluations keep every box as it is, or numbers could not be compared
         cleaned = _cleaned(task, settings) if training else task
         if cleaned is None:
             found.dropped.append(TaskError("unusable_box", task.id, GROUNDING_ERRORS["unusable_box"]))
@@ -283,7 +290,7 @@ def convention_of(tasks: Sequence[VlmTask]) -> Convention | None:
 
 
 def _cleaned(task: VlmTask, settings: GroundingSettings) -> VlmTask | None:
-    """The task with its box sorted and clipped, or None where it teaches nothing; places of other shapes stay."""
+    """The task with its box sorted and clipped; None if too little of it is on the screen. Other shapes are kept."""
     needs = task.columns["grounding"]
     target = target_of(needs)
     if not isinstance(target, Box):
@@ -341,6 +348,7 @@ class Screens(Questions):
         sample = GroundingSample(image, needs["original_wh"], "", target_of(needs), model_wh=needs["model_wh"])
         settings = self.settings
         parsed = parse_answer(text, self.rules.parser, no_think=without_think(text, settings.think))
+        # the reference parser lets anything through
         pairs = [pair for pair in parsed.points if all(isinstance(number, int | float) for number in pair)]
         points = [sample.to_original((x, y), settings.point_space) for x, y in pairs]
         return draw_answer(sample.load_image(), sample.target, points, right)

@@ -144,7 +144,7 @@ def score_answer(
     *,
     no_think: bool = False,
 ) -> PointScore:
-    """Score one answer, given its target in pixels of the original image; never raises, whatever the text.
+    """Score one answer, given its target in pixels of the original image; never raises for any text.
 
     `locate` maps a point of the answer to such pixels; with `no_think` the answer has no think block.
 
@@ -157,18 +157,22 @@ def score_answer(
 
 
 def _score(text: str, target: Target, rules: AnswerRules, locate: Callable[[Any], Point], no_think: bool) -> PointScore:
+    # checked for both parsers: `robust` itself would accept an answer without the block
     if not no_think and split_think(text) is None:
         return WRONG_FORMAT
     parsed = parse_answer(text, rules.parser, no_think=no_think, max_answers=rules.max_answers)
+    # an empty list says that nothing is there, which is a miss and no wrong format
     if not parsed.ok and (parsed.error != "empty" or rules.empty_is_malformed):
         return WRONG_FORMAT
     points = parsed.points
     if rules.dedupe_px:
+        # the first of several close answers stays, as ranks count
         kept: list[tuple[Any, Point]] = []
         for point, located in zip(points, [locate(point) for point in points], strict=True):
             if all(math.dist(located, other) > rules.dedupe_px for _, other in kept):
                 kept.append((point, located))
         points = tuple(point for point, _ in kept)
+    # the numbers as written first: the published test is exact
     if has_collinear(points) or (rules.collinear_tol_px and has_collinear(map(locate, points), rules.collinear_tol_px)):
         paid = 1.0 if rules.collinear_scope == "accuracy" else 0.0
         return PointScore(score=paid - 1.0, format=paid, accuracy=-1.0, is_collinear=1)
@@ -206,10 +210,12 @@ def has_collinear(points: Iterable[Any], tol: float = 0.0) -> bool:
 
 def _on_a_line(first: Any, second: Any, third: Any, tol: float) -> bool:
     (x1, y1), (x2, y2), (x3, y3) = first, second, third
+    # compares slopes without a division; equal products mean equal slopes
     if not tol:
         return math.isclose((y2 - y1) * (x3 - x1), (y3 - y1) * (x2 - x1))
     longest = max(math.dist(first, second), math.dist(first, third), math.dist(second, third))
     twice_area = abs((y2 - y1) * (x3 - x1) - (y3 - y1) * (x2 - x1))
+    # height = 2 area / longest side, without dividing by a length that may be 0
     return twice_area < tol * longest or longest == 0
 
 

@@ -43,9 +43,11 @@ class Polygon:
         """Whether a point is inside by the even-odd rule, or on an edge; never for NaN."""
         inside = False
         for start, end in zip(self.points, self.points[1:] + self.points[:1], strict=True):
+            # edges first: the even-odd rule counts some of them as inside and others as outside
             if _on_segment(point, start, end):
                 return True
             (x, y), (x1, y1), (x2, y2) = point, start, end
+            # half-open in y, so that a ray through a corner crosses one of its two edges
             if (y1 > y) != (y2 > y) and x < x1 + (y - y1) * (x2 - x1) / (y2 - y1):
                 inside = not inside
         return inside
@@ -54,6 +56,7 @@ class Polygon:
 def _on_segment(point: Point, start: Point, end: Point) -> bool:
     (x, y), (x1, y1), (x2, y2) = point, start, end
     within = min(x1, x2) <= x <= max(x1, x2) and min(y1, y2) <= y <= max(y1, y2)
+    # exact: annotations are whole pixels, and points are compared as they are
     return within and (x2 - x1) * (y - y1) == (y2 - y1) * (x - x1)
 
 
@@ -63,6 +66,7 @@ class Refusal:
 
     def contains(self, point: Point) -> bool:
         """Whether both coordinates are negative."""
+        # models write -1 in their space, which scaling to pixels moves but keeps negative
         return point[0] < 0 and point[1] < 0
 
 
@@ -111,6 +115,7 @@ class GroundingSample:
 
         source = str(self.image) if isinstance(self.image, Path) else self.image
         image = open_image(source, self._name)
+        # coordinates of a sample are pixels of exactly this size
         if image.size != tuple(self.original_wh):
             found, expected = (f"{w} x {h}" for w, h in (image.size, self.original_wh))
             raise ValueError(f"{self._name}: the image is {found} pixels, its sample says {expected}")
@@ -142,6 +147,7 @@ ROTATED = (5, 6, 7, 8)
 
 def target_of(row: Mapping[str, Any]) -> Target:
     """The target of a row, in pixels of the original image; raises ValueError where it is not exactly one."""
+    # data sets fill absent cells with null, and refusal with false
     given = [name for name in TARGET_COLUMNS if row.get(name) not in (None, False)]
     if len(given) != 1:
         columns = f"none among {', '.join(row) or 'no columns'}"
@@ -176,12 +182,13 @@ def sample_row(sample: GroundingSample) -> dict[str, Any]:
 
 
 def write_samples(path: str | Path, samples: Iterable[GroundingSample]) -> Path:
-    """Write samples as JSON lines with PNG images in a folder beside them."""
+    """Write samples as JSON lines, and their images as PNG files in a folder next to it."""
     path = Path(path)
     if path.suffix != ".jsonl":
-        raise UserError(f"screens go to a .jsonl file, with their images in a folder beside it; got {path}")
+        raise UserError(f"screens are written to a .jsonl file, with a folder of images next to it; got {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = path.with_name(f"{path.stem}-images")
+    # written under another name and moved when complete
     with tempfile.TemporaryDirectory(prefix=f".{path.stem}-", dir=path.parent) as scratch:
         images, listing = Path(scratch) / "images", Path(scratch) / "rows.jsonl"
         images.mkdir()

@@ -156,7 +156,9 @@ class FlowLoopMeasure(EpisodeMeasure[FlowEpisode]):
 @contextmanager
 def measure_in_loop(model: nn.Module, settings: LoopConfig, split: str, run_dir: Path) -> Iterator[FlowLoopMeasure]:
     """A measure of a model during its training; scenes are open inside the context."""
+    # of the average that is evaluated, not of the policy that it replaces
     weights = content_digest(sorted(model.state_dict().items()))
+    # through JSON, in the form in which stored rows are compared
     conditions = {"weights": weights, "settings": json.loads(json.dumps(dataclasses.asdict(settings)))}
     with EpisodeRunner(settings, cast(FlowModel, model)) as runner:
         yield FlowLoopMeasure(runner, LoopEvaluationConfig(videos=0), split, run_dir, conditions)
@@ -207,6 +209,7 @@ def loop_metrics(rows: Sequence[Row]) -> dict[str, float]:
     found["success/of_families"] = mean_or_nan(families)
     for name in ("ade_cm", "fde_cm", "rotation_deg"):
         known = [row[name] for row in valid if row[name] is not None]
+        # a rotation about a symmetry axis is arbitrary, and one such episode would dominate a mean
         middle = np.median if name == "rotation_deg" else np.mean
         found[f"flow/{name}"] = float(middle(known)) if known else float("nan")
     found |= swap_metrics(valid)

@@ -181,6 +181,7 @@ class EpisodeRunner:
 
     def _run(self, episode: FlowEpisode, video: Path | None) -> Row:
         robot, planner = self._prepare(episode)
+        # spaced: the planner adds 0, 1, ... to it, and episodes must not share samples
         seed = self.settings.seed * 1_000_003 + 1009 * episode.number
         with nullcontext() if video is None else recorded_frames(robot) as frames:
             result = planner.run(robot, seed=seed)
@@ -205,9 +206,11 @@ class EpisodeRunner:
         found: Row = {"ade_cm": None, "fde_cm": None, "rotation_deg": None, "swaps": []}
         if not result.rounds or not (first := result.rounds[0]).tries:
             return found
+        # the executed prediction, or the first one if none was accepted
         chosen = first.chosen or first.tries[0]
         demonstrator = Demonstrator(robot)
         if len(chosen.flow):
+            # true flow of this very scene, for the points that the model was asked about
             truth = FlowClip(first.observation, first.points, demonstrator.flow_of(first.points, len(chosen.flow)))
             errors = flow_errors(chosen.flow[None], truth)
             found |= {name: getattr(errors, name) for name in ("ade_cm", "fde_cm", "rotation_deg")}
@@ -224,6 +227,7 @@ class EpisodeRunner:
             flow = self._model if self._model is not None else self.source(robot)  # type: ignore[operator]
             planner = FlowPlanner(flow, robot.arm, verifier, self.settings.grasps, self.settings.planner)
             self._sets[key] = robot, planner
+        # the task first: the reset places its objects
         robot.give(episode.scene.task)
         robot.reset(episode.number)
         return robot, planner
@@ -231,6 +235,7 @@ class EpisodeRunner:
 
 def _key(scene: SceneConfig) -> SceneConfig:
     furniture = FLOW_TASKS[scene.task].furniture
+    # the first task with this furniture stands for all of them
     return dataclasses.replace(
         scene, task=next(name for name, task in FLOW_TASKS.items() if task.furniture is furniture)
     )

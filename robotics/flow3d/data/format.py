@@ -113,6 +113,7 @@ def clip_of(row: Mapping[str, Any]) -> FlowClip:
     """Read a clip from a row."""
     for name, length in (("K", 9), ("T_world_cam", 16)):
         cell = row.get(name)
+        # checked here and not by pyarrow: a list of another length is a valid cell
         if cell is None or len(cell) != length or not all(one is not None and math.isfinite(one) for one in cell):
             what = "intrinsics" if name == "K" else "pose of the camera"
             raise UserError(f"it has no {what}: {name} is {cell}; {length} finite numbers are needed to lift points")
@@ -120,15 +121,18 @@ def clip_of(row: Mapping[str, Any]) -> FlowClip:
     if not 0 < unit < math.inf:
         raise UserError(f"depth_unit_m is {unit}; must be the metres of one unit of depth")
     points = np.asarray(row["points"], dtype=np.float64)
+    # the schema stores flat lists, so N follows from their length
     grid = math.isqrt(len(points) // 3)
     observation = Observation(
         rgb=_pixels(row["rgb"], "rgb"),
+        # holes were stored as 0 and stay 0, which readers of depth take as unknown
         depth_m=(_pixels(row["depth"], "depth") * unit).astype(np.float32),
         K=np.asarray(row["K"], dtype=np.float64).reshape(3, 3),
         T_world_cam=np.asarray(row["T_world_cam"], dtype=np.float64).reshape(4, 4),
         instruction=row["instruction"],
         mask=None if row["mask"] is None else _pixels(row["mask"], "mask") > 0,
     )
+    # first, so that the clip's own entries win
     meta = {"split": row["split"]}
     if row["task"]:
         meta["task"] = row["task"]
@@ -139,6 +143,7 @@ def clip_of(row: Mapping[str, Any]) -> FlowClip:
 
 def rows_of(table: pa.Table) -> list[dict[str, Any]]:
     """Rows of a table; points and flow stay arrays, which need an eighth of a list's memory."""
+    # with missing cells the flat buffer would be too short, so such columns take the slow path
     arrays = [name for name in ARRAYS if name in table.column_names and not table[name].null_count]
     rows: list[dict[str, Any]] = table.drop_columns(arrays).to_pylist()
     for name in arrays if rows else []:
@@ -186,9 +191,11 @@ class Tally:
         self.sizes[f"{row['width']}x{row['height']}"] += 1
         points = np.asarray(row["points"], dtype=np.float64).reshape(-1, 3)
         flow = np.asarray(row["flow"], dtype=np.float64).reshape(-1, len(points), 4)
+        # future points too: the encoding has to cover where objects go
         depths = np.concatenate([points[:, 2], flow[..., 2].ravel()])
         self.depth_mm.update(_bins(depths))
         K = np.asarray(row["K"], dtype=np.float64).reshape(3, 3)
+        # the median point: some points of the query grid may be on the background
         moved = np.linalg.norm(lift(flow[-1, :, :3], K) - lift(points, K), axis=-1)
         self.moved_mm.update(_bins(np.array([np.median(moved)])))
         self.visible[0] += float(flow[..., 3].sum())

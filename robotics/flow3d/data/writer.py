@@ -63,6 +63,7 @@ def write_shard(path: Path, batches: Sequence[pa.RecordBatch], tally: Tally, gro
     import pyarrow.parquet as pq
 
     table = pa.Table.from_batches(batches)
+    # the counts are kept in each shard, so that they survive a lost info.json
     metadata = {**(table.schema.metadata or {}), TALLY: json.dumps(tally.to_json()).encode()}
     with replaced(path) as draft:
         pq.write_table(
@@ -70,6 +71,7 @@ def write_shard(path: Path, batches: Sequence[pa.RecordBatch], tally: Tally, gro
             draft,
             row_group_size=group_size,
             compression="zstd",
+            # pyarrow reads a flipped bit without an error otherwise
             write_page_checksum=True,
         )
 
@@ -186,6 +188,7 @@ class FlowWriter:
             remove_drafts(self.folder)
             for split, number, path in numbered(self.folder, SHARD):
                 self._count(split, number, path, read_tally(path))
+            # after the shards are counted: a journal may belong to one of them
             self._recover()
             self._write_summary()
         except BaseException:
@@ -252,6 +255,7 @@ class FlowWriter:
     def _count(self, split: str, number: int, path: Path, tally: Tally) -> None:
         self.info.tally.merge(tally)
         self.info.shards[path.relative_to(self.folder).as_posix()] = tally.clips.total()
+        # numbers are never used twice, even if a shard was deleted by hand
         self._numbers[split] = max(number + 1, self._numbers.get(split, 0))
 
     def _recover(self) -> None:

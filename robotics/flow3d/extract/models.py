@@ -55,6 +55,7 @@ class GroundedMask:
         """(n, 4) left, top, right, bottom of boxes that match phrases in an image (H, W, 3), the best first."""
         import torch
 
+        # Grounding DINO was trained on lower-case phrases that end with a full stop
         phrase = words.strip().lower().rstrip(".")
         if not phrase:
             raise UserError("GroundedMask needs words, such as 'robot gripper. hand.', or videos with an instruction")
@@ -118,7 +119,9 @@ class _Segmenter:
 
         inputs = self._processor(images=rgb, input_boxes=[boxes_px.tolist()], return_tensors="pt").to(self._device)
         with torch.no_grad():
+            # one mask per box; with several the best would have to be chosen by score
             outputs = self._model(**inputs, multimask_output=False)
+        # masks come at the model's resolution
         (masks,) = self._processor.post_process_masks(outputs.pred_masks.cpu(), inputs["original_sizes"].cpu())
         return np.asarray(masks[:, 0].numpy(), dtype=bool)
 
@@ -136,6 +139,7 @@ class WithoutGripper:
         """Mask the object; see `Detector`."""
         try:
             mask = self.gripper.detect(video)
+        # a video without a visible gripper is still usable
         except RejectedVideo:
             mask = np.zeros(video.rgb.shape[1:3], dtype=bool)
         return self.inner.detect(replace(video, gripper_mask=mask))

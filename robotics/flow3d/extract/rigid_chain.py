@@ -89,7 +89,9 @@ def surface_normals(depth_m: DepthArray, K: FloatArray) -> FloatArray:
     v, u = np.mgrid[:height, :width] + 0.5
     points = lift(np.stack([u, v, depth_m], -1).astype(np.float64), K)
     normals = np.full((height, width, 3), np.nan)
+    # central differences: over two pixels, noise of the depth tilts a normal half as much
     across, down = points[1:-1, 2:] - points[1:-1, :-2], points[2:, 1:-1] - points[:-2, 1:-1]
+    # in this order the normal points to the camera: x right, y down, z forward
     cross = np.cross(down, across)
     # a larger step in depth is an edge between two surfaces, not a slope
     smooth = (np.abs(across[..., 2]) < 0.02) & (np.abs(down[..., 2]) < 0.02)
@@ -138,6 +140,7 @@ def _plane_step(points: FloatArray, targets: FloatArray, normals: FloatArray) ->
     centre = points.mean(0)
     # turns in units of the object's size, so that eigenvalues of turns and shifts can be compared
     size = max(float(np.sqrt(((points - centre) ** 2).sum(-1).mean())), 1e-6)
+    # point-to-plane error: only the part along the normal counts, so the points may slide on the surface
     jacobian = np.concatenate([np.cross((points - centre) / size, normals), normals], -1)
     residual = ((targets - points) * normals).sum(-1)
     values, directions = np.linalg.eigh(jacobian.T @ jacobian)
@@ -180,8 +183,10 @@ def fit_reprojection(
         weighted = jacobian * weight[good, None, None]
         normal = np.einsum("nij,nik->jk", weighted, jacobian)
         right = np.einsum("nij,ni->j", weighted, residual[good])
+        # damped, since few points or a plane leave directions without any curvature
         twist = np.linalg.solve(normal + DAMPING * normal.max() * np.eye(6), right)
         turn = Rotation.from_rotvec(twist[:3]).as_matrix()
+        # the step applies in the camera frame, after T
         T = make_pose(turn, centre + twist[3:] - turn @ centre) @ T
     return T
 
@@ -338,6 +343,7 @@ def _model(mask: BoolArray, depth_m: DepthArray, most: int) -> FloatArray:
     rows, columns = np.nonzero(mask & np.isfinite(depth_m))
     if len(rows) < MIN_POINTS:
         raise RejectedVideo("holed_depth", f"{len(rows)} pixels of the object have a depth")
+    # every n-th pixel in scan order: spread over the whole mask, and the same on each run
     chosen = np.unique(np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(int))
     rows, columns = rows[chosen], columns[chosen]
     return np.stack([columns + 0.5, rows + 0.5, depth_m[rows, columns].astype(np.float64)], -1)

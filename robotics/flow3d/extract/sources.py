@@ -62,6 +62,7 @@ def read_rgbd_folder(folder: str | os.PathLike[str]) -> RgbdVideo:
             rgb=rgb,
             depth_m=depth_m,
             K=np.asarray(camera["K"], dtype=np.float64),
+            # a moving camera's first pose is that of the first frame, in which points are queried
             T_world_cam=T_world_cam if T_world_cam.ndim == 2 else T_world_cam[0],
             T_world_cams=T_world_cam if T_world_cam.ndim == 3 else None,
             instruction=str(camera.get("instruction", "")),
@@ -109,14 +110,17 @@ def depth_of(pixels: NDArray[Any], unit_m: float | None, where: str) -> DepthArr
     """Depth in metres: floats are metres already, integers are in units of `unit_m`."""
     if np.issubdtype(pixels.dtype, np.floating):
         return pixels.astype(np.float32)
+    # 8 bits over 1.5 m would be steps of 6 mm
     if pixels.dtype.itemsize < 2:
         raise UserError(f"{where} is {pixels.dtype}; depth must have 16 bits or be metres")
+    # no default for files: millimetres and tenths of them are both common
     if not unit_m:
         raise UserError(f'{where} holds integers, but "depth_unit_m", such as 0.001, is not given')
     return (pixels * unit_m).astype(np.float32)
 
 
 def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    # frame order is that of the names
     return sorted(path for path in folder.glob("*") if path.suffix.lower() in suffixes)
 
 

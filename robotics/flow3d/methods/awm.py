@@ -2,11 +2,11 @@
 
 K flows are sampled for each scene and judged by the verifiers, and the model moves towards the noise-to-flow paths of
 those that were accepted more often than the scene's others: the loss of AWM (see `diffusion.matching.awm_loss`) with a
-flow in place of an image and a verdict in place of a reward. No true flow is used.
+flow as the sample and a verdict as the reward. No true flow is used.
 
 Source: Xue et al., AWM, arXiv 2509.25050, for the loss; 3DFlowAction, arXiv 2506.06199, for world model and verifier.
-The combination is the suite's own, and so are the other defaults: 8 scenes of 8 samples, 4 noisy versions of each
-sample, all weights trained.
+The combination and the other defaults are not from a paper: 8 scenes of 8 samples, 4 noisy versions per sample, all
+weights trained.
 
 A step in which all samples of each scene have the same reward moves no weight: the distances to reference and moving
 average are tiny then, and AdamW would scale their gradients up to whole steps. `exploration` makes such steps rare.
@@ -144,6 +144,7 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
         self.judge = FlowJudge([*config.verifiers, *config.heldout_verifiers])
         self._check_clips()
         self.awm = AwmLoss(self.policy, config.awm, self.process)
+        # minibatches without an advantage would train only the distance to the reference
         self.awm.gradient = "with_signal"
         self.terms = [self.awm]
         self.eval_ema = self.parts["eval_ema"] = EvalAverage(self.policy, config.eval_ema)
@@ -176,6 +177,7 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
             payload, result = self._judged(rollouts)
         self.errors.count(result)
         scored = with_rewards(rollouts.replace(payload=payload), result)
+        # the terms keep the real verdicts; only the reward that is learned from is shuffled
         return scored.replace(reward=self._shuffled(scored, step)) if self.config.shuffle_verdicts else scored
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
@@ -219,16 +221,19 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
         reasons: list[str] = []
         result = RewardResult([], terms)
         for number, clip in enumerate(payload.clips):
+            # verifiers read pixels and metres, the model's samples are normalised
             flows = self.policy.encoding.decode(written[groups == number], clip.points, clip.observation.size_px)
             verdicts = self.judge.judge(clip, flows)
             for name, values in self.judge.values(verdicts).items():
                 terms.setdefault(name, []).extend(values)
+                # undecided, not refused: the value is NaN
                 unknown = [found[name].reason for found in verdicts if found[name].ok is None]
                 if unknown:
                     result.errors[f"{name}/unjudged"] = result.errors.get(f"{name}/unjudged", 0) + len(unknown)
                     result.examples.setdefault(f"{name}/unjudged", unknown[0])
             reasons += ["; ".join(f"{name}: {found.reason}" for name, found in each.items()) for each in verdicts]
         weights = [(each.weight, terms[each.label]) for each in self.config.verifiers]
+        # NaN of a verifier that could not judge makes the sum NaN, so the sample is left out
         result.total = [sum(weight * values[row] for weight, values in weights) for row in range(len(reasons))]
         return dataclasses.replace(payload, reasons=reasons), result
 
@@ -237,6 +242,7 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
         reward, seeds = rollouts.reward.clone(), FlowPayload.of(rollouts).noise_seed.tolist()
         for group in range(rollouts.num_groups):
             rows = torch.nonzero(rollouts.group == group).flatten()
+            # from the group's own seed, so that the shuffle does not depend on the process
             generator = make_generator(seeds[int(rows[0])], "shuffle", step.number)
             reward[rows] = rollouts.reward[rows[torch.randperm(len(rows), generator=generator).to(rows.device)]]
         return reward

@@ -133,7 +133,7 @@ class Flow3dConfig(BaseRunConfig):
     """Sets of episodes in physics by name, which every evaluation runs after the clips; an episode takes a second or
     more."""
     loop: LoopConfig = field(default_factory=LoopConfig)
-    """Verifier, grasps and planner of those episodes; in place of `loop.seed` they use `seed`."""
+    """Verifier, grasps and planner of those episodes; `loop.seed` is ignored, they use `seed`."""
     loss_mask: str = choice("none", LOSS_MASKS)
     """none: every number counts, as in the public code; visible: only points that are seen, and the visibility of
     all."""
@@ -182,7 +182,9 @@ class Flow3dRecipe(FlowDomain, SupervisedRecipe[FlowWorldModel, Any]):
         self.clips = TrainingClips(
             clips, self.policy, only_visible=config.loss_mask == "visible", in_memory=config.in_memory
         )
+        # encoded clips from here on; before, their flow had to be readable without a model
         self.train_tasks = self.clips
+        # the first clip of a set is enough, since all clips of a set have one shape
         for tasks in held_out.values():
             self.policy.check_flow(tasks[0].flow)
         self.eval_ema = self.parts["eval_ema"] = EvalAverage(self.policy, config.eval_ema)
@@ -202,6 +204,7 @@ class Flow3dRecipe(FlowDomain, SupervisedRecipe[FlowWorldModel, Any]):
             time=streams.stack(rows, functools.partial(policy.process.times, 1), "time"),
             keep_text=streams.uniform(rows, 1, purpose="text") >= policy.config.process.text_drop,
         ).to(policy.device)
+        # by number and not by clip: hidden points may be left out
         mask = to_device(counted.flatten(1).float(), policy.device)
         return Rollouts(
             group=torch.arange(rows, device=mask.device),
@@ -219,6 +222,7 @@ class Flow3dRecipe(FlowDomain, SupervisedRecipe[FlowWorldModel, Any]):
         noisy = process.noisy(payload.flow, payload.noise, payload.time)
         target = process.target(payload.flow, payload.noise, payload.time)
         found = policy(payload.inputs, noisy, payload.time, payload.keep_text)
+        # float32 before the difference, as in the matching losses
         return PolicyOutputs(-(found.float() - target).square().flatten(1))
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
@@ -232,6 +236,7 @@ class Flow3dRecipe(FlowDomain, SupervisedRecipe[FlowWorldModel, Any]):
         config = self.config
         if split in config.episodes:
             settings = dataclasses.replace(config.loop, seed=config.seed)
+            # scenes stay open for the whole evaluation: building one takes longer than an episode
             return [self._scenes.enter_context(measure_in_loop(policy, settings, split, Path(config.output_dir)))]
         return [FlowMeasure(policy, config.evaluation, config.seed, split)]
 
@@ -265,6 +270,7 @@ def _open_model(config: Flow3dConfig, clips: Sequence[FlowClip]) -> FlowWorldMod
     if given.depth_range == "data":
         low, high = depth_range_m(clips)
         given = dataclasses.replace(given, encoding=dataclasses.replace(given.encoding, z_min_m=low, z_max_m=high))
+    # only the fields of the saved configuration; `path`, `words` and `depth_range` are about this run
     parts = {item.name: getattr(given, item.name) for item in dataclasses.fields(FlowModelConfig)}
     model = FlowWorldModel(FlowModelConfig(**parts), Vocabulary.from_texts([*texts, *given.words]), config.seed)
     model.check_instructions(texts)
@@ -275,6 +281,7 @@ def _check_saved(given: WorldModelConfig, saved: FlowModelConfig) -> None:
     """Refuse settings that a saved model contradicts; raises UserError."""
     default = _flat(dataclasses.asdict(FlowModelConfig()))
     wanted, own = (_flat(dataclasses.asdict(part)) for part in (given, saved))
+    # a setting may be left at its default or repeat the saved one
     for name, value in default.items():
         if wanted[name] not in (value, own[name]):
             raise UserError(

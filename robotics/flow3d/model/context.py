@@ -100,6 +100,7 @@ class Keypoints(nn.Module):
     def __init__(self, count: int, channels: int, width: int) -> None:
         super().__init__()
         self.first = nn.Conv2d(3, channels // 2, 5, stride=2, padding=2)
+        # two strides of 2: the map has a quarter of the image's side, fine enough for expected positions
         self.second = nn.Conv2d(channels // 2, channels, 3, stride=2, padding=1)
         self.norm = nn.GroupNorm(GROUPS, channels)
         self.film = nn.Linear(width, 2 * channels)
@@ -112,6 +113,7 @@ class Keypoints(nn.Module):
         """Images (B, 3, S, S) in -1..1 and instructions (B, width) -> (B, width)."""
         features = self.norm(self.second(functional.gelu(self.first(pixels))))
         scale, shift = self.film(text)[:, :, None, None].chunk(2, 1)
+        # 1 + scale, so that the instruction starts without effect
         features = functional.gelu(features * (1 + scale) + shift)
         found: Tensor = self.token(octave_code(expected_places(self.scores(features)).to(text.dtype)))
         return found
@@ -130,6 +132,7 @@ def corrected_code(places: Tensor, size: int = CODE_SIZE) -> Tensor:
 
     Source: Hoyyyaard/3DFlowAction AnimateFlow.py, posemb_sincos_3d, as it is meant.
     """
+    # 72 numbers are 6 of each: sine and cosine for three coordinates
     count = size // 6
     return _waves(places, TEMPERATURE ** (-torch.arange(count, device=places.device) / (count - 1)))
 
@@ -143,6 +146,7 @@ def repo_code(places: Tensor, size: int = CODE_SIZE, shape: tuple[int, int, int]
 
     Source: Hoyyyaard/3DFlowAction AnimateFlow.py, posemb_sincos_3d.
     """
+    # rising instead of falling, up to 4 radians per pixel: the code is not smooth, but still distinct
     frequencies = TEMPERATURE ** (torch.arange(size // 6, device=places.device) / size)
     return _waves(scrambled_places(places, shape).to(frequencies.dtype), frequencies)
 
@@ -154,6 +158,7 @@ def scrambled_places(places: Tensor, shape: tuple[int, int, int] = (SIDE, SIDE, 
     number n = (v columns + u) depths + z, which was written for z' = n // (rows columns),
     v' = (n // columns) % rows, u' = n % columns.
     """
+    # the axes as the released code names them; u runs over columns
     rows, columns, depths = shape
     last = torch.tensor([columns - 1, rows - 1, depths - 1], device=places.device)
     u, v, z = places.long().clamp(min=0).minimum(last).unbind(-1)
@@ -190,6 +195,7 @@ class SmallContext(nn.Module):
         self.config, self.vocabulary = config, vocabulary
         width = config.width
         self.instruction = InstructionEncoder(len(vocabulary), config.words, width, config.heads)
+        # small, like a token: guidance subtracts what the network makes of it
         self.no_text = nn.Parameter(torch.randn(width) * 0.02)
         self.patch = nn.Linear(3 * config.patch_px**2, width)
         self.place = nn.Linear(octave_size(2), width)
@@ -206,11 +212,13 @@ class SmallContext(nn.Module):
         # a learned vector replaces the text; guidance later starts from it
         text = torch.where(keep_text[:, None], self._texts(inputs.instructions), self.no_text)
         pixels = inputs.images.permute(0, 3, 1, 2).to(self.no_text.dtype) / 127.5 - 1
+        # each patch's pixels become the channels of one token
         patches = functional.pixel_unshuffle(pixels, self.config.patch_px).flatten(2).transpose(1, 2)
         seen = self.block(self.patch(patches) + self.place(self._patch_code()) + text[:, None])
         points = self.point(octave_code(inputs.points.flatten(1, 2)))
         # the keypoints are part of the global condition
         whole = text if self.keypoints is None else text + self.keypoints(pixels, text)
+        # keypoints also enter as a token, so that cross-attention can read them
         return Context(self.norm(torch.cat([seen, whole[:, None], points], 1)), whole, inputs.points)
 
     def check_texts(self, texts: Sequence[str]) -> None:
@@ -249,10 +257,12 @@ class ClipContext(nn.Module):
         super().__init__()
         self.config = config
         read: dict[str, Any] = _read_towers(config)
+        # frozen: not trained, not saved, and without gradient in `forward`
         self.towers = nn.ModuleDict(read).requires_grad_(False)
         self.tokenizer = _read_tokenizer(config)
         text, seen = (read[name].config.hidden_size for name in ("text", "vision"))
         self.longest_text: int = read["text"].config.max_position_embeddings
+        # the U-Net of Stable Diffusion reads tokens as wide as the text tower's; others need a projection
         self.text = nn.Identity() if text == config.width else nn.Linear(text, config.width)
         self.image = _zero_linear(seen, config.width)
         self.point = _zero_linear(CODE_SIZE, config.width)
@@ -274,6 +284,7 @@ class ClipContext(nn.Module):
             states, pooled = self._texts(kept)
             seen = self._image_states(inputs.images)
         code = repo_code if self.config.point_pe == "repo" else corrected_code
+        # one token per query point, in grid order, as in the released model
         points = self.point(code(clip_places(inputs.points.flatten(1, 2))))
         tokens = torch.cat([self.text(states), self.image(seen), points], 1)
         return Context(tokens, self.text(pooled), inputs.points)
@@ -305,6 +316,7 @@ class ClipContext(nn.Module):
         # the images already have the tower's size, so no processor is needed
         tower = self.towers["vision"]
         pixels = images.permute(0, 3, 1, 2).float() / 255
+        # the released weights were trained on images read by OpenCV and normalised as RGB
         if self.config.bgr:
             pixels = pixels.flip(1)
         mean, std = (pixels.new_tensor(numbers)[:, None, None] for numbers in (CLIP_MEAN, CLIP_STD))
@@ -326,6 +338,7 @@ def _read_towers(config: ConditionConfig) -> dict[str, Any]:
         text = _read("text", expanded(config.text) / "text_encoder", CLIPTextModel)
         vision = _read("vision", expanded(config.vision), CLIPVisionModel)
     found = vision.config.image_size
+    # resizing here would change what the tower was trained on
     if found != config.image_px:
         raise UserError(f"model.condition.image_px is {config.image_px}; the vision tower needs {found}")
     return {"text": text, "vision": vision}
@@ -342,6 +355,7 @@ def _read_tokenizer(config: ConditionConfig) -> Any:
 def _read(name: str, folder: Path, kind: Any) -> Any:
     # a hub id has no folder here; transformers finds it in its cache
     source, options = str(folder), {}
+    # the path is then a hub id, whose parts are subfolders
     if not folder.is_dir() and folder.name in ("text_encoder", "tokenizer") and not folder.parent.is_dir():
         source, options = str(folder.parent), {"subfolder": folder.name}
     try:

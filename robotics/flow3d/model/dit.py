@@ -67,6 +67,7 @@ class Modulated(nn.Module):
 
     def forward(self, tokens: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
         """(B, n, width), (B, width) -> normalised tokens and the gate (B, 1, width)."""
+        # AdaLN-Zero: scale, shift and gate are all 0 at first, so each block starts as the identity
         scale, shift, gate = self.numbers(functional.silu(condition))[:, None].chunk(3, -1)
         return self.norm(tokens) * (1 + scale) + shift, gate
 
@@ -95,6 +96,7 @@ class FlowBlock(nn.Module):
         tokens = tokens + gate * self.space(by_frame, by_frame).unflatten(0, (-1, frames)).flatten(1, 2)
         if self.time is not None and self.time_norm is not None:
             normed, gate = self.time_norm(tokens, condition)
+            # frames of one point are one sequence
             by_point = normed.unflatten(1, (frames, -1)).transpose(1, 2)
             moved = self.time(by_point.flatten(0, 1), by_point.flatten(0, 1)).view(by_point.shape)
             tokens = tokens + gate * moved.transpose(1, 2).flatten(1, 2)
@@ -139,6 +141,7 @@ class _FlowTransformer(nn.Module):
         condition = self.time(time) + self.text(context.text)
         for block in self.blocks:
             tokens = block(tokens, condition, context.tokens, frames)
+        # the output layer has no residual, so the gate is not needed
         normed, _ = self.last(tokens, condition)
         found: Tensor = self.leave(normed)
         return found
@@ -166,6 +169,7 @@ class FactoredDit(_FlowTransformer):
 
     def __init__(self, config: BodyConfig, encoding: FlowEncoding, context: int) -> None:
         super().__init__(config, encoding, context, encoding.channels)
+        # one embedding per frame, added to all points: the tokens carry no order themselves
         self.frames = nn.Parameter(torch.randn(encoding.num_frames, 1, config.width) * 0.02)
 
     def forward(self, noisy: Tensor, time: Tensor, context: Context) -> Tensor:

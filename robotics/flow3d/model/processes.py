@@ -50,12 +50,14 @@ class RectifiedProcess(_Process):
 
     def target(self, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
         """The network's target (B, C, T, N, N)."""
+        # x0 is the default: a nearly deterministic target, where the network need not copy the noise out
         return clean if self.parameterisation == "x0" else noise - clean
 
     def sample(self, predict: Predict, noise: Tensor, steps: int) -> Tensor:
         """Follow the network's predictions from noise (B, C, T, N, N) to flow."""
 
         def velocity(latents: Tensor, sigma: Tensor) -> Tensor:
+            # the Euler solver follows velocities, whichever quantity the network predicts
             return self.velocity(predict(latents, sigma.expand(len(latents))), latents, sigma)
 
         return euler_ode(velocity, noise, sigma_grid(steps))
@@ -69,6 +71,7 @@ class RectifiedProcess(_Process):
 
     def network_time(self, time: Tensor) -> Tensor:
         """Times (B,) as numbers in 0..1000, the network's input."""
+        # the time embedding is that of diffusers' networks
         return time * TRAIN_STEPS
 
 
@@ -104,12 +107,14 @@ class DdimProcess(_Process):
         self.scheduler.set_timesteps(steps)
         flow = noise
         for time in self.scheduler.timesteps.tolist():
+            # one time for all rows, as the network expects a time for each
             found = predict(flow, torch.full((len(flow),), float(time), device=flow.device))
             flow = self.scheduler.step(found, time, flow, eta=0.0).prev_sample
         return flow
 
     def network_time(self, time: Tensor) -> Tensor:
         """Times (B,) as numbers in 0..1000, the network's input."""
+        # already 0..999
         return time
 
     @cached_property
@@ -122,6 +127,7 @@ class DdimProcess(_Process):
             beta_start=BETA_FIRST,
             beta_end=BETA_LAST,
             beta_schedule="linear",
+            # flow in normalised coordinates may leave -1..1, for example for points outside the image
             clip_sample=False,
             steps_offset=1,
             timestep_spacing="leading",

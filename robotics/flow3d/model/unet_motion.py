@@ -49,9 +49,11 @@ class MotionUnet(nn.Module):
     def forward(self, noisy: Tensor, time: Tensor, context: Context) -> Tensor:
         """(B, C, T, N, N), (B,) of 0..1000 -> (B, C, T, N, N)."""
         if self.concat:
+            # the same query points for every frame: (B, 3, T, N, N)
             points = context.points.permute(0, 3, 1, 2)[:, :, None].expand(-1, -1, noisy.shape[2], -1, -1)
             noisy = torch.cat([noisy, points.to(noisy.dtype)], 1)
         # the model needs the tokens repeated for every frame
+        # diffusers wants (B T, L, W) and fails deep inside attention otherwise
         tokens = context.tokens.repeat_interleave(noisy.shape[2], 0)
         found: Tensor = self.unet(noisy, time, tokens, return_dict=False)[0]
         return found
@@ -107,6 +109,7 @@ def _inflated(plain: Any, settings: UnetConfig) -> Any:
         use_motion_mid_block=False,
     )
     unet = UNetMotionModel.from_unet2d(plain, adapter)
+    # diffusers initialises these projections at random; AnimateDiff's start at zero
     for name, layer in unet.named_modules():
         if "motion_modules" in name and name.endswith(".proj_out"):
             nn.init.zeros_(layer.weight)
@@ -119,10 +122,12 @@ def _widen_entry(unet: Any, more: int) -> None:
     old = unet.conv_in
     new = nn.Conv2d(old.in_channels + more, old.out_channels, old.kernel_size, padding=old.padding)
     with torch.no_grad():
+        # the new channels start at zero, so a pretrained network sees its usual input first
         new.weight.zero_()
         new.weight[:, : old.in_channels] = old.weight
     new.bias = old.bias
     unet.conv_in = new
+    # saved with the configuration: the loader rebuilds the wider layer from it
     unet.register_to_config(in_channels=new.in_channels)
 
 
@@ -130,6 +135,7 @@ def _add_adapters(unet: Any, rank: int) -> None:
     """Adapters on the attention; motion modules stay fully trainable, all else is frozen."""
     from peft import LoraConfig
 
+    # before adding adapters, which are then the only trainable weights besides the motion modules
     unet.requires_grad_(False)
     unet.add_adapter(LoraConfig(r=rank, lora_alpha=rank, init_lora_weights="gaussian", target_modules=ADAPTED))
     for name, parameter in unet.named_parameters():

@@ -59,6 +59,7 @@ def read_config(folder: Path) -> FlowModelConfig:
     try:
         parts = {name: dict(entries[name]) for name in ("encoding", "body", "condition", "process")}
         for name in FOLDERS:
+            # only CLIP's folders were written as relative paths; the small context has plain strings
             if isinstance(parts["condition"].get(name), dict):
                 parts["condition"][name] = base_path(parts["condition"][name], folder)
         parts["body"]["unet"] = UnetConfig(**parts["body"]["unet"])
@@ -80,6 +81,7 @@ def write_weights(weights: dict[str, Tensor], folder: Path) -> None:
 
     with replaced(folder / WEIGHTS_FILE) as draft:
         save_file({name: value.detach().cpu().contiguous() for name, value in weights.items()}, str(draft))
+        # equal weights give equal files: safetensors does not fix the order of its header
         sort_header(draft)
 
 
@@ -96,6 +98,7 @@ def read_weights(weights: dict[str, Tensor], folder: Path) -> None:
     except (SafetensorError, OSError) as error:
         raise UserError(f"the weights in {folder} are damaged: {error}") from error
     # checked as a whole before the first copy, so that a mismatch leaves the model unchanged
+    # symmetric: missing and unknown names
     different = sorted(set(weights) ^ set(saved))
     different += [name for name, own in weights.items() if name in saved and own.shape != saved[name].shape]
     if different:
@@ -214,8 +217,10 @@ class FlowWorldModel(nn.Module):
         if scale != 1.0 and settings.text_drop == 0:
             raise UserError(f"guidance is {scale}, but this model was trained with text_drop=0; only 1 makes sense")
         # rows of a scene are contiguous, as the seeds are
+        # equally many samples for each scene
         scene = torch.arange(len(inputs), device=self.device).repeat_interleave(len(seeds) // len(inputs))
         context = self.encode(inputs).of(scene)
+        # encoded once: guidance needs it at every step
         blank = None if scale == 1.0 else self.encode(inputs, torch.zeros(len(inputs), dtype=torch.bool)).of(scene)
 
         def predict(noisy: Tensor, time: Tensor) -> Tensor:
@@ -255,6 +260,7 @@ class FlowWorldModel(nn.Module):
         # one scene, encoded once for all K samples
         inputs = self.inputs_of([observation], [points])
         written = self.sample(inputs, sample_seeds(seed, samples), steps=steps, guidance=guidance)
+        # float32 first: NumPy has no bfloat16
         return self.encoding.decode(written.float().cpu().numpy(), points, observation.size_px)
 
     def check_flow(self, flow: FloatArray) -> None:
@@ -292,6 +298,7 @@ class FlowWorldModel(nn.Module):
         folder = Path(model_folder(str(path)))
         config, words = read_config(folder), Vocabulary.load(folder / VOCABULARY_FILE)
         # before the model is built: damaged options must not allocate memory
+        # a damaged config.json could ask for any size
         check_fitting(lambda: _parts(config, words), dataclasses.asdict(config), folder)
         model = cls(config, words, load_pretrained=False)
         model.load_weights(folder)
@@ -299,6 +306,7 @@ class FlowWorldModel(nn.Module):
 
     def load_weights(self, path: Path | str) -> None:
         """Restore saved weights bit for bit; raises UserError if they do not fit this model."""
+        # the same words at other indices would load without an error and read nonsense
         self.vocabulary.check_same(Path(path) / VOCABULARY_FILE)
         read_weights(self._saved_weights(), Path(path))
 
@@ -317,6 +325,7 @@ class FlowWorldModel(nn.Module):
             return self
         from diffusion.models.saved import merged
 
+        # `full` and not `lora`: the merged U-Net has no adapters to create
         body = dataclasses.replace(self.config.body, unet=dataclasses.replace(unet, trainable="full"))
         config = dataclasses.replace(self.config, body=body)
         model = FlowWorldModel(config, self.vocabulary, load_pretrained=False)
@@ -328,11 +337,13 @@ class FlowWorldModel(nn.Module):
 
 def sample_seeds(seed: int, count: int) -> Tensor:
     """(count,) int64 seeds of samples; the first ones do not depend on the count."""
+    # drawn at once from one generator, whose first numbers do not depend on how many follow
     return torch.randint(2**62, (count,), generator=torch.Generator().manual_seed(seed))
 
 
 def _parts(config: FlowModelConfig, vocabulary: Vocabulary) -> nn.ModuleDict:
     """The parts whose sizes follow from the options alone; those of CLIP's context also depend on its towers."""
+    # CLIP's towers are read from their own folders and have the sizes given there
     parts: dict[str, nn.Module] = {"body": _make_body(config, load_pretrained=False)}
     if config.condition.kind != "clip":
         parts["context"] = make_context(config.condition, vocabulary)

@@ -145,6 +145,7 @@ class PathSim:
                 self._follow(scene, np.clip(paths[index, 0], -1.0, 1.0))
             except RunError as error:
                 output.failed[index] = True
+                # NaN, as a simulation that failed says nothing about the path
                 output.rewards[index] = np.nan
                 reasons[row] = str(error)
                 self.counts["diverged"] += 1
@@ -201,6 +202,7 @@ class PathSim:
             raise UserError(f"there is no task {episode.task!r}; there are {', '.join(self._tasks)}")
         arm, task = self._tasks[episode.task]
         config = self._config(arm, task, episode.layout, episode.split)
+        # tasks with the same furniture share a model; `give` and `reset` set the rest
         key = arm, find_flow_task(task).furniture.name, config.shape, episode.split
         if key not in self._scenes:
             self._scenes[key] = FlowTabletop(config)
@@ -264,6 +266,7 @@ def _farther_half(ik: ArmIk, joint_rad: NDArray[np.float64], poses: NDArray[np.f
 def _points_world_m(observation: Observation, grid: int) -> NDArray[np.float64] | None:
     """(N * N, 3) query points on the object, as in `Predictor.query_points`; None if it is not visible."""
     mask = observation.mask
+    # holes in the depth cannot be lifted to points
     known = None if mask is None else mask & np.isfinite(observation.depth_m) & (observation.depth_m > 0)
     if known is None or not known.any():
         return None

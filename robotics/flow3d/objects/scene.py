@@ -85,6 +85,7 @@ def find_flow_arm(actor: str) -> ArmModel | None:
     arm = load_function(actor, what="the arm")()
     if not isinstance(arm, ArmModel):
         raise UserError(f"{actor} returned a {type(arm).__name__}; expected an ArmModel of {ArmModel.__module__}")
+    # loaded once here, so that a broken file is reported with the option and not in an episode
     try:
         model = arm.load()
     except ValueError as error:
@@ -167,6 +168,7 @@ class FlowScene:
         self._body = int(self.model.body(self.task.moved).id)
         painted = int(self.model.body(self.task.furniture.painted).id)
         self._painted = np.flatnonzero(self.model.geom_bodyid == painted)
+        # the model's own colours, from which every episode is painted
         self._grey = self.model.geom_rgba[self._painted, :3].copy()
         self._lamp = self.model.light_diffuse.copy()
         self._renderer: FrameRenderer | None = None
@@ -210,6 +212,7 @@ class FlowScene:
         self.task = other
         self.config = dataclasses.replace(self.config, task=task)
         self._body = int(self.model.body(other.moved).id)
+        # another task may move another body
         self.start = self.object_pose()
 
     @property
@@ -233,6 +236,7 @@ class FlowScene:
             self.data.qpos[address : address + 7] = self._pose_numbers(T_world_object)
         else:
             self.data.qpos[address] = self._opening(T_world_object)
+        # kinematics only: nothing in this scene moves by itself
         update_poses(self.model, self.data)
 
     def replay(self, T_t_0_world: NDArray[np.float64]) -> NDArray[np.uint8]:
@@ -242,6 +246,7 @@ class FlowScene:
             self.put_object(T_t_0_world @ self.object_pose())
             return self.renderer.rgb(self.data).copy()
         finally:
+            # restored exactly: posing back by inverse would leave rounding
             self.data.qpos[:] = before
             update_poses(self.model, self.data)
 
@@ -267,6 +272,7 @@ class FlowScene:
         furniture, names = self.task.furniture, self.task.furniture.movable
         pieces = {name: self.body_pose(name) for name in furniture.areas if name != "object"}
         openings = {name: float(self.data.joint(name).qpos[0]) for name in names if name != "object"}
+        # at a predicted pose the object counts as released: `SceneState` says so by default
         if T_world_object is None:
             return SceneState(self.object_pose(), self.start, pieces, openings, self.shape, self.released())
         if self.task.moved in openings:
@@ -307,6 +313,7 @@ class FlowScene:
         if self.config.actor == NOBODY:
             return np.zeros((self.config.height, self.config.width), dtype=np.bool_)
         grip = self.arm.grip_site if self.arm is not None else "grip"
+        # arms may have many bodies; all of them share one root
         root = self.model.body_rootid[int(self.model.site_bodyid[int(self.model.site(grip).id)])]
         bodies = self._shown_bodies()
         return (bodies >= 0) & (self.model.body_rootid[np.maximum(bodies, 0)] == root)
@@ -372,6 +379,7 @@ class FlowScene:
         if config.depth == "missing":
             return np.zeros_like(depth_m)
         if config.depth_noise:
+            # relative, as the noise of stereo and time-of-flight sensors grows with distance
             depth_m = depth_m * (1 + config.depth_noise * self._rng.standard_normal(depth_m.shape)).astype(np.float32)
         if config.depth == "holed":
             depth_m = np.where(depth_holes(depth_m.shape, config.hole_share, self._rng), np.float32(0), depth_m)

@@ -54,6 +54,7 @@ class Grasp:
     @property
     def turned(self) -> Grasp:
         """The same grasp with the fingers swapped, which an arm may reach more easily."""
+        # half a turn about z: both fingers swap, the approach stays
         turn = make_pose(np.diag([-1.0, -1.0, 1.0]), np.zeros(3))
         return replace(self, T_world_grip=self.T_world_grip @ turn)
 
@@ -110,6 +111,7 @@ def antipodal_grasps(
     first, second = np.triu_indices(len(points), 1)
     between = points[second] - points[first]
     width = np.linalg.norm(between, axis=-1)
+    # wide enough not to be one point, and with play on both sides of the open fingers
     near = (width > 1e-3) & (width <= max_opening_m - 2 * PLAY_M)
     first, second, between, width = first[near], second[near], between[near], width[near]
     line = between / width[:, None]
@@ -122,6 +124,7 @@ def antipodal_grasps(
     grasps = []
     for pair in order[_spread(middles[order], pairs)]:
         for approach in _approach_directions(line[pair], approaches):
+            # columns x, y, z: y along the closing direction, z along the approach, x to complete a right-handed frame
             pose = make_pose(np.stack([np.cross(line[pair], approach), line[pair], approach], -1), middles[pair])
             grasps.append(Grasp(pose, float(opposed[pair]), float(width[pair]), "antipodal"))
     return grasps
@@ -161,6 +164,7 @@ def with_unseen_side(surface: ObjectSurface) -> ObjectSurface:
     """Add the surface rotated by half a turn about the vertical through the center of its box."""
     points, normals = surface.points_m, surface.normals
     middle = (points.min(0) + points.max(0)) / 2
+    # half a turn about the vertical keeps heights, so the support stays below
     flip = np.array([-1.0, -1.0, 1.0])
     turned = (points - middle) * flip + middle
     return ObjectSurface(np.concatenate([points, turned]), np.concatenate([normals, normals * flip]))
@@ -171,6 +175,7 @@ def _grip_pose(place_m: FloatArray, approach: FloatArray, yaw_rad: float) -> Flo
     if abs(approach[2]) > 0.99:
         y = np.array([math.cos(yaw_rad), math.sin(yaw_rad), 0.0])
     else:
+        # horizontal fingers: a tilted pair would touch the support first
         y = np.cross([0.0, 0.0, 1.0], approach)
         y = y / np.linalg.norm(y)
     return make_pose(np.stack([np.cross(y, approach), y, approach], -1), place_m)
@@ -178,6 +183,7 @@ def _grip_pose(place_m: FloatArray, approach: FloatArray, yaw_rad: float) -> Flo
 
 def _closing_lines(near_m: FloatArray, approach: FloatArray, count: int) -> list[FloatArray]:
     """Unit vectors across an approach, starting with the direction of least spread, at equal angles."""
+    # spread across the approach only
     flat = (near_m - near_m.mean(0)) @ (np.eye(3) - np.outer(approach, approach))
     # the projection leaves no spread along the approach; a large eigenvalue keeps it from being the thinnest
     _, axes = np.linalg.eigh(flat.T @ flat + np.outer(approach, approach) * 1e3)
@@ -188,7 +194,9 @@ def _closing_lines(near_m: FloatArray, approach: FloatArray, count: int) -> list
 
 def _fitted(surface: ObjectSurface, pose: FloatArray, max_opening_m: float, gap_m: float = math.inf) -> Grasp | None:
     """The grasp centred on the points between the fingers, up to a gap; None if the fingers do not open wide enough."""
+    # into the frame of the grip: x across, y along the closing direction, z along the fingers
     local = (surface.points_m - pose[:3, 3]) @ pose[:3, :3]
+    # only what the fingers sweep over
     between = np.sort(local[(np.abs(local[:, 0]) < SLAB_M) & (np.abs(local[:, 2]) < FINGER_M), 1])
     if len(between) == 0:
         return None

@@ -123,6 +123,7 @@ class FlowPlanner:
 
     def _run(self, executor: Executor, result: PlanResult, instruction: str | None, seed: int) -> None:
         held, settings, start = False, self.config.execution, executor.joint_rad()
+        # a fixed flow would be the same in every round
         again = settings.replans if settings.look_again and not self.predictor.is_fixed else 0
         for number in range(1 + again):
             observation = executor.observe()
@@ -154,6 +155,7 @@ class FlowPlanner:
 
     def _fill(self, round_: PlanRound, seed: int) -> None:
         """Try predictions until one is accepted and reachable; else choose the best of the others."""
+        # a clip or an array gives the same flow for any seed
         for k in range(1 if self.predictor.is_fixed else self.config.samples):
             each = self.predictor.predict(round_, seed + k)
             round_.tries.append(each)

@@ -68,6 +68,7 @@ class ArmClearance:
 
     def hand_points_m(self, T_world_grip: FloatArray) -> FloatArray:
         """(n, 3) corners, edges and centers of the hand's boxes at a pose (4, 4) of the grip."""
+        # 27 points per box: -1, 0 and 1 along each axis
         grid = np.stack(np.meshgrid(*[(-1.0, 0.0, 1.0)] * 3), -1).reshape(-1, 3)
         return apply_pose(T_world_grip @ self._boxes, grid * self._halves[:, None]).reshape(-1, 3)
 
@@ -77,6 +78,7 @@ class ArmClearance:
         local = np.einsum("mgij,nj->mgni", to_boxes[..., :3, :3], points_m) + to_boxes[..., None, :3, 3]
         # a negative margin shrinks the boxes, at most to nothing
         within = (np.abs(local) <= np.maximum(self._halves + margin_m, 0.0)[None, :, None]).all(-1)
+        # a point inside two boxes counts once
         return within.any(1).sum(-1)
 
 
@@ -182,6 +184,7 @@ class ReachChecks:
         problem = problem or self._hits(ends, self.obstacles.scene_m, "scene")
         if not problem and self.obstacles.hidden is not None:
             hidden = self.obstacles.hidden(self.clearance.hand_points_m(grasp.T_world_grip)).mean()
+            # unseen space is not free space: something may be hidden behind the scene
             problem = "the hand would reach where nothing is seen" if hidden > self.settings.hidden_share else ""
         return problem
 
@@ -218,6 +221,7 @@ def choose_grasps(
     plans: list[GraspPlan] = []
     refused: Counter[str] = Counter()
     for grasp in grasps:
+        # grasps come best first, and each further one costs searches
         if len(plans) >= checks.settings.plans:
             break
         for candidate in (grasp, grasp.turned):
@@ -259,6 +263,7 @@ def different_plans(plans: Sequence[GraspPlan]) -> list[GraspPlan]:
         pose = plan.grasp.T_world_grip
         same = (
             np.linalg.norm(pose[:3, 3] - other.grasp.T_world_grip[:3, 3]) < 0.01
+            # absolute: fingers closing along -y grasp the same place
             and abs(pose[:3, 1] @ other.grasp.T_world_grip[:3, 1]) > 0.9
             for other in kept
         )
@@ -322,5 +327,6 @@ def _approach_paths(grasp: Grasp, checks: ReachChecks) -> Iterator[JointPath]:
 def _before_grasp(T_world_grip: FloatArray, settings: ReachSettings) -> FloatArray:
     """(4, 4) the pose from which a grasp is approached along the fingers."""
     before = T_world_grip.copy()
+    # z of the grip frame points along the fingers, towards the object
     before[:3, 3] -= settings.standoff_m * T_world_grip[:3, 2]
     return before

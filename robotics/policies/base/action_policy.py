@@ -85,6 +85,7 @@ class PolicyInputs:
     def select(self, rows: Tensor | Sequence[int]) -> Self:
         """Select rows by (b,) int64 indices, in their order, or by a (B,) bool mask."""
         index = torch.as_tensor(rows)
+        # masks and indices look alike in lists, hence the dtype decides
         index = torch.nonzero(index).flatten() if index.dtype == torch.bool else index.long()
         texts = tuple(self.instructions[row] for row in index.tolist())
         return self._changed(lambda value: value[index.to(value.device)], instructions=texts)
@@ -305,6 +306,7 @@ class TokenPolicy(ActionPolicy):
     def distributions(self, batch: PolicyInputs, temperature: float = 1.0) -> Tensor:
         """Log-probabilities of every token (B, T, bins) float32."""
         check_temperature(temperature)
+        # float32 before the division: bfloat16 would round the scaled logits again
         return (self.logits(batch).float() / temperature).log_softmax(-1)
 
     def divergence_from(self, batch: PolicyInputs, others: Tensor, beta: float, temperature: float = 1.0) -> Tensor:
@@ -320,6 +322,7 @@ class TokenPolicy(ActionPolicy):
         """Behaviour cloning loss: cross-entropy."""
         check_demonstrations(self, batch, actions, mask)
         logits = self.logits(batch)
+        # step-major, the order of the tokens: step 0 dims 0..D-1, step 1, ...
         wanted = actions.to(logits.device).flatten(1)
         # a mask of control steps becomes one of tokens: D neighbouring tokens belong to each step
         weight = mask.to(logits.device, torch.float32).repeat_interleave(self.action_size, 1)
@@ -339,6 +342,7 @@ class TokenPolicy(ActionPolicy):
     def _blurred(self, actions: Tensor) -> Tensor:
         """Gaussian targets (B, T, bins) around actions (B, T); indices with the same centre share its probability."""
         centres = torch.from_numpy(self.tokenizer.centres).to(actions)
+        # out-of-range demonstrations go to the outermost bin instead of between bins
         far = (actions.clamp(-1, 1)[..., None] - centres) / self.spread
         return (-0.5 * far.square()).softmax(-1)
 
@@ -363,6 +367,7 @@ def open_policy(path: Path | str) -> ActionPolicy:
             f"{path} holds a policy of kind {kind!r}; known are: {', '.join(SAVED_POLICIES)}; docs/adding.md says how "
             "one is added"
         )
+    # imported on demand, since some kinds need packages that others do not
     module, name = SAVED_POLICIES[kind].split(":")
     policy: ActionPolicy = getattr(importlib.import_module(module), name).from_pretrained(path)
     return policy

@@ -59,6 +59,7 @@ class ActionRange:
                     f"model.options.{name} has {len(values)} entries, the actions of {policy} have {size}; give that "
                     "many"
                 )
+        # one side alone is allowed; the other is then the simulator's own
         return cls(tuple(low) or (-1.0,) * size, tuple(high) or (1.0,) * size)
 
     @classmethod
@@ -83,6 +84,7 @@ class ActionRange:
         low, width = self._scales(actions)
         # in float64: bounds such as 512 would cost float32 actions their last bits on the way there and back
         scaled = 2 * (actions.double() - low) / torch.where(width == 0, 1.0, width) - 1
+        # equal bounds mean a locked joint, whose only value is 0 by convention
         return torch.where(width == 0, 0.0, scaled).to(actions.dtype)
 
     def to_data(self, actions: Tensor) -> Tensor:
@@ -197,6 +199,7 @@ class ActionStatistics:
         Source: openvla/openvla prismatic/vla/datasets/rlds/utils/data_utils.py (BOUNDS_Q99).
         """
         low, width, kept, constant = self._scales(actions)
+        # RANGE_EPS is part of the published formula; without it, saved policies would act differently
         scaled = (2 * (actions - low) / width - 1).clip(-1, 1)
         return _where(kept, _where(constant, scaled * 0, scaled), actions)
 
@@ -269,6 +272,7 @@ def libero_gripper(actions: Values) -> Values:
 
     Source: openvla/openvla experiments/robot/robot_utils.py (normalize_gripper_action, invert_gripper_action).
     """
+    # 0..1 to 1..-1: open is 1 in the data and -1 in the environment
     gripper = actions[..., -1:] * -2 + 1
     if isinstance(actions, Tensor):
         return torch.cat([actions[..., :-1], gripper.sign()], -1)

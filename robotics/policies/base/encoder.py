@@ -76,6 +76,7 @@ class Vocabulary:
     @classmethod
     def from_texts(cls, texts: Iterable[str]) -> Self:
         """All words of some texts, in alphabetical order."""
+        # sorted, so that the same texts give the same numbers in any order
         return cls(sorted({word for text in texts for word in WORD.findall(text.lower())}))
 
     def __len__(self) -> int:
@@ -234,6 +235,7 @@ class ObservationEncoder(nn.Module):
     def _condition(self, tokens: list[Tensor]) -> Tensor:
         """Sum (B, 1, W) of the tokens of instruction, keypoints and state, given the tokens of `forward` in order."""
         alone = [part for part in tokens if part.shape[1] == 1]  # instruction and state; the image has several
+        # of the image only the keypoints; its patches are left to attention
         if self.stem is not None and self.config.keypoints:
             alone.append(tokens[1][:, -1:])  # the stem puts the keypoints after the patches
         return torch.stack(alone).sum(0)
@@ -272,6 +274,7 @@ class InstructionEncoder(nn.Module):
     def forward(self, words: Tensor) -> Tensor:
         """(n, L) int64 -> (n, W)."""
         real = words != PADDING
+        # padding must not change the vector: texts of a batch may differ in length
         hidden = self.block(self.words(words) + self.places, real=real)
         weight = real[..., None].to(hidden.dtype)
         return (hidden * weight).sum(1) / weight.sum(1)
@@ -307,6 +310,7 @@ class _ImageStem(nn.Module):
         scale, shift = self.film(text)[:, :, None, None].chunk(2, 1)
         features = functional.gelu(features * (1 + scale) + shift)  # 1 + scale: FiLM starts as the identity
         # each patch is 2 x 2 positions of the coarser map, concatenated
+        # pooled to a fixed 8 x 8, so that the number of tokens does not depend on the image size
         coarse = functional.adaptive_avg_pool2d(functional.gelu(self.third(features)), 2 * PATCHES)
         tokens = self.patches(functional.pixel_unshuffle(coarse, 2).flatten(2).transpose(1, 2)) + self.places
         if self.keypoints is None or self.keypoint_token is None:
@@ -341,6 +345,7 @@ class Block(nn.Module):
 
 def expected_places(maps: Tensor) -> Tensor:
     """Expected positions (B, 2k) in -1..1 under the softmax of each map of scores (B, k, h, w)."""
+    # float32 softmax over thousands of positions
     weight = maps.float().flatten(2).softmax(-1).unflatten(-1, maps.shape[2:])
     rows = torch.linspace(-1, 1, maps.shape[2], device=maps.device)
     columns = torch.linspace(-1, 1, maps.shape[3], device=maps.device)
@@ -382,6 +387,7 @@ class EncodedPolicy(nn.Module):
     def load_weights(self, path: Path | str) -> None:
         self.vocabulary.check_same(Path(path) / VOCABULARY_FILE)
         read_weights(self, Path(path))
+        # action bounds and interface are saved next to the weights, not among them
         read_units(Path(path), self)
 
     @classmethod
@@ -392,10 +398,12 @@ class EncodedPolicy(nn.Module):
         kind = entries.pop("kind", None)
         if kind != cls.kind:
             raise UserError(f"{path} holds a policy of kind {kind!r}, not {cls.kind!r}")
+        # a copy: the entries are consumed below
         sizes = dict(entries)
         encoder = make_config(EncoderConfig, entries.pop("encoder", {}), f"encoder in {path}")
         config = make_config(cls.config_class, entries | {"encoder": encoder}, str(path))
         words = Vocabulary.load(folder / VOCABULARY_FILE)
+        # sizes are checked against the weight file before memory is allocated
         policy = build_fitting(lambda: cls(config, words), sizes, folder)  # type: ignore[call-arg]
         policy.load_weights(path)
         return policy

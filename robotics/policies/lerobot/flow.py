@@ -87,9 +87,11 @@ class LeRobotFlowPolicy(ServedActionPolicy):
         initial = self._server.ask({"do": "initial"})
         self._names = tuple(initial)
         # torch does not allow dots in parameter names
+        # copied: arrays of a message are read-only
         weights = {name: torch.from_numpy(values.copy()) for name, values in initial.items()}
         self.expert = nn.ParameterDict({_plain(name): nn.Parameter(value) for name, value in weights.items()})
         self._remote = _RemoteWeights(self._server, weights)
+        # sigma_max is the second time of the grid, 1 - 1 / S
         self._kernel = FlowSdeStep(sigma_max=1 - 1 / self.decisions, noise_level=config.noise_level)
 
     def act(
@@ -110,6 +112,7 @@ class LeRobotFlowPolicy(ServedActionPolicy):
         with torch.no_grad():
             found = self._remote.ask("sample", self._weights(), batch, arrays)
             chain, velocities = self._tensor(found["chain"]), self._tensor(found["velocities"])
+            # scored here and not in the process: sampling and update have to use the same kernel
             logp, _ = self._scores(chain, velocities, temperature)
             if greedy:
                 logp = torch.full_like(logp, math.nan)
@@ -135,6 +138,7 @@ class LeRobotFlowPolicy(ServedActionPolicy):
         check_demonstrations(self, batch, actions, mask)
         if generator is None:
             raise ValueError("flow matching samples times and noise; pass bc_loss a generator")
+        # past the end of a demonstration, 0 in the simulator's units is no motion
         wanted = actions.detach().cpu().float().where(mask.cpu()[..., None] > 0, 0.0)
         if self.action_range is not None:
             wanted = self.action_range.to_data(wanted)
@@ -146,6 +150,7 @@ class LeRobotFlowPolicy(ServedActionPolicy):
         time = TIME_SCALE * uniform ** (1 / TIME_POWER) + TIME_OFFSET
         share = time[:, None, None]
         velocity = self._velocities(batch, (share * noise + (1 - share) * clean)[:, None], time[:, None])[:, 0]
+        # padding of the action has no target
         error = (velocity - (noise - clean))[..., : self.action_size].square()
         weight = mask.to(error)[..., None].expand_as(error)
         loss = (error * weight).sum() / weight.sum().clamp(min=1)
@@ -179,6 +184,7 @@ class LeRobotFlowPolicy(ServedActionPolicy):
         count = self.chunk * size if self.settings.logp_reduction == "sum" else 1
         sigmas, logp, entropy = self._sigmas(), [], []
         for step in range(self.decisions):
+            # transition in full width: the padding's velocity moves the rest of the chunk in later steps
             mean, std = self._kernel.transition(velocities[:, step], chain[:, step], sigmas[step], sigmas[step + 1])
             std = (std * temperature).expand(len(chain))
             # the kernel averages over the scored numbers; `count` turns the mean into a sum
@@ -250,6 +256,7 @@ class _ServedVelocity(torch.autograd.Function):
         weights = ctx.saved_tensors
         arrays = arrays | {"cotangents": cotangents.float().cpu().numpy()}
         found = remote.ask("gradients", weights, batch, arrays)
+        # in the order of the names, which is that of the weights
         gradients = [torch.from_numpy(values.copy()).to(weights[0].device) for values in found.values()]
         return (None, None, None, *gradients)
 

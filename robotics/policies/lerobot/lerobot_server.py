@@ -49,7 +49,7 @@ class LeRobotServerConfig:
     """Names of the policy's image features, such as observation.images.wrist, in the order of the simulator's cameras:
     `sim.camera`, then `sim.views`; empty = the policy's own order."""
     tokenizer: str | None = rare(None)
-    """Folder of the tokenizer (for GR00T of its processor) in place of the hub's that the policy names, such as the
+    """Local folder of the tokenizer (GR00T: the processor); default: the hub id in the policy's config, such as the
     gated google/paligemma-3b-pt-224 of pi0 and pi0.5."""
     action_low: list[float] = rare(field(default_factory=list))
     """Value of the policy's data that is -1 of the simulator, for each entry of an action, such as [0, 0] of PushT;
@@ -104,6 +104,7 @@ class LeRobotServer:
             python=config.python,
             environment={"HF_HUB_OFFLINE": "1"},
             start_timeout_s=config.start_timeout_s,
+            # a forward pass of a large model sends no heartbeat
             heartbeat_timeout_s=None,
             max_reply_bytes=MAX_REPLY_BYTES,
         )
@@ -139,6 +140,7 @@ class LeRobotServer:
             )
             check_data(str(self.folder), self.hello.get("data") or {}, self.action_range)
         except UserError:
+            # the process has started; an error must not leave it running
             self.pool.close()
             raise
 
@@ -180,15 +182,15 @@ class LeRobotServer:
         return arrays
 
     def _past_observations(self, batch: PolicyInputs, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """The observations before, where the batch has them; else the process repeats the present one."""
+        """The past observations in the batch; without any, the server process repeats the current one."""
         parts = {f"past_{name}": getattr(batch, f"past_{name}") for name in names}
         lengths = {name: part.shape[1] for name, part in parts.items() if part is not None}
         if not lengths:
             if not self._warned:
                 LOGGER.warning(
-                    "%s takes %d observations in a row, but is given the present one alone, which is repeated, unlike "
-                    "what it learned. A simulator of your own keeps a past if its reset takes one, see RobotSim; a "
-                    "loop of your own gives it in PolicyInputs; robots send it to mmrl serve, see the metadata",
+                    "%s takes %d consecutive observations but gets only the current one, which is repeated; it was not "
+                    "trained on that. A custom simulator keeps the past if its reset takes one (see RobotSim); a "
+                    "custom loop passes it in PolicyInputs; robots send it to mmrl serve (see the metadata)",
                     self.folder,
                     self.past + 1,
                 )
@@ -211,6 +213,7 @@ class LeRobotServer:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # a reference or average shares the process: it uploads its own weights before each request
         return self
 
 
@@ -233,6 +236,7 @@ def check_data(folder: str, data: Mapping[str, Mapping[str, list[float]]], units
     actions, state = data.get("action"), data.get("observation.state")
     if actions is not None:
         ends = torch.tensor([actions["min"], actions["max"]], dtype=torch.float64)
+        # another number of entries is reported elsewhere, by the check against the simulator
         fitting = units is None or len(units.low) == ends.shape[1]
         scaled = ends if units is None or not fitting else units.to_sim(ends)
         if fitting and float(scaled.abs().max()) > FARTHEST:
@@ -272,6 +276,7 @@ class ServedActionPolicy(ActionPolicy):
     def save_pretrained(self, path: Path | str) -> None:
         """Write the trained weights and the path of the LeRobot policy, whose folder is not copied."""
         write_config(Path(path), self.kind, self.settings, self)
+        # the user has run this interpreter, so loading the policy again need not ask
         remember(*_program(self.settings.python))
         write_weights(self, Path(path))
 
@@ -286,6 +291,7 @@ class ServedActionPolicy(ActionPolicy):
         entries = {key: value for key, value in read_config(Path(path)).items() if key != "kind"}
         inside = entries.pop("inside", None)
         if inside is not None:
+            # an export may have been moved: its inner folder is found relative to it
             entries["folder"] = str(Path(path) / inside)
         check_sizes(entries, Path(path))
         check_foreign(*_program(entries.get("python")), f"{path}/policy.json")

@@ -49,6 +49,7 @@ class LeRobotService:
         for name in ("config.json", "model.safetensors", PREPROCESSOR):
             if not (Path(folder) / name).is_file():
                 raise RefusedError(f"{folder} is no LeRobot policy: it has no {name}")
+        # `local_files_only` throughout: nothing is downloaded behind the user's back
         config = PreTrainedConfig.from_pretrained(folder, local_files_only=True)
         config.device = device
         if hasattr(config, "compile_model"):  # compiled code would ignore the integrator of `FlowService`
@@ -59,6 +60,7 @@ class LeRobotService:
         self._device = device
         self._config = config
         self._cameras = self._read_cameras(cameras)
+        # before the policy: a missing tokenizer is cheaper to find than a missing weight
         self._before, self._after = self._processors(tokenizer)
         self._policy = self._loaded()
         self._state = STATE in config.input_features  # read after loading: pi0.5 adds one if the folder has none
@@ -114,6 +116,7 @@ class LeRobotService:
         repeated.
         """
         with torch.inference_mode():
+            # lerobot's policies draw from the global generator
             torch.manual_seed(fields["seed"])
             chunk = self._policy.predict_action_chunk(self._batch(fields["tasks"], arrays))
             return {}, {"actions": self._finished(chunk)}
@@ -126,6 +129,7 @@ class LeRobotService:
         from lerobot.policies.factory import make_pre_post_processors
 
         saved = json.loads((self._folder / PREPROCESSOR).read_text(encoding="utf-8"))
+        # class paths of newer folders end in the name under which overrides are looked up
         named = [
             (step.get("registry_name") or step["class"].rpartition(".")[2], key, step["config"][key])
             for step in saved["steps"]
@@ -179,6 +183,7 @@ class LeRobotService:
             reason = "" if isinstance(module, kind) else reason
             return found
 
+        # the folder's reader swallows the error, so it is caught where torch raises it
         with patch.object(torch.nn.Module, "load_state_dict", noted):
             policy = kind.from_pretrained(str(self._folder), config=self._config, local_files_only=True)
         if reason:
@@ -274,6 +279,7 @@ class FlowService(LeRobotService):
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
+        # `euler_integrate` is replaced in the module that calls it, not where it is defined
         self._module: Any = sys.modules[type(self._policy).__module__]
         self._model: Any = getattr(self._policy, "model", None)
         if not hasattr(self._module, "euler_integrate") or not hasattr(self._model, "denoise_step"):
@@ -281,6 +287,7 @@ class FlowService(LeRobotService):
                 f"{self._folder} holds a policy of type {self._config.type}, which has no flow head that can be "
                 "trained; model.kind lerobot learns a Gaussian around its actions"
             )
+        # SmolVLA says `num_steps`, pi0 and pi0.5 `num_inference_steps`
         self._steps = int(getattr(self._config, "num_steps", None) or self._config.num_inference_steps)
         self._width = int(self._config.max_action_dim)
         self._uploads = 0
@@ -393,6 +400,7 @@ class FlowService(LeRobotService):
         """Write a folder that lerobot can load: current weights, all other files copied."""
         target = Path(fields["folder"])
         self._policy.save_pretrained(target)
+        # processors and statistics belong to the policy: without them lerobot cannot load the folder
         for file in self._folder.iterdir():
             if file.is_file() and file.name != "model.safetensors":
                 shutil.copy2(file, target / file.name)
@@ -415,6 +423,7 @@ class FlowService(LeRobotService):
                 return noise
 
             self._predict(fields, arrays, integrate)
+            # the two that change with each step; the rest is the same for a whole chunk
             context = {name: value for name, value in arguments.items() if name not in ("x_t", "timestep")}
             self._seen = (digest.hexdigest(), context)
         return self._seen[1]

@@ -64,6 +64,7 @@ class ActionHead(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """(B, K D, C) -> (B, K, D); the D states of a control step are concatenated."""
+        # step-major tokens: D neighbouring states belong to one control step
         found: Tensor = self.model(states.unflatten(1, (-1, self.size)).flatten(2))
         return found
 
@@ -103,6 +104,7 @@ def load_head(file: Path, size: int, hidden: int) -> ActionHead:
         raise UserError(f"{file} is no action head of OpenVLA-OFT: it has no model.fc2.weight")
     if len(last) != size:
         raise UserError(f"{file} predicts actions of {len(last)} entries; the statistics are of {size}")
+    # without memory: `assign` puts the read tensors in
     with torch.device("meta"):
         made = ActionHead(size, hidden, last.shape[1])
     return fill_part(made, weights, file, assign=True)
@@ -136,6 +138,7 @@ def read_part(file: Path) -> dict[str, Tensor]:
     if not file.is_file():
         raise UserError(f"there is no file {file}")
     try:
+        # `weights_only`: a checkpoint is a pickle, which could run code
         found = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch, zipfile and pickle each raise their own
         raise UserError(
@@ -260,6 +263,7 @@ class OpenVlaFolder:
         missing = [name for name in ("q01", "q99", "min", "max", "mean", "std") if name not in found]
         if missing:
             raise UserError(f"the {part} statistics of {self._key!r} in {self.path} have no {', '.join(missing)}")
+        # bounds under the names that ActionStatistics scales by
         chosen = {name: found[of] for name, of in BOUNDS[self.settings.bounds].items()}
         return ActionStatistics.from_lerobot({part: {**found, **chosen}}, part, mask=found.get("mask"))
 
@@ -277,6 +281,7 @@ class OpenVlaFolder:
     def look(self, batch: PolicyInputs, device: torch.device) -> tuple[Tensor, list[Tensor]]:
         """Model inputs: pixels (B, 3 n m, H, W) of m images for each of the n backbones, and B prompts (P,) int64."""
         if batch.images is None:
+            # the main camera first, as in training
             raise UserError(f"{self.path} needs images, which the observations lack")
         images = [batch.images, *(() if batch.views is None else batch.views.unbind(1))]
         wanted = self.settings.num_images_in_input
@@ -323,11 +328,14 @@ class _ImageScale:
     def __call__(self, images: Tensor, sizes: Sequence[int], crop: bool) -> Tensor:
         """(B, H, W, 3) uint8 -> (B, 3 n, size, size) float32."""
         size = int(sizes[0])
+        # Pillow works on the CPU
         rows = images.cpu()
         if rows.shape[1:3] != (size, size):
+            # Lanczos, as in OpenVLA-OFT's evaluation; another filter shifts what the model sees
             images_pil = [Image.fromarray(row.numpy()).resize((size, size), Image.Resampling.LANCZOS) for row in rows]
             rows = torch.stack([torch.from_numpy(np.array(image)) for image in images_pil])
         if crop:
+            # after resizing, in the order of the public code
             rows = _centre(rows)
         shares = rows.permute(0, 3, 1, 2).float() / 255
         parts = [
@@ -339,11 +347,13 @@ class _ImageScale:
 def _centre(images: Tensor) -> Tensor:
     """Crop (B, H, W, 3) uint8 to the inner area and resize it back, bilinear with aligned corners as in TensorFlow."""
     count, height, width, _ = images.shape
+    # side sqrt(0.9), since 90 % of the area is kept
     steps = math.sqrt(CROP) * torch.linspace(-1, 1, height), math.sqrt(CROP) * torch.linspace(-1, 1, width)
     rows, columns = torch.meshgrid(*steps, indexing="ij")
     grid = torch.stack([columns, rows], -1).expand(count, -1, -1, -1)
     pixels = images.permute(0, 3, 1, 2).float() / 255
     found = functional.grid_sample(pixels, grid, mode="bilinear", align_corners=True)
+    # TensorFlow's conversion to uint8 scales by 255.5 and truncates
     return (found.clamp(0, 1) * 255.5).to(torch.uint8).permute(0, 2, 3, 1)
 
 

@@ -60,6 +60,7 @@ class Prismatic(nn.Module):
     def logits(self, pixels: Tensor, prompts: Sequence[Tensor], tokens: int, bins: int, causal: bool = False) -> Tensor:
         """Logits (B, T, bins) float32 of the last `bins` ids of the vocabulary; other arguments as for `hidden`."""
         found = self.hidden(pixels, prompts, tokens, causal)
+        # only the ids of actions: the rest of the vocabulary is never read
         head = self.language_model.lm_head.weight[self.vocabulary - bins : self.vocabulary]
         return functional.linear(found, head).float()
 
@@ -80,6 +81,7 @@ class Prismatic(nn.Module):
         if after_patches is not None:
             patches = torch.cat([patches, after_patches.to(patches)], 1)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        # placeholders for the action tokens, any id: their embeddings are zeroed below
         rows = [torch.cat([prompt, prompt.new_ones(tokens), prompt.new_tensor([STOP_ID])]) for prompt in prompts]
         ids = pad_sequence(rows, batch_first=True).to(device)
         position = torch.arange(ids.shape[1], device=device)
@@ -116,6 +118,7 @@ class _Vision(nn.Module):
         """(B, 3 n m, H, W) -> (B, m N, width), the patches of m images in sequence."""
         backbones = [self.featurizer, self.fused_featurizer] if self.count == FUSED else [self.featurizer]
         images = []
+        # channels are stacked by image, then by backbone
         for image in pixels.split(3 * self.count, 1):
             pairs = zip(backbones, image.split(3, 1), strict=True)
             images.append(torch.cat([_patches(backbone, channels) for backbone, channels in pairs], -1))
@@ -152,8 +155,10 @@ def load_prismatic(folder: Path, dtype: torch.dtype = torch.float32) -> Prismati
     model = Prismatic(entries, dtype)
     weights: dict[str, Tensor] = {}
     for file in files:
+        # rotary frequencies are computed, and files of older transformers have them as weights
         weights |= {_inner(name): value.to(dtype) for name, value in load_file(file).items() if "inv_freq" not in name}
     try:
+        # `assign` keeps the tensors as read, without a second copy of seven billion weights
         found = model.load_state_dict(weights, strict=False, assign=True)
     except RuntimeError as error:  # other shapes
         reason = " ".join(str(error).split())[:300]
@@ -189,6 +194,7 @@ def _featurizer(name: str, size: int, activation: str | None) -> Any:
     for part in ("norm", "attn_pool", "fc_norm", "head"):  # after the block that is read: they get no gradient
         for weight in getattr(made, part).parameters() if isinstance(getattr(made, part, None), nn.Module) else ():
             weight.requires_grad_(False)
+    # not read either: features come from the second to last block
     made.blocks[-1].requires_grad_(False)
     return made
 
@@ -207,6 +213,7 @@ def _empty_llama(config: Any) -> Any:
 
     with torch.device("meta"):
         made = LlamaForCausalLM(config)
+    # its frequencies are no weights, so they would stay on the meta device
     made.model.rotary_emb = LlamaRotaryEmbedding(config)
     return made
 
@@ -217,6 +224,7 @@ def _mask(ends: Tensor, width: int, causal: bool, dtype: torch.dtype) -> Tensor:
     allowed = (position < ends[:, None])[:, None, None].expand(-1, 1, width, -1)
     if causal:
         allowed = allowed & (position <= position[:, None])
+    # the lowest finite number and not -inf: a fully masked row would be NaN
     return torch.zeros(allowed.shape, dtype=dtype, device=ends.device).masked_fill(~allowed, torch.finfo(dtype).min)
 
 

@@ -84,6 +84,7 @@ class OpenVlaRegressionPolicy(ActionPolicy):
             raise UserError(f"{path} has no {HEAD}--*_checkpoint.pt; OpenVlaPolicy takes folders with action tokens")
         if config.label_smoothing:
             raise UserError(f"label_smoothing has no effect on {path}, which has an action head and no bins")
+        # the names carry a step number, which OpenVLA-OFT expects again
         self._files = {HEAD: head.name} | ({} if projector is None else {PROJECTOR: projector.name})
         self.settings = config
         self.statistics = self.folder.statistics
@@ -109,10 +110,12 @@ class OpenVlaRegressionPolicy(ActionPolicy):
         """Choose a chunk for each row; actions are normalised by `statistics`, or clipped where there are none."""
         with torch.no_grad():
             mean, std = self._gaussian(batch, temperature)
+            # drawn in greedy mode too, so that both modes leave the generators alike
             noise = draw_rows(torch.randn, mean.shape, generator).to(mean, non_blocking=True)
             drawn = mean if greedy else mean + std * noise
             logp = Normal(mean, std, validate_args=False).log_prob(drawn).sum(-1)
         actions = drawn.clamp(-1, 1) if self.statistics is None else drawn
+        # the gripper is converted after the decision is stored: `to_sim` cannot be inverted exactly
         return ActionChoice(self.folder.to_sim(actions), drawn, logp)
 
     def log_probs(self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -187,6 +190,7 @@ class OpenVlaRegressionPolicy(ActionPolicy):
 
     def _gaussian(self, batch: PolicyInputs, temperature: float) -> tuple[Tensor, Tensor]:
         mean = self.predict(batch)
+        # float32: the exponential of a bfloat16 parameter has steps of a percent
         return mean, (self.log_std.float().exp() * temperature).expand_as(mean)
 
     def _state_embedding(self, batch: PolicyInputs) -> Tensor | None:
@@ -199,6 +203,7 @@ class OpenVlaRegressionPolicy(ActionPolicy):
                 f"{self.folder.path} reads a state of {self._states.size} entries; the observations have "
                 f"{found or 'none'}"
             )
+        # float64 until normalised, as the statistics are
         scaled = self._states.normalise(batch.state.double())
         embedded: Tensor = self.state_projector(scaled.to(self.device, self.folder.dtype))
         return embedded[:, None]

@@ -73,6 +73,7 @@ def make(
     if steps < 1 or not 0 <= held_out_states < STORED_STATES:
         raise SuiteError(f"horizon is {steps} (at least 1), held_out_states {held_out_states} (0 to 49)")
     package = package_folder()
+    # before the first import, which would otherwise ask on the console
     prepare_config(package, _assets_path(package))
     # Before the assets, so that a missing package is reported first.
     importlib.import_module("libero.libero.envs")
@@ -130,6 +131,7 @@ class LiberoRow:
 
     def reset(self, task: str, layout: int, split: str, seed: int) -> None:
         """Set a stored state and let the objects settle."""
+        # a scene takes seconds to build, so it stays until another task is asked for
         if task != self._task:
             self._load(task)
         number = layout + (STORED_STATES - self._held_out if split == "held_out" else 0)
@@ -167,6 +169,7 @@ class LiberoRow:
     def _image(self, camera: str) -> np.ndarray:
         height, width = self.image_size
         image = self._env.sim.render(camera_name=camera, height=height, width=width, depth=False)
+        # LIBERO's images are upside down and mirrored relative to published demonstrations
         return np.asarray(image)[::-1, ::-1]
 
     def describe(self) -> Mapping[str, Any]:
@@ -208,7 +211,9 @@ class LiberoRow:
                 camera_widths=width,
                 # Images are rendered on demand, not at every step.
                 use_camera_obs=False,
+                # a hard reset rebuilds the scene (about 1 s), a soft one restores its state (0.1 s)
                 hard_reset=False,
+                # robosuite must not end the episode itself: the worker counts the horizon without settling
                 horizon=self.horizon + SETTLING_STEPS + 1,
                 ignore_done=True,
             )
@@ -285,6 +290,7 @@ def load_states(path: Path) -> np.ndarray:
     allowed: list[Any] = [
         (multiarray._reconstruct, "numpy.core.multiarray._reconstruct"),
         (multiarray._reconstruct, "numpy._core.multiarray._reconstruct"),
+        # NumPy's pickles of protocol 2 encode bytes through it
         codecs.encode,
         np.ndarray,
         np.dtype,
@@ -296,6 +302,7 @@ def load_states(path: Path) -> np.ndarray:
 
 def axis_angle(quaternion: np.ndarray) -> np.ndarray:
     """(3,) axis times angle (0..2 pi) of a unit quaternion (4,) x, y, z, w; zeros without a rotation."""
+    # rounding may leave a unit quaternion just outside the domain of the arc cosine
     w = min(1.0, max(-1.0, float(quaternion[3])))
     sine = math.sqrt(1.0 - w * w)
     if math.isclose(sine, 0.0, abs_tol=1e-9):
