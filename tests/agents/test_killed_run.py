@@ -1,7 +1,5 @@
 """A trainer that is killed in the middle of an episode resumes to the weights of an uninterrupted one."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

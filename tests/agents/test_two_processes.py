@@ -1,7 +1,5 @@
 """A run in two processes plays and replays what the run in one does."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """VL-DAC on a tiny model: the critic's inputs, the trained weights, and refused settings."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

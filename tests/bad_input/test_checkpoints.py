@@ -1,7 +1,5 @@
 """Full disks, damaged checkpoints and resumes that do not fit."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import shutil

@@ -1,7 +1,5 @@
 """Data files, rows and questions that cannot be used."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

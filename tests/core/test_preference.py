@@ -1,7 +1,5 @@
 """Preference objectives: pairs of rows, blocks by hand, invariances."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

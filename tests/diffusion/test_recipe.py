@@ -1,7 +1,5 @@
 """Properties of every image recipe: failing rewards, latents that overflow, advantages, records, bad input."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -11,8 +11,6 @@ tokens, actions and every eighth of the logits. `openvla-oft.tar.xz` beside this
 asks the policy of such a folder with two images a row and writes its answers; they are `openvla-oft-two.npz` here.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -17,8 +17,6 @@ json_numpy) are empty modules. Head and projector pass through bfloat16, as its 
         proprio_projector--150000_checkpoint.pt dataset_statistics.json golden.npz
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

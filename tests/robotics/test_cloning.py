@@ -1,7 +1,5 @@
 """Behaviour cloning on the line: transitions, their loss, the loop, and actions in other units than the simulator's."""
 
-from __future__ import annotations
-
 import json
 import logging
 

@@ -1,7 +1,5 @@
 """PPO with a critic of the full state: rewards by chunk, values, saving and learning on a point on a line."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Domain randomisation: each part changes only its own quantities, and the same episode has the same draw."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

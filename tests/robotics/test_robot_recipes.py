@@ -1,7 +1,5 @@
 """GRPO, SRPO and evaluation on a point on a line: the loop from episodes to updates, without physics."""
 
-from __future__ import annotations
-
 import json
 import math
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 The policy of the first process always reaches its goal, that of the others never does, until they are made equal.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`mmrl train CONFIG --dry-run` reads the data of every recipe with the code of the run, and loads no model for it."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from pathlib import Path

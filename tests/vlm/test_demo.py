@@ -1,7 +1,5 @@
 """The demo in small: the chain of its stages and its output, not its results."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

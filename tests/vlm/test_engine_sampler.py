@@ -1,7 +1,5 @@
 """Sampling through an inference engine: the protocol with the policy itself behind a socket, and vLLM where it is."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

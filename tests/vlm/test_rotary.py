@@ -1,7 +1,5 @@
 """Rotary positions against transformers' own, for both families."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

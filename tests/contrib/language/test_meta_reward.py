@@ -1,7 +1,5 @@
 """MPO: the rubric that the meta judge rewrites reaches the judge, checkpoints and workers."""
 
-from __future__ import annotations
-
 import pytest
 
 from mmrl.contrib.language import meta_reward

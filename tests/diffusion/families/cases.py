@@ -1,7 +1,5 @@
 """The tiny pipelines of all families, and how the call of each pipeline says what the suite says."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Adapter files of every family, as diffusers, peft and ComfyUI read them."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

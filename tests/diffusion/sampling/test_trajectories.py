@@ -1,7 +1,5 @@
 """Recipes that learn from the log-densities of denoising steps."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

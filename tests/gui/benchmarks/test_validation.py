@@ -1,7 +1,5 @@
 """`mmrl gui validate`: malformed rows, suspicious boxes, and the test that distinguishes xywh from xyxy."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Clips with needles, candidate frames, and rows that cannot be used."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
