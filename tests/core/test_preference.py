@@ -5,15 +5,7 @@ import math
 import pytest
 import torch
 
-from mmrl.core import (
-    Denominators,
-    PolicyOutputs,
-    PreferenceObjective,
-    Rollouts,
-    all_preferences,
-    get,
-    get_preference,
-)
+from mmrl.core import Denominators, PolicyOutputs, PreferenceObjective, Rollouts, all_preferences, get, get_preference
 from mmrl.core.blocks import PREFERENCE_BLOCKS, all_kinds
 from mmrl.core.blocks.preference import (
     BASELINE,

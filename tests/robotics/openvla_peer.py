@@ -165,11 +165,7 @@ def _asked(model, normalised: np.ndarray) -> dict[str, np.ndarray]:
             for line, one in zip(lines, pixels, strict=True)
         ]
     logits = torch.cat(single)[..., -256 - 64 : -64]
-    return {
-        "actions": np.asarray(actions, np.float32),
-        "tokens": tokens.numpy(),
-        "logits": logits[..., ::8].numpy(),
-    }
+    return {"actions": np.asarray(actions, np.float32), "tokens": tokens.numpy(), "logits": logits[..., ::8].numpy()}
 
 
 def _pixels(pixels: np.ndarray) -> np.ndarray:

@@ -24,16 +24,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 
-from tests.robotics.openvla_peer import (
-    EMPTY_ID,
-    STATISTICS,
-    TEXTS,
-    WORDS,
-    _pixels,
-    images,
-    prompt,
-    wrist_images,
-)
+from tests.robotics.openvla_peer import EMPTY_ID, STATISTICS, TEXTS, WORDS, _pixels, images, prompt, wrist_images
 
 KEY = "tiny_no_noops"
 STEP = 150000

@@ -29,10 +29,7 @@ def main(output: Path) -> None:
     rank = accelerator.process_index
     model = ActionPolicyConfig(kind="tests.robotics.line_policies:make_walker", chunk=1, options={"bias": 0.1})
     config = srpo(
-        output.parent,
-        model=model,
-        progress=ProgressSettings(min_samples=10_000, memory=64),
-        trainer=trainer(steps=1),
+        output.parent, model=model, progress=ProgressSettings(min_samples=10_000, memory=64), trainer=trainer(steps=1)
     )
     recipe = SrpoRecipe(config)
     last = recipe.policy.module.net[-1].bias

@@ -161,10 +161,7 @@ def test_weights_that_did_not_arrive_stop_the_run(policy):
 
 
 def test_a_server_wants_its_token():
-    with (
-        served([], "secret") as (_, address),
-        pytest.raises(UserError, match=f"wrong token; both sides read {TOKEN}"),
-    ):
+    with served([], "secret") as (_, address), pytest.raises(UserError, match=f"wrong token; both sides read {TOKEN}"):
         EngineSampler(engine(address))
 
 

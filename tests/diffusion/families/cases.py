@@ -178,11 +178,7 @@ CASES = {
         tiny.sana,
         scales=(1.0, 4.5),
         model={"max_sequence_length": 64, "family_options": {"instruction": INSTRUCTION}},
-        call={
-            "max_sequence_length": 64,
-            "complex_human_instruction": INSTRUCTION,
-            "use_resolution_binning": False,
-        },
+        call={"max_sequence_length": 64, "complex_human_instruction": INSTRUCTION, "use_resolution_binning": False},
         height=64,
         width=96,
     ),
