@@ -7,8 +7,6 @@ exported model and model card. For every objective one step on tensors. Digests 
 versions of its libraries, so compare files of one machine only. Exit status 1 if a run fails or a digest differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import hashlib

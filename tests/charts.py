@@ -1,7 +1,5 @@
 """Reports without charts, which take longer to draw than a tiny run to train."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 

@@ -1,7 +1,5 @@
 """Folders that the pages of the docs mention, made from tiny random models: questions, checkpoints, demonstrations."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Configurations that tests run: the first file of each recipe, and overrides that shorten its run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Growth of a function's time with its input, which unlike seconds is the same on any machine."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """README and docs as data: pages, code blocks, links, tables."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Memory of a tiny run, to compare with its plan."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

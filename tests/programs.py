@@ -3,8 +3,6 @@
 What a test proves about starting Python, or about what an import loads, needs a process of its own.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import json

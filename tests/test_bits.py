@@ -1,7 +1,5 @@
 """Digests feel every number, and a comparison names what changed."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 

@@ -3,8 +3,6 @@
 The default tests do this for one file of each recipe; `test_readme.py` loads the others.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json

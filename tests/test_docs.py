@@ -1,7 +1,5 @@
 """Generated parts are current: the tables of README.md and docs/, and the drawing of the architecture."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The programs in examples/ run unchanged, learn, and write the files that they name."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

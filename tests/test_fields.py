@@ -1,7 +1,5 @@
 """Bounds that dataclass fields declare."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

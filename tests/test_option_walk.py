@@ -16,8 +16,6 @@ projects (`model.kind` openvla, lerobot, lerobot_flow), latents of large models 
 simulators other than the tabletop, language-model verifiers, and evaluations without training.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 from pathlib import Path

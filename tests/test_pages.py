@@ -1,7 +1,5 @@
 """Files, commands and code named in README and docs exist, parse and run."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.util

@@ -1,7 +1,5 @@
 """Commands, tables and the chain of runs that the README and its pages show; `test_pages.py` reads all pages."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

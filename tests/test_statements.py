@@ -1,7 +1,5 @@
 """Configurations say on which GPUs they run; their plans say the same."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

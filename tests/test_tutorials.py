@@ -1,7 +1,5 @@
 """Tutorials run as they are written, in a fresh folder: their files, commands and Python, from top to bottom."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Options that nothing would read are refused before a run, each with the option that keeps it from being read."""
 
-from __future__ import annotations
-
 import pytest
 
 from mmrl.config import fill

@@ -1,7 +1,5 @@
 """Conversations of several turns with an image each, sampled from a tiny model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

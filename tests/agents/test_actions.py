@@ -143,10 +143,7 @@ UI_TARS = [
     ("Action: press_back()", *[[("press_back", {})]] * 2),
     ("Action: press_home()", *[[("press_home", {})]] * 2),
     # what an action does not have is handed on, and the environment names it
-    (
-        "Action: click(start_box='(1,2)', end_box='(3,4)')",
-        *[[("click", {"point": [1, 2], "end_box": "(3,4)"})]] * 2,
-    ),
+    ("Action: click(start_box='(1,2)', end_box='(3,4)')", *[[("click", {"point": [1, 2], "end_box": "(3,4)"})]] * 2),
     ("Action: wait(time=5)", *[[("wait", {"time": 5})]] * 2),
     ("Action: click(start_box='(10)')", "wrong_shape", "wrong_shape"),
     ("Action: fly()", "wrong_shape", "wrong_shape"),

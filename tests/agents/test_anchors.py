@@ -1,7 +1,5 @@
 """Numbers of the observations before turns, and the advantages that compare turns by them."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

@@ -1,7 +1,5 @@
 """ARPO: which groups get a stored success, the contents of the buffer, and the switch, correction and resume."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

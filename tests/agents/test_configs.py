@@ -1,7 +1,5 @@
 """Every file under configs/agents builds its recipe and takes two steps, on a tiny model in a small grid."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

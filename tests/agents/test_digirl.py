@@ -1,7 +1,5 @@
 """DigiRL: states and labels of episodes, recorded episodes, filters and loss in the recipe, offline and online."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """DigiRL's formulas against values computed by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

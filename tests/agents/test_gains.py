@@ -1,7 +1,5 @@
 """Gains of information: the probability of a true answer before each turn, read behind what the agent read."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

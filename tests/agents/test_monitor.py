@@ -1,7 +1,5 @@
 """Alarms of agents: what the metrics of a step's episodes lead to, and when."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Episodes of a real tiny model in real environment processes, as rollouts and as runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

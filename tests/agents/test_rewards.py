@@ -1,7 +1,5 @@
 """Reward functions of whole episodes: what they get, what they add, and what their failures cost."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Training tasks by how often the agent solves them before training."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Strategies that an actor follows and a judge rewards."""
 
-from __future__ import annotations
-
 import pytest
 
 from mmrl.agents.environments.environment import Action, as_outcome, as_start

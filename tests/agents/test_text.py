@@ -1,7 +1,5 @@
 """Agents that are language models, in environments without pictures."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

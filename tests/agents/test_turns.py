@@ -1,7 +1,5 @@
 """A conversation read once, turn after turn, gives the same numbers as rereading it in every turn."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,65 +1,23 @@
-"""A run in two processes plays and replays what the run in one does."""
-
-from __future__ import annotations
-
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+"""What the runs of tests/contracts in two processes leave out: tasks that a step has twice, and replayed episodes."""
 
 import pytest
 
-from mmrl.config import save
-from tests.contracts.domains import domain_of
+from tests.contracts.options import with_changes
+from tests.contracts.test_two_processes import assert_same, assert_same_metrics, make, read_rows, train, train_in_two
 
-ROOT = Path(__file__).parents[2]
-LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-
-
-def train(folder: Path, processes: int, name: str, change: Callable[[Any], None]) -> list[dict]:
-    config = domain_of(name).make_config(name, folder)
-    config.trainer.tasks_per_step = 4
-    config.trainer.steps = 1
-    change(config)
-    config.output_dir = str(folder / "run")
-    folder.mkdir(parents=True, exist_ok=True)
-    save(config, folder / "run.yaml")
-    words = [sys.executable, *(LAUNCHER if processes > 1 else []), "-m", "mmrl.cli", "train", str(folder / "run.yaml")]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(line) for line in (folder / "run/metrics.jsonl").open()]
+CASES = {
+    "agent": {"data.seeds": 3},  # of 4 tasks in the step
+    "arpo": {"data.seeds": 4, "replay.threshold": 0.0, "replay.max_std": 10.0, "replay.max_mean": 10.0},
+}
 
 
 @pytest.mark.slow
-def test_a_task_that_a_step_has_twice_is_played_as_by_one_process(tmp_path):
-    def repeats(config: Any) -> None:
-        config.data.seeds = 3  # of 4 tasks in the step
-
-    (one,), (two,) = (train(tmp_path / str(count), count, "agent", repeats) for count in (1, 2))
-    for name in ("reward/mean", "episode/return", "episode/turns", "response/length_mean"):
-        assert abs(one[name] - two[name]) < 1e-6, name
-
-
-@pytest.mark.slow
-def test_two_processes_replay_the_same_as_one(tmp_path):
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_play_and_replay_what_one_does(name, tmp_path):
     """The second group of a task is sampled by the other process, which also has the trajectories of the first."""
-
-    def replays(config: Any) -> None:
-        config.data.seeds, config.trainer.steps, config.trainer.learning_rate = 4, 3, 1e-9
-        config.replay.threshold, config.replay.max_std, config.replay.max_mean = 0.0, 10.0, 10.0
-
-    rows, shared_rows = (train(tmp_path / str(count), count, "arpo", replays) for count in (1, 2))
-    assert sum(row["replay/injected"] for row in rows) > 2
-    for one, two in zip(rows, shared_rows, strict=True):
-        for name in (
-            "replay/injected",
-            "replay/stored",
-            "replay/groups_without_success",
-            "reward/mean",
-            "episode/return",
-        ):
-            assert abs(one[name] - two[name]) < 1e-6, name
+    config = with_changes(make(name, tmp_path), CASES[name])
+    whole = train(config, tmp_path / "one")
+    assert_same(train_in_two(config, tmp_path / "two"), whole)
+    assert_same_metrics(tmp_path / "two", tmp_path / "one", name)
+    injected = [row.get("replay/injected", 0) for row in read_rows(tmp_path / "one/metrics.jsonl")]
+    assert (sum(injected) > 2) == (name == "arpo")

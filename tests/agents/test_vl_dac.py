@@ -1,7 +1,5 @@
 """VL-DAC on a tiny model: the critic's inputs, the trained weights, and refused settings."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -224,10 +222,7 @@ def test_what_would_train_nothing_is_refused(tmp_path, folder):
 
 def test_both_presets_are_those_of_the_table():
     """arXiv 2508.04280, appendix B, and configs/miniworld_qwen2vl.yaml of corl-team/VL-DAC."""
-    expected = {
-        "vl_dac": (5e-5, 1e-7, 0.15, 0.05, 0.99, 0.95),
-        "vl_dac_repo": (1e-6, 1e-8, 0.5, 0.04, 0.9, 0.95),
-    }
+    expected = {"vl_dac": (5e-5, 1e-7, 0.15, 0.05, 0.99, 0.95), "vl_dac_repo": (1e-6, 1e-8, 0.5, 0.04, 0.9, 0.95)}
     for name, numbers in expected.items():
         config = find_recipe(name).default_config()
         objective, trainer = make_objective(config.objective), config.trainer

@@ -1,7 +1,5 @@
 """A small run on the command line: a mistake gets one clear line and an exit code, or a counted skip."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

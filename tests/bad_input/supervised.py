@@ -1,7 +1,5 @@
 """The laboratory's configuration as a supervised one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Full disks, damaged checkpoints and resumes that do not fit."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import shutil
@@ -52,10 +50,7 @@ def test_full_disk_at_checkpoint_time(part, full_at, made, lab, mmrl, monkeypatc
 
 DAMAGES = {
     "state truncated": (lambda folder: truncate(folder / "state.pt"), "state.pt has "),
-    "weights truncated": (
-        lambda folder: truncate(folder / "model/model.safetensors"),
-        "model/model.safetensors has ",
-    ),
+    "weights truncated": (lambda folder: truncate(folder / "model/model.safetensors"), "model/model.safetensors has "),
     "file missing": (lambda folder: (folder / "model/config.json").unlink(), "model/config.json is missing"),
     "manifest missing": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
     "manifest truncated": (lambda folder: truncate(folder / "manifest.json"), "manifest.json cannot be read"),

@@ -1,7 +1,5 @@
 """Experiment files that cannot be used."""
 
-from __future__ import annotations
-
 import pytest
 
 EXPERIMENT = """

@@ -1,7 +1,5 @@
 """Invalid configurations."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

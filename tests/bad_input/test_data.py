@@ -1,7 +1,5 @@
 """Data files, rows and questions that cannot be used."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -130,10 +128,7 @@ def test_when_no_question_can_be_used_the_run_fails(lab, mmrl):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ("{cnt: 3}", "unexpected keyword argument 'cnt'"),
-        ("{split: tset}", "split is 'tset'; allowed: train, test"),
-    ],
+    [("{cnt: 3}", "unexpected keyword argument 'cnt'"), ("{split: tset}", "split is 'tset'; allowed: train, test")],
 )
 def test_options_that_do_not_fit_the_function_that_builds_the_data(options, message, lab, refused):
     path = lab.folder / "new/questions.jsonl"

@@ -1,7 +1,5 @@
 """`mmrl evaluate` and `mmrl report` on folders that are not runs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

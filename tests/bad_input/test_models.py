@@ -1,7 +1,5 @@
 """Model folders that cannot be used."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 

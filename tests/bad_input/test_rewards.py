@@ -1,7 +1,5 @@
 """Rewards that fail."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """Arms without measurements: they record that they ran and return given numbers."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`python -m benchmarks` on the command line: JSON alone on standard output, exit codes, messages."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import importlib
 import json
 
@@ -93,8 +91,7 @@ def test_recipe_passes_at_published_sizes_are_those_counted_by_hand(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "culprit"),
-    [({"only": ["speed"]}, "--only speed"), ({"against": "trl"}, "--against trl")],
+    ("options", "culprit"), [({"only": ["speed"]}, "--only speed"), ({"against": "trl"}, "--against trl")]
 )
 def test_unknown_comparisons_and_libraries_are_refused(options, culprit):
     with pytest.raises(UserError, match=culprit):

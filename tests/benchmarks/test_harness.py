@@ -1,7 +1,5 @@
 """Order and environment of the processes, failed arms, ratios and verdicts."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """Stages, warm-up and peak memory as an arm measures them in its own process."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

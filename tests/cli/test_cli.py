@@ -465,10 +465,7 @@ def test_list_shows_everything_with_its_citation(capsys):
 
 @pytest.mark.parametrize(
     ("kind", "groups"),
-    [
-        ("recipes", ["vlm", "masked", "agents", "gui", "diffusion", "robotics"]),
-        ("rewards", ["answers", "images"]),
-    ],
+    [("recipes", ["vlm", "masked", "agents", "gui", "diffusion", "robotics"]), ("rewards", ["answers", "images"])],
 )
 def test_list_of_one_kind_by_group(kind, groups, capsys):
     assert main(["list", kind]) == 0

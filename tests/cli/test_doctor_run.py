@@ -1,7 +1,5 @@
 """`mmrl doctor RUN`: its findings in a run folder, and its advice."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """`mmrl options` and the descriptions of dataclass options."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from dataclasses import dataclass, field

@@ -58,8 +58,7 @@ def test_bad_experiment_files_are_refused_before_anything_runs(lab, changes, mes
 
 
 @pytest.mark.parametrize(
-    "value",
-    [3, 0.001, 1e-05, True, None, "text", "true", "3", "1e-3", "a: b", "[x", "#", "", "é", [1, "2", None], {}],
+    "value", [3, 0.001, 1e-05, True, None, "text", "true", "3", "1e-3", "a: b", "[x", "#", "", "é", [1, "2", None], {}]
 )
 def test_overrides_survive_the_command_line(value):
     text = dotted_overrides({"a": {"b": value}}, Path("out"))
@@ -78,6 +77,4 @@ def test_the_real_command_trains_with_the_overrides(lab):
     command = train_command(plan, resume=True)
     config = str(lab.folder / "base.yaml")
     folder = f"output_dir={lab.output}/runs/papo/seed-2"
-    assert command == [
-        *[sys.executable, "-m", "mmrl.cli", "train", config, "gain=0.05", "seed=2", folder, "--resume"],
-    ]
+    assert command == [*[sys.executable, "-m", "mmrl.cli", "train", config, "gain=0.05", "seed=2", folder, "--resume"]]

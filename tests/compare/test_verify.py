@@ -1,7 +1,5 @@
 """`mmrl evaluate --verify`: rows are repeated alone, and another row, weight or protocol is found."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The domains that train policies, each with a run so small that a step takes a fraction of a second."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

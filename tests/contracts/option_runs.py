@@ -1,7 +1,5 @@
 """Further tiny runs in which options matter that the first run of a recipe leaves idle."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Options of a filled configuration: every one with its place, its other values, and whether a run reads it."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import inspect

@@ -6,8 +6,6 @@ runs the tests that compare them and writes into record.json what those that pas
 the table of docs/equal_runs.md of it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Rows that the object store of Ray does not hold end the run by name; what is finished stays, and the run goes on."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Any

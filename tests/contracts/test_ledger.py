@@ -1,7 +1,5 @@
 """Every recipe's evaluation writes a ledger whose rows are the same when they are run again, one by one."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

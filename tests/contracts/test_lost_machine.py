@@ -1,7 +1,5 @@
 """A Ray cluster of three nodes of which one goes away while it samples."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Any

@@ -4,8 +4,6 @@ Which of the two is derived from what the row's blocks need and what the room's 
 block is covered without a change here.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

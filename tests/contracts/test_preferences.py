@@ -1,7 +1,5 @@
 """Every preference objective of the catalogue and of contrib in every domain that learns from pairs."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """Two training processes that divide rollout workers between them, with whole weights and in parts."""
 
-from __future__ import annotations
-
 import pytest
 
 from mmrl.training.settings import RollersConfig

@@ -1,7 +1,5 @@
 """Every recipe, those of contrib too, with its own objective: it trains, repeats and resumes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

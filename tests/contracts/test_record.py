@@ -1,7 +1,5 @@
 """The program that records the tests of several processes, workers and the label of a device."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

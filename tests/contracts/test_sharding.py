@@ -1,7 +1,5 @@
 """FSDP2: a run whose weights lie in parts on two processes is the run of one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run in two processes is the run in one: the same samples, weights and metrics up to the rounding of sums."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

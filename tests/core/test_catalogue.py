@@ -170,9 +170,7 @@ def test_description_shows_the_formula_with_its_constants():
 
 def test_description_shows_what_was_changed():
     changed = get("dapo").replace(
-        filter=ResampleGroups(low=0.01, high=0.99),
-        kl=K3(0.5, aggregation=SequenceMean()),
-        entropy=FullEntropy(0.003),
+        filter=ResampleGroups(low=0.01, high=0.99), kl=K3(0.5, aggregation=SequenceMean()), entropy=FullEntropy(0.003)
     )
     text = changed.describe()
     for part in ("between 0.01 and 0.99", "within +-10", "KL averages: mean over the rows", "(-0.003) * mean H_it"):

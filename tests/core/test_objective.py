@@ -25,10 +25,7 @@ from tests.core.builders import random_rollouts, widened
 
 EXTRA = {
     "everything": Objective(
-        "everything",
-        clip=PpoClip(dual=2.0),
-        kl=K3(0.3, aggregation=SequenceMean()),
-        entropy=FullEntropy(0.01),
+        "everything", clip=PpoClip(dual=2.0), kl=K3(0.3, aggregation=SequenceMean()), entropy=FullEntropy(0.01)
     ),
     "turn critic": Objective(
         "turn critic",
@@ -40,10 +37,7 @@ EXTRA = {
     "row sums": Objective("row sums", ratio=SequenceFullRatio(), aggregation=SequenceSum(), clip=PpoClip(high=0.05)),
     "exact divergence": Objective("exact divergence", kl=ExactKl(0.1), clip=Unclipped()),
     "linear bound": Objective(
-        "linear bound",
-        clip=Bgpo(),
-        advantage=GroupMeanGlobalStd(),
-        scaling=AdvantageScaling(clip=1.0, scale=0.5),
+        "linear bound", clip=Bgpo(), advantage=GroupMeanGlobalStd(), scaling=AdvantageScaling(clip=1.0, scale=0.5)
     ),
     "mismatch": Objective(
         "mismatch", correction=Truncated(level="sequence", high=3.0), gate=GeometricGate(low=0.5, high=2.0)

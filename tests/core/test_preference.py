@@ -1,21 +1,11 @@
 """Preference objectives: pairs of rows, blocks by hand, invariances."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 
-from mmrl.core import (
-    Denominators,
-    PolicyOutputs,
-    PreferenceObjective,
-    Rollouts,
-    all_preferences,
-    get,
-    get_preference,
-)
+from mmrl.core import Denominators, PolicyOutputs, PreferenceObjective, Rollouts, all_preferences, get, get_preference
 from mmrl.core.blocks import PREFERENCE_BLOCKS, all_kinds
 from mmrl.core.blocks.preference import (
     BASELINE,

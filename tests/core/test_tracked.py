@@ -1,7 +1,5 @@
 """Estimators that remember earlier steps, and orders of tasks, beside their golden numbers."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

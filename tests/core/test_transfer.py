@@ -1,7 +1,5 @@
 """Tensors that go to the host together."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Advantages of turns that began in the same state."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

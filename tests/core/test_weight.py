@@ -27,11 +27,7 @@ def small(**changes):
 
 @pytest.mark.parametrize(
     ("share", "expected"),
-    [
-        (1.0, [[1.0, 1.0, 1.0], [1.0, 1.0]]),
-        (0.5, [[0.0, 1.0, 0.0], [1.0, 1.0]]),
-        (0.2, [[0.0, 0.0, 0.0], [1.0, 0.0]]),
-    ],
+    [(1.0, [[1.0, 1.0, 1.0], [1.0, 1.0]]), (0.5, [[0.0, 1.0, 0.0], [1.0, 1.0]]), (0.2, [[0.0, 0.0, 0.0], [1.0, 0.0]])],
 )
 def test_the_highest_entropies_by_hand(share, expected):
     rollouts = small(entropy=torch.tensor([[0.1, 0.6, 0.2], [0.9, 0.5, 7.0]], dtype=torch.float64))

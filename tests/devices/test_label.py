@@ -1,7 +1,5 @@
 """Every recipe trains on a device that is only a label, with as many host syncs a step as are recorded."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

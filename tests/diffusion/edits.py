@@ -1,7 +1,5 @@
 """Images to be edited, and the rows of data that name them."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

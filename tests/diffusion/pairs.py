@@ -1,7 +1,5 @@
 """Pairs of images and small runs on them for the tests."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

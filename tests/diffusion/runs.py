@@ -1,7 +1,5 @@
 """Configurations of small real runs of the image recipes for the tests."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

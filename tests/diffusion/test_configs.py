@@ -3,8 +3,6 @@
 Files for a family without a world of its own take a tiny random model of that family.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """Runs that edit an image: its rewards, its samples, its embeddings and the rows that are refused."""
 
-from __future__ import annotations
-
 import json
 import logging
 

@@ -1,7 +1,5 @@
 """Held-out images: the same seeds at every evaluation, distances to the start, costs."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Runs in fp16, on a CPU too."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from accelerate.state import AcceleratorState

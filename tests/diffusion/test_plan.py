@@ -1,7 +1,5 @@
 """Plans of image and video runs against runs, released sizes and the command."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Properties of every image recipe: failing rewards, latents that overflow, advantages, records, bad input."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -394,10 +392,7 @@ def test_bad_prompts_can_be_errors(tmp_path, capsys):
         (["data.path=no/such.txt"], "data: no/such.txt cannot be read"),
         (["eval_data.held_out.path=no/such.txt"], "eval_data.held_out: no/such.txt cannot be read"),
         (["data.on_bad_row=ignore"], "allowed: error, skip"),
-        (
-            ["sampler.kernel=flow_ode"],
-            "did you mean 'flow_sde'? allowed: flow_sde, dance_sde, cps",
-        ),
+        (["sampler.kernel=flow_ode"], "did you mean 'flow_sde'? allowed: flow_sde, dance_sde, cps"),
         (["sampler.noise_level=0"], "sampler.noise_level is 0"),
         (["sampler.kernel=cps", "sampler.noise_level=1.5"], "must be at most 1 for cps"),
         (["sampler.steps=1"], "sampler.steps is 1; needs at least 2"),

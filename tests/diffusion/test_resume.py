@@ -1,7 +1,5 @@
 """A run that is interrupted and resumed ends bit for bit like an uninterrupted one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A tiny random FLUX pipeline with its own tokenizers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`python -m tests.faults`: kills, damaged inputs and hostile surroundings; a table, a JSON file, exit 1 at a fault."""
 
-from __future__ import annotations
-
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a process with threads cannot be forked safely

@@ -1,7 +1,5 @@
 """Many damaged inputs in few processes: a forked child tries a batch, and its parent detects hangs and crashes."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

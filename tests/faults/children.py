@@ -1,7 +1,5 @@
 """Forked children: a run in a separate process without importing torch again, killed, timed and cleaned up."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import importlib

@@ -1,7 +1,5 @@
 """Seeded damage: unusual values, and trees, texts and bytes with a few faults each."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Random signals over every recipe and stage: each run is ended, resumed to its end, and compared bit for bit."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

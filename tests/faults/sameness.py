@@ -1,7 +1,5 @@
 """Differences between two run folders, apart from times, memory and paths."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

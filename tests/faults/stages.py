@@ -1,7 +1,5 @@
 """Ends a run at a chosen stage of the loop or operation on the files of its folder."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

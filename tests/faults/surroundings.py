@@ -2,8 +2,6 @@
 that goes back. A run ends with one line or continues, and resumes to the same bits once the fault is gone.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import random

@@ -1,7 +1,5 @@
 """A small campaign, as `make test-faults` runs a large one."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The campaign detects kills, hangs, crashes, tracebacks, differences and processes left behind."""
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

@@ -1,7 +1,5 @@
 """docs/faults.md names tests that exist."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Every recipe of the table has the tiny run that kills and damage are tried on, and its metrics are its package's."""
 
-from __future__ import annotations
-
 import pytest
 
 from mmrl.cli import main

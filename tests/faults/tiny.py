@@ -1,7 +1,5 @@
 """A run of every recipe that takes a second or two: tiny models, five steps, evaluations and checkpoints between."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rewards of a user, for runs whose rewards run in worker processes."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -1,7 +1,5 @@
 """Reading the golden files, and comparing with them as exactly as their peers computed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

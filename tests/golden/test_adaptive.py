@@ -1,7 +1,5 @@
 """Clip rules with bounds of their own against the authors' code, apart from the rows of the catalogue."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """APO's factors and loss against View-R1."""
 
-from __future__ import annotations
-
 import torch
 
 from mmrl.core import PolicyOutputs, Rollouts, get

@@ -1,7 +1,5 @@
 """ArCHer's critics, averages and actor against its public code."""
 
-from __future__ import annotations
-
 import torch
 
 from mmrl.contrib.agents.archer import critic_loss, default_objective, move_average, targets, utterance_advantages

@@ -1,7 +1,5 @@
 """DigiRL's returns, filters and losses against its public code."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Estimators of the divergence, and of returns across tool output, against verl."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Every method has golden numbers, and every file names their source."""
 
-from __future__ import annotations
-
 import re
 from importlib.util import find_spec
 

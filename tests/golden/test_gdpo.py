@@ -1,7 +1,5 @@
 """GDPO's advantages against its public code."""
 
-from __future__ import annotations
-
 import torch
 
 from mmrl.core import Objective, Rollouts, decoupled_advantages

@@ -1,7 +1,5 @@
 """Hits, groups and averages of grounding benchmarks against their own metric code."""
 
-from __future__ import annotations
-
 import pytest
 
 from mmrl.gui.benchmarks.annotations import RowContext, make_target, read_osworld_g, read_ui_vision

@@ -1,7 +1,5 @@
 """HNPG's natural-gradient step: its public code, closed forms, and a matrix that is written out."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Steps of image samplers, their log-probabilities and ratios, against the papers' own code."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

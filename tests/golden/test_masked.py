@@ -1,7 +1,5 @@
 """Hints and sampling of masked-diffusion language models, against the public code of IGPO."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

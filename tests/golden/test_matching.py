@@ -1,7 +1,5 @@
 """Matching losses against the papers' own code: AWM, DiffusionNFT, ORW-CFM-W2; decays of moving averages."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

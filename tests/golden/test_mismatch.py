@@ -1,7 +1,5 @@
 """Weights and gates between sampler and trainer, against verl and TRL."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """PAPO's loss against its public code."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

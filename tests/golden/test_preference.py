@@ -1,7 +1,5 @@
 """Preference losses against TRL and the papers' public code."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """SRPO's progress reward and loss against siiRL."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """Action tokens against OpenVLA, the temporal ensemble against ACT, and learned noise against RLinf."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

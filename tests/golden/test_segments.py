@@ -1,7 +1,5 @@
 """Segments of answers against the code of SPO."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Maximum likelihood against transformers."""
 
-from __future__ import annotations
-
 import torch
 
 from mmrl.core import PolicyOutputs, Rollouts, get, logprobs_from_logits

@@ -1,7 +1,5 @@
 """Objectives whose decisions are tokens, against verl, TRL and the papers' own code."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What objectives remember, and the order of tasks that follows from it, against the authors' code."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

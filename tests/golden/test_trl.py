@@ -1,7 +1,5 @@
 """Every combination of TRL's GRPO options, as a composition of blocks: the same losses, gradients and advantages."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

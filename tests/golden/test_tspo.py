@@ -1,7 +1,5 @@
 """TSPO's scores, advantages and loss against its public code."""
 
-from __future__ import annotations
-
 import torch
 
 from mmrl.core import PolicyOutputs, Rollouts, get

@@ -1,7 +1,5 @@
 """VL-DAC's advantages and losses against its public code."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Tests that need a GPU: `make test-gpu`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

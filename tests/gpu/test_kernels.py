@@ -1,7 +1,5 @@
 """The joined attention's CUDA kernels against dense float64 attention on the CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

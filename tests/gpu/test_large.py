@@ -1,7 +1,5 @@
 """A LoRA step of PAPO on a model of the size of Qwen2.5-VL-3B, and the checkpoint that it leaves."""
 
-from __future__ import annotations
-
 import sys
 import time
 

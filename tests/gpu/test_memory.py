@@ -1,7 +1,5 @@
 """Peaks, clocks and random states of a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

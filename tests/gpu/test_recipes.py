@@ -1,7 +1,5 @@
 """Every recipe on a GPU: it learns what it learns on the CPU, in lower precision too, and resumes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

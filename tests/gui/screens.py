@@ -1,7 +1,5 @@
 """Small screens and models for the tests of this package."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -54,10 +54,7 @@ def test_relations_name_the_neighbour_that_leaves_no_doubt():
 def test_relation_in_a_row():
     rows = [button("Open", 0, y, row=name) for y, name in ((0, "Anna"), (20, "Paul"))]
     found = instructions_for(rows, {}, "en", "train", random.Random(0))
-    assert [item.text for item in found] == [
-        'In the row of Anna, click "Open".',
-        'In the row of Paul, click "Open".',
-    ]
+    assert [item.text for item in found] == ['In the row of Anna, click "Open".', 'In the row of Paul, click "Open".']
 
 
 @pytest.mark.parametrize("language", LANGUAGES)

@@ -1,7 +1,5 @@
 """Video files whose frames encode their index, in black and white blocks that compression does not change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path

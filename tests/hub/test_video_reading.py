@@ -1,7 +1,5 @@
 """Frames of video files: the right ones, one at a time, and a named error for every fault of a file."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from types import ModuleType, SimpleNamespace

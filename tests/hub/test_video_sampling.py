@@ -1,7 +1,5 @@
 """Selection and size of a model's frames, against qwen-vl-utils with a reader that holds every frame."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

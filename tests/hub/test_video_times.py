@@ -1,7 +1,5 @@
 """Times and indices of frames, against the presentation times that PyAV's decoder gives."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

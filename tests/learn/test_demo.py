@@ -1,7 +1,5 @@
 """The demo as users run it; minutes, so only on demand (`make test-slow`)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The screens demonstration as users run it; minutes and a browser, so only on demand (`make test-slow`)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

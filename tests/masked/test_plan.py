@@ -1,7 +1,5 @@
 """Memory plans of masked-diffusion language models."""
 
-from __future__ import annotations
-
 import pytest
 
 from mmrl.masked.masked_plan import footprint

@@ -1,7 +1,5 @@
 """A masked-diffusion policy: attention in both directions, its likelihoods, and BGPO's bound on them."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

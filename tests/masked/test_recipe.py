@@ -1,7 +1,5 @@
 """The recipes of masked-diffusion models: losses, hints for questions that every sample misses, refusals."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -4,8 +4,6 @@ It exits with 1 where a row and a package differ that should not, or agree thoug
 writes record.json, from which the documentation has its table, with --record.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

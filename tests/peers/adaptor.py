@@ -4,8 +4,6 @@ A peer's answer has some of "advantage", "loss" and "gradient", how exact its nu
 "changes" of the row that it computes. Most come from `tests/golden/make`, run again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The recorded comparison with other trainers, as a table."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -52,10 +52,7 @@ def test_the_first_sentence_names_change_interval_and_what_became_worse(tmp_path
 @pytest.mark.parametrize(
     ("after", "words"),
     [
-        (
-            [1.0] * 20 + [0.0] * 20,
-            "GRPO did not clearly change held-out accuracy (greedy): from 50.0 to 50.0 %",
-        ),
+        ([1.0] * 20 + [0.0] * 20, "GRPO did not clearly change held-out accuracy (greedy): from 50.0 to 50.0 %"),
         ([0.0] * 40, "GRPO lowered held-out accuracy (greedy) from 50.0 to 0.0 %"),
     ],
 )

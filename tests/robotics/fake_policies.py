@@ -1,7 +1,5 @@
 """A policy that ignores its inputs, for environments that only have to run."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

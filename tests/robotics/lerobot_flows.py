@@ -10,8 +10,6 @@ does so too and predicts actions relative to the state, and `expected.npz`: what
 log-densities of a chain and their gradients by autograd, into ARRAYS.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -13,8 +13,6 @@ alone, so that both sides know them.
     tar cJf lerobot-0.6.1.tar.xz lerobot-0.6.1/{meta,data,videos}
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

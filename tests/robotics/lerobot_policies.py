@@ -7,8 +7,6 @@ see one further camera, `act_ensemble`, which averages overlapping chunks, and `
 chooses for `observations`.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from pathlib import Path

@@ -8,8 +8,6 @@ and `vqbet`, of another type. `select` loads one of the first two and writes int
 chooses for a sequence of observations.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -12,8 +12,6 @@ X-VLA and GR00T are small by their own configurations. Those of pi0.5 know two l
 replaces.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

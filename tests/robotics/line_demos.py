@@ -1,7 +1,5 @@
 """Demonstrations on the line, and the smallest policies that can learn from them."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from robotics.sim.episodes import EpisodeSpec

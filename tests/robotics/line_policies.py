@@ -1,7 +1,5 @@
 """Policies for the line: a user's plain module, and one that always reaches the goal."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """A simulator without physics: a point on a line that has to reach its goal; some layouts fail on purpose."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np

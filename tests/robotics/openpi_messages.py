@@ -1,7 +1,5 @@
 """Messages of openpi's client, written down by hand from its format, for a client that needs only websockets."""
 
-from __future__ import annotations
-
 import msgpack
 import numpy as np
 

@@ -11,8 +11,6 @@ tokens, actions and every eighth of the logits. `openvla-oft.tar.xz` beside this
 asks the policy of such a folder with two images a row and writes its answers; they are `openvla-oft-two.npz` here.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -167,11 +165,7 @@ def _asked(model, normalised: np.ndarray) -> dict[str, np.ndarray]:
             for line, one in zip(lines, pixels, strict=True)
         ]
     logits = torch.cat(single)[..., -256 - 64 : -64]
-    return {
-        "actions": np.asarray(actions, np.float32),
-        "tokens": tokens.numpy(),
-        "logits": logits[..., ::8].numpy(),
-    }
+    return {"actions": np.asarray(actions, np.float32), "tokens": tokens.numpy(), "logits": logits[..., ::8].numpy()}
 
 
 def _pixels(pixels: np.ndarray) -> np.ndarray:

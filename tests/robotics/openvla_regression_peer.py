@@ -17,8 +17,6 @@ json_numpy) are empty modules. Head and projector pass through bfloat16, as its 
         proprio_projector--150000_checkpoint.pt dataset_statistics.json golden.npz
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -26,16 +24,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 
-from tests.robotics.openvla_peer import (
-    EMPTY_ID,
-    STATISTICS,
-    TEXTS,
-    WORDS,
-    _pixels,
-    images,
-    prompt,
-    wrist_images,
-)
+from tests.robotics.openvla_peer import EMPTY_ID, STATISTICS, TEXTS, WORDS, _pixels, images, prompt, wrist_images
 
 KEY = "tiny_no_noops"
 STEP = 150000

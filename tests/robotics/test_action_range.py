@@ -1,7 +1,5 @@
 """Policies whose data have other units: options map them to the simulator's -1 and 1."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Behaviour cloning on the line: transitions, their loss, the loop, and actions in other units than the simulator's."""
 
-from __future__ import annotations
-
 import json
 import logging
 
@@ -417,8 +415,7 @@ def test_a_policy_cloned_on_normalised_actions_runs_in_the_simulator(tmp_path, s
     for actions in found.actions:
         np.testing.assert_allclose(actions, 0.25 * SPEED, atol=0.02)
     with pytest.raises(
-        UserError,
-        match=r"'none', but the policy predicts normalised actions: .*; set acting\.scale=bounds_q99",
+        UserError, match=r"'none', but the policy predicts normalised actions: .*; set acting\.scale=bounds_q99"
     ):
         acted(recipe.policy, recipe.sim, ActingSettings())
     recipe.policy.statistics = statistics([-9.0], [9.0], [True])

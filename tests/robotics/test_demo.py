@@ -1,7 +1,5 @@
 """The robot demo in small: the chain of its stages, not their results."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

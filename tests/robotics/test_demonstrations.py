@@ -1,7 +1,5 @@
 """Demonstrations of the tabletop's experts: executing them, writing them, and reading them for cloning."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Distillation of a robot policy: the teacher's log-probabilities as rewards of decisions."""
 
-from __future__ import annotations
-
 import json
 import math
 

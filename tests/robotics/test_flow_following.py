@@ -1,7 +1,5 @@
 """The reward of following a flow: hand-made paths, cached and failing predictions, and training with it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

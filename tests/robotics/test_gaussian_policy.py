@@ -3,8 +3,6 @@
 What every policy keeps is in policies/test_every_policy.py.
 """
 
-from __future__ import annotations
-
 import json
 import math
 

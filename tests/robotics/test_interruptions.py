@@ -1,7 +1,5 @@
 """Robot runs that are killed around an evaluation: episodes, images and videos appear exactly once; export."""
 
-from __future__ import annotations
-
 import shutil
 
 import numpy as np

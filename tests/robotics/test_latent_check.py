@@ -1,7 +1,5 @@
 """Scores of latents on a policy's episodes, before anything is trained."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import yaml

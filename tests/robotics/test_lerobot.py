@@ -10,12 +10,7 @@ import pytest
 from huggingface_hub import DatasetCard
 
 from mmrl.errors import UserError
-from robotics.data import (
-    EpisodeWriter,
-    LeRobotReader,
-    StorageSettings,
-    robot_features,
-)
+from robotics.data import EpisodeWriter, LeRobotReader, StorageSettings, robot_features
 
 av = pytest.importorskip("av", reason="needs pip install 'mmrl-suite[vlm]'")
 pa = pytest.importorskip("pyarrow", reason="needs pip install 'mmrl-suite[vlm]'")

@@ -3,8 +3,6 @@
 The slow test needs an environment with lerobot, see `test_lerobot_policy.py`.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

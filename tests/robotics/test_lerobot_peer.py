@@ -212,10 +212,7 @@ SMALL = {
     ("changes", "words"),
     [
         ({"images": {"depth": np.ones((2, 4, 6), np.uint8)}}, "has type uint8; depth is uint16 in millimetres or"),
-        (
-            {"images": {"depth": np.ones((2, 4, 6), np.float32)}},
-            "which is 'm'; the dataset holds depth in 'mm'",
-        ),
+        ({"images": {"depth": np.ones((2, 4, 6), np.float32)}}, "which is 'm'; the dataset holds depth in 'mm'"),
         ({"images": {"depth": np.ones((2, 4, 6, 3), np.uint16)}}, r"expected \(2, 4, 6, 1\)"),
         ({"extra": {"mode": np.array([1, 2])}}, "not texts"),
         ({"task": ["a"]}, "task has 1 texts; the episode has 2 frames"),

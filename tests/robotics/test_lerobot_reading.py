@@ -8,10 +8,7 @@ import pytest
 
 from mmrl.errors import UserError
 from mmrl.hub.video_writing import write_mp4
-from robotics.data import (
-    LeRobotReader,
-    action_chunks,
-)
+from robotics.data import LeRobotReader, action_chunks
 
 av = pytest.importorskip("av", reason="needs pip install 'mmrl-suite[vlm]'")
 pa = pytest.importorskip("pyarrow", reason="needs pip install 'mmrl-suite[vlm]'")

@@ -5,8 +5,6 @@ The slow tests need an environment with lerobot, see `test_lerobot_peer.py`:
     lerobot-env/bin/pip install 'lerobot[dataset,pi,smolvla,xvla,groot]==0.6.1'
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Policies from their configuration: new ones that fit a simulator, saved ones, and user-defined ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

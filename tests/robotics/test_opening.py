@@ -1,7 +1,5 @@
 """Simulators from their configuration: tabletop, Gymnasium environments in processes, user-defined ones."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

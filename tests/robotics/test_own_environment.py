@@ -1,7 +1,5 @@
 """A user's own Gymnasium environment and policy, as README and docs show it."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

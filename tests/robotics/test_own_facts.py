@@ -1,7 +1,5 @@
 """Facts about users' environments that are read or named: reused arrays, unseeded generators, cameras, shadows."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Past observations: simulators return those of single steps, and policies receive them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

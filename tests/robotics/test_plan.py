@@ -1,7 +1,5 @@
 """Plans of robot runs against runs, the released model and the command."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """GRPO with every policy of the package on the line: two steps of the loop, and restoring its checkpoints."""
 
-from __future__ import annotations
-
 import json
 import math
 

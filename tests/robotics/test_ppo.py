@@ -1,7 +1,5 @@
 """PPO with a critic of the full state: rewards by chunk, values, saving and learning on a point on a line."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -199,9 +197,7 @@ def test_the_critic_has_its_own_rate(tmp_path, critic, rate):
 def test_a_run_learns_and_its_policy_opens_without_the_critic(tmp_path):
     # ten times the policy's rate of 0.02 throws the critic about, and success with it
     config = ppo(
-        tmp_path,
-        reward=ChunkRewardConfig(success=1.0, potential=1.0),
-        critic=CriticConfig(learning_rate=5e-3),
+        tmp_path, reward=ChunkRewardConfig(success=1.0, potential=1.0), critic=CriticConfig(learning_rate=5e-3)
     )
     config.trainer.steps = 12
     run_dir = train(find_recipe("robot_ppo"), config)

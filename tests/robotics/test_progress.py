@@ -327,10 +327,7 @@ def test_memory_keeps_the_latest_successes_of_each_task():
     memory = SuccessMemory(2)
     memory.add(np.arange(8).reshape(4, 2), [True, True, False, True], ["a", "a", "a", "b"])
     memory.add([[8, 9], [10, 11]], [True, False], ["a", "b"])
-    assert {task: kept.tolist() for task, kept in memory.references().items()} == {
-        "a": [[2, 3], [8, 9]],
-        "b": [[6, 7]],
-    }
+    assert {task: kept.tolist() for task, kept in memory.references().items()} == {"a": [[2, 3], [8, 9]], "b": [[6, 7]]}
     nothing = SuccessMemory(0)
     nothing.add([[8, 9]], [True], ["a"])
     assert nothing.references() == {}

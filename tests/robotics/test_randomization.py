@@ -1,7 +1,5 @@
 """Domain randomisation: each part changes only its own quantities, and the same episode has the same draw."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
@@ -235,12 +233,7 @@ def test_a_batch_and_an_environment_draw_and_see_the_same(camera):
     episodes = [EpisodeSpec("push", "", 0), EpisodeSpec("push", "", 7, draw=2), EpisodeSpec("push", "", 7, draw=None)]
     views = [name for name in ("front", "wrist") if name != camera]
     settings = BatchSettings(
-        image_size=(32, 32),
-        state="full",
-        camera=camera,
-        views=tuple(views),
-        reward="dense",
-        randomization=EVERYTHING,
+        image_size=(32, 32), state="full", camera=camera, views=tuple(views), reward="dense", randomization=EVERYTHING
     )
     with TabletopBatch(["push"], settings=settings, workers=2) as sim:
         begun, chunk = sim.reset(episodes), sim.step_chunk(ACTIONS[:3, :6])

@@ -1,7 +1,5 @@
 """Domain randomisation in training, evaluation and demonstrations."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Every file under configs/robotics loads, and those of the tabletop take two steps; the demo's do in test_demo."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

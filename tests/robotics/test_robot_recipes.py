@@ -1,7 +1,5 @@
 """GRPO, SRPO and evaluation on a point on a line: the loop from episodes to updates, without physics."""
 
-from __future__ import annotations
-
 import json
 import math
 from types import SimpleNamespace
@@ -316,13 +314,7 @@ def test_what_other_processes_wrote_is_not_run_again(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"evaluation.temperature": 0.3},
-        {"acting.n_action_steps": 1},
-        {"evaluation.max_tasks": 5},
-        {"seed": 7},
-    ],
+    "change", [{"evaluation.temperature": 0.3}, {"acting.n_action_steps": 1}, {"evaluation.max_tasks": 5}, {"seed": 7}]
 )
 def test_another_protocol_has_its_own_file(tmp_path, change):
     def measured(changes):
@@ -424,14 +416,8 @@ def test_broken_environments_do_not_count_as_failures_of_the_policy(tmp_path):
         ({"objective": ObjectiveConfig(preset="ppo")}, "needs a critic"),
         ({"objective": ObjectiveConfig(preset="srpo", kl={"kind": "full", "coef": 0.1})}, "use k1, k2, k3"),
         ({"logp_level": "episode"}, "logp_level is 'episode'; allowed: token, chunk"),
-        (
-            {"trainer": trainer(samples_per_task=1)},
-            "samples_per_task is 1, but the advantage 'group_mean_std'",
-        ),
-        (
-            {"acting": ActingSettings(ensemble=0.1), "evaluation": SAMPLED},
-            "ensemble is 0.1, which is for greedy",
-        ),
+        ({"trainer": trainer(samples_per_task=1)}, "samples_per_task is 1, but the advantage 'group_mean_std'"),
+        ({"acting": ActingSettings(ensemble=0.1), "evaluation": SAMPLED}, "ensemble is 0.1, which is for greedy"),
         ({"data": EpisodeSetConfig(layouts=0)}, "layouts is 0"),
         ({"data": EpisodeSetConfig(split="test")}, "split is 'test'; allowed: train, held_out, all"),
         ({"model": ActionPolicyConfig(kind="huge")}, "model.kind is 'huge'; allowed: small, gaussian, flow, vlm"),
@@ -453,10 +439,7 @@ def test_bad_settings(tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (
-            EpisodeSetConfig(split="held_out", layouts=8, first=493),
-            "first=493 and layouts=8 exceed the 500 layouts",
-        ),
+        (EpisodeSetConfig(split="held_out", layouts=8, first=493), "first=493 and layouts=8 exceed the 500 layouts"),
         (EpisodeSetConfig(split="all"), "there is no split all; this simulator has: train, held_out"),
         (EpisodeSetConfig(tasks=["fly"]), "unknown task fly; this simulator has: right, left"),
     ],

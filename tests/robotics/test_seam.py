@@ -1,7 +1,5 @@
 """Units, order and rate: what a dataset, a policy and a simulator say of themselves is compared where they meet."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

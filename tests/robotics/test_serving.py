@@ -1,7 +1,5 @@
 """`mmrl serve`: openpi's protocol over a real websocket, several robots, bad messages, a policy that raises."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import http.client

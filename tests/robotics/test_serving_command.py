@@ -1,7 +1,5 @@
 """`mmrl serve` from the command line: policies that it serves, refusals, Ctrl-C, and the real openpi-client."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """SRPO with every kind of latent, end to end on the line, in one process and in two."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

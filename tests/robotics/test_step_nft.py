@@ -1,7 +1,5 @@
 """pi-StepNFT: steps of a flow policy ranked against the policy before the update."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -173,11 +173,7 @@ def fake_settings(package, tmp_path, monkeypatch):
     variables = {"PYTHONPATH": str(tmp_path / "site"), "LIBERO_ASSETS": str(tmp_path / "assets")}
     variables["LIBERO_CONFIG_PATH"] = str(tmp_path / "config")
     return SubprocessSettings(
-        f"{libero.__file__}:make",
-        {"size": 4},
-        python=sys.executable,
-        environment=variables,
-        workers=1,
+        f"{libero.__file__}:make", {"size": 4}, python=sys.executable, environment=variables, workers=1
     )
 
 

@@ -1,7 +1,5 @@
 """Episodes that a time limit cut off, from the environment to the advantages, against Stable-Baselines3."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

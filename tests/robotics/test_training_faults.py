@@ -1,7 +1,5 @@
 """Environments that die, hang and raise while a policy is trained: the run continues, and the log counts them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

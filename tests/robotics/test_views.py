@@ -1,7 +1,5 @@
 """Several cameras: images of simulators, inputs of policies, and refusals."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

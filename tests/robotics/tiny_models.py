@@ -1,7 +1,5 @@
 """Random models of real architectures that are small enough to train in a test."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

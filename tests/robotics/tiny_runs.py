@@ -1,7 +1,5 @@
 """Runs of the tabletop's configurations that take seconds: a policy of random weights, two steps, two groups."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from robotics.policies.base.encoder import EncoderConfig

@@ -3,8 +3,6 @@
 The policy of the first process always reaches its goal, that of the others never does, until they are made equal.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -31,10 +29,7 @@ def main(output: Path) -> None:
     rank = accelerator.process_index
     model = ActionPolicyConfig(kind="tests.robotics.line_policies:make_walker", chunk=1, options={"bias": 0.1})
     config = srpo(
-        output.parent,
-        model=model,
-        progress=ProgressSettings(min_samples=10_000, memory=64),
-        trainer=trainer(steps=1),
+        output.parent, model=model, progress=ProgressSettings(min_samples=10_000, memory=64), trainer=trainer(steps=1)
     )
     recipe = SrpoRecipe(config)
     last = recipe.policy.module.net[-1].bias

@@ -1,7 +1,5 @@
 """The digest of a data set and its sensitivity to changes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ledgers by hand: what cannot be right is found, repeated states count once, impossible rates are refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Metrics of the samples of a step."""
 
-from __future__ import annotations
-
 import torch
 
 from mmrl.runs.run_log import batch_metrics

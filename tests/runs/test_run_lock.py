@@ -1,7 +1,5 @@
 """The lock of a run folder: one owner, free again when its process has ended in any way."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

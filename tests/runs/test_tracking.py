@@ -28,13 +28,7 @@ from mmrl.runs.tracking import (
     tensorboard_installed,
 )
 
-STEP = {
-    "reward/mean": 0.5,
-    "loss/total": -0.01,
-    "tokens/per_second": 812.0,
-    "time/step": 2.0,
-    "time/rollout": 1.5,
-}
+STEP = {"reward/mean": 0.5, "loss/total": -0.01, "tokens/per_second": 812.0, "time/step": 2.0, "time/rollout": 1.5}
 
 
 def lines(path):
@@ -206,11 +200,7 @@ def test_console_shows_plain_lines_without_a_terminal():
     console.close()
     header, line, evaluation = stream.getvalue().splitlines()
     assert header.split() == ["step", "reward", "loss", "KL", "entropy", "tok/s", "seconds"]
-    assert line.split() == [
-        *["7/120", "0.5000", "-0.0100", "1.23e-03", "1.500", "812", "2.00"],
-        "(rollout",
-        "1.50)",
-    ]
+    assert line.split() == [*["7/120", "0.5000", "-0.0100", "1.23e-03", "1.500", "812", "2.00"], "(rollout", "1.50)"]
     assert evaluation == "evaluation at step 7 (during, test[a] of 400 tasks): greedy 50.0 % [45.0, 55.0]"
     assert "\x1b" not in stream.getvalue()
 

@@ -1,7 +1,5 @@
 """`mmrl` with a watch that holds a process for lost after seconds, for tests."""
 
-from __future__ import annotations
-
 import sys
 
 from mmrl.cli import main

@@ -1,7 +1,5 @@
 """`mmrl train CONFIG --dry-run` reads the data of every recipe with the code of the run, and loads no model for it."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from pathlib import Path
@@ -15,18 +13,7 @@ from mmrl.runs.dry_run import model_follows
 from mmrl.training.run import _open_recipe, read_data
 from tests.contracts.domains import domain_of
 
-QUICK = (
-    "vlm",
-    "tspo",
-    "masked",
-    "agent",
-    "aepo",
-    "awm",
-    "diffusion_dpo",
-    "flow_pretrain",
-    "flow3d",
-    "robot_clone",
-)
+QUICK = ("vlm", "tspo", "masked", "agent", "aepo", "awm", "diffusion_dpo", "flow_pretrain", "flow3d", "robot_clone")
 """A recipe of each way to open data; the others are tried with the slow tests."""
 
 

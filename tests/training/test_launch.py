@@ -1,7 +1,5 @@
 """`mmrl train --processes N`, and programs that know nothing of the suite in the environment that the set-up leaves."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

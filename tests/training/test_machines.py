@@ -1,7 +1,5 @@
 """Runs on several machines: two network namespaces with host names and folders of their own stand for two."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

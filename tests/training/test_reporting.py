@@ -1,7 +1,5 @@
 """What several processes log of a step, and how a run ends that learned nothing."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

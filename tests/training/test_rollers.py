@@ -1,7 +1,5 @@
 """Units of a step in workers: the rows of one process in its order, whatever happens to the workers."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os

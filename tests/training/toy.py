@@ -1,7 +1,5 @@
 """A tabular policy and its recipe: the loop without any model, in milliseconds."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from dataclasses import dataclass, field

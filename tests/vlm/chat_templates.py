@@ -1,7 +1,5 @@
 """Chat templates of released models with tiny tokenizers that have their special tokens and their ends of answers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

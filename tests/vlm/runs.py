@@ -1,7 +1,5 @@
 """Configurations of small real runs for the tests."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

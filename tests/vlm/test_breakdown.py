@@ -1,7 +1,5 @@
 """Accuracy by data column, and the score of each question."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A chain of runs to a model in other programs: SFT, PAPO with LoRA under FSDP2, killed, resumed, exported."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

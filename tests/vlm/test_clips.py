@@ -1,7 +1,5 @@
 """Synthetic clips of digits: their contents and times, reproducible from a seed, streamed at any length."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import weakref

@@ -1,7 +1,5 @@
 """The text world: problems whose worked answers are right, disjoint splits, and a verifier that reads expressions."""
 
-from __future__ import annotations
-
 import json
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """The demo in small: the chain of its stages and its output, not its results."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -12,10 +10,7 @@ from mmrl.vlm.toy import demo
 
 ROOT = Path(__file__).parents[2]
 MODEL = "{hidden: 32, layers: 1, vision_hidden: 32, vision_depth: 1, min_pixels: 3136, max_pixels: 12544}"
-SMALL = {
-    "digits_sft.yaml": [f"model.build_options={MODEL}"],
-    "digits_papo.yaml": ["trainer.samples_per_task=2"],
-}
+SMALL = {"digits_sft.yaml": [f"model.build_options={MODEL}"], "digits_papo.yaml": ["trainer.samples_per_task=2"]}
 COMMON = [
     *("data.build_options.count=24", "eval_data.heldout.build_options.count=16"),
     *("eval_data.no_hint.build_options.count=16", "trainer.steps=2", "trainer.tasks_per_step=4"),

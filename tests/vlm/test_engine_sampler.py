@@ -1,7 +1,5 @@
 """Sampling through an inference engine: the protocol with the policy itself behind a socket, and vLLM where it is."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -164,10 +162,7 @@ def test_weights_that_did_not_arrive_stop_the_run(policy):
 
 
 def test_a_server_wants_its_token():
-    with (
-        served([], "secret") as (_, address),
-        pytest.raises(UserError, match=f"wrong token; both sides read {TOKEN}"),
-    ):
+    with served([], "secret") as (_, address), pytest.raises(UserError, match=f"wrong token; both sides read {TOKEN}"):
         EngineSampler(engine(address))
 
 

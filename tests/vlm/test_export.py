@@ -1,7 +1,5 @@
 """`mmrl export` of a vision-language run, moved chains of runs, and adapters as equal bytes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The prefill of sampling is reused by the passes up to the first update, and changes nothing else."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Two attentions merged through their log-sum-exps against one softmax over all keys."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -86,15 +84,7 @@ def test_to_moves_pixels_and_keeps_prompts_that_are_there_already():
     assert make_prompt(1, pixels=False).to("meta").media == {}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"tasks": []},
-        {"texts": ["only one"]},
-        {"finish": []},
-        {"views": {"masked": []}},
-    ],
-)
+@pytest.mark.parametrize("change", [{"tasks": []}, {"texts": ["only one"]}, {"finish": []}, {"views": {"masked": []}}])
 def test_lists_that_do_not_fit(change):
     fields = vars(make_payload(10, groups=2, rows=2, width=1)) | change
     with pytest.raises(ValueError, match="2 rows in 2 groups"):

@@ -1,7 +1,5 @@
 """Memory plans against runs, published sizes and the command."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The suite's own engine behind the `Sampler` protocol."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

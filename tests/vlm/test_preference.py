@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -289,11 +287,7 @@ def test_bad_pairs_stop_the_run_or_are_counted(tmp_path, tiny_folders, cells, ki
 
 
 @pytest.mark.parametrize(
-    ("cells", "kind"),
-    [
-        ({"chosen": "yes " * 600}, "long_side"),
-        ({"images": ["missing.png"]}, "missing_image"),
-    ],
+    ("cells", "kind"), [({"chosen": "yes " * 600}, "long_side"), ({"images": ["missing.png"]}, "missing_image")]
 )
 def test_pairs_that_do_not_fit_the_model_are_counted_and_never_cut(tmp_path, tiny_folders, cells, kind):
     data = write_pairs(tmp_path / "data", spoil(0, **cells))

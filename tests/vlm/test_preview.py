@@ -1,7 +1,5 @@
 """Preview of questions and rewards in `mmrl train CONFIG --dry-run`, before a model is loaded."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from functools import partialmethod
 from pathlib import Path
@@ -53,14 +51,7 @@ def test_run_leaves_a_whole_folder(tmp_path, tiny_folders, name, family):
 
 @pytest.mark.slow
 def test_supervised_run_learns_its_answers(tmp_path, tiny_folders):
-    config = run_config(
-        SftConfig,
-        tmp_path,
-        tiny_folders["qwen2_5_vl"],
-        steps=60,
-        tasks_per_step=6,
-        learning_rate=1e-2,
-    )
+    config = run_config(SftConfig, tmp_path, tiny_folders["qwen2_5_vl"], steps=60, tasks_per_step=6, learning_rate=1e-2)
     config.evaluation.sampler.max_new_tokens = 24
     config.validate()
     run_dir = train(RECIPES["sft"], config)

@@ -1,7 +1,5 @@
 """Rows that cannot be judged, questions that cannot be shown, mixed precision."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -258,10 +256,7 @@ def test_groups_stay_whole_whatever_the_micro_batch(tmp_path, tiny_folders, make
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"answer_template": "{question}"},
-            r"augmentation\.answer_template is .* must hold \{answer\}",
-        ),
+        ({"answer_template": "{question}"}, r"augmentation\.answer_template is .* must hold \{answer\}"),
         ({"hint_template": "{question} Hint:"}, r"augmentation\.hint_template .* must hold \{hint\}"),
         ({"think_end": ""}, r"augmentation\.think_end is empty"),
         ({"hint_max": 1.5}, r"augmentation\.hint_max is 1\.5"),

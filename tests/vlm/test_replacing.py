@@ -1,7 +1,5 @@
 """Samples of questions that the policy misses are exchanged for answers of teachers (AMPO)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

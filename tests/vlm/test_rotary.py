@@ -1,7 +1,5 @@
 """Rotary positions against transformers' own, for both families."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -61,11 +59,7 @@ def test_images_and_videos_keep_their_own_order(policy, family):
 
 def test_text_after_an_image_continues_after_its_longer_side():
     found = rotary_positions(types_of((TEXT, 1), (IMAGE, 6), (TEXT, 1)), MERGE, torch.tensor([[1, 4, 6]]))
-    assert found.tolist() == [
-        [0, 1, 1, 1, 1, 1, 1, 4],
-        [0, 1, 1, 1, 2, 2, 2, 4],
-        [0, 1, 2, 3, 1, 2, 3, 4],
-    ]
+    assert found.tolist() == [[0, 1, 1, 1, 1, 1, 1, 4], [0, 1, 1, 1, 2, 2, 2, 4], [0, 1, 2, 3, 1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize("grids", [None, [[1, 4, 4]]])

@@ -1,7 +1,5 @@
 """The shared prompt changes only the time: log-probs and every gradient are those of flat rows."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """The signs: worked answers by the letters' meaning or by chance, disjoint splits, hints."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

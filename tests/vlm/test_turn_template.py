@@ -127,11 +127,7 @@ def test_a_run_declares_the_tokens_of_its_answers():
     tokenizer.add_special_tokens({"extra_special_tokens": ["<think>", "</think>", "<|mark|>"]})
     stops = tokenizer.convert_tokens_to_ids(["<|eot_id|>"])
     text = "<think>a</think><|mark|>3"
-    for declared, kept in (
-        (None, "<think>a</think>3"),
-        (["<|mark|>"], "a<|mark|>3"),
-        ([], "a3"),
-    ):
+    for declared, kept in ((None, "<think>a</think>3"), (["<|mark|>"], "a<|mark|>3"), ([], "a3")):
         turns = TurnTemplate(TextProcessor(tokenizer), {}, stops, "it", declared)
         sampled = tokenizer.encode(f"{text}<|eot_id|>", add_special_tokens=False)
         assert turns.decode([sampled]) == [kept]

@@ -1,7 +1,5 @@
 """Prompts with videos: equality with transformers' own processors, and named faults of a video."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

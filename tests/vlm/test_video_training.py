@@ -1,7 +1,5 @@
 """Questions about videos through every stage of a run: rollout, update, masked views, evaluation and report."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Names of modules of an earlier version in configurations."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Agent-R in outline: failures that are played again to their first error, and revised."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

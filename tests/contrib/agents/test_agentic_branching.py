@@ -1,7 +1,5 @@
 """Episodes that branch from others: where, and that a branch is the continuation of what it repeats."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """ArCHer in the recipe: contexts of stored turns, new answers to them, and advantages for the actor."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """HNPG in the recipe: which turns the critics know the return of, and a step within the trust region."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Flow-PPO: advantages of denoising steps from a critic of the latents, and the policy gradient with them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

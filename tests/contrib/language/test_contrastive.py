@@ -1,7 +1,5 @@
 """Rewards from the policy's own states (GRACE)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Data of AutoMathCritique's loop and of SPC's game, by models that say what is wanted."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

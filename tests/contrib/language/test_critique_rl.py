@@ -1,7 +1,5 @@
 """Critique-RL: verdicts, rewards of both stages, and the code of the paper."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

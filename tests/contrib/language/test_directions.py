@@ -1,7 +1,5 @@
 """Directional Preference Alignment: directions, their words, and the answers that are kept."""
 
-from __future__ import annotations
-
 import json
 import math
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """LSPO in outline: strategies of utterances, the game between them, and pairs."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,17 +1,9 @@
 """MPO: the rubric that the meta judge rewrites reaches the judge, checkpoints and workers."""
 
-from __future__ import annotations
-
 import pytest
 
 from mmrl.contrib.language import meta_reward
-from mmrl.contrib.language.meta_reward import (
-    MetaRewardConfig,
-    MetaRewardRecipe,
-    RubricSettings,
-    chat_meta,
-    spread,
-)
+from mmrl.contrib.language.meta_reward import MetaRewardConfig, MetaRewardRecipe, RubricSettings, chat_meta, spread
 from mmrl.rewards import RewardConfig
 from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step

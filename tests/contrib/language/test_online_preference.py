@@ -1,7 +1,5 @@
 """Online preference optimisation: the pair of a question, opponents, the previous policy, refusals."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

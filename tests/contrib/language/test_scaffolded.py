@@ -1,7 +1,5 @@
 """Samples of questions that the policy misses are exchanged for answers behind hints (Scaf-GRPO)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

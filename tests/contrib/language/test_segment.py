@@ -1,7 +1,5 @@
 """Segments of answers: cuts valued by further answers, and trees (SPO)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

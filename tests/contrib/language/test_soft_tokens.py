@@ -1,7 +1,5 @@
 """Soft tokens of SofT-GRPO: their sampling, their replay, and the code of the paper."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

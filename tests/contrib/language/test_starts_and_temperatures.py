@@ -1,7 +1,5 @@
 """Rollouts from inside reference answers (DR-PO) and samples of another temperature (AEPO)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Answers that several steps sample (T-PPO)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Value-Augmented Sampling: decoding with values of the next tokens, and a critic whose policy stays as it is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Captioned images: built by functions, given by users, and damaged files."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 

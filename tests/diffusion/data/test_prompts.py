@@ -1,7 +1,5 @@
 """Prompt files of all kinds, and their faults."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

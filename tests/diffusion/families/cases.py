@@ -1,7 +1,5 @@
 """The tiny pipelines of all families, and how the call of each pipeline says what the suite says."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,11 +178,7 @@ CASES = {
         tiny.sana,
         scales=(1.0, 4.5),
         model={"max_sequence_length": 64, "family_options": {"instruction": INSTRUCTION}},
-        call={
-            "max_sequence_length": 64,
-            "complex_human_instruction": INSTRUCTION,
-            "use_resolution_binning": False,
-        },
+        call={"max_sequence_length": 64, "complex_human_instruction": INSTRUCTION, "use_resolution_binning": False},
         height=64,
         width=96,
     ),

@@ -1,7 +1,5 @@
 """Adapter files of every family, as diffusers, peft and ComfyUI read them."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 
@@ -172,7 +170,7 @@ ORIGINAL = {
         *(("attn1.to_out.0", "self_attn.o"), ("attn2.to_q", "cross_attn.q"), ("attn2.to_k", "cross_attn.k")),
         *(("attn2.to_v", "cross_attn.v"), ("attn2.to_out.0", "cross_attn.o")),
         *(("ffn.net.0.proj", "ffn.0"), ("ffn.net.2", "ffn.2")),
-    ),
+    )
 }
 """Layers of Wan as its authors name them (Wan-Video/Wan2.1 wan/modules/model.py), which ComfyUI keeps."""
 

@@ -1,7 +1,5 @@
 """Every family does what its own pipeline in diffusers does."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from pathlib import Path

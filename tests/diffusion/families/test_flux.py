@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import copy
 
 import numpy as np
@@ -94,14 +92,7 @@ def test_times_are_those_of_the_pipeline_with_either_shift(flux, shared_pipeline
     pipeline = copy.copy(flux if family == "flux" else shared_pipeline)
     pipeline.scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=dynamic)
     family = family_of(pipeline)
-    pipeline(
-        ONE,
-        num_inference_steps=STEPS,
-        height=16,
-        width=32,
-        max_sequence_length=T5_TOKENS,
-        output_type="latent",
-    )
+    pipeline(ONE, num_inference_steps=STEPS, height=16, width=32, max_sequence_length=T5_TOKENS, output_type="latent")
     assert torch.equal(family.sigma_grid(STEPS, family.latent_shape(16, 32)), pipeline.scheduler.sigmas)
 
 

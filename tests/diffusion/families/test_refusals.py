@@ -1,7 +1,5 @@
 """What a family cannot do is refused or said, with what is allowed."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """Every family trains by a method of each kind, with adapters and in full, and plain diffusers loads the export."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

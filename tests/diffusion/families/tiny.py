@@ -1,7 +1,5 @@
 """Tiny random pipelines of the released classes for families that have no world of their own here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

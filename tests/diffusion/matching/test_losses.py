@@ -1,16 +1,8 @@
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
 
-from diffusion.matching.losses import (
-    WEIGHTINGS,
-    nft_loss,
-    nft_weight,
-    pseudo_log_likelihood,
-    stack_timesteps,
-)
+from diffusion.matching.losses import WEIGHTINGS, nft_loss, nft_weight, pseudo_log_likelihood, stack_timesteps
 from diffusion.matching.times import TIME_SAMPLERS, TimestepConfig
 from diffusion.matching.times import sample_times as draw
 from diffusion.sampling.steps import VELOCITY_KLS, velocity_kl

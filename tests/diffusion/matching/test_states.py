@@ -1,7 +1,5 @@
 """AC-Flow on the states of its sampler: kept states, matching targets, and credit along a path."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

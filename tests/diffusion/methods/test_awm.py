@@ -1,7 +1,5 @@
 """Recipes that learn from finished images: AWM, and properties shared with the others."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

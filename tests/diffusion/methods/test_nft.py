@@ -1,7 +1,5 @@
 """DiffusionNFT: the two-sided loss, its old policy and the reward probabilities."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

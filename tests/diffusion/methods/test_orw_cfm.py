@@ -1,7 +1,5 @@
 """ORW-CFM-W2 and AC-Flow: weights of images, the critic, and their equality without a critic."""
 
-from __future__ import annotations
-
 import copy
 import math
 

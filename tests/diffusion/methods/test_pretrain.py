@@ -1,7 +1,5 @@
 """Flow matching on captioned images; the recipes increase their rewards."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Policies of tiny pipelines for the tests, and what is compared of them."""
 
-from __future__ import annotations
-
 import torch
 
 from diffusion.models.diffusion_policy import LoraSettings, ModelConfig

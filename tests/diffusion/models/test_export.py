@@ -1,7 +1,5 @@
 """`mmrl export` of an image run, moved bases, and adapters as equal bytes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

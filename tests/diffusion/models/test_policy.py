@@ -1,7 +1,5 @@
 """Policies on a pipeline: where they start, what is trained and shared, gradients, settings."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Folders of policies: weights bit for bit, adapters, merged pipelines, and folders that do not fit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 
@@ -9,15 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from diffusion.rewards import learned as plugins
-from diffusion.rewards.learned import (
-    HPS_FILE,
-    aesthetic,
-    clip_score,
-    hpsv2,
-    image_reward,
-    image_similarity,
-    pickscore,
-)
+from diffusion.rewards.learned import HPS_FILE, aesthetic, clip_score, hpsv2, image_reward, image_similarity, pickscore
 from diffusion.toy.pipelines.tiny import clip_tokenizer
 from mmrl.errors import UserError
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers

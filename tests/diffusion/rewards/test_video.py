@@ -1,7 +1,5 @@
 """Rewards of videos, and rewards of images on videos."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """Rows, groups and tensors of a rollout stay together."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

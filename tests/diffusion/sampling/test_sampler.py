@@ -1,7 +1,5 @@
 """From seeds to latents."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import copy
 from collections import Counter
 
@@ -10,14 +8,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, SASolverScheduler
 
 from diffusion.families.grids import dynamic_shift, scheduler_grid
 from diffusion.sampling.latent_sampler import euler_ode
-from diffusion.sampling.schedule import (
-    SOLVERS,
-    make_solver,
-    sa_solver_grid,
-    sde_window,
-    shift_sigmas,
-    trained_steps,
-)
+from diffusion.sampling.schedule import SOLVERS, make_solver, sa_solver_grid, sde_window, shift_sigmas, trained_steps
 from mmrl.errors import UserError
 
 SD3 = FlowMatchEulerDiscreteScheduler(shift=3.0)

@@ -1,7 +1,5 @@
 """Recipes that learn from the log-densities of denoising steps."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 
@@ -17,15 +15,7 @@ from mmrl.rewards import RewardConfig
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import make_accelerator
 from mmrl.training.recipe import Step
-from tests.diffusion.runs import (
-    TRAJECTORY_RECIPES,
-    build,
-    collected,
-    disturb,
-    gradients,
-    make_trainer,
-    run_config,
-)
+from tests.diffusion.runs import TRAJECTORY_RECIPES, build, collected, disturb, gradients, make_trainer, run_config
 from tests.rounding import assert_equal_up_to_rounding, assert_same_gradient
 
 WANT = frozenset({"logp"})

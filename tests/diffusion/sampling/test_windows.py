@@ -1,7 +1,5 @@
 """Windows of trained steps: one a prompt, moving over training, and the mask of steps that have moved too far."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Build functions that configurations name: shapes and digits."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The world of moving digits: its clips, its autoencoder, its judges, and learning from clips."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The diffusion demo in small: the chain of its stages, not its results."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The autoencoder without training."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

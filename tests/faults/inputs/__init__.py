@@ -1,7 +1,5 @@
 """Kinds of damaged input; `KINDS` lists them."""
 
-from __future__ import annotations
-
 from tests.faults.batches import Kind
 from tests.faults.inputs import answers, attacks, configs, datasets, models, questions, run_folders, tiny_runs
 

@@ -1,7 +1,5 @@
 """Damaged answers of a model, a data column, a judge's server or a worker process."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

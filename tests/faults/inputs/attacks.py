@@ -1,7 +1,5 @@
 """Folders that plant code or sizes, and robots that send a server what grows when it is read."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import random

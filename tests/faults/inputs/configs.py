@@ -1,7 +1,5 @@
 """Damaged configurations: each file of configs/ as values, as text and by overrides, up to where a run would start."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

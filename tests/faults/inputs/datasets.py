@@ -1,7 +1,5 @@
 """Damaged data sets: prompts, captioned images, demonstrations."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Damaged model folders: configurations, tokenizers and weights of other programs, loaded by a run."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Damaged questions: rows, images and videos, through the readers and the encoding of prompts."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

@@ -1,7 +1,5 @@
 """Damaged run folders: checkpoints to resume and to evaluate, metrics to report, experiments to compare."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Damaged configurations that are run: a step of every recipe, on tiny models."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

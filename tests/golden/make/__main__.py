@@ -1,7 +1,5 @@
 """Write golden files: `python -m tests.golden.make NAME [CLONE ...]`."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

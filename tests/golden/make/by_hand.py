@@ -3,8 +3,6 @@
 Nothing of the suite is used. `token_loss` and its gradient by the log-probabilities are written out as well.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from itertools import combinations

@@ -1,7 +1,5 @@
 """Policy losses of papers whose code is a fork of verl."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Inputs of the methods whose decisions are steps of an image sampler."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Golden numbers that verl, TRL, SkyRL or transformers compute, one row a file: citation, inputs and calls."""
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -2,8 +2,6 @@
 log-probabilities.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Calling other people's programs: installed packages, and clones of repositories at a known commit."""
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import subprocess

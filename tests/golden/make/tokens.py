@@ -1,7 +1,5 @@
 """Inputs of the methods whose decisions are tokens, and the programs that compute their numbers."""
 
-from __future__ import annotations
-
 import warnings
 from collections import defaultdict
 from types import SimpleNamespace

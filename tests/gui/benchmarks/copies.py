@@ -1,7 +1,5 @@
 """Small copies of each benchmark in its published format, made up: a screen with rectangles, one row each."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`mmrl evaluate` on copies of benchmarks with tiny models of real architectures: from command to tables and images."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

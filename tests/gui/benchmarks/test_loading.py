@@ -1,7 +1,5 @@
 """Every published format gives the same boxes in pixels of the stored image; no row is dropped or altered."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

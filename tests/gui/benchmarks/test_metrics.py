@@ -1,7 +1,5 @@
 """Scores of single answers by hand, groups with several values, and intervals of means."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """`mmrl gui validate`: malformed rows, suspicious boxes, and the test that distinguishes xywh from xyxy."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -148,10 +146,7 @@ def test_all_boxes_of_own_data_are_checked(tmp_path):
         ({"bbox": [1, 2, True, 4]}, "a box has 4 finite numbers [x1, y1, x2, y2], found [1, 2, True, 4]"),
         ({"polygon": [[1, 2], [3, 4], [5, 6, 7]]}, "a corner has 2 finite numbers [x, y], found [5, 6, 7]"),
         ({"polygon": [[1, 2], [3, 4]]}, "a polygon needs at least 3 corners, found 2"),
-        (
-            {"gt_bbox": good, "bbox": None},
-            "expected one of the columns bbox, boxes, polygon, refusal, found none",
-        ),
+        ({"gt_bbox": good, "bbox": None}, "expected one of the columns bbox, boxes, polygon, refusal, found none"),
     ):
         ((place, reason),) = check(**target).malformed
         assert place == "own.jsonl line 1"
@@ -194,10 +189,7 @@ def own_table(folder, forms, count=60):
     [
         (["pixels"], ""),
         (["fractions"], "their numbers are fractions"),
-        (
-            ["fractions", "pixels"],
-            r"30 of 60 have fractions of the image's sides \(own.jsonl line 1, own.jsonl line 3",
-        ),
+        (["fractions", "pixels"], r"30 of 60 have fractions of the image's sides \(own.jsonl line 1, own.jsonl line 3"),
         (["pixels"] * 7 + ["fractions"], r"7 of 60 have fractions of the image's sides \(own.jsonl line 8, "),
         (["thousandths"], "are thousandths"),
         (["thousandths", "pixels"], "have thousandths of the image's sides"),

@@ -1,7 +1,5 @@
 """Throughput of robot simulators: equal work in every arm, direction of the ratios, CPU time of other processes."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import subprocess

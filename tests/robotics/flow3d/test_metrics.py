@@ -16,13 +16,7 @@ def test_errors_are_distances_in_metres():
     predicted[1, 1] = [0.0, 0.1, 0.0]
     found = flow_metrics(predicted, true, np.array([[1.0, 1.0], [1.0, 0.2]]))
     assert found == pytest.approx(
-        {
-            "ade_m": 0.17 / 4,
-            "fde_m": 0.06,
-            "ade_visible_m": 0.07 / 3,
-            "fde_visible_m": 0.02,
-            "acc_5cm": 0.5,
-        }
+        {"ade_m": 0.17 / 4, "fde_m": 0.06, "ade_visible_m": 0.07 / 3, "fde_visible_m": 0.02, "acc_5cm": 0.5}
     )
     assert flow_metrics(predicted, true)["ade_visible_m"] == pytest.approx(0.17 / 4)
     hidden = flow_metrics(predicted, true, np.zeros((2, 2)))

@@ -1,7 +1,5 @@
 """Small policies of each kind, and inputs for them."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Folders of policies whose sizes no file bears out, or whose weights are no numbers: one line, at once."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Draws of the rows of a batch, each from its own generator."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -41,11 +41,7 @@ def test_a_spread_target_has_its_mean_at_the_demonstration(mode):
 def test_everything_that_it_sees_matters(policies):
     policy, batch = policies["small_step"], make_inputs()
     expected = policy.logits(batch).detach()
-    changes = {
-        "images": 255 - batch.images,
-        "state": batch.state + 1,
-        "instructions": tuple(reversed(TEXTS)),
-    }
+    changes = {"images": 255 - batch.images, "state": batch.state + 1, "instructions": tuple(reversed(TEXTS))}
     for name, value in changes.items():
         changed = PolicyInputs(**{"images": batch.images, "state": batch.state, "instructions": TEXTS} | {name: value})
         assert float((policy.logits(changed).detach() - expected).abs().max()) > 1e-3, name
@@ -120,8 +116,7 @@ def test_observations_that_do_not_fit_are_named(batch, message):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"queries": "both"}, {"label_smoothing": 1.0}, {"chunk": 0}, {"token_mode": "log"}],
+    "changes", [{"queries": "both"}, {"label_smoothing": 1.0}, {"chunk": 0}, {"token_mode": "log"}]
 )
 def test_settings_out_of_range_are_refused(changes):
     with pytest.raises(UserError):

@@ -1,7 +1,5 @@
 """The toy recipe with a bias that all rows share, computed once for the micro-batches of a batch."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import torch

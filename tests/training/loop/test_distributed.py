@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -19,8 +17,7 @@ def start(output: Path, preset: str, micro_batch: int, processes: int) -> dict:
 # micro-batches share the bias; two processes leave out the groups without a gradient, which DAPO has and one process
 # does not leave out
 @pytest.mark.parametrize(
-    ("preset", "micro_batch"),
-    [*(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW), ("dapo", 5)],
+    ("preset", "micro_batch"), [*(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW), ("dapo", 5)]
 )
 def test_two_processes_make_the_update_of_one(tmp_path, preset, micro_batch):
     one, two = start(tmp_path / "1.pt", preset, 0, 1), start(tmp_path / "2.pt", preset, micro_batch, 2)

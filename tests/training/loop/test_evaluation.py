@@ -1,7 +1,5 @@
 """The evaluation driver: batches, order, several protocols, rows on disk, intervals."""
 
-from __future__ import annotations
-
 import json
 import math
 from types import SimpleNamespace

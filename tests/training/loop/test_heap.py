@@ -1,7 +1,5 @@
 """Free memory between live tensors is returned to the system."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

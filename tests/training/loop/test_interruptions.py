@@ -1,7 +1,5 @@
 """Runs that end early: kills at chosen points and signals, then a resume that ends like an uninterrupted run."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Edge cases of a run: kills between two writes, full disks, unexpected NaN, mixed precision."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import weakref

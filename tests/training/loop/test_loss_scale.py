@@ -1,7 +1,5 @@
 """Loss scaling of fp16, against torch's GradScaler and against runs without it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

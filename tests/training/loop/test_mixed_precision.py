@@ -1,7 +1,5 @@
 """Several optimiser steps under autocast."""
 
-from __future__ import annotations
-
 import pytest
 from accelerate.state import AcceleratorState
 

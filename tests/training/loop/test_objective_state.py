@@ -1,7 +1,5 @@
 """Blocks that remember earlier steps, and the order of tasks: the same in a resumed run as without an interruption."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

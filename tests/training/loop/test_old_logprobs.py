@@ -1,7 +1,5 @@
 """One rule for old log-probs: their source, and the pass that each source needs or saves."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

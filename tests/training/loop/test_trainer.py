@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -28,8 +26,7 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "preset",
-    ["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo"],
+    "preset", ["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo"]
 )
 def test_every_objective_learns_the_table(make_trainer, preset):
     trainer = make_trainer(preset=preset, steps=60, tasks_per_step=6, samples_per_task=8, learning_rate=0.3)

@@ -1,7 +1,5 @@
 """One update of the toy recipe on fixed rollouts, shared by however many processes this is started with."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -5,8 +5,6 @@ where there are several. A filter leaves the processes unequal numbers of groups
 group of one of the processes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every comparison in its quick form, and their arms."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from importlib.util import find_spec

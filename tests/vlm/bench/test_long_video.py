@@ -1,7 +1,5 @@
 """Frames of a long video: memory, computation, and cached reads in a second epoch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Prompts of an exact length, models of given sizes, rewards that differ."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file

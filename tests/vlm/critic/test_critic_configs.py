@@ -1,7 +1,5 @@
 """The data that the configurations of both critics build, in small."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

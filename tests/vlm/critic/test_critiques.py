@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -55,9 +53,7 @@ def make_up(row):
 
 def test_pairs_are_ranked_by_the_jaccard_index(false, tmp_path):
     path = build_pairs(
-        tmp_path / "pairs.jsonl",
-        questions={"path": str(with_critiques(false, make_up))},
-        critiques_key="critiques",
+        tmp_path / "pairs.jsonl", questions={"path": str(with_critiques(false, make_up))}, critiques_key="critiques"
     )
     found = rows(path)
     assert len(found) == 2 * 12, "two right wordings before the worse one; the empty critique is in no pair"

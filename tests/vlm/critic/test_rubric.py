@@ -1,7 +1,5 @@
 """A judge scores responses by a rubric."""
 
-from __future__ import annotations
-
 import pytest
 
 from mmrl.vlm.critic import rubric

@@ -1,7 +1,5 @@
 """Rows as other tools and published sets write them: each is read, or refused by name before the run."""
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import io

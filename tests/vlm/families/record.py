@@ -5,8 +5,6 @@
 The tests compare what they find with the record, so that a table that is no longer true fails.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """The generic lane against the models' own forward and generate, family by family."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Both lanes on the two families that have both."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 

@@ -1,7 +1,5 @@
 """Every method on a model of the generic lane that sees images: tiny SmolVLM2 on the tests' questions and screens."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """The load-balancing loss of mixtures of experts against transformers' own, in both lanes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

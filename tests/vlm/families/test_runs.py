@@ -1,7 +1,5 @@
 """Runs of the real recipes on models of the generic lane, from a saved folder to plain transformers and peft."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

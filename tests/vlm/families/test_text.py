@@ -1,7 +1,5 @@
 """Language models: text with text between, and one line for whatever needs a picture."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

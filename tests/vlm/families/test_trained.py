@@ -1,7 +1,5 @@
 """A step of GRPO on every family, in full and with LoRA, and its checkpoint in plain transformers and peft."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny random models of many families, with media as their processors would make them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """A small CLIP, clips and runs of TSPO that take a fraction of a second."""
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from pathlib import Path

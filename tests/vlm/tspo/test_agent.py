@@ -1,7 +1,5 @@
 """The temporal agent against a literal form of the published module, in float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

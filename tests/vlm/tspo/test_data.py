@@ -1,7 +1,5 @@
 """Clips with needles, candidate frames, and rows that cannot be used."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -201,11 +199,7 @@ RATES = {
 
 @pytest.mark.parametrize(
     ("name", "needle", "candidates", "marked"),
-    [
-        ("screen", [60, 120], 65, [60, 61]),
-        ("dark", [220, 340], 20, [10, 11, 12, 13]),
-        ("slides", [1, 4], 5, [1, 2]),
-    ],
+    [("screen", [60, 120], 65, [60, 61]), ("dark", [220, 340], 20, [10, 11, 12, 13]), ("slides", [1, 4], 5, [1, 2])],
 )
 def test_a_variable_rate_is_picked_and_marked_by_frame_and_time(tmp_path, name, needle, candidates, marked):
     times = RATES[name]

@@ -1,7 +1,5 @@
 """The video demo in small: the chain of its stages and its output."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Features of frames and texts, and their cache."""
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Drawing frames, their log-probabilities, and the choices of inference."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """A vision-language model that answers from the picked frames, frozen and trained."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

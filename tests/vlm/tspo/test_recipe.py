@@ -1,7 +1,5 @@
 """A TSPO run: rewards, decisions, evaluation, the exported agent."""
 
-from __future__ import annotations
-
 import logging
 import math
 from dataclasses import replace

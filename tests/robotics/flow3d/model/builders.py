@@ -1,7 +1,5 @@
 """Tiny world models, and tiny CLIP and Stable Diffusion folders, with random weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Clips of a block that moves, in an arc, to the pad that the instruction names; the camera looks straight down."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from robotics.flow3d.clip import FlowClip, Observation

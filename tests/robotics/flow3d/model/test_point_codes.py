@@ -7,13 +7,7 @@ import math
 import pytest
 import torch
 
-from robotics.flow3d.model.context import (
-    CODE_SIZE,
-    clip_places,
-    corrected_code,
-    repo_code,
-    scrambled_places,
-)
+from robotics.flow3d.model.context import CODE_SIZE, clip_places, corrected_code, repo_code, scrambled_places
 
 
 def released_table(rows, columns, depths, size):
