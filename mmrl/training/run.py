@@ -125,19 +125,19 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
         return {f"{split}/{name}": value for split, found in results.items() for name, value in found.metrics.items()}
 
 
-def dry_run(entry: Any, config: Any, gpu: Mapping[str, float], processes: int = 1) -> Iterator[str]:
-    """Lines of `mmrl train --dry-run`: the run's data, read by its own code, and its memory and time.
+def dry_run(entry: Any, config: Any, memory_gb: float, processes: int = 1) -> Iterator[str]:
+    """Lines of `mmrl train --dry-run`: the run's data, read by its own code, and its memory.
 
     Args:
         entry: the recipe's row of `mmrl.recipes.RECIPES`.
         config: its filled configuration.
-        gpu: memory in GB and tflops of a GPU, as far as they are given.
+        memory_gb: memory of each GPU.
         processes: number of GPUs.
 
     Raises:
         UserError: what the run would refuse, after the plan, which may not depend on it.
     """
-    from mmrl.training.plan import Gpu, described
+    from mmrl.training.plan import described
 
     refused: UserError | None = None
     try:
@@ -145,9 +145,7 @@ def dry_run(entry: Any, config: Any, gpu: Mapping[str, float], processes: int = 
     except UserError as error:
         refused = error
     try:
-        named = {{"memory": "memory_gb"}.get(name, name): value for name, value in gpu.items()}
-        card = Gpu(**named, timed="tflops" in named)
-        yield from described(config, plan_of(entry), card, processes)
+        yield from described(config, plan_of(entry), memory_gb, processes)
     except UserError as error:
         refused = refused or error
     if refused is not None:
