@@ -39,7 +39,6 @@ from mmrl.training.processes import Streams, merge_in_order
 from mmrl.training.recipe import Step
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
 from mmrl.vlm.data.task import TaskError, VlmTask
-from mmrl.vlm.domain import MediaQuestions
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.engine.vlm_sampler import sample
 from mmrl.vlm.methods.augmentation import (
@@ -51,7 +50,7 @@ from mmrl.vlm.methods.augmentation import (
     rewrite_question,
 )
 from mmrl.vlm.vlm_config import VlmConfig
-from mmrl.vlm.vlm_recipe import VlmRecipe
+from mmrl.vlm.vlm_recipe import MediaQuestions, VlmRecipe
 
 LOGGER = logging.getLogger("mmrl")
 

@@ -43,8 +43,7 @@ from mmrl.training.processes import Streams, stream_seed
 from mmrl.training.recipe import NoUsableTasksError, Recipe, Step
 from mmrl.training.scoring import EveryRewardFailedError, RewardErrors, failure_of, scored_record
 from mmrl.vlm.data.dataset import DataConfig
-from mmrl.vlm.data.task import TaskError
-from mmrl.vlm.domain import Skipped
+from mmrl.vlm.data.task import Skipped, TaskError
 from mmrl.vlm.engine.vlm_policy import load_policy
 from mmrl.vlm.tspo.agent import AgentSettings, TemporalAgent, load_agent, save_agent
 from mmrl.vlm.tspo.answerers import Answerer, Answers, make_answerer, without_unreadable
