@@ -214,6 +214,7 @@ class _Model:
         """
         network: Any = next(iter(self.networks.values()))
         found: list[Tensor] = []
+        mode: Any  # in which tensors have no values
 
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             with mode, autocast(self.config.trainer):
@@ -222,7 +223,6 @@ class _Model:
             return tree_map_only(Tensor, lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype), out)
 
         with unset_fake_temporarily() as mode:
-            assert mode is not None
             latents = torch.zeros(1, *self.shape, dtype=self.dtype).expand(rows, *self.shape)
             self.family.velocity(_Called(network, evaluate), latents, torch.full((rows,), 0.5), self.text(rows))
         return torch.stack([leaf.float().square().mean() for leaf in found]).sum()

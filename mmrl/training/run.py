@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -176,8 +176,6 @@ def read_data(entry: Any, config: Any) -> list[str]:
             if name is None:
                 return [*left, *_read_alone(entry, held_out)]
             del held_out[name]
-    with suppress(AttributeError):  # of what only a whole recipe has
-        recipe.close()
     preview = preview_of(entry)
     return [*(_counts(config, recipe) if preview is None else preview(config, recipe)), *left]
 

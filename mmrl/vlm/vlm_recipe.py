@@ -28,7 +28,7 @@ from mmrl.core.rollouts import ANSWER, TOKENS, Rollouts
 from mmrl.core.state import AdaptiveKL, Stateful, Tally
 from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
-from mmrl.rewards import RewardResult, RewardSum, TrainerState
+from mmrl.rewards import RewardResult, RewardSum
 from mmrl.rewards.answers import Chat, number_answers
 from mmrl.rewards.reward_config import about_rewards, readers_of
 from mmrl.runs.dry_run import model_follows
@@ -37,7 +37,16 @@ from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.evaluation import NOT_PARTS, Measure, parts_of_tasks
 from mmrl.training.processes import Streams
-from mmrl.training.recipe import LossTerm, NoUsableTasksError, Recipe, Step, scores_before_update, single_update
+from mmrl.training.recipe import (
+    LossTerm,
+    NoUsableTasksError,
+    Recipe,
+    Step,
+    opening,
+    reward_state,
+    scores_before_update,
+    single_update,
+)
 from mmrl.training.sampler import Sampler
 from mmrl.training.scoring import RewardErrors, scored_record, with_rewards
 from mmrl.vlm.data.dataset import BUDGET, LoadedTasks, load_splits, load_tasks
@@ -105,6 +114,7 @@ class VlmDomain:
     eval_tasks: Mapping[str, Sequence[VlmTask]]
     parts: dict[str, Stateful]
     added: dict[str, Any]
+    opened: ExitStack
     terms: Sequence[LossTerm]
     supervised: ClassVar[bool]
     longest: int = 0
@@ -141,9 +151,8 @@ class VlmDomain:
         self.cut_splits: set[str] = set()
         self.parts |= {"skipped": self.skipped, "cramped": self.cramped, "errors": self.errors}
         self.rewards = RewardSum(rewards)
-        # a refusal below must close the rewards and their workers; `pop_all` keeps them open if all went well
-        with ExitStack() as undone:
-            undone.callback(self.rewards.close)
+        with opening(self.opened) as opened:
+            opened.callback(self.rewards.close)
             scored = {"data": self.train_tasks} if trains_on_rewards else {}
             # cheap checks of the data come before the model, which can take minutes to load
             check_columns(self.rewards, scored | splits_by_key(self.eval_tasks))
@@ -157,7 +166,6 @@ class VlmDomain:
             if trains_on_rewards or self.eval_tasks:
                 self.longest = sampler.max_new_tokens
                 self.policy.check_response_length(self.longest)
-            undone.pop_all()
 
     def check_data(self) -> None:
         """Reject questions that the method cannot use, before the model is loaded; raises UserError."""
@@ -183,8 +191,7 @@ class VlmDomain:
         step: Step,
     ) -> RewardResult:
         """Score responses with all rewards; see `mmrl.vlm.data.task.score_texts`."""
-        epoch = step.number * self.config.trainer.tasks_per_step / max(len(self.train_tasks), 1)
-        state = TrainerState(step.number, step.total, epoch)
+        state = reward_state(self.config, self.train_tasks, step)
         return score_texts(self.rewards, state, tasks, prompts, texts, tokens)
 
     def measures(self, policy: VlmPolicy, split: str, step: Step) -> list[Measure[VlmTask]]:
@@ -300,10 +307,6 @@ class VlmDomain:
         """Write a standard model folder with tokenizer and processor, adapters merged into the weights."""
         return export_model(config, checkpoint, output, cls.policy_class)
 
-    def close(self) -> None:
-        """End the reward workers."""
-        self.rewards.close()
-
 
 class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
     """Samples, scores and evaluates with a vision-language model; the objective provides the loss.
@@ -331,6 +334,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         self.samples_elsewhere = engine is not None
         self.sampler: Sampler[VlmPolicy, Prompt, Samples]
         self.sampler = engine or self.own_sampler()
+        self.opened.callback(self.sampler.close)
         self._controller: AdaptiveKL | None = None
         if (target := config.adaptive_kl.target) is not None:
             self._controller = AdaptiveKL(self.objective.kl_coef, target, config.adaptive_kl.horizon)
@@ -428,11 +432,6 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
     def correct(self, rollouts: Rollouts) -> Tensor:
         """(B,) bool, rows with a correct answer."""
         return rollouts.reward_terms[self.accuracy_term] == 1.0
-
-    def close(self) -> None:
-        """End the reward workers and the sampler's engine."""
-        super().close()
-        self.sampler.close()
 
     def _block_inputs(
         self, rollouts: Rollouts, tasks: Sequence[VlmTask], prompts: Sequence[Chat], tokens: Sequence[list[int]]

@@ -36,7 +36,7 @@ from mmrl.errors import UserError
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams, merge_in_order
-from mmrl.training.recipe import Step
+from mmrl.training.recipe import Step, opening
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
 from mmrl.vlm.data.task import TaskError, VlmTask
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
@@ -79,7 +79,8 @@ class RegGrpoRecipe(VlmRecipe):
         self._asked = Streams(0, ())
         self._drawn: Counter[str] = Counter()
         self.added |= {"rewards": self._noted_rewards, "drawn": self._drawn}
-        self._check_data()
+        with opening(self.opened):
+            self._check_data()
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
         """Sample G responses to each question, augmented by its difficulty."""
@@ -175,7 +176,6 @@ class RegGrpoRecipe(VlmRecipe):
         if settings.hint_scale:
             without = next((task for task in self.train_tasks if not _answer_of(task)), None)
             if without is not None:
-                self.close()
                 raise UserError(
                     f"data: {without.id} has no answer, which traces for hints are sampled with; name the column with "
                     "data.answer_key or set augmentation.hint_scale=0"
