@@ -1,4 +1,4 @@
-"""Memory and time of a run on a diffusion or flow model."""
+"""Memory of a run on a diffusion or flow model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from diffusion.data.prompts import has_images
@@ -28,19 +28,7 @@ from mmrl.hub.building import build_if_missing
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 from mmrl.runs.export import model_folder
 from mmrl.training.objectives import make_objective
-from mmrl.training.plan import (
-    Counted,
-    Part,
-    Plan,
-    Work,
-    activations,
-    autocast,
-    batch_sizes,
-    forward,
-    imagined,
-    state_parts,
-)
-from mmrl.training.recipe import single_update
+from mmrl.training.plan import Facts, Part, Plan, Sizes, autocast, batch_sizes, planned
 
 WORKING = 6
 """Float32 latents per row that a loss needs at once: noise, mean, target and their differences."""
@@ -61,20 +49,28 @@ def footprint(config: Any, *, passes: bool = True) -> Plan:
     # without values: the plan of a 12 billion model fits on any laptop
     with torch.device("meta"), quiet_transformers(), quiet_diffusers():
         model = _Model(config, step)
-    if not passes:
-        return Plan(tuple(_weights(model)), ())
-    with imagined(model.networks, model.autoencoder) as mode:
-        model.mode = mode
-        counted = _Passes(model, step)
-        parts = (*_weights(model), *_latents(model, step), *counted.parts())
-        work = tuple(counted.work())
+    return planned(_facts(model, step), config.trainer, passes=passes)
+
+
+def _facts(model: _Model, step: _Step) -> Facts:
     kind = "videos" if model.family.video else "images"
-    assumed = (
-        f"latents {' x '.join(map(str, model.shape))}",
-        f"{step.rows} {kind} a step and {step.times} {'steps' if step.denoises else 'noisy versions'} of each",
-        f"the update of {step.chunk} {kind} at once",
+    times = f"{step.times} {'steps' if step.denoises else 'noisy versions'} of each"
+    return Facts(
+        network=model.networks,
+        learn=model.learn,
+        assumed=(
+            f"latents {' x '.join(map(str, model.shape))}",
+            f"{step.sizes.step} {kind} a step and {times}",
+            f"the update of {step.sizes.chunk} {kind} at once",
+        ),
+        passes=step.sizes.passes,
+        act=model.encode if step.given else model.sample,
+        acting="encoding" if step.given else "denoising, or decoding",
+        copies=int(not model.config.model.lora.enabled),
+        frozen=(model.autoencoder,),
+        held=tuple(_held(model)),
+        inputs=tuple(_inputs(model)),
     )
-    return Plan(tuple(part for part in parts if part.bytes), assumed, work, model.low)
 
 
 def preview(config: Any, recipe: Any) -> list[str]:
@@ -99,12 +95,8 @@ def preview(config: Any, recipe: Any) -> list[str]:
 class _Step:
     """Sizes of a step."""
 
-    rows: int
-    """Images of all processes."""
-    minibatch: int
-    """Images of an optimiser step."""
-    chunk: int
-    """Images in one forward and backward pass."""
+    sizes: Sizes
+    """Images."""
     times: int
     """Trained steps or noisy versions of an image."""
     denoises: bool
@@ -125,27 +117,29 @@ class _Step:
             times = max(int(len(trained_window(sampler, torch.Generator())) * sampler.random_share), 1)
         else:
             times = config.timesteps.count
-        return cls(*batch_sizes(trainer, group), times, denoises, given, sampler)
+        return cls(batch_sizes(trainer, group), times, denoises, given, sampler)
 
     @property
     def drawn(self) -> int:
         """Images sampled or decoded at once."""
-        return min(self.sampler.batch_rows, self.rows)
+        return min(self.sampler.batch_rows, self.sizes.step)
+
+    @property
+    def learned(self) -> int:
+        """Trained steps or noisy versions in a forward and backward pass."""
+        return self.sizes.chunk * self.times
 
 
 class _Model:
     """Networks, autoencoder and sizes of a pipeline without weight values; built on the meta device."""
 
-    mode: FakeTensorMode
-
     def __init__(self, config: Any, step: _Step) -> None:
-        self.config, model = config, config.model
+        self.config, self.step, model = config, step, config.model
         dtype = DTYPES[model.dtype]
         pipeline, encoders = _pipeline(model)
         self.family = family = make_family(pipeline, model)
         self.shape = family.latent_shape(model.height, model.width, model.frames)
         self.dtype = dtype
-        self.low = model.dtype != "float32" or config.trainer.mixed_precision != "none"
         present = [name for name in family.networks if getattr(pipeline, name, None) is not None]
         self.networks = nn.ModuleDict()
         for name in present:
@@ -162,11 +156,14 @@ class _Model:
         self.autoencoder = pipeline.vae.to(dtype).requires_grad_(False)
         self.encoders = encoders * dtype.itemsize
         self.edits = family.takes_image and has_images(config, family.edits)
+        self.halves = 2 if step.sampler.guidance != 1.0 and not step.given else 1
+        """Evaluations of guidance."""
+        self.detached = not step.denoises or config.step.detach_negative
+        """Whether the negative half of guidance keeps no activations."""
+        low = model.dtype != "float32" or config.trainer.mixed_precision != "none"
         # as `Trajectories.halves_together`: low precision with a detached half takes two calls in sampling too
-        low_apart = self.low and step.denoises and config.step.detach_negative
-        self.guided = step.sampler.guidance != 1.0 and not step.given
-        self.together = not low_apart
-        """Whether sampling evaluates both halves of guidance in one call."""
+        self.per_call = 1 if low and step.denoises and self.detached else self.halves
+        """Evaluations of guidance in one call while sampling."""
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -190,6 +187,28 @@ class _Model:
         """Bytes of one row's latents, in the model's precision unless `itemsize` is given."""
         return torch.Size(self.shape).numel() * (itemsize or self.dtype.itemsize)
 
+    def learn(self) -> Tensor:
+        """A loss; if steps are trained, the reference is evaluated while the graph is in memory."""
+        step = self.step
+        loss = self.velocity(step.learned * (1 if self.detached else self.halves))
+        if step.denoises and not step.given and make_objective(self.config.objective).needs_reference:
+            with torch.no_grad():
+                self.velocity(self.halves * step.learned)
+        return loss
+
+    def sample(self) -> Tensor:
+        """Images, after one of the steps that denoise them; videos are decoded one by one."""
+        self.velocity(self.step.drawn * self.per_call)
+        rows = 1 if self.family.video else self.step.drawn
+        return self.family.decode(torch.zeros(rows, *self.shape, dtype=self.dtype))
+
+    def encode(self) -> Any:
+        """Latents of images; videos are encoded one by one."""
+        family, rows = self.family, 1 if self.family.video else self.step.drawn
+        frames = (1 + (self.shape[1] - 1) * family.frame_factor,) if family.video else ()
+        pixels = (family.factor * side for side in self.shape[-2:])
+        return family.encode_pixels(torch.zeros(rows, 3, *frames, *pixels, dtype=self.dtype))
+
     def velocity(self, rows: int) -> Tensor:
         """Evaluate the network for some rows and return a scalar.
 
@@ -197,29 +216,18 @@ class _Model:
         """
         network: Any = next(iter(self.networks.values()))
         found: list[Tensor] = []
+        mode: Any  # in which tensors have no values
 
         def evaluate(*args: Any, **kwargs: Any) -> Any:
-            with self.mode, autocast(self.config.trainer):
+            with mode, autocast(self.config.trainer):
                 out = network(*args, **kwargs)
             found.extend(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
             return tree_map_only(Tensor, lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype), out)
 
-        with unset_fake_temporarily():
-            # expanded from one row: real zeros, but in the memory of one
+        with unset_fake_temporarily() as mode:
             latents = torch.zeros(1, *self.shape, dtype=self.dtype).expand(rows, *self.shape)
             self.family.velocity(_Called(network, evaluate), latents, torch.full((rows,), 0.5), self.text(rows))
         return torch.stack([leaf.float().square().mean() for leaf in found]).sum()
-
-    def decode(self, rows: int) -> Tensor:
-        """Images of some rows, without values."""
-        return self.family.decode(torch.zeros(rows, *self.shape, dtype=self.dtype))
-
-    def encode(self, rows: int) -> Any:
-        """Latents of some images, without values."""
-        family = self.family
-        frames = (1 + (self.shape[1] - 1) * family.frame_factor,) if family.video else ()
-        pixels = (family.factor * side for side in self.shape[-2:])
-        return family.encode_pixels(torch.zeros(rows, 3, *frames, *pixels, dtype=self.dtype))
 
 
 class _Called:
@@ -270,11 +278,9 @@ def _pipeline(config: ModelConfig) -> tuple[Any, int]:
     return own(**settings), round(sum(known["encoder_billions"].values()) * 1e9)
 
 
-def _weights(model: _Model) -> Iterator[Part]:
-    """Weights with their gradients, moments and averages, and frozen parts."""
+def _held(model: _Model) -> Iterator[Part]:
+    """Averages of weights and frozen parts."""
     config = model.config
-    # without adapters, the reference is a full copy
-    yield from state_parts(model.networks, config.trainer, copies=int(not config.model.lora.enabled))
     yield Part("averages of weights", 4 * averages_of(config) * sum(weight.numel() for weight in model.trained))
     autoencoder = sum(weight.nbytes for weight in model.autoencoder.parameters())
     yield Part("autoencoder", autoencoder)
@@ -286,17 +292,22 @@ def _weights(model: _Model) -> Iterator[Part]:
     )
 
 
-def _latents(model: _Model, step: _Step) -> Iterator[Part]:
-    """Latents of a step, and the noise and text needed during sampling."""
-    config = model.config
+def _inputs(model: _Model) -> Iterator[Part]:
+    """Latents of a step, and the noise and text of sampling and update."""
+    config, step = model.config, model.step
+    update = Part(
+        "text and noise of a batch", step.learned * (model.text_bytes() + WORKING * model.latent_bytes(4)), "update"
+    )
     if step.given:
-        yield Part("latents", step.rows * model.latent_bytes(), divided=True)
+        yield from (Part("latents", step.sizes.step * model.latent_bytes(), divided=True), update)
         return
     states = step.times + 1 if step.denoises else step.times * (getattr(config, "states", "") == "trajectory")
-    yield Part("latents and states", step.rows * (1 + states) * model.latent_bytes(), divided=True)
+    yield Part("latents and states", step.sizes.step * (1 + states) * model.latent_bytes(), divided=True)
     noise = step.drawn * step.times * model.latent_bytes(4) * step.denoises
     yield Part("noise of the steps", noise, "sampling")
     yield Part("text of the prompts", config.trainer.tasks_per_step * model.text_bytes(), "sampling", divided=True)
+    yield Part("text of a batch", step.drawn * model.per_call * model.text_bytes(), "sampling")
+    yield update
 
 
 def averages_of(config: Any) -> int:
@@ -308,80 +319,3 @@ def averages_of(config: Any) -> int:
         + (orw is not None and orw.refresh_every > 1)
         + hasattr(config, "nft")
     )
-
-
-class _Passes:
-    """Forward and backward passes of a step through networks and autoencoder, each counted once."""
-
-    def __init__(self, model: _Model, step: _Step) -> None:
-        self.model = model
-        self.step = step
-        config = model.config
-        detached = not step.denoises or config.step.detach_negative
-        self.rows = step.chunk * step.times
-        self.halves = 2 if model.guided else 1
-        self.compares = not step.given and make_objective(config.objective).needs_reference
-        doubled = 1 if detached else self.halves  # a detached negative half keeps no activations
-        self.update = activations(
-            model.networks, lambda: self._loss(doubled * self.rows), -(-step.minibatch // step.chunk)
-        )
-        self.per_call = self.halves if model.together else 1
-        pixels = 1 if model.family.video else step.drawn
-        self.pixels = pixels
-        if step.given:
-            self.pixel = forward(model.autoencoder, lambda: model.encode(pixels))
-            self.sample = Counted(0, 0, 0)
-        else:
-            self.pixel = forward(model.autoencoder, lambda: model.decode(pixels))
-            self.sample = forward(model.networks, lambda: model.velocity(step.drawn * self.per_call))
-        self.unscored = self._without_gradient(detached)
-        self.score = forward(model.networks, lambda: model.velocity(self.rows)) if self.unscored else self.sample
-
-    def parts(self) -> Iterator[Part]:
-        """Memory of the passes."""
-        model, step = self.model, self.step
-        yield Part(
-            "encoding" if step.given else "denoising, or decoding", max(self.sample.bytes, self.pixel.bytes), "sampling"
-        )
-        yield Part("text of a batch", step.drawn * self.per_call * model.text_bytes() * (not step.given), "sampling")
-        yield Part(
-            "text and noise of a batch", self.rows * (model.text_bytes() + WORKING * model.latent_bytes(4)), "update"
-        )
-        yield Part("activations", self.update.bytes, "update")
-
-    def work(self) -> Iterator[Work]:
-        """Computation of a step."""
-        step, trainer = self.step, self.model.config.trainer
-        if not step.given:
-            # guidance in two calls doubles the calls, in one the rows
-            calls = step.sampler.steps * self.halves / self.per_call
-            yield Work.of("sampling", self.sample, step.rows / step.drawn * calls)
-        yield Work.of("encoding" if step.given else "decoding", self.pixel, step.rows / self.pixels)
-        chunks = step.rows / step.chunk
-        if self.unscored:
-            yield Work.of("scores without gradient", self.score, chunks * self.unscored)
-        yield Work.of("update", self.update, chunks * trainer.epochs)
-
-    def _loss(self, rows: int) -> Tensor:
-        """A loss of some rows; if steps are trained, the reference is evaluated while the graph is in memory."""
-        loss = self.model.velocity(rows)
-        if self.compares and self.step.denoises:
-            with torch.no_grad():
-                self.model.velocity(self.halves * self.rows)
-        return loss
-
-    def _without_gradient(self, detached: bool) -> int:
-        """Number of passes without gradient per row: negative half, references, averages, old policy."""
-        config, trainer = self.model.config, self.model.config.trainer
-        if self.step.given:
-            return hasattr(config, "pairs") * trainer.epochs
-        awm = getattr(config, "awm", None)
-        others = int(self.compares and not self.step.denoises)
-        others += (awm is not None and awm.ema_coef > 0) + hasattr(config, "nft")
-        old = not single_update(trainer) and not (self.step.denoises and self._keeps_sampled())
-        negative = self.halves - 1 if detached else 0
-        return trainer.epochs * (negative + others * self.halves) + old * self.halves
-
-    def _keeps_sampled(self) -> bool:
-        old = self.model.config.trainer.old_logp
-        return bool(old == "sampler" or (old == "auto" and not self.model.low))

@@ -49,7 +49,7 @@ from mmrl.runs.run_log import stopwatch
 from mmrl.training.evaluation import Elsewhere, Evaluation, evaluate_tasks, held_out_tasks
 from mmrl.training.objectives import make_objective
 from mmrl.training.processes import Streams, global_advantages, process_device
-from mmrl.training.recipe import Recipe, Reference, Step, start_kind
+from mmrl.training.recipe import Recipe, Reference, Step, opening, start_kind
 from mmrl.training.scoring import RewardErrors, with_rewards
 
 LOGGER = logging.getLogger("mmrl")
@@ -85,6 +85,7 @@ class DiffusionDomain:
     start: Reference
     parts: dict[str, Stateful]
     added: dict[str, Any]
+    opened: ExitStack
 
     def open(self, config: Any, scoring: DiffusionConfig | GivenEvaluationConfig) -> None:
         """Load prompts, rewards and pipeline; `scoring` has the settings of sampling and scoring."""
@@ -93,13 +94,12 @@ class DiffusionDomain:
         self.train_tasks = self.load_train_tasks()
         self.eval_tasks = held_out_tasks(config, lambda data, key: self._load(data, key).tasks)
         self.rewards = load_rewards(scoring.rewards, scoring.heldout_rewards)
-        # reward workers end if anything after them fails
-        with ExitStack() as undone:
-            undone.callback(self.rewards.close)
-            # before the model is loaded
+        with opening(self.opened) as opened:
+            opened.callback(self.rewards.close)
             self._check_columns()
             model_follows(self)
             self.policy = load_policy(config.model, config.seed)
+            opened.callback(self.policy.embeddings.close)
             self.policy.embeddings.encoders.to(process_device())  # the networks follow later
             key = "sampler" if config is scoring else "evaluation.sampler"
             check_guidance(self.policy, scoring.sampler, key)
@@ -107,7 +107,6 @@ class DiffusionDomain:
             self.check_prompts(self.policy.embeddings.encoders)
             # of all splits: padding changes rounding, so training and evaluation have to share it
             self.policy.embeddings.pad_to(self._prompts(), (scoring.sampler.negative_prompt, ""))
-            undone.pop_all()
         if config.model.free_text_encoders:
             self._free_text_encoders()
         # copied before the first update
@@ -216,11 +215,6 @@ class DiffusionDomain:
         save_formatted(policy, output, form)
         absent = ", ".join(f"{name}=None" for name in policy.absent_parts())
         return describe_pipeline(config, policy, absent, form)
-
-    def close(self) -> None:
-        """End the reward workers and delete files of embeddings."""
-        self.rewards.close()
-        self.policy.embeddings.close()
 
     def _free_text_encoders(self) -> None:
         embeddings = self.policy.embeddings

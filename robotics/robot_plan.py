@@ -1,4 +1,4 @@
-"""Memory and time of a run on a robot policy."""
+"""Memory of a run on a robot policy or a world model of 3D flow."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diffusion.diffusion_plan import WORKING, averages_of
 from mmrl.errors import NoPlan, UserError
 from mmrl.files import expanded, read_json_object
 from mmrl.hub.compat import ensure_torchvision
 from mmrl.runs.export import model_folder
 from mmrl.training.objectives import make_objective
-from mmrl.training.plan import Part, Plan, Work, activations, autocast, batch_sizes, forward, imagined, state_parts
-from mmrl.training.recipe import single_update
+from mmrl.training.plan import Facts, Part, Plan, autocast, batch_sizes, planned
+from robotics.flow3d.methods.awm import Flow3dAwmConfig
+from robotics.flow3d.methods.flow3d_recipe import Flow3dConfig
+from robotics.flow3d.model.context import FlowInputs
+from robotics.flow3d.model.world_model import VOCABULARY_FILE, FlowWorldModel
+from robotics.flow3d.model.world_model import read_config as read_flow_config
+from robotics.flow3d.model.world_model_settings import FlowModelConfig
 from robotics.policies.base.action_policy import PolicyInputs
+from robotics.policies.base.encoder import Vocabulary
 from robotics.policies.base.saved import make_config, read_config
 from robotics.policies.policy_loading import ONE_CAMERA, ActionPolicyConfig, load_action_policy, model_settings
 
@@ -32,29 +39,30 @@ PROMPT = 32
 def footprint(config: Any, *, passes: bool = True) -> Plan:
     """Plan a run whose episodes all last for the longest time allowed.
 
-    Without passes the plan has what is held between them only: weights, gradients, moments and copies; a small policy
-    has no such plan.
+    Without passes, the plan covers only what is held between them: weights, gradients, moments, averages and copies; a
+    small policy has no such plan.
     """
-    model = getattr(config, "model", None)
+    model, trainer = getattr(config, "model", None), config.trainer
+    if isinstance(config, Flow3dConfig | Flow3dAwmConfig):
+        ensure_torchvision()
+        with torch.device("meta"):
+            world = _outlined(config)
+        return planned(_flow_facts(config, world), trainer, passes=passes)
     if not isinstance(model, ActionPolicyConfig):
-        from robotics.flow3d.methods.memory import footprint as of_flow
-
-        return of_flow(config, passes=passes)
+        raise NoPlan(f"there is no plan for the recipe '{config.recipe}'")
     folder = expanded(model_folder(model.path)) if model.path else None
     kind = model.kind if folder is None else str(read_config(folder).get("kind"))
     if kind not in KINDS and ":" not in kind:  # a class or function of the user's own is simply made
         raise NoPlan(f"there is no plan for a policy of model.kind {kind}; there is one for: {', '.join(KINDS)}")
-    if kind not in LARGE:
-        if not passes:
-            return Plan((), ())
-        with _Small(config) as policy:
-            return _plan(config, policy)
-    ensure_torchvision()
-    # no memory is taken: only shapes are needed
-    with torch.device("meta"):
-        policy = LARGE[kind](config, folder)
-    with imagined(policy.network):
-        return _plan(config, policy, passes=passes)
+    if kind in LARGE:
+        ensure_torchvision()
+        with torch.device("meta"):
+            policy = LARGE[kind](config, folder)
+        return planned(_facts(config, policy), trainer, passes=passes)
+    if not passes:
+        return Plan((), ())
+    with _Small(config) as policy:
+        return planned(_facts(config, policy), trainer, passes=passes)
 
 
 @dataclass(frozen=True)
@@ -66,48 +74,31 @@ class _Policy:
     """A scalar of a pass through so many observations."""
     chunk: int
     horizon: int
-    low: bool
     assumed: str
 
 
-def _plan(config: Any, policy: _Policy, *, passes: bool = True) -> Plan:
+def _facts(config: Any, policy: _Policy) -> Facts:
     trainer = config.trainer
     # behaviour cloning has transitions, the others whole episodes
     clones = not hasattr(trainer, "samples_per_task")
-    size = 1 if clones else trainer.samples_per_task
-    # observations of an episode: one for each chunk of actions
     looks = 1 if clones else -(-policy.horizon // policy.chunk)
-    total, minibatch, chunk = batch_sizes(trainer, size)
-    compares = not clones and make_objective(config.objective).needs_reference
-    parts = state_parts(policy.network, trainer, copies=int(compares))
-    if not passes:
-        return Plan(tuple(parts), ())
+    sizes = batch_sizes(trainer, 1 if clones else trainer.samples_per_task)
 
     def once(rows: int) -> Tensor:
         with autocast(trainer):
             return policy.logits(rows)
 
-    update = activations(policy.network, lambda: once(chunk * looks), -(-minibatch // chunk))
-    parts.append(Part("activations", update.bytes, "update"))
-    work = [Work.of("update", update, total / chunk * trainer.epochs)]
-    if not clones:
-        acting = min(total, config.sim.workers or total)
-        act = forward(policy.network, lambda: once(acting))
-        parts.append(Part("acting", act.bytes, "sampling"))
-        low = policy.low or trainer.old_logp == "recompute"
-        # passes without gradient: the reference, and old log-probabilities that differ from the sampler's
-        unscored = compares + (low and trainer.old_logp != "sampler" and not single_update(trainer))
-        if unscored:
-            score = forward(policy.network, lambda: once(chunk * looks))
-            work.insert(0, Work.of("scores without gradient", score, total / chunk * unscored))
-        work.insert(0, Work.of("acting", act, total / acting * looks))
     what = "transitions" if clones else f"episodes of {policy.horizon} steps, {looks} observations each"
-    assumed = (f"{total} {what}", f"{chunk} {'transitions' if clones else 'episodes'} at once", policy.assumed)
-    return Plan(tuple(part for part in parts if part.bytes), assumed, tuple(work), policy.low)
-
-
-def _precision(config: Any, dtype: str) -> bool:
-    return dtype != "float32" or config.trainer.mixed_precision != "none"
+    at_once = f"{sizes.chunk} {'transitions' if clones else 'episodes'} at once"
+    return Facts(
+        network=policy.network,
+        learn=lambda: once(sizes.chunk * looks),
+        assumed=(f"{sizes.step} {what}", at_once, policy.assumed),
+        passes=sizes.passes,
+        act=None if clones else lambda: once(min(sizes.step, config.sim.workers or sizes.step)),
+        acting="acting",
+        copies=int(not clones and make_objective(config.objective).needs_reference),
+    )
 
 
 class _Small:
@@ -142,7 +133,7 @@ class _Small:
             return scores.sum()
 
         assumed = f"images of {side[0]}, actions of {policy.action_size}"
-        return _Policy(policy, logits, policy.chunk, sim.horizon, _precision(config, "float32"), assumed)
+        return _Policy(policy, logits, policy.chunk, sim.horizon, assumed)
 
     def __exit__(self, *error: object) -> None:
         self.sim.close()
@@ -183,7 +174,7 @@ def _openvla(config: Any, folder: Path | None) -> _Policy:
 
     horizon = config.sim.horizon or HORIZON
     assumed = f"prompts of {PROMPT} tokens, actions of {ACTION}"
-    return _Policy(network, logits, settings.chunk, horizon, _precision(config, settings.dtype), assumed)
+    return _Policy(network, logits, settings.chunk, horizon, assumed)
 
 
 def _vlm(config: Any, folder: Path | None) -> _Policy:
@@ -214,7 +205,60 @@ def _vlm(config: Any, folder: Path | None) -> _Policy:
 
     horizon = config.sim.horizon or HORIZON
     assumed = f"rows of {length} tokens, actions of {size}, without the pass through the vision tower"
-    return _Policy(wrapped, logits, chunk, horizon, _precision(config, settings.dtype), assumed)
+    return _Policy(wrapped, logits, chunk, horizon, assumed)
+
+
+def _flow_facts(config: Any, model: FlowWorldModel) -> Facts:
+    trainer, samples = config.trainer, isinstance(config, Flow3dAwmConfig)
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    group, times = (trainer.samples_per_task, config.timesteps.count) if samples else (1, 1)
+    sizes = batch_sizes(trainer, group)
+    flows = torch.Size(model.flow_shape).numel() * 4
+
+    def predict(scenes: int, rows: int) -> Callable[[], Tensor]:
+        """A pass with the given number of rows; images and texts have values, because a text encoder needs them."""
+        inputs, kept = _inputs(model, scenes), torch.ones(scenes, dtype=torch.bool)
+        own = torch.arange(rows) % scenes
+
+        def once() -> Tensor:
+            with autocast(trainer):
+                noisy, time = torch.zeros(rows, *model.flow_shape), torch.full((rows,), 0.5)
+                return model(inputs, noisy, time, kept, scene=own).float().square().mean()  # type: ignore[no-any-return]
+
+        return once
+
+    what = f"samples and {times} noisy versions of each" if samples else "clips"
+    shape = " x ".join(map(str, model.flow_shape))
+    return Facts(
+        network=model,
+        learn=predict(-(-sizes.chunk // group), sizes.chunk * times),
+        assumed=(f"flow of {shape}", f"{sizes.step} {what}", f"the update of {sizes.chunk} at once"),
+        passes=sizes.passes,
+        act=predict(trainer.tasks_per_step, sizes.step) if samples else None,
+        copies=int(samples and make_objective(config.objective).needs_reference),
+        held=[Part("averages of weights", 4 * averages_of(config) * trained)],
+        inputs=[Part("flow and noise of a batch", sizes.chunk * times * WORKING * flows, "update")],
+    )
+
+
+def _outlined(config: Any) -> FlowWorldModel:
+    """The model without values; a new one has no words from the training instructions."""
+    if config.model.path:
+        folder = Path(model_folder(config.model.path))
+        return FlowWorldModel(
+            read_flow_config(folder), Vocabulary.load(folder / VOCABULARY_FILE), load_pretrained=False
+        )
+    parts = {name: getattr(config.model, name) for name in FlowModelConfig.__dataclass_fields__}
+    words = Vocabulary.from_texts(config.model.words)
+    return FlowWorldModel(FlowModelConfig(**parts), words, load_pretrained=False)
+
+
+def _inputs(model: FlowWorldModel, scenes: int) -> FlowInputs:
+    """Inputs of the given number of scenes."""
+    side, grid = model.config.condition.image_px, model.encoding.grid
+    return FlowInputs(
+        torch.zeros(scenes, side, side, 3, dtype=torch.uint8), torch.zeros(scenes, grid, grid, 3), [""] * scenes
+    )
 
 
 LARGE: dict[str, Callable[[Any, Path | None], _Policy]] = {"openvla": _openvla, "vlm": _vlm}

@@ -194,15 +194,13 @@ def _peers() -> str:
 
 
 def _plans() -> str:
-    """Memory and time of runs on released models, as `scripts/plans.py` has recorded them."""
+    """Memory of runs on released models, as `scripts/plans.py` has recorded them."""
     record = json.loads((PROJECT / "scripts/plans.json").read_text(encoding="utf-8"))
     rows = []
     for name, found in record.items():
         peaks = ["" if value is None else f"{value:.0f}" for value in found["gb"]]
-        times = ["" if value is None else f"{value[0]:g} to {value[1]:g}" for value in found["seconds"]]
-        rows.append((f"`{name.split()[0]}`", found["trained"], *peaks, *times))
-    columns = ("model", "trained", *(f"GB, {n}" for n in ("1 GPU", "8 GPUs", "64 GPUs")))
-    return markdown_table((*columns, *(f"s, {n}" for n in ("1 GPU", "8 GPUs", "64 GPUs"))), rows)
+        rows.append((f"`{name.split()[0]}`", found["trained"], *peaks))
+    return markdown_table(("model", "trained", "GB, 1 GPU", "GB, 8 GPUs", "GB, 64 GPUs"), rows)
 
 
 TABLES: dict[str, Callable[..., str]] = {

@@ -16,7 +16,7 @@ from typing import Any
 from mmrl.config import load_run
 from mmrl.files import write_atomically
 from mmrl.recipes import plan_of
-from mmrl.training.plan import GB, Gpu
+from mmrl.training.plan import GB
 
 RECORD = Path(__file__).with_name("plans.json")
 GPUS = (1, 8, 64)
@@ -90,7 +90,7 @@ def main(names: Sequence[str]) -> None:
 
 
 def recorded(name: str) -> dict[str, Any]:
-    """Peak in GB and seconds of a step on each number of GPUs; FSDP2 takes more than one."""
+    """Peak in GB on each number of GPUs; FSDP2 takes more than one."""
     values, trained = MODELS[name]
     numbers = [None if values is FULL and gpus == 1 else gpus for gpus in GPUS]
     key = "model.options.folder" if values is ROBOT else "model.path"
@@ -99,11 +99,7 @@ def recorded(name: str) -> dict[str, Any]:
         file.write_text(json.dumps({"output_dir": folder, **values}), encoding="utf-8")  # JSON is YAML
         entry, config = load_run(file, [f"{key}={name.split()[0]}"])
     plan = plan_of(entry)(config)
-    return {
-        "trained": trained,
-        "gb": [gpus and round(plan.peak(gpus) / GB, 1) for gpus in numbers],
-        "seconds": [gpus and [float(f"{value:.2g}") for value in plan.seconds(Gpu(), gpus)] for gpus in numbers],
-    }
+    return {"trained": trained, "gb": [gpus and round(plan.peak(gpus) / GB, 1) for gpus in numbers]}
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from mmrl.core.state import Stateful, Tally
 from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.fields import rare
-from mmrl.rewards import RewardConfig, RewardResult, TrainerState
+from mmrl.rewards import RewardConfig, RewardResult
 from mmrl.rewards.reward_config import readers_of
 from mmrl.rewards.reward_loading import source_digest
 from mmrl.runs.dry_run import model_follows
@@ -50,7 +50,7 @@ from mmrl.runs.run_log import stopwatch
 from mmrl.training.evaluation import held_out_tasks
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.processes import SimCounts, Streams
-from mmrl.training.recipe import LossTerm, NoUsableTasksError, Recipe, Step
+from mmrl.training.recipe import LossTerm, NoUsableTasksError, Recipe, Step, opening, reward_state
 from mmrl.training.scoring import EveryRewardFailedError, RewardErrors, failure_of, scored_record
 from mmrl.training.settings import RunConfig
 from mmrl.vlm.engine.vlm_export import export_model
@@ -180,6 +180,7 @@ class AgentDomain:
     eval_tasks: Mapping[str, Sequence[AgentTask]]
     parts: dict[str, Stateful]
     added: dict[str, Any]
+    opened: ExitStack
     terms: Sequence[LossTerm]
 
     def open(
@@ -202,13 +203,12 @@ class AgentDomain:
         check_splits(config.data, self.train_tasks, config.eval_data, self.eval_tasks)
         # results name the code of the environment, so that a changed one is another setting
         self.code = source_digest(config.environment.factory)
-        # whatever has been started so far is closed if a later part fails
-        with ExitStack() as undone:
+        with opening(self.opened) as opened:
             splits = {f"eval_data.{name}": tasks for name, tasks in self.eval_tasks.items()}
             self.rewards = EpisodeRewards(rewards, {"data": self.train_tasks} | splits)
-            undone.callback(self.rewards.close)
+            opened.callback(self.rewards.close)
             self.pool = EnvPool(config.environment)
-            undone.callback(self.pool.close)
+            opened.callback(self.pool.close)
             check_environment(self.pool, config.actions.format, config.conversation.tools)
             self.check_data()
             # a dry run ends here, with data, rewards and environments checked
@@ -219,8 +219,6 @@ class AgentDomain:
             self.policy.check_response_length(sampler.max_new_tokens)
             if kept := config.conversation.history_images:
                 self.policy.check_reads_media(f"conversation.history_images is {kept}")
-            # nothing failed: from here on `close` is responsible
-            undone.pop_all()
         self.env_counts = SimCounts(self.pool, Path(config.output_dir))
         self._totals, self._seen, self.errors = Tally(), Counter[str](), RewardErrors()
         self._failures: list[str] = []
@@ -315,9 +313,8 @@ class AgentDomain:
         """Score episodes with the reward functions; returns None if there is nothing to score."""
         if not self.rewards.names:
             return None
-        epoch = step.number * self.config.trainer.tasks_per_step / max(len(self.train_tasks), 1)
         with stopwatch("score"):
-            result = self.rewards.score(episodes, TrainerState(step.number, step.total, epoch))
+            result = self.rewards.score(episodes, reward_state(self.config, self.train_tasks, step))
         if result is not None:
             self.errors.warn(result)
         return result
@@ -348,11 +345,6 @@ class AgentDomain:
         limits = ("In training an environment wrote the prompts; the snippet above asks a plain question.",)
         return replace(found, facts={**found.facts, "environment": environment}, limits=limits)
 
-    def close(self) -> None:
-        """End the environments and the workers of reward functions."""
-        self.pool.close()
-        self.rewards.close()
-
     def _note(self, episodes: Sequence[Episode]) -> None:
         overflown = next((episode for episode in episodes if episode.ending == "overflow"), None)
         # once per run: the counts tell the rest
@@ -378,12 +370,8 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         self.alarms = agent_alarms(config)
         self._engine = open_engine(config.sampler, self.policy)
         self.samples_elsewhere = self._engine is not None
-
-    def close(self) -> None:
-        """End the environments, the workers of reward functions and the sampler's engine."""
-        super().close()
         if self._engine is not None:
-            self._engine.close()
+            self.opened.callback(self._engine.close)
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step) -> Rollouts:
         """Run G episodes of each task."""

@@ -88,9 +88,8 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
     # two launchers would start processes of processes
     if args.processes is not None and "RANK" in os.environ:
         raise UserError("--processes starts processes, but this is one of another launcher (RANK is set); give one")
-    given = {name: value for name in ("memory", "tflops") if (value := getattr(args, f"gpu_{name}")) is not None}
-    if given and not args.dry_run:
-        raise UserError(f"--gpu-{next(iter(given))} needs --dry-run; give both")
+    if args.gpu_memory is not None and not args.dry_run:
+        raise UserError("--gpu-memory needs --dry-run; give both")
     entry, config = load_run(args.config, args.overrides)
     if not entry.trains:
         raise UserError(f"{args.config}: '{entry.name}' only evaluates; use `mmrl evaluate {args.config}`")
@@ -99,7 +98,8 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
     if args.dry_run:
         from mmrl.training.run import dry_run
 
-        for line in dry_run(entry, config, given, args.processes or 1):
+        memory_gb = 80.0 if args.gpu_memory is None else args.gpu_memory
+        for line in dry_run(entry, config, memory_gb, args.processes or 1):
             say(line)
         return 0
     if (args.processes or 1) > 1:
@@ -346,12 +346,9 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check the data, show the memory and time that the run needs on each of --processes GPUs, and leave",
+        help="check the data, show the memory that the run needs on each of --processes GPUs, and leave",
     )
     parser.add_argument("--gpu-memory", metavar="GB", type=float, help="with --dry-run: of each GPU; default: 80")
-    parser.add_argument(
-        "--gpu-tflops", metavar="N", type=float, help="with --dry-run: peak in bfloat16, such as 989; adds seconds"
-    )
 
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:

@@ -40,6 +40,8 @@ QUIET_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",  # reward workers are forked; the tokenizer's threads warn about it
     "PYTHONWARNINGS": "ignore::FutureWarning",  # for worker processes; this process gets a filter below
 }
+GONE = {"--gpu-tflops": "plans no longer guess seconds; time a few steps with trainer.steps=3"}
+"""Hints on options that are gone."""
 NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 """Errors of a folder or a disk that this user may not write to, or not read."""
 
@@ -157,7 +159,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         raise UserError(f"a command is needed: {', '.join(COMMANDS)}; `mmrl --help` explains them")
     surplus = [text for text in rest if text.startswith("-") or not args.takes_overrides]
     if surplus:
-        usage = f"`mmrl {arguments[0]} --help` shows the usage"
+        usage = GONE.get(surplus[0].partition("=")[0]) or f"`mmrl {arguments[0]} --help` shows the usage"
         raise UserError(f"unknown arguments: {' '.join(surplus)}; {usage}")
     if args.takes_overrides:
         args.overrides = _checked_overrides([*args.overrides, *rest])

@@ -1,7 +1,8 @@
-"""Memory and time that a run needs on each GPU, before it starts: `mmrl train CONFIG --dry-run`.
+"""Memory that a run needs on each GPU, before it starts: `mmrl train CONFIG --dry-run`.
 
-Tensors can have shapes and no numbers, so a model of any size can be run forward and backward to see what it keeps and
-how much it computes.
+Tensors can have shapes and no numbers, so a model of any size can be run forward and backward to see what it keeps. A
+domain gives the facts of a run, `Facts`: its network, a pass over the rows of an update and a call that samples.
+`planned` runs them and adds up what they hold.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, NamedTuple, Self
 from unittest import mock
 
 import torch
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from mmrl.errors import NoPlan, UserError
 
@@ -48,85 +48,11 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Counted:
-    """Memory and operations of one pass through a network."""
-
-    bytes: float
-    """Most memory besides weights and gradients."""
-    flops: float
-    """Floating-point operations of matrices and attention."""
-    kernels: float
-    """Operations that are started one after the other."""
-    attention: float = 0.0
-    """Floating-point operations of attention, part of `flops`."""
-    reads: float = 0.0
-    """Bytes that are read from memory, where that may take longer than computing with them."""
-
-    def attending(self, share: float) -> Counted:
-        """The same where attention computes a share of the pairs of positions that were counted."""
-        return dataclasses.replace(self, flops=self.flops - (1 - share) * self.attention)
-
-
-@dataclass(frozen=True)
-class Work:
-    """Computation of one kind in a step, that of all GPUs together."""
-
-    name: str
-    flops: float
-    kernels: float
-    reads: float = 0.0
-
-    @classmethod
-    def of(cls, name: str, counted: Counted, passes: float) -> Work:
-        """The work of a counted pass that is made several times."""
-        return cls(name, counted.flops * passes, counted.kernels * passes, counted.reads * passes)
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """Sizes and speeds of a GPU."""
-
-    memory_gb: float = 80.0
-    tflops: float = 989.0
-    """10^12 operations a second in bfloat16, dense: 989 of an H100 SXM, 312 of an A100."""
-    timed: bool = True
-    """Whether plans have seconds, which mean nothing for a GPU whose speed nobody named."""
-
-    def seconds(self, work: Work, gpus: int, *, low: bool) -> tuple[float, float]:
-        """Least and most seconds of some work, divided between GPUs, in bfloat16 or float16 (`low`) or in float32.
-
-        Whatever takes longest counts: arithmetic, reading, or starting kernels.
-        """
-        # matrices of float32 use other units of the GPU
-        peak = self.tflops * 1e12 * (1.0 if low else FLOAT32)
-        bandwidth = BYTES_PER_OPERATION * self.tflops * 1e12
-        least, most = (
-            max(work.flops / (peak * share), work.reads / (bandwidth * 2 * share), work.kernels * start) / gpus
-            for share, start in zip(UTILISATION, STARTING, strict=True)
-        )
-        return least, most
-
-
-UTILISATION = (0.5, 0.2)
-"""Shares of the peak that matrices of usual sizes reach, at best and at worst; of the bandwidth, twice these."""
-STARTING = (5e-6, 40e-6)
-"""Seconds in which Python and the driver start a kernel, at best and at worst; there are no CUDA graphs."""
-FLOAT32 = 67 / 989
-"""Peak in float32 over that in bfloat16, of an H100; an A100 has the same."""
-BYTES_PER_OPERATION = 3.35e12 / 989e12
-"""Bandwidth over peak in bfloat16, of an H100; an A100 has up to 6.5e-3."""
-
-
-@dataclass(frozen=True)
 class Plan:
     """Parts of a run, and what they were computed for."""
 
     parts: tuple[Part, ...]
     assumed: tuple[str, ...]
-    work: tuple[Work, ...] = ()
-    """Computation of a step."""
-    low: bool = True
-    """Whether matrices are multiplied in bfloat16 or float16."""
 
     def held(self, phase: str, gpus: int = 1) -> float:
         """Bytes of the parts of a phase on each of some GPUs."""
@@ -143,20 +69,75 @@ class Plan:
         # CUDA, its libraries and gaps between blocks take the rest
         return self.peak(gpus) <= HEADROOM * memory_gb * GB
 
-    def seconds(self, gpu: Gpu, gpus: int = 1) -> tuple[float, float]:
-        """Least and most seconds of a step."""
-        found = [gpu.seconds(work, gpus, low=self.low) for work in self.work]
-        return sum(least for least, _ in found), sum(most for _, most in found)
+
+class Sizes(NamedTuple):
+    """Maximum number of rows."""
+
+    step: int
+    """In a step of all processes."""
+    minibatch: int
+    """In an optimiser step."""
+    chunk: int
+    """In a forward and backward pass."""
+
+    @property
+    def passes(self) -> int:
+        """Forward and backward passes of an optimiser step."""
+        return -(-self.minibatch // self.chunk)
 
 
-def state_parts(network: nn.Module, trainer: Any, *, copies: int = 0, prefix: str = "") -> list[Part]:
+@dataclass(frozen=True)
+class Facts:
+    """What a domain knows about a run: its networks and the calls that a step makes of them."""
+
+    network: nn.Module
+    """The trained network, with `requires_grad` on what is trained; its weights are on the meta device unless small."""
+    learn: Callable[[], Tensor]
+    """Makes the input of a forward pass of the update and returns its loss, a scalar."""
+    assumed: tuple[str, ...]
+    """What the calls are made for."""
+    passes: int = 1
+    """Forward and backward passes of an optimiser step; the second one meets the gradients of the first."""
+    act: Callable[[], Any] | None = None
+    """Samples once, without gradient; None if nothing is sampled, or `inputs` has what sampling needs."""
+    acting: str = "sampling"
+    """Name of the memory that `act` needs."""
+    keep: Callable[[], Tensor] | None = None
+    """A forward pass of sampling whose graph is kept for the update."""
+    copies: int = 0
+    """Frozen copies of the network, such as a reference."""
+    frozen: tuple[nn.Module, ...] = ()
+    """Other networks that the calls use."""
+    held: Sequence[Part] = ()
+    """What is held between passes besides weights, gradients, moments and copies."""
+    inputs: Sequence[Part] = ()
+    """What the calls read, write and keep besides activations."""
+
+
+def planned(facts: Facts, trainer: Any, *, passes: bool) -> Plan:
+    """Run the calls of a step and add up what they hold; without passes, only what is held between them."""
+    parts = [*state_parts(facts.network, trainer, copies=facts.copies), *facts.held]
+    if passes:
+        parts += facts.inputs
+        networks = nn.ModuleList([facts.network, *facts.frozen])
+        outlined = any(weight.is_meta for weight in networks.parameters())
+        with imagined(networks) if outlined else contextlib.nullcontext():
+            parts.append(Part("activations", activations(facts.network, facts.learn, facts.passes), "update"))
+            if facts.keep is not None:
+                kept = history(facts.network, facts.keep)
+                parts.append(Part("history of the prompts, for the update", kept, "sampling"))
+            if facts.act is not None:
+                parts.append(Part(facts.acting, forward(networks, facts.act), "sampling"))
+    return Plan(tuple(part for part in parts if part.bytes), facts.assumed if passes else ())
+
+
+def state_parts(network: nn.Module, trainer: Any, *, copies: int = 0) -> list[Part]:
     """Weights, gradients and moments of a network, and whole or trained-only copies of it.
 
     Args:
         network: with `requires_grad` on what is trained.
         trainer: settings of the run's `trainer`.
         copies: frozen copies of the policy, such as a reference.
-        prefix: of the parts' names.
     """
     weights = list(network.parameters())
     trained = sum(weight.nbytes for weight in weights if weight.requires_grad)
@@ -166,36 +147,34 @@ def state_parts(network: nn.Module, trainer: Any, *, copies: int = 0, prefix: st
     sharded = trainer.sharding == "fsdp2"
     # bfloat16 weights would gain nothing from a bfloat16 copy
     low = sharded and trainer.gathered == "bf16" and trained > 2 * numbers
-    parts = [Part(f"{prefix}weights, frozen", frozen)]
+    parts = [Part("weights, frozen", frozen)]
     if sharded:
-        parts.append(Part(f"{prefix}weights, trained, in parts", trained, divided=True))
-        parts.append(Part(f"{prefix}gradients, sums in parts", trained, "update", divided=True))
+        parts.append(Part("weights, trained, in parts", trained, divided=True))
+        parts.append(Part("gradients, sums in parts", trained, "update", divided=True))
     parts += [
-        Part(f"{prefix}weights, trained" + (", whole in bf16" if low else ""), 2 * numbers if low else trained),
-        Part(f"{prefix}moments of AdamW", 2 * trained, divided=sharded),
-        Part(f"{prefix}gradients", trained, "update"),  # those of bfloat16 weights add up in float32
-        Part(f"{prefix}reference", copies * (trained + frozen), divided=sharded),
+        Part("weights, trained" + (", whole in bf16" if low else ""), 2 * numbers if low else trained),
+        Part("moments of AdamW", 2 * trained, divided=sharded),
+        Part("gradients", trained, "update"),  # those of bfloat16 weights add up in float32
+        Part("reference", copies * (trained + frozen), divided=sharded),
     ]
     return [part for part in parts if part.bytes]
 
 
-def batch_sizes(trainer: Any, group: int) -> tuple[int, int, int]:
-    """Most rows of a step, an optimiser step and a pass, as `Rollouts.micro_batches` cuts groups of equal size."""
+def batch_sizes(trainer: Any, group: int) -> Sizes:
+    """Rows of a step, an optimiser step and a pass, as `Rollouts.micro_batches` cuts groups of equal size."""
     rows, micro_batch = trainer.tasks_per_step * group, trainer.micro_batch
     # rounded up: the largest of uneven parts decides
     minibatch = -(-rows // trainer.minibatches_per_step)
     if micro_batch == 0 or micro_batch >= minibatch:
-        return rows, minibatch, minibatch
-    # whole groups, as many as fit
+        return Sizes(rows, minibatch, minibatch)
     if micro_batch >= group:
-        return rows, minibatch, micro_batch // group * group
-    # a group that does not fit is split into even parts
+        return Sizes(rows, minibatch, micro_batch // group * group)
     parts = -(-group // micro_batch)
-    return rows, minibatch, -(-group // parts)
+    return Sizes(rows, minibatch, -(-group // parts))
 
 
-def activations(network: nn.Module, once: Callable[[], Tensor], passes: int) -> Counted:
-    """Forward and backward passes of a micro-batch, and their memory besides weights and gradients.
+def activations(network: nn.Module, once: Callable[[], Tensor], passes: int) -> float:
+    """Bytes that forward and backward passes of a micro-batch need besides weights and gradients.
 
     Args:
         network: the trained network, whose gradients are dropped afterwards.
@@ -214,17 +193,17 @@ def activations(network: nn.Module, once: Callable[[], Tensor], passes: int) -> 
         once().backward()
     gradients = sum(weight.grad.nbytes for weight in network.parameters() if weight.grad is not None)
     network.zero_grad()
-    return allocations.counted(before + gradients)
+    return max(allocations.peak - before - gradients, 0)
 
 
-def forward(network: nn.Module, once: Callable[[], Any]) -> Counted:
-    """A pass without gradient, and its memory besides the weights."""
+def forward(network: nn.Module, once: Callable[[], Any]) -> float:
+    """Bytes that a pass without gradient needs besides the weights."""
     network.eval()
     with torch.no_grad(), _besides(network) as allocations:
         before = allocations.alive
         allocations.restart()
         once()
-    return allocations.counted(before)
+    return max(allocations.peak - before, 0)
 
 
 def history(network: nn.Module, once: Callable[[], Tensor]) -> float:
@@ -245,25 +224,23 @@ def _besides(network: nn.Module) -> Allocations:
     return allocations
 
 
-def described(config: Any, footprint: Callable[[Any], Plan], gpu: Gpu, gpus: int) -> list[str]:
-    """The plan of a run as lines of text, with changes that would make it fit if it does not.
+def described(config: Any, footprint: Callable[[Any], Plan], memory_gb: float, gpus: int) -> list[str]:
+    """The plan of a run as lines of text, with changes that make it fit if it does not.
 
     Raises:
-        UserError: the memory or the speed is not above 0.
+        UserError: the memory is not above 0.
     """
-    for option, value in (("--gpu-memory", gpu.memory_gb), ("--gpu-tflops", gpu.tflops)):
-        if not value > 0:
-            raise UserError(f"{option} is {value:g}; must be above 0")
+    if not memory_gb > 0:
+        raise UserError(f"--gpu-memory is {memory_gb:g}; must be above 0")
     try:
         plan = footprint(config)
     except NoPlan as error:
         return [f"memory: {error}"]
-    return [
+    lines = [
         f"{gpus} GPU{'s' if gpus > 1 else ''}, computed for {', '.join(plan.assumed)}",
-        *shown(plan, gpu.memory_gb, gpus),
-        *(times(plan, gpu, gpus) if gpu.timed else []),
-        *([] if plan.fits(gpu.memory_gb, gpus) else remedies(config, footprint, gpu.memory_gb, gpus)),
+        *shown(plan, memory_gb, gpus),
     ]
+    return lines if plan.fits(memory_gb, gpus) else lines + remedies(config, footprint, memory_gb, gpus)
 
 
 def check_state(config: Any, footprint: Callable[..., Plan], memory_gb: float, gpus: int) -> None:
@@ -291,21 +268,6 @@ def shown(plan: Plan, memory_gb: float, gpus: int) -> list[str]:
     peak = plan.peak(gpus) / GB
     verdict = "fits into" if plan.fits(memory_gb, gpus) else "does not fit into"
     return [*lines, f"  {'peak':<{width}}  {peak:8.2f} GB  {verdict} {memory_gb:g} GB"]
-
-
-def times(plan: Plan, gpu: Gpu, gpus: int) -> list[str]:
-    """Seconds of a step as lines of text."""
-    if not plan.work:
-        return []
-    width = max(len(work.name) for work in plan.work)
-    found = [gpu.seconds(work, gpus, low=plan.low) for work in plan.work]
-    lines = [
-        f"  {work.name:<{width}}  {least:8.3g} to {most:.3g} s"
-        for work, (least, most) in zip(plan.work, found, strict=True)
-    ]
-    least, most = plan.seconds(gpu, gpus)
-    head = f"a step without rewards and environments, on GPUs of {gpu.tflops:g} TFLOPS:"
-    return [head, *lines, f"  {'all':<{width}}  {least:8.3g} to {most:.3g} s"]
 
 
 def remedies(config: Any, footprint: Callable[[Any], Plan], memory_gb: float, gpus: int) -> list[str]:
@@ -358,14 +320,12 @@ def autocast(trainer: Any) -> torch.autocast:
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the storages that are made inside the context, and the operations.
+    """Counts the storages that are made inside the context.
 
     with Allocations() as allocations:
         loss.backward()
     allocations.peak
     """
-
-    _current: ClassVar[Allocations | None] = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -373,12 +333,6 @@ class Allocations(TorchDispatchMode):
         """Bytes now."""
         self.peak = 0
         """Most bytes so far."""
-        self.flops = 0.0
-        """Floating-point operations of matrices and attention, since `restart`."""
-        self.attention = 0.0
-        """Those of attention alone."""
-        self.kernels = 0
-        """Operations that are no views, since `restart`."""
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def hold(self, *tensors: Tensor) -> None:
@@ -387,38 +341,16 @@ class Allocations(TorchDispatchMode):
             self._add(tensor)
 
     def restart(self) -> None:
-        """Reset the peak and the counts from here on."""
+        """Reset the peak from here on."""
         self.peak = self.alive
-        self.flops = 0.0
-        self.attention = 0.0
-        self.kernels = 0
-
-    def counted(self, before: float) -> Counted:
-        """Memory and operations since `restart`, less the bytes that were held before."""
-        return Counted(max(self.peak - before, 0), self.flops, self.kernels, self.attention)
 
     def __enter__(self) -> Self:
-        Allocations._current = self
         return super().__enter__()  # type: ignore[no-any-return]
-
-    def __exit__(self, *error: Any) -> None:
-        Allocations._current = None
-        super().__exit__(*error)
-
-    @classmethod
-    def note(cls, attention: float) -> None:
-        """Count operations of attention, which here has no kernel that torch's registry knows."""
-        if cls._current is not None:
-            cls._current.flops += attention
-            cls._current.attention += attention
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked for so often that the way through the mode takes most of the time
         out = func(*args, **(kwargs or {}))
-        if (flops := flop_registry.get(func._overloadpacket)) is not None:
-            self.flops += flops(*args, **(kwargs or {}), out_val=out)
-        self.kernels += not (func.is_view or func._overloadpacket in _FREE)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._add(leaf)
@@ -442,20 +374,19 @@ class Allocations(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def imagined(*modules: nn.Module) -> Iterator[FakeTensorMode]:
-    """Make tensors without data inside, and let attention keep no more for the backward pass than a fused kernel.
+def imagined(module: nn.Module) -> Iterator[None]:
+    """Have tensors of shapes without numbers made inside, and attention that keeps what a fused kernel keeps.
 
-    Modules on the meta device get weights on the CPU, also without data.
+    Weights of the module on the meta device move to the CPU, still without numbers.
     """
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> Any:
         # a fused kernel keeps no matrix of weights, which the plain form would
         return _Fused.apply(query, key, value)
 
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, mock.patch(ATTENTION, attention):
-        for module in modules:
-            _imagine(module)
-        yield mode
+    with FakeTensorMode(allow_non_fake_inputs=True), mock.patch(ATTENTION, attention):
+        _imagine(module)
+        yield
 
 
 def _imagine(module: nn.Module) -> None:
@@ -481,20 +412,9 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
-        # two products of T x T x d, a multiplication and an addition each
-        ctx.flops = 4.0 * out.numel() * k.shape[-2]
-        Allocations.note(ctx.flops)
-        # what flash attention keeps for its backward pass: inputs, output and one number a query
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        Allocations.note(2.5 * ctx.flops)  # the weights are computed again
         return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
-
-
-_FREE = {
-    getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "new_empty", "detach", "_unsafe_view", "alias")
-}
-"""Operations that compute nothing."""

@@ -6,7 +6,7 @@ import copy
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ from mmrl.core.objectives.objective import LossOutput, Objective, PolicyOutputs
 from mmrl.core.rollouts import COLLISION, KEEPS_OLD, Rollouts
 from mmrl.core.state import ObjectiveState, Stateful
 from mmrl.errors import RunError, UserError
+from mmrl.rewards.reward_config import TrainerState
 from mmrl.runs.export import Exported
 from mmrl.runs.fingerprint import content_digest
 from mmrl.runs.records import SampleRecord
@@ -100,6 +101,8 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         """Objects whose state is saved in checkpoints, by name."""
         self.added: dict[str, Any] = {}
         """Counters and lists that stages add to, by name. Workers return theirs, and processes share their counts."""
+        self.opened = ExitStack()
+        """Closes the workers, simulators and files that the recipe has opened."""
         self.noted: dict[str, float | Metric] = {}
         """Metrics that stages add in a step. A `Metric` is the part of this process, a number that of the run."""
 
@@ -287,7 +290,24 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         raise UserError(f"{cls.__name__} has no export; the saved model is in {checkpoint}/model")
 
     def close(self) -> None:
-        """Stop worker processes."""
+        """Close what is open."""
+        self.opened.close()
+
+
+@contextmanager
+def opening(opened: ExitStack) -> Iterator[ExitStack]:
+    """Open the parts of a recipe; if one of them is refused, those before it are closed."""
+    try:
+        yield opened
+    except BaseException:  # a dry run ends here as well, see `mmrl.runs.dry_run`
+        opened.close()
+        raise
+
+
+def reward_state(config: BaseRunConfig, tasks: Sequence[Any], step: Step) -> TrainerState:
+    """What reward functions are told about the run: its steps and its epochs over the training tasks."""
+    epoch = step.number * config.trainer.tasks_per_step / max(len(tasks), 1)
+    return TrainerState(step.number, step.total, epoch)
 
 
 Scorer = Callable[[nn.Module, Rollouts, frozenset[str]], PolicyOutputs]

@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,19 +136,19 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
         return {f"{split}/{name}": value for split, found in results.items() for name, value in found.metrics.items()}
 
 
-def dry_run(entry: Any, config: Any, gpu: Mapping[str, float], processes: int = 1) -> Iterator[str]:
-    """Lines of `mmrl train --dry-run`: the run's data, read by its own code, and its memory and time.
+def dry_run(entry: Any, config: Any, memory_gb: float, processes: int = 1) -> Iterator[str]:
+    """Lines of `mmrl train --dry-run`: the run's data, read by its own code, and its memory.
 
     Args:
         entry: the recipe's row of `mmrl.recipes.RECIPES`.
         config: its filled configuration.
-        gpu: memory in GB and tflops of a GPU, as far as they are given.
+        memory_gb: memory of each GPU.
         processes: number of GPUs.
 
     Raises:
         UserError: what the run would refuse, after the plan, which may not depend on it.
     """
-    from mmrl.training.plan import Gpu, described
+    from mmrl.training.plan import described
 
     refused: UserError | None = None
     try:
@@ -157,9 +157,7 @@ def dry_run(entry: Any, config: Any, gpu: Mapping[str, float], processes: int = 
         # kept until the plan is shown, which may need no data
         refused = error
     try:
-        named = {{"memory": "memory_gb"}.get(name, name): value for name, value in gpu.items()}
-        card = Gpu(**named, timed="tflops" in named)
-        yield from described(config, plan_of(entry), card, processes)
+        yield from described(config, plan_of(entry), memory_gb, processes)
     except UserError as error:
         refused = refused or error
     if refused is not None:
@@ -194,8 +192,6 @@ def read_data(entry: Any, config: Any) -> list[str]:
             if name is None:
                 return [*left, *_read_alone(entry, held_out)]
             del held_out[name]
-    with suppress(AttributeError):  # of what only a whole recipe has
-        recipe.close()
     preview = preview_of(entry)
     return [*(_counts(config, recipe) if preview is None else preview(config, recipe)), *left]
 

@@ -41,7 +41,7 @@ _NAMES = {
         "Samples",
         "sample",
     ),
-    "mmrl.vlm.domain": ("AnswerMeasure",),
+    "mmrl.vlm.vlm_evaluation": ("AnswerMeasure",),
     "mmrl.vlm.methods.apo": (
         "ApoConfig",
         "ApoRecipe",

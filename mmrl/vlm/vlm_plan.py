@@ -1,10 +1,8 @@
-"""Memory and time of a run on a vision-language or language model."""
+"""Memory of a run on a vision-language or language model."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +14,7 @@ from mmrl.errors import NoPlan, UserError
 from mmrl.files import read_json_object
 from mmrl.hub.compat import ensure_torchvision
 from mmrl.runs.export import model_folder
-from mmrl.training.plan import (
-    Counted,
-    Part,
-    Plan,
-    Work,
-    activations,
-    autocast,
-    batch_sizes,
-    forward,
-    history,
-    imagined,
-    state_parts,
-)
+from mmrl.training.plan import Facts, Part, Plan, autocast, batch_sizes, planned
 from mmrl.training.recipe import single_update
 from mmrl.vlm.engine.capabilities import check_architecture
 from mmrl.vlm.engine.model_loading import prepare
@@ -37,109 +23,86 @@ from mmrl.vlm.model.network import auto_class, build_model_if_missing, resolve_m
 
 PROMPT = 1024
 """Assumed prompt length in tokens if `model.max_prompt_tokens` is empty."""
-COPIED = "copy of weights to sample"
-PROMPT_CACHE, ANSWER_CACHE = "keys and values of prompts", "keys and values of answers"
 
 
 def footprint(config: Any, prompt_tokens: int | None = None, *, passes: bool = True) -> Plan:
     """Plan a run in which all prompts and answers have the maximum configured length.
 
-    Without passes the plan has what is held between them only: weights, gradients, moments and copies.
+    Without passes, the plan covers only what is held between them: weights, gradients, moments and copies.
     """
     if not isinstance(getattr(config, "model", None), ModelConfig):
         raise NoPlan(f"there is no plan for the recipe '{config.recipe}'; its model is no language model")
     ensure_torchvision()
-    model, trainer = config.model, config.trainer
-    sampler = getattr(config, "sampler", None)
-    longest = prompt_tokens or model.max_prompt_tokens or PROMPT
-    given = getattr(config, "max_side_tokens", None) or longest
-    answer = sampler.max_new_tokens if sampler is not None else given
-    size = getattr(trainer, "samples_per_task", 2 if hasattr(config, "objective") else 1)  # both sides of a pair
-    low = model.dtype != "float32" or trainer.mixed_precision != "none"
-    for one in (model, getattr(config, "teacher", None)):
+    for one in (config.model, getattr(config, "teacher", None)):
         if isinstance(one, FrozenModelConfig):
             build_model_if_missing(one)  # as the run does
-    total, rows, chunk = batch_sizes(trainer, size)
     with torch.device("meta"):
-        network = outlined(model)
-        wrapped = prepare(network, model, None)
-    parts = state_parts(wrapped, trainer, copies=reference_copies(config))
-    if teacher := getattr(getattr(config, "teacher", None), "path", ""):
-        parts.append(Part(f"weights of the teacher {teacher}", _weights(config.teacher)))
-    if not passes:
-        copied = _copied(network, trainer) if sampler is not None and _draws_here(config) else 0
-        return Plan((*parts, Part(COPIED, copied, "sampling")), ())
-    with imagined(wrapped):
-        text = network.config.get_text_config()
-        network.set_attn_implementation("sdpa")
-        shares = model.shared_prefix and model.attention == "sdpa"
-        prompts = -(-chunk // size) if shares else chunk
+        network = outlined(config.model)
+        trained = prepare(network, config.model, None)
+    return planned(_facts(config, network, trained, prompt_tokens), config.trainer, passes=passes)
 
-        def once(prompts: int = prompts, answers: int = chunk, answer: int = answer) -> Tensor:
-            with autocast(trainer):
-                tokens = prompts * longest + answers * (answer - 1)  # the last token is not read
-                states = network.get_input_embeddings()(torch.zeros(1, tokens, dtype=torch.int64))
-                if not states.requires_grad and not any(w.requires_grad for w in network.get_decoder().parameters()):
-                    raise UserError("no weight of the language model is trained")
-                positions = torch.zeros(3 if hasattr(network.model, "visual") else 1, 1, tokens, dtype=torch.int64)
-                found = network.get_decoder()(
-                    inputs_embeds=states,
-                    position_ids=positions if len(positions) == 3 else positions[0],
-                    use_cache=False,
-                )
-                if not answers:
-                    return found.last_hidden_state  # type: ignore[no-any-return]
-                last = found.last_hidden_state[0, -answers * answer :]
-                head = network.get_output_embeddings().weight
-                return linear_logprobs(last, head, torch.zeros(len(last), dtype=torch.int64)).logp.sum()
 
-        def pairs(prompts: int, answers: int) -> float:
-            """Share of the pairs of positions of `once` that attend to each other: before it, in the own row."""
-            tokens = prompts * longest + answers * (answer - 1)
-            return (prompts * longest**2 / 2 + answers * answer * (longest + answer / 2)) / tokens**2
+def _facts(config: Any, network: Any, trained: Any, prompt_tokens: int | None) -> Facts:
+    model, trainer, sampler = config.model, config.trainer, getattr(config, "sampler", None)
+    prompt = prompt_tokens or model.max_prompt_tokens or PROMPT
+    given = getattr(config, "max_side_tokens", None) or prompt
+    answer = given if sampler is None else sampler.max_new_tokens
+    size = getattr(trainer, "samples_per_task", 2 if hasattr(config, "objective") else 1)  # both sides of a pair
+    sizes = batch_sizes(trainer, size)
+    shares = model.shared_prefix and model.attention == "sdpa"
+    prompts = -(-sizes.chunk // size) if shares else sizes.chunk
+    network.set_attn_implementation("sdpa")
 
-        update = activations(wrapped, once, -(-rows // chunk)).attending(pairs(prompts, chunk))
-        parts.append(Part("activations", update.bytes, "update"))
-        work = [Work.of("update", update, total / chunk * trainer.epochs)]
-        if unscored := unscored_passes(config):
-            scored = forward(wrapped, once).attending(pairs(prompts, chunk))
-            work.insert(0, Work.of("scores without gradient", scored, total / chunk * unscored))
-        if shares and _keeps_history(config):
-            kept = history(wrapped, lambda: once(trainer.tasks_per_step, 0))
-            parts.append(Part("history of the prompts, for the update", kept, "sampling"))
-        if sampler is not None:
-            parts += _sampling(network, text, trainer, sampler, size, longest, answer)
-            drawn = min(sampler.batch_rows, total)
-            asked = -(-drawn // size)
-            read = forward(wrapped, lambda: once(asked, 0)).attending(pairs(asked, 0))
-            token = _decoding(network, wrapped, once, parts, drawn, (longest, answer), low)
-            work = [Work.of("prompts", read, total / drawn), Work.of("decoding", token, answer * total / drawn), *work]
-    assumed = [f"prompts of {longest} tokens", f"answers of {answer}", f"{chunk} rows in {prompts} prompts at once"]
+    def states(tokens: int) -> Tensor:
+        embedded = network.get_input_embeddings()(torch.zeros(1, tokens, dtype=torch.int64))
+        if not embedded.requires_grad and not any(w.requires_grad for w in network.get_decoder().parameters()):
+            raise UserError("no weight of the language model is trained")
+        positions = torch.zeros(3 if hasattr(network.model, "visual") else 1, 1, tokens, dtype=torch.int64)
+        found = network.get_decoder()(
+            inputs_embeds=embedded,
+            position_ids=positions if len(positions) == 3 else positions[0],
+            use_cache=False,
+        )
+        return found.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def learn() -> Tensor:
+        with autocast(trainer):
+            # the last token of an answer is not read
+            last = states(prompts * prompt + sizes.chunk * (answer - 1))[-sizes.chunk * answer :]
+            head = network.get_output_embeddings().weight
+            return linear_logprobs(last, head, torch.zeros(len(last), dtype=torch.int64)).logp.sum()
+
+    def read() -> Tensor:
+        with autocast(trainer):
+            return states(trainer.tasks_per_step * prompt)
+
+    assumed = [
+        f"prompts of {prompt} tokens",
+        f"answers of {answer}",
+        f"{sizes.chunk} rows in {prompts} prompts at once",
+    ]
     if vision_parameters(network) and any(weight.requires_grad for weight in vision_parameters(network)):
         assumed.append("without the activations of the vision tower, which is trained")
-    return Plan(tuple(parts), tuple(assumed), tuple(work), low)
+    return Facts(
+        network=trained,
+        learn=learn,
+        assumed=tuple(assumed),
+        passes=sizes.passes,
+        keep=read if shares and _keeps_history(config) else None,
+        copies=reference_copies(config),
+        held=_held(config, network),
+        inputs=[] if sampler is None else _caches(config, network, size, prompt, answer),
+    )
 
 
-def _decoding(
-    network: Any, wrapped: Any, once: Any, parts: Sequence[Part], rows: int, lengths: tuple[int, int], low: bool
-) -> Counted:
-    """A token of each of some rows: the pass reads all weights, keys and values."""
-    prompt, answer = lengths
-    token = forward(wrapped, lambda: once(0, rows, 2)).attending((prompt + answer / 2) / rows)
-    held = {part.name: part.bytes for part in parts}
-    decoder = network.get_decoder()  # its table of embeddings is as large as the head
-    weights = sum(w.numel() * (2 if low else w.element_size()) for w in decoder.parameters())
-    return dataclasses.replace(token, reads=weights + held[PROMPT_CACHE] + held[ANSWER_CACHE] / 2)
-
-
-def unscored_passes(config: Any) -> int:
-    """Passes without gradient over the rows of a step: by the policy before the update, and by its reference."""
-    if not hasattr(config, "objective") or not hasattr(config.trainer, "old_logp"):
-        return int(getattr(getattr(config, "reference", None), "kind", "none") != "none")
-    from mmrl.training.objectives import objective_of
-
-    old = config.trainer.old_logp == "recompute" and not single_update(config.trainer)
-    return old + bool(getattr(objective_of(config.objective), "needs_reference", False))
+def _held(config: Any, network: Any) -> list[Part]:
+    """The teacher's weights, and the copies of weights that the lean decoder makes."""
+    parts = []
+    if teacher := getattr(getattr(config, "teacher", None), "path", ""):
+        parts.append(Part(f"weights of the teacher {teacher}", _weights(config.teacher)))
+    if hasattr(config, "sampler") and _draws_here(config):
+        parts.append(Part("copy of weights to sample", _copied(network, config.trainer), "sampling"))
+    return parts
 
 
 def outlined(model: Any) -> Any:
@@ -217,18 +180,17 @@ def _cast(network: Any, trainer: Any) -> int:
     return 2 if trainer.mixed_precision != "none" and own == 4 else 0
 
 
-def _sampling(network: Any, text: Any, trainer: Any, sampler: Any, size: int, longest: int, answer: int) -> list[Part]:
-    """Copies of the weights that the decoder makes, and its keys and values in the precision of its layers."""
-    rows = min(sampler.batch_rows, trainer.tasks_per_step * size)
-    prompts = math.ceil(rows / size)
+def _caches(config: Any, network: Any, size: int, prompt: int, answer: int) -> list[Part]:
+    """Keys and values of prompts and answers while sampling, in the precision of the decoder's layers."""
+    rows = min(config.sampler.batch_rows, config.trainer.tasks_per_step * size)
+    text = network.config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     token = 2 * text.num_hidden_layers * text.num_key_value_heads * width
-    number = _cast(network, trainer) or next(network.get_decoder().parameters()).element_size()
-    kept = prompts * longest * token * 2 * number  # as the prefill left them, and in the decoder's order
+    token *= _cast(network, config.trainer) or next(network.get_decoder().parameters()).element_size()
+    kept = 2 * math.ceil(rows / size) * prompt * token  # as the prefill left them, and in the decoder's order
     return [
-        Part(COPIED, _copied(network, trainer), "sampling"),
-        Part(PROMPT_CACHE, kept, "sampling"),
-        Part(ANSWER_CACHE, number * rows * answer * token, "sampling"),
+        Part("keys and values of prompts", kept, "sampling"),
+        Part("keys and values of answers", rows * answer * token, "sampling"),
     ]
 
 

@@ -1,43 +1,311 @@
-"""Group-based RL of a vision-language model with any objective.
+"""Group-based RL of a vision-language model with any objective, and what all recipes for these models share.
 
-Each step samples G responses per question with the prompt prefilled once, scores them with verifiable rewards,
-estimates advantages within each group, and updates the policy with the objective's loss.
+`VlmDomain` has model, questions, rewards, evaluation and reports. Each step of `VlmRecipe` samples G responses per
+question with the prompt prefilled once, scores them with verifiable rewards, estimates advantages within each group,
+and updates the policy with the objective's loss.
 """
 
 from __future__ import annotations
 
+import bisect
+import functools
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
+from PIL.Image import Image
 from torch import Tensor, nn
 
 from mmrl.core.blocks.baselines import GREEDY_REWARD
 from mmrl.core.loss import Metric, mean_metric
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import ANSWER, TOKENS, Rollouts
-from mmrl.core.state import AdaptiveKL
+from mmrl.core.state import AdaptiveKL, Stateful, Tally
 from mmrl.core.transfer import to_device
+from mmrl.errors import UserError
+from mmrl.rewards import RewardResult, RewardSum
 from mmrl.rewards.answers import Chat, number_answers
+from mmrl.rewards.reward_config import about_rewards, readers_of
+from mmrl.runs.dry_run import model_follows
+from mmrl.runs.export import Exported
+from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
+from mmrl.training.evaluation import NOT_PARTS, Measure, parts_of_tasks
 from mmrl.training.processes import Streams
-from mmrl.training.recipe import Recipe, Step, scores_before_update, single_update
+from mmrl.training.recipe import (
+    LossTerm,
+    NoUsableTasksError,
+    Recipe,
+    Step,
+    opening,
+    reward_state,
+    scores_before_update,
+    single_update,
+)
 from mmrl.training.sampler import Sampler
-from mmrl.training.scoring import with_rewards
+from mmrl.training.scoring import RewardErrors, scored_record, with_rewards
+from mmrl.vlm.data.dataset import BUDGET, LoadedTasks, load_splits, load_tasks
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
-from mmrl.vlm.data.row_extras import row_extras
-from mmrl.vlm.data.task import VlmTask
-from mmrl.vlm.domain import Questions, VlmDomain
+from mmrl.vlm.data.task import (
+    Skipped,
+    TaskError,
+    VideoOptions,
+    VlmTask,
+    check_columns,
+    score_texts,
+    splits_by_key,
+    task_images,
+)
 from mmrl.vlm.engine.prefix import KeepPrefill
-from mmrl.vlm.engine.vlm_policy import VlmPolicy
+from mmrl.vlm.engine.vlm_export import export_model
+from mmrl.vlm.engine.vlm_policy import VlmPolicy, load_policy
 from mmrl.vlm.engine.vlm_sampler import PolicySampler, Samples, sample
 from mmrl.vlm.inference.inference_sampler import check_engine, open_engine
-from mmrl.vlm.vlm_config import VlmConfig
+from mmrl.vlm.router_loss import router_terms
+from mmrl.vlm.vlm_config import AnswerScoring, ExtraMeasures, VlmConfig
+from mmrl.vlm.vlm_evaluation import AnswerMeasure
 
+LOGGER = logging.getLogger("mmrl")
+CODE_MARKS = ("```", "<tool_call>")
+"""Texts with which code or the call of a tool begins."""
+USUAL_BUDGET = 4096
+"""Budget of a question that states none, as in ZJU-REAL/HBPO rllm/rewards/math_reward.py."""
 View = Callable[[VlmPayload, VlmPolicy, Streams], VlmPayload]
 """Function that adds another form of each prompt to a payload, such as one with masked images."""
+
+
+class Questions:
+    """Hooks that change the questions of a data set and how the report shows answers; no changes by default."""
+
+    broken_down: Sequence[str] = ()
+    """Reward terms that evaluations also break down by column."""
+    draw: Callable[[VlmTask, str, bool], Image] | None = None
+    """Draws an answer, given whether it is right, for the report; None if answers are only text."""
+
+    def prepare(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
+        """Complete the questions of a data set before the model is loaded; `training` is True for `data`."""
+        return loaded
+
+
+class MediaQuestions(Questions):
+    """Questions for methods that change images or videos: rejects data without media, with the reason `why`."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+    def prepare(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
+        """See `Questions`; raises UserError."""
+        if training and not any(task.images or task.videos for task in loaded.tasks):
+            raise UserError(f"data: no question has an image or a video, {self.why}")
+        return loaded
+
+
+class VlmDomain:
+    """Model, questions, rewards, evaluation and reports of recipes on a vision-language model."""
+
+    config: Any
+    policy: VlmPolicy
+    train_tasks: Sequence[VlmTask]
+    eval_tasks: Mapping[str, Sequence[VlmTask]]
+    parts: dict[str, Stateful]
+    added: dict[str, Any]
+    opened: ExitStack
+    terms: Sequence[LossTerm]
+    supervised: ClassVar[bool]
+    longest: int = 0
+    """Maximum response length in tokens; 0 if none is sampled."""
+    policy_class: ClassVar[type[VlmPolicy]] = VlmPolicy
+    """Class of the policy."""
+    draw_answers: ClassVar[Callable[..., Samples]] = staticmethod(sample)
+    """Samples answers to held-out questions, with the arguments of `mmrl.vlm.engine.vlm_sampler.sample`."""
+
+    def open(
+        self,
+        config: Any,
+        questions: Questions,
+        scoring: VlmConfig | AnswerScoring,
+        *,
+        value_head: bool = False,
+        trains_on_rewards: bool = True,
+    ) -> None:
+        """Load questions, rewards and model; `scoring` configures sampling and rewards.
+
+        Raises:
+            UserError: questions, rewards or model cannot be used.
+        """
+        self.questions = questions
+        rewards, sampler = scoring.rewards, scoring.sampler
+        self.evaluation_sampler = sampler.config
+        self.accuracy_term = scoring.accuracy_reward or (rewards[-1].name if rewards else "")
+        self.scored_by = about_rewards(rewards)
+        loaded = self.prepare_tasks(load_tasks(config.data), training=True)
+        self.train_tasks = loaded.tasks
+        self.eval_tasks = load_splits(config, self.prepare_tasks)
+        self.skipped, self.cramped, self.errors = Skipped(loaded.skipped), Tally(), RewardErrors()
+        self.added |= {"skipped": self.skipped, "cramped": self.cramped, "errors": self.errors.step}
+        self.cut_splits: set[str] = set()
+        self.parts |= {"skipped": self.skipped, "cramped": self.cramped, "errors": self.errors}
+        self.rewards = RewardSum(rewards)
+        with opening(self.opened) as opened:
+            opened.callback(self.rewards.close)
+            scored = {"data": self.train_tasks} if trains_on_rewards else {}
+            # cheap checks of the data come before the model, which can take minutes to load
+            check_columns(self.rewards, scored | splits_by_key(self.eval_tasks))
+            # data and rewards are checked first, so that a mistake in them does not cost loading the model
+            self.check_data()
+            model_follows(self)
+            self.policy = load_policy(config.model, value_head=value_head, policy_class=self.policy_class)
+            self.terms = router_terms(self)
+            self._check_media()
+            self.policy.turns.check_readers(readers_of(rewards, getattr(sampler, "stop", ())))
+            if trains_on_rewards or self.eval_tasks:
+                self.longest = sampler.max_new_tokens
+                self.policy.check_response_length(self.longest)
+
+    def check_data(self) -> None:
+        """Reject questions that the method cannot use, before the model is loaded; raises UserError."""
+
+    def _check_media(self) -> None:
+        """Reject images, videos and their options if the model reads text only; raises UserError."""
+        for key, tasks in ({"data": self.train_tasks} | splits_by_key(self.eval_tasks)).items():
+            if (shown := next((task.id for task in tasks if task.images or task.videos), None)) is not None:
+                self.policy.check_reads_media(f"{key}: {shown} has an image or a video")
+        if self.config.data.video != VideoOptions():
+            self.policy.check_reads_media("data.video is set")
+
+    def prepare_tasks(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
+        """Complete the questions of a data set; see `Questions`."""
+        return self.questions.prepare(loaded, training=training)
+
+    def score_texts(
+        self,
+        tasks: Sequence[VlmTask],
+        prompts: Sequence[str],
+        texts: Sequence[str],
+        tokens: Sequence[list[int]],
+        step: Step,
+    ) -> RewardResult:
+        """Score responses with all rewards; see `mmrl.vlm.data.task.score_texts`."""
+        state = reward_state(self.config, self.train_tasks, step)
+        return score_texts(self.rewards, state, tasks, prompts, texts, tokens)
+
+    def measures(self, policy: VlmPolicy, split: str, step: Step) -> list[Measure[VlmTask]]:
+        """Greedy and sampled accuracy on held-out questions; best of n and revisions if configured."""
+        answers = self.answers(policy, split, step)
+        return [answers, *self._extra_measures(answers)]
+
+    def answers(self, policy: VlmPolicy, split: str, step: Step) -> AnswerMeasure:
+        """Greedy and sampled accuracy on held-out questions."""
+        config = self.config
+        given = (getattr(config, key, "") for key in ("target_key", "chosen_key", "rejected_key"))
+        columns = [task.columns for task in self.eval_tasks[split]]
+
+        def score(
+            tasks: Sequence[VlmTask], prompts: Sequence[str], texts: Sequence[str], tokens: Sequence[list[int]]
+        ) -> RewardResult:
+            result = self.score_texts(tasks, prompts, texts, tokens, step)
+            self.errors.warn(result)
+            return result
+
+        return AnswerMeasure(
+            policy=policy,
+            split=split,
+            evaluation=config.evaluation,
+            seed=config.seed,
+            sampling=self.evaluation_sampler.whole(config.evaluation.temperature),
+            parts=parts_of_tasks(columns, config.evaluation.by, {*NOT_PARTS, *given}),
+            encode=self.encode,
+            draw=self.draw_answers,
+            score=score,
+            accuracy_term=self.accuracy_term,
+            scored_by=self.scored_by,
+            broken_down=self.questions.broken_down,
+            draw_answer=self.questions.draw,
+            cut_splits=self.cut_splits,
+        )
+
+    @functools.cached_property
+    def _extra_measures(self) -> ExtraMeasures:
+        return self.config.evaluation.extra_measures()
+
+    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
+        """Whole groups as text, images, frames of videos, rewards and advantages."""
+        payload = VlmPayload.of(rollouts)
+        given: dict[str, Any] = {"reward": None} if self.supervised else {}
+        found: list[SampleRecord] = []
+        images_of: dict[int, list[Any]] = {}
+        for row in range(min(limit, rollouts.num_rows)):
+            group = int(rollouts.group[row])
+            task = payload.tasks[group]
+            # decoded once per group: its rows show the same images
+            if group not in images_of:
+                images_of[group] = task_images(task, self.policy.layout.patch_size)
+            found.append(
+                scored_record(
+                    rollouts,
+                    row,
+                    id=task.id,
+                    prompt=payload.prompts[group].text,
+                    response=payload.texts[row],
+                    answer=str(task.columns.get("answer", "")),
+                    images=images_of[group],
+                    finish=payload.finish[row],
+                    **given,
+                )
+            )
+        return found
+
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
+        """Questions skipped so far, prompts with too little room, and reward errors of the step."""
+        found: dict[str, float | Metric] = {"data/skipped": float(sum(self.skipped.values()))}
+        if self.cramped["prompts"]:
+            found["response/beyond_positions"] = float(self.cramped["prompts"])
+        return found | self.errors.take()
+
+    def encode(
+        self, policy: VlmPolicy, tasks: Sequence[VlmTask], *, allow_none: bool = False
+    ) -> tuple[list[VlmTask], list[Prompt]]:
+        """Tokenise questions with their images and videos; count and skip those that cannot be encoded.
+
+        Raises:
+            NoUsableTasksError: no question could be encoded, and `allow_none` is false.
+        """
+        usable, prompts = [], []
+        last: TaskError | None = None
+        for task in tasks:
+            try:
+                prompts.append(policy.encode(task))
+                usable.append(task)
+                self._note_room(prompts[-1], policy)
+            except TaskError as error:
+                last = error
+                self.skipped.note(error)
+        if not prompts and not allow_none:
+            raise NoUsableTasksError(f"none of {len(tasks)} questions could be used; the last one: {last}")
+        return usable, prompts
+
+    def _note_room(self, prompt: Prompt, policy: VlmPolicy) -> None:
+        """Count prompts that leave fewer positions than a response may need, and warn about the first."""
+        wanted, left = self.longest, policy.positions - len(prompt.input_ids)
+        if wanted <= left:
+            return
+        if not self.cramped["prompts"]:
+            LOGGER.warning(
+                "a prompt of %d tokens leaves %d of the model's %d positions, fewer than sampler.max_new_tokens=%d; "
+                "such prompts are counted in response/beyond_positions; shorten one of the two",
+                *(len(prompt.input_ids), left, policy.positions, wanted),
+            )
+        self.cramped["prompts"] += 1
+
+    @classmethod
+    def export(cls, config: Any, checkpoint: Path, output: Path) -> Exported:
+        """Write a standard model folder with tokenizer and processor, adapters merged into the weights."""
+        return export_model(config, checkpoint, output, cls.policy_class)
 
 
 class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
@@ -68,6 +336,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         self.samples_elsewhere = engine is not None
         self.sampler: Sampler[VlmPolicy, Prompt, Samples]
         self.sampler = engine or self.own_sampler()
+        self.opened.callback(self.sampler.close)
         self._controller: AdaptiveKL | None = None
         if (target := config.adaptive_kl.target) is not None:
             self._controller = AdaptiveKL(self.objective.kl_coef, target, config.adaptive_kl.horizon)
@@ -170,17 +439,17 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         """(B,) bool, rows with a correct answer."""
         return rollouts.reward_terms[self.accuracy_term] == 1.0
 
-    def close(self) -> None:
-        """End the reward workers and the sampler's engine."""
-        super().close()
-        self.sampler.close()
-
     def _block_inputs(
         self, rollouts: Rollouts, tasks: Sequence[VlmTask], prompts: Sequence[Chat], tokens: Sequence[list[int]]
     ) -> dict[str, Tensor]:
         """Data about responses that the objective needs, such as tokens (B, T) and answer numbers (B,)."""
         payload, needs = VlmPayload.of(rollouts), self.objective.needs
-        found = row_extras(needs, tasks, tokens, self.policy.processor.tokenizer.decode)
+        found: dict[str, Tensor] = {}
+        if "code_starts" in needs:
+            decode = self.policy.processor.tokenizer.decode
+            found["code_start"] = torch.tensor([code_start(row, decode) for row in tokens])
+        if "budgets" in needs:
+            found["budget"] = torch.tensor([int(task.columns.get(BUDGET) or USUAL_BUDGET) for task in tasks])
         if "tokens" in needs:
             found[TOKENS] = payload.response_ids[:, : rollouts.num_decisions]
         if "answers" in needs:
@@ -211,3 +480,15 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
 
     def _set_kl_coef(self, value: float) -> None:
         self.objective = self.objective.with_kl_coef(value)
+
+
+def code_start(tokens: list[int], decode: Callable[[list[int]], str]) -> int:
+    """Index of the token with which the first code block or call of a tool of a response is complete; -1 without."""
+
+    def coded(length: int) -> bool:
+        text = decode(tokens[:length])
+        return any(mark in text for mark in CODE_MARKS)
+
+    if not coded(len(tokens)):
+        return -1
+    return bisect.bisect_left(range(1, len(tokens) + 1), True, key=coded)

@@ -34,7 +34,7 @@ from mmrl.errors import UserError
 from mmrl.fields import SET, bounded, only_with
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.recipe import LossTerm, Passes, Step, TermLoss
+from mmrl.training.recipe import LossTerm, Passes, Step, TermLoss, opening
 from robotics.methods.grpo import EpisodeRewardParts, RobotGrpoRecipe
 from robotics.methods.robot_recipe import RobotConfig
 from robotics.policies.base.action_policy import ActionPolicy
@@ -101,16 +101,12 @@ class RobotDistilRecipe(RobotGrpoRecipe):
         self, config: RobotDistilConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None
     ) -> None:
         super().__init__(config, policy, sim)
-        try:
+        with opening(self.opened):
             self.teacher = load_action_policy(config.teacher, self.sim, config.seed).requires_grad_(False).eval()
             check_fit(self.teacher, self.sim, config.teacher.accept_other)
             check_teacher(self.teacher, self.policy)
             if config.distil.divergence:
                 check_divergence(self.policy, config.distil.beta)
-        except UserError:
-            # the simulator may have started processes
-            self.close()
-            raise
         self.terms = [*self.terms, Teaching(self)]
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:

@@ -91,6 +91,7 @@ class RobotGrpoRecipe(RobotRecipe):
         if config.chosen_reward == "flow":
             tasks = dict.fromkeys(episode.task for episode in self.train_tasks)
             self._following = FlowFollowing(config.flow, config.sim, list(tasks), config.seed)
+            self.opened.callback(self._following.close)
             self._following.failures = self.parts["flow_failures"] = self.added["flow_failures"] = self._lost
             self.scores_apart = False  # the agreement of flow and own reward is that of the step
 
@@ -108,12 +109,6 @@ class RobotGrpoRecipe(RobotRecipe):
         """Adds the number of initial states and episodes without a reward from a flow."""
         kinds = FAILURES if self._following is not None else ()
         return super().step_metrics(rollouts) | {f"flow/failed_{name}": float(self._lost[name]) for name in kinds}
-
-    def close(self) -> None:
-        """End the simulator and free the renderers of first images."""
-        super().close()
-        if self._following is not None:
-            self._following.close()
 
     def _flow_rewards(
         self, following: FlowFollowing, rollouts: Rollouts, terms: dict[str, Tensor]

@@ -14,6 +14,7 @@ import shutil
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,7 +40,7 @@ from mmrl.runs.run_log import metric_label
 from mmrl.training.evaluation import held_out_tasks
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.processes import SimCounts, Streams
-from mmrl.training.recipe import NoUsableTasksError, Recipe, Step
+from mmrl.training.recipe import NoUsableTasksError, Recipe, Step, opening
 from mmrl.training.run import train
 from mmrl.training.settings import RunConfig, TrainerConfig
 from robotics.episodes.collect import ActingSettings, Episodes, run_episodes, swap_layouts
@@ -144,6 +145,7 @@ class RobotDomain:
     eval_tasks: Mapping[str, Sequence[EpisodeSpec]]
     parts: dict[str, Stateful]
     added: dict[str, Any]
+    opened: ExitStack
 
     def open(self, config: Any, policy: ActionPolicy | None, sim: RobotSim | None) -> None:
         """Open simulator and policy, unless they are given, and list the initial states.
@@ -152,6 +154,19 @@ class RobotDomain:
             UserError: one of them cannot be used, or they do not fit together.
         """
         self.sim: RobotSim = open_sim(config.sim) if sim is None else sim
+        with opening(self.opened) as opened:
+            opened.callback(self.sim.close)
+            self._fit(config, policy)
+        self.broken, self.sim_counts = Tally(), SimCounts(self.sim, Path(config.output_dir))
+        self.parts |= {"broken": self.broken, "counts": self.sim_counts}
+        self._seen: Counter[str] = Counter()
+        self.added |= {"seen": self._seen, "counts": self.sim_counts}
+        names = list(dict.fromkeys(getattr(task, "task", "") for task in self.train_tasks))
+        self._shown_tasks = names if 1 < len(names) <= SHOWN_TASKS else []
+        self.code = {name: source_digest(spec) for name, spec in _users_parts(config).items()}
+
+    def _fit(self, config: Any, policy: ActionPolicy | None) -> None:
+        """List the initial states, and load a policy that fits the simulator."""
         known, splits = self.sim.tasks(), self.sim.layouts()
         # evaluation sets are nominal by default; without any randomisation, draw 0 is that scene
         randomizes = bool(config.sim.randomization.active())
@@ -173,15 +188,6 @@ class RobotDomain:
                 f"acting.n_action_steps is {config.acting.n_action_steps}; "
                 f"the policy's chunk has {self.policy.chunk} steps"
             )
-        self.broken, self.sim_counts = Tally(), SimCounts(self.sim, Path(config.output_dir))
-        # parts are saved in checkpoints, `added` is summed over processes
-        self.parts |= {"broken": self.broken, "counts": self.sim_counts}
-        # counts of one step: cleared when they are reported
-        self._seen: Counter[str] = Counter()
-        self.added |= {"seen": self._seen, "counts": self.sim_counts}
-        names = list(dict.fromkeys(getattr(task, "task", "") for task in self.train_tasks))
-        self._shown_tasks = names if 1 < len(names) <= SHOWN_TASKS else []
-        self.code = {name: source_digest(spec) for name, spec in _users_parts(config).items()}
 
     def check_data(self) -> None:
         """Refuse data that do not fit the simulator, before the policy is loaded."""
@@ -225,10 +231,6 @@ class RobotDomain:
         policy = open_policy(model)
         policy.export(output)
         return describe_policy(config, policy, checkpoint.parents[1], output)
-
-    def close(self) -> None:
-        """End the simulator's threads and processes."""
-        self.sim.close()
 
     def _measure(self, policy: ActionPolicy, split: str, protocol: str, step: Step) -> RobotMeasure:
         config, run_dir = self.config, Path(self.config.output_dir)

@@ -157,12 +157,12 @@ def refused(mmrl):
 def unloaded(monkeypatch):
     """Fails where a model is loaded."""
     import diffusion.diffusion_recipe
-    import mmrl.vlm.domain
+    import mmrl.vlm.vlm_recipe
 
     def refuse(*arguments, **options):
         raise AssertionError("a model was loaded")
 
-    for module in (mmrl.vlm.domain, diffusion.diffusion_recipe):
+    for module in (mmrl.vlm.vlm_recipe, diffusion.diffusion_recipe):
         monkeypatch.setattr(module, "load_policy", refuse)
 
 

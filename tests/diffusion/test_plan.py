@@ -32,7 +32,7 @@ RUNS = {
 }
 
 
-def test_the_command_counts_parts_and_seconds(tmp_path, capsys):
+def test_the_command_counts_parts(tmp_path, capsys):
     config = run_config("awm", tmp_path, micro_batch=2)
     file = tmp_path / "run.yaml"
     file.write_text(
@@ -49,21 +49,15 @@ trainer: {{tasks_per_step: 2, samples_per_task: 4, micro_batch: 2}}
 """
     )
     assert main(["train", str(file), "--dry-run", "--gpu-memory", "1"]) == 0
-    assert not [
-        line for line in capsys.readouterr().out.splitlines() if line.endswith(" s") or "a step without" in line
-    ]
-    assert main(["train", str(file), "--dry-run", "--gpu-memory", "1", "--gpu-tflops", "312"]) == 0
     lines = capsys.readouterr().out.splitlines()
     title = next(line for line in lines if line.startswith("1 GPU, computed for"))
     assert "8 images a step and 3 noisy versions of each, the update of 2 images at once" in title
     sizes = {line.split("  ")[1].strip(): line.split() for line in lines if line.endswith(("GB", "update", "sampling"))}
     assert {"reference", "averages of weights", "latents and states", "activations"} <= set(sizes)
-    assert any(line.split()[:1] == ["all"] and line.endswith(" s") for line in lines)
-    assert "a step without rewards and environments, on GPUs of 312 TFLOPS:" in lines
     assert not (tmp_path / "run").exists()
 
 
-def test_weights_averages_and_work_follow_the_configuration(tmp_path):
+def test_weights_and_averages_follow_the_configuration(tmp_path):
     config = with_changes(run_config("awm", tmp_path), {"model.lora.enabled": False, "eval_ema.decay": 0.9})
     plan = footprint(config)
     held = {part.name: part.bytes for part in plan.parts}
@@ -73,9 +67,6 @@ def test_weights_averages_and_work_follow_the_configuration(tmp_path):
     assert held["reference"] == weights + held.get("weights, frozen", 0)
     state = {part.name: part.bytes for part in footprint(config, passes=False).parts}
     assert state == {name: held.get(name, 0) for name in state}
-    more = footprint(with_changes(config, {"trainer.tasks_per_step": 4, "trainer.micro_batch": 8}))
-    for before, after in zip(plan.work, more.work, strict=True):
-        assert after.flops == pytest.approx(2 * before.flops)
 
 
 def test_a_model_that_is_not_there_yet_is_built_or_refused(tmp_path, capsys):

@@ -28,8 +28,7 @@ def test_activations_shrink_with_the_chunks_of_draws(tmp_path):
 def test_the_recipes_have_a_plan(name, tmp_path):
     plan = plan_of(RECIPES[name])(domain_of(name).make_config(name, tmp_path))
     assert plan.peak() > plan.held("always") > 0
-    assert [work.name for work in plan.work][-1] == "update"
-    assert ("sampling" in [work.name for work in plan.work]) == (name == "masked")
+    assert (plan.held("sampling") > 0) == (name == "masked")
 
 
 @pytest.mark.slow

@@ -32,10 +32,7 @@ def test_the_command_shows_a_policy_and_refuses_others(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     title = next(line for line in lines if line.startswith("1 GPU, computed for"))
     assert "4 episodes of 16 steps, 2 observations each, 2 episodes at once" in title
-    assert not any(line.split()[:1] == ["acting"] and line.endswith(" s") for line in lines)  # of no named GPU
-    assert main(["train", str(file), "--dry-run", "--gpu-tflops", "989"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.split()[:1] == ["acting"] and line.endswith(" s") for line in lines)
+    assert any(line.split()[:1] == ["acting"] and line.endswith("sampling") for line in lines)
     options = "model.options={folder: none, dtype: float32}"
     assert main(["train", str(file), "--dry-run", "model.kind=openvla", options]) == 2
     assert "known without a folder: openvla/openvla-7b" in capsys.readouterr().err

@@ -29,7 +29,12 @@ def make(name, folder):
 )
 def test_every_recipe_reads_its_data_and_loads_no_model(name, tmp_path, monkeypatch):
     config = make(name, tmp_path)
-    loaders = ("mmrl.vlm.domain", "mmrl.agents.agent_recipe", "mmrl.vlm.tspo.tspo_recipe", "diffusion.diffusion_recipe")
+    loaders = (
+        "mmrl.vlm.vlm_recipe",
+        "mmrl.agents.agent_recipe",
+        "mmrl.vlm.tspo.tspo_recipe",
+        "diffusion.diffusion_recipe",
+    )
     for place in (*(f"{module}.load_policy" for module in loaders), "robotics.methods.robot_recipe.load_action_policy"):
         monkeypatch.setattr(place, lambda *_, **__: pytest.fail("a dry run loads no model"))
     lines = read_data(find_recipe(name), config)

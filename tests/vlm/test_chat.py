@@ -6,9 +6,9 @@ import pytest
 import torch
 from PIL import Image
 
-from mmrl.vlm.data.control import EARLIER, HIDDEN
 from mmrl.vlm.data.prompt import Prompt, PromptTooLong
 from mmrl.vlm.data.task import TaskError, VlmTask
+from mmrl.vlm.data.turn_template import EARLIER, HIDDEN
 from mmrl.vlm.engine.vlm_policy import load_policy
 from mmrl.vlm.methods.augmentation import augment_task
 from mmrl.vlm.model.model_config import ModelConfig

@@ -14,7 +14,6 @@ from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step, make_reference
 from mmrl.training.update import count_denominators, update_constants
-from mmrl.vlm.domain import AnswerMeasure
 from mmrl.vlm.engine.vlm_policy import load_policy
 from mmrl.vlm.methods.apo import ApoConfig, ApoRecipe, difficulty, length_multipliers
 from mmrl.vlm.model.model_config import ModelConfig
@@ -57,7 +56,7 @@ def test_answers_of_an_evaluation_do_not_depend_on_the_questions_beside_them(tmp
     config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
     config.evaluation.greedy, config.evaluation.samples = False, 2
     recipe = VlmRecipe(config)
-    measure = AnswerMeasure(recipe, recipe.policy, "heldout", Step())
+    measure = recipe.answers(recipe.policy, "heldout", Step())
     trials = [Trial(index, 0, task) for index, task in enumerate(recipe.eval_tasks["heldout"])]
     together, alone = measure.run(trials[:4], 0), [measure.run([trial], 0)[0] for trial in trials[:4]]
     assert len({row["response"] for row in together}) == 4

@@ -60,7 +60,7 @@ from mmrl.hub.building import build_if_missing
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams, check_shares, make_generator, stream_seed
-from mmrl.training.recipe import LossTerm, Step
+from mmrl.training.recipe import LossTerm, Step, opening
 from mmrl.training.settings import RunConfig
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.model.model_config import CriticSettings
@@ -201,11 +201,8 @@ class DigirlRecipe(AgentRecipe):
         # `added` gathers the list over all processes
         self.added["fresh"] = self._fresh
         if self._recorded is not None:
-            try:
+            with opening(self.opened):
                 episodes = self._recorded.episodes(self.policy, self.writer(self.policy))
-            except BaseException:
-                self.close()
-                raise
             for episode in episodes:
                 self.store.push(EPISODES, store_episode(episode), step=0)
 

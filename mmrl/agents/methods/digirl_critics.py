@@ -24,7 +24,7 @@ from mmrl.fields import bounded, rare
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.engine.rows import text_prompt
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
-from mmrl.vlm.families.positions import TEXT
+from mmrl.vlm.families.family import TEXT
 
 CriticT = TypeVar("CriticT", bound=nn.Module)
 

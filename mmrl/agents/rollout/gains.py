@@ -15,9 +15,9 @@ from mmrl.core.blocks.turns import InformationGain
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
-from mmrl.vlm.data.control import MARKUP, encode_text
 from mmrl.vlm.data.prompt import Insert, Prompt, VlmPayload, join_prompts
 from mmrl.vlm.data.task import VlmTask
+from mmrl.vlm.data.turn_template import MARKUP, encode_text
 from mmrl.vlm.engine.rows import split_row
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 

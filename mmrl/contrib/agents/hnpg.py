@@ -38,7 +38,7 @@ from mmrl.files import expanded
 from mmrl.hub.building import build_if_missing
 from mmrl.runs.fingerprint import content_digest
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.recipe import Step
+from mmrl.training.recipe import Step, opening
 from mmrl.training.settings import RunConfig, TrainerConfig, TrustRegionConfig
 
 
@@ -94,12 +94,8 @@ class HnpgRecipe(ArcherRecipe):
     def __init__(self, config: HnpgConfig) -> None:
         super().__init__(config)
         self.trust_region = config.hnpg.region
-        # super() has started environments, which an error here would leave running
-        try:
+        with opening(self.opened):
             episodes = self._recorded.episodes(self.policy, self.writer(self.policy))
-        except BaseException:
-            self.close()
-            raise
         self.recorded = [store_episode(episode) for episode in episodes]
 
     def check_data(self) -> None:

@@ -41,7 +41,6 @@ from mmrl.vlm.critic.questions import without_marks
 from mmrl.vlm.critic.revision import CRITIQUE_KEY, RevisionConfig, RevisionMeasure, revise
 from mmrl.vlm.data.prompt import VlmPayload, token_lists
 from mmrl.vlm.data.task import VlmTask
-from mmrl.vlm.domain import AnswerMeasure
 from mmrl.vlm.engine.vlm_policy import VlmPolicy, load_policy
 from mmrl.vlm.engine.vlm_sampler import sample
 from mmrl.vlm.vlm_config import VlmConfig
@@ -200,7 +199,7 @@ class CritiqueRlRecipe(VlmRecipe):
 
     def measures(self, policy: VlmPolicy, split: str, step: Step) -> list[Measure[VlmTask]]:
         """Answers before and after revision."""
-        return [RevisionMeasure(AnswerMeasure(self, policy, split, step), self.revision, self.reasoner)]
+        return [RevisionMeasure(self.answers(policy, split, step), self.revision, self.reasoner)]
 
     def correct(self, rollouts: Rollouts) -> torch.Tensor:
         """(B,) bool, rows with the right verdict."""

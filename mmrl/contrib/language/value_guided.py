@@ -26,17 +26,17 @@ from mmrl.core.objectives.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import bounded
-from mmrl.training.evaluation import Measure, Trial
+from mmrl.training.evaluation import Measure, Row, Trial
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.recipe import Step
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.data.task import VlmTask
-from mmrl.vlm.domain import AnswerMeasure, Row
 from mmrl.vlm.engine.generic import GenericDecoder, GenericLane
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig, Samples, sample_by
 from mmrl.vlm.model.model_config import CriticSettings, ModelConfig
 from mmrl.vlm.vlm_config import VlmConfig
+from mmrl.vlm.vlm_evaluation import AnswerMeasure
 from mmrl.vlm.vlm_recipe import VlmRecipe
 
 VALUES = frozenset({"values"})
@@ -94,9 +94,9 @@ class ValueGuidedRecipe(VlmRecipe):
 
     def measures(self, policy: VlmPolicy, split: str, step: Step) -> list[Measure[VlmTask]]:
         """Greedy, sampled and guided accuracy."""
-        first, *others = super().measures(policy, split, step)
-        assert isinstance(first, AnswerMeasure)
-        return [GuidedMeasure(self, policy, split, step), *others]
+        _, *others = super().measures(policy, split, step)
+        plain = vars(self.answers(policy, split, step))
+        return [GuidedMeasure(**plain, guidance=self.config.guidance), *others]
 
     def describe(self) -> str:
         """The objective of the critic, and how it guides sampling."""
@@ -107,8 +107,11 @@ class ValueGuidedRecipe(VlmRecipe):
         )
 
 
+@dataclass
 class GuidedMeasure(AnswerMeasure):
     """Adds answers that are sampled with values to the greedy and the sampled ones."""
+
+    guidance: GuidanceConfig
 
     def run(self, batch: Sequence[Trial[VlmTask]], start: int) -> list[Row]:
         """Answer questions in all modes."""
@@ -116,10 +119,8 @@ class GuidedMeasure(AnswerMeasure):
         if rows:
             count = self._guided
             prompts = [self.policy.encode(row["task"]) for row in rows for _ in range(count)]
-            guidance = self.domain.config.guidance
-            # the draws of the sampled answers, so that guided ones differ by the values alone
             draws = self.draws(rows, count, "evaluate")
-            self._score(rows, sample_guided(self.policy, guidance, prompts, self.sampling, draws), "guided", count)
+            self._score(rows, sample_guided(self.policy, self.guidance, prompts, self.sampling, draws), "guided", count)
         return rows
 
     @property

@@ -28,8 +28,8 @@ from mmrl.gui.grounding.rewards import AnswerRules
 from mmrl.gui.grounding.samples import TARGET_COLUMNS, AnyOf, GroundingSample, image_size, sample_row, target_of
 from mmrl.vlm.data.dataset import DataConfig, LoadedTasks
 from mmrl.vlm.data.task import TaskError, VideoOptions, VlmTask, open_image
-from mmrl.vlm.domain import Questions
 from mmrl.vlm.model.model_config import ModelConfig
+from mmrl.vlm.vlm_recipe import Questions
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -10,9 +10,9 @@ from mmrl.training.evaluation import Measure
 from mmrl.vlm.critic.revision import RevisionConfig, RevisionMeasure
 from mmrl.vlm.critic.self_critic import SelfCriticConfig, SelfCriticMeasure
 from mmrl.vlm.data.task import VlmTask
-from mmrl.vlm.domain import AnswerMeasure
 from mmrl.vlm.engine.vlm_policy import load_policy
 from mmrl.vlm.vlm_config import AnswerScoring, ExtraMeasures, VlmEvaluationConfig
+from mmrl.vlm.vlm_evaluation import AnswerMeasure
 
 
 @dataclass

@@ -28,10 +28,10 @@ from mmrl.vlm.critic.questions import question_text, without_marks
 from mmrl.vlm.data.messages import make_template, split_marks
 from mmrl.vlm.data.prompt import Prompt, PromptTooLong
 from mmrl.vlm.data.task import VlmTask
-from mmrl.vlm.domain import AnswerMeasure
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig, sample
 from mmrl.vlm.model.model_config import FrozenModelConfig
+from mmrl.vlm.vlm_evaluation import AnswerMeasure
 
 REVISION_TEMPLATE = "Reflection on the former answer: {{ critique }}\n{{ question }}"
 """Turn that asks for a revision, as in the public code."""

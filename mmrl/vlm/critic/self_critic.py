@@ -28,9 +28,9 @@ from mmrl.training.processes import stream_seed
 from mmrl.vlm.critic.questions import CRITIC_TEMPLATE, critic_renderer, critic_task, question_text, without_marks
 from mmrl.vlm.data.prompt import Prompt, PromptTooLong, token_lists
 from mmrl.vlm.data.task import VlmTask, load_videos
-from mmrl.vlm.domain import AnswerMeasure
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig, sample
+from mmrl.vlm.vlm_evaluation import AnswerMeasure
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,7 +24,6 @@ from mmrl.hub.images import image_pixels_option
 from mmrl.hub.tables import BAD_ROWS, MAX_LINE_MB, DataRow, LoadedRows, built_path, rows
 from mmrl.training.evaluation import parts_of_tasks
 from mmrl.vlm.data.messages import MediaCells, build_messages, has_marks, make_renderer, split_conversation
-from mmrl.vlm.data.row_extras import with_budgets
 from mmrl.vlm.data.task import TaskError, VideoOptions, VlmTask
 
 PROMPT_KEYS = ("prompt", "problem", "question", "instruction")
@@ -36,6 +35,8 @@ IMAGE_KEYS = ("images", "image")
 VIDEO_KEYS = ("videos", "video")
 OWN_OPTIONS = ("path", "split", "build", "build_options", "max_tasks", "budgets")
 """Options that a held-out split does not inherit from `data`."""
+BUDGET = "budget"
+"""Column with a question's budget of tokens."""
 MAX_PROMPT_CHARS = 200_000
 
 
@@ -269,3 +270,19 @@ def load_splits(config: Any, prepare: Callable[..., LoadedTasks] | None = None) 
         except (UserError, ValueError) as error:
             raise UserError(f"eval_data.{name}: {error}") from error
     return splits
+
+
+def with_budgets(tasks: Sequence[VlmTask], budgets: Sequence[int]) -> list[VlmTask]:
+    """Each question once for each budget of tokens, which is asked for at its end and kept as its column `budget`."""
+    if not budgets:
+        return list(tasks)
+    if min(budgets) < 1:
+        raise UserError(f"data.budgets holds {min(budgets)}; a budget is at least 1 token")
+    return [_with_budget(task, budget) for task in tasks for budget in budgets]
+
+
+def _with_budget(task: VlmTask, budget: int) -> VlmTask:
+    text = {"type": "text", "text": f"\n\nAnswer the question with {budget} tokens."}
+    *earlier, last = task.messages
+    messages = [*earlier, {**last, "content": [*last["content"], text]}]
+    return replace(task, id=f"{task.id} ({budget} tokens)", messages=messages, columns=task.columns | {BUDGET: budget})

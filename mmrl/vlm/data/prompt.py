@@ -15,11 +15,15 @@ from mmrl.core.loss import Metric
 from mmrl.core.payload import Payload, per_decision, per_group, per_row
 from mmrl.errors import UserError
 from mmrl.hub.video_sampling import Frames
-from mmrl.vlm.data.control import PLACEHOLDER, hide_control_tokens, special_tokens
 from mmrl.vlm.data.task import OPEN_THINK, TaskError, VlmTask, load_videos
-from mmrl.vlm.data.turn_template import TemplateError, TurnTemplate
-from mmrl.vlm.families.family import TokenTables
-from mmrl.vlm.families.positions import TEXT
+from mmrl.vlm.data.turn_template import (
+    PLACEHOLDER,
+    TemplateError,
+    TurnTemplate,
+    hide_control_tokens,
+    special_tokens,
+)
+from mmrl.vlm.families.family import TEXT, TokenTables
 
 
 @dataclass(eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from PIL import Image, ImageDraw
 
+from mmrl.core.state import Tally
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.files import expanded, is_file, without_scheme
@@ -33,6 +35,7 @@ from mmrl.rewards import RewardResult, RewardSum, TrainerState
 from mmrl.rewards.sum import IMAGES, reward_columns, tell_renamed
 from mmrl.vlm.families import MEDIA_TOKENS
 
+LOGGER = logging.getLogger("mmrl")
 LONGEST_NAME = 255
 """Characters that the usual file systems allow in a name."""
 
@@ -59,6 +62,16 @@ GROUND, INK = (24, 26, 30), (235, 235, 235)
 
 class TaskError(BadRowError):
     """A task that cannot be used; it is counted by kind, logged and skipped. Its place is the id of the task."""
+
+
+class Skipped(Tally):
+    """Number of skipped questions, by kind."""
+
+    def note(self, error: TaskError) -> None:
+        """Count a question, and log the first of each kind."""
+        if not self[error.kind]:
+            LOGGER.warning("question skipped (%s): %s", error.kind, error)
+        self[error.kind] += 1
 
 
 class StoredImage(Protocol):

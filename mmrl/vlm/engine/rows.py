@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmrl.core.transfer import to_device
 from mmrl.vlm.data.prompt import Insert, Prompt, VlmPayload, join_prompts
-from mmrl.vlm.families.positions import TEXT
+from mmrl.vlm.families.family import TEXT
 
 
 @dataclass

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.vlm.families.positions import IMAGE, TEXT, VIDEO
-
+TEXT, IMAGE, VIDEO = range(3)
+"""Values of the token types."""
 MERGERS = (
     *("merger", "merger_list", "deepstack_merger_list", "patch_merger", "connector", "aligner", "qformer", "resampler"),
     *("multi_modal_projector", "mm_projector", "projector", "vision_projector", "visual_projector", "resampler_model"),

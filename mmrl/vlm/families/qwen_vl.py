@@ -1,16 +1,17 @@
-"""The parts that Qwen2-VL and its successors share."""
+"""What Qwen2-VL and its successors share, such as positions of image tokens by coordinates: the rotary embedding."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mmrl.vlm.families import MEDIA_TOKENS
-from mmrl.vlm.families.family import Family, TokenTables
-from mmrl.vlm.families.positions import rotary_positions, split_frames
+from mmrl.vlm.families.family import IMAGE, TEXT, VIDEO, Family, TokenTables
 
 
 @dataclass(frozen=True)
@@ -45,3 +46,58 @@ def grid_tables(merge_size: int, tokens_per_second: float | None) -> TokenTables
         return types, rotary_positions(types, merge_size, inputs.get("image_grid_thw"), videos, steps)
 
     return tables
+
+
+def rotary_positions(
+    token_types: Tensor,
+    merge_size: int,
+    image_grids: Tensor | None = None,
+    video_grids: Tensor | None = None,
+    frame_steps: Sequence[float | Tensor] = (),
+) -> Tensor:
+    """Positions (3, P) int64 of a prompt's tokens along time, height and width, from their types (P,) int64.
+
+    A text token has the same position on all three axes, one more than the largest before it. The tokens of an image
+    form a grid that starts there; the text after it continues behind the longer side of the grid. The first response
+    token has the position `positions.max() + 1`.
+
+    `image_grids` (images, 3) and `video_grids` (videos, 3) int64 are patches along time, height and width in the order
+    of the tokens; Qwen3-VL, which has timestamps between frames, needs one grid a frame (`split_frames`). `frame_steps`
+    are positions from one frame of a video to the next, 1 where a video has none; in Qwen2.5-VL the tokens a second
+    times the seconds a frame. The tower merges `merge_size` patches on a side into one token.
+
+    Source: Qwen2-VL, arXiv 2409.12191, section 2.1; huggingface/transformers `get_rope_index` of both models.
+    """
+    grids = {IMAGE: iter([] if image_grids is None else image_grids.tolist())}
+    grids[VIDEO] = iter([] if video_grids is None else video_grids.tolist())
+    steps = iter(frame_steps)
+    parts: list[Tensor] = []
+    start = 0
+    for kind, run in groupby(token_types.tolist()):
+        count = len(list(run))
+        if kind == TEXT:
+            parts.append(torch.arange(start, start + count).expand(3, -1))
+            start += count
+            continue
+        grid = next(grids[kind], None)
+        step = next(steps, 1.0) if kind == VIDEO else 1.0
+        if grid is None or grid[0] * (grid[1] // merge_size) * (grid[2] // merge_size) != count:
+            name = {IMAGE: "image", VIDEO: "video"}[kind]
+            raise ValueError(f"{count} {name} tokens stand in a row, but their grid of patches is {grid}.")
+        parts.append(start + _grid_positions(grid, merge_size, step))
+        start += max(grid[1], grid[2]) // merge_size
+    return torch.cat(parts, 1)
+
+
+def split_frames(video_grids: Tensor) -> Tensor:
+    """Grids of videos as one grid a frame, for Qwen3-VL."""
+    frames = video_grids.repeat_interleave(video_grids[:, 0], 0)
+    frames[:, 0] = 1
+    return frames
+
+
+def _grid_positions(grid: Sequence[int], merge_size: int, step: float | Tensor) -> Tensor:
+    """(3, n) positions of the tokens of a grid, from 0."""
+    time = (torch.arange(grid[0]) * step).long()
+    height, width = (torch.arange(side // merge_size) for side in grid[1:])
+    return torch.stack(torch.meshgrid(time, height, width, indexing="ij")).flatten(1)

@@ -34,7 +34,7 @@ from mmrl.fields import SET, bounded, only_with, rare
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
-from mmrl.training.recipe import LossTerm, Passes, Step, TermLoss
+from mmrl.training.recipe import LossTerm, Passes, Step, TermLoss, opening
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
@@ -154,12 +154,8 @@ class DistilRecipe(VlmRecipe):
 
     def __init__(self, config: DistilConfig) -> None:
         super().__init__(config)
-        try:
+        with opening(self.opened):
             self.teacher = Teacher(config.teacher, self.policy, config.sampler.temperature)
-        except UserError:
-            # a teacher that cannot be loaded must not leave reward workers behind
-            self.close()
-            raise
         if config.teacher.prompt:
             self.view = TeacherPrompts(config.teacher.prompt)
         self.terms = [*self.terms, Distillation(config.distil, self.teacher)]

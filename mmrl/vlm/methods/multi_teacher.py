@@ -29,9 +29,9 @@ from mmrl.fields import bounded, rare
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
-from mmrl.vlm.data.control import encode_text
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.data.task import TaskError, VlmTask, check_no_media
+from mmrl.vlm.data.turn_template import encode_text
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.methods.replacing import Exchange, ReplacingRecipe
 from mmrl.vlm.vlm_config import VlmConfig

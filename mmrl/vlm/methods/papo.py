@@ -40,10 +40,9 @@ from mmrl.training.processes import Streams
 from mmrl.training.recipe import LossTerm, Passes, Step, TermLoss
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.data.task import VlmTask, load_videos
-from mmrl.vlm.domain import MediaQuestions
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.vlm_config import VlmConfig
-from mmrl.vlm.vlm_recipe import VlmRecipe
+from mmrl.vlm.vlm_recipe import MediaQuestions, VlmRecipe
 
 
 def blacken_patches(image: Image.Image, patch_size: int, ratio: float, rng: np.random.Generator) -> Image.Image:

@@ -42,7 +42,6 @@ from mmrl.training.supervised import SupervisedRecipe
 from mmrl.vlm.data.dataset import LoadedTasks
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.data.task import TaskError, VlmTask, task_images
-from mmrl.vlm.domain import Questions, VlmDomain
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.methods.pairs import (
     PairColumns,
@@ -55,6 +54,7 @@ from mmrl.vlm.methods.pairs import (
     tokenise_sides,
 )
 from mmrl.vlm.methods.sft import GivenAnswersConfig, given_answers
+from mmrl.vlm.vlm_recipe import Questions, VlmDomain
 
 
 class StartScores:

@@ -36,10 +36,9 @@ from mmrl.errors import UserError
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams, merge_in_order
-from mmrl.training.recipe import Step
+from mmrl.training.recipe import Step, opening
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
 from mmrl.vlm.data.task import TaskError, VlmTask
-from mmrl.vlm.domain import MediaQuestions
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.engine.vlm_sampler import sample
 from mmrl.vlm.methods.augmentation import (
@@ -51,7 +50,7 @@ from mmrl.vlm.methods.augmentation import (
     rewrite_question,
 )
 from mmrl.vlm.vlm_config import VlmConfig
-from mmrl.vlm.vlm_recipe import VlmRecipe
+from mmrl.vlm.vlm_recipe import MediaQuestions, VlmRecipe
 
 LOGGER = logging.getLogger("mmrl")
 
@@ -81,7 +80,8 @@ class RegGrpoRecipe(VlmRecipe):
         self._asked = Streams(0, ())
         self._drawn: Counter[str] = Counter()
         self.added |= {"rewards": self._noted_rewards, "drawn": self._drawn}
-        self._check_data()
+        with opening(self.opened):
+            self._check_data()
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
         """Sample G responses to each question, augmented by its difficulty."""
@@ -185,7 +185,6 @@ class RegGrpoRecipe(VlmRecipe):
             without = next((task for task in self.train_tasks if not _answer_of(task)), None)
             # before anything is sampled: a trace needs the answer in its question
             if without is not None:
-                self.close()
                 raise UserError(
                     f"data: {without.id} has no answer, which traces for hints are sampled with; name the column with "
                     "data.answer_key or set augmentation.hint_scale=0"

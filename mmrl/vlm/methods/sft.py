@@ -25,10 +25,10 @@ from mmrl.vlm.data.dataset import LoadedTasks
 from mmrl.vlm.data.messages import last_turn
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.data.task import VlmTask, check_no_media
-from mmrl.vlm.domain import Questions, VlmDomain
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.model.model_config import check_critic
 from mmrl.vlm.vlm_config import AnswerScoring, VlmEvaluationConfig, VlmParts, check_scoring, scoring_evaluation
+from mmrl.vlm.vlm_recipe import Questions, VlmDomain
 
 
 @dataclass

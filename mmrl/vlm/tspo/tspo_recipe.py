@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -40,11 +39,10 @@ from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.evaluation import held_out_tasks
 from mmrl.training.processes import Streams, stream_seed
-from mmrl.training.recipe import NoUsableTasksError, Recipe, Step
+from mmrl.training.recipe import NoUsableTasksError, Recipe, Step, opening
 from mmrl.training.scoring import EveryRewardFailedError, RewardErrors, failure_of, scored_record
 from mmrl.vlm.data.dataset import DataConfig
-from mmrl.vlm.data.task import TaskError
-from mmrl.vlm.domain import Skipped
+from mmrl.vlm.data.task import Skipped, TaskError
 from mmrl.vlm.engine.vlm_policy import load_policy
 from mmrl.vlm.tspo.agent import AgentSettings, TemporalAgent, load_agent, save_agent
 from mmrl.vlm.tspo.answerers import Answerer, Answers, make_answerer, without_unreadable
@@ -88,13 +86,12 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         settings = AgentSettings(features.path, features.fps, features.max_frames, config.picks.count)
         # its own rate, as a factor of the agent's
         self.policy = TspoPolicy(agent, settings, trained, (config.answerer.learning_rate or rate) / rate)
-        with ExitStack() as undone:
+        with opening(self.opened) as opened:
             self.answerer: Answerer = make_answerer(config.answerer, reader)
-            undone.callback(self.answerer.close)
+            opened.callback(self.answerer.close)
             self.answerer.check(self.train_tasks, "data")
             for name, tasks in self.eval_tasks.items():
                 self.answerer.check(tasks, f"eval_data.{name}")
-            undone.pop_all()
         self._warn_of_short_videos()
 
     def rollout(self, policy: TspoPolicy, tasks: Sequence[NeedleTask], streams: Streams, step: Step) -> Rollouts:
@@ -265,10 +262,6 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
             "from mmrl.vlm.tspo.picker import load_frame_picker\n\npicker = load_frame_picker(folder)",
             facts={"use": "picker.pick(video, question, count=16) returns the frames that answer the question"},
         )
-
-    def close(self) -> None:
-        """End the reward workers."""
-        self.answerer.close()
 
     def _answer(self, rows: Sequence[NeedleTask], picks: Tensor, mask: Tensor, draws: Tensor | None) -> Answers:
         # in the order of time, not in that of the draw

@@ -142,6 +142,7 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
         self.policy = FlowWorldModel.from_pretrained(config.model.path)
         self.process = FlowSampling(self.policy, config.timesteps, config.exploration)
         self.judge = FlowJudge([*config.verifiers, *config.heldout_verifiers])
+        self.opened.callback(self.judge.close)
         self._check_clips()
         self.awm = AwmLoss(self.policy, config.awm, self.process)
         # minibatches without an advantage would train only the distance to the reference
@@ -200,10 +201,6 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Number of scenes, and counts of missing verdicts."""
         return {"data/clips": float(len(self.train_tasks)), **self.errors.take()}
-
-    def close(self) -> None:
-        """Free the verifiers' scenes."""
-        self.judge.close()
 
     def _check_clips(self) -> None:
         """Refuse clips that do not fit the model, or that a verifier cannot judge; raises UserError."""

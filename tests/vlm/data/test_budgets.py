@@ -1,10 +1,11 @@
-"""What estimators read of responses: where code begins, budgets."""
+"""Where the code of a response begins, and questions with budgets."""
 
 import pytest
 
 from mmrl.errors import UserError
-from mmrl.vlm.data.row_extras import code_start, row_extras, with_budgets
+from mmrl.vlm.data.dataset import with_budgets
 from mmrl.vlm.data.task import VlmTask
+from mmrl.vlm.vlm_recipe import code_start
 
 
 def decode(tokens):
@@ -19,13 +20,6 @@ def task(**columns):
 def test_code_starts_where_its_mark_is_complete(text):
     places = [text.find(mark) + len(mark) - 1 for mark in ("```", "<tool_call>") if mark in text]
     assert code_start([ord(c) for c in text], decode) == (min(places) if places else -1)
-
-
-def test_only_what_is_needed_is_computed():
-    rows = [task(budget=512), task()], [[97], [98]]
-    assert row_extras({"samples"}, *rows, decode) == {}
-    found = row_extras({"budgets", "code_starts"}, *rows, decode)
-    assert {name: values.tolist() for name, values in found.items()} == {"budget": [512, 4096], "code_start": [-1, -1]}
 
 
 def test_a_question_is_asked_once_for_each_budget():
