@@ -407,7 +407,7 @@ class RolloutStage:
         return rollouts
 
     def scored(self, policy: Any, rollouts: Rollouts, streams: Streams, step: Step) -> Rollouts:
-        """Change rows that have rewards; `streams` has a stream for each group."""
+        """Change rows that have rewards, of all tasks of the step only if `Recipe.scores_apart` is False."""
         return rollouts
 
     def formula(self) -> str:
@@ -419,7 +419,7 @@ class RolloutStage:
         return {}
 
     def on_step_end(self, step: Step) -> None:
-        """Update the state after a step, from what all processes have added; all processes must call it."""
+        """Update the state after a step, to the same on all processes; `merge_in_order` joins what they collected."""
 
     def state_dict(self) -> Any:
         """State that workers and a resumed run need."""

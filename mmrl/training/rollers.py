@@ -188,6 +188,11 @@ def rolled(recipe: Recipe[Any, Any], unit: Unit, accelerator: Accelerator) -> Ro
         asked = unit.tasks
         for stage in recipe.stages:
             asked = stage.before(policy, asked, streams, step)
+            if len(asked) != len(unit.tasks):
+                # streams belong to the places of tasks
+                raise ValueError(
+                    f"stage '{stage.name}' returned {len(asked)} tasks for {len(unit.tasks)}; return one each"
+                )
         try:
             return changed(recipe.rollout(policy, asked, streams, step))
         except NoUsableTasksError as error:

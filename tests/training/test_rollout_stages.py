@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from mmrl.core.loss import Metric
 from mmrl.core.state import Tally
+from mmrl.runs.dry_run import model_follows
 from mmrl.training import RolloutStage
 from mmrl.training.processes import Streams, make_accelerator, merge_in_order
 from mmrl.training.recipe import Step
@@ -137,3 +139,17 @@ def test_tasks_that_must_stay_together_are_not_shared():
     assert recipe.rolls_apart(STEP)
     recipe.stages[0].rolls_apart = False
     assert not recipe.rolls_apart(STEP)
+
+
+def test_stages_refuse_data_before_the_model_is_loaded(monkeypatch):
+    recipe, seen = ShiftedRecipe(CONFIG), []
+    monkeypatch.setattr(recipe.stages[0], "check_data", seen.append)
+    model_follows(recipe)
+    assert seen == [recipe.train_tasks]
+
+
+def test_a_stage_that_drops_a_task_is_refused(monkeypatch):
+    recipe = ShiftedRecipe(CONFIG)
+    monkeypatch.setattr(recipe.stages[0], "before", lambda policy, tasks, streams, step: tasks[1:])
+    with pytest.raises(ValueError, match="stage 'shifted' returned 3 tasks for 4"):
+        LocalRollers(recipe, make_accelerator()).rollout([2, 3, 4, 5], Streams(5), STEP)
