@@ -264,6 +264,22 @@ def test_the_recipe_of_adding_trains(tmp_path):
     assert (tmp_path / "runs/gentle/report.html").is_file()
 
 
+def test_the_stage_of_adding_changes_half_of_the_questions(tmp_path):
+    page = read_page("docs/adding.md")
+    write_files(page, tmp_path)
+    write_files(read_page("docs/data.md"), tmp_path)
+    example_runs.make_images(tmp_path)
+    example_runs.make_model(tmp_path)
+    config = (tmp_path / "my_recipe.yaml").read_text().replace("negative_weight: 0.25\n", "")
+    config = config.replace("my_recipe:GentleRecipe:GentleConfig", "my_stage:StepsRecipe:VlmConfig")
+    (tmp_path / "my_stage.yaml").write_text(config)
+    run(tmp_path, "-m", "mmrl.cli", "train", "my_stage.yaml", "trainer.tasks_per_step=4")
+    samples = (tmp_path / "runs/gentle/samples").glob("*/train.jsonl")
+    asked = ["Think step by step." in line for path in samples for line in path.read_text().splitlines()]
+    assert any(asked)
+    assert not all(asked)
+
+
 def test_every_python_block_is_run_or_says_that_it_is_not():
     languages = {block.language for page in PAGES for block in page.blocks}
     assert languages <= {"bash", "python", "python notest", "yaml", "json", "text"}

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmrl.core.blocks.foreign import HINTED
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.payload import per_row
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
+from mmrl.training.processes import Streams
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.model.model_config import ModelConfig
@@ -56,6 +58,34 @@ def hide_counts(uniform: Tensor) -> Tensor:
     # the rank of independent draws is a random permutation, so `rank < count` masks without replacement
     rank = uniform[..., 1:].argsort(-1).argsort(-1)
     return rank < count
+
+
+def with_masks(rollouts: Rollouts, draws: int, groups: int, streams: Streams, purpose: str) -> Rollouts:
+    """Rows of sampled answers with their decisions and the masks that they are scored with.
+
+    Args:
+        rollouts: B rows, the same number for each of `groups` groups.
+        draws: Monte Carlo draws of the bound, a decision each; 0 makes each token a decision.
+        groups: number of groups.
+        streams: a stream for each group.
+        purpose: name of the draws.
+    """
+    payload = VlmPayload.of(rollouts)
+    rows, width = payload.response_ids.shape
+    hidden = torch.zeros(rows, 0, width, dtype=torch.bool)
+    if draws:
+        uniform = streams.uniform(groups, rows // groups * draws, width + 1, purpose=purpose)
+        hidden = hide_counts(uniform).view(rows, draws, width)
+    device = rollouts.mask.device
+    length = rollouts.mask.sum(1).long()
+    mask = torch.ones(rows, draws or width, device=device)
+    hints = {} if draws else {HINTED: torch.zeros_like(mask)}
+    return rollouts.replace(
+        mask=mask,
+        logp_old=torch.zeros_like(mask),
+        payload=MaskedPayload(**vars(payload), hidden=hidden.to(device), length=length),
+        extras=rollouts.extras | hints,
+    )
 
 
 class MaskedPolicy(VlmPolicy):

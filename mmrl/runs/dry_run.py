@@ -42,7 +42,9 @@ def data_only() -> Iterator[None]:
 
 
 def model_follows(recipe: Any) -> None:
-    """The recipe's data are read and checked, and its model is loaded next; a dry run ends here."""
+    """The recipe's data are read, its stages check them, and its model is loaded next; a dry run ends here."""
+    for stage in recipe.stages:
+        stage.check_data(recipe.train_tasks)
     if _DRY.get():
         raise DataRead(recipe)
 

@@ -355,6 +355,12 @@ class Streams:
         """The streams of some of the tasks."""
         return Streams(self.seed, [self.places[task] for task in tasks], self.draw)
 
+    def of_groups(self, rollouts: Rollouts) -> Streams:
+        """The streams of the tasks of groups that hold their places; see `noted`."""
+        places = rollouts.places
+        assert places is not None
+        return Streams(self.seed, places, self.draw)
+
     def noted(self, rollouts: Rollouts) -> Rollouts:
         """Rollouts of these tasks, a group each, that hold the tasks' places."""
         # the rows of a group share its task

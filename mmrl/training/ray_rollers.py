@@ -44,6 +44,7 @@ from mmrl.training.rollers import (
     Unit,
     cut,
     joined,
+    scored,
 )
 from mmrl.training.rollout_worker import Job, RolloutWorker, add_notes, checksum, trained_weights
 from mmrl.training.settings import BaseRunConfig, RollersConfig
@@ -122,7 +123,7 @@ class RayWorker(RolloutWorker):
             self.load(*ray.get(references[0]))
         # no state: the recipe's rollout reads nothing of the run
         if numbers[1] != self._versions[1] and references[1] is not None:
-            self.load_state(pickle.loads(ray.get(references[1])))
+            self.load_state(*pickle.loads(ray.get(references[1])))
         self._versions = list(numbers)
         # pickled here: Ray would share arrays of the result, read-only
         return pickle.dumps(self.work(pickle.loads(unit)))
@@ -332,9 +333,9 @@ class RayRollers:
 
     def _units(self, tasks: Sequence[Any], streams: Streams, step: Step) -> list[Unit]:
         """Split tasks into units; workers load the current weights and state for them."""
+        stages = {stage.name: stage.state_dict() for stage in self._recipe.stages}
         with store_errors():
-            # a recipe's state may differ from draw to draw, so it is sent with each
-            state = self._ray.put(pickle.dumps(self._recipe.rollout_state(tasks)))
+            state = self._ray.put(pickle.dumps((self._recipe.rollout_state(tasks), stages)))
         # the version by which a worker sees that its state is old
         self._draws += 1
         self._send_weights(state)
@@ -364,10 +365,10 @@ class RayRollers:
                 said.add(line)
         self._write(outcome)
 
-    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
+    def score(self, rollouts: Rollouts, streams: Streams, step: Step) -> Rollouts:
         """Score the rows, unless the workers have done it."""
         done = self._recipe.rolls_apart(step) and self._recipe.scores_apart
-        return rollouts if done else self._recipe.score(rollouts, step)
+        return rollouts if done else scored(self._recipe, rollouts, streams, step)
 
     def evaluate(self, split: str, step: Step) -> Evaluation:
         """Evaluate the policy in the workers; `lost` counts the trials that no worker completed."""

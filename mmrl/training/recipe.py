@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
@@ -58,7 +58,8 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
 
     In each step the loop calls `rollout`, `score` and `advantages`, then `loss` for every micro-batch, and sometimes
     `evaluate`. A subclass sets `policy`, `objective`, `train_tasks` and `eval_tasks` in its `__init__`; a method that
-    adds to the loss sets `terms`. A recipe keeps no step counter and draws all random numbers from the given streams.
+    adds to the loss sets `terms`, one that changes tasks or rows overrides `make_stages`. A recipe keeps no step
+    counter and draws all random numbers from the given streams.
     """
 
     policy: PolicyT
@@ -67,6 +68,8 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     """The objective to optimise; a `PreferenceObjective`, or None, in supervised recipes."""
     terms: Sequence[LossTerm] = ()
     """Additional loss terms of the method."""
+    stages: Sequence[RolloutStage] = ()
+    """Rollout stages of the method, in the order of their calls; set by `make_stages`."""
     train_tasks: Sequence[TaskT]
     eval_tasks: Mapping[str, Sequence[Any]]
     """Held-out splits by name; the first one is the main result."""
@@ -99,12 +102,18 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         self.config: Any = config
         self.parts: dict[str, Stateful] = {}
         """Objects whose state is saved in checkpoints, by name."""
-        self.added: dict[str, Any] = {}
+        # before data and model, so that stages can refuse data that they cannot use
+        self.stages = self.make_stages()
+        self.added: dict[str, Any] = {name: each for stage in self.stages for name, each in stage.added.items()}
         """Counters and lists that stages add to, by name. Workers return theirs, and processes share their counts."""
         self.opened = ExitStack()
         """Closes the workers, simulators and files that the recipe has opened."""
         self.noted: dict[str, float | Metric] = {}
         """Metrics that stages add in a step. A `Metric` is the part of this process, a number that of the run."""
+
+    def make_stages(self) -> Sequence[RolloutStage]:
+        """Return the rollout stages of the method; called first, when only `config` is set."""
+        return ()
 
     @abstractmethod
     def rollout(self, policy: PolicyT, tasks: Sequence[TaskT], streams: Streams, step: Step) -> Rollouts:
@@ -206,9 +215,14 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         """Add the loss terms, which use the policy's `scores`, to the loss of a micro-batch."""
         return with_terms(output, [term(policy, minibatch, scores, denominators, step) for term in self.terms])
 
+    @property
+    def additions(self) -> list[LossTerm | RolloutStage]:
+        """All loss terms and rollout stages."""
+        return [*self.terms, *self.stages]
+
     def rolls_apart(self, step: Step) -> bool:
         """Whether `rollout` treats the tasks of the step independently, so that workers can share them."""
-        return True
+        return all(stage.rolls_apart for stage in self.stages)
 
     def rollout_state(self, tasks: Sequence[TaskT]) -> Any:
         """Return what `rollout` and `score` need for these tasks besides weights and step; sent to workers."""
@@ -250,7 +264,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
 
     def describe(self) -> str:
         """Formula of the loss with its constants, for the report."""
-        return "\n".join([self.objective.describe(), *filter(None, (term.formula() for term in self.terms))])
+        return "\n".join([self.objective.describe(), *filter(None, (each.formula() for each in self.additions))])
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
         """Up to `limit` rollouts as text and images for the report, whole groups first."""
@@ -264,15 +278,15 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         """Update averages and adaptive coefficients after a step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """State of `parts` and `terms`, for checkpoints."""
+        """State of `parts`, `stages` and `terms`, for checkpoints."""
         terms = {term.name: term.state_dict() for term in self.terms}
-        return {name: part.state_dict() for name, part in self.parts.items()} | {"terms": terms}
+        return {name: part.state_dict() for name, part in self._stateful().items()} | {"terms": terms}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
-        # an older checkpoint may lack a part that the recipe has since gained
-        for name in (name for name in self.parts if name in state):
-            self.parts[name].load_state_dict(state[name])
+        for name, part in self._stateful().items():
+            if name in state:
+                part.load_state_dict(state[name])
         for term in (term for term in self.terms if term.name in state["terms"]):
             term.load_state_dict(state["terms"][term.name])
 
@@ -308,6 +322,9 @@ def reward_state(config: BaseRunConfig, tasks: Sequence[Any], step: Step) -> Tra
     """What reward functions are told about the run: its steps and its epochs over the training tasks."""
     epoch = step.number * config.trainer.tasks_per_step / max(len(tasks), 1)
     return TrainerState(step.number, step.total, epoch)
+
+    def _stateful(self) -> dict[str, Stateful]:
+        return self.parts | {stage.name: stage for stage in self.stages}
 
 
 Scorer = Callable[[nn.Module, Rollouts, frozenset[str]], PolicyOutputs]
@@ -384,6 +401,56 @@ class LossTerm:
 
     def state_dict(self) -> Any:
         """State that a resumed run needs."""
+        return None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore `state_dict`."""
+
+
+class RolloutStage:
+    """A stage that a method adds to sampling, with its state and metrics.
+
+    The loop calls `before` with tasks, `after` with the rows sampled for them, and `scored` when these have rewards.
+    All three run without gradient and draw random numbers from `streams` only, which has a stream for each task.
+    Rollout workers call them for a part of the tasks, with the state of the training process; what they count or
+    collect for later belongs in `added`.
+    """
+
+    name: ClassVar[str]
+    """Key of the stage's state in checkpoints, next to those of `Recipe.parts`."""
+    rolls_apart: bool = True
+    """Whether `before` and `after` treat the tasks of a step independently, so that workers can share them."""
+    added: Mapping[str, Any] = MappingProxyType({})
+    """Counters and lists that the stage adds to, by name; see `Recipe.added`."""
+
+    def check_data(self, tasks: Sequence[Any]) -> None:
+        """Reject training tasks that the stage cannot use, before the model is loaded; raises UserError."""
+
+    def before(self, policy: Any, tasks: Sequence[Any], streams: Streams, step: Step) -> Sequence[Any]:
+        """Return a task for each of `tasks`, to be sampled instead; evaluations keep the original ones."""
+        return tasks
+
+    def after(self, policy: Any, rollouts: Rollouts, streams: Streams, step: Step) -> Rollouts:
+        """Change sampled rows that have no rewards yet; `streams` has a stream for each group."""
+        return rollouts
+
+    def scored(self, policy: Any, rollouts: Rollouts, streams: Streams, step: Step) -> Rollouts:
+        """Change rows that have rewards, of all tasks of the step only if `Recipe.scores_apart` is False."""
+        return rollouts
+
+    def formula(self) -> str:
+        """Lines below the objective's formula in the report."""
+        return ""
+
+    def metrics(self, rollouts: Rollouts, step: Step) -> Mapping[str, float | Metric]:
+        """Metrics of a completed step, as in `Recipe.noted`; all processes must call it."""
+        return {}
+
+    def on_step_end(self, step: Step) -> None:
+        """Update the state after a step, to the same on all processes; `merge_in_order` joins what they collected."""
+
+    def state_dict(self) -> Any:
+        """State that workers and a resumed run need."""
         return None
 
     def load_state_dict(self, state: Any) -> None:

@@ -35,8 +35,8 @@ def collect_metrics(
     found = recipe.step_metrics(rollouts) | recipe.noted
     # cleared here, so that every step starts without the notes of the last
     recipe.noted.clear()
-    for term in recipe.terms:
-        found |= term.metrics(rollouts, step)
+    for each in recipe.additions:
+        found |= each.metrics(rollouts, step)
     return over_processes(found, teaches=teaches)
 
 

@@ -45,8 +45,8 @@ class Rollers(Protocol):
         """Rows of the tasks; see `Recipe.rollout`."""
         ...
 
-    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
-        """The same rows with their rewards; see `Recipe.score`."""
+    def score(self, rollouts: Rollouts, streams: Streams, step: Step) -> Rollouts:
+        """The same rows with their rewards, given the streams of `rollout`; see `Recipe.score`."""
         ...
 
     def evaluate(self, split: str, step: Step) -> Evaluation:
@@ -125,18 +125,15 @@ class LocalRollers:
         """Rows of the tasks, unit by unit if a unit size is set."""
         # recipes whose tasks depend on each other cannot be cut into units
         if not self._unit or not self._recipe.rolls_apart(step):
-            with torch.no_grad(), self._accelerator.autocast():
-                rollouts = self._recipe.rollout(self._recipe.policy, tasks, streams, step)
-            return placed(rollouts, Unit(tasks, streams, step), self._recipe)
-        # the same units as workers get, so that both engines give the same rows
+            return rolled(self._recipe, Unit(tasks, streams, step), self._accelerator)
         units = cut(tasks, streams, step, self._unit)
         return joined([sampled(self._recipe, unit, self._accelerator) for unit in units])
 
-    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
+    def score(self, rollouts: Rollouts, streams: Streams, step: Step) -> Rollouts:
         """The rows with their rewards."""
         done = self._unit and self._recipe.rolls_apart(step) and self._recipe.scores_apart
         # `sampled` has scored the units already
-        return rollouts if done else self._recipe.score(rollouts, step)
+        return rollouts if done else scored(self._recipe, rollouts, streams, step)
 
     def evaluate(self, split: str, step: Step) -> Evaluation:
         """Measure the policy."""
@@ -167,20 +164,54 @@ def measured(recipe: Recipe[Any, Any], unit: TrialUnit, accelerator: Accelerator
 
 def sampled(recipe: Recipe[Any, Any], unit: Unit, accelerator: Accelerator) -> Outcome:
     """Sample a unit, and score it if its score does not depend on other units."""
+
+    def rewarded(rollouts: Rollouts) -> Rollouts:
+        return scored(recipe, rollouts, unit.streams, unit.step) if recipe.scores_apart else rollouts
+
     try:
-        with torch.no_grad(), accelerator.autocast():
-            rollouts = recipe.rollout(recipe.policy, unit.tasks, unit.streams, unit.step)
-        rollouts = placed(rollouts, unit, recipe)
-        return Outcome(recipe.score(rollouts, unit.step) if recipe.scores_apart else rollouts)
+        return Outcome(rewarded(rolled(recipe, unit, accelerator)))
     except NoUsableTasksError as error:
-        # rows of a unit without a usable task may still be logged
-        left = None if error.rollouts is None else placed(error.rollouts, unit, recipe)
-        return Outcome(_scored(recipe, left, unit.step), _without_rows(error))
+        return Outcome(None if error.rollouts is None else rewarded(error.rollouts), _without_rows(error))
     except RunError as error:
         # a reward that failed on every row of the unit; those of other units may be fine, so `joined` decides
         if not isinstance(getattr(error, "rollouts", None), Rollouts):
             raise
         return Outcome(placed(error.rollouts, unit, recipe), _without_rows(error))  # type: ignore[attr-defined]
+
+
+def rolled(recipe: Recipe[Any, Any], unit: Unit, accelerator: Accelerator) -> Rollouts:
+    """Sample a unit between the recipe's stages; the rows have no rewards yet."""
+    policy, streams, step = recipe.policy, unit.streams, unit.step
+
+    def changed(rollouts: Rollouts) -> Rollouts:
+        rollouts = placed(rollouts, unit, recipe)
+        for stage in recipe.stages:
+            rollouts = stage.after(policy, rollouts, streams.of_groups(rollouts), step)
+        return rollouts
+
+    with torch.no_grad(), accelerator.autocast():
+        asked = unit.tasks
+        for stage in recipe.stages:
+            asked = stage.before(policy, asked, streams, step)
+            if len(asked) != len(unit.tasks):
+                # streams belong to the places of tasks
+                raise ValueError(
+                    f"stage '{stage.name}' returned {len(asked)} tasks for {len(unit.tasks)}; return one each"
+                )
+        try:
+            return changed(recipe.rollout(policy, asked, streams, step))
+        except NoUsableTasksError as error:
+            error.rollouts = None if error.rollouts is None else changed(error.rollouts)
+            raise
+
+
+def scored(recipe: Recipe[Any, Any], rollouts: Rollouts, streams: Streams, step: Step) -> Rollouts:
+    """Rows with their rewards, as the recipe's stages leave them; `streams` are those of the tasks."""
+    rollouts = recipe.score(rollouts, step)
+    with torch.no_grad():
+        for stage in recipe.stages:
+            rollouts = stage.scored(recipe.policy, rollouts, streams.of_groups(rollouts), step)
+    return rollouts
 
 
 def placed(rollouts: Rollouts, unit: Unit, recipe: Recipe[Any, Any]) -> Rollouts:
@@ -195,10 +226,6 @@ def placed(rollouts: Rollouts, unit: Unit, recipe: Recipe[Any, Any]) -> Rollouts
             "remembers tasks: a recipe that leaves some out returns streams.among(tasks, kept).noted(rollouts)"
         )
     return unit.streams.noted(rollouts)
-
-
-def _scored(recipe: Recipe[Any, Any], rollouts: Rollouts | None, step: Step) -> Rollouts | None:
-    return recipe.score(rollouts, step) if rollouts is not None and recipe.scores_apart else rollouts
 
 
 def _without_rows(error: RunError) -> RunError:

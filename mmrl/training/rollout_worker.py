@@ -215,11 +215,13 @@ class RolloutWorker:
         if checksum(self._recipe.policy, trained=True) != expected:
             raise RunError(f"the weights of a step have arrived damaged in the worker on {socket.gethostname()}")
 
-    def load_state(self, state: Any) -> None:
-        """Take over what sampling reads of the run besides weights."""
+    def load_state(self, state: Any, stages: Mapping[str, Any]) -> None:
+        """Take over what sampling reads of the run besides weights: the recipe's own state and that of its stages."""
         assert self._recipe is not None
         if state is not None:
             self._recipe.load_rollout_state(state)
+        for stage in self._recipe.stages:
+            stage.load_state_dict(stages[stage.name])
 
     def work(self, unit: Unit | TrialUnit) -> Outcome:
         """Sample and score a unit, or run its trials."""

@@ -265,8 +265,8 @@ class Trainer:
         self.step += 1
         # before the position moves on: terms and recipe see the step that they have taken part in
         self.recipe.on_step_end(step, metrics)
-        for term in self.recipe.terms:
-            term.on_step_end(step)
+        for each in self.recipe.additions:
+            each.on_step_end(step)
         self._log_step(rollouts, metrics, step, teaches=teaches)
 
     def collect(self) -> tuple[Rollouts, dict[str, float]]:
@@ -356,7 +356,8 @@ class Trainer:
     def _sample(self, attempt: int) -> Rollouts:
         # counts down, so that 0 is the last draw
         for draws_left in reversed(range(MAX_DRAWS)):
-            rollouts, failure = self._draw(attempt, draws_left)
+            streams = self._streams(self.step, attempt, draws_left)
+            rollouts, failure = self._draw(streams)
             # all draw again if one has nothing, so that attempts and streams stay the same on every process
             if all_ranks(rollouts is not None, self.accelerator):
                 break
@@ -365,13 +366,11 @@ class Trainer:
                 raise failure or RunError("another process found no usable task")
         assert rollouts is not None
         with stopwatch("score"):
-            # a failure while sampling is passed on, so that processes agree on it after scoring
-            return score_everywhere(lambda: self.rollers.score(rollouts, self.position), failure)
+            return score_everywhere(lambda: self.rollers.score(rollouts, streams, self.position), failure)
 
-    def _draw(self, attempt: int, draw: int) -> tuple[Rollouts | None, RunError | None]:
+    def _draw(self, streams: Streams) -> tuple[Rollouts | None, RunError | None]:
         # every process draws all tasks and takes its share, so the stream does not depend on their number
         tasks = shard(self.tasks.next(self.config.trainer.tasks_per_step), self.accelerator)
-        streams = self._streams(self.step, attempt, draw)
         with stopwatch("batch" if self.recipe.supervised else "rollout"):
             try:
                 return self.rollers.rollout(tasks, streams, self.position), None

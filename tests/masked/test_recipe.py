@@ -15,8 +15,9 @@ from mmrl.masked.masked_sampler import MaskedSampling, propose, step_shares, unm
 from mmrl.masked.masked_sft import TIME, MaskedSftRecipe
 from mmrl.rewards import RewardConfig
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.processes import Streams
+from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step
+from mmrl.training.rollers import Unit, sampled
 from mmrl.training.update import count_denominators
 from tests.contracts.domains import DOMAINS
 
@@ -51,9 +52,9 @@ def test_failed_questions_are_answered_around_hints_and_only_right_ones_replace(
         sampler=MaskedSampling(max_new_tokens=24, block=8, steps=6),
     )
     recipe = MaskedRecipe(config)
-    policy, tasks = recipe.policy.eval(), recipe.train_tasks[:2]
-    with torch.no_grad():
-        rollouts = recipe.score(recipe.rollout(policy, tasks, STREAMS, Step()), Step())
+    recipe.policy.eval()
+    tasks = recipe.train_tasks[:2]
+    rollouts = sampled(recipe, Unit(tasks, STREAMS, Step()), make_accelerator()).rollouts
     payload = MaskedPayload.of(rollouts)
     replaced = rollouts.extras[SOURCE] == 1
     assert replaced.view(2, 3).tolist() == [[True, True, False]] * 2
@@ -75,8 +76,7 @@ def test_failed_questions_are_answered_around_hints_and_only_right_ones_replace(
 def test_without_inpainting_nothing_is_replaced(tmp_path):
     config = config_of("masked", tmp_path, inpainting=InpaintingConfig())
     recipe = MaskedRecipe(config)
-    rollouts = recipe.rollout(recipe.policy.eval(), recipe.train_tasks[:2], STREAMS, Step())
-    rollouts = recipe.score(rollouts, Step())
+    rollouts = sampled(recipe, Unit(recipe.train_tasks[:2], STREAMS, Step()), make_accelerator()).rollouts
     assert rollouts.extras[SOURCE].sum() == 0
     assert rollouts.extras[HINTED].sum() == 0
     recipe.close()

@@ -3,6 +3,7 @@
 import json
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -158,4 +159,4 @@ def test_a_dry_run_refuses_the_tables_that_the_run_refuses(room, tmp_path):
 
 
 def test_outside_a_dry_run_the_model_follows():
-    assert model_follows(object()) is None
+    assert model_follows(SimpleNamespace(stages=())) is None

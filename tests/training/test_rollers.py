@@ -93,7 +93,7 @@ def test_rows_come_back_in_order_with_equal_bits_also_after_losses():
     with torch.no_grad():
         recipe.policy.table.normal_(generator=torch.Generator().manual_seed(0))
     local = LocalRollers(recipe, make_accelerator())
-    expected = local.score(local.rollout(TASKS, STREAMS, STEP), STEP)
+    expected = local.score(local.rollout(TASKS, STREAMS, STEP), STREAMS, STEP)
     crew = Crew(Counter({1: 2, 3: 1}))
     crew.weights = trained_weights(recipe.policy), checksum(recipe.policy, trained=True)
     dealer = Dealer(crew, 2, tries=3)
@@ -110,7 +110,7 @@ def test_rows_come_back_in_order_with_equal_bits_also_after_losses():
 def test_a_unit_that_is_cut_here_is_the_unit_of_a_worker():
     recipe = ToyRecipe(config())
     whole, units = LocalRollers(recipe, make_accelerator()), LocalRollers(recipe, make_accelerator(), 2)
-    expected, found = (each.score(each.rollout(TASKS, STREAMS, STEP), STEP) for each in (whole, units))
+    expected, found = (each.score(each.rollout(TASKS, STREAMS, STEP), STREAMS, STEP) for each in (whole, units))
     assert torch.equal(found.reward, expected.reward)
     assert recipe.seen_tasks == [TASKS, TASKS[:2], TASKS[2:4], TASKS[4:]]
 

@@ -12,6 +12,7 @@ from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig, RewardResult
 from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step
+from mmrl.training.rollers import Unit, rolled, sampled
 from mmrl.training.run import train
 from mmrl.training.trainer import Trainer, collect_metrics
 from mmrl.vlm.data.prompt import VlmPayload
@@ -66,7 +67,8 @@ def seeded(number=0):
 
 def set_difficulty(recipe, **means):
     """Rewards that make the window's mean 0.5 and the questions' own means these."""
-    recipe.tracker.recent, recipe.tracker.means = [0.5], means
+    (stage,) = recipe.stages
+    stage.tracker.recent, stage.tracker.means = [0.5], means
 
 
 def test_lengths_of_hints_and_strength_of_noise_by_hand():
@@ -136,7 +138,7 @@ def test_hard_questions_get_hints_and_easy_ones_noise(make_recipe):
     recipe.score_texts = lambda tasks, prompts, texts, tokens, step: RewardResult(
         [float(len(text)) for text in texts], {}
     )
-    asked = recipe.augmented(recipe.policy, recipe.train_tasks[:4], Streams(0), Step())
+    asked = recipe.stages[0].before(recipe.policy, recipe.train_tasks[:4], Streams(0), Step())
     hinted, noised, usual, new = asked
     assert isinstance(hinted, AugmentedTask)
     assert hinted.hint_fraction == 1.0
@@ -153,10 +155,10 @@ def test_hard_questions_get_hints_and_easy_ones_noise(make_recipe):
 def test_the_hint_is_of_the_best_trace_and_only_where_it_helps(make_recipe):
     recipe = make_recipe(**{"augmentation.hint_place": "answer", "augmentation.hint_max": 1.0})
     texts, rewards = ["<think>3</think>", "<think>3 and 4</think>", "x"], [0.2, 0.9, float("nan")]
-    assert recipe._best_start(recipe.policy, texts, rewards, 0.5, 1.0) == "3 and 4"
-    assert recipe._best_start(recipe.policy, texts, rewards, 0.9, 1.0) == ""
-    assert recipe._best_start(recipe.policy, texts, [float("nan")] * 3, 0.0, 1.0) == ""
-    task = recipe._hinted(recipe.train_tasks[0], "3 and", 0.5)
+    assert recipe.stages[0]._best_start(recipe.policy, texts, rewards, 0.5, 1.0) == "3 and 4"
+    assert recipe.stages[0]._best_start(recipe.policy, texts, rewards, 0.9, 1.0) == ""
+    assert recipe.stages[0]._best_start(recipe.policy, texts, [float("nan")] * 3, 0.0, 1.0) == ""
+    task = recipe.stages[0]._hinted(recipe.train_tasks[0], "3 and", 0.5)
     assert task.answer_start == "<think>3 and"
     prompt, plain = (recipe.policy.encode(one) for one in (task, recipe.train_tasks[0]))
     assert prompt.text == plain.text + "<think>3 and"
@@ -178,29 +180,31 @@ def test_training_is_on_the_question_as_it_was_asked(make_recipe):
     """The prompt of a group, with hint and noise, is computed once; the evaluation uses neither."""
     recipe = make_recipe(**{"augmentation.hint_scale": 0.0})
     set_difficulty(recipe, q0=0.9)
-    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:2], Streams(0), Step())
+    rollouts = sampled(recipe, Unit(recipe.train_tasks[:2], Streams(0), Step()), make_accelerator()).rollouts
     payload = VlmPayload.of(rollouts)
     assert len(payload.prompts) == 2
     plain = [recipe.policy.encode(task) for task in recipe.train_tasks[:2]]
     assert not torch.equal(payload.prompts[0].media["pixel_values"], plain[0].media["pixel_values"])
     assert torch.equal(payload.prompts[1].media["pixel_values"], plain[1].media["pixel_values"])
-    scored = recipe.advantages(recipe.score(rollouts, Step()), make_accelerator(), Step())
-    metrics = collect_metrics(recipe, scored, Step())
+    (stage,) = recipe.stages
+    stage.on_step_end(Step())
+    metrics = collect_metrics(recipe, rollouts, Step())
     assert metrics["augment/noised"] == 0.5
     assert metrics["augment/sigma_mean"] == pytest.approx(0.2)
-    assert recipe.tracker.means["q0"] == pytest.approx(float(scored.reward[:4].mean()))
-    assert len(recipe.tracker.recent) == 1 + 8
+    assert stage.tracker.means["q0"] == pytest.approx(float(rollouts.reward[:4].mean()))
+    assert len(stage.tracker.recent) == 1 + 8
 
 
 def test_probes_measure_a_question_before_it_is_asked(make_recipe):
     recipe = make_recipe(**{"augmentation.measure": "probe", "augmentation.probe_samples": 3})
-    recipe.tracker.recent = [-1000.0]  # whatever is answered, it is easy
-    asked = recipe.augmented(recipe.policy, recipe.train_tasks[:2], Streams(0), Step())
+    (stage,) = recipe.stages
+    stage.tracker.recent = [-1000.0]  # whatever is answered, it is easy
+    asked = recipe.stages[0].before(recipe.policy, recipe.train_tasks[:2], Streams(0), Step())
     assert all(isinstance(task, AugmentedTask) and task.noise_sigma == 0.3 for task in asked)
     assert recipe.extra_samples == 6
-    rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:2], Streams(0), Step()), Step())
-    recipe.advantages(rollouts, make_accelerator(), Step())
-    assert len(recipe.tracker.recent) == 1 + 12  # two probes of two questions, and none of the noised groups
+    sampled(recipe, Unit(recipe.train_tasks[:2], Streams(0), Step()), make_accelerator())
+    stage.on_step_end(Step())
+    assert len(stage.tracker.recent) == 1 + 12  # two probes of two questions, and none of the noised groups
 
 
 def test_without_scales_the_run_is_that_of_the_vlm_recipe(make_recipe, tmp_path, tiny_folders):
@@ -211,7 +215,7 @@ def test_without_scales_the_run_is_that_of_the_vlm_recipe(make_recipe, tmp_path,
     try:
         set_difficulty(recipe, q0=-5.0, q1=5.0)
         ids = [
-            VlmPayload.of(one.rollout(one.policy, one.train_tasks[:3], Streams(1), Step())).response_ids
+            VlmPayload.of(rolled(one, Unit(one.train_tasks[:3], Streams(1), Step()), make_accelerator())).response_ids
             for one in (recipe, plain)
         ]
         assert torch.equal(*ids)

@@ -10,6 +10,7 @@ from mmrl.fields import check_config
 from mmrl.rewards import RewardConfig, RewardResult
 from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step
+from mmrl.training.rollers import Unit, sampled
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.methods.augmentation import augment_task
 from mmrl.vlm.methods.multi_teacher import MultiTeacherConfig, MultiTeacherRecipe, TeachersSettings
@@ -64,8 +65,8 @@ def scoring(recipe, monkeypatch, *calls):
 
 
 def rolled(recipe, number=0):
-    step = Step(number, 10)
-    return recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:2], Streams(0), step), step)
+    unit = Unit(recipe.train_tasks[:2], Streams(0), Step(number, 10))
+    return sampled(recipe, unit, make_accelerator()).rollouts
 
 
 def scores(recipe, rows):
@@ -75,14 +76,14 @@ def scores(recipe, rows):
 
 def test_comprehension_is_the_mean_probability_behind_the_reasoning(opened):
     recipe = multi_teacher(opened)
-    step, policy = Step(), recipe.policy
-    rows = recipe.rollout(policy, recipe.train_tasks[:2], Streams(0), step)
-    found = recipe.comprehension(policy, rows, 1, TEXTS)
+    (teachers,), policy = recipe.stages, recipe.policy
+    rows = recipe.rollout(policy, recipe.train_tasks[:2], Streams(0), Step())
+    found = teachers.comprehension(policy, rows, 1, TEXTS)
     task = recipe.train_tasks[1]
     for number, text in enumerate(TEXTS[:2]):
         begun = augment_task(task, given_start=text.rpartition("<answer>")[0] + "<answer>")
         ids = policy.processor.tokenizer.encode(str(task.columns["answer"]), add_special_tokens=False)
-        alone = recipe.rows_of(rows, [1], [ids], [""], 2)
+        alone = teachers.rows_of(rows, [1], [ids], [""], 2)
         VlmPayload.of(alone).prompts[0] = policy.encode(begun)
         assert float(found[number]) == pytest.approx(float(scores(recipe, alone).exp().mean()), rel=1e-4)
     assert float(found[2]) == -1.0
@@ -91,7 +92,7 @@ def test_comprehension_is_the_mean_probability_behind_the_reasoning(opened):
 def test_the_best_comprehended_answers_take_the_places_of_failed_samples(opened, monkeypatch):
     recipe = multi_teacher(opened)
     scoring(recipe, monkeypatch, lambda row: row == 6, lambda row: 0.25)
-    monkeypatch.setattr(recipe, "comprehension", lambda *_: torch.tensor([0.2, 0.1, 0.7]))
+    monkeypatch.setattr(recipe.stages[0], "comprehension", lambda *_: torch.tensor([0.2, 0.1, 0.7]))
     rows = rolled(recipe)
     payload, given = VlmPayload.of(rows), rows.extras["source"] == 2
     assert int(given[:4].sum()) == 2
@@ -111,7 +112,7 @@ def test_teachers_answers_that_cannot_be_used(opened):
         multi_teacher(opened, texts=[3])
     recipe = multi_teacher(opened, texts=["far too long " * 30])
     assert rolled(recipe).extras["source"].sum() == 0
-    assert recipe.replaced["too_long"] == 2
+    assert recipe.stages[0].replaced["too_long"] == 2
 
 
 @pytest.mark.slow
@@ -125,8 +126,8 @@ def test_a_run_learns_the_answers_of_a_teacher_where_nothing_is_right(tmp_path, 
 
     def likelihood(recipe):
         rows = recipe.rollout(recipe.policy, recipe.train_tasks[:1], Streams(3), Step())
-        ids = [recipe.policy.encode_answer(VlmPayload.of(rows).prompts[0], text)]
-        return float(recipe.with_logp(recipe.policy, recipe.rows_of(rows, [0], ids, [text], 2)).logp_old.sum())
+        ids, (teachers,) = [recipe.policy.encode_answer(VlmPayload.of(rows).prompts[0], text)], recipe.stages
+        return float(teachers.with_logp(recipe.policy, teachers.rows_of(rows, [0], ids, [text], 2)).logp_old.sum())
 
     before = MultiTeacherRecipe(config)
     trainer, _ = run(config, tmp_path / "run", steps=25)

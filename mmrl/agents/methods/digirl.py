@@ -220,7 +220,7 @@ class DigirlRecipe(AgentRecipe):
 
     def rolls_apart(self, step: Step) -> bool:
         """Unless the step runs no episodes."""
-        return not self.is_offline(step)
+        return super().rolls_apart(step) and not self.is_offline(step)
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step) -> Rollouts:
         """Run G episodes of each task; offline, draw stored ones, which are used only for the step's statistics."""

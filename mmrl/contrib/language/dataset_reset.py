@@ -21,7 +21,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
-from mmrl.training.recipe import Step
+from mmrl.training.recipe import RolloutStage, Step
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
@@ -50,49 +50,60 @@ class DatasetResetConfig(VlmConfig):
     """Objective that is optimised."""
 
 
-class DatasetResetRecipe(VlmRecipe):
-    """PPO, or another objective, from random points of reference answers."""
+class ReferenceStarts(RolloutStage):
+    """Starts answers at random points of their references."""
 
-    config: DatasetResetConfig
+    name = "reset"
 
-    def check_data(self) -> None:
+    def __init__(self, settings: ResetSettings) -> None:
+        self.settings = settings
+
+    def check_data(self, tasks: Sequence[VlmTask]) -> None:
         """Refuse questions without a reference answer; raises UserError."""
-        key = self.config.reset.reference_key
-        without = next((task for task in self.train_tasks if not isinstance(task.columns.get(key), str)), None)
+        key = self.settings.reference_key
+        without = next((task for task in tasks if not isinstance(task.columns.get(key), str)), None)
         if without is not None:
             raise UserError(
                 f"data: question {without.id} has no text in column '{key}' (reset.reference_key), inside which "
                 f"rollouts start; columns: {', '.join(without.columns)}"
             )
 
-    def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
-        """Sample answers, from inside reference answers for some of the questions."""
+    def before(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> list[VlmTask]:
+        """Start a share of the answers inside their references."""
         draws = streams.uniform(len(tasks), 1, 2, purpose="reset").tolist()
-        asked = [self.started(policy, task, *draw) for task, draw in zip(tasks, draws, strict=True)]
-        return super().rollout(policy, asked, streams, step)
+        return [self.started(policy, task, *draw) for task, draw in zip(tasks, draws, strict=True)]
 
     def started(self, policy: VlmPolicy, task: VlmTask, whether: float, where: float) -> VlmTask:
         """A question with the beginning of its answer, by two numbers in [0, 1)."""
-        settings, tokenizer = self.config.reset, policy.processor.tokenizer
-        ids = tokenizer.encode(task.columns[settings.reference_key], add_special_tokens=False)
+        tokenizer = policy.processor.tokenizer
+        ids = tokenizer.encode(task.columns[self.settings.reference_key], add_special_tokens=False)
         taken = int(where * len(ids))
-        if whether >= settings.probability or not taken:
+        if whether >= self.settings.probability or not taken:
             return task
         # a character of several tokens is not cut in two
         start = tokenizer.decode(ids[:taken]).rstrip("\N{REPLACEMENT CHARACTER}")
         return augment_task(task, given_start=start, hint_fraction=taken / len(ids))
 
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
-        """Adds the fraction of questions that started inside an answer, and how far in."""
+    def metrics(self, rollouts: Rollouts, step: Step) -> dict[str, Metric]:
+        """Share of questions that started inside an answer, and how far in."""
         tasks = VlmPayload.of(rollouts).tasks
         taken = [task.hint_fraction for task in tasks if isinstance(task, AugmentedTask)]
         number = float(len(taken))
-        own = {"reset/share": Metric(number, len(tasks)), "reset/fraction_mean": Metric(sum(taken), number)}
-        return super().step_metrics(rollouts) | own
+        return {"reset/share": Metric(number, len(tasks)), "reset/fraction_mean": Metric(sum(taken), number)}
 
-    def describe(self) -> str:
-        """The objective's formula and the starts."""
+    def formula(self) -> str:
+        """The starts."""
         return (
-            f"{super().describe()}\nwith probability {self.config.reset.probability:g} an answer begins with a random "
-            "part of its reference, which the loss leaves out"
+            f"with probability {self.settings.probability:g} an answer begins with a random part of its reference, "
+            "which the loss leaves out"
         )
+
+
+class DatasetResetRecipe(VlmRecipe):
+    """PPO, or another objective, from random points of reference answers."""
+
+    config: DatasetResetConfig
+
+    def make_stages(self) -> list[RolloutStage]:
+        """Starts inside reference answers."""
+        return [ReferenceStarts(self.config.reset)]

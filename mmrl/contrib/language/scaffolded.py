@@ -23,20 +23,20 @@ from typing import Any
 
 import torch
 
-from mmrl.core.loss import Metric
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import ConfigError, UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
-from mmrl.training.recipe import Step
+from mmrl.training.recipe import RolloutStage, Step
 from mmrl.vlm.data.prompt import Context, Prompt, VlmPayload, token_lists
 from mmrl.vlm.data.task import TaskError, VlmTask
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.engine.vlm_sampler import sample
 from mmrl.vlm.methods.augmentation import augment_task, rewrite_question
-from mmrl.vlm.methods.replacing import Exchange, ReplacingRecipe, behind
+from mmrl.vlm.methods.replacing import Exchange, Replacing, behind
 from mmrl.vlm.vlm_config import VlmConfig
+from mmrl.vlm.vlm_recipe import VlmRecipe
 
 HINTED = 1
 
@@ -76,25 +76,25 @@ def hint_levels(hints: Sequence[Any]) -> list[list[str]]:
     return [list(stage[: count + 1]) for stage in stages for count in range(len(stage))]
 
 
-class ScaffoldedRecipe(ReplacingRecipe):
-    """GRPO, or another objective, with hints where every sample fails."""
+class Scaffold(Replacing):
+    """Hints for questions that all samples miss."""
 
-    config: ScaffoldedConfig
+    settings: ScaffoldSettings
 
-    def check_data(self) -> None:
+    def check_data(self, tasks: Sequence[VlmTask]) -> None:
         """Refuse questions without any hints; raises UserError."""
-        key = self.config.scaffold.hints_key
-        if not any(task.columns.get(key) for task in self.train_tasks):
+        key = self.settings.hints_key
+        if not any(task.columns.get(key) for task in tasks):
             raise UserError(
                 f"data: no question has hints in a column '{key}' (scaffold.hints_key), a list of texts; columns: "
-                f"{', '.join(self.train_tasks[0].columns)}"
+                f"{', '.join(tasks[0].columns)}"
             )
 
     def replacements(
         self, policy: VlmPolicy, rollouts: Rollouts, failed: Sequence[int], streams: Streams, step: Step
     ) -> Exchange | None:
-        """The right answer with the fewest hints, which replaces the first sample of its group."""
-        if step.number < self.config.scaffold.warmup_steps:
+        """The right answer with the fewest hints, in the place of the first sample of its group."""
+        if step.number < self.settings.warmup_steps:
             return None
         payload = VlmPayload.of(rollouts)
         asked = [
@@ -106,7 +106,7 @@ class ScaffoldedRecipe(ReplacingRecipe):
             return None
         rows = self._answers(policy, rollouts, failed, asked, streams, step)
         first: dict[int, int] = {}  # levels come in order
-        for number, right in enumerate(self.correct(rows).tolist()):
+        for number, right in enumerate(self.recipe.correct(rows).tolist()):
             if right:
                 first.setdefault(failed[asked[number][0]], number)
         if not first:
@@ -116,27 +116,26 @@ class ScaffoldedRecipe(ReplacingRecipe):
         own = rollouts.host.group.tolist()
         leaving = torch.tensor([own.index(group) for group in first])
         rows = rows.select_groups(torch.tensor(chosen))
-        if self.config.scaffold.prompt == "bare":
-            # sampled behind the hints; under the bare prompt the tokens have another probability
+        if self.settings.prompt == "bare":
             return leaving, self.with_logp(policy, rows)
         return leaving, behind(rows, [Context(0, asked[number][2]) for number in chosen])
 
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
+    def metrics(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
         """Adds the mean number of hints."""
         level = self.replaced["level"] / max(self.replaced["rows"], 1)
-        return {"scaffold/level_mean": level} | super().step_metrics(rollouts)
+        return {"scaffold/level_mean": level} | super().metrics(rollouts, step)
 
-    def describe(self) -> str:
-        """The objective's formula and the exchange."""
-        settings = self.config.scaffold
+    def formula(self) -> str:
+        """The exchange."""
+        settings = self.settings
         return (
-            f"{super().describe()}\nfrom step {settings.warmup_steps + 1} on, where no sample is right: the right "
-            f"answer with the fewest hints takes the place of one, scored behind the {settings.prompt} prompt"
+            f"from step {settings.warmup_steps + 1} on, where no sample is right: the right answer with the fewest "
+            f"hints takes the place of one, scored behind the {settings.prompt} prompt"
         )
 
     def _prompts(self, policy: VlmPolicy, task: VlmTask) -> list[tuple[int, Prompt]]:
         """Level and prompt of a question with more and more hints; those that cannot be encoded are left out."""
-        settings, found = self.config.scaffold, []
+        settings, found = self.settings, []
         for level, hints in enumerate(hint_levels(task.columns.get(settings.hints_key) or []), start=1):
             messages = rewrite_question(task, settings.template, hints=" ".join(hints))
             try:
@@ -156,13 +155,22 @@ class ScaffoldedRecipe(ReplacingRecipe):
         step: Step,
     ) -> Rollouts:
         """One scored answer to each hinted prompt, as sampled."""
-        most, sampler = max(level for _, level, _ in asked), self.config.sampler
-        # a width that depends on the tasks alone, so a question's draws do not depend on which levels it has
+        most, sampler = max(level for _, level, _ in asked), self.recipe.config.sampler
         draws = streams.uniform(len(failed), most, sampler.max_new_tokens, purpose="hint")
         draws = draws[[place * most + level - 1 for place, level, _ in asked]]
         drawn = sample(policy, [prompt for _, _, prompt in asked], 1, sampler, draws)
-        self.extra_samples += len(asked)
+        self.recipe.extra_samples += len(asked)
         ids = token_lists(drawn.response_ids, drawn.mask)
         rows = self.rows_of(rollouts, [failed[place] for place, _, _ in asked], ids, drawn.texts, HINTED)
         VlmPayload.of(rows).finish[:] = drawn.finish
         return self.with_scores(rows.replace(logp_old=drawn.logp), step)
+
+
+class ScaffoldedRecipe(VlmRecipe):
+    """GRPO, or another objective, with hints where every sample fails."""
+
+    config: ScaffoldedConfig
+
+    def make_stages(self) -> list[RolloutStage]:
+        """Hints."""
+        return [Scaffold(self, self.config.scaffold)]

@@ -22,19 +22,21 @@ import torch
 from torch import Tensor
 
 from mmrl.core.blocks.foreign import TEACHER
-from mmrl.core.loss import Metric, masked_mean
+from mmrl.core.loss import masked_mean
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
-from mmrl.training.recipe import Step
+from mmrl.training.recipe import RolloutStage, Step
+from mmrl.vlm.data.control import encode_text
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.data.task import TaskError, VlmTask, check_no_media
 from mmrl.vlm.data.turn_template import encode_text
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
-from mmrl.vlm.methods.replacing import Exchange, ReplacingRecipe
+from mmrl.vlm.methods.replacing import Exchange, Replacing
 from mmrl.vlm.vlm_config import VlmConfig
+from mmrl.vlm.vlm_recipe import VlmRecipe
 
 
 @dataclass
@@ -61,16 +63,16 @@ class MultiTeacherConfig(VlmConfig):
     """Objective that is optimised."""
 
 
-class MultiTeacherRecipe(ReplacingRecipe):
-    """The objective `multi_teacher`, or another, with teachers' answers where every sample fails."""
+class Teachers(Replacing):
+    """Teachers' answers for questions that all samples miss."""
 
-    config: MultiTeacherConfig
+    settings: TeachersSettings
 
-    def check_data(self) -> None:
+    def check_data(self, tasks: Sequence[VlmTask]) -> None:
         """Refuse questions without any teacher's answer, or with one of another shape; raises UserError."""
-        given = [self._texts(task) for task in self.train_tasks]
+        given = [self._texts(task) for task in tasks]
         if not any(given):
-            key, columns = self.config.teachers.responses_key, ", ".join(self.train_tasks[0].columns)
+            key, columns = self.settings.responses_key, ", ".join(tasks[0].columns)
             raise UserError(
                 f"data: no question has teachers' answers in a column '{key}' (teachers.responses_key), a list of "
                 f"{{model, text}}; columns: {columns}"
@@ -80,7 +82,7 @@ class MultiTeacherRecipe(ReplacingRecipe):
         self, policy: VlmPolicy, rollouts: Rollouts, failed: Sequence[int], streams: Streams, step: Step
     ) -> Exchange | None:
         """The answers that the policy comprehends best, in the places of samples drawn at random."""
-        payload, settings = VlmPayload.of(rollouts), self.config.teachers
+        payload, settings = VlmPayload.of(rollouts), self.settings
         chosen: list[tuple[int, str]] = []
         leaving: list[int] = []
         host = rollouts.host.group
@@ -108,16 +110,16 @@ class MultiTeacherRecipe(ReplacingRecipe):
         rows = rows.replace(reward=rows.reward.clamp(min=settings.least_reward))  # one that failed stays NaN
         return torch.tensor(leaving), self.with_logp(policy, rows)
 
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
+    def metrics(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
         """Adds the number of teachers' answers that were too long."""
-        return {"replaced/too_long": float(self.replaced["too_long"])} | super().step_metrics(rollouts)
+        return {"replaced/too_long": float(self.replaced["too_long"])} | super().metrics(rollouts, step)
 
     def comprehension(self, policy: VlmPolicy, rollouts: Rollouts, group: int, texts: Sequence[str]) -> Tensor:
         """(n,) on the host: mean probability of the right answer's tokens behind the reasoning of each text.
 
         -1 where a text has no `answer_mark`, or the question no answer.
         """
-        payload, mark = VlmPayload.of(rollouts), self.config.teachers.answer_mark
+        payload, mark = VlmPayload.of(rollouts), self.settings.answer_mark
         prompt, answer = payload.prompts[group], payload.tasks[group].columns.get("answer")
         tokenizer = policy.processor.tokenizer
         found = torch.full((len(texts),), -1.0)
@@ -137,20 +139,20 @@ class MultiTeacherRecipe(ReplacingRecipe):
         # only the answer's own tokens, not the reasoning before them
         answered = rows.mask * (torch.arange(rows.num_decisions, device=rows.mask.device) >= starts)
         rows = rows.replace(mask=answered)
-        logp = self.scores_in_chunks(policy, rows, frozenset({"logp"})).logp
+        logp = self.recipe.scores_in_chunks(policy, rows, frozenset({"logp"})).logp
         found[marked] = masked_mean(logp.exp(), rows.mask).float().cpu()
         return found
 
-    def describe(self) -> str:
-        """The objective's formula and the exchange."""
+    def formula(self) -> str:
+        """The exchange."""
         return (
-            f"{super().describe()}\nwhere no sample is right: up to {self.config.teachers.count} samples make room for "
-            "the teachers' answers after whose reasoning the right answer is likeliest"
+            f"where no sample is right: up to {self.settings.count} samples make room for the teachers' answers after "
+            "whose reasoning the right answer is likeliest"
         )
 
     def _texts(self, task: VlmTask) -> list[str]:
         """Teachers' answers of a question; raises UserError."""
-        key = self.config.teachers.responses_key
+        key = self.settings.responses_key
         found: list[str] = []
         for entry in task.columns.get(key) or []:
             text: Any = entry.get("text") if isinstance(entry, dict) else entry
@@ -170,8 +172,18 @@ class MultiTeacherRecipe(ReplacingRecipe):
         """Teachers' answers of a group that are no longer than the policy's may be; the others are counted."""
         prompt, found = payload.prompts[group], []
         for text in self._texts(payload.tasks[group]):
-            if len(policy.encode_answer(prompt, text)) <= self.config.sampler.max_new_tokens:
+            if len(policy.encode_answer(prompt, text)) <= self.recipe.config.sampler.max_new_tokens:
                 found.append(text)
             else:
                 self.replaced["too_long"] += 1
         return found
+
+
+class MultiTeacherRecipe(VlmRecipe):
+    """The objective `multi_teacher`, or another, with teachers' answers where every sample fails."""
+
+    config: MultiTeacherConfig
+
+    def make_stages(self) -> list[RolloutStage]:
+        """Teachers' answers."""
+        return [Teachers(self, self.config.teachers)]

@@ -26,7 +26,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from mmrl.core.loss import Metric
@@ -36,7 +35,7 @@ from mmrl.errors import UserError
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams, merge_in_order
-from mmrl.training.recipe import Step, opening
+from mmrl.training.recipe import RolloutStage, Step
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
 from mmrl.vlm.data.task import TaskError, VlmTask
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
@@ -65,35 +64,24 @@ class RegGrpoConfig(VlmConfig):
     """Objective that is optimised."""
 
 
-class RegGrpoRecipe(VlmRecipe):
-    """Reg-GRPO, or another objective, on questions that are made easier or harder by how they went."""
+class Augmentation(RolloutStage):
+    """Makes hard questions easier by hints and easy ones harder by noise."""
 
-    config: RegGrpoConfig
+    name = "difficulty"
 
-    def __init__(self, config: RegGrpoConfig) -> None:
-        # noise needs images or videos; hints do not
-        noise = "so there is nothing to add noise to; set augmentation.noise_scale=0"
-        super().__init__(config, MediaQuestions(noise) if config.augmentation.noise_scale else None)
-        self.tracker = self.parts["difficulty"] = DifficultyTracker(config.augmentation.window)
+    def __init__(self, recipe: VlmRecipe, settings: AugmentationSettings) -> None:
+        self.recipe, self.settings = recipe, settings
+        self.tracker = DifficultyTracker(settings.window)
         self._noted_rewards: list[tuple[tuple[int, int], tuple[str, list[float]]]] = []
         """Rewards of questions, each with the number of its draw and its place in it."""
-        self._asked = Streams(0, ())
         self._drawn: Counter[str] = Counter()
-        self.added |= {"rewards": self._noted_rewards, "drawn": self._drawn}
-        with opening(self.opened):
-            self._check_data()
+        self.added = {"rewards": self._noted_rewards, "drawn": self._drawn}
+        # the hardest questions of a step are chosen among all
+        self.rolls_apart = not (settings.enabled and settings.max_hinted)
 
-    def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
-        """Sample G responses to each question, augmented by its difficulty."""
-        asked = self.augmented(policy, tasks, streams, step)
-        rollouts = super().rollout(policy, asked, streams, step)
-        # the questions that could be encoded, with their own streams
-        self._asked = streams.among(asked, VlmPayload.of(rollouts).tasks)
-        return rollouts
-
-    def augmented(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> list[VlmTask]:
+    def before(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> list[VlmTask]:
         """Questions of a step with their hints and noise."""
-        settings = self.config.augmentation
+        settings = self.settings
         if not settings.enabled:
             return list(tasks)
         # hard questions get hints, easy ones noise
@@ -112,37 +100,32 @@ class RegGrpoRecipe(VlmRecipe):
                 asked.append(task)
         return asked
 
-    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
-        """Score as usual; the rewards of each question are noted for its difficulty."""
-        scored = super().score(rollouts, step)
-        # a probe notes its own samples instead
-        if self.config.augmentation.measure == "history":
-            tasks = VlmPayload.of(scored).tasks
+    def scored(self, policy: VlmPolicy, rollouts: Rollouts, streams: Streams, step: Step) -> Rollouts:
+        """Note the rewards of each question for its difficulty."""
+        if self.settings.measure == "history":
+            tasks = VlmPayload.of(rollouts).tasks
             rewards: list[list[float]] = [[] for _ in tasks]
-            for group, reward in zip(scored.group.tolist(), scored.reward.tolist(), strict=True):
+            for group, reward in zip(rollouts.group.tolist(), rollouts.reward.tolist(), strict=True):
                 rewards[group].append(reward)
-            # with the number of the draw, so that processes agree on the order
-            for place, task, own in zip(self._asked.places, tasks, rewards, strict=True):
-                self._noted_rewards.append(((self._asked.draw, place), (task.id, own)))
-        return scored
+            for place, task, own in zip(streams.places, tasks, rewards, strict=True):
+                self._noted_rewards.append(((streams.draw, place), (task.id, own)))
+        return rollouts
 
-    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Advantages as usual, after the difficulties of all processes were updated."""
-        # in the order of one process: the window holds the latest rewards
+    def on_step_end(self, step: Step) -> None:
+        """Update the difficulties by the rewards of all processes."""
         for key, rewards in merge_in_order(self._noted_rewards):
             self.tracker.note(key, rewards)
         self._noted_rewards.clear()
-        return super().advantages(rollouts, accelerator, step)
 
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
-        """Adds how many questions of the step were changed and how much."""
+    def metrics(self, rollouts: Rollouts, step: Step) -> dict[str, float | Metric]:
+        """How many questions of the step were changed and how much."""
         tasks = VlmPayload.of(rollouts).tasks
         changed = [task for task in tasks if isinstance(task, AugmentedTask)]
         hints = [task.hint_fraction for task in changed if task.hint_fraction]
         noise = [task.noise_sigma for task in changed if task.noise_sigma]
         recent, drawn = self.tracker.recent, Counter(self._drawn)
         self._drawn.clear()
-        return super().step_metrics(rollouts) | {
+        return {
             "augment/hinted": Metric(float(len(hints)), len(tasks)),
             "augment/noised": Metric(float(len(noise)), len(tasks)),
             "augment/hint_fraction_mean": Metric(sum(hints), float(len(hints))),
@@ -153,23 +136,17 @@ class RegGrpoRecipe(VlmRecipe):
             "augment/window_mean": sum(recent) / len(recent) if recent else 0.0,
         }
 
-    def rolls_apart(self, step: Step) -> bool:
-        """Unless the hardest questions of a step are chosen among all."""
-        # a limit on hints is one over all processes, for which all difficulties are needed first
-        return not (self.config.augmentation.enabled and self.config.augmentation.max_hinted)
-
-    def rollout_state(self, tasks: Sequence[VlmTask]) -> Any:
+    def state_dict(self) -> dict[str, Any]:
         """The difficulties."""
         return self.tracker.state_dict()
 
-    def load_rollout_state(self, state: Any) -> None:
-        """Restore `rollout_state`."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`."""
         self.tracker.load_state_dict(state)
 
-    def describe(self) -> str:
-        """The objective's formula and the changes of questions."""
-        settings = self.config.augmentation
-        lines = [super().describe()]
+    def formula(self) -> str:
+        """The changes of questions."""
+        settings, lines = self.settings, list[str]()
         if settings.enabled:
             lines += [f"difficulty D = mean reward of the last {settings.window} samples - that of the question:"]
         if settings.hint_scale:
@@ -178,32 +155,28 @@ class RegGrpoRecipe(VlmRecipe):
             lines += [f"     noise of deviation clip(-{settings.noise_scale:g} D, 0, {settings.noise_max:g}) on images"]
         return "\n".join(lines)
 
-    def _check_data(self) -> None:
+    def check_data(self, tasks: Sequence[VlmTask]) -> None:
         """Refuse hints without answers, and warn if no question can come back."""
-        settings, trainer = self.config.augmentation, self.config.trainer
+        settings, trainer = self.settings, self.recipe.config.trainer
         if settings.hint_scale:
-            without = next((task for task in self.train_tasks if not _answer_of(task)), None)
-            # before anything is sampled: a trace needs the answer in its question
+            without = next((task for task in tasks if not _answer_of(task)), None)
             if without is not None:
                 raise UserError(
                     f"data: {without.id} has no answer, which traces for hints are sampled with; name the column with "
                     "data.answer_key or set augmentation.hint_scale=0"
                 )
-        if settings.enabled and settings.measure == "history":
-            drawn = trainer.steps * trainer.tasks_per_step
-            # a question that never comes back has no history
-            if drawn <= len(self.train_tasks):
-                LOGGER.warning(
-                    "augmentation.measure is history, but the %d questions drawn in this run are not more than the %d "
-                    "of the data, so none comes back and none is changed; use measure: probe, more steps or fewer "
-                    "questions",
-                    drawn,
-                    len(self.train_tasks),
-                )
+        drawn = trainer.steps * trainer.tasks_per_step
+        if settings.enabled and settings.measure == "history" and drawn <= len(tasks):
+            LOGGER.warning(
+                "augmentation.measure is history, but the %d questions drawn in this run are not more than the %d of "
+                "the data, so none comes back and none is changed; use measure: probe, more steps or fewer questions",
+                drawn,
+                len(tasks),
+            )
 
     def _difficulties(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> list[float]:
         """Difficulty of each question."""
-        settings = self.config.augmentation
+        settings = self.settings
         if settings.measure == "history":
             return [self.tracker.difficulty(task.id) for task in tasks]
         drawn = self._sampled(policy, list(tasks), settings.probe_samples, streams, "probe", step)
@@ -226,7 +199,7 @@ class RegGrpoRecipe(VlmRecipe):
         step: Step,
     ) -> Mapping[int, str]:
         """Beginnings of traces by the place of their question."""
-        settings = self.config.augmentation
+        settings = self.settings
         hard = [place for place, value in enumerate(difficulty) if settings.hint_fraction(value) > 0]
         if settings.max_hinted:  # of all processes
             ranked = [(-difficulty[place], streams.places[place]) for place in hard]
@@ -256,8 +229,8 @@ class RegGrpoRecipe(VlmRecipe):
     def _best_start(
         self, policy: VlmPolicy, texts: Sequence[str], rewards: Sequence[float], usual: float, difficulty: float
     ) -> str:
-        """Beginning of the best trace; empty if none earns more than the question usually does."""
-        settings = self.config.augmentation
+        """Beginning of the best trace; empty where none earns more than the question usually does."""
+        settings = self.settings
         best = max(range(len(texts)), key=lambda index: rewards[index] if math.isfinite(rewards[index]) else -math.inf)
         # a hint that is no better than the policy's own answers would only give the answer away
         if not rewards[best] > usual:
@@ -266,7 +239,7 @@ class RegGrpoRecipe(VlmRecipe):
         return partial_trace(trace, settings.hint_fraction(difficulty), policy.processor.tokenizer)
 
     def _hinted(self, task: VlmTask, hint: str, fraction: float) -> AugmentedTask:
-        settings = self.config.augmentation
+        settings = self.settings
         if settings.hint_place == "answer":
             return augment_task(task, given_start=settings.think_start + hint, hint_fraction=fraction)
         messages = rewrite_question(task, settings.hint_template, hint=hint)
@@ -294,24 +267,35 @@ class RegGrpoRecipe(VlmRecipe):
                     continue
         if not prompts:
             return {}
-        size = (count, self.config.sampler.max_new_tokens)
-        # streams of the same questions, for another purpose
+        size = (count, self.recipe.config.sampler.max_new_tokens)
         draws = streams.select(list(prompts)).uniform(len(prompts), *size, purpose=purpose)
-        drawn = sample(policy, list(prompts.values()), count, self.config.sampler, draws)
+        drawn = sample(policy, list(prompts.values()), count, self.recipe.config.sampler, draws)
         repeated = [place for place in prompts for _ in range(count)]
-        result = self.score_texts(
+        result = self.recipe.score_texts(
             [tasks[place] for place in repeated],
             [prompts[place].text for place in repeated],
             drawn.texts,
             token_lists(drawn.response_ids, drawn.mask),
             step,
         )
-        # failures of these rewards are only shown: the samples are not trained on
-        self.errors.warn(result)
-        # part of the run's cost
-        self.extra_samples += len(repeated)
+        self.recipe.errors.warn(result)
+        self.recipe.extra_samples += len(repeated)
         parts = {place: slice(number * count, (number + 1) * count) for number, place in enumerate(prompts)}
         return {place: (drawn.texts[part], list(result.total[part])) for place, part in parts.items()}
+
+
+class RegGrpoRecipe(VlmRecipe):
+    """Reg-GRPO, or another objective, on questions that are made easier or harder by how they went."""
+
+    config: RegGrpoConfig
+
+    def __init__(self, config: RegGrpoConfig) -> None:
+        noise = "so there is nothing to add noise to; set augmentation.noise_scale=0"
+        super().__init__(config, MediaQuestions(noise) if config.augmentation.noise_scale else None)
+
+    def make_stages(self) -> list[RolloutStage]:
+        """Augmentation."""
+        return [Augmentation(self, self.config.augmentation)]
 
 
 def _answer_of(task: VlmTask) -> str:

@@ -1,9 +1,9 @@
-"""Recipes that exchange samples of questions without a right answer for rows from elsewhere."""
+"""Stages that exchange samples of questions without a right answer for rows from elsewhere."""
 
 from __future__ import annotations
 
 import dataclasses
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from mmrl.core.blocks.foreign import SOURCE
-from mmrl.core.loss import Metric
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Tally
 from mmrl.training.processes import Streams
-from mmrl.training.recipe import Step
+from mmrl.training.recipe import RolloutStage, Step
 from mmrl.training.scoring import EveryRewardFailedError, with_rewards
 from mmrl.vlm.data.prompt import VlmPayload
-from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.vlm_recipe import VlmRecipe
 
@@ -26,18 +24,19 @@ Exchange = tuple[Tensor, Rollouts]
 """The rows (k,) that leave, and the k rows that take their places."""
 
 
-class ReplacingRecipe(VlmRecipe):
-    """Looks for other rows if no sample of a question is right, after scoring and before everything that follows.
+class Replacing(RolloutStage, ABC):
+    """Replaces scored rows of questions without a right sample by rows from elsewhere.
 
-    A subclass says in `replacements` which rows leave and which ones take their places.
+    A subclass chooses in `replacements` which rows leave and which ones take their places.
     """
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
+    name = "replaced"
+
+    def __init__(self, recipe: VlmRecipe, settings: Any) -> None:
+        self.recipe, self.settings = recipe, settings
         self.replaced = Tally()
         """Groups, groups that failed, and rows exchanged in the step."""
-        self.added["replaced"] = self.replaced
-        self._asked: tuple[VlmPolicy, Streams] = (self.policy, Streams(0, ()))
+        self.added = {"replaced": self.replaced}
 
     @abstractmethod
     def replacements(
@@ -53,40 +52,31 @@ class ReplacingRecipe(VlmRecipe):
             step: position in the run.
         """
 
-    def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
-        """Sample as usual."""
-        rollouts = super().rollout(policy, tasks, streams, step)
-        self._asked = policy, streams.among(tasks, VlmPayload.of(rollouts).tasks)
-        own = torch.zeros_like(rollouts.group)
-        return rollouts.replace(extras={**rollouts.extras, SOURCE: own})
+    def after(self, policy: VlmPolicy, rollouts: Rollouts, streams: Streams, step: Step) -> Rollouts:
+        """Mark all rows as samples of the policy."""
+        return rollouts.replace(extras={**rollouts.extras, SOURCE: torch.zeros_like(rollouts.group)})
 
-    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
-        """Score as usual, then exchange rows of groups without a right answer."""
-        scored, (policy, streams) = super().score(rollouts, step), self._asked
-        right = torch.zeros(scored.num_groups).index_add(0, scored.host.group, self.correct(scored).float().cpu())
+    def scored(self, policy: VlmPolicy, rollouts: Rollouts, streams: Streams, step: Step) -> Rollouts:
+        """Exchange rows of groups without a right answer."""
+        correct = self.recipe.correct(rollouts).float().cpu()
+        right = torch.zeros(rollouts.num_groups).index_add(0, rollouts.host.group, correct)
         failed = torch.nonzero(right == 0).flatten().tolist()
-        self.replaced["groups"] += scored.num_groups
+        self.replaced["groups"] += rollouts.num_groups
         self.replaced["failed"] += len(failed)
-        if not failed:
-            return scored
-        training = policy.training
-        policy.eval()
-        with torch.no_grad():
-            found = self.replacements(policy, scored, failed, streams.select(failed), step)
-        policy.train(training)
+        found = self.replacements(policy, rollouts, failed, streams.select(failed), step) if failed else None
         if found is None:
-            return scored
+            return rollouts
         self.replaced["rows"] += len(found[0])
-        return scored.exchanged(*found)
+        return rollouts.exchanged(*found)
 
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
-        """Adds what was exchanged in the step."""
+    def metrics(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
+        """What was exchanged in the step."""
         found = {
             "replaced/failed": self.replaced["failed"] / max(self.replaced["groups"], 1),
             "replaced/rows": float(self.replaced["rows"]),
         }
         self.replaced.clear()
-        return super().step_metrics(rollouts) | found
+        return found
 
     def rows_of(
         self, like: Rollouts, groups: Sequence[int], ids: Sequence[Sequence[int]], texts: Sequence[str], source: int
@@ -101,7 +91,7 @@ class ReplacingRecipe(VlmRecipe):
             source: number of `SOURCE`.
         """
         payload, longest = VlmPayload.of(like), max(map(len, ids))
-        tokens = torch.tensor([[*row, *[self.policy.pad_id] * (longest - len(row))] for row in ids])
+        tokens = torch.tensor([[*row, *[self.recipe.policy.pad_id] * (longest - len(row))] for row in ids])
         mask = torch.tensor([[1.0] * len(row) + [0.0] * (longest - len(row)) for row in ids])
         prompts, tasks = [payload.prompts[group] for group in groups], [payload.tasks[group] for group in groups]
         given = VlmPayload(prompts, tasks, tokens, list(texts), ["eos"] * len(ids))
@@ -119,8 +109,8 @@ class ReplacingRecipe(VlmRecipe):
         """Rows with the rewards of their texts; NaN where a reward failed."""
         payload = VlmPayload.of(rows)
         asked, tokens = [prompt.text for prompt in payload.prompts], payload.sampled_tokens(rows.mask)
-        result = self.score_texts(payload.tasks, asked, payload.texts, tokens, step)
-        self.errors.warn(result)
+        result = self.recipe.score_texts(payload.tasks, asked, payload.texts, tokens, step)
+        self.recipe.errors.warn(result)
         try:
             return with_rewards(rows, result)
         except EveryRewardFailedError as error:
@@ -128,7 +118,7 @@ class ReplacingRecipe(VlmRecipe):
 
     def with_logp(self, policy: VlmPolicy, rows: Rollouts) -> Rollouts:
         """Rows with the policy's log-probabilities as the old ones."""
-        scores = self.scores_in_chunks(policy, rows, frozenset({"logp"}))
+        scores = self.recipe.scores_in_chunks(policy, rows, frozenset({"logp"}))
         return rows.replace(logp_old=scores.logp.to(rows.logp_old.dtype))
 
 

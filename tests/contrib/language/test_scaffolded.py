@@ -55,7 +55,7 @@ def test_the_right_answer_with_the_fewest_hints_takes_the_place_of_a_sample(open
     torch.testing.assert_close(scores(recipe, rows), rows.logp_old * rows.mask, atol=1e-4, rtol=1e-3)
     assert recipe.extra_samples == 2
     rows = recipe.advantages(rows, make_accelerator(), Step())
-    metrics = recipe.step_metrics(rows)
+    metrics = recipe.stages[0].metrics(rows, Step())
     assert (metrics["scaffold/level_mean"], metrics["replaced/failed"]) == (2.0, 0.5)
     assert float(rows.advantage[4, 0]) > 0
 

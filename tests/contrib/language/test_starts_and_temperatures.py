@@ -16,6 +16,7 @@ from mmrl.rewards import RewardConfig
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step
+from mmrl.training.rollers import Unit, rolled
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.methods.augmentation import AugmentedTask
 from tests.contracts.domains import run
@@ -54,7 +55,7 @@ def entropy(opened, **settings):
 
 def test_answers_begin_with_a_part_of_the_reference_that_is_not_trained(opened, monkeypatch):
     recipe = reset(opened)
-    rows = recipe.rollout(recipe.policy, recipe.train_tasks[:4], Streams(0), Step())
+    rows = rolled(recipe, Unit(recipe.train_tasks[:4], Streams(0), Step()), make_accelerator())
     payload, seen = VlmPayload.of(rows), {}
     score = recipe.rewards.score
     monkeypatch.setattr(recipe.rewards, "score", lambda *given: seen.update(replies=given[1]) or score(*given))
@@ -69,17 +70,17 @@ def test_answers_begin_with_a_part_of_the_reference_that_is_not_trained(opened, 
         for row in torch.nonzero(rows.group == group).flatten().tolist():
             assert seen["replies"][row].startswith(start), "rewards see the whole answer"
             assert int(rows.mask[row].sum()) <= 6, "the loss sees what was sampled"
-    assert recipe.step_metrics(rows)["reset/share"].value == sum(started) / 4
+    assert recipe.stages[0].metrics(rows, Step())["reset/share"].value == sum(started) / 4
 
 
 def test_starts_are_spread_over_the_reference_and_left_out_by_probability(opened):
     recipe = reset(opened, probability=0.5)
     task = recipe.train_tasks[0]
     tokens = len(recipe.policy.processor.tokenizer.encode(task.columns["completion"], add_special_tokens=False))
-    found = [recipe.started(recipe.policy, task, 0.4, place / tokens) for place in range(tokens)]
+    found = [recipe.stages[0].started(recipe.policy, task, 0.4, place / tokens) for place in range(tokens)]
     assert found[0] is task
     assert [round(each.hint_fraction * tokens) for each in found[1:]] == list(range(1, tokens))
-    assert recipe.started(recipe.policy, task, 0.5, 0.9) is task
+    assert recipe.stages[0].started(recipe.policy, task, 0.5, 0.9) is task
     with pytest.raises(UserError, match="has no text in column 'worked'"):
         reset(opened, reference_key="worked")
 
