@@ -6,7 +6,7 @@ import math
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from omegaconf import MISSING
 from mmrl.errors import UserError
 from mmrl.fields import bounded, is_text, rare
 from mmrl.files import is_file, replaced
+from mmrl.hub.building import BuiltPath
 from mmrl.hub.foreign import to_rgb
 from mmrl.hub.images import check_pixels, decode_image, image_pixels_option, read_image_file
 from mmrl.hub.tables import LINES, READERS, DataRow, built_path, read_rows
@@ -37,16 +38,12 @@ class CaptionedImage:
 
 
 @dataclass
-class ImageDataConfig:
+class ImageDataConfig(BuiltPath):
     """Location of the captioned images."""
 
     path: str = MISSING
     """A .npz file with `images` uint8 (N, h, w, 3), or (N, F, h, w, 3) of videos, and `captions`; or a .jsonl file with
     the columns image (a path, relative to the file) and prompt."""
-    build: str | None = None
-    """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
-    build_options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the build function."""
     max_image_pixels: int = rare(image_pixels_option())
     """Largest image in pixels, checked by its header before it is decoded."""
     max_prompt_chars: int = rare(bounded(10_000, at_least=1))

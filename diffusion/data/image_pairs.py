@@ -29,6 +29,7 @@ from diffusion.data.prompts import ImageRows
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.files import is_file, replaced
+from mmrl.hub.building import BuiltPath
 from mmrl.hub.images import image_pixels_option
 from mmrl.hub.tables import BAD_ROWS, BadRowError, DataRow
 
@@ -58,17 +59,13 @@ class ImagePair:
 
 
 @dataclass
-class ImagePairConfig:
+class ImagePairConfig(BuiltPath):
     """Location of the pairs."""
 
     path: str = MISSING
     """A .npz file with `captions` (N texts), `chosen` and `rejected` uint8 (N, h, w, 3), or (N, F, h, w, 3) of videos,
     and optionally the numbers score_chosen, score_rejected and text_quality, or a .jsonl, .json or .parquet file whose
     columns prompt, chosen and rejected name image files beside it."""
-    build: str | None = None
-    """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
-    build_options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the build function."""
     max_image_pixels: int = rare(image_pixels_option())
     """Largest image in pixels, checked by its header before it is decoded."""
     max_prompt_chars: int = rare(bounded(10_000, at_least=1))

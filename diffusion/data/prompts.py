@@ -14,6 +14,7 @@ from diffusion.data.references import ReferenceImage
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.files import expanded
+from mmrl.hub.building import BuiltPath
 from mmrl.hub.images import ImageError, image_pixels_option
 from mmrl.hub.tables import BAD_ROWS, MAX_LINE_MB, BadRowError, DataRow, LoadedRows, built_path, check_split, rows
 
@@ -36,7 +37,7 @@ class DiffusionTask:
 
 
 @dataclass
-class PromptConfig:
+class PromptConfig(BuiltPath):
     """Source of the prompts."""
 
     path: str = MISSING
@@ -54,10 +55,6 @@ class PromptConfig:
     """Largest image in pixels, checked by its header before it is decoded."""
     max_tasks: int | None = bounded(None, at_least=1)
     """Use only the first prompts, up to this number of usable ones."""
-    build: str | None = None
-    """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
-    build_options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the build function."""
     max_prompt_chars: int = rare(bounded(10_000, at_least=1))
     """Longest prompt in characters, checked before it is tokenised."""
     max_line_mb: float = rare(bounded(MAX_LINE_MB, above=0, finite=True))

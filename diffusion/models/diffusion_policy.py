@@ -38,7 +38,7 @@ from mmrl.core.state import Tally
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, choice, rare
 from mmrl.files import expanded, follow_umask, replaced, write_atomically
-from mmrl.hub.building import base_entries, build_if_missing
+from mmrl.hub.building import BuiltPath, base_entries, build_if_missing
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 from mmrl.runs.checkpoint import check_model
 from mmrl.runs.export import model_folder
@@ -69,16 +69,12 @@ class LoraSettings:
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(BuiltPath):
     """The pipeline to train, its precision and size."""
 
     path: str = MISSING
     """Pipeline folder, hub id such as stabilityai/stable-diffusion-3.5-medium, folder of saved weights of either, or
     folder of a run (its best checkpoint)."""
-    build: str | None = None
-    """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
-    build_options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the build function."""
     family: str | None = rare(None)
     """`module:Class` of a `diffusion.families.base.Family`, for pipelines without a built-in family."""
     family_options: dict[str, Any] = rare(field(default_factory=dict))

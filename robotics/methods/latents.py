@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, by_kind, check_config, choice, rare
-from mmrl.hub.building import build_if_missing
+from mmrl.hub.building import BuiltPath, build_if_missing
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 from mmrl.runs.export import foreign_model
 from robotics.methods.trajectory_latent import TrajectoryLatent, check_frames
@@ -133,7 +133,7 @@ def _load_vjepa2(path: str) -> Any:
 
 
 @dataclass
-class LatentConfig:
+class LatentConfig(BuiltPath):
     """Latent by which episodes are compared."""
 
     kind: str = choice("video", lambda: LATENTS)
@@ -141,10 +141,6 @@ class LatentConfig:
     path: str = ""
     """vjepa2: model folder or hub id; video: folder of the encoder; state: LeRobotDataset that sets the scale, without
     which it is that of the run's first step."""
-    build: str | None = None
-    """module:function that writes the folder if it is missing, called as function(path, **build_options)."""
-    build_options: dict[str, Any] = field(default_factory=dict)
-    """Options of `build`."""
     frames: str = choice("step", FRAME_RATES)
     """step: an image of every control step; chunk: only the images before each chunk and at the end."""
     options: dict[str, Any] = by_kind(

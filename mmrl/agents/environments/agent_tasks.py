@@ -7,12 +7,11 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.fields import UNSET, bounded, only_with
-from mmrl.hub.building import build_if_missing
+from mmrl.hub.building import BuiltPath, build_if_missing
 from mmrl.hub.tables import DataRow, read_rows
 
 COLUMNS = ("id", "task", "seed", "instruction")
@@ -76,8 +75,7 @@ class TaskSetConfig:
 def list_tasks(config: TaskSetConfig) -> list[AgentTask]:
     """The tasks of a set, cycling through the names, so that the first ones cover all of them."""
     if config.file is not None:
-        built = SimpleNamespace(path=config.file, build=config.build, build_options=config.build_options)
-        build_if_missing(built, "data")
+        build_if_missing(BuiltPath(config.file, config.build, config.build_options), "data")
         tasks = [_task_in(row, config) for row in read_rows(config.file, "train", None)]
         if not tasks:
             raise UserError(f"{config.file} has no tasks")

@@ -20,6 +20,7 @@ from omegaconf import MISSING
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields, choice, rare
 from mmrl.files import expanded, is_file
+from mmrl.hub.building import BuiltPath
 from mmrl.hub.images import image_pixels_option
 from mmrl.hub.tables import BAD_ROWS, MAX_LINE_MB, DataRow, LoadedRows, built_path, rows
 from mmrl.training.evaluation import parts_of_tasks
@@ -40,7 +41,7 @@ MAX_PROMPT_CHARS = 200_000
 
 
 @dataclass
-class DataConfig:
+class DataConfig(BuiltPath):
     """Source of the questions and how their rows are read."""
 
     path: str = MISSING
@@ -76,10 +77,6 @@ class DataConfig:
     to the rewards as `budget` (HBPO: 512, 1024, 2048, 2560)."""
     max_tasks: int | None = bounded(None, at_least=1)
     """Use only the first rows, up to this number of good ones."""
-    build: str | None = None
-    """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
-    build_options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the build function."""
     max_prompt_chars: int = rare(bounded(MAX_PROMPT_CHARS, at_least=1))
     """Longest question in characters, checked before it is tokenised."""
     max_line_mb: float = rare(bounded(MAX_LINE_MB, above=0, finite=True))
