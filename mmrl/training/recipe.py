@@ -32,6 +32,9 @@ from mmrl.training.sharding import in_parts, local, whole_weights
 PolicyT = TypeVar("PolicyT", bound=nn.Module)
 TaskT = TypeVar("TaskT")
 ScoresT = TypeVar("ScoresT")
+WeightsT = TypeVar("WeightsT", contravariant=True)
+AskedT = TypeVar("AskedT", contravariant=True)
+SamplesT = TypeVar("SamplesT", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -279,6 +282,26 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
 
     def close(self) -> None:
         """Stop worker processes."""
+
+
+class Sampler(Protocol[WeightsT, AskedT, SamplesT]):
+    """Draws samples: from the policy in this process, from an inference engine, or from workers on other machines.
+
+    A recipe calls `load` before it samples in each step and never looks behind the protocol, so that the engine can be
+    exchanged without a change to the recipe.
+    """
+
+    def load(self, weights: WeightsT, version: int) -> None:
+        """Sample with these weights from now on."""
+        ...
+
+    def close(self) -> None:
+        """Free what the sampler started; it is not used again."""
+        ...
+
+    def sample(self, tasks: Sequence[AskedT], n: int, streams: Streams) -> SamplesT:
+        """Draw samples with the weights loaded last."""
+        ...
 
 
 Scorer = Callable[[nn.Module, Rollouts, frozenset[str]], PolicyOutputs]

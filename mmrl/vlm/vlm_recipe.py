@@ -23,8 +23,7 @@ from mmrl.core.transfer import to_device
 from mmrl.rewards.answers import Chat, number_answers
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.processes import Streams
-from mmrl.training.recipe import Recipe, Step, scores_before_update, single_update
-from mmrl.training.sampler import Sampler
+from mmrl.training.recipe import Recipe, Sampler, Step, scores_before_update, single_update
 from mmrl.training.scoring import with_rewards
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
 from mmrl.vlm.data.row_extras import row_extras
