@@ -20,7 +20,7 @@ from mmrl.files import is_file, replaced
 from mmrl.hub.building import BuiltPath
 from mmrl.hub.foreign import to_rgb
 from mmrl.hub.images import check_pixels, decode_image, image_pixels_option, read_image_file
-from mmrl.hub.tables import LINES, READERS, DataRow, built_path, read_rows
+from mmrl.hub.tables import LINES, READERS, DataRow, built_path, good_rows
 
 PACKED = ".npz"
 
@@ -158,10 +158,7 @@ def read_list(path: Path) -> Iterator[DataRow]:
     """The good rows of a list of image files; raises UserError at a bad one."""
     if path.suffix.lower() not in (LINES, *READERS):
         raise UserError(f"{path}: unknown extension {path.suffix!r}; give a .npz or .jsonl file")
-    for row in read_rows(str(path), "train", None):
-        if row.problem is not None:
-            raise UserError(f"{row.place}: {row.problem}")
-        yield row
+    return good_rows(str(path))
 
 
 def check_caption(place: str, caption: str, config: Any) -> None:

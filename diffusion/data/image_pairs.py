@@ -25,13 +25,12 @@ from diffusion.data.captioned_images import (
     read_list,
     readable,
 )
-from diffusion.data.prompts import ImageRows
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.files import is_file, replaced
 from mmrl.hub.building import BuiltPath
 from mmrl.hub.images import image_pixels_option
-from mmrl.hub.tables import BAD_ROWS, BadRowError, DataRow
+from mmrl.hub.tables import BAD_ROWS, BadRowError, DataRow, LoadedRows
 
 NUMBERS = ("score_chosen", "score_rejected", "text_quality")
 """Columns of numbers that a pair may have."""
@@ -108,7 +107,7 @@ def write_pairs(
     return file
 
 
-def load_pairs(config: ImagePairConfig) -> ImageRows[ImagePair]:
+def load_pairs(config: ImagePairConfig) -> LoadedRows[ImagePair]:
     """Read which pairs there are.
 
     Args:
@@ -121,7 +120,7 @@ def load_pairs(config: ImagePairConfig) -> ImageRows[ImagePair]:
         UserError: nothing is there, a file is damaged, or a pair is bad and `on_bad_row` is "error".
     """
     path = readable(config, "pairs")
-    loaded = ImageRows[ImagePair](on_bad_row=config.on_bad_row, key="pairs", noun="pair")
+    loaded = LoadedRows[ImagePair](on_bad_row=config.on_bad_row, key="pairs")
     if path.suffix == PACKED:
         arrays = read_arrays(path, SIDES, NUMBERS, "pairs of images", config.max_image_pixels, "pairs")
         loaded.take(range(len(arrays["captions"])), lambda row: _packed_pair(row, arrays, path, config))
