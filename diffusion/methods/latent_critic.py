@@ -109,7 +109,7 @@ class RewardShaping:
 
 
 @dataclass
-class CriticConfig:
+class LatentCriticConfig:
     """The value function and its training."""
 
     enabled: bool = True
@@ -176,7 +176,7 @@ class Critic(nn.Module):
 class CriticTrainer:
     """A critic with its optimiser."""
 
-    def __init__(self, critic: Critic, config: CriticConfig) -> None:
+    def __init__(self, critic: Critic, config: LatentCriticConfig) -> None:
         self.critic = critic
         self.config = config
         self.updates = 0
@@ -265,7 +265,7 @@ CREDITS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 `diffusion.methods.ac_flow`."""
 
 
-class StateCritic(CriticTrainer):
+class LatentStateCritic(CriticTrainer):
     """The critic for the states of rollouts with mask 1, M of B * T.
 
     Args:
@@ -280,7 +280,7 @@ class StateCritic(CriticTrainer):
         self,
         policy: DiffusionPolicy,
         tasks: Sequence[DiffusionTask],
-        config: CriticConfig,
+        config: LatentCriticConfig,
         seed: int,
         states: Callable[[Rollouts], tuple[Tensor, Tensor, TrainedDecisions]],
     ) -> None:

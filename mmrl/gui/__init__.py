@@ -19,7 +19,7 @@ _NAMES = {
     "mmrl.gui.grounding.grounding_sft": ("GroundingSftConfig", "GroundingSftRecipe"),
     "mmrl.gui.browser.page": ("Element", "GuardedPage", "read_elements"),
     "mmrl.gui.browser.miniwob": ("MiniWobEnv", "MiniWobSettings", "miniwob_tasks"),
-    "mmrl.gui.browser.page_env": ("PageEnv", "PageEnvSettings", "Verdict", "WebAgentEnv"),
+    "mmrl.gui.browser.page_env": ("PageEnv", "PageEnvSettings", "PageVerdict", "WebAgentEnv"),
     "mmrl.gui.grounding.samples": ("AnyOf", "GroundingSample", "Polygon", "Refusal", "write_samples"),
 }
 

@@ -36,12 +36,12 @@ from mmrl.training.rollers import (
     Hello,
     LocalRollers,
     Lost,
-    Outcome,
     Raised,
     Refusal,
     Rollers,
     TrialUnit,
     Unit,
+    UnitOutcome,
     cut,
     joined,
 )
@@ -111,7 +111,7 @@ class RayWorker(RolloutWorker):
             unit: a pickled unit, since arrays that Ray serialises itself are read-only.
 
         Returns:
-            A pickled `Outcome`.
+            A pickled `UnitOutcome`.
         """
         import ray
 
@@ -161,7 +161,7 @@ class RayCrew:
         actor = self._actors[worker]
         self._waiting[actor.work_at.remote(self.numbers, self.references, pickle.dumps(unit))] = worker
 
-    def wait(self) -> tuple[int, Hello | Refusal | Outcome | Raised | Lost]:
+    def wait(self) -> tuple[int, Hello | Refusal | UnitOutcome | Raised | Lost]:
         """Wait for the next answer."""
         began = time.monotonic()
         while True:
@@ -188,7 +188,7 @@ class RayCrew:
         for actor in self._actors.values():
             self._ray.kill(actor)
 
-    def _answer(self, worker: int, reference: Any) -> Hello | Refusal | Outcome | Raised | Lost:
+    def _answer(self, worker: int, reference: Any) -> Hello | Refusal | UnitOutcome | Raised | Lost:
         errors = self._ray.exceptions
         try:
             answer = self._ray.get(reference)
@@ -267,7 +267,7 @@ class RayRollers:
         self._weights: Any = None
         self._draws, self._loads, self._staleness = 0, 0, 0
         self.looks_ahead = options.overlap
-        self._ahead: Future[list[Outcome]] | None = None
+        self._ahead: Future[list[UnitOutcome]] | None = None
         self._thread = ThreadPoolExecutor(1, "rollers")
         if options.overlap:
             recipe.samples_elsewhere = True  # the policy that is updated is not the one that has sampled
@@ -317,7 +317,7 @@ class RayRollers:
                 self._loads += 1
         self._crew.numbers, self._crew.references = (self._loads, self._draws), (self._weights, state)
 
-    def _take(self, outcome: Outcome, said: set[tuple[int, str]]) -> None:
+    def _take(self, outcome: UnitOutcome, said: set[tuple[int, str]]) -> None:
         """Merge what a worker recorded, wrote and logged; log lines in `said` are not repeated."""
         self._busy_s += outcome.seconds
         # a lost unit has noted nothing
@@ -386,7 +386,7 @@ class RayRollers:
             self._crew.close()
         self._disconnect()
 
-    def _write(self, outcome: Outcome) -> None:
+    def _write(self, outcome: UnitOutcome) -> None:
         """Write the files of a worker, or why a unit was lost, to the run folder."""
         lost = {"failures/rollers.txt": f"{outcome.error}\n".encode()} if outcome.lost else {}
         for name, content in {**outcome.files, **lost}.items():

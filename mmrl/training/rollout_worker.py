@@ -25,7 +25,7 @@ from mmrl.core.loss import Metric, merge_metrics
 from mmrl.errors import RunError, UserError
 from mmrl.training.processes import HeapTrimmer, limit_primitive_cache, make_accelerator, seed_everything, versions
 from mmrl.training.recipe import Recipe
-from mmrl.training.rollers import Hello, Outcome, Refusal, TrialUnit, Unit, measured, sampled
+from mmrl.training.rollers import Hello, Refusal, TrialUnit, Unit, UnitOutcome, measured, sampled
 
 LOGGER = logging.getLogger("mmrl")
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
@@ -201,7 +201,7 @@ class RolloutWorker:
         if state is not None:
             self._recipe.load_rollout_state(state)
 
-    def work(self, unit: Unit | TrialUnit) -> Outcome:
+    def work(self, unit: Unit | TrialUnit) -> UnitOutcome:
         """Sample and score a unit, or run its trials."""
         assert self._recipe is not None
         assert self._accelerator is not None

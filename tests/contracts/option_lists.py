@@ -31,7 +31,7 @@ CANNOT = {
     "FrozenModelConfig.lane": "time",
     "FrozenModelConfig.shared_prefix": "time",
     "PreferenceRunConfig.precompute_reference": "memory and time",
-    "CriticConfig.batch_rows": "memory",
+    "LatentCriticConfig.batch_rows": "memory",
     "RewardConfig.isolate": "where a reward runs",
     "RewardConfig.workers": "speed",
     "AnswererConfig.batch_rows": "memory",

@@ -20,7 +20,7 @@ from mmrl.errors import RunError, UserError
 from mmrl.training.processes import SimCounts, Streams, make_accelerator
 from mmrl.training.ray_rollers import RayRollers, check_processes, open_rollers
 from mmrl.training.recipe import NoUsableTasksError, Step
-from mmrl.training.rollers import Dealer, Hello, LocalRollers, Lost, Outcome, Raised, Refusal, cut, joined, sampled
+from mmrl.training.rollers import Dealer, Hello, LocalRollers, Lost, Raised, Refusal, UnitOutcome, cut, joined, sampled
 from mmrl.training.rollout_worker import (
     Job,
     RolloutWorker,
@@ -327,7 +327,7 @@ def test_what_a_worker_logs_and_writes_is_sent(monkeypatch, caplog):
 
     monkeypatch.setattr(receiver._recipe, "rollout", noisy)
     outcome = receiver.work(cut(TASKS, STREAMS, STEP, 5)[0])
-    assert isinstance(outcome, Outcome)
+    assert isinstance(outcome, UnitOutcome)
     assert list(outcome.logs) == [(30, "a lamp broke")]
     assert outcome.files == {"failures/lamp.txt": b"why"}
     assert receiver.work(cut(TASKS, STREAMS, STEP, 5)[0]).files == {"failures/lamp.txt": b"why"}

@@ -36,7 +36,7 @@ from mmrl.agents.agent_recipe import AgentConfig, AgentRecipe, check_rewards
 from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.methods.arpo import Fresh, ReplayBuffer, ReplayConfig
 from mmrl.agents.methods.digirl_critics import (
-    CriticConfig,
+    DigirlCriticConfig,
     Fitter,
     InstructionCritic,
     LabelledEpisodes,
@@ -106,7 +106,7 @@ class DigirlSettings(BuiltPath):
     """Maximum number of stored episodes; the oldest is removed first. All are read once in every step."""
     memory_mb: int = rare(bounded(4096, at_least=1))
     """Maximum size of the stored episodes in 10^6 bytes, in each process."""
-    critic: CriticConfig = field(default_factory=CriticConfig)
+    critic: DigirlCriticConfig = field(default_factory=DigirlCriticConfig)
     """The critics."""
 
     @property

@@ -67,7 +67,7 @@ class PageEnvSettings:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PageVerdict:
     """The page's report on an episode."""
 
     reward: float
@@ -212,7 +212,7 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
         """Load the page of a task and return the instruction."""
 
     @abc.abstractmethod
-    def _after(self, page: GuardedPage) -> Verdict:
+    def _after(self, page: GuardedPage) -> PageVerdict:
         """Let the page settle after an action and read its verdict, which may depend on `self.answer`."""
 
     def _execute(

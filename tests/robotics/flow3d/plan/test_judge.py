@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from robotics.flow3d.objects.criteria import Outcome
+from robotics.flow3d.objects.criteria import CriteriaOutcome
 from robotics.flow3d.objects.demonstrations import DemonstrationConfig, demonstrations
 from robotics.flow3d.objects.flow_tasks import FLOW_TASKS
 from robotics.flow3d.objects.scene import SceneConfig
@@ -46,7 +46,7 @@ def test_the_oracles_score_measures_the_distance_to_each_criterion():
     def verdict(**errors):
         facts = PlanFacts(ObjectMotion(np.eye(4)[None], np.zeros((1, 3)), None))
         blank = np.zeros((2, 2, 3), np.uint8)
-        return CriteriaVerifier(lambda T: Outcome(errors)).verify(blank, blank, "", facts)
+        return CriteriaVerifier(lambda T: CriteriaOutcome(errors)).verify(blank, blank, "", facts)
 
     assert verdict(near=0.2, level=0.99) == Verdict(True, 1.0, "all criteria are met")
     assert verdict(near=1.0).ok is False, "an error of one tolerance is one too many"
