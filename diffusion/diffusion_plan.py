@@ -18,10 +18,10 @@ from diffusion.diffusion_config import DiffusionConfig, TrajectoryParts
 from diffusion.families.base import MASK, REFERENCE
 from diffusion.families.table import find_family
 from diffusion.models.conditioning import TextEncoders
-from diffusion.models.diffusion_policy import DTYPES, ModelConfig, add_adapter, make_family
+from diffusion.models.diffusion_policy import DTYPES, PipelineConfig, add_adapter, make_family
 from diffusion.models.pipelines import outlined_pipeline, quiet_diffusers
 from diffusion.models.saved import BASE_FILE, read_base
-from diffusion.sampling.latent_sampler import SamplerConfig, trained_window
+from diffusion.sampling.latent_sampler import LatentSamplerConfig, trained_window
 from mmrl.errors import NoPlan, UserError
 from mmrl.files import expanded, read_json_object
 from mmrl.hub.building import build_if_missing
@@ -41,18 +41,18 @@ def footprint(config: Any, *, passes: bool = True) -> Plan:
 
     Without passes, the plan only contains what is kept between them: weights, gradients, moments, averages and copies.
     """
-    if not isinstance(getattr(config, "model", None), ModelConfig):
+    if not isinstance(getattr(config, "model", None), PipelineConfig):
         raise NoPlan(f"there is no plan for the recipe '{config.recipe}'; its model is no diffusion model")
     ensure_torchvision()
     build_if_missing(config.model, "model")
-    step = _Step.of(config)
+    step = _StepSizes.of(config)
     # without values: the plan of a 12 billion model fits on any laptop
     with torch.device("meta"), quiet_transformers(), quiet_diffusers():
         model = _Model(config, step)
     return planned(_facts(model, step), config.trainer, passes=passes)
 
 
-def _facts(model: _Model, step: _Step) -> Facts:
+def _facts(model: _Model, step: _StepSizes) -> Facts:
     kind = "videos" if model.family.video else "images"
     times = f"{step.times} {'steps' if step.denoises else 'noisy versions'} of each"
     return Facts(
@@ -92,7 +92,7 @@ def preview(config: Any, recipe: Any) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _StepSizes:
     """Sizes of a step."""
 
     sizes: Sizes
@@ -103,10 +103,10 @@ class _Step:
     """Whether the sampler's steps are trained."""
     given: bool
     """Whether images are given instead of sampled."""
-    sampler: SamplerConfig
+    sampler: LatentSamplerConfig
 
     @classmethod
-    def of(cls, config: Any) -> _Step:
+    def of(cls, config: Any) -> _StepSizes:
         """Read the sizes from a configuration."""
         trainer, given = config.trainer, not isinstance(config, DiffusionConfig)
         sampler = config.evaluation.sampler if given else config.sampler
@@ -133,7 +133,7 @@ class _Step:
 class _Model:
     """Networks, autoencoder and sizes of a pipeline without weight values; built on the meta device."""
 
-    def __init__(self, config: Any, step: _Step) -> None:
+    def __init__(self, config: Any, step: _StepSizes) -> None:
         self.config, self.step, model = config, step, config.model
         dtype = DTYPES[model.dtype]
         pipeline, encoders = _pipeline(model)
@@ -244,7 +244,7 @@ class _Called:
         return self.function(*args, **kwargs)
 
 
-def pipeline_path(config: ModelConfig) -> str:
+def pipeline_path(config: PipelineConfig) -> str:
     """Folder or hub id of the pipeline below saved weights."""
     path = model_folder(config.path)
     while (expanded(path) / BASE_FILE).is_file():
@@ -252,7 +252,7 @@ def pipeline_path(config: ModelConfig) -> str:
     return path
 
 
-def _pipeline(config: ModelConfig) -> tuple[Any, int]:
+def _pipeline(config: PipelineConfig) -> tuple[Any, int]:
     """The pipeline without values, and the number of parameters of its text encoders."""
     path = pipeline_path(config)
     # a local copy is read, since it may differ from the released model

@@ -27,10 +27,10 @@ from accelerate import Accelerator
 
 from diffusion.diffusion_config import DiffusionConfig, TrajectoryParts
 from diffusion.methods.latent_critic import (
-    CriticConfig,
+    LatentCriticConfig,
+    LatentStateCritic,
     RewardShaping,
     ShapingConfig,
-    StateCritic,
     explained_by_time,
 )
 from diffusion.methods.trajectory import TrajectoryRecipe
@@ -53,7 +53,7 @@ class FlowPpoConfig(TrajectoryParts, DiffusionConfig):
     compares_samples: ClassVar[bool] = False
     shaping: ShapingConfig = rare(field(default_factory=ShapingConfig))
     """Conversion of rewards to returns; any kind except group_z, because the critic is the baseline."""
-    critic: CriticConfig = field(default_factory=CriticConfig)
+    critic: LatentCriticConfig = field(default_factory=LatentCriticConfig)
     """The value function."""
     objective: ObjectiveConfig = field(default_factory=_objective)
     """Flow-GRPO's clip and KL; gae over the steps with lambda 0.95, and a separately trained critic."""
@@ -84,7 +84,7 @@ class LatentCritic(LossTerm):
     name = "latent_critic"
     gradient = "never"
 
-    def __init__(self, critic: StateCritic) -> None:
+    def __init__(self, critic: LatentStateCritic) -> None:
         self.critic = critic
 
     def provides(self, step: Step) -> frozenset[str]:
@@ -103,7 +103,7 @@ class FlowPpoRecipe(TrajectoryRecipe):
 
     def __init__(self, config: FlowPpoConfig) -> None:
         super().__init__(config)
-        self.critic = self.parts["critic"] = StateCritic(
+        self.critic = self.parts["critic"] = LatentStateCritic(
             self.policy, self.train_tasks, config.critic, config.seed, self.process.states
         )
         self.shaping = self.parts["running"] = RewardShaping(config.shaping, self.objective)

@@ -6,7 +6,7 @@ import math
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from omegaconf import MISSING
 from mmrl.errors import UserError
 from mmrl.fields import bounded, is_text, rare
 from mmrl.files import is_file, replaced
+from mmrl.hub.building import BuiltPath
 from mmrl.hub.foreign import to_rgb
 from mmrl.hub.images import check_pixels, decode_image, image_pixels_option, read_image_file
-from mmrl.hub.tables import LINES, READERS, DataRow, built_path, read_rows
+from mmrl.hub.tables import LINES, READERS, DataRow, built_path, good_rows
 
 PACKED = ".npz"
 
@@ -37,16 +38,12 @@ class CaptionedImage:
 
 
 @dataclass
-class ImageDataConfig:
+class ImageDataConfig(BuiltPath):
     """Location of the captioned images."""
 
     path: str = MISSING
     """A .npz file with `images` uint8 (N, h, w, 3), or (N, F, h, w, 3) of videos, and `captions`; or a .jsonl file with
     the columns image (a path, relative to the file) and prompt."""
-    build: str | None = None
-    """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
-    build_options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the build function."""
     max_image_pixels: int = rare(image_pixels_option())
     """Largest image in pixels, checked by its header before it is decoded."""
     max_prompt_chars: int = rare(bounded(10_000, at_least=1))
@@ -100,7 +97,7 @@ def _read_packed(path: Path, config: ImageDataConfig) -> list[CaptionedImage]:
     for number, caption in enumerate(captions):
         check_caption(f"{path.name} {number}", caption, config)
     images = arrays["images"]
-    return [CaptionedImage(f"{path.name} {n}", caption, StoredImage(images, n)) for n, caption in enumerate(captions)]
+    return [CaptionedImage(f"{path.name} {n}", caption, PackedImage(images, n)) for n, caption in enumerate(captions)]
 
 
 def read_arrays(
@@ -165,10 +162,7 @@ def read_list(path: Path) -> Iterator[DataRow]:
     """The good rows of a list of image files; raises UserError at a bad one."""
     if path.suffix.lower() not in (LINES, *READERS):
         raise UserError(f"{path}: unknown extension {path.suffix!r}; give a .npz or .jsonl file")
-    for row in read_rows(str(path), "train", None):
-        if row.problem is not None:
-            raise UserError(f"{row.place}: {row.problem}")
-        yield row
+    return good_rows(str(path))
 
 
 def check_caption(place: str, caption: str, config: Any) -> None:
@@ -198,7 +192,7 @@ def _read_list(path: Path, config: ImageDataConfig) -> list[CaptionedImage]:
 
 
 @dataclass(frozen=True)
-class StoredImage:
+class PackedImage:
     """An image or video of an array of them."""
 
     images: NDArray[np.uint8]

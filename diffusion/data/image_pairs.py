@@ -19,18 +19,18 @@ from omegaconf import MISSING
 from diffusion.data.captioned_images import (
     PACKED,
     ImageFile,
-    StoredImage,
+    PackedImage,
     check_caption,
     read_arrays,
     read_list,
     readable,
 )
-from diffusion.data.prompts import ImageRows
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.files import is_file, replaced
+from mmrl.hub.building import BuiltPath
 from mmrl.hub.images import image_pixels_option
-from mmrl.hub.tables import BAD_ROWS, BadRowError, DataRow
+from mmrl.hub.tables import BAD_ROWS, BadRowError, DataRow, LoadedRows
 
 NUMBERS = ("score_chosen", "score_rejected", "text_quality")
 """Columns of numbers that a pair may have."""
@@ -58,17 +58,13 @@ class ImagePair:
 
 
 @dataclass
-class ImagePairConfig:
+class ImagePairConfig(BuiltPath):
     """Location of the pairs."""
 
     path: str = MISSING
     """A .npz file with `captions` (N texts), `chosen` and `rejected` uint8 (N, h, w, 3), or (N, F, h, w, 3) of videos,
     and optionally the numbers score_chosen, score_rejected and text_quality, or a .jsonl, .json or .parquet file whose
-    columns prompt, chosen and rejected hold a caption and two paths relative to the file."""
-    build: str | None = None
-    """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
-    build_options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the build function."""
+    columns prompt, chosen and rejected name image files beside it."""
     max_image_pixels: int = rare(image_pixels_option())
     """Largest image in pixels, checked by its header before it is decoded."""
     max_prompt_chars: int = rare(bounded(10_000, at_least=1))
@@ -111,7 +107,7 @@ def write_pairs(
     return file
 
 
-def load_pairs(config: ImagePairConfig) -> ImageRows[ImagePair]:
+def load_pairs(config: ImagePairConfig) -> LoadedRows[ImagePair]:
     """Read which pairs there are.
 
     Args:
@@ -124,7 +120,7 @@ def load_pairs(config: ImagePairConfig) -> ImageRows[ImagePair]:
         UserError: nothing is there, a file is damaged, or a pair is bad and `on_bad_row` is "error".
     """
     path = readable(config, "pairs")
-    loaded = ImageRows[ImagePair](on_bad_row=config.on_bad_row, key="pairs", noun="pair")
+    loaded = LoadedRows[ImagePair](on_bad_row=config.on_bad_row, key="pairs")
     if path.suffix == PACKED:
         arrays = read_arrays(path, SIDES, NUMBERS, "pairs of images", config.max_image_pixels, "pairs")
         loaded.take(range(len(arrays["captions"])), lambda row: _packed_pair(row, arrays, path, config))
@@ -140,7 +136,7 @@ def _packed_pair(row: int, arrays: Mapping[str, NDArray[Any]], path: Path, confi
     # there is no preference between equal images
     if np.array_equal(arrays["chosen"][row], arrays["rejected"][row]):
         raise BadRowError("equal_sides", place, "both images are the same")
-    chosen, rejected = (StoredImage(arrays[side], row) for side in SIDES)
+    chosen, rejected = (PackedImage(arrays[side], row) for side in SIDES)
     numbers = {name: float(arrays[name][row]) for name in NUMBERS if name in arrays}
     return ImagePair(place, caption, chosen, rejected, _finite(numbers, place))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from omegaconf import MISSING
@@ -15,7 +14,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.files import expanded
 from mmrl.hub.images import ImageError, image_pixels_option
-from mmrl.hub.tables import BAD_ROWS, MAX_LINE_MB, BadRowError, DataRow, LoadedRows, built_path, check_split, rows
+from mmrl.hub.tables import BAD_ROWS, BadRowError, DataRow, LoadedRows, RowsConfig, built_path, check_split, rows
 
 TaskT = TypeVar("TaskT")
 LOGGER = logging.getLogger("mmrl")
@@ -36,15 +35,11 @@ class DiffusionTask:
 
 
 @dataclass
-class PromptConfig:
+class PromptConfig(RowsConfig):
     """Source of the prompts."""
 
     path: str = MISSING
     """A .txt file with a prompt a line, a .jsonl, .json or .parquet file, a data-set folder or a hub id."""
-    split: str = "train"
-    """Split of a data set that has several."""
-    subset: str | None = rare(None)
-    """Configuration name of a hub data set that has several."""
     prompt_key: str = "prompt"
     """Column of the text."""
     image_key: str = rare("image")
@@ -52,47 +47,15 @@ class PromptConfig:
     all rows have one or none. Empty: no column is an image."""
     max_image_pixels: int = rare(image_pixels_option())
     """Largest image in pixels, checked by its header before it is decoded."""
-    max_tasks: int | None = bounded(None, at_least=1)
-    """Use only the first prompts, up to this number of usable ones."""
-    build: str | None = None
-    """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
-    build_options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the build function."""
     max_prompt_chars: int = rare(bounded(10_000, at_least=1))
     """Longest prompt in characters, checked before it is tokenised."""
-    max_line_mb: float = rare(bounded(MAX_LINE_MB, above=0, finite=True))
-    """Longest line of a .jsonl file in 10^6 bytes."""
     on_bad_row: str = rare(choice("skip", BAD_ROWS))
     """skip: count and log empty, over-long and unreadable prompts and use the rest; error: stop at the first."""
 
 
-@dataclass
-class ImageRows(LoadedRows[TaskT]):
-    """The usable prompts or pairs of a file; a first bad row of each kind is logged when it comes."""
-
-    key: str = "data"
-    """Section of the option `on_bad_row`, for messages."""
-    noun: str = "prompt"
-
-    def leave_out(self, error: BadRowError) -> None:
-        """Count a row that cannot be used; raises UserError if bad rows are errors."""
-        if self.on_bad_row == "error":
-            raise UserError(f"{error}; {self.key}.on_bad_row=skip leaves such rows out") from None
-        # one message for each kind; the counts follow at the end
-        if not any(known.kind == error.kind for known in self.problems):
-            LOGGER.warning("%s; such rows are skipped and counted", error)
-        self.problems.append(error)
-
-    def check_left(self, path: Path | str) -> None:
-        """Refuse a file without a usable row; raises UserError."""
-        if not self.tasks:
-            counts = ", ".join(f"{number} {kind}" for kind, number in self.skipped.items())
-            raise UserError(f"{path} has no usable {self.noun} ({counts or 'it is empty'})")
-
-
 def load_prompts(
     config: PromptConfig, too_long: Callable[[str], str | None] = lambda prompt: None
-) -> ImageRows[DiffusionTask]:
+) -> LoadedRows[DiffusionTask]:
     """Read all prompts of a data set.
 
     Args:
@@ -106,7 +69,7 @@ def load_prompts(
         UserError: nothing is there, no prompt is usable, or a row is bad and `on_bad_row` is "error".
     """
     built_path(config, "data", "a .txt, .jsonl, .json or .parquet file, a folder or a hub id")
-    loaded = ImageRows[DiffusionTask](on_bad_row=config.on_bad_row)
+    loaded = LoadedRows[DiffusionTask](on_bad_row=config.on_bad_row)
     loaded.take(_rows(config), lambda row: _task(row, config, too_long), config.max_tasks)
     loaded.check_left(config.path)
     return loaded

@@ -48,10 +48,10 @@ from diffusion.matching.states import StateMatching, check_states
 from diffusion.matching.velocity import FlowMatching
 from diffusion.methods.latent_critic import (
     CREDITS,
-    CriticConfig,
+    LatentCriticConfig,
+    LatentStateCritic,
     RewardShaping,
     ShapingConfig,
-    StateCritic,
     explained_by_time,
 )
 from diffusion.methods.orw_cfm import OrwRecipe, OrwSettings
@@ -76,7 +76,7 @@ class AcFlowConfig(MatchingParts, DiffusionConfig):  # type: ignore[misc]  # the
     stochastic sampler)."""
     shaping: ShapingConfig = rare(field(default_factory=ShapingConfig))
     """Conversion of rewards to returns."""
-    critic: CriticConfig = field(default_factory=CriticConfig)
+    critic: LatentCriticConfig = field(default_factory=LatentCriticConfig)
     """The value function."""
     advantage_bound: float = rare(bounded(1.0, at_least=0))
     """Maximum absolute advantage k; 0 = no bound."""
@@ -130,10 +130,11 @@ class AcFlowRecipe(OrwRecipe):
         self.target = "(x_t - x_0) / t" if config.states == "trajectory" else self.target
         # a part, so that checkpoints hold its running statistics
         self.shaping = self.parts["running"] = RewardShaping(config.shaping, self.objective)
-        self.critic: StateCritic | None = None
+        self.critic: LatentStateCritic | None = None
         if config.critic.enabled:
-            # the critic sees the very states that the matching loss trains on
-            self.critic = StateCritic(self.policy, self.train_tasks, config.critic, config.seed, self.process.states)
+            self.critic = LatentStateCritic(
+                self.policy, self.train_tasks, config.critic, config.seed, self.process.states
+            )
             self.parts["critic"] = self.critic
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:

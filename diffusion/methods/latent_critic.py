@@ -114,7 +114,7 @@ class RewardShaping:
 
 
 @dataclass
-class CriticConfig:
+class LatentCriticConfig:
     """The value function and its training."""
 
     enabled: bool = True
@@ -185,7 +185,7 @@ class Critic(nn.Module):
 class CriticTrainer:
     """A critic with its optimiser."""
 
-    def __init__(self, critic: Critic, config: CriticConfig) -> None:
+    def __init__(self, critic: Critic, config: LatentCriticConfig) -> None:
         self.critic = critic
         self.config = config
         self.updates = 0
@@ -277,7 +277,7 @@ CREDITS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 `diffusion.methods.ac_flow`."""
 
 
-class StateCritic(CriticTrainer):
+class LatentStateCritic(CriticTrainer):
     """The critic for the states of rollouts with mask 1, M of B * T.
 
     Args:
@@ -292,7 +292,7 @@ class StateCritic(CriticTrainer):
         self,
         policy: DiffusionPolicy,
         tasks: Sequence[DiffusionTask],
-        config: CriticConfig,
+        config: LatentCriticConfig,
         seed: int,
         states: Callable[[Rollouts], tuple[Tensor, Tensor, TrainedDecisions]],
     ) -> None:

@@ -18,7 +18,7 @@ LINE_WIDTH = 100
 """Characters of a line where the terminal does not say how wide it is."""
 
 
-class Row(NamedTuple):
+class ListingRow(NamedTuple):
     """One entry of a list."""
 
     group: str
@@ -28,11 +28,11 @@ class Row(NamedTuple):
     source: str
 
 
-def rows_of(name: str) -> list[Row]:
+def rows_of(name: str) -> list[ListingRow]:
     """Read the entries of a list."""
     group, headings = LISTINGS[name][2], load_target("mmrl.core.catalogue:all_headings")() if name in CATALOGUES else {}
     return [
-        Row(
+        ListingRow(
             group or headings.get(key) or _domain_of(entry),
             key,
             entry.parts() if hasattr(entry, "parts") else entry.summary,

@@ -175,7 +175,7 @@ def work_figure(
         style_axes(axes)
         for (arm, runs), colour in zip(arms.items(), colour_cycle(), strict=False):
             scaled = [(costs, [factor * value for value in values]) for costs, values in runs]
-            _draw_cost_band(axes, scaled, arm, colour)
+            _draw_band(axes, scaled, colour, label=f"{arm} ({len(runs)} seeds)")
         if targets:
             axes.axhline(factor * float(np.mean(targets)), color=INK, linewidth=1, linestyle="--", label="target, mean")
         axes.set_xlabel(cost, color=INK)
@@ -287,20 +287,9 @@ def _draw_bands(
     style_axes(axes)
     ends = []
     for place, (arm, runs) in enumerate(curves.items()):
-        by_step: dict[float, list[float]] = {}
-        for steps, values in runs:
-            for step, value in zip(steps, values, strict=True):
-                if math.isfinite(value):
-                    by_step.setdefault(step, []).append(value)
-        if not by_step:
-            continue
-        steps = sorted(by_step)
-        means = [float(np.mean(by_step[step])) for step in steps]
-        look: dict[str, Any] = {"marker": MARKERS[place % len(MARKERS)], "linewidth": 2, "markersize": 4}
-        axes.plot(steps, means, color=colours[arm], **look)
-        lows, highs = ([pick(by_step[step]) for step in steps] for pick in (min, max))
-        axes.fill_between(steps, lows, highs, color=colours[arm], alpha=0.15, linewidth=0)
-        ends.append((means[-1], f"{names[arm]} ({len(runs)} seeds)", colours[arm]))
+        means = _draw_band(axes, runs, colours[arm], marker=MARKERS[place % len(MARKERS)], markersize=4)
+        if means.size:
+            ends.append((float(means[-1]), f"{names[arm]} ({len(runs)} seeds)", colours[arm]))
     axes.set_xlabel("step", color=INK)
     _name_ends(axes, ends)
 
@@ -315,19 +304,24 @@ def _name_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
         axes.annotate(name, (1.01, at), color=colour, fontsize=9, **place)
 
 
-def _draw_cost_band(axes: Axes, runs: Sequence[Line], label: str, colour: str) -> None:
-    """Mean and range over the costs that all seeds have; the mean of joined lines bends where any of them does."""
-    pairs = [(np.asarray(costs, dtype=float), np.asarray(values, dtype=float)) for costs, values in runs]
-    known = [(costs[np.isfinite(values)], values[np.isfinite(values)]) for costs, values in pairs]
-    known = [(costs, values) for costs, values in known if costs.size]
+def _draw_band(axes: Axes, runs: Sequence[Line], colour: str, **look: Any) -> np.ndarray:
+    """Mean and range of runs where all of them have values; returns the means.
+
+    The mean of joined lines bends where any of them does.
+    """
+    pairs = [(np.asarray(places, dtype=float), np.asarray(values, dtype=float)) for places, values in runs]
+    known = [(places[np.isfinite(values)], values[np.isfinite(values)]) for places, values in pairs]
+    known = [(places, values) for places, values in known if places.size]
     if not known:
-        return
-    start, end = max(costs[0] for costs, _ in known), min(costs[-1] for costs, _ in known)
-    grid = np.unique(np.concatenate([costs for costs, _ in known]))
+        return np.empty(0)
+    start, end = max(places[0] for places, _ in known), min(places[-1] for places, _ in known)
+    grid = np.unique(np.concatenate([places for places, _ in known]))
     grid = grid[(grid >= start) & (grid <= end)]
     values = np.array([np.interp(grid, *run) for run in known])
-    axes.plot(grid, values.mean(axis=0), color=colour, linewidth=2, label=f"{label} ({len(known)} seeds)")
+    means: np.ndarray = values.mean(axis=0)
+    axes.plot(grid, means, color=colour, linewidth=2, **look)
     axes.fill_between(grid, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.15, linewidth=0)
+    return means
 
 
 def _number(value: float | None) -> float:

@@ -10,8 +10,11 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from omegaconf import MISSING
 
 from mmrl.errors import UserError
 from mmrl.files import expanded
@@ -103,8 +106,20 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
-def build_if_missing(config: Any, what: str = "data") -> None:
-    """Call a configuration's `build` function if its `path` is missing; other processes wait for it."""
+@dataclass
+class BuiltPath:
+    """A file or folder, and the function that writes it if it is missing."""
+
+    path: str = MISSING
+    """File or folder."""
+    build: str | None = None
+    """`module:function` that writes `path` if it is missing; called with the path and `build_options`."""
+    build_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `build`."""
+
+
+def build_if_missing(config: BuiltPath, what: str = "data") -> None:
+    """Call a configuration's `build` function where its `path` is missing; other processes wait for it."""
     path = expanded(config.path)
     if config.build is None or path.exists():
         return
@@ -124,7 +139,7 @@ def build_if_missing(config: Any, what: str = "data") -> None:
         raise UserError(f"{what}.build {config.build!r} returned without writing {path}")
 
 
-def _call_build(function: Callable[..., Any], path: Path, config: Any, what: str) -> None:
+def _call_build(function: Callable[..., Any], path: Path, config: BuiltPath, what: str) -> None:
     try:
         function(str(path), **dict(config.build_options))
     except (TypeError, ValueError, KeyError, ImportError, OSError) as error:  # options or paths that do not fit

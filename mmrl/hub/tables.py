@@ -16,8 +16,9 @@ from typing import Any, Generic, TypeVar
 from omegaconf import MISSING
 
 from mmrl.errors import UserError, did_you_mean
+from mmrl.fields import bounded, rare
 from mmrl.files import expanded, is_file
-from mmrl.hub.building import build_if_missing
+from mmrl.hub.building import BuiltPath, build_if_missing
 from mmrl.runs.dry_run import fetch_follows
 
 ItemT = TypeVar("ItemT")
@@ -62,6 +63,8 @@ class LoadedRows(Generic[TaskT]):
     """error: stop at a bad row; skip: leave it out and count it."""
     problems: list[BadRowError] = field(default_factory=list)
     """All rows that were left out."""
+    key: str = "data"
+    """Section of the option `on_bad_row`, for messages."""
 
     @property
     def skipped(self) -> Counter[str]:
@@ -88,7 +91,7 @@ class LoadedRows(Generic[TaskT]):
     def leave_out(self, error: BadRowError) -> None:
         """Count a row that cannot be used; raises UserError if bad rows are errors."""
         if self.on_bad_row == "error":
-            raise UserError(f"{error} (set data.on_bad_row=skip to leave such rows out)") from None
+            raise UserError(f"{error} (set {self.key}.on_bad_row=skip to leave such rows out)") from None
         self.problems.append(error)
 
     def check_left(self, path: Path | str) -> None:
@@ -126,7 +129,21 @@ class ArrowImage:
         return {**cell, "path": str(self.folder / cell["path"])}
 
 
-def built_path(config: Any, key: str, kinds: str) -> Path:
+@dataclass
+class RowsConfig(BuiltPath):
+    """A data set, and which of its rows are read."""
+
+    split: str = "train"
+    """Split of a data set that has several; a file is one split."""
+    subset: str | None = rare(None)
+    """Configuration name of a hub data set that has several."""
+    max_tasks: int | None = bounded(None, at_least=1)
+    """Use only the first rows, up to this number of good ones."""
+    max_line_mb: float = rare(bounded(MAX_LINE_MB, above=0, finite=True))
+    """Longest line of a .jsonl file in 10^6 bytes."""
+
+
+def built_path(config: BuiltPath, key: str, kinds: str) -> Path:
     """Path of a configuration's data, which its `build` writes if it is missing; raises UserError without a path.
 
     `key` is the section of the options and `kinds` lists the kinds of files, both for messages.
@@ -137,8 +154,8 @@ def built_path(config: Any, key: str, kinds: str) -> Path:
     return expanded(config.path)
 
 
-def rows(config: Any) -> Iterator[DataRow]:
-    """All rows of a configuration with path, split, subset and max_line_mb."""
+def rows(config: RowsConfig) -> Iterator[DataRow]:
+    """All rows of a data set."""
     check_split(config.path, config.split, config.subset)
     yield from read_rows(config.path, config.split, config.subset, config.max_line_mb)
 
@@ -164,6 +181,14 @@ def read_rows(path: str, split: str, subset: str | None, max_line_mb: float = MA
         yield from _read_hub(path, split, subset)
     else:
         raise UserError(_missing(file))
+
+
+def good_rows(path: str) -> Iterator[DataRow]:
+    """All rows behind a path or hub id; raises UserError at a bad one."""
+    for row in read_rows(path, "train", None):
+        if row.problem is not None:
+            raise UserError(f"{row.place}: {row.problem}")
+        yield row
 
 
 def check_split(path: str, split: str, subset: str | None) -> None:

@@ -79,7 +79,7 @@ class MaskedSampling:
 
 
 class MaskedSampler:
-    """The `mmrl.training.sampler.Sampler` of a masked-diffusion policy."""
+    """The `mmrl.training.recipe.Sampler` of a masked-diffusion policy."""
 
     def __init__(self, config: MaskedSampling) -> None:
         self.config = config

@@ -36,17 +36,17 @@ from mmrl.training.rollers import (
     Hello,
     LocalRollers,
     Lost,
-    Outcome,
+    NotStarted,
     Raised,
-    Refusal,
     Rollers,
     TrialUnit,
     Unit,
+    UnitOutcome,
     cut,
     joined,
     scored,
 )
-from mmrl.training.rollout_worker import Job, RolloutWorker, add_notes, checksum, trained_weights
+from mmrl.training.rollout_worker import RolloutWorker, WorkerJob, add_notes, checksum, trained_weights
 from mmrl.training.settings import BaseRunConfig, RollersConfig
 
 LOGGER = logging.getLogger("mmrl")
@@ -114,7 +114,7 @@ class RayWorker(RolloutWorker):
             unit: a pickled unit, since arrays that Ray serialises itself are read-only.
 
         Returns:
-            A pickled `Outcome`.
+            A pickled `UnitOutcome`.
         """
         import ray
 
@@ -171,7 +171,7 @@ class RayCrew:
         actor = self._actors[worker]
         self._waiting[actor.work_at.remote(self.numbers, self.references, pickle.dumps(unit))] = worker
 
-    def wait(self) -> tuple[int, Hello | Refusal | Outcome | Raised | Lost]:
+    def wait(self) -> tuple[int, Hello | NotStarted | UnitOutcome | Raised | Lost]:
         """Wait for the next answer."""
         began = time.monotonic()
         while True:
@@ -201,7 +201,7 @@ class RayCrew:
         for actor in self._actors.values():
             self._ray.kill(actor)
 
-    def _answer(self, worker: int, reference: Any) -> Hello | Refusal | Outcome | Raised | Lost:
+    def _answer(self, worker: int, reference: Any) -> Hello | NotStarted | UnitOutcome | Raised | Lost:
         errors = self._ray.exceptions
         try:
             answer = self._ray.get(reference)
@@ -273,7 +273,7 @@ class RayRollers:
         try:
             _check_room(options)
             # trained weights are sent every step, so only the frozen ones are compared
-            job = Job(entry, config, os.getcwd(), versions(), checksum(recipe.policy, trained=False))
+            job = WorkerJob(entry, config, os.getcwd(), versions(), checksum(recipe.policy, trained=False))
             self._crew = RayCrew(_pickled(job), options)
             self._dealer = Dealer(self._crew, self._size, options.tries)
             hello = self._dealer.start()
@@ -291,7 +291,7 @@ class RayRollers:
         self._loads = 0
         self._staleness = 0
         self.looks_ahead = options.overlap
-        self._ahead: Future[list[Outcome]] | None = None
+        self._ahead: Future[list[UnitOutcome]] | None = None
         # one thread: units of two steps would compete for workers
         self._thread = ThreadPoolExecutor(1, "rollers")
         if options.overlap:
@@ -352,7 +352,7 @@ class RayRollers:
         self._crew.numbers = (self._loads, self._draws)
         self._crew.references = (self._weights, state)
 
-    def _take(self, outcome: Outcome, said: set[tuple[int, str]]) -> None:
+    def _take(self, outcome: UnitOutcome, said: set[tuple[int, str]]) -> None:
         """Merge what a worker recorded, wrote and logged; log lines in `said` are not repeated."""
         self._busy_s += outcome.seconds
         # a lost unit has noted nothing
@@ -429,7 +429,7 @@ class RayRollers:
             self._crew.close()
         self._disconnect()
 
-    def _write(self, outcome: Outcome) -> None:
+    def _write(self, outcome: UnitOutcome) -> None:
         """Write the files of a worker, or why a unit was lost, to the run folder."""
         lost = {"failures/rollers.txt": f"{outcome.error}\n".encode()} if outcome.lost else {}
         # a name from a worker is relative to the run's folder
@@ -538,7 +538,7 @@ def _check_room(options: RollersConfig) -> None:
             )
 
 
-def _pickled(job: Job) -> bytes:
+def _pickled(job: WorkerJob) -> bytes:
     try:
         return pickle.dumps(job)
     except Exception as error:

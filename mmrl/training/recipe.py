@@ -33,6 +33,9 @@ from mmrl.training.sharding import in_parts, local, whole_weights
 PolicyT = TypeVar("PolicyT", bound=nn.Module)
 TaskT = TypeVar("TaskT")
 ScoresT = TypeVar("ScoresT")
+WeightsT = TypeVar("WeightsT", contravariant=True)
+AskedT = TypeVar("AskedT", contravariant=True)
+SamplesT = TypeVar("SamplesT", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -307,6 +310,9 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         """Close what is open."""
         self.opened.close()
 
+    def _stateful(self) -> dict[str, Stateful]:
+        return self.parts | {stage.name: stage for stage in self.stages}
+
 
 @contextmanager
 def opening(opened: ExitStack) -> Iterator[ExitStack]:
@@ -323,8 +329,25 @@ def reward_state(config: BaseRunConfig, tasks: Sequence[Any], step: Step) -> Tra
     epoch = step.number * config.trainer.tasks_per_step / max(len(tasks), 1)
     return TrainerState(step.number, step.total, epoch)
 
-    def _stateful(self) -> dict[str, Stateful]:
-        return self.parts | {stage.name: stage for stage in self.stages}
+
+class Sampler(Protocol[WeightsT, AskedT, SamplesT]):
+    """Draws samples: from the policy in this process, from an inference engine, or from workers on other machines.
+
+    A recipe calls `load` before it samples in each step and never looks behind the protocol, so that the engine can be
+    exchanged without a change to the recipe.
+    """
+
+    def load(self, weights: WeightsT, version: int) -> None:
+        """Sample with these weights from now on."""
+        ...
+
+    def close(self) -> None:
+        """Free what the sampler started; it is not used again."""
+        ...
+
+    def sample(self, tasks: Sequence[AskedT], n: int, streams: Streams) -> SamplesT:
+        """Draw samples with the weights loaded last."""
+        ...
 
 
 Scorer = Callable[[nn.Module, Rollouts, frozenset[str]], PolicyOutputs]

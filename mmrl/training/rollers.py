@@ -85,7 +85,7 @@ class TrialUnit:
 
 
 @dataclass
-class Outcome:
+class UnitOutcome:
     """Rows of a unit."""
 
     rollouts: Rollouts | None = None
@@ -154,29 +154,29 @@ def cut(tasks: Sequence[Any], streams: Streams, step: Step, size: int) -> list[U
     return [Unit([tasks[number] for number in span], streams.select(span), step) for span in spans]
 
 
-def measured(recipe: Recipe[Any, Any], unit: TrialUnit, accelerator: Accelerator) -> Outcome:
+def measured(recipe: Recipe[Any, Any], unit: TrialUnit, accelerator: Accelerator) -> UnitOutcome:
     """Run a unit of an evaluation."""
     # rebuilt in the worker, since a measure holds the policy
     measure = recipe.measures(recipe.policy, unit.split, unit.step)[unit.measure]
     with torch.no_grad(), accelerator.autocast():
-        return Outcome(rows=measure.run(unit.tasks, unit.start))
+        return UnitOutcome(rows=measure.run(unit.tasks, unit.start))
 
 
-def sampled(recipe: Recipe[Any, Any], unit: Unit, accelerator: Accelerator) -> Outcome:
+def sampled(recipe: Recipe[Any, Any], unit: Unit, accelerator: Accelerator) -> UnitOutcome:
     """Sample a unit, and score it if its score does not depend on other units."""
 
     def rewarded(rollouts: Rollouts) -> Rollouts:
         return scored(recipe, rollouts, unit.streams, unit.step) if recipe.scores_apart else rollouts
 
     try:
-        return Outcome(rewarded(rolled(recipe, unit, accelerator)))
+        return UnitOutcome(rewarded(rolled(recipe, unit, accelerator)))
     except NoUsableTasksError as error:
-        return Outcome(None if error.rollouts is None else rewarded(error.rollouts), _without_rows(error))
+        return UnitOutcome(None if error.rollouts is None else rewarded(error.rollouts), _without_rows(error))
     except RunError as error:
         # a reward that failed on every row of the unit; those of other units may be fine, so `joined` decides
         if not isinstance(getattr(error, "rollouts", None), Rollouts):
             raise
-        return Outcome(placed(error.rollouts, unit, recipe), _without_rows(error))  # type: ignore[attr-defined]
+        return UnitOutcome(placed(error.rollouts, unit, recipe), _without_rows(error))  # type: ignore[attr-defined]
 
 
 def rolled(recipe: Recipe[Any, Any], unit: Unit, accelerator: Accelerator) -> Rollouts:
@@ -233,7 +233,7 @@ def _without_rows(error: RunError) -> RunError:
     return NoUsableTasksError(str(error)) if isinstance(error, NoUsableTasksError) else RunError(str(error))
 
 
-def joined(outcomes: Sequence[Outcome]) -> Rollouts:
+def joined(outcomes: Sequence[UnitOutcome]) -> Rollouts:
     """Join the rows of all units in order; raises an error if all units failed."""
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     rows = [outcome.rollouts for outcome in outcomes if outcome.rollouts is not None]
@@ -257,7 +257,7 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class NotStarted:
     """Answer of a worker that cannot start."""
 
     reason: str
@@ -282,7 +282,7 @@ class Crew(Protocol):
     """The numbered workers of an engine."""
 
     def start(self) -> int:
-        """Start a worker in the background; it answers with Hello, Refusal or Lost."""
+        """Start a worker in the background; it answers with Hello, NotStarted or Lost."""
         ...
 
     def ask(self, worker: int) -> None:
@@ -290,10 +290,10 @@ class Crew(Protocol):
         ...
 
     def send(self, worker: int, unit: Unit | TrialUnit) -> None:
-        """Send a unit to a worker; the answer is an Outcome, Raised or Lost."""
+        """Send a unit to a worker; the answer is an UnitOutcome, Raised or Lost."""
         ...
 
-    def wait(self) -> tuple[int, Hello | Refusal | Outcome | Raised | Lost]:
+    def wait(self) -> tuple[int, Hello | NotStarted | UnitOutcome | Raised | Lost]:
         """Wait for the next answer and return it with its worker's number; lost workers are removed."""
         ...
 
@@ -331,13 +331,13 @@ class Dealer:
                 return answer
             self._replace(answer)
 
-    def run(self, units: Sequence[Unit | TrialUnit]) -> Iterator[Outcome]:
+    def run(self, units: Sequence[Unit | TrialUnit]) -> Iterator[UnitOutcome]:
         """Yield the outcomes in order of the units, each as soon as all earlier ones are complete."""
         # a queue of positions, since a lost unit goes back to its head
         waiting, running = deque(range(len(units))), dict[int, int]()
         lost: Counter[int] = Counter()
         # outcomes that wait for those of earlier units
-        done: dict[int, Outcome] = {}
+        done: dict[int, UnitOutcome] = {}
         following = 0
         while True:
             # before yielding, so that no worker idles while the caller works on rows
@@ -356,11 +356,11 @@ class Dealer:
             worker, answer = self._crew.wait()
             # None for a worker that has just started or answered a ping
             number = running.pop(worker, None)
-            if isinstance(answer, Hello | Outcome):
+            if isinstance(answer, Hello | UnitOutcome):
                 # an answer of any kind shows that workers can live
                 self._in_vain = 0
                 self._free.append(worker)
-                if isinstance(answer, Outcome) and number is not None:
+                if isinstance(answer, UnitOutcome) and number is not None:
                     done[number] = answer
             else:
                 self._replace(answer)
@@ -373,9 +373,9 @@ class Dealer:
                     else:
                         done[number] = _given_up(units[number], lost[number], answer)
 
-    def _replace(self, answer: Refusal | Outcome | Raised | Lost) -> None:
+    def _replace(self, answer: NotStarted | UnitOutcome | Raised | Lost) -> None:
         """Replace a lost worker; raise for any other answer."""
-        if isinstance(answer, Refusal):
+        if isinstance(answer, NotStarted):
             raise UserError(answer.reason)
         # the traceback of the worker, which the raised error does not have
         if isinstance(answer, Raised):
@@ -394,9 +394,9 @@ class Dealer:
             self._crew.ask(self._free.popleft())
 
 
-def _given_up(unit: Unit | TrialUnit, times: int, answer: Any) -> Outcome:
+def _given_up(unit: Unit | TrialUnit, times: int, answer: Any) -> UnitOutcome:
     reason = f"{times} rollout workers were lost over the same tasks; the last one: {answer.reason}"
     whole = "evaluation" if isinstance(unit, TrialUnit) else "step"
     # the step goes on with the tasks that are left
     LOGGER.error("the %s goes on without %d of its tasks: %s", whole, len(unit.tasks), reason)
-    return Outcome(error=RunError(reason), lost=True)
+    return UnitOutcome(error=RunError(reason), lost=True)

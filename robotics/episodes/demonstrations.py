@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.files import expanded
-from mmrl.hub.building import build_if_missing
+from mmrl.hub.building import BuiltPath, build_if_missing
 from mmrl.runs.fingerprint import content_digest
 from robotics.data import EpisodeData, LeRobotReader
 from robotics.episodes.dataset_fit import UNITS, check_dataset, in_simulator_units
@@ -32,15 +32,11 @@ IMAGES_READ = 256
 
 
 @dataclass
-class DemonstrationConfig:
+class DemonstrationConfig(BuiltPath):
     """A folder in the LeRobotDataset v3 format."""
 
     path: str = ""
     """Folder of the dataset."""
-    build: str | None = None
-    """module:function that writes the folder if it is missing, called as function(path, **build_options)."""
-    build_options: dict[str, Any] = field(default_factory=dict)
-    """Options of `build`."""
     camera: str = "front"
     """Camera of the policy's images; empty = no images."""
     views: list[str] = rare(field(default_factory=list))

@@ -27,42 +27,27 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from mmrl.core.loss import Denominators, mean_metric, token_mean
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import SET, bounded, only_with
-from mmrl.runs.run_log import stopwatch
+from mmrl.training.distillation import DistilWeights, TeacherTerm, importance_weighted
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.recipe import LossTerm, Passes, Step, TermLoss, opening
+from mmrl.training.recipe import opening
 from robotics.methods.grpo import EpisodeRewardParts, RobotGrpoRecipe
 from robotics.methods.robot_recipe import RobotConfig
 from robotics.policies.base.action_policy import ActionPolicy
 from robotics.policies.policy_loading import ActionPolicyConfig, check_fit, load_action_policy
 from robotics.sim.episodes import RobotSim
 
-LOGP_TEACHER = "logp_teacher"
-"""Extra (B, T) of rollouts: the teacher's log-probabilities."""
-
 
 @dataclass
-class RobotDistilSettings:
+class RobotDistilSettings(DistilWeights):
     """Weights of the teacher's part and of the rewards."""
 
-    reward: float = bounded(1.0, at_least=0)
-    """Weight of logp_teacher - logp_old in the advantage of each decision."""
-    divergence: float = bounded(0.0, at_least=0)
-    """Weight of the exact divergence from the teacher, for policies whose decisions are tokens or Gaussian actions."""
     beta: float = only_with(bounded(1.0, at_least=0, at_most=1), divergence=SET)
     """Kind of divergence: 0 is KL(teacher || policy), 1 is KL(policy || teacher); for tokens, values in between are the
     generalised Jensen-Shannon divergence of this mixture."""
-    task: float = bounded(0.0, at_least=0)
-    """Weight of the objective's own advantages, computed from the rewards; 0 = learn from the teacher alone."""
-
-    def validate(self) -> None:
-        """Check that something is learned; raises ValueError."""
-        if not (self.reward or self.divergence):
-            raise ValueError("distil.reward and distil.divergence are 0: the teacher teaches nothing; set one of them")
 
 
 @dataclass
@@ -73,11 +58,7 @@ class RobotDistilConfig(EpisodeRewardParts, RobotConfig):
     """The teacher policy: folder of a saved policy or of a run, or a kind with its options."""
     distil: RobotDistilSettings = field(default_factory=RobotDistilSettings)
     """Weights of the teacher's part and of the rewards."""
-    objective: ObjectiveConfig = field(
-        default_factory=lambda: ObjectiveConfig(
-            clip={"kind": "unclipped"}, kl={"kind": "none"}, aggregation={"kind": "token_mean"}
-        )
-    )
+    objective: ObjectiveConfig = field(default_factory=importance_weighted)
     """Policy loss of the advantages; the default is the importance-weighted loss without clip and KL to the start."""
 
     @property
@@ -107,74 +88,25 @@ class RobotDistilRecipe(RobotGrpoRecipe):
             check_teacher(self.teacher, self.policy)
             if config.distil.divergence:
                 check_divergence(self.policy, config.distil.beta)
-        self.terms = [*self.terms, Teaching(self)]
+        self.distillation = TeacherTerm(config.distil, self._score, self._divergence)
+        self.terms = [*self.terms, self.distillation]
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Weigh the objective's advantages, and add the teacher's reward of each decision."""
-        settings, found = self.config.distil, super().advantages(rollouts, accelerator, step)
-        assert found.advantage is not None
-        # minus the reverse KL, sampled on the decisions of the student
-        gain = rollouts.extras[LOGP_TEACHER] - rollouts.logp_old
-        advantage = settings.task * found.advantage + settings.reward * gain
-        # logp_teacher of a decision that was never executed is no number to learn from
-        return found.replace(advantage=torch.where(rollouts.loss_mask > 0, advantage, 0.0))
+        return self.distillation.teach(super().advantages(rollouts, accelerator, step))
 
+    def _score(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """The teacher's log-probabilities of the decisions."""
+        return self.scores(self.teacher.to(rollouts.mask.device), rollouts, frozenset({"logp"}))
 
-class Teaching(LossTerm):
-    """The teacher's log-probabilities of the decisions, for the advantages, and the exact divergence from it."""
-
-    name = "teaching"
-
-    def __init__(self, recipe: RobotDistilRecipe) -> None:
-        self.recipe = recipe
-        # without an exact divergence the term only provides the teacher's numbers
-        self.gradient = "always" if recipe.config.distil.divergence else "never"
-
-    def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
-        """Score the decisions with the teacher."""
-        recipe = self.recipe
-        # after the policy has moved; the teacher is no part of it
-        recipe.teacher.to(rollouts.mask.device)
-
-        def score(policy: nn.Module, chunk: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
-            # at the student's temperature, or the gap would measure the temperatures
-            return recipe.scores(recipe.teacher, chunk, frozenset({"logp"}))
-
-        with stopwatch("teacher_logp"):
-            logp = passes.scores(rollouts, frozenset({"logp"}), score).logp
-        return rollouts.replace(extras={**rollouts.extras, LOGP_TEACHER: logp})
-
-    def __call__(
-        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
-    ) -> TermLoss:
-        """The weighted mean of the exact divergence over all decisions; the sampled one is a metric."""
-        settings, mask = self.recipe.config.distil, minibatch.loss_mask
-        # log p - log q: positive where the student is surer than the teacher
-        gap = scores.logp.detach() - minibatch.extras[LOGP_TEACHER]
-        metrics = {"distil/kl_sampled": mean_metric(gap, mask)}
-        if not settings.divergence:
-            return TermLoss({}, metrics)
-        divergence = self.divergence(policy, minibatch)
-        loss = settings.divergence * token_mean(divergence, mask, counts)
-        return TermLoss({"loss/distillation": loss}, metrics | {"distil/divergence": mean_metric(divergence, mask)})
-
-    def divergence(self, policy: nn.Module, rollouts: Rollouts) -> Tensor:
+    def _divergence(self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs) -> Tensor:
         """Exact divergence (B, T) from the teacher; 0 at decisions that are not trained."""
-        recipe = self.recipe
-        inputs, _, place = recipe.scored_chunks(rollouts)
-        temperature = recipe.config.acting.temperature
+        inputs, _, place = self.scored_chunks(minibatch)
+        temperature = self.config.acting.temperature
         with torch.no_grad():
             # at the temperature of acting, as the policy's own distributions are
-            others = recipe.teacher("distributions", inputs, temperature)
-        return recipe.spread(policy("divergence_from", inputs, others, recipe.config.distil.beta, temperature), *place)
-
-    def formula(self) -> str:
-        """Formula of the advantages."""
-        settings = self.recipe.config.distil
-        own = f"{settings.task:g} A_it + " if settings.task else ""
-        found = f"distillation, with q = the teacher:\n     A_it <- {own}{settings.reward:g} (log q_it - logp_old_it)"
-        exact = f"\n          + {settings.divergence:g} * mean D(p, q; beta {settings.beta:g})"
-        return found + exact if settings.divergence else found
+            others = self.teacher("distributions", inputs, temperature)
+        return self.spread(policy("divergence_from", inputs, others, self.config.distil.beta, temperature), *place)
 
 
 def check_divergence(policy: ActionPolicy, beta: float) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, by_kind, check_config, choice, rare
-from mmrl.hub.building import build_if_missing
+from mmrl.hub.building import BuiltPath, build_if_missing
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 from mmrl.runs.export import foreign_model
 from robotics.methods.trajectory_latent import TrajectoryLatent, check_frames
@@ -139,7 +139,7 @@ def _load_vjepa2(path: str) -> Any:
 
 
 @dataclass
-class LatentConfig:
+class LatentConfig(BuiltPath):
     """Latent by which episodes are compared."""
 
     kind: str = choice("video", lambda: LATENTS)
@@ -147,10 +147,6 @@ class LatentConfig:
     path: str = ""
     """vjepa2: model folder or hub id; video: folder of the encoder; state: LeRobotDataset that sets the scale, without
     which it is that of the run's first step."""
-    build: str | None = None
-    """module:function that writes the folder if it is missing, called as function(path, **build_options)."""
-    build_options: dict[str, Any] = field(default_factory=dict)
-    """Options of `build`."""
     frames: str = choice("step", FRAME_RATES)
     """step: an image of every control step; chunk: only the images before each chunk and at the end."""
     options: dict[str, Any] = by_kind(
@@ -169,7 +165,7 @@ class LatentConfig:
 
 
 @dataclass
-class VideoSettings(NetworkSettings):
+class VideoLatentSettings(NetworkSettings):
     """Settings of the latent of the small video encoder; the path is what `VideoEncoder.save_pretrained` wrote."""
 
     pooling: str = rare("mean_and_end")
@@ -215,7 +211,7 @@ class ObjectSettings:
 class VideoLatent(TrajectoryLatent):
     """Pooled latents of the frames of an episode, from a trained `VideoEncoder`: the given one or that at the path."""
 
-    def __init__(self, settings: VideoSettings, encoder: VideoEncoder | None = None) -> None:
+    def __init__(self, settings: VideoLatentSettings, encoder: VideoEncoder | None = None) -> None:
         if encoder is None:
             check_config(settings, "latent")
             encoder = VideoEncoder.from_pretrained(settings.path)
@@ -356,7 +352,7 @@ def _settings_of(config: LatentConfig) -> Any:
 
 LATENTS: dict[str, tuple[type[Any], type[TrajectoryLatent]]] = {
     "vjepa2": (Vjepa2Settings, Vjepa2Latent),
-    "video": (VideoSettings, VideoLatent),
+    "video": (VideoLatentSettings, VideoLatent),
     "pixels": (PixelSettings, PixelLatent),
     "state": (StateSettings, StateLatent),
     "object": (ObjectSettings, ObjectLatent),

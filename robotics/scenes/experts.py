@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Scene:
+class NamedState:
     """One state vector by name; metres and radians, world frame."""
 
     grip: NDArray[np.float64]  # (3,)
@@ -101,8 +101,8 @@ class Expert:
         return np.array([*way, turn, move.gripper])
 
 
-def _read(state: NDArray[np.float64]) -> Scene:
-    return Scene(
+def _read(state: NDArray[np.float64]) -> NamedState:
+    return NamedState(
         grip=state[0:3],
         opening=float(state[4]),
         command=state[5:8],
@@ -115,11 +115,11 @@ def _read(state: NDArray[np.float64]) -> Scene:
     )
 
 
-def _reach(scene: Scene) -> Move:
+def _reach(scene: NamedState) -> Move:
     return Move(_above(scene.first, 0.03), OPEN)
 
 
-def _push(scene: Scene) -> Move:
+def _push(scene: NamedState) -> Move:
     """Get behind the cube, go down, and push it along the line to the zone."""
     way = (scene.goal - scene.first)[:2]
     distance = float(np.hypot(*way))
@@ -140,7 +140,7 @@ def _push(scene: Scene) -> Move:
     return Move(_at(target - 0.5 * side, PUSH_Z_M), CLOSED, speed=0.5)
 
 
-def _carry(scene: Scene, target: NDArray[np.float64]) -> Move:
+def _carry(scene: NamedState, target: NDArray[np.float64]) -> Move:
     """Grasp the cube, carry it over the target and put it down."""
     held = scene.closing and scene.opening < HELD_M and _near(scene.grip, scene.first, 0.02)
     # let go only once the cube is centred, unless it is not held any more
@@ -158,7 +158,7 @@ def _carry(scene: Scene, target: NDArray[np.float64]) -> Move:
     return Move(target + shift, CLOSED, yaw, speed=0.6)
 
 
-def _grasp(scene: Scene) -> Move:
+def _grasp(scene: NamedState) -> Move:
     grasp = _above(scene.first, 0.002)
     at_cube = _flat(scene.grip, grasp) < 0.012 and abs(scene.grip[2] - grasp[2]) < 0.008
     if at_cube:
@@ -166,7 +166,7 @@ def _grasp(scene: Scene) -> Move:
     return _go_over(scene, grasp, OPEN, scene.first_yaw)
 
 
-def _drawer(scene: Scene) -> Move:
+def _drawer(scene: NamedState) -> Move:
     """Lower the fingers into the gap behind the handle and pull it along the drawer's axis."""
     out = -np.array([np.cos(scene.first_yaw), np.sin(scene.first_yaw)])
     gap = _at(scene.first[:2] - out * GAP_M, HOOK_Z_M)
@@ -177,7 +177,7 @@ def _drawer(scene: Scene) -> Move:
     return _go_over(scene, gap, CLOSED, scene.first_yaw)
 
 
-def _go_over(scene: Scene, point: NDArray[np.float64], gripper: float, yaw: float = 0.0) -> Move:
+def _go_over(scene: NamedState, point: NDArray[np.float64], gripper: float, yaw: float = 0.0) -> Move:
     """Reach a point from above: up where something may be in between, across, then down."""
     apart = _flat(scene.grip, point)
     if apart < 0.01:
@@ -213,7 +213,7 @@ HELD_M = 0.054
 GAP_M = 0.024
 HOOK_Z_M = 0.045
 
-EXPERTS: dict[str, Callable[[Scene], Move]] = {
+EXPERTS: dict[str, Callable[[NamedState], Move]] = {
     "reach": _reach,
     "reach_green": _reach,
     "push": _push,

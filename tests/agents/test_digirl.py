@@ -12,7 +12,7 @@ from mmrl.agents.environments.environment import ActionConfig
 from mmrl.agents.environments.experts import run_expert, write_episodes
 from mmrl.agents.environments.gym import GymEnvironment
 from mmrl.agents.methods.digirl import DigirlConfig, DigirlRecipe, DigirlSettings, kept_steps
-from mmrl.agents.methods.digirl_critics import CriticConfig, LabelledEpisodes, StepCritic, label_episodes
+from mmrl.agents.methods.digirl_critics import DigirlCriticConfig, LabelledEpisodes, StepCritic, label_episodes
 from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, Episode, Writer
 from mmrl.agents.rollout.storage import read_recorded, write_recorded
 from mmrl.agents.toy.grid import GridWorld
@@ -40,7 +40,7 @@ def _every_answer_acts(monkeypatch):
 
 
 def make_config(folder, model, trainer=None, **digirl) -> DigirlConfig:
-    critics = {"critic": CriticConfig(hidden=16, updates=2)} if "method" not in digirl else {}
+    critics = {"critic": DigirlCriticConfig(hidden=16, updates=2)} if "method" not in digirl else {}
     digirl = {**critics, "batch_episodes": 3} | digirl
     config = DigirlConfig(
         recipe="digirl",
@@ -269,7 +269,12 @@ def test_offline_cloning_of_experts_raises_their_likelihood(tmp_path, folder):
 def test_options_that_do_not_fit_are_refused(tmp_path, folder):
     with pytest.raises(UserError, match=r"digirl.path names no recorded episodes"):
         make_config(tmp_path, folder, offline_steps=1)
-    for changed in ({"warmup_steps": 1}, {"critic": CriticConfig(updates=2)}, {"lam": 0.9}, {"step_filter": False}):
+    for changed in (
+        {"warmup_steps": 1},
+        {"critic": DigirlCriticConfig(updates=2)},
+        {"lam": 0.9},
+        {"step_filter": False},
+    ):
         with pytest.raises(UserError, match=f"{next(iter(changed))} is set, but filtered_cloning has no critics"):
             make_config(tmp_path, folder, method="filtered_cloning", **changed)
     with pytest.raises(ValueError, match="expected 1/H, or a number"):

@@ -13,7 +13,7 @@ from mmrl.agents.methods.digirl import (
     paper_advantages,
     step_threshold,
 )
-from mmrl.agents.methods.digirl_critics import CriticConfig, Fitter, StepCritic, discounted_returns, step_loss
+from mmrl.agents.methods.digirl_critics import DigirlCriticConfig, Fitter, StepCritic, discounted_returns, step_loss
 
 
 def doubles(*values: float) -> torch.Tensor:
@@ -87,7 +87,7 @@ def test_the_last_step_has_no_state_behind_it():
 def test_the_step_critic_learns_which_steps_lead_to_success():
     torch.manual_seed(0)
     critic = StepCritic(4, 16)
-    fitter = Fitter(critic, CriticConfig(learning_rate=1e-2))
+    fitter = Fitter(critic, DigirlCriticConfig(learning_rate=1e-2))
     states = torch.randn(64, 4)
     succeeds = (states[:, 0] > 0).long()
     everywhere = torch.ones(64, dtype=torch.bool)

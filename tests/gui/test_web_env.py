@@ -13,7 +13,7 @@ from mmrl.agents.environments.videos import draw_frames
 from mmrl.errors import ConfigError, UserError
 from mmrl.gui.browser.browser import BrowserFailure
 from mmrl.gui.browser.page import GuardedPage
-from mmrl.gui.browser.page_env import PageEnv, PageEnvSettings, Verdict, WebAgentEnv
+from mmrl.gui.browser.page_env import PageEnv, PageEnvSettings, PageVerdict, WebAgentEnv
 from mmrl.gui.grounding.coords import CoordinateSpace, Resize
 from mmrl.gui.toy.tasks.catalogue import TASKS, Disturbances, make_case
 from mmrl.gui.toy.web_env import ENVIRONMENT_IDS, WebTaskAgentEnv, WebTaskEnv, WebTaskSettings, web_tasks
@@ -132,7 +132,7 @@ class Sum(PageEnv):
 
     def _after(self, page):
         page.settle()
-        return Verdict(float(self.answer == "4"), self.answer == "4", False)
+        return PageVerdict(float(self.answer == "4"), self.answer == "4", False)
 
 
 def test_the_content_of_finished_is_the_answer_and_reaches_the_environment(browser):

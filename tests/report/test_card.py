@@ -4,14 +4,13 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
 from huggingface_hub import DatasetCard, ModelCard, ModelCardData
 
 from mmrl.errors import UserError
-from mmrl.hub.building import build_if_missing
+from mmrl.hub.building import BuiltPath, build_if_missing
 from mmrl.hub.cards import card_text, code, fenced, plain, portable, table, without_paths, write_dataset_card
 from mmrl.recipes import RECIPES, find_recipe
 from mmrl.report.card import at_step, model_card, start_of
@@ -144,7 +143,7 @@ def write_rows(path, count):
 
 def build(path, count):
     function = "tests.report.test_card:write_rows"
-    build_if_missing(SimpleNamespace(path=str(path), build=function, build_options={"count": count}))
+    build_if_missing(BuiltPath(str(path), function, {"count": count}))
 
 
 def test_generated_files_share_a_card_and_other_folders_get_none(tmp_path):

@@ -399,13 +399,13 @@ def test_an_adapted_suite_repeats_an_episode_bit_for_bit_whatever_came_before(na
 def test_metaworld_has_fifty_tasks_and_refuses_others():
     assert len(metaworld.INSTRUCTIONS) == 50
     assert list(metaworld.make(["reach", "push"]).tasks()) == ["reach", "push"]
-    with pytest.raises(metaworld.SuiteError, match="no task 'fly'; it has: assembly"):
+    with pytest.raises(metaworld.MetaWorldError, match="no task 'fly'; it has: assembly"):
         metaworld.make(["fly"])
-    with pytest.raises(metaworld.SuiteError, match="no camera 'side'"):
+    with pytest.raises(metaworld.MetaWorldError, match="no camera 'side'"):
         metaworld.make(camera="side")
-    with pytest.raises(metaworld.SuiteError, match=r"no camera 'wrist'; it has: corner.*gripperPOV"):
+    with pytest.raises(metaworld.MetaWorldError, match=r"no camera 'wrist'; it has: corner.*gripperPOV"):
         metaworld.make(views=["gripperPOV", "wrist"])
-    with pytest.raises(metaworld.SuiteError, match="horizon is 501"):
+    with pytest.raises(metaworld.MetaWorldError, match="horizon is 501"):
         metaworld.make(horizon=501)
 
 

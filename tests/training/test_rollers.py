@@ -18,10 +18,21 @@ from mmrl.errors import RunError, UserError
 from mmrl.training.processes import SimCounts, Streams, make_accelerator
 from mmrl.training.ray_rollers import RayRollers, check_processes, open_rollers
 from mmrl.training.recipe import NoUsableTasksError, Step
-from mmrl.training.rollers import Dealer, Hello, LocalRollers, Lost, Outcome, Raised, Refusal, cut, joined, sampled
+from mmrl.training.rollers import (
+    Dealer,
+    Hello,
+    LocalRollers,
+    Lost,
+    NotStarted,
+    Raised,
+    UnitOutcome,
+    cut,
+    joined,
+    sampled,
+)
 from mmrl.training.rollout_worker import (
-    Job,
     RolloutWorker,
+    WorkerJob,
     add_notes,
     begin_notes,
     checksum,
@@ -43,7 +54,7 @@ def config() -> ToyConfig:
 
 def job(**changes) -> bytes:
     frozen = checksum(ToyRecipe(config()).policy, trained=False)
-    return pickle.dumps(dataclasses.replace(Job(ENTRY, config(), os.getcwd(), versions(), frozen), **changes))
+    return pickle.dumps(dataclasses.replace(WorkerJob(ENTRY, config(), os.getcwd(), versions(), frozen), **changes))
 
 
 def worker() -> RolloutWorker:
@@ -140,7 +151,7 @@ def test_workers_that_do_not_start_end_the_run():
     with pytest.raises(RunError, match="4 rollout workers in a row were lost; the last one: no memory"):
         Dealer(Crew(answers=[Lost("no memory")] * 9), 1, tries=3).start()
     with pytest.raises(UserError, match="no module 'lost'"):
-        Dealer(Crew(answers=[Refusal("no module 'lost'")]), 1, tries=3).start()
+        Dealer(Crew(answers=[NotStarted("no module 'lost'")]), 1, tries=3).start()
     with pytest.raises(ZeroDivisionError):
         Dealer(Crew(answers=[Raised(ZeroDivisionError(), "")]), 1, tries=3).start()
 
@@ -241,13 +252,13 @@ def test_tasks_that_cannot_be_used_are_left_out_as_in_one_process():
 )
 def test_a_worker_that_differs_refuses_by_name(changes, reason):
     answer = RolloutWorker().open(job(**changes))
-    assert isinstance(answer, Refusal)
+    assert isinstance(answer, NotStarted)
     assert re.search(reason, answer.reason)
 
 
 def test_a_worker_without_the_users_module_names_it():
     answer = RolloutWorker().open(job().replace(b"mmrl.entries", b"mmrl.emptied"))
-    assert isinstance(answer, Refusal)
+    assert isinstance(answer, NotStarted)
     assert "has no module 'mmrl.emptied'; install it on every node" in answer.reason
 
 
@@ -325,7 +336,7 @@ def test_what_a_worker_logs_and_writes_is_sent(monkeypatch, caplog):
 
     monkeypatch.setattr(receiver._recipe, "rollout", noisy)
     outcome = receiver.work(cut(TASKS, STREAMS, STEP, 5)[0])
-    assert isinstance(outcome, Outcome)
+    assert isinstance(outcome, UnitOutcome)
     assert list(outcome.logs) == [(30, "a lamp broke")]
     assert outcome.files == {"failures/lamp.txt": b"why"}
     assert receiver.work(cut(TASKS, STREAMS, STEP, 5)[0]).files == {"failures/lamp.txt": b"why"}

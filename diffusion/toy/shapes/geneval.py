@@ -19,7 +19,7 @@ from mmrl.errors import UserError
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GenevalVerdict:
     """Result of the rules for one image."""
 
     parts: tuple[float, ...]
@@ -69,7 +69,9 @@ def shapes_geneval_strict(
     return shapes_geneval(prompts, completions, metadata=metadata, strict=True)
 
 
-def judge_scene(found: Sequence[Detection], include: Sequence[Mapping[str, Any]], *, compat: bool = False) -> Verdict:
+def judge_scene(
+    found: Sequence[Detection], include: Sequence[Mapping[str, Any]], *, compat: bool = False
+) -> GenevalVerdict:
     """Compare the found objects with the caption's."""
     parts: list[float] = []
     matched: list[list[Detection] | None] = []
@@ -82,7 +84,7 @@ def judge_scene(found: Sequence[Detection], include: Sequence[Mapping[str, Any]]
         matched.append(members if min(scores) == 1.0 else None)
         parts += scores
     precision = _precision(found, include)
-    return Verdict((*parts, precision), correct=precision == 1.0 and None not in matched)
+    return GenevalVerdict((*parts, precision), correct=precision == 1.0 and None not in matched)
 
 
 def metadata_rows(

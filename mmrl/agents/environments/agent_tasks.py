@@ -7,13 +7,12 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.fields import UNSET, bounded, only_with
-from mmrl.hub.building import build_if_missing
-from mmrl.hub.tables import DataRow, read_rows
+from mmrl.hub.building import BuiltPath, build_if_missing
+from mmrl.hub.tables import DataRow, good_rows
 
 COLUMNS = ("id", "task", "seed", "instruction")
 NOTES = ("success_rate", "rollouts")
@@ -76,9 +75,8 @@ class TaskSetConfig:
 def list_tasks(config: TaskSetConfig) -> list[AgentTask]:
     """The tasks of a set, cycling through the names, so that the first ones cover all of them."""
     if config.file is not None:
-        built = SimpleNamespace(path=config.file, build=config.build, build_options=config.build_options)
-        build_if_missing(built, "data")
-        tasks = [_task_in(row, config) for row in read_rows(config.file, "train", None)]
+        build_if_missing(BuiltPath(config.file, config.build, config.build_options), "data")
+        tasks = [_task_in(row, config) for row in good_rows(config.file)]
         if not tasks:
             raise UserError(f"{config.file} has no tasks")
         for name, count in Counter(task.id for task in tasks).items():
@@ -125,17 +123,17 @@ def _task_in(row: DataRow, config: TaskSetConfig) -> AgentTask:
     cells = {key: value for key, value in row.cells.items() if value is not None}
     unknown = [key for key in cells if key not in COLUMNS + NOTES]
     task, seed = cells.get("task", {}), cells.get("seed", config.first_seed)
-    problem = row.problem
-    if problem is None and unknown:
-        problem = f"unknown entry {', '.join(unknown[:5])}; a task has {', '.join(COLUMNS)}"
-    elif problem is None and not isinstance(task, (dict, str)):
-        problem = f"task is {task!r:.80}; expected an object, or the name of a task"
-    elif problem is None and (type(seed) is not int or not 0 <= seed <= LARGEST_SEED):
-        problem = f"seed is {seed!r:.80}; expected a whole number from 0 to {LARGEST_SEED}"
     texts = {key: cells.get(key, "") for key in ("id", "instruction")}
-    if problem is None and not all(isinstance(text, str) for text in texts.values()):
+    problem = ""
+    if unknown:
+        problem = f"unknown entry {', '.join(unknown[:5])}; a task has {', '.join(COLUMNS)}"
+    elif not isinstance(task, (dict, str)):
+        problem = f"task is {task!r:.80}; expected an object, or the name of a task"
+    elif type(seed) is not int or not 0 <= seed <= LARGEST_SEED:
+        problem = f"seed is {seed!r:.80}; expected a whole number from 0 to {LARGEST_SEED}"
+    elif not all(isinstance(text, str) for text in texts.values()):
         problem = "id and instruction must be text"
-    if problem is not None:
+    if problem:
         raise UserError(f"{row.place}: {problem}")
     body = _named(task, {}) if isinstance(task, str) else task
     name = str(body.get("name") or row.place.rpartition("/")[2])

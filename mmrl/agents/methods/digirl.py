@@ -27,7 +27,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -37,7 +36,7 @@ from mmrl.agents.agent_recipe import AgentConfig, AgentRecipe, check_rewards
 from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.methods.arpo import Fresh, ReplayBuffer, ReplayConfig
 from mmrl.agents.methods.digirl_critics import (
-    CriticConfig,
+    DigirlCriticConfig,
     Fitter,
     InstructionCritic,
     LabelledEpisodes,
@@ -56,7 +55,7 @@ from mmrl.core.transfer import to_device, to_host
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, only_with, rare
 from mmrl.files import expanded
-from mmrl.hub.building import build_if_missing
+from mmrl.hub.building import BuiltPath, build_if_missing
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams, check_shares, make_generator, stream_seed
@@ -71,17 +70,13 @@ OF_CRITICS = ("warmup_steps", "gamma", "advantage", "lam", "threshold", "step_fi
 
 
 @dataclass
-class DigirlSettings:
+class DigirlSettings(BuiltPath):
     """Choice of the episodes and steps that are learnt from."""
 
     method: str = choice("digirl", METHODS)
     """digirl, or filtered_cloning: episodes filtered by reward, all of their steps, no critics."""
-    path: str | None = None
+    path: str | None = None  # type: ignore[assignment]
     """Folder of recorded episodes to begin with; see mmrl.agents.rollout.storage."""
-    build: str | None = None
-    """`module:function` that writes the folder if it is missing; called with the path and `build_options`."""
-    build_options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of `build`."""
     offline_steps: int = bounded(0, at_least=0)
     """Number of initial steps that run no episodes."""
     warmup_steps: int = bounded(0, at_least=0)
@@ -111,7 +106,7 @@ class DigirlSettings:
     """Maximum number of stored episodes; the oldest is removed first. All are read once in every step."""
     memory_mb: int = rare(bounded(4096, at_least=1))
     """Maximum size of the stored episodes in 10^6 bytes, in each process."""
-    critic: CriticConfig = field(default_factory=CriticConfig)
+    critic: DigirlCriticConfig = field(default_factory=DigirlCriticConfig)
     """The critics."""
 
     @property

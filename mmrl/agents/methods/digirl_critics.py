@@ -46,7 +46,7 @@ class CriticTraining:
 
 
 @dataclass
-class CriticConfig(CriticTraining):
+class DigirlCriticConfig(CriticTraining):
     """The critics and their training, with the public code's defaults."""
 
     batch_episodes: int = rare(bounded(256, at_least=1))

@@ -30,7 +30,7 @@ from mmrl.agents.rollout.runner import note_overflow
 from mmrl.errors import UserError
 from mmrl.files import replaced
 from mmrl.hub.foreign import MalformedError, as_flag, as_image
-from mmrl.hub.tables import DataRow, read_rows
+from mmrl.hub.tables import DataRow, good_rows
 from mmrl.vlm.data.prompt import Context, Insert, Prompt
 from mmrl.vlm.data.task import TaskError
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
@@ -224,7 +224,7 @@ class RecordedFolder:
 def read_recorded(folder: Path) -> RecordedFolder:
     """Read the episodes of a folder; raises UserError for one that is none, and without any."""
     table = folder / ROWS
-    rows = [_row(row, folder) for row in read_rows(str(table), "train", None)] if table.is_file() else []
+    rows = [_row(row, folder) for row in good_rows(str(table))] if table.is_file() else []
     singles = {file: _read_single(file) for file in sorted(folder.glob(SINGLE))}
     if not rows and not singles:
         reason = f"{ROWS} is empty" if table.is_file() else f"no {ROWS} and no {SINGLE}"
@@ -301,13 +301,10 @@ def _replayed(row: RecordedRow, policy: VlmPolicy, writer: Writer) -> Episode:
 
 def _row(row: DataRow, folder: Path) -> RecordedRow:
     turns: Any = row.cells.get("turns")
-    problem = row.problem
-    if problem is None and (not isinstance(turns, list) or not turns):
-        problem = "turns must be a list of at least one turn"
-    elif problem is None and not all(isinstance(turn, dict) and isinstance(turn.get("answer"), str) for turn in turns):
-        problem = "each turn must have an answer"
-    if problem is not None:
-        raise UserError(f"{row.place}: {problem}")
+    if not isinstance(turns, list) or not turns:
+        raise UserError(f"{row.place}: turns must be a list of at least one turn")
+    if not all(isinstance(turn, dict) and isinstance(turn.get("answer"), str) for turn in turns):
+        raise UserError(f"{row.place}: each turn must have an answer")
     task = row.cells.get("task") or {}
     name = task.get("name", "task") if isinstance(task, Mapping) else str(task)
     seen = [(_observation(turn, folder, row), str(turn["answer"])) for turn in turns]

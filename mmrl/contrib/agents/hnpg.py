@@ -15,7 +15,6 @@ of the KL; V is a head, not a mean of Q over ten actions; own turns use Q - V, a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -35,7 +34,7 @@ from mmrl.contrib.agents.archer import (
 from mmrl.errors import UserError
 from mmrl.fields import bounded
 from mmrl.files import expanded
-from mmrl.hub.building import build_if_missing
+from mmrl.hub.building import BuiltPath, build_if_missing
 from mmrl.runs.fingerprint import content_digest
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.recipe import Step, opening
@@ -43,15 +42,11 @@ from mmrl.training.settings import RunConfig, TrainerConfig, TrustRegionConfig
 
 
 @dataclass
-class HnpgSettings(UtteranceSettings):
+class HnpgSettings(UtteranceSettings, BuiltPath):
     """Recorded episodes, critics and the actor's step; the defaults are those of the public code."""
 
     path: str = ""
     """Folder of recorded episodes; see mmrl.agents.rollout.storage."""
-    build: str | None = None
-    """`module:function` that writes the folder where it is missing: it gets the path and `build_options`."""
-    build_options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of `build`."""
     gamma: float = bounded(1.0, at_least=0, at_most=1)
     """Discount of a turn."""
     warmup_steps: int = bounded(0, at_least=0)

@@ -39,8 +39,7 @@ from mmrl.fields import bounded, choice, rare
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import PreferenceConfig, check_pair_batches, check_preference, make_preference
 from mmrl.training.processes import Streams
-from mmrl.training.recipe import LossTerm, Passes, Reference, Step, start_kind
-from mmrl.training.sampler import Sampler
+from mmrl.training.recipe import LossTerm, Passes, Reference, Sampler, Step, start_kind
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.engine.generic import GenericDecoder, GenericLane

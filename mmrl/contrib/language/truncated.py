@@ -85,7 +85,7 @@ class Carried:
 
 
 @dataclass
-class Row:
+class SampledRow:
     """An answer after this step."""
 
     group: int
@@ -129,7 +129,7 @@ class TruncatedRecipe(VlmRecipe):
         self.left += left.items()
         return streams.noted(self._rollouts(policy, prompts, usable, rows))
 
-    def _begun(self, policy: VlmPolicy, prompts: Sequence[Prompt], streams: Streams) -> list[Row]:
+    def _begun(self, policy: VlmPolicy, prompts: Sequence[Prompt], streams: Streams) -> list[SampledRow]:
         groups = [group for group in range(len(prompts)) if streams.places[group] not in self.carried.slots]
         if not groups:
             return []
@@ -138,7 +138,7 @@ class TruncatedRecipe(VlmRecipe):
         draws = streams.select(groups).uniform(len(groups), count, self.width)
         return self._sampled(policy, prompts, starts, count, draws)
 
-    def _continued(self, policy: VlmPolicy, prompts: Sequence[Prompt], streams: Streams) -> list[Row]:
+    def _continued(self, policy: VlmPolicy, prompts: Sequence[Prompt], streams: Streams) -> list[SampledRow]:
         slots, draws, starts = self.carried.slots, [], []
         for group in range(len(prompts)):
             answers = slots.get(streams.places[group], ("", []))[1]
@@ -160,7 +160,7 @@ class TruncatedRecipe(VlmRecipe):
         starts: Sequence[tuple[int, Answer]],
         count: int,
         draws: torch.Tensor,
-    ) -> list[Row]:
+    ) -> list[SampledRow]:
         """`count` answers from each start, of a group and the beginning of an answer."""
         longest = self.config.sampler.max_new_tokens
         asked = [continued(prompts[group], ids) for group, (ids, _) in starts]
@@ -178,11 +178,11 @@ class TruncatedRecipe(VlmRecipe):
             room = min(longest, policy.positions - len(prompts[group]))
             # "length" also ends an answer that has used all its room; that one is finished
             unfinished = finish == "length" and len(ids) < room
-            rows.append(Row(group, ids, [*known, *logp[: len(own)]], len(own), finish, unfinished))
+            rows.append(SampledRow(group, ids, [*known, *logp[: len(own)]], len(own), finish, unfinished))
         return rows
 
     def _rollouts(
-        self, policy: VlmPolicy, prompts: list[Prompt], tasks: list[VlmTask], rows: Sequence[Row]
+        self, policy: VlmPolicy, prompts: list[Prompt], tasks: list[VlmTask], rows: Sequence[SampledRow]
     ) -> Rollouts:
         shape = (len(rows), max(len(row.ids) for row in rows))
         ids = torch.full(shape, policy.pad_id)

@@ -24,7 +24,7 @@ from mmrl.gui.browser.page import GuardedPage
 from mmrl.gui.browser.page_env import (
     PageEnv,
     PageEnvSettings,
-    Verdict,
+    PageVerdict,
     WebAgentEnv,
     name_and_arguments,
     register_environments,
@@ -154,12 +154,12 @@ class MiniWobEnv(PageEnv):
             raise BrowserFailure(f"the page {task['name']} did not get ready within 5 seconds")
         return str(started["instruction"])
 
-    def _after(self, page: GuardedPage) -> Verdict:
+    def _after(self, page: GuardedPage) -> PageVerdict:
         report = page.evaluate(REPORT)
         done, reward = bool(report["done"]), float(report["reward"])
         info = {"raw_reward": reward, "reason": report["reason"]}
         # a raw reward before the end of the episode does not count
-        return Verdict(reward if done else 0.0, done and reward >= FULL_REWARD, done, info)
+        return PageVerdict(reward if done else 0.0, done and reward >= FULL_REWARD, done, info)
 
 
 def miniwob_names() -> list[str]:

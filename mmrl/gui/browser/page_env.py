@@ -22,7 +22,7 @@ from mmrl.agents.environments.environment import Action, Observation
 from mmrl.agents.environments.videos import MARKS
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, choice
-from mmrl.gui.browser.actions import ACTIONS, ActionError, Command, Viewpoint, execute_command, read_action
+from mmrl.gui.browser.actions import ACTIONS, ActionError, PageCommand, Viewpoint, execute_command, read_action
 from mmrl.gui.browser.browser import Browser, BrowserFailure, BrowserSettings, process_browser
 from mmrl.gui.browser.page import Element, GuardedPage, read_elements
 from mmrl.gui.grounding.coords import CoordinateSpace, Point, Resize, coordinate_space
@@ -67,7 +67,7 @@ class PageEnvSettings:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PageVerdict:
     """The page's report on an episode."""
 
     reward: float
@@ -216,7 +216,7 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
         """Load the page of a task and return the instruction."""
 
     @abc.abstractmethod
-    def _after(self, page: GuardedPage) -> Verdict:
+    def _after(self, page: GuardedPage) -> PageVerdict:
         """Let the page settle after an action and read its verdict, which may depend on `self.answer`."""
 
     def _execute(
@@ -224,7 +224,7 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
     ) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         code = message = None
         # an action that cannot be read still waits: the page may change by itself
-        command = Command("wait")
+        command = PageCommand("wait")
         try:
             command = read_action(name, arguments, self.viewpoint)
             # before it is executed: `_after` may judge the answer

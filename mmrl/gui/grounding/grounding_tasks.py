@@ -26,6 +26,7 @@ from mmrl.gui.grounding.coords import (
 from mmrl.gui.grounding.drawing import draw_answer
 from mmrl.gui.grounding.rewards import AnswerRules
 from mmrl.gui.grounding.samples import TARGET_COLUMNS, AnyOf, GroundingSample, image_size, sample_row, target_of
+from mmrl.hub.tables import BadRowError
 from mmrl.vlm.data.dataset import DataConfig, LoadedTasks
 from mmrl.vlm.data.task import TaskError, VideoOptions, VlmTask, open_image
 from mmrl.vlm.model.model_config import ModelConfig
@@ -189,7 +190,7 @@ class WrittenTasks:
 
     tasks: list[VlmTask]
     """Questions that can be asked; those of training with clipped boxes."""
-    bad: list[TaskError]
+    bad: list[BadRowError]
     """Rows that cannot be asked about."""
     dropped: list[TaskError]
     """Rows that training leaves out for their box."""
@@ -222,17 +223,10 @@ def write_tasks(
     tasks: Sequence[VlmTask], settings: GroundingSettings, resize: Resize, *, training: bool
 ) -> WrittenTasks:
     """Write the questions of a data set, as runs and `mmrl gui validate` read it; raises nothing for a row."""
-    written: list[VlmTask] = []
-    found = WrittenTasks([], [], [], None)
-    for task in tasks:
-        try:
-            written.append(grounding_task(task, settings, resize))
-        except TaskError as error:
-            found.bad.append(error)
-    # over all rows, before any is dropped: a box in other units may look like one off the screen
-    found.convention = convention_of(written)
-    for task in written:
-        # evaluations keep every box as it is, or numbers could not be compared
+    written = LoadedTasks(on_bad_row="skip")
+    written.take(tasks, lambda task: grounding_task(task, settings, resize))
+    found = WrittenTasks([], written.problems, [], convention_of(written.tasks))
+    for task in written.tasks:
         cleaned = _cleaned(task, settings) if training else task
         if cleaned is None:
             found.dropped.append(TaskError("unusable_box", task.id, GROUNDING_ERRORS["unusable_box"]))

@@ -21,7 +21,7 @@ from mmrl.gui.browser.page import GuardedPage
 from mmrl.gui.browser.page_env import (
     PageEnv,
     PageEnvSettings,
-    Verdict,
+    PageVerdict,
     WebAgentEnv,
     register_environments,
     settings_from,
@@ -101,11 +101,11 @@ class WebTaskEnv(PageEnv):
         self._report = page.evaluate("() => window.task.report()")
         return self._case.instruction
 
-    def _after(self, page: GuardedPage) -> Verdict:
+    def _after(self, page: GuardedPage) -> PageVerdict:
         self._report = report = page.evaluate(TICK)
         share = report["progress"] if self.settings.partial_credit and report["unharmed"] else 0.0
         info = {name: report[name] for name in ("progress", "popup", "loading", "mirrored")}
-        return Verdict(1.0 if report["success"] else share, report["success"], report["done"], info)
+        return PageVerdict(1.0 if report["success"] else share, report["success"], report["done"], info)
 
 
 class WebTaskAgentEnv(WebAgentEnv):

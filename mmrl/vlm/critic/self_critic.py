@@ -34,7 +34,7 @@ from mmrl.vlm.vlm_evaluation import AnswerMeasure
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PairVerdict:
     """A judge's preference between answers a and b, asked in both orders."""
 
     shown_first: int | None
@@ -64,7 +64,7 @@ class Match:
     b: int
 
 
-Compare = Callable[[Sequence[Match]], Sequence[Verdict]]
+Compare = Callable[[Sequence[Match]], Sequence[PairVerdict]]
 """A judge: the verdict of each match."""
 
 
@@ -109,7 +109,7 @@ def _knockout(votes: Sequence[Sequence[int]], compare: Compare) -> list[int]:
     return [own[0] for own in left]
 
 
-def _loser(match: Match, verdict: Verdict, votes: Sequence[int]) -> int:
+def _loser(match: Match, verdict: PairVerdict, votes: Sequence[int]) -> int:
     # a draw goes to the more frequent answer, then to the earlier one
     if verdict.wins == 0.5:
         return match.a if votes[match.b] > votes[match.a] else match.b
@@ -157,7 +157,7 @@ class Choice:
     """Index of the first response with the most frequent answer."""
     answers: list[str]
     """The different final answers, in the order of their first response."""
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[PairVerdict] = field(default_factory=list)
     """Judgements of the pairs that were compared."""
 
 
@@ -241,10 +241,10 @@ class _Critic:
         longest = config.max_new_tokens or sampler.max_new_tokens
         # the likeliest judgement, however answers are sampled
         self.sampler = replace(sampler, max_new_tokens=longest, temperature=1.0, top_p=1.0, top_k=0)
-        self.verdicts: list[list[Verdict]] = [[] for _ in tasks]
+        self.verdicts: list[list[PairVerdict]] = [[] for _ in tasks]
         self._media: dict[int, tuple[list[Image.Image], list[Frames] | None]] = {}
 
-    def compare(self, matches: Sequence[Match]) -> list[Verdict]:
+    def compare(self, matches: Sequence[Match]) -> list[PairVerdict]:
         """Verdicts of the matches, which are also kept by question."""
         # both orders: models prefer one of the two places
         prompts = [self._prompt(match, swapped) for match in matches for swapped in (False, True)]
@@ -252,7 +252,7 @@ class _Critic:
         texts = sample(self.policy, asked, 1, self.sampler, None).texts if asked else []
         read = iter([_number(text, prompt.text) for text, prompt in zip(texts, asked, strict=True)])
         numbers = [None if prompt is None else next(read) for prompt in prompts]
-        found = [Verdict(*numbers[2 * index : 2 * index + 2]) for index in range(len(matches))]
+        found = [PairVerdict(*numbers[2 * index : 2 * index + 2]) for index in range(len(matches))]
         for match, verdict in zip(matches, found, strict=True):
             self.verdicts[match.question].append(verdict)
         return found

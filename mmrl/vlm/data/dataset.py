@@ -21,7 +21,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields, choice, rare
 from mmrl.files import expanded, is_file
 from mmrl.hub.images import image_pixels_option
-from mmrl.hub.tables import BAD_ROWS, MAX_LINE_MB, DataRow, LoadedRows, built_path, rows
+from mmrl.hub.tables import BAD_ROWS, DataRow, LoadedRows, RowsConfig, built_path, rows
 from mmrl.training.evaluation import parts_of_tasks
 from mmrl.vlm.data.messages import MediaCells, build_messages, has_marks, make_renderer, split_conversation
 from mmrl.vlm.data.task import TaskError, VideoOptions, VlmTask
@@ -41,15 +41,11 @@ MAX_PROMPT_CHARS = 200_000
 
 
 @dataclass
-class DataConfig:
+class DataConfig(RowsConfig):
     """Source of the questions and how their rows are read."""
 
     path: str = MISSING
     """A .jsonl, .json or .parquet file, a folder written by datasets.save_to_disk, or a hub id."""
-    split: str = "train"
-    """Split of a data set that has several; a file is one split."""
-    subset: str | None = rare(None)
-    """Configuration name of a hub data set that has several."""
     prompt_key: str | None = None
     """Column of the question; empty: the first of prompt, problem, question, instruction, messages, conversations that
     exists. Of the last two, which hold whole conversations, the last turn of the assistant becomes the column
@@ -75,16 +71,8 @@ class DataConfig:
     budgets: list[int] = rare(field(default_factory=list))
     """Ask each question once for each of these numbers of tokens: it is written at the end of the question, and passed
     to the rewards as `budget` (HBPO: 512, 1024, 2048, 2560)."""
-    max_tasks: int | None = bounded(None, at_least=1)
-    """Use only the first rows, up to this number of good ones."""
-    build: str | None = None
-    """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
-    build_options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the build function."""
     max_prompt_chars: int = rare(bounded(MAX_PROMPT_CHARS, at_least=1))
     """Longest question in characters, checked before it is tokenised."""
-    max_line_mb: float = rare(bounded(MAX_LINE_MB, above=0, finite=True))
-    """Longest line of a .jsonl file in 10^6 bytes."""
     max_image_pixels: int = rare(image_pixels_option())
     """Largest image or video frame in pixels, checked by its header before it is decoded."""
     on_bad_row: str = rare(choice("error", BAD_ROWS))

@@ -288,7 +288,7 @@ def decode(state: GenerationState, decoder: Decoder, rows: Tensor, budget: Tenso
 
 
 class PolicySampler:
-    """A `mmrl.training.sampler.Sampler` that samples from the policy itself, in the training process.
+    """A `mmrl.training.recipe.Sampler` that samples from the policy itself, in the training process.
 
     Args:
         config: lengths, temperature and truncation.

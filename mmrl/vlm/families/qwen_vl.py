@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from mmrl.vlm.families import MEDIA_TOKENS
-from mmrl.vlm.families.family import IMAGE, TEXT, VIDEO, Family, TokenTables
+from mmrl.vlm.families.family import IMAGE, TEXT, VIDEO, TokenTables, VlmFamily
 
 
 @dataclass(frozen=True)
-class QwenVl(Family):
+class QwenVl(VlmFamily):
     """Positions along time, height and width, computed here, so that prompts can be encoded without the model."""
 
     fits_frames: bool = True

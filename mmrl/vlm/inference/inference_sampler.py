@@ -29,8 +29,8 @@ from mmrl.training.settings import RollersConfig
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, leaves
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig, Samples
-from mmrl.vlm.families.family import TEXT
-from mmrl.vlm.inference.connection import Connection, LocalService, RemoteService
+from mmrl.vlm.families.positions import TEXT
+from mmrl.vlm.inference.connection import EngineConnection, LocalService, RemoteService
 from mmrl.vlm.inference.environment import engine_python
 
 CHECKED = 4
@@ -95,10 +95,8 @@ class EngineSampler:
     """Samples through vLLM, prompts and responses of at most `longest` tokens together; None for the model's own."""
 
     def __init__(self, config: EngineSamplerConfig, longest: int | None = None) -> None:
-        self.config = config
-        self._longest = longest
-        settings = config.vllm
-        self._connection: Connection
+        self.config, self._longest, settings = config, longest, config.vllm
+        self._connection: EngineConnection
         if settings.address:
             self._connection = RemoteService(settings.address, settings.timeout_s)
         else:

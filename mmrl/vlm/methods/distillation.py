@@ -23,18 +23,17 @@ from dataclasses import dataclass, field
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from mmrl.core.blocks.foreign import SOURCE, TEACHER
-from mmrl.core.loss import Denominators, mean_metric, token_mean
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
-from mmrl.fields import SET, bounded, only_with, rare
-from mmrl.runs.run_log import stopwatch
+from mmrl.fields import bounded, rare
+from mmrl.training.distillation import DistilWeights, TeacherTerm, importance_weighted
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
-from mmrl.training.recipe import LossTerm, Passes, Step, TermLoss, opening
+from mmrl.training.recipe import Step, opening
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
@@ -45,18 +44,9 @@ from mmrl.vlm.vlm_recipe import VlmRecipe
 
 
 @dataclass
-class DistilSettings:
+class DistilSettings(DistilWeights):
     """Weights of the teacher's parts, the divergence, and the answers that it applies to."""
 
-    reward: float = bounded(1.0, at_least=0)
-    """Weight of logp_teacher - logp_old in the advantage of each sampled token."""
-    divergence: float = bounded(0.0, at_least=0)
-    """Weight of the exact divergence from the teacher over the vocabulary."""
-    beta: float = only_with(bounded(0.5, at_least=0, at_most=1), divergence=SET)
-    """Kind of the divergence: 0 is KL(teacher || policy), 1 is KL(policy || teacher), between them the generalised
-    Jensen-Shannon divergence of this mixture."""
-    task: float = bounded(0.0, at_least=0)
-    """Weight of the objective's own advantages, which the rewards give; 0 learns from the teacher alone."""
     on_policy: float = rare(bounded(1.0, at_least=0, at_most=1))
     """Probability that a question is answered by the policy; the others are learned from an answer of the data."""
     target_key: str = rare("completion")
@@ -64,8 +54,7 @@ class DistilSettings:
 
     def validate(self) -> None:
         """Check that something is learned; raises ValueError."""
-        if not (self.reward or self.divergence):
-            raise ValueError("distil.reward and distil.divergence are 0: the teacher teaches nothing; set one of them")
+        super().validate()
         if self.on_policy == 1 and self.target_key != DistilSettings.target_key:
             raise ValueError(
                 f"distil.target_key is '{self.target_key}', but distil.on_policy is 1, so that no given answer is read"
@@ -84,11 +73,7 @@ class DistilConfig(VlmConfig):
     """The model that answers are compared with."""
     distil: DistilSettings = field(default_factory=DistilSettings)
     """Weights of the teacher's parts, and the kind of divergence."""
-    objective: ObjectiveConfig = field(
-        default_factory=lambda: ObjectiveConfig(
-            clip={"kind": "unclipped"}, kl={"kind": "none"}, aggregation={"kind": "token_mean"}
-        )
-    )
+    objective: ObjectiveConfig = field(default_factory=importance_weighted)
     """Policy loss of the advantages; the default is the importance-weighted loss without clip and KL to the start."""
 
     @property
@@ -96,55 +81,6 @@ class DistilConfig(VlmConfig):
         """See `VlmConfig`: the rewards' advantages count only with `distil.task`."""
         # without their own advantages, groups need no second sample
         return super().compared_samples if self.distil.task else None
-
-
-class Distillation(LossTerm):
-    """The exact divergence from the teacher; it also scores the samples for the advantages."""
-
-    name = "distillation"
-
-    def __init__(self, settings: DistilSettings, teacher: Teacher) -> None:
-        self.settings = settings
-        self.teacher = teacher
-        self.outputs = frozenset({"states"} if settings.divergence else ())
-        self.gradient = "always" if settings.divergence else "never"
-
-    def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
-        """Add the teacher's log-probabilities of the rows."""
-        with stopwatch("teacher_logp"):
-            # with the teacher as the scorer, in the policy's chunks
-            scores = passes.scores(rollouts, frozenset({"logp"}), self.teacher.scores)
-        return rollouts.replace(extras={**rollouts.extras, "logp_teacher": scores.logp})
-
-    def __call__(
-        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
-    ) -> TermLoss:
-        """The weighted mean of the divergence over all tokens of the optimiser step."""
-        mask = minibatch.loss_mask
-        # given answers were not sampled by the policy, so their gap is no estimate of a KL
-        own = mask * (minibatch.extras[SOURCE] == 0)[:, None]
-        gap = scores.logp.detach() - minibatch.extras["logp_teacher"]
-        metrics = {"distil/kl_sampled": mean_metric(gap, own)}
-        if not self.settings.divergence:
-            return TermLoss({}, metrics)
-        assert scores.states is not None
-        divergence = self.teacher.divergence(scores.states, minibatch, self.settings.beta)
-        # over all tokens, those of given answers included
-        loss = self.settings.divergence * token_mean(divergence, mask, counts)
-        return TermLoss({"loss/distillation": loss}, metrics | {"distil/divergence": mean_metric(divergence, mask)})
-
-    def formula(self) -> str:
-        """Formula of the teacher's parts of advantages and loss."""
-        settings = self.settings
-        lines = [f"distillation, with q = the teacher{' under its own prompt' if self.teacher.config.prompt else ''}:"]
-        own = f"{settings.task:g} A_it + " if settings.task else ""
-        if settings.reward:
-            lines += [f"     A_it <- {own}{settings.reward:g} (log q_it - logp_old_it), 0 on given answers"]
-        else:
-            lines += [f"     A_it <- {settings.task:g} A_it, 0 on given answers"]
-        if settings.divergence:
-            lines += [f"          + {settings.divergence:g} * mean JSD(p, q; beta {settings.beta:g})"]
-        return "\n".join(lines)
 
 
 class DistilRecipe(VlmRecipe):
@@ -158,7 +94,10 @@ class DistilRecipe(VlmRecipe):
             self.teacher = Teacher(config.teacher, self.policy, config.sampler.temperature)
         if config.teacher.prompt:
             self.view = TeacherPrompts(config.teacher.prompt)
-        self.terms = [*self.terms, Distillation(config.distil, self.teacher)]
+        name = "the teacher under its own prompt" if config.teacher.prompt else "the teacher"
+        states = frozenset({"states"})
+        self.distillation = TeacherTerm(config.distil, self.teacher.scores, self._divergence, states, name)
+        self.terms = [*self.terms, self.distillation]
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
         """Sample answers to a share of the questions; the others have the answer of the data as their only row."""
@@ -179,14 +118,11 @@ class DistilRecipe(VlmRecipe):
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Weigh the objective's advantages, and add the teacher's reward of each sampled token."""
-        settings, rollouts = self.config.distil, super().advantages(rollouts, accelerator, step)
-        assert rollouts.advantage is not None
-        # the reverse KL of each sampled token, with discount 0
-        gain = rollouts.extras["logp_teacher"] - rollouts.logp_old
-        advantage = settings.task * rollouts.advantage + settings.reward * gain
-        own = rollouts.loss_mask * (rollouts.extras[SOURCE] == 0)[:, None]
-        # given answers have no old policy that sampled them
-        return rollouts.replace(advantage=torch.where(own > 0, advantage, 0.0))
+        return self.distillation.teach(super().advantages(rollouts, accelerator, step))
+
+    def _divergence(self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs) -> Tensor:
+        assert scores.states is not None
+        return self.teacher.divergence(scores.states, minibatch, self.config.distil.beta)
 
     def _given(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams) -> Rollouts:
         """One row for each question, its answer in the data."""

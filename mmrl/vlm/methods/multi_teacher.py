@@ -29,7 +29,6 @@ from mmrl.fields import bounded, rare
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import RolloutStage, Step
-from mmrl.vlm.data.control import encode_text
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.data.task import TaskError, VlmTask, check_no_media
 from mmrl.vlm.data.turn_template import encode_text

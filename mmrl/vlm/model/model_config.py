@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from omegaconf import MISSING
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
+from mmrl.hub.building import BuiltPath
 from mmrl.training.settings import SMALLEST_LOW_PRECISION_STEP
 
 DTYPES = ("float32", "bfloat16")
@@ -52,7 +52,7 @@ class CriticSettings:
 
 
 @dataclass
-class FrozenModelConfig:
+class FrozenModelConfig(BuiltPath):
     """A model that is only read, and how it is held in memory."""
 
     path: str = MISSING
@@ -81,10 +81,6 @@ class FrozenModelConfig:
     answer_tokens: list[str] | None = rare(None)
     """Special tokens that belong to answers: rewards read them, and given answers are taught them; empty: those that
     the chat template writes into an answer, and marks of thoughts such as `</think>`."""
-    build: str | None = None
-    """Function `module:function` that creates the folder at `path` if it is missing."""
-    build_options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of `build`, after the path."""
 
     def validate(self) -> None:
         """Check that the fields fit together; raises UserError."""

@@ -22,7 +22,7 @@ from mmrl.vlm.critic.details import insert_errors
 from mmrl.vlm.critic.questions import critic_renderer
 from mmrl.vlm.critic.revision import revision_renderer
 from mmrl.vlm.data.media_rows import write_rows
-from mmrl.vlm.toy.digits import Scene, draw_scene, scan_pool
+from mmrl.vlm.toy.digits import DigitScene, draw_scene, scan_pool
 
 QUESTION = "Which digits are shown?"
 CRITIC = "{{ question }} 1: {{ first }} 2: {{ second }}"
@@ -230,7 +230,7 @@ def _user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": f"<image>{text}"}
 
 
-def _scenes(split: str, seed: int, digits: int, noise: float, scans: int) -> Iterator[Scene]:
+def _scenes(split: str, seed: int, digits: int, noise: float, scans: int) -> Iterator[DigitScene]:
     rng = np.random.default_rng([seed, 33 if split == "test" else 34])
     pool = scan_pool(split, scans)
     while True:

@@ -39,7 +39,7 @@ class Question:
 
 
 @dataclass
-class Scene:
+class DigitScene:
     """Digits drawn side by side."""
 
     image: Image.Image
@@ -247,7 +247,7 @@ def scan_pool(split: str, scans: int = 0) -> np.ndarray:
     return pool[:scans] if scans else pool
 
 
-def draw_scene(rng: np.random.Generator, pool: np.ndarray, digits: int, noise: float) -> Scene:
+def draw_scene(rng: np.random.Generator, pool: np.ndarray, digits: int, noise: float) -> DigitScene:
     """Draw a scene of some digits side by side.
 
     Args:
@@ -266,7 +266,7 @@ def draw_scene(rng: np.random.Generator, pool: np.ndarray, digits: int, noise: f
     ink = np.clip(canvas, 0.0, 1.0)
     light, dark = rng.uniform(0.75, 1.0, 3), rng.uniform(0.0, 0.25, 3)
     pixels = dark + ink[..., None] * (light - dark)
-    return Scene(Image.fromarray((pixels * 255).astype(np.uint8)), [int(labels[index]) for index in chosen])
+    return DigitScene(Image.fromarray((pixels * 255).astype(np.uint8)), [int(labels[index]) for index in chosen])
 
 
 def _enlarge(rng: np.random.Generator, scan: np.ndarray) -> np.ndarray:

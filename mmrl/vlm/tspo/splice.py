@@ -22,7 +22,7 @@ import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.files import expanded
-from mmrl.hub.tables import read_rows
+from mmrl.hub.tables import good_rows
 from mmrl.hub.video_reading import VideoError, VideoIndex, decode_frames, read_index
 from mmrl.hub.video_writing import write_mp4
 from mmrl.vlm.data.media_rows import write_media_rows
@@ -64,9 +64,9 @@ def build_spliced(
     Raises:
         UserError: rows or videos cannot be used.
     """
-    rows = list(read_rows(questions, "train", None))
-    if not rows or any(row.problem is not None for row in rows):
-        raise UserError(f"{questions} has no rows, or rows that are no JSON objects")
+    rows = list(good_rows(questions))
+    if not rows:
+        raise UserError(f"{questions} has no rows")
     others = sorted(file for file in expanded(haystack).rglob("*") if file.suffix.lower() in VIDEO_SUFFIXES)
     if clip_frames < 1 or clips < 0 or not 1 <= repeats[0] <= repeats[1]:
         raise UserError(f"clip_frames={clip_frames}, clips={clips}, repeats={list(repeats)}: all must be positive")

@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from mmrl.fields import bounded, choice, inheriting, rare
+from mmrl.hub.building import BuiltPath
 from mmrl.rewards import RewardConfig
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.settings import EvaluationConfig, RunConfig, TrainerConfig
@@ -23,15 +24,11 @@ ANSWERERS = ("oracle", "vlm")
 
 
 @dataclass
-class FeatureConfig:
+class FeatureConfig(BuiltPath):
     """The CLIP, and which frames it sees."""
 
     path: str = MISSING
     """CLIP folder or hub id, such as openai/clip-vit-large-patch14."""
-    build: str | None = None
-    """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
-    build_options: dict[str, Any] = rare(field(default_factory=dict))
-    """Keyword arguments of the build function."""
     fps: float = bounded(1.0, at_least=0, finite=True)
     """Candidate frames a second; 0 or more than a video has: all its frames."""
     max_frames: int = bounded(0, at_least=0)
@@ -47,7 +44,7 @@ class FeatureConfig:
 
 
 @dataclass
-class AgentConfig:
+class TemporalAgentConfig:
     """The temporal agent."""
 
     path: str | None = None
@@ -135,7 +132,7 @@ class TspoConfig(RunConfig):
 
     features: FeatureConfig = field(default_factory=FeatureConfig)
     """CLIP and candidate frames."""
-    agent: AgentConfig = field(default_factory=AgentConfig)
+    agent: TemporalAgentConfig = field(default_factory=TemporalAgentConfig)
     """The trained agent."""
     data: DataConfig = field(default_factory=DataConfig)
     """Training questions, each with one video; columns needle, type and query."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
-from mmrl.hub.building import build_if_missing
+from mmrl.hub.building import BuiltPath, build_if_missing
 from mmrl.rewards.reward_loading import call_function
 from mmrl.runs.fingerprint import content_digest
 from robotics.flow3d.clip import VISIBLE, FlowClip, FlowEncoding, Z
@@ -35,15 +35,11 @@ MOST_CLIPS = 2000
 
 
 @dataclass
-class ClipSetConfig:
+class ClipSetConfig(BuiltPath):
     """Clips of a folder written by `FlowWriter`, or returned by your own function."""
 
     path: str = ""
     """Folder of the data set; empty with `function`."""
-    build: str | None = None
-    """module:function that writes the folder if it is missing, called as function(path, **build_options)."""
-    build_options: dict[str, Any] = field(default_factory=dict)
-    """Options of `build`."""
     split: str = ""
     """Only clips of this split; empty = all."""
     sources: list[str] = rare(field(default_factory=list))

@@ -49,7 +49,7 @@ class SceneState:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CriteriaOutcome:
     """Errors of a task's criteria."""
 
     errors: Mapping[str, float]  # by criterion, in units of its tolerance; below 1 it is met

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmrl.errors import UserError
-from robotics.flow3d.objects.criteria import Outcome, SceneState, inserted, opened, placed, poured_out
+from robotics.flow3d.objects.criteria import CriteriaOutcome, SceneState, inserted, opened, placed, poured_out
 from robotics.flow3d.objects.motions import along, moved, over, poured
 from robotics.flow3d.objects.shapes import (
     HOLDER_HEIGHT_M,
@@ -73,9 +73,9 @@ class FlowTask:
     def __post_init__(self) -> None:
         object.__setattr__(self, "shapes", SHAPES[self.furniture.name])
 
-    def outcome(self, state: SceneState) -> Outcome:
+    def outcome(self, state: SceneState) -> CriteriaOutcome:
         """Judge the criteria."""
-        return Outcome(self.errors(state))
+        return CriteriaOutcome(self.errors(state))
 
     def ideal_motion(self, state: SceneState, frames: int) -> NDArray[np.float64]:
         """(frames, 4, 4) T_world_object of an ideal motion from a state, both ends included."""

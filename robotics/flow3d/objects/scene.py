@@ -19,7 +19,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, choice
 from robotics.flow3d.clip import Observation
 from robotics.flow3d.geometry import intrinsics, inverse_pose, make_pose
-from robotics.flow3d.objects.criteria import Outcome, SceneState
+from robotics.flow3d.objects.criteria import CriteriaOutcome, SceneState
 from robotics.flow3d.objects.flow_tasks import FLOW_TASKS, FlowTask, find_flow_task
 from robotics.scenes.arms import ARMS, ASSETS, ArmModel
 from robotics.scenes.tabletop import include_files, place_body
@@ -283,7 +283,7 @@ class FlowScene:
         """Whether no gripper holds the object; always so without physics."""
         return True
 
-    def success(self, T_world_object: NDArray[np.float64] | None = None) -> Outcome:
+    def success(self, T_world_object: NDArray[np.float64] | None = None) -> CriteriaOutcome:
         """Judge the task's criteria with the object as it is or at another (such as predicted) pose."""
         return self.task.outcome(self.state(T_world_object))
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from mmrl.errors import RunError, UserError
 from robotics.flow3d.geometry import inverse_pose
-from robotics.flow3d.objects.criteria import Outcome
+from robotics.flow3d.objects.criteria import CriteriaOutcome
 from robotics.flow3d.objects.scene import FLOW_ARMS, FlowScene, SceneConfig, find_flow_arm
 from robotics.scenes.arms import start_arm
 from robotics.sim.rendering import update_poses
@@ -162,11 +162,11 @@ class FlowTabletop(FlowScene):
         """Whether the gripper does not hold the object."""
         return self._held != self.task.moved
 
-    def success(self, T_world_object: NDArray[np.float64] | None = None) -> Outcome:
+    def success(self, T_world_object: NDArray[np.float64] | None = None) -> CriteriaOutcome:
         """Judge the criteria, now or at another pose (4, 4); a momentary task stays solved once it was."""
         now = super().success(T_world_object)
         if T_world_object is None and self._done:
-            return Outcome(dict.fromkeys(now.errors, 0.0))
+            return CriteriaOutcome(dict.fromkeys(now.errors, 0.0))
         return now
 
     def _let_go(self) -> None:

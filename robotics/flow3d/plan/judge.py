@@ -12,7 +12,7 @@ from mmrl.fields import bounded, choice, rare
 from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.flow_model import FixedFlow
 from robotics.flow3d.geometry import FloatArray, ImageArray
-from robotics.flow3d.objects.criteria import Outcome
+from robotics.flow3d.objects.criteria import CriteriaOutcome
 from robotics.flow3d.objects.flow_tasks import FLOW_TASKS
 from robotics.flow3d.objects.scene import NOBODY, FlowScene
 from robotics.flow3d.plan.planner_config import PlannerConfig
@@ -204,7 +204,7 @@ class CriteriaVerifier:
     motion (4, 4) to the end of the plan, in the world frame.
     """
 
-    def __init__(self, outcome: Callable[[FloatArray], Outcome]) -> None:
+    def __init__(self, outcome: Callable[[FloatArray], CriteriaOutcome]) -> None:
         self.outcome = outcome
 
     def verify(self, before: ImageArray, after: ImageArray, instruction: str, meta: PlanFacts) -> Verdict:

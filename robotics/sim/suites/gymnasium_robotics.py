@@ -17,7 +17,7 @@ import gymnasium_robotics
 FAMILIES = ("Fetch", "HandReach", "HandManipulate", "AdroitHand", "FrankaKitchen", "PointMaze", "AntMaze")
 
 
-class SuiteError(Exception):
+class GymnasiumRoboticsError(Exception):
     """An option that this suite does not have; the message is for the user."""
 
     for_user = True
@@ -42,14 +42,18 @@ def make(
     gymnasium.register_envs(gymnasium_robotics)
     names = tasks or ["FetchReach-v4"]
     if len(names) != 1:
-        raise SuiteError(f"sim.tasks has {len(names)} ids of gymnasium-robotics; one simulator runs one of them")
+        raise GymnasiumRoboticsError(
+            f"sim.tasks has {len(names)} ids of gymnasium-robotics; one simulator runs one of them"
+        )
     if not names[0].startswith(FAMILIES):
-        raise SuiteError(f"gymnasium-robotics has no {names[0]!r}; its ids begin with: {', '.join(FAMILIES)}")
+        raise GymnasiumRoboticsError(
+            f"gymnasium-robotics has no {names[0]!r}; its ids begin with: {', '.join(FAMILIES)}"
+        )
     known = {"render_mode": "rgb_array", "width": size, "height": size, **(options or {})}
     try:
         env = gymnasium.make(names[0], max_episode_steps=horizon, **known)
     except gymnasium.error.UnregisteredEnv as error:
-        raise SuiteError(str(error)) from None
+        raise GymnasiumRoboticsError(str(error)) from None
     if names[0].startswith("FrankaKitchen"):
         env = KitchenSuccess(env)
     for holder in (env.unwrapped, *(getattr(env.unwrapped, inner, None) for inner in INNER_ENVIRONMENTS)):

@@ -38,7 +38,7 @@ STORED_STATES = 50
 REPOSITORY = "Lifelong-Robot-Learning/LIBERO"
 
 
-class SuiteError(Exception):
+class LiberoError(Exception):
     """An option that this suite does not have; the message is for the user."""
 
     for_user = True
@@ -68,10 +68,10 @@ def make(
         views: additional cameras, such as robot0_eye_in_hand.
     """
     if suite not in HORIZONS:
-        raise SuiteError(f"LIBERO has no suite {suite!r}; it has: {', '.join(HORIZONS)}")
+        raise LiberoError(f"LIBERO has no suite {suite!r}; it has: {', '.join(HORIZONS)}")
     steps = HORIZONS[suite] if horizon is None else horizon
     if steps < 1 or not 0 <= held_out_states < STORED_STATES:
-        raise SuiteError(f"horizon is {steps} (at least 1), held_out_states {held_out_states} (0 to 49)")
+        raise LiberoError(f"horizon is {steps} (at least 1), held_out_states {held_out_states} (0 to 49)")
     package = package_folder()
     # before the first import, which would otherwise ask on the console
     prepare_config(package, _assets_path(package))
@@ -111,7 +111,7 @@ class LiberoRow:
         numbers = {task.name: number for number, task in enumerate(self._benchmark.tasks)}
         for name in tasks or ():
             if name not in numbers:
-                raise SuiteError(f"{suite} has no task {name!r}; it has: {', '.join(numbers)}")
+                raise LiberoError(f"{suite} has no task {name!r}; it has: {', '.join(numbers)}")
         self._numbers = {name: numbers[name] for name in tasks or numbers}
         self._suite, self._held_out, self._shadows, self._camera = suite, held_out_states, shadows, camera
         self.image_size, self.horizon, self.views = (size, size), horizon, views
@@ -222,10 +222,10 @@ class LiberoRow:
         known = tuple(self._env.sim.model.camera_names)
         for name in (self._camera, *self.views):
             if name not in known:
-                raise SuiteError(f"the scene of {task} has no camera {name!r}; it has: {', '.join(known)}")
+                raise LiberoError(f"the scene of {task} has no camera {name!r}; it has: {', '.join(known)}")
         low, high = getattr(getattr(self._env, "env", None), "action_spec", (-1.0, 1.0))
         if not (np.allclose(low, -1.0) and np.allclose(high, 1.0)):
-            raise SuiteError(f"the actions of {task} have the bounds {low} to {high}; expected -1..1")
+            raise LiberoError(f"the actions of {task} have the bounds {low} to {high}; expected -1..1")
         if not self._shadows:
             self._env.sim.model.light_castshadow[:] = False
         self._starts = load_states(Path(get_libero_path("init_states")) / info.problem_folder / info.init_states_file)
@@ -239,7 +239,7 @@ def package_folder() -> Path:
     except ModuleNotFoundError:
         found = None
     if found is None or not found.submodule_search_locations:
-        raise SuiteError("LIBERO is not installed in this Python; it is hf-libero 0.1.4 with its pins")
+        raise LiberoError("LIBERO is not installed in this Python; it is hf-libero 0.1.4 with its pins")
     return Path(next(iter(found.submodule_search_locations)))
 
 
@@ -249,7 +249,7 @@ def find_assets(package: Path) -> Path:
     if (folder / "scenes").is_dir():
         return folder.resolve()
     what = f"LIBERO_ASSETS is {named!r}, which has no folder `scenes`" if named else "LIBERO_ASSETS is not set"
-    raise SuiteError(
+    raise LiberoError(
         f"LIBERO's scene assets are missing ({what}): the package comes without them. Set LIBERO_ASSETS to the folder "
         f"libero/libero/assets of a copy of the repository {REPOSITORY}"
     )
@@ -320,7 +320,7 @@ def _explain(task: str, error: Exception) -> Exception:
     lacking = isinstance(error, FileNotFoundError) or "Error opening file" in text or "resource" in text
     if not lacking:
         return error
-    return SuiteError(
+    return LiberoError(
         f"the scene of {task} cannot be built: {text}. The folder of LIBERO_ASSETS seems to lack a part that this "
         f"task needs; a full copy is libero/libero/assets of {REPOSITORY}"
     )

@@ -20,7 +20,7 @@ STATE_SIZE = 39
 UPSIDE_DOWN = ("corner", "corner2", "corner3", "corner4")
 
 
-class SuiteError(Exception):
+class MetaWorldError(Exception):
     """An option that this suite does not have; the message is for the user."""
 
     for_user = True
@@ -46,12 +46,12 @@ def make(
     """
     for name in tasks or ():
         if name not in INSTRUCTIONS:
-            raise SuiteError(f"Meta-World has no task {name!r}; it has: {', '.join(INSTRUCTIONS)}")
+            raise MetaWorldError(f"Meta-World has no task {name!r}; it has: {', '.join(INSTRUCTIONS)}")
     for name in (camera, *(views or ())):
         if name not in CAMERAS:
-            raise SuiteError(f"Meta-World has no camera {name!r}; it has: {', '.join(CAMERAS)}")
+            raise MetaWorldError(f"Meta-World has no camera {name!r}; it has: {', '.join(CAMERAS)}")
     if not 1 <= horizon <= 500:
-        raise SuiteError(f"horizon is {horizon}; Meta-World allows 1 to 500 control steps")
+        raise MetaWorldError(f"horizon is {horizon}; Meta-World allows 1 to 500 control steps")
     return MetaWorldRow(tasks or list(INSTRUCTIONS), camera, size, horizon, shadows, tuple(views or ()))
 
 
@@ -143,7 +143,7 @@ class MetaWorldRow:
         env._set_task_called = True
         box = env.action_space
         if not (np.allclose(box.low, -1.0) and np.allclose(box.high, 1.0)):
-            raise SuiteError(f"the actions of {task} are {box}; expected -1..1")
+            raise MetaWorldError(f"the actions of {task} are {box}; expected -1..1")
         if not self._shadows:
             env.model.light_castshadow[:] = False
             env.model.vis.quality.offsamples = 0

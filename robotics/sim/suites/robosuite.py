@@ -18,7 +18,7 @@ import robosuite
 from robosuite.wrappers import GymWrapper
 
 
-class SuiteError(Exception):
+class RobosuiteError(Exception):
     """An option that this suite does not have; the message is for the user."""
 
     for_user = True
@@ -50,16 +50,16 @@ def make(
     """
     names = tasks or ["Lift"]
     if len(names) != 1:
-        raise SuiteError(f"sim.tasks has {len(names)} environments of robosuite; one simulator runs one of them")
+        raise RobosuiteError(f"sim.tasks has {len(names)} environments of robosuite; one simulator runs one of them")
     if names[0] not in robosuite.ALL_ENVIRONMENTS:
         known = ", ".join(sorted(robosuite.ALL_ENVIRONMENTS))
-        raise SuiteError(f"robosuite has no environment {names[0]!r}; it has: {known}")
+        raise RobosuiteError(f"robosuite has no environment {names[0]!r}; it has: {known}")
     arms = [name.strip() for name in robots.split(",")]
     for arm in arms:
         if arm not in robosuite.ALL_ROBOTS:
-            raise SuiteError(f"robosuite has no robot {arm!r}; it has: {', '.join(sorted(robosuite.ALL_ROBOTS))}")
+            raise RobosuiteError(f"robosuite has no robot {arm!r}; it has: {', '.join(sorted(robosuite.ALL_ROBOTS))}")
     if state not in STATES:
-        raise SuiteError(f"state is {state!r}; allowed: {', '.join(STATES)}")
+        raise RobosuiteError(f"state is {state!r}; allowed: {', '.join(STATES)}")
     env = robosuite.make(
         names[0],
         robots=arms,
@@ -72,7 +72,7 @@ def make(
     cameras = env.sim.model.camera_names
     for name in (camera, *(views or ())):
         if name not in cameras:
-            raise SuiteError(f"{names[0]} has no camera {name!r}; it has: {', '.join(cameras)}")
+            raise RobosuiteError(f"{names[0]} has no camera {name!r}; it has: {', '.join(cameras)}")
     keys = [f"robot{number}_proprio-state" for number in range(len(arms))]
     keys = [*(["object-state"] if state == "full" else []), *keys]
     return RobosuiteEnv(env, keys, camera, size, shadows, views or [])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.methods.latent_critic import Critic, CriticConfig, CriticTrainer
+from diffusion.methods.latent_critic import Critic, CriticTrainer, LatentCriticConfig
 from diffusion.methods.orw_cfm import WEIGHTS
 from mmrl.training.processes import make_accelerator
 from mmrl.training.recipe import Step
@@ -155,7 +155,9 @@ def test_critic_starts_at_zero_and_learns_from_the_prompt():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         critic = Critic(4, 6, 16)
-    trainer = CriticTrainer(critic, CriticConfig(width=16, learning_rate=1e-2, updates_per_step=150, batch_rows=64))
+    trainer = CriticTrainer(
+        critic, LatentCriticConfig(width=16, learning_rate=1e-2, updates_per_step=150, batch_rows=64)
+    )
     latents, sigma = torch.randn(96, 4, 4, 4, generator=generator), torch.rand(96, generator=generator)
     pooled = torch.eye(6)[torch.arange(96) % 2]
     returns = torch.where(torch.arange(96) % 2 == 0, 1.0, -1.0)
@@ -163,7 +165,7 @@ def test_critic_starts_at_zero_and_learns_from_the_prompt():
     trainer.train((latents, sigma, pooled), returns, generator, make_accelerator())
     assert trainer.updates == 300  # 96 rows are two updates
     assert float((trainer.values(latents, sigma, pooled) - returns).square().mean()) < 0.05
-    shorter = CriticTrainer(critic, CriticConfig(width=16, batch_rows=7))
+    shorter = CriticTrainer(critic, LatentCriticConfig(width=16, batch_rows=7))
     torch.testing.assert_close(shorter.values(latents, sigma, pooled), trainer.values(latents, sigma, pooled))
 
 
@@ -172,7 +174,9 @@ def test_critic_of_videos_learns_which_way_they_go():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         critic = Critic(2, 6, 16, video=True)
-    trainer = CriticTrainer(critic, CriticConfig(width=16, learning_rate=1e-2, updates_per_step=60, batch_rows=64))
+    trainer = CriticTrainer(
+        critic, LatentCriticConfig(width=16, learning_rate=1e-2, updates_per_step=60, batch_rows=64)
+    )
     start, back = torch.randint(0, 3, (64,), generator=generator), torch.arange(64) % 2 == 0
     videos = torch.zeros(64, 2, 3, 6, 6)
     for frame in range(3):
@@ -184,7 +188,7 @@ def test_critic_of_videos_learns_which_way_they_go():
 
 
 def test_without_a_scored_image_the_critic_is_not_updated():
-    trainer = CriticTrainer(Critic(4, 6, 8), CriticConfig(width=8))
+    trainer = CriticTrainer(Critic(4, 6, 8), LatentCriticConfig(width=8))
     before = copy.deepcopy(trainer.state_dict())
     empty = (torch.zeros(0, 4, 4, 4), torch.zeros(0), torch.zeros(0, 6))
     loss = trainer.train(empty, torch.zeros(0), torch.Generator(), make_accelerator())
@@ -197,9 +201,9 @@ def test_critic_continues_bit_for_bit_from_its_state():
     generator = torch.Generator().manual_seed(1)
     inputs = (torch.randn(8, 4, 4, 4, generator=generator), torch.rand(8), torch.randn(8, 6, generator=generator))
     returns, found = torch.randn(8, generator=generator), []
-    first = CriticTrainer(Critic(4, 6, 8), CriticConfig(width=8))
+    first = CriticTrainer(Critic(4, 6, 8), LatentCriticConfig(width=8))
     first.train(inputs, returns, torch.Generator().manual_seed(2), make_accelerator())
-    second = CriticTrainer(Critic(4, 6, 8), CriticConfig(width=8))
+    second = CriticTrainer(Critic(4, 6, 8), LatentCriticConfig(width=8))
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     for trainer in (first, second):
         trainer.train(inputs, returns, torch.Generator().manual_seed(3), make_accelerator())

@@ -84,7 +84,7 @@ def test_whole_responses_are_shown_without_marks_of_media(policies, tasks, monke
 def test_a_question_too_long_for_the_model_is_a_draw(policies, tasks):
     long = ["w" * 1200, "o" * 1200, "o" * 1200]
     (found,) = best_of_n(policies[MODEL], tasks[:1], [long], SelfCriticConfig(template=TEMPLATE), SAMPLER)
-    assert found.verdicts == [self_critic.Verdict(None, None)]
+    assert found.verdicts == [self_critic.PairVerdict(None, None)]
     assert found.chosen == found.majority
 
 

@@ -2,9 +2,9 @@ import itertools
 
 import pytest
 
-from mmrl.vlm.critic.self_critic import Choice, Verdict, choose, judgement_metrics, majority
+from mmrl.vlm.critic.self_critic import Choice, PairVerdict, choose, judgement_metrics, majority
 
-FIRST, SECOND, SPLIT, MUTE = Verdict(1, 2), Verdict(2, 1), Verdict(1, 1), Verdict(None, None)
+FIRST, SECOND, SPLIT, MUTE = PairVerdict(1, 2), PairVerdict(2, 1), PairVerdict(1, 1), PairVerdict(None, None)
 
 
 def judge(best_to_worst, asked=None):
@@ -19,8 +19,8 @@ def judge(best_to_worst, asked=None):
 
 
 def test_a_verdict_reads_both_orders():
-    assert [v.wins for v in (FIRST, SECOND, SPLIT, MUTE, Verdict(1, None))] == [1.0, 0.0, 0.5, 0.5, 0.75]
-    assert [v.agrees for v in (FIRST, SECOND, SPLIT, MUTE, Verdict(1, None))] == [True, True, False, False, False]
+    assert [v.wins for v in (FIRST, SECOND, SPLIT, MUTE, PairVerdict(1, None))] == [1.0, 0.0, 0.5, 0.5, 0.75]
+    assert [v.agrees for v in (FIRST, SECOND, SPLIT, MUTE, PairVerdict(1, None))] == [True, True, False, False, False]
 
 
 @pytest.mark.parametrize("protocol", ["round_robin", "knockout"])
@@ -65,7 +65,7 @@ def test_position_bias_is_measured():
     choices = [
         Choice(0, 0, ["7", "3"], [FIRST]),
         Choice(0, 0, ["7", "3"], [SPLIT]),
-        Choice(0, 0, ["7", "3"], [Verdict(1, None)]),
+        Choice(0, 0, ["7", "3"], [PairVerdict(1, None)]),
         Choice(0, 0, ["7"], []),
     ]
     metrics = judgement_metrics(choices)

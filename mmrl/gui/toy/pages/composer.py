@@ -56,7 +56,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Row:
+class PageRow:
     """A row of a table or a card, with the controls of every row."""
 
     name: str
@@ -84,7 +84,7 @@ class PageModel:
     behind: tuple[Control, ...]
     """Controls that a dialog covers: the same functions as some in front of it."""
     links: tuple[Control, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[PageRow, ...]
     fields: tuple[Field, ...]
 
 
@@ -123,7 +123,7 @@ def compose(draw: random.Random, split: str, width_px: int, language: str | None
         actions=tuple(controls[4 + cut : 9]),
         behind=tuple(controls[:3]),
         links=(link,),
-        rows=tuple(Row(name, detail, row_controls) for name, detail in zip(names, details, strict=True)),
+        rows=tuple(PageRow(name, detail, row_controls) for name, detail in zip(names, details, strict=True)),
         fields=_fields(draw, words, language),
     )
 

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from robotics.flow3d.objects.criteria import Outcome
-from robotics.flow3d.objects.demonstrations import DemonstrationConfig, demonstrations
+from robotics.flow3d.objects.criteria import CriteriaOutcome
+from robotics.flow3d.objects.demonstrations import FlowDemonstrationConfig, demonstrations
 from robotics.flow3d.objects.flow_tasks import FLOW_TASKS
 from robotics.flow3d.objects.scene import SceneConfig
 from robotics.flow3d.plan.judge import CriteriaVerifier, FlowJudge, WeightedVerifierConfig
@@ -17,7 +17,7 @@ pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 
 
 def test_the_oracle_accepts_true_flow_of_every_task_and_rejects_that_of_another():
-    config = DemonstrationConfig(actors=("nobody",), scene=SceneConfig(width=96, height=96))
+    config = FlowDemonstrationConfig(actors=("nobody",), scene=SceneConfig(width=96, height=96))
     judge = FlowJudge([WeightedVerifierConfig(kind) for kind in ("oracle", "geometric", "always")])
     clips = {clip.meta["task"]: clip for clip in demonstrations(range(len(FLOW_TASKS)), config)}
     assert set(clips) == set(FLOW_TASKS)
@@ -46,7 +46,7 @@ def test_the_oracles_score_measures_the_distance_to_each_criterion():
     def verdict(**errors):
         facts = PlanFacts(ObjectMotion(np.eye(4)[None], np.zeros((1, 3)), None))
         blank = np.zeros((2, 2, 3), np.uint8)
-        return CriteriaVerifier(lambda T: Outcome(errors)).verify(blank, blank, "", facts)
+        return CriteriaVerifier(lambda T: CriteriaOutcome(errors)).verify(blank, blank, "", facts)
 
     assert verdict(near=0.2, level=0.99) == Verdict(True, 1.0, "all criteria are met")
     assert verdict(near=1.0).ok is False, "an error of one tolerance is one too many"
