@@ -33,7 +33,7 @@ from mmrl.errors import UserError
 from mmrl.fields import SET, bounded, only_with
 from mmrl.training.distillation import DistilWeights, TeacherTerm, importance_weighted
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.recipe import opening
+from mmrl.training.recipe import Step, opening
 from robotics.methods.grpo import EpisodeRewardParts, RobotGrpoRecipe
 from robotics.methods.robot_recipe import RobotConfig
 from robotics.policies.base.action_policy import ActionPolicy
