@@ -173,7 +173,8 @@ class RobotDomain:
                 f"acting.n_action_steps is {config.acting.n_action_steps}; "
                 f"the policy's chunk has {self.policy.chunk} steps"
             )
-        self.broken, self.sim_counts = Tally(), SimCounts(self.sim, Path(config.output_dir))
+        self.broken = Tally()
+        self.sim_counts = SimCounts(self.sim, Path(config.output_dir))
         # parts are saved in checkpoints, `added` is summed over processes
         self.parts |= {"broken": self.broken, "counts": self.sim_counts}
         # counts of one step: cleared when they are reported
