@@ -89,7 +89,8 @@ class DiffusionDomain:
 
     def open(self, config: Any, scoring: DiffusionConfig | GivenEvaluationConfig) -> None:
         """Load prompts, rewards and pipeline; `scoring` has the settings of sampling and scoring."""
-        self.skipped, self.errors = Tally(), RewardErrors()
+        self.skipped = Tally()
+        self.errors = RewardErrors()
         self.scoring = scoring
         self.train_tasks = self.load_train_tasks()
         self.eval_tasks = held_out_tasks(config, lambda data, key: self._load(data, key).tasks)

@@ -107,7 +107,8 @@ class _Small:
     def __init__(self, config: Any) -> None:
         from robotics.sim.opening import open_sim
 
-        self.config, self.sim = config, open_sim(config.sim)
+        self.config = config
+        self.sim = open_sim(config.sim)
 
     def __enter__(self) -> _Policy:
         sim, config = self.sim, self.config

@@ -176,7 +176,9 @@ def nft_loss(
     if weight.shape != noisy.sigma.shape:
         raise ValueError(f"weight has the shape {tuple(weight.shape)}; must be {tuple(noisy.sigma.shape)}.")
     # float64, as the error weights of the public code are
-    new, old, r = velocity.double(), velocity_old.detach().double(), weight.detach().double()
+    new = velocity.double()
+    old = velocity_old.detach().double()
+    r = weight.detach().double()
     good = _nft_error(beta * new + (1 - beta) * old, noisy, clean)
     bad = _nft_error((1 + beta) * old - beta * new, noisy, clean)
     # v+ and v- move by beta times the change of v; 1 / beta makes the gradient independent of beta

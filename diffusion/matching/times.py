@@ -109,7 +109,9 @@ def _grid_times(
     options: TimestepConfig, grid: Tensor, generator: torch.Generator, first: int, strata: int | None = None
 ) -> Tensor:
     """One index per stratum of first..int(fraction * S) - 1; an empty stratum takes the nearest index below."""
-    times, strata, device = _usable(options, grid, first), strata or options.count, generator.device
+    times = _usable(options, grid, first)
+    strata = strata or options.count
+    device = generator.device
     # whole edges in exact arithmetic: with more strata than times some are empty, and their edge serves as the index
     edges = torch.arange(strata + 1, device=device) * (len(times) - first) // strata + first
     offset = torch.rand(strata, generator=generator, device=device) * (edges[1:] - edges[:-1])

@@ -220,7 +220,9 @@ class AgentDomain:
             if kept := config.conversation.history_images:
                 self.policy.check_reads_media(f"conversation.history_images is {kept}")
         self.env_counts = SimCounts(self.pool, Path(config.output_dir))
-        self._totals, self._seen, self.errors = Tally(), Counter[str](), RewardErrors()
+        self._totals = Tally()
+        self._seen = Counter[str]()
+        self.errors = RewardErrors()
         self._failures: list[str] = []
         """Reasons why no episode of a rollout could be scored by the reward functions."""
         # saved in checkpoints

@@ -107,7 +107,9 @@ def named_errors(what: str) -> Iterator[None]:
 
 def check_info(info: dict[str, Any], path: Path) -> dict[str, Any]:
     """Check the types and sizes in `meta/info.json`."""
-    fps, total, features = info.get("fps"), info.get("total_episodes"), info.get("features")
+    fps = info.get("fps")
+    total = info.get("total_episodes")
+    features = info.get("features")
     if not isinstance(fps, int | float) or isinstance(fps, bool) or not 0 < fps < 1e4:
         raise UserError(f"{path}: fps is {fps!r}; expected a number of frames a second")
     if not _is_count(total):

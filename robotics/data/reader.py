@@ -323,7 +323,9 @@ class LeRobotReader:
 
     def _decoder(self, key: str, row: Mapping[str, Any], table: pa.Table) -> Callable[[], NDArray[Any]]:
         feature = self.info["features"][key]
-        size, depth, info = image_size(feature), is_depth(feature), feature.get("info") or {}
+        size = image_size(feature)
+        depth = is_depth(feature)
+        info = feature.get("info") or {}
         if feature["dtype"] == "image":
             unpack = decode_depth if depth else decode_png
             unit = info.get("depth_unit")

@@ -337,7 +337,8 @@ class EpisodeWriter:
         # the moment at which the episode counts
         write_json(info, self.folder / INFO_PATH)
         # only now: a failed write must leave the old values
-        self._info, self._stats = info, stats
+        self._info = info
+        self._stats = stats
         self._rows.append(row)
 
     def _describe(self, key: str, feature: dict[str, Any], frames: NDArray) -> None:
@@ -398,7 +399,9 @@ class EpisodeWriter:
         }
 
     def _continue(self, reader: LeRobotReader) -> None:
-        self._tasks, self._stats, self._row_schema = list(reader.tasks), dict(reader.stats), row_schema(self.folder)
+        self._tasks = list(reader.tasks)
+        self._stats = dict(reader.stats)
+        self._row_schema = row_schema(self.folder)
         self.settings = kept_settings(self._info, self.settings)
         self._open_series()
         for series in (self._data, self._meta, *self._videos.values()):

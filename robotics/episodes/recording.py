@@ -85,7 +85,8 @@ def record_episodes(sim: RobotSim, episodes: Sequence[EpisodeSpec], act: Act) ->
     for row, drawn in result.drawn.items():
         found[row].drawn = drawn
     for row in np.flatnonzero(result.failed).tolist():
-        found[row].failed, found[row].reason = True, result.reasons.get(row, "")
+        found[row].failed = True
+        found[row].reason = result.reasons.get(row, "")
     while len(sim.live):
         # the simulator changes `live` in place while it steps
         rows = sim.live.copy()
@@ -185,7 +186,9 @@ def _successes(sim: RobotSim, task: str, instruction: str, wanted: int, first_la
     # an expert that rarely succeeds ends with an error instead of running forever
     limit, last = sim.layouts()["train"], first_layout + TRIES * wanted
     last = last if limit is None else min(last, limit)
-    ends, reason, layout = Counter[str](), "", first_layout
+    ends = Counter[str]()
+    reason = ""
+    layout = first_layout
     while ends["success"] < wanted and layout < last:
         # never more than are still missing: which layouts end up in the dataset must not depend on the capacity
         count = min(sim.capacity or BATCH, wanted - ends["success"], last - layout)

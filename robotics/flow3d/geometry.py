@@ -83,7 +83,9 @@ def make_pose(rotation: FloatArray, translation_m: FloatArray) -> FloatArray:
     leading = np.broadcast_shapes(rotation.shape[:-2], translation_m.shape[:-1])
     T = np.zeros((*leading, 4, 4))
     # the last row stays 0, 0, 0, 1
-    T[..., :3, :3], T[..., :3, 3], T[..., 3, 3] = rotation, translation_m, 1.0
+    T[..., :3, :3] = rotation
+    T[..., :3, 3] = translation_m
+    T[..., 3, 3] = 1.0
     return T
 
 

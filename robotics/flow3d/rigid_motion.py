@@ -246,7 +246,9 @@ def fit_flow(
 def _by_pnp(clip: FlowClip) -> RigidFit:
     start, uv = clip.points_cam_m, clip.flow[..., :Z].reshape(len(clip.flow), -1, 2)
     count = len(start)
-    T, used, rmse = np.tile(np.eye(4), (len(uv), 1, 1)), np.zeros((len(uv), count)), np.zeros(len(uv))
+    T = np.tile(np.eye(4), (len(uv), 1, 1))
+    used = np.zeros((len(uv), count))
+    rmse = np.zeros(len(uv))
     degenerate = np.zeros(len(uv), dtype=np.bool_)
     for frame, seen in enumerate(clip.visible):
         chosen = seen > 0 if (seen > 0).sum() >= MIN_PNP_POINTS else np.ones(count, dtype=np.bool_)

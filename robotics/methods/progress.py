@@ -339,7 +339,9 @@ def rank_agreement(reward: ArrayLike, progress: ArrayLike, group: ArrayLike) -> 
     """
     from scipy.stats import spearmanr
 
-    mine, other, labels = np.asarray(reward, np.float64), np.asarray(progress, np.float64), np.asarray(group)
+    mine = np.asarray(reward, np.float64)
+    other = np.asarray(progress, np.float64)
+    labels = np.asarray(group)
     known = np.isfinite(mine) & np.isfinite(other)
     found, weights = [], []
     for label in np.unique(labels):

@@ -176,7 +176,9 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
 
         Gradient: into all trainable weights.
         """
-        seen, chain, found = self.encoder(batch).flatten(1), decisions.float(), []
+        seen = self.encoder(batch).flatten(1)
+        chain = decisions.float()
+        found = []
         for number in range(self.config.steps):
             mean, std = self._transition(seen, chain[:, number], number)
             found.append(self._count * gaussian_kl(mean, means_old[:, number], std * temperature))

@@ -160,7 +160,8 @@ class TabletopBatch:
         self._variants: dict[int, SceneVariant] = {}
         self._delays: dict[int, ActionDelay] = {}
         self._elapsed = np.zeros(0, np.int64)
-        self._past, self._recent = 0, dict[int, RecentObservations]()
+        self._past = 0
+        self._recent = dict[int, RecentObservations]()
 
     def tasks(self) -> Mapping[str, str]:
         """Names of the tasks with their instructions."""
@@ -180,8 +181,10 @@ class TabletopBatch:
         self._controller.reset(len(episodes))
         self._full = np.zeros((len(episodes), STATE_SIZE), np.float32)
         self._elapsed = np.zeros(len(episodes), np.int64)
-        self._variants, self._delays = {}, {}
-        self._past, self._recent = past, {}
+        self._variants = {}
+        self._delays = {}
+        self._past = past
+        self._recent = {}
         # before `_begin`, which starts the scenes from their variants
         self._vary(dict(enumerate(episodes)))
         return self._begin(self.live, dict(enumerate(seeds)), past)
@@ -300,7 +303,8 @@ class TabletopBatch:
 
     def close(self) -> None:
         """Stop the threads and free the renderers."""
-        self._groups, self.live = [], np.zeros(0, np.int64)
+        self._groups = []
+        self.live = np.zeros(0, np.int64)
         while self._rollouts:
             self._rollouts.popitem()[1].close()
 
@@ -336,7 +340,9 @@ class TabletopBatch:
         if known is None or known.scenes < len(rows):
             if known is not None:
                 known.close()
-            drawing, physics, video = self._drawing.name if self._drawing else None, None, None
+            drawing = self._drawing.name if self._drawing else None
+            physics = None
+            video = None
             if self._warp is not None:
                 from robotics.sim.warp_physics import WarpPhysics
 
@@ -413,7 +419,9 @@ class TabletopBatch:
         for index, scene in enumerate(chunk.scenes.tolist()):
             if scene not in group.rollout.live:
                 continue
-            row, looks, step = int(group.rows[scene]), chunk.observation.earlier[index], int(chunk.steps[index]) - 1
+            row = int(group.rows[scene])
+            looks = chunk.observation.earlier[index]
+            step = int(chunk.steps[index]) - 1
             # oldest first; `back` control steps before the present one
             for back, look in zip(range(len(looks), 0, -1), looks, strict=True):
                 state = group.scene.sensors.state(look.measured[None], commands[index, step - back][None])

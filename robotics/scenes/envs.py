@@ -177,7 +177,9 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         """
         super().reset(seed=seed)
         chosen = dict(options or {})
-        layout, split, draw = chosen.pop("layout", None), chosen.pop("split", self.split), chosen.pop("draw", 0)
+        layout = chosen.pop("layout", None)
+        split = chosen.pop("split", self.split)
+        draw = chosen.pop("draw", 0)
         if chosen:
             raise UserError(f"unknown options of reset: {', '.join(map(str, chosen))}; there are layout, split, draw")
         number = int(self.np_random.integers(LAYOUTS)) if layout is None else int(layout)

@@ -35,8 +35,11 @@ def dress(spec: Any) -> None:
             spec.delete(light)
     sky, floor = spec.texture("sky"), spec.geom("floor")
     sky.builtin = mujoco.mjtBuiltin.mjBUILTIN_GRADIENT
-    sky.rgb1, sky.rgb2 = [0.62, 0.67, 0.73], [0.80, 0.84, 0.88]
-    floor.material, floor.pos, floor.size = "film_floor", [0.0, 0.0, -0.72], [0.0, 0.0, 0.1]
+    sky.rgb1 = [0.62, 0.67, 0.73]
+    sky.rgb2 = [0.80, 0.84, 0.88]
+    floor.material = "film_floor"
+    floor.pos = [0.0, 0.0, -0.72]
+    floor.size = [0.0, 0.0, 0.1]
     spec.geom("table").material = "film_table"
     for geom in spec.geoms:
         if not geom.material:  # the arm files only define colours

@@ -89,12 +89,14 @@ class RandomActor:
     HELD = 5
 
     def __init__(self, task: str, seed: int) -> None:
-        self._seed, self._steps = seed, 0
+        self._seed = seed
+        self._steps = 0
         self.options: dict[str, Any] = {"observation": "state"}
 
     def reset(self, episode: int) -> None:
         """Begin an episode."""
-        self._rng, self._steps = np.random.default_rng([self._seed, episode]), 0
+        self._rng = np.random.default_rng([self._seed, episode])
+        self._steps = 0
 
     def act(self, env: TabletopEnv, observation: dict[str, Any]) -> NDArray[np.float64]:
         """Choose an action (5,)."""

@@ -210,7 +210,9 @@ def _add_place(spec: Any, name: str, piece: Piece) -> None:
 def _add_sensors(spec: Any, arm: ArmModel, roles: Roles) -> None:
     import mujoco
 
-    kinds, site, joint = mujoco.mjtSensor, mujoco.mjtObj.mjOBJ_SITE, mujoco.mjtObj.mjOBJ_JOINT
+    kinds = mujoco.mjtSensor
+    site = mujoco.mjtObj.mjOBJ_SITE
+    joint = mujoco.mjtObj.mjOBJ_JOINT
     wanted = [("grip_pos", kinds.mjSENS_FRAMEPOS, site, arm.grip_site)]
     wanted += [("grip_axis", kinds.mjSENS_FRAMEXAXIS, site, arm.grip_site)]
     for label, finger in zip(("left_finger", "right_finger"), arm.fingers, strict=True):

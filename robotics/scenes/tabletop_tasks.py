@@ -185,7 +185,9 @@ def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def _draw_pose(area: Area, rng: np.random.Generator) -> tuple[float, float, float]:
-    x, y, yaw = rng.uniform(*area.x_m), rng.uniform(*area.y_m), rng.uniform(-1.0, 1.0) * area.yaw_rad
+    x = rng.uniform(*area.x_m)
+    y = rng.uniform(*area.y_m)
+    yaw = rng.uniform(-1.0, 1.0) * area.yaw_rad
     return float(x), float(y), float(yaw)
 
 

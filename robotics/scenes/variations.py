@@ -98,7 +98,9 @@ def _vary_camera(layer: Layer, ranges: Any) -> Draws:
     for number in range(model.ncam):
         name = model.camera(number).name or str(number)
         rng = layer.stream("camera", name)
-        shift, turn, zoom = ranges.position_m * rng.uniform(-1, 1, 3), rng.uniform(-1, 1, 3), rng.uniform(-1, 1)
+        shift = ranges.position_m * rng.uniform(-1, 1, 3)
+        turn = rng.uniform(-1, 1, 3)
+        zoom = rng.uniform(-1, 1)
         model.cam_pos[number] += shift
         # without it not even a multiplication: a part that is off must not change the last bit
         if ranges.rotation_rad:

@@ -113,7 +113,9 @@ class ObservationFormat:
 
         With `n_obs_steps`, as many may be stacked along an axis before those of the shape.
         """
-        image, state, known = {}, {}, self.interface
+        image = {}
+        state = {}
+        known = self.interface
         if self.image_size is not None:
             keys = (self.config.image_key, *self._view_keys)
             cameras = dict(zip(keys, known.cameras or (), strict=False))

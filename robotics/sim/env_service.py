@@ -104,8 +104,11 @@ class EnvService:
     """Answers requests to one environment; counts control steps and truncates at the horizon."""
 
     def __init__(self, env: RowEnv, images: bool, end_at_success: bool) -> None:
-        self._env, self._images, self._end_at_success = env, images, end_at_success
-        self._elapsed, self._recent = 0, recent.RecentObservations(0)
+        self._env = env
+        self._images = images
+        self._end_at_success = end_at_success
+        self._elapsed = 0
+        self._recent = recent.RecentObservations(0)
         self._views: Sequence[str] = tuple(getattr(env, "views", ())) if images else ()
         if images and env.image_size is None:
             raise gym_adapter.EnvError(
@@ -157,7 +160,8 @@ class EnvService:
 
     def reset(self, fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Begin an episode and observe it; later replies include the `past` control steps before them."""
-        self._elapsed, self._recent = 0, recent.RecentObservations(int(fields.get("past", 0)))
+        self._elapsed = 0
+        self._recent = recent.RecentObservations(int(fields.get("past", 0)))
         # environments without randomisation have no such argument
         draw = {"draw": fields["draw"]} if "draw" in fields else {}
         # for environments that draw from the global generators: equal arguments must start equal episodes

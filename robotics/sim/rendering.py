@@ -238,7 +238,9 @@ class FrameRenderer:
     def refresh(self) -> None:
         """Draw everything again the next time, because colours, materials or visibility have changed."""
         for seen in self._cameras.values():
-            seen.separable, seen.last_view, seen.background = self._separable, None, None
+            seen.separable = self._separable
+            seen.last_view = None
+            seen.background = None
         # bodies without joints to the world; mocap bodies are among them, so their poses are compared too
         self._fixed_bodies = np.flatnonzero(self._model.body_weldid == 0)
 
@@ -265,7 +267,8 @@ class FrameRenderer:
         # a copy: the caller's model keeps its visual settings
         visual = fast_visuals(copy.copy(self._model), settings)
         # A buffer of the image's own size, and none for shadows that are off (64 MB by default).
-        visual.vis.global_.offwidth, visual.vis.global_.offheight = settings.width, settings.height
+        visual.vis.global_.offwidth = settings.width
+        visual.vis.global_.offheight = settings.height
         visual.vis.quality.shadowsize = visual.vis.quality.shadowsize if settings.shadows else 0
         gl = open_context(self.backend, settings.width, settings.height)
         gl.make_current()

@@ -110,15 +110,19 @@ class ImageRollout:
 
         import mujoco
 
-        self.model, self.task, self.settings = model, task, settings
-        self.substeps, self.horizon = substeps, horizon
+        self.model = model
+        self.task = task
+        self.settings = settings
+        self.substeps = substeps
+        self.horizon = horizon
         self.live: NDArray[np.int64] = np.zeros(0, np.int64)
         """Running scenes, ascending; `step_chunk` takes their actions in this order."""
         self._data = [mujoco.MjData(model) for _ in range(scenes)]
         self._models = [model] * scenes
         # the present only, until `reset` asks for more
         self._pasts: list[_Past] = [deque(maxlen=1) for _ in range(scenes)]
-        self._delays, self._past = [0] * scenes, 0
+        self._delays = [0] * scenes
+        self._past = 0
         self._elapsed = np.zeros(scenes, np.int64)
         self._physics = physics
         self._workers = [SceneWorker(model, settings, name, video) for _ in range(count)]
@@ -151,7 +155,8 @@ class ImageRollout:
         """
         if not 1 <= len(seeds) <= self.scenes:
             raise UserError(f"{len(seeds)} seeds for {self.scenes} scenes")
-        self.live, self._past = np.arange(len(seeds)), past
+        self.live = np.arange(len(seeds))
+        self._past = past
         return self._begin(self.live, seeds, variants)
 
     def restart(

@@ -38,8 +38,10 @@ class Physics:
         from mujoco import rollout
 
         state = mujoco.mjtState
-        self._lib, self._model = mujoco, model
-        self._full, self._user = int(state.mjSTATE_FULLPHYSICS), int(state.mjSTATE_USER)
+        self._lib = mujoco
+        self._model = model
+        self._full = int(state.mjSTATE_FULLPHYSICS)
+        self._user = int(state.mjSTATE_USER)
         self._sizes = [mujoco.mj_stateSize(model, int(kind)) for kind in (self._full, self._user)]
         # No separate thread pool: this thread is one of several that each run a scene.
         self._rollout = rollout.Rollout(nthread=0)

@@ -100,8 +100,10 @@ class SubprocessSim(RowPool[Message]):
         if problem:
             self._pool.close()
             raise RunError(f"the environment {settings.factory} describes itself wrongly: {problem}")
-        self.action_size, self.state_size = self._hello["action_size"], self._hello["state_size"]
-        self.horizon, self.capacity = self._hello["horizon"], settings.workers
+        self.action_size = self._hello["action_size"]
+        self.state_size = self._hello["state_size"]
+        self.horizon = self._hello["horizon"]
+        self.capacity = settings.workers
         size = self._hello["image_size"]
         self._frame_size: tuple[int, int] | None = (size[0], size[1]) if size else None
         # None if the run asks for no images, although the environment can draw
@@ -145,7 +147,8 @@ class SubprocessSim(RowPool[Message]):
         restarts, but no completed episodes.
         """
         self._check_episodes(episodes)
-        self._begun, self._past = len(episodes), past
+        self._begun = len(episodes)
+        self._past = past
         # All rows begin together; those beyond the episodes are idle.
         self._live.clear()
         requests = {row: _reset_request(episode, past) for row, episode in enumerate(episodes)}
@@ -385,7 +388,9 @@ def _say_fit(factory: str, found: Any) -> str | None:
 
 def problem_in_hello(hello: Mapping[str, Any]) -> str:
     """Error in a worker's description of its environment; empty if there is none."""
-    sizes, views, bounds = hello.get("image_size"), hello.get("views", []), hello.get("action_bounds", [])
+    sizes = hello.get("image_size")
+    views = hello.get("views", [])
+    bounds = hello.get("action_bounds", [])
     if sizes is not None and (not isinstance(sizes, list) or len(sizes) != 2):
         return f"image_size is {sizes!r:.80}; expected two numbers"
     numbers = {name: hello.get(name) for name in ("action_size", "state_size", "horizon")}

@@ -34,7 +34,8 @@ class UnreadableError(ValueError):
 
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(detail)
-        self.code, self.detail = code, detail
+        self.code = code
+        self.detail = detail
 
 
 def read_call(text: str) -> tuple[str, dict[str, Any]]:
@@ -190,7 +191,9 @@ def read_tags(text: str, strict: bool) -> Found:
     opening = OPEN.search(text) if not strict else re.search("<action>", text)
     if opening is None:
         raise UnreadableError("no_action", "there is no <action> in the answer")
-    thought, found, position = text[: opening.start()].strip(), [], opening.start()
+    thought = text[: opening.start()].strip()
+    found = []
+    position = opening.start()
     while opening is not None:
         between = text[position : opening.start()].strip()
         if strict and between:

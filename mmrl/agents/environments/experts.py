@@ -70,9 +70,14 @@ class NoisyExpert:
     def __init__(
         self, env: ExpertEnvironment, actions: Sequence[str], mistakes: float, generator: random.Random
     ) -> None:
-        self._env, self._actions, self._mistakes, self._generator = env, list(actions), mistakes, generator
+        self._env = env
+        self._actions = list(actions)
+        self._mistakes = mistakes
+        self._generator = generator
         # only `expert` is wrapped: a mistake is executed like any action
-        self.reset, self.step, self.close = env.reset, env.step, env.close
+        self.reset = env.reset
+        self.step = env.step
+        self.close = env.close
 
     def expert(self) -> Action:
         """The expert's action, or a random one."""

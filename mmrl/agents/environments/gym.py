@@ -92,7 +92,8 @@ class ArgumentActions:
     """A Dict of Discrete, Box and Text spaces: its entries are the action's arguments; a single Box is `value`."""
 
     def __init__(self, spaces: Mapping[str, Any], single: bool) -> None:
-        self._spaces, self._single = dict(spaces), single
+        self._spaces = dict(spaces)
+        self._single = single
         for name, space in self._spaces.items():
             if type(space).__name__ not in CONVERTERS:
                 raise UserError(
@@ -232,7 +233,9 @@ class GymEnvironment:
         task_options: bool = True,
         repeat_text: bool = False,
     ) -> None:
-        self._env, self._task_options, self._repeat_text = env, task_options, repeat_text
+        self._env = env
+        self._task_options = task_options
+        self._repeat_text = repeat_text
         if action_names is None:
             action_names = (getattr(env, "metadata", None) or {}).get("action_names")
         self._reader = action_reader(env.action_space, action_names)
@@ -296,7 +299,8 @@ class GymEnvironment:
         text = "\n".join(_text(key, parts[key]) for key in self._text_keys)
         # an instruction that comes with every image would be read in every turn
         repeated = text == self._text and bool(images) and not self._repeat_text
-        self._images, self._text = tuple(images), text
+        self._images = tuple(images)
+        self._text = text
         return Observation("" if repeated else text, self._images)
 
 

@@ -163,7 +163,8 @@ class ReplayBuffer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`; if the buffer is smaller now, the newest trajectories stay."""
         self._stored = {task: deque(own, maxlen=self._config.size) for task, own in state["stored"].items()}
-        self._added, self.counts = int(state["added"]), Counter(state["counts"])
+        self._added = int(state["added"])
+        self.counts = Counter(state["counts"])
         while self.megabytes > self._config.memory_mb:
             self._evict_oldest()
 
@@ -209,7 +210,8 @@ class Replay(LossTerm):
     gradient = "never"
 
     def __init__(self, config: ReplayConfig, *, recomputes: bool) -> None:
-        self.config, self.recomputes = config, recomputes
+        self.config = config
+        self.recomputes = recomputes
         self.buffer = ReplayBuffer(config)
         self.seen: Counter[str] = Counter()
         """Groups of the step without success, replayed trajectories, and the sum of their ages."""

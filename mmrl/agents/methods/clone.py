@@ -141,7 +141,8 @@ def as_episode(played: ExpertEpisode, task: AgentTask, policy: VlmPolicy, writer
     """The expert's episode as one that an agent might have had; one that does not fit has no result."""
     turns = played.turns[:max_turns]
     episode = replay_episode(task, [(turn.observation, turn.action.text) for turn in turns], policy, writer)
-    episode.success, episode.last = played.success, played.last
+    episode.success = played.success
+    episode.last = played.last
     episode.refused = sum("action_error" in turn.info for turn in turns)
     episode.rewards = [0.0] * (episode.trajectory.turns - 1) + [played.reward] if episode.trajectory.turns else []
     return episode

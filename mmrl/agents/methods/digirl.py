@@ -292,7 +292,9 @@ class DigirlRecipe(AgentRecipe):
         # Every process draws the same rows from the same data, so the critics stay equal without communication.
         generator = make_generator(self.config.seed, "critics", step.number)
         succeeded, succeeds = (data.total > 0).long(), data.succeeds
-        state, next_state, has_next = data.state, data.next_state, data.has_next
+        state = data.state
+        next_state = data.next_state
+        has_next = data.has_next
         instruction, steps_critic = self.instruction_critic, self.step_critic
         # on the CPU in float32, outside autocast: all processes have to compute equal bits
         with torch.enable_grad(), torch.autocast("cpu", enabled=False):

@@ -116,7 +116,8 @@ class Fitter(Generic[CriticT]):
     """Adam on one critic."""
 
     def __init__(self, critic: CriticT, config: CriticTraining) -> None:
-        self.critic, self._config = critic, config
+        self.critic = critic
+        self._config = config
         self._optimizer = torch.optim.Adam(critic.parameters(), lr=config.learning_rate)
 
     def step(self, loss: Tensor) -> float:

@@ -111,7 +111,10 @@ class Writer:
     def __init__(
         self, policy: VlmPolicy, config: ConversationConfig, system: str, tools: Sequence[dict[str, Any]] = ()
     ) -> None:
-        self._policy, self._config, self._system, self.tools = policy, config, system, list(tools)
+        self._policy = policy
+        self._config = config
+        self._system = system
+        self.tools = list(tools)
         self._turns: dict[tuple[object, ...], Prompt] = {}
 
     def begin(self, task: AgentTask, observation: Observation, prompt: Prompt | None = None) -> Conversation:

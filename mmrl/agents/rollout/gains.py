@@ -57,7 +57,8 @@ def add_gains(
     for number, keys in own.items():
         values, episode = [found[key] for key in keys], episodes[number]
         if any(map(math.isnan, values)):
-            episode.ending, episode.reason = "overflow", f"the true answer of {episode.task.id} does not fit"
+            episode.ending = "overflow"
+            episode.reason = f"the true answer of {episode.task.id} does not fit"
         episode.gains = [after - before for before, after in itertools.pairwise(values)]
 
 
@@ -69,7 +70,9 @@ def contexts_before_turns(episode: Episode) -> Iterator[Prompt]:
     # the last assignment wins: the first sampled token of each turn
     first = {turn: index for index, turn in reversed([*enumerate(steps.turn)]) if steps.sampled[index]}
     for turn in range(1, steps.turns):
-        end, start, prompt = first[turn], 0, episode.prompt
+        end = first[turn]
+        start = 0
+        prompt = episode.prompt
         for context in steps.contexts:
             if context.start <= end:
                 start, prompt = context.start, context.prompt

@@ -121,9 +121,15 @@ class EpisodeRunner:
         transcripts: bool = False,
         engine: EngineSampler | None = None,
     ) -> None:
-        self._policy, self._pool, self._writer = policy, pool, writer
-        self._actions, self._sampler, self._limits = actions, sampler, limits
-        self._bootstrap_observation, self._transcripts, self._engine = bootstrap_observation, transcripts, engine
+        self._policy = policy
+        self._pool = pool
+        self._writer = writer
+        self._actions = actions
+        self._sampler = sampler
+        self._limits = limits
+        self._bootstrap_observation = bootstrap_observation
+        self._transcripts = transcripts
+        self._engine = engine
 
     def run(
         self,
@@ -154,7 +160,9 @@ class EpisodeRunner:
             episode.video = Video(episode.task.id) if recorded else None
         # as many rows as environments: a row of the sampler is a slot of the pool
         turns = TurnSampler(self._policy, self._sampler, self._pool.size, engine=self._engine)
-        waiting, running, first = deque(range(len(tasks))), dict[int, _Slot](), dict[str, tuple[Observation, Prompt]]()
+        waiting = deque(range(len(tasks)))
+        running = dict[int, _Slot]()
+        first = dict[str, tuple[Observation, Prompt]]()
         while waiting or running:
             # A loop, not a branch: episodes that fail at the start leave their slots free for the next ones.
             while waiting and len(running) < self._pool.size:
@@ -190,7 +198,8 @@ class EpisodeRunner:
         """Start the conversation of an episode; None if the episode is already over."""
         if result.failure is not None or result.over:
             reason = "it is over before it began" if result.failure is None else result.failure.reason
-            episode.ending, episode.reason = "failed", reason
+            episode.ending = "failed"
+            episode.reason = reason
             return None
         known = first.get(episode.task.id)
         # Equal first observations share one prompt object, so that it is read once.
@@ -200,7 +209,8 @@ class EpisodeRunner:
         except TaskError as error:
             note_overflow(episode, error)
             return None
-        episode.prompt, episode.last = conversation.parts[0].prompt, result.observation
+        episode.prompt = conversation.parts[0].prompt
+        episode.last = result.observation
         episode.anchors.append(number_observation(result.observation, result.info))
         first.setdefault(episode.task.id, (result.observation, episode.prompt))
         return conversation
@@ -313,13 +323,15 @@ class EpisodeRunner:
         if episode.video is not None:
             episode.video.add(episode.last, str(action), result.info)
         if result.failure is not None:
-            episode.ending, episode.reason = "failed", f"{result.failure.kind}: {result.failure.reason}"
+            episode.ending = "failed"
+            episode.reason = f"{result.failure.kind}: {result.failure.reason}"
             return
         episode.rewards[-1] += result.reward
         episode.seconds[-1] += result.seconds
         episode.refused += "action_error" in result.info
         episode.calls += action.name != SAY
-        episode.last, episode.final_answer = result.observation, str(action.arguments.get("answer", ""))
+        episode.last = result.observation
+        episode.final_answer = str(action.arguments.get("answer", ""))
         # An environment may report success in some turns only; the latest report holds.
         slot.success = result.info.get("success", slot.success)
 
@@ -330,7 +342,8 @@ class EpisodeRunner:
         if episode.ending:
             return True
         if answer.error is not None and self._actions.on_parse_error == "terminate":
-            episode.ending, episode.reason = "cut" if answer.error == CUT else "unreadable", answer.detail
+            episode.ending = "cut" if answer.error == CUT else "unreadable"
+            episode.reason = answer.detail
         elif result is not None and result.terminated:
             episode.ending = "terminated"
         # `terminated` wins over a limit that is reached in the same turn: there is nothing left to bootstrap
@@ -346,7 +359,9 @@ class EpisodeRunner:
         turns: TurnSampler,
     ) -> list[int]:
         """Append the resulting observations; returns the rows whose conversation no longer fits into the model."""
-        added, restarted, full = dict[int, Prompt](), dict[int, Prompt](), []
+        added = dict[int, Prompt]()
+        restarted = dict[int, Prompt]()
+        full = []
         for (row, slot), room in zip(sorted(active.items()), self._room(active, turns), strict=True):
             try:
                 prompt, restarts = self._next_prompt(slot, parsed[row], results.get(row), room)
@@ -413,7 +428,8 @@ def note_overflow(episode: Episode, error: TaskError) -> None:
         raise UserError(
             f"{error.place}: a turn of the episode cannot be written for the model: {error.message}"
         ) from error
-    episode.ending, episode.reason = "overflow", str(error)
+    episode.ending = "overflow"
+    episode.reason = str(error)
 
 
 def check_dropped(episodes: Sequence[Episode]) -> None:

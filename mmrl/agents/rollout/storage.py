@@ -295,7 +295,8 @@ def _as_result(observation: Observation, answer: str) -> Observation:
 
 def _replayed(row: RecordedRow, policy: VlmPolicy, writer: Writer) -> Episode:
     episode = replay_episode(row.task, row.turns, policy, writer)
-    episode.rewards, episode.success = list(row.rewards), row.success
+    episode.rewards = list(row.rewards)
+    episode.success = row.success
     return episode
 
 

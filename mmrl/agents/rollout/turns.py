@@ -183,7 +183,10 @@ class TurnSampler:
         reread: bool = False,
         engine: EngineSampler | None = None,
     ) -> None:
-        self._policy, self._config, self._rows, self._engine = policy, config, rows, engine
+        self._policy = policy
+        self._config = config
+        self._rows = rows
+        self._engine = engine
         # the generic lane can continue a history only if the model takes padded rows
         continues = policy.generic is None or policy.generic.pads
         keeps = config.lean and unsupported_reason(policy) is None and continues and not reread and engine is None
@@ -304,7 +307,9 @@ class _KeepingDecoder:
     """A decoder that saves the keys and values of rows that leave it."""
 
     def __init__(self, decoder: PrefixDecoder, rows: Tensor) -> None:
-        self._decoder, self._rows, self._read = decoder, rows, 0
+        self._decoder = decoder
+        self._rows = rows
+        self._read = 0
         self.next_logp = decoder.next_logp
         self.left: list[tuple[Tensor, list[Tensor], list[Tensor]]] = []
         """Rows (n,) that left together, with their keys and values by layer (n, Hk, t, d)."""

@@ -96,7 +96,11 @@ def revise(
         ExpertFailedError: the episode did not end.
     """
     observation, info = as_start(env.reset(task, seed))
-    complete, turns, own, erred, total = info.get("task", task), list[ExpertTurn](), 0, False, 0.0
+    complete = info.get("task", task)
+    turns = list[ExpertTurn]()
+    own = 0
+    erred = False
+    total = 0.0
     for number in range(MOST_TURNS):
         # asked in every turn, also where the agent's action is taken: an expert follows the state
         move = env.expert()
@@ -155,7 +159,8 @@ class AgentRevisionRecipe(AgentCloneRecipe):
         # actions of the agent, the error included, are read but not learnt
         steps.sampled = [known and turn >= own for known, turn in zip(steps.sampled, steps.turn, strict=True)]
         if not any(steps.sampled):
-            episode.ending, episode.reason = "failed", "the error is in the last turn"
+            episode.ending = "failed"
+            episode.reason = "the error is in the last turn"
         return episode
 
     def _actions(self, episode: Episode) -> list[Action]:
@@ -177,7 +182,10 @@ class _Agreeing:
     """An environment whose expert does what an agent did."""
 
     def __init__(self, env: ExpertEnvironment, said: Sequence[Action]) -> None:
-        self.reset, self.step, self.close, self._left = env.reset, env.step, env.close, iter(said)
+        self.reset = env.reset
+        self.step = env.step
+        self.close = env.close
+        self._left = iter(said)
 
     def expert(self) -> Action:
         """The next action."""

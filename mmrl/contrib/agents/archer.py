@@ -258,7 +258,8 @@ class ArcherRecipe(AgentRecipe):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(config.seed, "critics"))
             critic = UtteranceCritic(self.policy.width, settings.critic.hidden)
-        self.critic, self.average = Fitter(critic, settings.critic), copy.deepcopy(critic)
+        self.critic = Fitter(critic, settings.critic)
+        self.average = copy.deepcopy(critic)
         self.parts |= {"episodes": self.store, "critic": self.critic, "average": self.average}
         self._fresh: list[Fresh] = []
         self.added["fresh"] = self._fresh

@@ -126,7 +126,9 @@ class ArbitraryEntropyRecipe(VlmRecipe):
         rollouts = super().rollout(policy, tasks, streams, step)
         # the rows of both kinds need the column before they are joined
         rollouts = rollouts.replace(extras={**rollouts.extras, SOURCE: torch.zeros_like(rollouts.group)})
-        payload, settings, own = VlmPayload.of(rollouts), self.config.steering, self.config.sampler
+        payload = VlmPayload.of(rollouts)
+        settings = self.config.steering
+        own = self.config.sampler
         limit = settings.share * self.config.trainer.tasks_per_step
         places = streams.among(tasks, payload.tasks).places
         chosen = [group for group, place in enumerate(places) if place + 1 <= limit]

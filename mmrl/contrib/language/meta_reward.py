@@ -78,7 +78,8 @@ class Rubric:
     """The current rubric, and how often it changed."""
 
     def __init__(self, text: str) -> None:
-        self.text, self.version = text, 0
+        self.text = text
+        self.version = 0
 
     def state_dict(self) -> dict[str, Any]:
         """The rubric."""
@@ -86,7 +87,8 @@ class Rubric:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`."""
-        self.text, self.version = str(state["text"]), int(state["version"])
+        self.text = str(state["text"])
+        self.version = int(state["version"])
 
 
 class MetaRewardRecipe(VlmRecipe):
@@ -152,7 +154,8 @@ class MetaRewardRecipe(VlmRecipe):
         if accelerator.num_processes > 1:
             broadcast_object_list(text)
         if text[0]:
-            self.rubric.text, self.rubric.version = text[0], self.rubric.version + 1
+            self.rubric.text = text[0]
+            self.rubric.version = self.rubric.version + 1
             LOGGER.info("rubric %d: %s", self.rubric.version, self.rubric.text)
 
     def _ask(self, samples: Sequence[Sample]) -> str:

@@ -99,7 +99,9 @@ class OnlinePreferenceConfig(VlmConfig):
 
     def check_objective(self) -> None:
         """Check that model and data serve the objective; raises ValueError."""
-        objective, alone, samples = self.made_objective(), self.opponent == "policy", self.trainer.samples_per_task
+        objective = self.made_objective()
+        alone = self.opponent == "policy"
+        samples = self.trainer.samples_per_task
         check_pair_batches(self.trainer.micro_batch)
         check_critic(self.model, needed=False)
         check_preference(objective, ("logp_previous", "kl_baseline", *(() if alone else ("own_answers",))))
@@ -134,7 +136,8 @@ class AgainstOpponent:
     """Samples one answer of the policy and one of its opponent to each question."""
 
     def __init__(self, recipe: OnlinePreferenceRecipe, own: Sampler[VlmPolicy, Prompt, Samples]) -> None:
-        self.recipe, self.own = recipe, own
+        self.recipe = recipe
+        self.own = own
 
     def load(self, weights: VlmPolicy, version: int) -> None:
         """Sample with these weights from now on."""
@@ -142,7 +145,9 @@ class AgainstOpponent:
 
     def sample(self, tasks: Sequence[Prompt], n: int, streams: Streams) -> Samples:
         """Both answers to each question, the policy's first."""
-        config, online, policy = self.recipe.config.sampler, self.recipe.config.online, self.recipe.policy
+        config = self.recipe.config.sampler
+        online = self.recipe.config.online
+        policy = self.recipe.policy
         own = self.own.sample(tasks, 1, streams)
         draws = streams.uniform(len(tasks), 1, config.max_new_tokens, purpose="opponent")
         # scoring disables the adapter or calls the copy, whichever the reference is
@@ -265,7 +270,9 @@ def ranked_pairs(rollouts: Rollouts, *, keep_ties: bool) -> tuple[list[int], lis
     rows: list[list[int]] = [[] for _ in range(rollouts.num_groups)]
     for row, group in enumerate(rollouts.group.tolist()):
         rows[group].append(row)
-    reward, found, learnt = rollouts.reward.tolist(), list[int](), list[float]()
+    reward = rollouts.reward.tolist()
+    found = list[int]()
+    learnt = list[float]()
     for own in rows:
         scored = [row for row in own if not math.isnan(reward[row])]
         # a group with at most one score still yields two rows, so that batches have the same size; they are masked
@@ -350,7 +357,10 @@ class MixtureDecoder:
     """Decodes with two policies; `share` is that of the other one in the log-probabilities."""
 
     def __init__(self, own: GenericDecoder, other: GenericDecoder, within: Within, share: float) -> None:
-        self._own, self._other, self._within, self._share = own, other, within, share
+        self._own = own
+        self._other = other
+        self._within = within
+        self._share = share
 
     def keep(self, index: Tensor) -> None:
         """Drop all rows but some."""

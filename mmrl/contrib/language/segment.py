@@ -343,7 +343,9 @@ class SegmentRecipe(VlmRecipe):
 
     def _tree_values(self, rollouts: Rollouts) -> dict[str, Tensor]:
         """Values before and after the segment of each token (B, T), and the deviation where it begins."""
-        edges, reward, groups = rollouts.extras[EDGE].cpu(), rollouts.reward.tolist(), rollouts.host.group
+        edges = rollouts.extras[EDGE].cpu()
+        reward = rollouts.reward.tolist()
+        groups = rollouts.host.group
         lengths = rollouts.host.mask.sum(1).long().tolist()
         found = torch.zeros(3, *edges.shape)
         for group in range(rollouts.num_groups):

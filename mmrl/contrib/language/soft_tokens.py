@@ -126,7 +126,8 @@ class SoftState(GenerationState):
     ) -> None:
         # the last uniform of each step draws ordinary tokens, the others are the noise
         super().__init__(policy, config, total, uniforms[..., -1])
-        self.settings, self.end = settings, thinking_end(policy, settings)
+        self.settings = settings
+        self.end = thinking_end(policy, settings)
         shape, device = (config.max_new_tokens, total, config.top_k), policy.device
         draws = to_device(uniforms[..., :-1].transpose(0, 1).double(), device).clamp(min=1e-12)
         self.noise = (-(-draws.log()).log()).clamp(*NOISE).float()
@@ -176,7 +177,9 @@ class SoftSampler:
     """Samples soft responses from the policy in this process."""
 
     def __init__(self, config: SamplerConfig, settings: SoftSettings, keep: KeepPrefill) -> None:
-        self.config, self.settings, self.keep = config, settings, keep
+        self.config = config
+        self.settings = settings
+        self.keep = keep
         self.mixed: dict[str, Tensor] = {}
 
     def load(self, weights: VlmPolicy, version: int) -> None:

@@ -138,8 +138,10 @@ class TruncatedRecipe(VlmRecipe):
         draws = streams.select(groups).uniform(len(groups), count, self.width)
         return self._sampled(policy, prompts, starts, count, draws)
 
-    def _continued(self, policy: VlmPolicy, prompts: Sequence[Prompt], streams: Streams) -> list[SampledRow]:
-        slots, draws, starts = self.carried.slots, [], []
+    def _continued(self, policy: VlmPolicy, prompts: Sequence[Prompt], streams: Streams) -> list[Row]:
+        slots = self.carried.slots
+        draws = []
+        starts = []
         for group in range(len(prompts)):
             answers = slots.get(streams.places[group], ("", []))[1]
             starts += [(group, answer) for answer in answers]
@@ -206,7 +208,9 @@ class TruncatedRecipe(VlmRecipe):
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Advantages of the step's tokens; targets of the critic at all tokens of finished answers."""
-        whole, new, cut = rollouts.mask, rollouts.extras[NEW], rollouts.extras[TRUNCATED] > 0
+        whole = rollouts.mask
+        new = rollouts.extras[NEW]
+        cut = rollouts.extras[TRUNCATED] > 0
         # earlier tokens were trained in the step that sampled them
         found = super().advantages(rollouts.replace(mask=whole * new), accelerator, step)
         # the critic has not yet seen returns of a finished answer's earlier tokens, so it learns all of them

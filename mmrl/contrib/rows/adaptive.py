@@ -163,7 +163,9 @@ class TokenGroupMeanStd(Advantage):
     """Size of an advantage from which on its group counts rows."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
-        reward, group, valid = rollouts.reward, rollouts.group, rollouts.scored
+        reward = rollouts.reward
+        group = rollouts.group
+        valid = rollouts.scored
         mask, size = rollouts.loss_mask, len(rollouts.group)
         reward, length = torch.where(valid, reward, 0.0), mask.sum(1)
 

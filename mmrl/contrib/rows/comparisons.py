@@ -202,7 +202,9 @@ class GroupPreference(BoundedClip):
 
     def preference(self, logp: Tensor, rollouts: Rollouts) -> Tensor:
         """Loss (N,) of each group."""
-        mask, group, groups = rollouts.loss_mask, rollouts.group, rollouts.num_groups
+        mask = rollouts.loss_mask
+        group = rollouts.group
+        groups = rollouts.num_groups
         reference = required(rollouts.logp_ref, "rollouts.logp_ref", "the reference scores the answers").detach()
         score, valid = self.beta * masked_sum(logp - reference, mask), mask.any(1)
 

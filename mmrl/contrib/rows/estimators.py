@@ -164,7 +164,9 @@ class Regrouped(Advantage):
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """See `Advantage`."""
-        reward, group, valid = rollouts.reward, rollouts.group, rollouts.scored
+        reward = rollouts.reward
+        group = rollouts.group
+        valid = rollouts.scored
         upper = upper_half(self.halved_by(rollouts), group, valid)
         high, low = (group_means(reward, group, half) for half in (upper, valid & ~upper))
         own, other = torch.where(upper, high, low), torch.where(upper, low, high)
@@ -233,7 +235,9 @@ class BudgetTarget(Advantage):
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """See `Advantage`; a row alone in its group gets the second term only."""
         budget = extra(rollouts, "budget", self.kind).to(rollouts.reward.dtype)
-        reward, group, valid = rollouts.reward, rollouts.group, rollouts.scored
+        reward = rollouts.reward
+        group = rollouts.group
+        valid = rollouts.scored
         # rows of a group with equal budgets, renumbered from 0
         shared = torch.stack([group.to(budget.dtype), budget], 1).unique(dim=0, return_inverse=True)[1]
         target = 4.0 * torch.cos(math.pi * budget / self.length)
@@ -276,7 +280,9 @@ class ConsistencyBlend(Advantage):
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """See `Advantage`."""
-        reward, group, valid = rollouts.reward, rollouts.group, rollouts.scored
+        reward = rollouts.reward
+        group = rollouts.group
+        valid = rollouts.scored
         entropy = answer_entropy(extra(rollouts, "answer", self.kind), group, valid).to(reward.dtype)
         weight = torch.sigmoid(self.steepness * (entropy - self.threshold))
         # one number a group, compared with those of the others
@@ -317,7 +323,9 @@ class EntropyDamped(Advantage):
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """See `Advantage`."""
-        reward, group, valid = rollouts.reward, rollouts.group, rollouts.scored
+        reward = rollouts.reward
+        group = rollouts.group
+        valid = rollouts.scored
         entropy = answer_entropy(extra(rollouts, "answer", self.kind), group, valid).to(reward.dtype)
         # log 1 = 0 would divide; a single row has entropy 0 anyway
         largest = group_count(group, valid).clamp(min=2).to(reward.dtype).log()
@@ -348,7 +356,9 @@ class EarlyCode(Advantage):
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """See `Advantage`."""
         start = extra(rollouts, "code_start", self.kind)
-        reward, group, valid = rollouts.reward, rollouts.group, rollouts.scored
+        reward = rollouts.reward
+        group = rollouts.group
+        valid = rollouts.scored
         coded = valid & (start >= 0) & (reward >= self.solved)
         rows = group_mean_std(reward, group, eps=self.eps, valid=valid)
         length = group_means(rollouts.lengths.to(reward.dtype), group, coded).clamp(min=1)

@@ -412,7 +412,9 @@ class TurnEntropies:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint."""
-        self.steps, self.total, self.count = state["steps"], state["total"], state["count"]
+        self.steps = state["steps"]
+        self.total = state["total"]
+        self.count = state["count"]
 
 
 def phase_weight(step: int, steps: int) -> float:

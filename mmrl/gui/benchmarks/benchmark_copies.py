@@ -208,7 +208,9 @@ def _validate_own(path: str, images: str | None) -> Validation:
     written = write_tasks(loaded.tasks, settings, settings.resize(ModelConfig()), training=True)
     result = Validation(OWN, (expanded(path),), len(loaded.tasks) + len(loaded.problems))
     result.malformed = [(error.place, error.message) for error in (*loaded.problems, *written.bad)]
-    result.convention, result.refusal, result.notes = written.convention, written.refusal, written.doubts
+    result.convention = written.convention
+    result.refusal = written.refusal
+    result.notes = written.doubts
     # a data set that is refused as a whole leaves out nothing in particular
     left_out = set() if written.refusal else {error.place for error in written.dropped}
     if left_out:

@@ -93,7 +93,8 @@ class Browser:
         self._playwright: Any = None
         self._browser: Any = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._deadline, self._ended = math.inf, threading.Event()
+        self._deadline = math.inf
+        self._ended = threading.Event()
         self._program = require_chromium(self.settings.executable)
         self._start()
 

@@ -72,10 +72,12 @@ class GuardedPage:
     """
 
     def __init__(self, browser: Browser, width: int, height: int, scale: float = 1.0, locale: str = "en-US") -> None:
-        self.browser, self.scale = browser, scale
+        self.browser = browser
+        self.scale = scale
         self.generation = browser.generation
         self._events: list[str] = []
-        self._loading, self._html = False, ""
+        self._loading = False
+        self._html = ""
         self._files: Path | None = None
         self._context = browser.open_context(width, height, scale, locale)
         with browser.limited("opening a page"):
@@ -98,7 +100,8 @@ class GuardedPage:
 
     def load_html(self, html: str, *, new_document: bool = True) -> None:
         """Show a page."""
-        self._html, self._files = html, None
+        self._html = html
+        self._files = None
         # set_content keeps the document, and needs one at ADDRESS to write into
         if new_document or self._page.url != ADDRESS:
             self._load(lambda: self._page.goto(ADDRESS, wait_until="load"), "loading the page")

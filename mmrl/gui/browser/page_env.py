@@ -133,7 +133,8 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
         self.render_mode = "rgb_array"
         self._browser, self._page = browser, None  # type: Browser | None, GuardedPage | None
         self._broken = self._over = True
-        self._steps, self._instruction = 0, ""
+        self._steps = 0
+        self._instruction = ""
         self.answer = ""
         """Answer that the agent ended the episode with, for `_after`; empty without one."""
         self._image: NDArray[np.uint8] = np.zeros((image_wh[1], image_wh[0], 3), np.uint8)
@@ -178,7 +179,8 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
                 self._broken = True
                 if attempt == RESET_ATTEMPTS - 1:
                     raise
-        self._steps, self._over = 0, False
+        self._steps = 0
+        self._over = False
         return self._observation(), {**self._facts(), "task": task, "elements": elements}
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
@@ -205,7 +207,9 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
         """Close the page; the browser keeps running for other environments of the process."""
         if self._page is not None:
             self._page.close()
-        self._page, self._broken, self._over = None, True, True
+        self._page = None
+        self._broken = True
+        self._over = True
 
     @abc.abstractmethod
     def _task(self, options: Mapping[str, Any], seed: int) -> dict[str, Any]:

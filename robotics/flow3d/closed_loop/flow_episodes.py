@@ -143,7 +143,8 @@ class TrueFlow:
     """
 
     def __init__(self, scene: FlowScene, num_frames: int = 8) -> None:
-        self._demonstrator, self._frames = Demonstrator(scene), num_frames
+        self._demonstrator = Demonstrator(scene)
+        self._frames = num_frames
 
     def predict(self, observation: Observation, points: FloatArray, samples: int = 1, seed: int = 0) -> FloatArray:
         """The true flow, repeated; see `FlowModel`."""
@@ -156,7 +157,8 @@ class StillPoints:
     """A model whose flow keeps a fraction of its points still, like points on the background."""
 
     def __init__(self, model: FlowModel, share: float) -> None:
-        self._model, self._share = model, share
+        self._model = model
+        self._share = share
         self.encoding = getattr(model, "encoding", None)
 
     def predict(self, observation: Observation, points: FloatArray, samples: int = 1, seed: int = 0) -> FloatArray:

@@ -120,7 +120,8 @@ class FlowEpisodeRunner:
 
     def __init__(self, settings: LoopConfig, source: Source) -> None:
         check_config(settings, "loop")
-        self.settings, self.source = settings, source
+        self.settings = settings
+        self.source = source
         # A class such as TrueFlow also has `predict`, but makes a model for each scene.
         self._model = source if not isinstance(source, type) and hasattr(source, "predict") else None
         self._verifier = open_verifier(settings.verifier)

@@ -133,7 +133,9 @@ def write_clips(
         raise UserError(f"{path} exists already; name another folder or remove it")
     refused: Counter[str] = Counter()
     numbers: dict[str, list[int]] = {}
-    form, count, total = extractor.encoding, 0, 0
+    form = extractor.encoding
+    count = 0
+    total = 0
     # a draft, so that an error leaves no half-written folder
     with replaced(expanded(Path(path))) as draft:
         with FlowWriter(draft, num_frames=form.num_frames, grid=form.grid, title=title) as writer:

@@ -268,7 +268,9 @@ class _Chain:
 
     def poses(self) -> tuple[FloatArray, int]:
         """(L, 4, 4) motions since the first frame, and the number of frames with too few points."""
-        T, poses, lost = np.eye(4), [np.eye(4)], 0
+        T = np.eye(4)
+        poses = [np.eye(4)]
+        lost = 0
         for frame in range(1, len(self.grey)):
             seen, uv = self._visible(T, frame - 1, self.agree_m)
             there, good = self._follow(self.grey[frame - 1], frame, uv, self.settings.levels)
@@ -287,7 +289,9 @@ class _Chain:
 
     def _against_first(self, T: FloatArray, frame: int) -> FloatArray:
         """Correct the drift of T by flow from the first frame, warped to T, so that flow only has to find the error."""
-        now, depth_m, reach = self.grey[frame], self.depth_m[frame], 2 * self.agree_m
+        now = self.grey[frame]
+        depth_m = self.depth_m[frame]
+        reach = 2 * self.agree_m
         expected = warped_image(T, self.grey[0], self.mask, self.depth_m[0], now, depth_m, self.K, reach)
         seen, uv = self._visible(T, frame, reach)
         # no pyramid: the warped frame leaves only the error, which is smaller than the window

@@ -178,7 +178,8 @@ class LeRobotVideos(Sequence[RgbdVideo]):
         if camera not in self._reader.cameras:
             known = ", ".join(self._reader.cameras) or "none"
             raise UserError(f"no camera {camera!r}; {dataset} has {known}")
-        self._camera, self._unit_m = camera, depth_unit_m
+        self._camera = camera
+        self._unit_m = depth_unit_m
         self._K = np.asarray(K, dtype=np.float64)
         self._T = np.eye(4) if T_world_cam is None else np.asarray(T_world_cam, dtype=np.float64)
         self._depth = None if depth is None else self._depth_feature(depth)

@@ -192,7 +192,8 @@ class SmallContext(nn.Module):
 
     def __init__(self, config: ConditionConfig, vocabulary: Vocabulary) -> None:
         super().__init__()
-        self.config, self.vocabulary = config, vocabulary
+        self.config = config
+        self.vocabulary = vocabulary
         width = config.width
         self.instruction = InstructionEncoder(len(vocabulary), config.words, width, config.heads)
         # small, like a token: guidance subtracts what the network makes of it

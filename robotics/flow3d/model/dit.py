@@ -40,7 +40,8 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int, source: int | None = None) -> None:
         super().__init__()
         self.heads = heads
-        self.query, self.out = nn.Linear(width, width), nn.Linear(width, width)
+        self.query = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
         self.key_value = nn.Linear(source or width, 2 * width)
 
     def forward(self, tokens: Tensor, others: Tensor) -> Tensor:
@@ -81,11 +82,14 @@ class FlowBlock(nn.Module):
 
     def __init__(self, width: int, heads: int, context: int, *, factored: bool = False) -> None:
         super().__init__()
-        self.space, self.space_norm = Attention(width, heads), Modulated(width)
+        self.space = Attention(width, heads)
+        self.space_norm = Modulated(width)
         self.time = Attention(width, heads) if factored else None
         self.time_norm = Modulated(width) if factored else None
-        self.cross, self.cross_norm = Attention(width, heads, context), Modulated(width)
-        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.cross = Attention(width, heads, context)
+        self.cross_norm = Modulated(width)
+        self.wide = nn.Linear(width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width)
         self.feed_norm = Modulated(width)
 
     def forward(self, tokens: Tensor, condition: Tensor, context: Tensor, frames: int = 1) -> Tensor:
@@ -120,11 +124,13 @@ class _FlowTransformer(nn.Module):
         self.cells = nn.Parameter(torch.randn(encoding.grid**2, width) * 0.02)
         concat = config.point_condition == "tokens+concat"
         self.point = nn.Linear(octave_size(3), width) if concat else None
-        self.time, self.text = TimeEmbedding(width), nn.Linear(context, width)
+        self.time = TimeEmbedding(width)
+        self.text = nn.Linear(context, width)
         self.blocks = nn.ModuleList(
             FlowBlock(width, config.heads, context, factored=self.factored) for _ in range(config.blocks)
         )
-        self.last, self.leave = Modulated(width), nn.Linear(width, numbers)
+        self.last = Modulated(width)
+        self.leave = nn.Linear(width, numbers)
         # the first prediction is zero, which is no motion if the model predicts displacements
         nn.init.zeros_(self.leave.weight)
         nn.init.zeros_(self.leave.bias)

@@ -139,7 +139,9 @@ class FlowWorldModel(nn.Module):
     ) -> None:
         super().__init__()
         check_config(config, "model")
-        self.config, self.vocabulary, self.encoding = config, vocabulary, config.encoding
+        self.config = config
+        self.vocabulary = vocabulary
+        self.encoding = config.encoding
         self.process = make_process(config.process)
         # the modules initialise from the global generator, which must be left as it was
         with torch.random.fork_rng(devices=[]):

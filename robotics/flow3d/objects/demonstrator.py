@@ -63,7 +63,9 @@ class Demonstrator:
     """
 
     def __init__(self, scene: FlowScene, approach: int = 10, motion: int = 31) -> None:
-        self.scene, self._approach, self._motion = scene, approach, motion
+        self.scene = scene
+        self._approach = approach
+        self._motion = motion
 
     def plan(self) -> FlowDemonstration:
         """Choose a grip and plan the trajectories; raises RunError if the arm can follow none of the grips."""
@@ -89,7 +91,9 @@ class Demonstrator:
 
         Raises RunError if the object is hidden in the first image or out of reach.
         """
-        form, scene, planned = encoding or FlowEncoding(), self.scene, self.plan()
+        form = encoding or FlowEncoding()
+        scene = self.scene
+        planned = self.plan()
         self.show(planned, 0)
         observation = scene.observe()
         # exact depth: the flow is the truth even if the observation's depth has noise and holes
@@ -111,7 +115,9 @@ class Demonstrator:
         scene.give(tasks[0])
         if scene.config.actor == HAND:
             scene.put_hand(self._hand_start())
-        seen, depth_m, found = scene.observe(), scene.true_depth(), []
+        seen = scene.observe()
+        depth_m = scene.true_depth()
+        found = []
         moved = scene.task.moved
         for task in tasks:
             scene.give(task)

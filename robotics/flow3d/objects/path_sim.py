@@ -102,7 +102,9 @@ class PathSim:
         self.state_size = POSE_NUMBERS + 3 * form.grid**2
         self.live: NDArray[np.int64] = np.zeros(0, np.int64)
         self.counts: dict[str, int] = {"diverged": 0, "dropped": 0}
-        self._grid, self._shapes, self._looks = form.grid, tuple(shapes), (colours, background)
+        self._grid = form.grid
+        self._shapes = tuple(shapes)
+        self._looks = (colours, background)
         self._scenes: dict[tuple[str, ...], FlowTabletop] = {}
         self._episodes: list[EpisodeSpec] = []
         for arm, task in self._tasks.values():
@@ -119,7 +121,8 @@ class PathSim:
 
     def reset(self, episodes: Sequence[EpisodeSpec]) -> ChunkResult:
         """Begin episodes; see `RobotSim.reset`. A row whose object is hidden could not start."""
-        self._episodes, self.live = list(episodes), np.arange(len(episodes))
+        self._episodes = list(episodes)
+        self.live = np.arange(len(episodes))
         output = ChunkResult.empty(self.live, 0, self.state_size, self.image_size)
         reasons = {}
         for row, episode in enumerate(episodes):

@@ -396,7 +396,9 @@ def depth_holes(shape: tuple[int, ...], share: float, rng: np.random.Generator) 
     holes = np.zeros(shape, dtype=np.bool_)
     # squares overlap, so the fraction is measured instead of computed
     while holes.mean() < share:
-        side, row, column = int(rng.integers(2, 9)), int(rng.integers(shape[0])), int(rng.integers(shape[1]))
+        side = int(rng.integers(2, 9))
+        row = int(rng.integers(shape[0]))
+        column = int(rng.integers(shape[1]))
         holes[row : row + side, column : column + side] = True
     return holes
 
@@ -419,6 +421,8 @@ def build_model(task: FlowTask, shape: str, actor: str) -> mujoco.MjModel:
         for name in task.furniture.movable:
             # inactive: `FlowTabletop` activates it when the fingers close on the body
             weld = spec.add_equality(name=f"hold_{name}", type=mujoco.mjtEq.mjEQ_WELD, active=False)
-            weld.objtype, weld.name1, weld.name2 = mujoco.mjtObj.mjOBJ_BODY, hand, name
+            weld.objtype = mujoco.mjtObj.mjOBJ_BODY
+            weld.name1 = hand
+            weld.name2 = name
             weld.data[10] = 1.0  # torque scale
     return spec.compile()

@@ -67,7 +67,9 @@ def add_cabinet(spec: Any, shape: Shape) -> None:
     import mujoco
 
     body = spec.worldbody.add_body(name="cabinet", mocap=True)
-    half, tall, deep = shape.radius_m, shape.height_m, 0.075
+    half = shape.radius_m
+    tall = shape.height_m
+    deep = 0.075
     wide = 2 * half + 3 * WALL_M
     _box(body, (deep, wide, WALL_M), (-deep, 0, tall - WALL_M), LIGHT, "cabinet_top")
     _box(body, (WALL_M, wide, tall / 2), (-2 * deep + WALL_M, 0, tall / 2), LIGHT, "cabinet_back")
@@ -97,7 +99,9 @@ def _container(body: Any, *, radius: float, height: float, sides: int, handle: f
     _tub(body, radius, height, sides, LIGHT, DARK)
     if not handle:
         return
-    low, high, start = 0.25 * height, 0.8 * height, radius - WALL_M
+    low = 0.25 * height
+    high = 0.8 * height
+    start = radius - WALL_M
     corners = [(start, low), (start + handle, low), (start + handle, high), (start, high)]
     for (x, z), (x_next, z_next) in itertools.pairwise(corners):
         body.add_geom(

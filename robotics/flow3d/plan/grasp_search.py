@@ -39,7 +39,10 @@ class GraspSearch:
         proposers: Sequence[Sequence[str | GraspProposer]],
         part: PartFinder | None = None,
     ) -> None:
-        self.arm, self.ik, self.config, self.part = arm, ik, config, part
+        self.arm = arm
+        self.ik = ik
+        self.config = config
+        self.part = part
         self.proposers = [[_find_proposer(each) for each in some] for some in proposers]
         self.clearance = ArmClearance(arm) if config.check_collisions else None
 
@@ -51,7 +54,8 @@ class GraspSearch:
             plan = held_path(each.motion.T_t_0_world, self.ik, round_.joint_rad, self.config.reach)
             each.plans = [] if plan is None else [plan]
             if plan is None:
-                each.failure, each.detail = Failure.UNREACHABLE, "with the object in the hand"
+                each.failure = Failure.UNREACHABLE
+                each.detail = "with the object in the hand"
             return
         obstacles = self._obstacles(round_.observation, round_.mask)
         checks = ReachChecks(self.ik, round_.joint_rad, self.clearance, obstacles, self.config.reach)
@@ -70,7 +74,8 @@ class GraspSearch:
             each.detail = ", ".join(f"{count} x {reason}" for reason, count in refused.most_common())
         else:
             where = "" if part_m is None else f", and no grasp is within {PART_REACH_M:g} m of the chosen part"
-            each.failure, each.detail = Failure.NO_GRASP, f"the gripper opens {self.arm.max_opening_m:g} m{where}"
+            each.failure = Failure.NO_GRASP
+            each.detail = f"the gripper opens {self.arm.max_opening_m:g} m{where}"
 
     def _part(self, round_: PlanRound) -> FloatArray | None:
         """(3,) point on the part to grasp, found once per round; None allows any part."""

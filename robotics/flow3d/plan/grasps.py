@@ -113,7 +113,10 @@ def antipodal_grasps(
     width = np.linalg.norm(between, axis=-1)
     # wide enough not to be one point, and with play on both sides of the open fingers
     near = (width > 1e-3) & (width <= max_opening_m - 2 * PLAY_M)
-    first, second, between, width = first[near], second[near], between[near], width[near]
+    first = first[near]
+    second = second[near]
+    between = between[near]
+    width = width[near]
     line = between / width[:, None]
     # cosine of the larger of the two angles: both contacts must be within the friction cone
     opposed = np.minimum(-(normals[first] * line).sum(-1), (normals[second] * line).sum(-1))

@@ -72,7 +72,8 @@ class FlowPlanner:
         self.config = config or PlannerConfig()
         check_config(self.config, "planner")
         self.predictor = Predictor(flow, self.config, locate)
-        self.arm, self.verifier = arm, verifier
+        self.arm = arm
+        self.verifier = verifier
         self.ik = ArmIk(arm, self.config.ik)
         self.search = GraspSearch(arm, self.ik, self.config, (grasps, otherwise), part)
         self.render = _find_renderer(self.config.renderer, replay) if verifier is not None else None
@@ -93,7 +94,8 @@ class FlowPlanner:
         try:
             self._run(executor, result, instruction, seed)
         except PlanFailed as ended:
-            result.failure, result.detail = ended.failure, ended.detail
+            result.failure = ended.failure
+            result.detail = ended.detail
         return result
 
     def plan(self, observation: Observation, joint_rad: FloatArray, *, seed: int = 0, held: bool = False) -> PlanRound:
@@ -122,7 +124,9 @@ class FlowPlanner:
         return round_
 
     def _run(self, executor: Executor, result: PlanResult, instruction: str | None, seed: int) -> None:
-        held, settings, start = False, self.config.execution, executor.joint_rad()
+        held = False
+        settings = self.config.execution
+        start = executor.joint_rad()
         # a fixed flow would be the same in every round
         again = settings.replans if settings.look_again and not self.predictor.is_fixed else 0
         for number in range(1 + again):
@@ -206,7 +210,9 @@ class FlowPlanner:
             try:
                 self.search.fill(round_, each)
             except PlanFailed as failed:  # kept here: a verifier may have called, and errors become its verdict
-                each.plans, each.failure, each.detail = [], failed.failure, failed.detail
+                each.plans = []
+                each.failure = failed.failure
+                each.detail = failed.detail
         return each.plans or []
 
 

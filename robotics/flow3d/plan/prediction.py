@@ -28,7 +28,9 @@ class Predictor:
         config: PlannerConfig,
         locate: Callable[[Observation], BoolArray] | None = None,
     ) -> None:
-        self.model, self.config, self.locate = _as_model(flow), config, locate
+        self.model = _as_model(flow)
+        self.config = config
+        self.locate = locate
 
     @property
     def is_fixed(self) -> bool:
@@ -37,7 +39,9 @@ class Predictor:
 
     def predict(self, round_: PlanRound, seed: int) -> PlanTry:
         """A flow and the motion that it describes, or the reason why it is unusable."""
-        observation, points, config = round_.observation, round_.points, self.config
+        observation = round_.observation
+        points = round_.points
+        config = self.config
         try:
             flow = np.asarray(self.model.predict(observation, points, 1, seed)[0], dtype=np.float64)
             clip = FlowClip(observation, points, flow)

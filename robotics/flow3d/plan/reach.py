@@ -311,7 +311,9 @@ def _approach_paths(grasp: Grasp, checks: ReachChecks) -> Iterator[JointPath]:
     A solution far from the start may have the elbow in the table or the wrist wound up; following the hand keeps the
     posture. If the hand's path is blocked or a joint is at its limit, the other path may work.
     """
-    settings, ik, T_grasp = checks.settings, checks.ik, grasp.T_world_grip
+    settings = checks.settings
+    ik = checks.ik
+    T_grasp = grasp.T_world_grip
     steps = {"step_m": settings.step_m, "step_rad": settings.step_rad}
     for poses in (
         [ik.pose(checks.start_rad), _before_grasp(T_grasp, settings), T_grasp],

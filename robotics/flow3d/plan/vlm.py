@@ -197,7 +197,8 @@ class AskedPart:
     """
 
     def __init__(self, client: VlmClient, marks: int = 8) -> None:
-        self.client, self.marks = client, marks
+        self.client = client
+        self.marks = marks
 
     def __call__(self, observation: Observation, mask: BoolArray) -> FloatArray:
         """Point (3,) on the chosen part; raises NoAnswer."""

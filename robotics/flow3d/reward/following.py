@@ -83,7 +83,8 @@ class FlowFollowing:
     """Predicts a flow for each initial state, once, and rewards episodes for following it."""
 
     def __init__(self, config: FlowRewardConfig, sim: SimConfig, tasks: Sequence[str], seed: int) -> None:
-        self.config, self.seed = config, seed
+        self.config = config
+        self.seed = seed
         self.failures: Counter[str] = Counter()
         """Number of initial states without a flow (predictions) and episodes without a track (tracks) so far."""
         self._flows: dict[EpisodeSpec, FlowClip | None] = {}

@@ -77,7 +77,9 @@ class _Stage:
     def __init__(self, scene: TabletopScene, settings: RenderSettings) -> None:
         import mujoco
 
-        self._lib, self._scene, self._settings = mujoco, scene, settings
+        self._lib = mujoco
+        self._scene = scene
+        self._settings = settings
         self.data: mujoco.MjData = mujoco.MjData(scene.model)
         self.renderer = FrameRenderer(scene.model, settings)
         body = int(scene.model.site(PIECES[scene.task.roles.first].handle).bodyid[0])

@@ -285,7 +285,9 @@ class _ImageStem(nn.Module):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        channels, width, self.octaves = config.channels, config.width, config.octaves
+        channels = config.channels
+        width = config.width
+        self.octaves = config.octaves
         self.first = nn.Conv2d(3, channels // 2, 5, stride=2, padding=2)
         self.second = nn.Conv2d(channels // 2, channels, 3, stride=2, padding=1)
         self.norm = nn.GroupNorm(GROUPS, channels)

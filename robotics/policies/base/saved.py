@@ -103,7 +103,9 @@ def make_config(kind: type[Config], entries: dict[str, Any], place: str) -> Conf
 
 def read_units(path: Path, policy: Scaled) -> None:
     """Read the files of `write_units` into a policy, which keeps its bounds or interface if the folder has none."""
-    file, bounds, interface = path / STATISTICS_FILE, path / BOUNDS_FILE, path / INTERFACE_FILE
+    file = path / STATISTICS_FILE
+    bounds = path / BOUNDS_FILE
+    interface = path / INTERFACE_FILE
     policy.statistics = ActionStatistics.load(file) if file.is_file() else None
     if bounds.is_file():
         policy.action_bounds = ActionRange.load(bounds, policy.action_size)

@@ -182,7 +182,9 @@ class LeRobotFlowPolicy(ServedActionPolicy):
         """Log-densities and entropies (B, S) of the steps of a chain (B, S + 1, K, M)."""
         size = self.width if self.settings.scored == "chain" else self.action_size
         count = self.chunk * size if self.settings.logp_reduction == "sum" else 1
-        sigmas, logp, entropy = self._sigmas(), [], []
+        sigmas = self._sigmas()
+        logp = []
+        entropy = []
         for step in range(self.decisions):
             # transition in full width: the padding's velocity moves the rest of the chunk in later steps
             mean, std = self._kernel.transition(velocities[:, step], chain[:, step], sigmas[step], sigmas[step + 1])

@@ -266,12 +266,16 @@ class ServedActionPolicy(ActionPolicy):
     def __init__(self, config: Any, service: str) -> None:
         super().__init__()
         check_config(config)
-        self.settings, self._server = config, LeRobotServer(config, service)
+        self.settings = config
+        self._server = LeRobotServer(config, service)
         self.config = self._server.sizes
-        self.cameras, self.views, self.past = self._server.cameras, self._server.views, self._server.past
+        self.cameras = self._server.cameras
+        self.views = self._server.views
+        self.past = self._server.past
         self.image_fit = self._server.image_fit
         self.action_range = self._server.action_range
-        self.chunk, self.action_size = self._server.hello["chunk"], self._server.hello["action_size"]
+        self.chunk = self._server.hello["chunk"]
+        self.action_size = self._server.hello["action_size"]
 
     def save_pretrained(self, path: Path | str) -> None:
         """Write the trained weights and the path of the LeRobot policy, whose folder is not copied."""

@@ -113,8 +113,13 @@ class LiberoRow:
             if name not in numbers:
                 raise LiberoError(f"{suite} has no task {name!r}; it has: {', '.join(numbers)}")
         self._numbers = {name: numbers[name] for name in tasks or numbers}
-        self._suite, self._held_out, self._shadows, self._camera = suite, held_out_states, shadows, camera
-        self.image_size, self.horizon, self.views = (size, size), horizon, views
+        self._suite = suite
+        self._held_out = held_out_states
+        self._shadows = shadows
+        self._camera = camera
+        self.image_size = (size, size)
+        self.horizon = horizon
+        self.views = views
         self._env: Any = None
         self._task = ""
         self._starts = np.zeros((0, 0))

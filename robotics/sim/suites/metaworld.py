@@ -64,8 +64,13 @@ class MetaWorldRow:
     def __init__(
         self, tasks: list[str], camera: str, size: int, horizon: int, shadows: bool, views: tuple[str, ...] = ()
     ) -> None:
-        self._tasks, self._camera, self.image_size, self.horizon = tasks, camera, (size, size), horizon
-        self._shadows, self.views, self.state_names = shadows, views, STATE_NAMES
+        self._tasks = tasks
+        self._camera = camera
+        self.image_size = (size, size)
+        self.horizon = horizon
+        self._shadows = shadows
+        self.views = views
+        self.state_names = STATE_NAMES
         self._env: Any = None
         self._expert: Any = None
         self._task = ""
@@ -137,7 +142,9 @@ class MetaWorldRow:
         kind = ALL_V3_ENVIRONMENTS[task + "-v3"]
         env = kind(render_mode="rgb_array", camera_name=self._camera, width=width, height=height)
         # As in the class with the visible goal, which takes no image size.
-        env._partially_observable, env._freeze_rand_vec, env.seeded_rand_vec = False, False, True
+        env._partially_observable = False
+        env._freeze_rand_vec = False
+        env.seeded_rand_vec = True
         # cached before the goal became visible
         env.__dict__.pop("sawyer_observation_space", None)
         env._set_task_called = True
@@ -147,7 +154,9 @@ class MetaWorldRow:
         if not self._shadows:
             env.model.light_castshadow[:] = False
             env.model.vis.quality.offsamples = 0
-        self._env, self._expert, self._task = env, ENV_POLICY_MAP[task + "-v3"](), task
+        self._env = env
+        self._expert = ENV_POLICY_MAP[task + "-v3"]()
+        self._task = task
 
 
 _SEEN = ("hand_x", "hand_y", "hand_z", "gripper", *(f"object_{entry}" for entry in range(14)))

@@ -90,7 +90,9 @@ class RobosuiteEnv(GymWrapper):  # type: ignore[misc]
         self.metadata = {"render_fps": env.control_freq, "instruction": instruction, "image_size": (size, size)}
         self.metadata.update(views=views, suite="robosuite", camera=camera)
         self.spec = SimpleNamespace(id=name, max_episode_steps=env.horizon)
-        self._camera, self._size, self._shadows = camera, size, shadows
+        self._camera = camera
+        self._size = size
+        self._shadows = shadows
         self._drawn: Any = None
         self._renderer: Any = None
 
@@ -118,7 +120,8 @@ class RobosuiteEnv(GymWrapper):  # type: ignore[misc]
             if not self._shadows:
                 model.light_castshadow[:] = False
                 model.vis.quality.offsamples = 0
-            self._renderer, self._drawn = mujoco.Renderer(model, self._size, self._size), model
+            self._renderer = mujoco.Renderer(model, self._size, self._size)
+            self._drawn = model
         self._renderer.update_scene(data, camera or self._camera, VISUAL)
         return np.asarray(self._renderer.render())
 
