@@ -291,6 +291,17 @@ def _unread(config: Any, item: dataclasses.Field[Any], where: str) -> Iterator[s
             )
 
 
+def readers_of(item: dataclasses.Field[Any], front: str = "") -> str:
+    """The values of other options without which nothing reads a field, such as "schedule: annealing"."""
+    return " and ".join(_wanted(f"{front}{name}", wanted) for name, wanted in item.metadata.get("only_with", {}).items())
+
+
+def _wanted(key: str, wanted: Any) -> str:
+    if wanted in (SET, UNSET):
+        return f"{key} {'set' if wanted is SET else 'unset'}"
+    return f"{key}: {str(wanted).lower() if type(wanted) is bool else wanted}"
+
+
 def _nested(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     """Dotted keys and dataclasses in a field's value."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -22,7 +22,7 @@ from typing import Any
 
 from mmrl.config import NAMES_ELSEWHERE
 from mmrl.errors import UserError
-from mmrl.fields import Bounds, Kinds, bounds_of, hints_of
+from mmrl.fields import Bounds, Kinds, bounds_of, hints_of, readers_of
 
 REQUIRED = "???"
 """Default of a value that must be given, as in OmegaConf."""
@@ -52,13 +52,18 @@ class Option:
     """Origin of the default, if it is not fixed."""
     rare: bool = False
     """Whether few users ever set it."""
+    on_request: bool = False
+    """Whether even `--all` leaves it out: it is of a kind that the preset does not use, or repeats another part's."""
+    read_with: str = ""
+    """Values of other options without which nothing reads it."""
 
     @property
     def facts(self) -> str:
-        """Type, bounds and default in one line."""
+        """Type, bounds, default and the options that it needs, in one line."""
         kinds = f"for {', '.join(self.kinds)}" if self.kinds else ""
         default = "must be given" if self.required else f"default {self.default_text}"
-        return "; ".join(filter(None, (self.type, kinds, self.bounds, default)))
+        needs = f"only with {self.read_with}" if self.read_with else ""
+        return "; ".join(filter(None, (self.type, kinds, self.bounds, default, needs)))
 
     @property
     def default_text(self) -> str:
@@ -78,6 +83,12 @@ def own_first(options: Sequence[Option], defaults: Any) -> list[Option]:
     lineage = (defaults if isinstance(defaults, type) else type(defaults)).__mro__
     depth = {name: place for place, base in enumerate(lineage) for name in inspect.get_annotations(base)}
     return sorted(options, key=lambda option: depth[re.split(r"[.[]", option.key)[0]])
+
+
+def of_the_preset(options: Sequence[Option]) -> list[Option]:
+    """Leave out options on request, and the names of the kinds that share an option of the preset's kind."""
+    found = [option for option in options if not option.on_request]
+    return [dataclasses.replace(option, kinds=()) if option.default_from else option for option in found]
 
 
 def select_options(options: Sequence[Option], prefix: str) -> list[Option]:
@@ -146,8 +157,11 @@ def _type_schema(hint: Any, bounds: Bounds | None = None) -> dict[str, Any]:
     return found
 
 
-def _walk(schema: type[Any], instance: Any, prefix: str, rare: bool = False) -> Iterator[Option]:
+def _walk(
+    schema: type[Any], instance: Any, prefix: str, rare: bool = False, on_request: bool = False
+) -> Iterator[Option]:
     """Options of a dataclass, with the defaults of the instance if there is one."""
+    used = instance.kinds() if hasattr(instance, "kinds") else None
     hints = hints_of(schema)
     sentences = _sentences(schema)
     parts = {_part_of(hint)[0] for hint in hints.values() if not _part_of(hint)[1]}
@@ -167,22 +181,33 @@ def _walk(schema: type[Any], instance: Any, prefix: str, rare: bool = False) -> 
             required=required,
             part=part is not None and not suffix,
             rare=hidden or kinds is not None,  # the options of its kinds follow
+            on_request=on_request,
+            read_with=readers_of(item, prefix),
         )
         if kinds is not None:
-            yield from _by_kind(kinds, key, hidden)
+            yield from _by_kind(kinds, key, hidden, on_request, None if used is None else used.get(item.name, ""))
         if part is not None:
             inside = default if dataclasses.is_dataclass(default) else None
             repeated = suffix == ".<name>" and part in parts  # such as eval_data, whose entries are like `data`
-            found = _walk(part if inside is None else type(inside), inside, f"{key}{suffix}.", hidden or repeated)
-            yield from found
+            kind, asked = part if inside is None else type(inside), on_request or repeated
+            yield from _walk(kind, inside, f"{key}{suffix}.", hidden or repeated, asked)
 
 
-def _by_kind(kinds: Kinds, key: str, rare: bool) -> Iterator[Option]:
-    """Options of every kind; one that several kinds share is listed once."""
+def _by_kind(kinds: Kinds, key: str, rare: bool, on_request: bool, used: str | None) -> Iterator[Option]:
+    """Options of every kind; one that several kinds share is listed once. `used` is the preset's kind, if known."""
     table = kinds.table()
     if kinds.named and len(table) > 1:
         bounds = f"one of {', '.join(table)}"
-        yield Option(f"{key}.kind", "Which of them.", "str", None, bounds, default_from=kinds.default_from, rare=rare)
+        yield Option(
+            f"{key}.kind",
+            "Which of them.",
+            "str",
+            None,
+            bounds,
+            default_from=f"{kinds.default_from}, {used}" if used else kinds.default_from,
+            rare=rare,
+            on_request=on_request,
+        )
     found: dict[Option, list[str]] = {}
     for kind, schema in table.items():
         for option in _walk(schema, None, f"{key}.", rare):
@@ -191,7 +216,8 @@ def _by_kind(kinds: Kinds, key: str, rare: bool) -> Iterator[Option]:
                 alike = dataclasses.replace(option, default=default, default_from=kinds.default_from)
                 found.setdefault(alike, []).append(kind)
     for option, names in found.items():
-        yield dataclasses.replace(option, kinds=tuple(names))
+        unused = used is not None and used not in names
+        yield dataclasses.replace(option, kinds=tuple(names), on_request=on_request or unused)
 
 
 def _hashable(value: Any) -> Any:

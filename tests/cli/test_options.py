@@ -216,8 +216,33 @@ def test_default_listing_leaves_out_what_few_set_and_says_how_many(capsys):
     assert main(["options", "papo", "--all"]) == 0
     everything = capsys.readouterr().out
     assert "\ntrainer.adam_eps  (" in everything
-    total = sum(not option.part for option in options_of(RECIPES["papo"].load_defaults()))
+    total = sum(line[:1].strip() != "" and "  (" in line for line in everything.splitlines())
     assert last == f"{total - len(shown)} more options, which few users set: mmrl options papo --all"
+
+
+def test_blocks_of_an_objective_have_the_options_of_the_presets_kind_and_a_key_lists_all(capsys):
+    assert main(["options", "papo", "--all"]) == 0
+    everything = capsys.readouterr().out
+    assert everything.count("\nobjective.advantage.eps  (") == 1
+    assert "\nobjective.clip.dual  (float | None; above 1; default the preset's)" in everything
+    assert "\nobjective.clip.tau_pos" not in everything
+    assert "default the preset's, ppo_clip)" in everything
+    assert "\neval_data.<name>.path" not in everything
+    assert main(["options", "papo", "objective.advantage"]) == 0
+    assert capsys.readouterr().out.count("\nobjective.advantage.eps  (") > 3
+    assert main(["options", "papo", "tau_pos"]) == 0
+    assert "objective.clip.tau_pos  (float; for sapo;" in capsys.readouterr().out
+    for arguments in ([], ["--all"], ["objective.clip"]):
+        main(["options", "papo", *arguments])
+        text = capsys.readouterr().out
+        main(["options", "papo", *arguments, "--json"])
+        rows = json.loads(capsys.readouterr().out)
+        assert all(f"{row['key']}: " in text if row["part"] else f"{row['key']}  (" in text for row in rows)
+        assert sum(not row["part"] for row in rows) == sum(line.startswith(row_starts(rows)) for line in text.split("\n"))
+
+
+def row_starts(rows):
+    return tuple(f"{row['key']}  (" for row in rows if not row["part"])
 
 
 def test_what_is_inside_a_rare_part_is_rare_and_a_prefix_shows_it(capsys):
