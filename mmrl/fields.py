@@ -229,6 +229,27 @@ def bounds_of(item: dataclasses.Field[Any]) -> Bounds | None:
     return item.metadata.get("bounds")
 
 
+def part_of(hint: Any) -> tuple[type[Any] | None, str]:
+    """The dataclass that a field holds, and the suffix of its key; None if it holds none."""
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        parts = [found for found in map(part_of, arguments) if found[0] is not None]
+        return parts[0] if parts else (None, "")
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type) and dataclasses.fields(hint):
+        return hint, ""
+    suffix = {list: "[]", dict: ".<name>"}.get(typing.get_origin(hint))  # type: ignore[arg-type]
+    if suffix is not None and arguments and dataclasses.is_dataclass(arguments[-1]):
+        return arguments[-1], suffix  # type: ignore[return-value]
+    return None, ""
+
+
+def default_of(item: dataclasses.Field[Any]) -> Any:
+    """Default of a field; MISSING without one."""
+    if item.default_factory is not dataclasses.MISSING:
+        return item.default_factory()
+    return item.default
+
+
 def field_problems(config: Any, where: str = "") -> Iterator[str]:
     """Yield one line for each value outside its field's type or bounds, nested dataclasses included."""
     hints = hints_of(type(config))
@@ -293,7 +314,9 @@ def _unread(config: Any, item: dataclasses.Field[Any], where: str) -> Iterator[s
 
 def readers_of(item: dataclasses.Field[Any], front: str = "") -> str:
     """The values of other options without which nothing reads a field, such as "schedule: annealing"."""
-    return " and ".join(_wanted(f"{front}{name}", wanted) for name, wanted in item.metadata.get("only_with", {}).items())
+    return " and ".join(
+        _wanted(f"{front}{name}", wanted) for name, wanted in item.metadata.get("only_with", {}).items()
+    )
 
 
 def _wanted(key: str, wanted: Any) -> str:

@@ -27,7 +27,7 @@ from diffusion.data.captioned_images import (
 )
 from diffusion.data.prompts import ImageRows
 from mmrl.errors import UserError
-from mmrl.fields import bounded, choice, rare
+from mmrl.fields import choice, rare
 from mmrl.files import is_file, replaced
 from mmrl.hub.images import image_pixels_option
 from mmrl.hub.tables import BAD_ROWS, BadRowError, DataRow
@@ -71,8 +71,6 @@ class ImagePairConfig:
     """Keyword arguments of the build function."""
     max_image_pixels: int = rare(image_pixels_option())
     """Largest image in pixels, checked by its header before it is decoded."""
-    max_prompt_chars: int = rare(bounded(10_000, at_least=1))
-    """Longest caption in characters."""
     on_bad_row: str = rare(choice("error", BAD_ROWS))
     """A pair with equal or missing images: error stops the run, skip leaves it out and counts it."""
 
@@ -127,16 +125,16 @@ def load_pairs(config: ImagePairConfig) -> ImageRows[ImagePair]:
     loaded = ImageRows[ImagePair](on_bad_row=config.on_bad_row, key="pairs", noun="pair")
     if path.suffix == PACKED:
         arrays = read_arrays(path, SIDES, NUMBERS, "pairs of images", config.max_image_pixels, "pairs")
-        loaded.take(range(len(arrays["captions"])), lambda row: _packed_pair(row, arrays, path, config))
+        loaded.take(range(len(arrays["captions"])), lambda row: _packed_pair(row, arrays, path))
     else:
         loaded.take(read_list(path), lambda row: _listed_pair(row, path, config))
     loaded.check_left(path)
     return loaded
 
 
-def _packed_pair(row: int, arrays: Mapping[str, NDArray[Any]], path: Path, config: ImagePairConfig) -> ImagePair:
+def _packed_pair(row: int, arrays: Mapping[str, NDArray[Any]], path: Path) -> ImagePair:
     place, caption = f"{path.name} {row}", str(arrays["captions"][row])
-    check_caption(place, caption, config)
+    check_caption(place, caption)
     if np.array_equal(arrays["chosen"][row], arrays["rejected"][row]):
         raise BadRowError("equal_sides", place, "both images are the same")
     chosen, rejected = (StoredImage(arrays[side], row) for side in SIDES)
@@ -148,7 +146,7 @@ def _listed_pair(row: DataRow, path: Path, config: ImagePairConfig) -> ImagePair
     caption, *names = (row.cells.get(key) for key in ("prompt", *SIDES))
     if not isinstance(caption, str):
         raise UserError(f"{row.place}: expected the text of column prompt; it has {', '.join(row.cells)}")
-    check_caption(row.place, caption, config)
+    check_caption(row.place, caption)
     files = [path.parent / name if isinstance(name, str) and name else None for name in names]
     gone = [str(name) for name, file in zip(names, files, strict=True) if file is None or not is_file(file)]
     if gone:

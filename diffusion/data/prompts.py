@@ -15,10 +15,12 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.files import expanded
 from mmrl.hub.images import ImageError, image_pixels_option
-from mmrl.hub.tables import BAD_ROWS, MAX_LINE_MB, BadRowError, DataRow, LoadedRows, built_path, check_split, rows
+from mmrl.hub.tables import BAD_ROWS, BadRowError, DataRow, LoadedRows, built_path, check_split, rows
 
 TaskT = TypeVar("TaskT")
 LOGGER = logging.getLogger("mmrl")
+MAX_PROMPT_CHARS = 10_000
+"""Longest prompt or caption in characters; text encoders of pipelines read a few hundred tokens."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,6 @@ class PromptConfig:
     """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
     build_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the build function."""
-    max_prompt_chars: int = rare(bounded(10_000, at_least=1))
-    """Longest prompt in characters, checked before it is tokenised."""
-    max_line_mb: float = rare(bounded(MAX_LINE_MB, above=0, finite=True))
-    """Longest line of a .jsonl file in 10^6 bytes."""
     on_bad_row: str = rare(choice("skip", BAD_ROWS))
     """skip: count and log empty, over-long and unreadable prompts and use the rest; error: stop at the first."""
 
@@ -162,8 +160,8 @@ def _fault(
     prompt = cells[config.prompt_key]
     if not isinstance(prompt, str) or not prompt.strip():
         return "empty", f"the prompt is empty or no text: {str(prompt)[:80]!r}"
-    if len(prompt) > config.max_prompt_chars:
-        found = f"the prompt has {len(prompt)} characters, more than {config.max_prompt_chars}"
-        return "too_long", f"{found} (data.max_prompt_chars)"
+    if len(prompt) > MAX_PROMPT_CHARS:
+        found = f"the prompt has {len(prompt)} characters, more than {MAX_PROMPT_CHARS}"
+        return "too_long", found
     cut = too_long(prompt)
     return (None, "") if cut is None else ("too_long", cut)

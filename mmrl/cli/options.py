@@ -22,7 +22,7 @@ from typing import Any
 
 from mmrl.config import NAMES_ELSEWHERE
 from mmrl.errors import UserError
-from mmrl.fields import Bounds, Kinds, bounds_of, hints_of, readers_of
+from mmrl.fields import Bounds, Kinds, bounds_of, default_of, hints_of, part_of, readers_of
 
 REQUIRED = "???"
 """Default of a value that must be given, as in OmegaConf."""
@@ -118,7 +118,7 @@ def json_schema(defaults: Any) -> dict[str, Any]:
 def _object_schema(schema: type[Any]) -> dict[str, Any]:
     hints, sentences, properties = hints_of(schema), _sentences(schema), {}
     for item in dataclasses.fields(schema):
-        default = _default_of(item)
+        default = default_of(item)
         hint = type(default) if dataclasses.is_dataclass(default) else hints[item.name]
         found = _type_schema(hint, bounds_of(item))
         if not dataclasses.is_dataclass(default) and default not in (dataclasses.MISSING, REQUIRED):
@@ -164,12 +164,12 @@ def _walk(
     used = instance.kinds() if hasattr(instance, "kinds") else None
     hints = hints_of(schema)
     sentences = _sentences(schema)
-    parts = {_part_of(hint)[0] for hint in hints.values() if not _part_of(hint)[1]}
+    parts = {part_of(hint)[0] for hint in hints.values() if not part_of(hint)[1]}
     for item in dataclasses.fields(schema):
         key, hint = f"{prefix}{item.name}", hints[item.name]
-        default = _default_of(item) if instance is None else getattr(instance, item.name)
+        default = default_of(item) if instance is None else getattr(instance, item.name)
         required = default is dataclasses.MISSING or default == REQUIRED
-        part, suffix = _part_of(hint)
+        part, suffix = part_of(hint)
         bounds, kinds = bounds_of(item), item.metadata.get("kinds")
         hidden = rare or "rare" in item.metadata
         yield Option(
@@ -222,26 +222,6 @@ def _by_kind(kinds: Kinds, key: str, rare: bool, on_request: bool, used: str | N
 
 def _hashable(value: Any) -> Any:
     return tuple(map(_hashable, value)) if isinstance(value, list) else value
-
-
-def _part_of(hint: Any) -> tuple[type[Any] | None, str]:
-    """The dataclass that a field holds, and the suffix of its key; None if it holds none."""
-    arguments = typing.get_args(hint)
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        parts = [found for found in map(_part_of, arguments) if found[0] is not None]
-        return parts[0] if parts else (None, "")
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type) and dataclasses.fields(hint):
-        return hint, ""
-    suffix = {list: "[]", dict: ".<name>"}.get(typing.get_origin(hint))  # type: ignore[arg-type]
-    if suffix is not None and arguments and dataclasses.is_dataclass(arguments[-1]):
-        return arguments[-1], suffix  # type: ignore[return-value]
-    return None, ""
-
-
-def _default_of(item: dataclasses.Field[Any]) -> Any:
-    if item.default_factory is not dataclasses.MISSING:
-        return item.default_factory()
-    return item.default
 
 
 def _sentences(schema: type[Any]) -> dict[str, str]:

@@ -26,7 +26,7 @@ LOGGER = logging.getLogger("mmrl")
 BAD_ROWS = ("error", "skip")
 """Treatments of bad rows, `on_bad_row`."""
 MAX_LINE_MB = 32
-"""Longest line of a .jsonl file in 10^6 bytes, by default."""
+"""Longest line of a .jsonl file in 10^6 bytes; a longer one is a damaged file, or holds images that belong in files."""
 PUBLISHED = "docs/data.md has the columns, and where published sets are"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -134,12 +134,12 @@ def built_path(config: Any, key: str, kinds: str) -> Path:
 
 
 def rows(config: Any) -> Iterator[DataRow]:
-    """All rows of a configuration with path, split, subset and max_line_mb."""
+    """All rows of a configuration with path, split and subset."""
     check_split(config.path, config.split, config.subset)
-    yield from read_rows(config.path, config.split, config.subset, config.max_line_mb)
+    yield from read_rows(config.path, config.split, config.subset)
 
 
-def read_rows(path: str, split: str, subset: str | None, max_line_mb: float = MAX_LINE_MB) -> Iterator[DataRow]:
+def read_rows(path: str, split: str, subset: str | None) -> Iterator[DataRow]:
     """Read all rows behind a path or hub id."""
     file = expanded(path)
     if file.is_dir():
@@ -148,7 +148,7 @@ def read_rows(path: str, split: str, subset: str | None, max_line_mb: float = MA
         if not is_file(file):
             raise UserError(_missing(file))
         if file.suffix.lower() == LINES:
-            yield from _read_jsonl(file, int(max_line_mb * 1e6))
+            yield from _read_jsonl(file, int(MAX_LINE_MB * 1e6))
         else:
             yield from READERS[file.suffix.lower()](file)
     elif file.exists():
@@ -188,7 +188,7 @@ def _read_jsonl(file: Path, longest: int) -> Iterator[DataRow]:
             if len(line) > longest:
                 while line and not line.endswith(b"\n"):
                     line = content.readline(2**20)
-                yield DataRow(place, {}, f"the line has more than {longest / 1e6:g} MB (data.max_line_mb)")
+                yield DataRow(place, {}, f"the line has more than {longest / 1e6:g} MB")
             elif line.strip():
                 yield _json_row(line, place)
 

@@ -159,8 +159,6 @@ class MaskedSftConfig(SftConfig):
 
     evaluation: MaskedScoring = field(default_factory=MaskedScoring)
     """Evaluation, with the length of answers and the rewards that score them."""
-    shortest_time: float = rare(bounded(1e-3, above=0, below=1))
-    """Minimum masking probability of a token."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""

@@ -55,8 +55,6 @@ class BaseTrainerConfig:
     """Global gradient norm above which gradients are scaled down; 0 = never."""
     on_nonfinite: str = rare(choice("skip", NONFINITE_POLICIES))
     """Reaction to a NaN or infinite loss or gradient: skip that optimiser step, or stop the run."""
-    max_nonfinite: int = rare(only_with(10, on_nonfinite="skip"))
-    """Skipped optimiser steps after which the run stops."""
     mixed_precision: str = choice("none", PRECISIONS)
     """Autocast: none, bf16 or fp16, which scales the loss so that small gradients do not become 0."""
     sharding: str = rare(choice("none", SHARDINGS))
@@ -122,8 +120,6 @@ class TrustRegionConfig:
     """Multiple of the identity that is added to the Fisher matrix."""
     iterations: int = bounded(10, at_least=1)
     """Iterations of the conjugate gradients; each costs three passes over the rows."""
-    backtracks: int = rare(bounded(10, at_least=1))
-    """Steps that are tried, each half as long as the last, until one gains a tenth of what the gradient promises."""
 
     def check(self, trainer: BaseTrainerConfig) -> None:
         """Refuse options of AdamW, and what natural-gradient steps are not exact enough with; raises ValueError."""
@@ -166,15 +162,13 @@ class RollersConfig:
     overlap: bool = False
     """Sample a step's tasks during the update before, with weights that are one update old; the step after an
     evaluation or a checkpoint of `checkpoint.every` waits for its weights."""
-    tries: int = rare(bounded(3, at_least=1))
-    """Workers that may be lost over the same tasks before the step continues without these tasks."""
 
     def validate(self) -> None:
         """Check that the fields fit together; raises ValueError."""
         if self.engine == "ray":
             return
         plain = RollersConfig()
-        for name in ("workers", "address", "num_cpus", "num_gpus", "overlap", "tries"):
+        for name in ("workers", "address", "num_cpus", "num_gpus", "overlap"):
             if getattr(self, name) != getattr(plain, name):
                 raise ValueError(f"rollers.{name} is set, but rollers.engine is {self.engine}; set it to ray")
 

@@ -238,7 +238,9 @@ def test_blocks_of_an_objective_have_the_options_of_the_presets_kind_and_a_key_l
         main(["options", "papo", *arguments, "--json"])
         rows = json.loads(capsys.readouterr().out)
         assert all(f"{row['key']}: " in text if row["part"] else f"{row['key']}  (" in text for row in rows)
-        assert sum(not row["part"] for row in rows) == sum(line.startswith(row_starts(rows)) for line in text.split("\n"))
+        assert sum(not row["part"] for row in rows) == sum(
+            line.startswith(row_starts(rows)) for line in text.split("\n")
+        )
 
 
 def row_starts(rows):

@@ -44,7 +44,7 @@ CANNOT = {
     **dict.fromkeys(
         (
             *("RollersConfig.engine", "RollersConfig.workers", "RollersConfig.address", "RollersConfig.unit"),
-            *("RollersConfig.num_cpus", "RollersConfig.num_gpus", "RollersConfig.overlap", "RollersConfig.tries"),
+            *("RollersConfig.num_cpus", "RollersConfig.num_gpus", "RollersConfig.overlap"),
         ),
         "where tasks are sampled; of a unit's size only rounding depends",
     ),
@@ -53,7 +53,6 @@ CANNOT = {
 
 IDLE = {
     "BaseTrainerConfig.on_nonfinite": "needs a loss that is not finite",
-    "BaseTrainerConfig.max_nonfinite": "needs a loss that is not finite",
     "BaseTrainerConfig.sharding": "needs several processes; see test_sharding",
     "BaseTrainerConfig.gathered": "needs several processes; see test_sharding",
     "BaseTrainerConfig.mixed_precision": "given to the accelerator, and the walk's is made apart",
@@ -86,7 +85,6 @@ IDLE = {
     "FeatureConfig.build_options": "for a model that is not there yet",
     "TaskSetConfig.build": "for a file that is not there yet",
     "TaskSetConfig.build_options": "for a file that is not there yet",
-    "TrustRegionConfig.backtracks": "the longest step of a tiny run gains enough",
     "DigirlSettings.build": "for episodes that are not there yet",
     "DigirlSettings.build_options": "for episodes that are not there yet",
     "DemonstrationConfig.build": "for demonstrations that are not there yet",
@@ -105,9 +103,6 @@ IDLE = {
     "EnvironmentConfig.start_timeout_s": "needs an environment that hangs",
     "EnvironmentConfig.reset_timeout_s": "needs an environment that hangs",
     "EnvironmentConfig.step_timeout_s": "needs an environment that hangs",
-    "EnvironmentConfig.heartbeat_timeout_s": "needs an environment that hangs",
-    "EnvironmentConfig.reset_retries": "needs an environment that fails to start",
-    "EnvironmentConfig.max_restarts": "needs an environment that breaks down",
     "EnvironmentConfig.memory_mb": "needs an environment that takes much memory",
     "EnvironmentConfig.variables": "the environment of the walk reads none",
     **dict.fromkeys(
@@ -168,8 +163,6 @@ TALK = {
 NO_POINTS = "needs answers with points, which the tiny model does not write"
 GROUNDING = {
     "grounding.space": NO_POINTS,
-    "grounding.min_side": "the boxes of the walk are larger",
-    "grounding.min_visible": "the boxes of the walk are wholly inside their screens",
     **{
         f"answer.{name}": NO_POINTS
         for name in (
@@ -181,7 +174,7 @@ GROUNDING = {
 TEXT_ALONE = {
     **VIDEOS,
     **dict.fromkeys(
-        ("model.patch_product", "data.max_image_pixels", "eval_data.<name>.max_image_pixels"),
+        ("data.max_image_pixels", "eval_data.<name>.max_image_pixels"),
         "masked-diffusion models read no pictures",
     ),
 }

@@ -33,7 +33,7 @@ from mmrl.workers.wire import Message, decode, encode
 
 SERVICE = Path(__file__).resolve().with_name("environment_service.py")
 OF_PROCESSES = (
-    *("variables", "memory_mb", "heartbeat_timeout_s"),
+    *("variables", "memory_mb"),
     *("start_timeout_s", "reset_timeout_s", "step_timeout_s"),
 )
 """Options that nothing reads where environments run in the training process."""
@@ -64,14 +64,8 @@ class EnvironmentConfig:
     """Seconds for starting an episode."""
     step_timeout_s: float = rare(bounded(60.0, above=0, finite=True))
     """Seconds for an action."""
-    heartbeat_timeout_s: float = rare(bounded(30.0, above=0, finite=True))
-    """Seconds without a heartbeat, which is missed only while code holds the GIL or the process is stopped."""
     memory_mb: float | None = rare(bounded(None, above=0, finite=True))
     """MiB that a process and its children may hold; its episode fails beyond that. Empty = any."""
-    reset_retries: int = rare(bounded(2, at_least=0))
-    """Retries of an episode that did not start, each in a fresh process."""
-    max_restarts: int = rare(bounded(20, at_least=1))
-    """Restarts of a worker that completed no episode after which the run stops."""
 
     def validate(self) -> None:
         """Check that the options of the environment are JSON; raises UserError."""
@@ -95,10 +89,7 @@ class EnvironmentConfig:
             environment=self.variables,
             start_timeout_s=self.start_timeout_s,
             reset_timeout_s=self.reset_timeout_s,
-            heartbeat_timeout_s=self.heartbeat_timeout_s,
             memory_mb=self.memory_mb,
-            reset_retries=self.reset_retries,
-            max_restarts=self.max_restarts,
         )
 
 

@@ -26,7 +26,7 @@ import torch
 from mmrl.core.loss import Metric
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import ConfigError, UserError
-from mmrl.fields import bounded, choice, rare
+from mmrl.fields import bounded, choice
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
@@ -39,14 +39,14 @@ from mmrl.vlm.methods.replacing import Exchange, ReplacingRecipe, behind
 from mmrl.vlm.vlm_config import VlmConfig
 
 HINTED = 1
+HINTS = "hints"
+"""Column with the hints, a list of texts, or a list of such lists."""
 
 
 @dataclass
 class ScaffoldSettings:
     """Hints for questions that all samples miss."""
 
-    hints_key: str = rare("hints")
-    """Column with the hints, a list of texts, or a list of such lists."""
     template: str = "{question} Hints: {hints}"
     """Question with hints; {question} and {hints} are replaced."""
     prompt: str = choice("hinted", ("hinted", "bare"))
@@ -83,10 +83,10 @@ class ScaffoldedRecipe(ReplacingRecipe):
 
     def check_data(self) -> None:
         """Refuse questions without any hints; raises UserError."""
-        key = self.config.scaffold.hints_key
+        key = HINTS
         if not any(task.columns.get(key) for task in self.train_tasks):
             raise UserError(
-                f"data: no question has hints in a column '{key}' (scaffold.hints_key), a list of texts; columns: "
+                f"data: no question has hints in a column '{key}', a list of texts; columns: "
                 f"{', '.join(self.train_tasks[0].columns)}"
             )
 
@@ -136,7 +136,7 @@ class ScaffoldedRecipe(ReplacingRecipe):
     def _prompts(self, policy: VlmPolicy, task: VlmTask) -> list[tuple[int, Prompt]]:
         """Level and prompt of a question with more and more hints; those that cannot be encoded are left out."""
         settings, found = self.config.scaffold, []
-        for level, hints in enumerate(hint_levels(task.columns.get(settings.hints_key) or []), start=1):
+        for level, hints in enumerate(hint_levels(task.columns.get(HINTS) or []), start=1):
             messages = rewrite_question(task, settings.template, hints=" ".join(hints))
             try:
                 found.append((level, policy.encode(augment_task(task, messages=messages))))

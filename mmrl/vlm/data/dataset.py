@@ -21,7 +21,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields, choice, rare
 from mmrl.files import expanded, is_file
 from mmrl.hub.images import image_pixels_option
-from mmrl.hub.tables import BAD_ROWS, MAX_LINE_MB, DataRow, LoadedRows, built_path, rows
+from mmrl.hub.tables import BAD_ROWS, DataRow, LoadedRows, built_path, rows
 from mmrl.training.evaluation import parts_of_tasks
 from mmrl.vlm.data.messages import MediaCells, build_messages, has_marks, make_renderer, split_conversation
 from mmrl.vlm.data.row_extras import with_budgets
@@ -82,8 +82,6 @@ class DataConfig:
     """Keyword arguments of the build function."""
     max_prompt_chars: int = rare(bounded(MAX_PROMPT_CHARS, at_least=1))
     """Longest question in characters, checked before it is tokenised."""
-    max_line_mb: float = rare(bounded(MAX_LINE_MB, above=0, finite=True))
-    """Longest line of a .jsonl file in 10^6 bytes."""
     max_image_pixels: int = rare(image_pixels_option())
     """Largest image or video frame in pixels, checked by its header before it is decoded."""
     on_bad_row: str = rare(choice("error", BAD_ROWS))

@@ -67,8 +67,6 @@ class FrozenModelConfig:
     shared_prefix: bool = rare(True)
     """Compute each prompt once for all responses of its group, with the same gradients; the fast lane needs attention
     sdpa for it."""
-    patch_product: bool = rare(True)
-    """Compute the vision tower's patch embedding as the matrix product that it is, not as a convolution."""
     min_pixels: int | None = bounded(None, at_least=1)
     """Smallest image area in pixels, smaller images are enlarged; empty: as the processor has it."""
     max_pixels: int | None = bounded(None, at_least=1)

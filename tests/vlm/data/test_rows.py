@@ -5,6 +5,7 @@ import pytest
 from PIL import Image
 
 from mmrl.errors import UserError
+from mmrl.hub import tables
 from mmrl.vlm.data.dataset import DataConfig, TaskError, VlmTask, load_tasks
 from mmrl.vlm.data.task import TASK_ERRORS, VideoOptions
 from tests.vlm.data.rows import BLUE, EASYR1, RED, TRL, colours, layout, load, png, write
@@ -397,11 +398,12 @@ def test_rows_that_no_model_can_read(change, kind, part, folder):
 
 
 def test_a_long_line_never_comes_into_memory(folder, monkeypatch):
+    monkeypatch.setattr(tables, "MAX_LINE_MB", 1.5)
     long = json.dumps({**EASYR1, "padding": "x" * 3_000_000})
-    kind, message = problem_of(long, max_line_mb=1.5)
+    kind, message = problem_of(long)
     assert kind == "invalid_json"
-    assert message.endswith("line 2: the line has more than 1.5 MB (data.max_line_mb)")
-    assert [task.id for task in load([long, EASYR1], on_bad_row="skip", max_line_mb=1.5).tasks] == ["data.jsonl line 2"]
+    assert message.endswith("line 2: the line has more than 1.5 MB")
+    assert [task.id for task in load([long, EASYR1], on_bad_row="skip").tasks] == ["data.jsonl line 2"]
 
 
 def test_the_pixel_limit_reaches_the_images(folder):
