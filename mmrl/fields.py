@@ -17,6 +17,15 @@ from mmrl.errors import ConfigError, did_you_mean
 
 SET, UNSET = object(), object()
 """Values of other options that `only_with` asks for."""
+
+
+@dataclass(frozen=True)
+class Unless:
+    """Any value of another option but this one, for `only_with`."""
+
+    value: Any
+
+
 LARGEST = 2**63 - 1
 """Whole numbers beyond it fit neither tensors nor files."""
 PLAIN: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (Integral,), float: (Real,), str: (str, os.PathLike)}
@@ -200,7 +209,8 @@ def only_with(default: Any, **others: Any) -> Any:
 
     Args:
         default: as of `rare`.
-        others: names of these options with their values; `SET` for any but 0, false, none and empty, `UNSET` for these.
+        others: names of these options with their values; a tuple of values for any of them, `Unless(value)` for all
+            others, `SET` for any but 0, false, none and empty, `UNSET` for these.
     """
     item = default if isinstance(default, dataclasses.Field) else _field(default, None)
     item.metadata = types.MappingProxyType({**item.metadata, "only_with": others})
@@ -302,14 +312,29 @@ def _unread(config: Any, item: dataclasses.Field[Any], where: str) -> Iterator[s
     value, front = getattr(config, item.name), f"{where}." if where else ""
     for name, wanted in item.metadata.get("only_with", {}).items():
         other = getattr(config, name)
-        fits = bool(other) is (wanted is SET) if wanted in (SET, UNSET) else other == wanted
-        if value != default and not fits:
-            needed = f"unset {front}{name}" if wanted is UNSET else f"set {front}{name}"
-            needed += "" if wanted in (SET, UNSET) else f": {str(wanted).lower() if type(wanted) is bool else wanted}"
+        if value != default and not _fits(other, wanted):
+            is_part = dataclasses.is_dataclass(value)
+            given, kept = ("set", "leave it out") if is_part else (f"{value!r}", f"leave it at {default!r}")
             yield (
-                f"{front}{item.name} is {value!r}, but nothing reads it while {front}{name} is {other!r}; leave it at "
-                f"{default!r}, or {needed}"
+                f"{front}{item.name} is {given}, but nothing reads it while {front}{name} is {other!r}; {kept}, or "
+                f"{_needed(f'{front}{name}', wanted)}"
             )
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    """Whether the value of another option is one that `only_with` asks for."""
+    if wanted is SET or wanted is UNSET:
+        return bool(value) is (wanted is SET)
+    if isinstance(wanted, Unless):
+        return bool(value != wanted.value)
+    return value in wanted if isinstance(wanted, tuple) else bool(value == wanted)
+
+
+def _needed(key: str, wanted: Any) -> str:
+    """The way to make something read an option."""
+    if isinstance(wanted, Unless):
+        return f"change {key}"
+    return f"unset {key}" if wanted is UNSET else f"set {key if wanted is SET else _wanted(key, wanted)}"
 
 
 def readers_of(item: dataclasses.Field[Any], front: str = "") -> str:
@@ -320,8 +345,13 @@ def readers_of(item: dataclasses.Field[Any], front: str = "") -> str:
 
 
 def _wanted(key: str, wanted: Any) -> str:
-    if wanted in (SET, UNSET):
+    """A value that `only_with` asks for, as in a configuration file."""
+    if wanted is SET or wanted is UNSET:
         return f"{key} {'set' if wanted is SET else 'unset'}"
+    if isinstance(wanted, Unless):
+        return f"{key} other than {wanted.value}"
+    if isinstance(wanted, tuple):
+        return f"{key}: {' or '.join(map(str, wanted))}"
     return f"{key}: {str(wanted).lower() if type(wanted) is bool else wanted}"
 
 

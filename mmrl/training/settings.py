@@ -43,7 +43,7 @@ class BaseTrainerConfig:
     """constant, linear or cosine decay to `final_learning_rate` after the warm-up."""
     warmup_steps: int = bounded(0, at_least=0)
     """Optimiser steps over which the rate rises linearly from 0."""
-    final_learning_rate: float = rare(0.0)
+    final_learning_rate: float = rare(only_with(0.0, schedule=("linear", "cosine")))
     """Rate at the end of a linear or cosine schedule."""
     weight_decay: float = bounded(0.0, at_least=0)
     """Decoupled weight decay."""
@@ -60,7 +60,7 @@ class BaseTrainerConfig:
     sharding: str = rare(choice("none", SHARDINGS))
     """none: every process keeps all weights, gradients and moments; fsdp2: of those that are trained and of a reference
     policy it keeps a part, and gathers the weights to sample and to compute gradients."""
-    gathered: str = rare(choice("own", GATHERED))
+    gathered: str = rare(only_with(choice("own", GATHERED), sharding="fsdp2"))
     """Precision of the weights that fsdp2 gathers: their own, or bf16, with float32 weights in the parts only."""
     timeout_minutes: float = rare(bounded(240.0, above=0))
     """Minutes that the processes of a run wait for one another in one operation, such as for the first one while it
@@ -78,13 +78,6 @@ class BaseTrainerConfig:
                 f"trainer.minibatches_per_step is {self.minibatches_per_step} but a step has only "
                 f"{self.tasks_per_step} tasks; minibatches are cut by whole groups"
             )
-        if self.final_learning_rate and self.schedule == "constant":
-            raise ValueError(
-                f"trainer.final_learning_rate is {self.final_learning_rate:g}, but trainer.schedule is constant; set "
-                "it to linear or cosine, or leave the final rate out"
-            )
-        if self.gathered != "own" and self.sharding == "none":
-            raise ValueError("trainer.gathered is for trainer.sharding=fsdp2, which gathers weights")
         if self.gathered == "bf16" and self.mixed_precision != "bf16":
             raise ValueError(
                 f"trainer.gathered=bf16 needs trainer.mixed_precision=bf16, which is {self.mixed_precision}: only with "
@@ -149,28 +142,19 @@ class RollersConfig:
 
     engine: str = choice("local", ENGINES)
     """local (the training process) or ray (workers, each with its copy of model, environments and rewards)."""
-    workers: int = bounded(2, at_least=1)
+    workers: int = only_with(bounded(2, at_least=1), engine="ray")
     """Workers of all processes together."""
-    address: str = ""
+    address: str = only_with("", engine="ray")
     """Address of a running Ray cluster, or auto; empty = start Ray on this machine for the run."""
     unit: int = bounded(0, at_least=0)
     """Tasks that are sampled together; 0 = all of a process, and 1 with Ray."""
-    num_cpus: float = bounded(1.0, at_least=0)
+    num_cpus: float = only_with(bounded(1.0, at_least=0), engine="ray")
     """CPU cores that Ray reserves for a worker."""
-    num_gpus: float = bounded(0.0, at_least=0)
+    num_gpus: float = only_with(bounded(0.0, at_least=0), engine="ray")
     """GPUs that Ray reserves for a worker, which computes and renders there; 0.5 = two workers share one."""
-    overlap: bool = False
+    overlap: bool = only_with(False, engine="ray")
     """Sample a step's tasks during the update before, with weights that are one update old; the step after an
     evaluation or a checkpoint of `checkpoint.every` waits for its weights."""
-
-    def validate(self) -> None:
-        """Check that the fields fit together; raises ValueError."""
-        if self.engine == "ray":
-            return
-        plain = RollersConfig()
-        for name in ("workers", "address", "num_cpus", "num_gpus", "overlap"):
-            if getattr(self, name) != getattr(plain, name):
-                raise ValueError(f"rollers.{name} is set, but rollers.engine is {self.engine}; set it to ray")
 
 
 @dataclass

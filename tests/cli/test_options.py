@@ -117,6 +117,13 @@ def test_options_of_an_objective_are_those_of_its_blocks():
     assert all(facts.endswith("; above 1; default the preset's") for facts in dual)
 
 
+def test_an_option_says_which_others_it_needs():
+    found = {option.key: option.facts for option in options_of(RECIPES["papo"].load_defaults())}
+    assert found["papo.gamma_end"] == "float; default 0.0; only with papo.schedule: annealing"
+    assert found["trainer.final_learning_rate"].endswith("; only with trainer.schedule: linear or cosine")
+    assert found["data.video.fps"].endswith("; only with data.video.nframes unset")
+
+
 def test_options_below_a_key():
     options = options_of(Run)
     assert [option.key for option in select_options(options, "limit")] == ["limit"]

@@ -92,7 +92,7 @@ def test_adapters_of_the_merger_learn_are_saved_and_go_on(folder, tmp_path):
     [
         ({"freeze_vision": True, "freeze_language": True}, "leave nothing to train; model.freeze_merger=false trains"),
         ({"freeze_merger": True, "lora": LoraSettings(enabled=True)}, "change nothing; leave them out"),
-        ({"lora": LoraSettings(vision_targets=["qkv"])}, "vision_targets is set, but model.lora.enabled is false"),
+        ({"lora": LoraSettings(vision_targets=["qkv"])}, "nothing reads it while model.lora.enabled is False"),
         (
             {"freeze_vision": True, "lora": LoraSettings(enabled=True, vision_targets=["qkv"])},
             "trains adapters in the vision tower or the merger, but model.freeze_vision",

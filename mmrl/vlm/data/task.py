@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, rare
+from mmrl.fields import UNSET, bounded, only_with, rare
 from mmrl.files import expanded, is_file, without_scheme
 from mmrl.hub.foreign import MalformedError, to_rgb
 from mmrl.hub.images import (
@@ -246,7 +246,7 @@ def splits_by_key(splits: Mapping[str, Sequence[VlmTask]]) -> dict[str, Sequence
 class VideoOptions:
     """Which frames of a video file the model sees; options in a row override these."""
 
-    fps: float | None = bounded(None, above=0, finite=True)
+    fps: float | None = only_with(bounded(None, above=0, finite=True), nframes=UNSET)
     """Frames a second; empty: 2, as qwen-vl-utils."""
     nframes: int | None = rare(bounded(None, at_least=2))
     """Number of frames, rounded to an even number; replaces `fps`."""
@@ -260,11 +260,6 @@ class VideoOptions:
     """Maximum frame size in pixels; larger frames are reduced; empty: 768 tokens, fewer for videos with many frames."""
     total_pixels: int | None = rare(bounded(None, at_least=1))
     """Pixel budget of all frame pairs of a video; empty: 115,200 tokens."""
-
-    def validate(self) -> None:
-        """Check that the options fit together; raises ValueError."""
-        if self.fps is not None and self.nframes is not None:
-            raise ValueError(f"data.video.fps is {self.fps} and data.video.nframes {self.nframes}; set one of them")
 
     def complete(self, clip: VideoClip) -> VideoClip:
         """A clip with these options as defaults."""

@@ -30,7 +30,7 @@ from mmrl.core.loss import Denominators, mean_metric, token_mean
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
-from mmrl.fields import SET, bounded, only_with, rare
+from mmrl.fields import SET, Unless, bounded, only_with, rare
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
@@ -59,17 +59,13 @@ class DistilSettings:
     """Weight of the objective's own advantages, which the rewards give; 0 learns from the teacher alone."""
     on_policy: float = rare(bounded(1.0, at_least=0, at_most=1))
     """Probability that a question is answered by the policy; the others are learned from an answer of the data."""
-    target_key: str = rare("completion")
+    target_key: str = rare(only_with("completion", on_policy=Unless(1)))
     """Column with the given answers, for `on_policy` below 1."""
 
     def validate(self) -> None:
         """Check that something is learned; raises ValueError."""
         if not (self.reward or self.divergence):
             raise ValueError("distil.reward and distil.divergence are 0: the teacher teaches nothing; set one of them")
-        if self.on_policy == 1 and self.target_key != DistilSettings.target_key:
-            raise ValueError(
-                f"distil.target_key is '{self.target_key}', but distil.on_policy is 1, so that no given answer is read"
-            )
         if self.on_policy == 0 and not self.divergence:
             raise ValueError(
                 "distil.on_policy is 0, so nothing is sampled; set distil.divergence, which learns from the data"

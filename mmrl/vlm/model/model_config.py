@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, choice, rare
+from mmrl.fields import bounded, choice, only_with, rare
 from mmrl.training.settings import SMALLEST_LOW_PRECISION_STEP
 
 DTYPES = ("float32", "bfloat16")
@@ -32,7 +32,7 @@ class LoraSettings:
         field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
     )
     """Linear layers of the language model's decoder layers that get an adapter; empty with vision_targets alone."""
-    vision_targets: list[str] = rare(field(default_factory=list))
+    vision_targets: list[str] = rare(only_with(field(default_factory=list), enabled=True))
     """Linear layers of the vision tower and the merger that get an adapter, by the ends of their names as in peft's
     `target_modules`, such as qkv, fc1 or merger.mlp.0; all-linear is all of them."""
     seed: int = rare(0)
@@ -129,8 +129,6 @@ class ModelConfig(FrozenModelConfig):
         lora = self.lora
         if lora.enabled and not (lora.targets or lora.vision_targets):
             raise UserError("model.lora.targets is empty; name layers such as q_proj, v_proj")
-        if lora.vision_targets and not lora.enabled:
-            raise UserError("model.lora.vision_targets is set, but model.lora.enabled is false")
         if lora.enabled and (self.freeze_language or self.freeze_merger is not None):
             raise UserError(
                 "model.lora.enabled keeps every weight of the model, so model.freeze_language and model.freeze_merger "

@@ -5,6 +5,7 @@ import pytest
 from PIL import Image
 
 from mmrl.errors import UserError
+from mmrl.fields import check_config
 from mmrl.hub import tables
 from mmrl.vlm.data.dataset import DataConfig, TaskError, VlmTask, load_tasks
 from mmrl.vlm.data.task import TASK_ERRORS, VideoOptions
@@ -145,8 +146,8 @@ def test_the_options_of_a_data_set_come_after_those_of_a_row(folder):
     ):
         assert clips({"prompt": "?", "video": {"path": "a.mp4"} | own}, video=usual)[0][0][1] == expected
     assert clips({"prompt": "?", "video": ["red.png"]}, video=usual)[0][0][1] == sizes
-    with pytest.raises(ValueError, match="set one of them"):
-        VideoOptions(fps=1.0, nframes=4).validate()
+    with pytest.raises(ValueError, match=r"nothing reads it while data\.video\.nframes is 4"):
+        check_config(VideoOptions(fps=1.0, nframes=4), "data.video")
 
 
 @pytest.mark.parametrize(
