@@ -44,9 +44,9 @@ class ImageDataConfig:
     path: str = MISSING
     """A .npz file with `images` uint8 (N, h, w, 3), or (N, F, h, w, 3) of videos, and `captions`; or a .jsonl file with
     the columns image (a path, relative to the file) and prompt."""
-    build: str | None = None
+    build: str | None = rare(None)
     """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
-    build_options: dict[str, Any] = field(default_factory=dict)
+    build_options: dict[str, Any] = rare(field(default_factory=dict))
     """Keyword arguments of the build function."""
     max_image_pixels: int = rare(image_pixels_option())
     """Largest image in pixels, checked by its header before it is decoded."""

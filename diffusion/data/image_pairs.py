@@ -65,9 +65,9 @@ class ImagePairConfig:
     """A .npz file with `captions` (N texts), `chosen` and `rejected` uint8 (N, h, w, 3), or (N, F, h, w, 3) of videos,
     and optionally the numbers score_chosen, score_rejected and text_quality, or a .jsonl, .json or .parquet file whose
     columns prompt, chosen and rejected name image files beside it."""
-    build: str | None = None
+    build: str | None = rare(None)
     """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
-    build_options: dict[str, Any] = field(default_factory=dict)
+    build_options: dict[str, Any] = rare(field(default_factory=dict))
     """Keyword arguments of the build function."""
     max_image_pixels: int = rare(image_pixels_option())
     """Largest image in pixels, checked by its header before it is decoded."""

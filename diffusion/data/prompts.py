@@ -56,9 +56,9 @@ class PromptConfig:
     """Largest image in pixels, checked by its header before it is decoded."""
     max_tasks: int | None = bounded(None, at_least=1)
     """Use only the first prompts, up to this number of usable ones."""
-    build: str | None = None
+    build: str | None = rare(None)
     """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
-    build_options: dict[str, Any] = field(default_factory=dict)
+    build_options: dict[str, Any] = rare(field(default_factory=dict))
     """Keyword arguments of the build function."""
     on_bad_row: str = rare(choice("skip", BAD_ROWS))
     """skip: count and log empty, over-long and unreadable prompts and use the rest; error: stop at the first."""

@@ -75,9 +75,9 @@ class ModelConfig:
     path: str = MISSING
     """Pipeline folder, hub id such as stabilityai/stable-diffusion-3.5-medium, folder of saved weights of either, or
     folder of a run (its best checkpoint)."""
-    build: str | None = None
+    build: str | None = rare(None)
     """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
-    build_options: dict[str, Any] = field(default_factory=dict)
+    build_options: dict[str, Any] = rare(field(default_factory=dict))
     """Keyword arguments of the build function."""
     family: str | None = rare(None)
     """`module:Class` of a `diffusion.families.base.Family`, for pipelines without a built-in family."""

@@ -212,6 +212,10 @@ def options(args: argparse.Namespace) -> int:
     hidden = sum(not option.part for option in found) - sum(not option.part for option in shown)
     if hidden:
         say(f"\n{hidden} more options, which few users set: mmrl options {args.recipe} --all")
+    elif not args.prefix:
+        say(
+            "\nOther kinds of a part, and parts like another one, are listed by key: mmrl options RECIPE objective.clip"
+        )
     return 0
 
 

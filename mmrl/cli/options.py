@@ -73,9 +73,23 @@ class Option:
 
 def options_of(defaults: Any) -> list[Option]:
     """List every option of a configuration, parts before their options."""
-    if isinstance(defaults, type):
-        return list(_walk(defaults, None, ""))
-    return list(_walk(type(defaults), defaults, ""))
+    is_class = isinstance(defaults, type)
+    return _marked(list(_walk(defaults if is_class else type(defaults), None if is_class else defaults, "")))
+
+
+def _marked(options: list[Option]) -> list[Option]:
+    """Mark rare options that repeat those of another part, such as of a second model, as on request."""
+    first: dict[tuple[str, ...], str] = {}
+    for option in sorted(options, key=lambda each: (each.rare, each.key.count("."))):
+        first.setdefault(_sense(option), option.key)
+    return [
+        dataclasses.replace(option, on_request=True) if option.rare and first[_sense(option)] != option.key else option
+        for option in options
+    ]
+
+
+def _sense(option: Option) -> tuple[str, ...]:
+    return option.key.rpartition(".")[2], option.help, option.type, option.bounds
 
 
 def own_first(options: Sequence[Option], defaults: Any) -> list[Option]:
@@ -179,7 +193,7 @@ def _walk(
             default=None if required or (part is not None and not suffix) else _plain(default),
             bounds="" if bounds is None else str(bounds),
             required=required,
-            part=part is not None and not suffix,
+            part=(part is not None and not suffix) or (kinds is not None and kinds.named),
             rare=hidden or kinds is not None,  # the options of its kinds follow
             on_request=on_request,
             read_with=readers_of(item, prefix),

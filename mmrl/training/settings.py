@@ -65,7 +65,7 @@ class BaseTrainerConfig:
     timeout_minutes: float = rare(bounded(240.0, above=0))
     """Minutes that the processes of a run wait for one another in one operation, such as for the first one while it
     builds data and models or writes a checkpoint. One that fails or vanishes ends the others long before."""
-    threads: int = bounded(0, at_least=0)
+    threads: int = rare(bounded(0, at_least=0))
     """CPU threads of torch; 0 = leave as it is."""
     release_memory: bool = rare(True)
     """Give free memory back to the system within and after each step on a CPU, and keep fewer compiled kernels, so
@@ -185,7 +185,7 @@ class EvaluationConfig:
     """One greedy sample a task."""
     samples: int = bounded(1, at_least=0)
     """Samples a task at `temperature`; 0 = none."""
-    temperature: float = only_with(bounded(1.0, above=0), samples=SET)
+    temperature: float = rare(only_with(bounded(1.0, above=0), samples=SET))
     """Temperature of the sampled evaluation."""
     max_tasks: int = bounded(0, at_least=0)
     """Tasks evaluated, the first ones of the split; 0 = all."""

@@ -37,9 +37,9 @@ class DemonstrationConfig:
 
     path: str = ""
     """Folder of the dataset."""
-    build: str | None = None
+    build: str | None = rare(None)
     """module:function that writes the folder if it is missing, called as function(path, **build_options)."""
-    build_options: dict[str, Any] = field(default_factory=dict)
+    build_options: dict[str, Any] = rare(field(default_factory=dict))
     """Options of `build`."""
     camera: str = "front"
     """Camera of the policy's images; empty = no images."""

@@ -141,9 +141,9 @@ class LatentConfig:
     path: str = ""
     """vjepa2: model folder or hub id; video: folder of the encoder; state: LeRobotDataset that sets the scale, without
     which it is that of the run's first step."""
-    build: str | None = None
+    build: str | None = rare(None)
     """module:function that writes the folder if it is missing, called as function(path, **build_options)."""
-    build_options: dict[str, Any] = field(default_factory=dict)
+    build_options: dict[str, Any] = rare(field(default_factory=dict))
     """Options of `build`."""
     frames: str = choice("step", FRAME_RATES)
     """step: an image of every control step; chunk: only the images before each chunk and at the end."""

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.fields import SET, UNSET, bounded, only_with
+from mmrl.fields import SET, UNSET, bounded, only_with, rare
 from mmrl.hub.building import build_if_missing
 from mmrl.hub.tables import DataRow, read_rows
 
@@ -52,9 +52,9 @@ class TaskSetConfig:
     file: str | None = None
     """A .jsonl, .json or .parquet file with a task a row instead: `task` (an object, or a name), `seed`, and optionally
     `instruction` and `id`."""
-    build: str | None = only_with(None, file=SET)
+    build: str | None = rare(only_with(None, file=SET))
     """`module:function` that writes the file if it is missing; called with the path and `build_options`."""
-    build_options: dict[str, Any] = field(default_factory=dict)
+    build_options: dict[str, Any] = rare(field(default_factory=dict))
     """Keyword arguments of `build`."""
     max_tasks: int | None = bounded(None, at_least=1)
     """Use only this many of the first tasks."""

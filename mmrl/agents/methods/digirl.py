@@ -76,9 +76,9 @@ class DigirlSettings:
     """digirl, or filtered_cloning: episodes filtered by reward, all of their steps, no critics."""
     path: str | None = None
     """Folder of recorded episodes to begin with; see mmrl.agents.rollout.storage."""
-    build: str | None = None
+    build: str | None = rare(None)
     """`module:function` that writes the folder if it is missing; called with the path and `build_options`."""
-    build_options: dict[str, Any] = field(default_factory=dict)
+    build_options: dict[str, Any] = rare(field(default_factory=dict))
     """Keyword arguments of `build`."""
     offline_steps: int = only_with(bounded(0, at_least=0), path=SET)
     """Number of initial steps that run no episodes."""

@@ -58,9 +58,9 @@ class DataConfig:
     first of answer, solution, ground_truth, reward_model.ground_truth that exists."""
     image_key: str | None = None
     """Column of the image or images; empty: images or image."""
-    video_key: str | None = None
+    video_key: str | None = rare(None)
     """Column of the video or videos; empty: videos or video."""
-    video: VideoOptions = field(default_factory=VideoOptions)
+    video: VideoOptions = rare(field(default_factory=VideoOptions))
     """Frames of videos that the model is shown."""
     image_dir: str | None = rare(None)
     """Folder that relative image and video paths start from; empty: the folder of the data file."""
@@ -74,11 +74,11 @@ class DataConfig:
     budgets: list[int] = rare(field(default_factory=list))
     """Ask each question once for each of these numbers of tokens: it is written at the end of the question, and passed
     to the rewards as `budget` (HBPO: 512, 1024, 2048, 2560)."""
-    max_tasks: int | None = bounded(None, at_least=1)
+    max_tasks: int | None = rare(bounded(None, at_least=1))
     """Use only the first rows, up to this number of good ones."""
-    build: str | None = None
+    build: str | None = rare(None)
     """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
-    build_options: dict[str, Any] = field(default_factory=dict)
+    build_options: dict[str, Any] = rare(field(default_factory=dict))
     """Keyword arguments of the build function."""
     max_prompt_chars: int = rare(bounded(MAX_PROMPT_CHARS, at_least=1))
     """Longest question in characters, checked before it is tokenised."""

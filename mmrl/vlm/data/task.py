@@ -246,17 +246,17 @@ def splits_by_key(splits: Mapping[str, Sequence[VlmTask]]) -> dict[str, Sequence
 class VideoOptions:
     """Which frames of a video file the model sees; options in a row override these."""
 
-    fps: float | None = only_with(bounded(None, above=0, finite=True), nframes=UNSET)
+    fps: float | None = rare(only_with(bounded(None, above=0, finite=True), nframes=UNSET))
     """Frames a second; empty: 2, as qwen-vl-utils."""
     nframes: int | None = rare(bounded(None, at_least=2))
     """Number of frames, rounded to an even number; replaces `fps`."""
     min_frames: int | None = rare(bounded(None, at_least=2))
     """Minimum number of frames when sampling by `fps`, if the video has that many; empty: 4."""
-    max_frames: int | None = bounded(None, at_least=2)
+    max_frames: int | None = rare(bounded(None, at_least=2))
     """Maximum number of frames when sampling by `fps`, and of a list of frames; empty: 768."""
     min_pixels: int | None = rare(bounded(None, at_least=1))
     """Minimum frame size in pixels; smaller frames are enlarged; empty: 128 tokens."""
-    max_pixels: int | None = bounded(None, at_least=1)
+    max_pixels: int | None = rare(bounded(None, at_least=1))
     """Maximum frame size in pixels; larger frames are reduced; empty: 768 tokens, fewer for videos with many frames."""
     total_pixels: int | None = rare(bounded(None, at_least=1))
     """Pixel budget of all frame pairs of a video; empty: 115,200 tokens."""

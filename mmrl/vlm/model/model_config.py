@@ -71,7 +71,7 @@ class FrozenModelConfig:
     """Smallest image area in pixels, smaller images are enlarged; empty: as the processor has it."""
     max_pixels: int | None = bounded(None, at_least=1)
     """Largest image area in pixels, larger images are reduced; empty: as the processor has it."""
-    max_prompt_tokens: int | None = bounded(None, at_least=1)
+    max_prompt_tokens: int | None = rare(bounded(None, at_least=1))
     """Prompts with more tokens are skipped and counted; empty: the limit of the model's positions."""
     thinking: bool | None = rare(None)
     """Whether the model thinks before it answers, where its chat template has a switch for it, as those of Qwen3,
@@ -79,9 +79,9 @@ class FrozenModelConfig:
     answer_tokens: list[str] | None = rare(None)
     """Special tokens that belong to answers: rewards read them, and given answers are taught them; empty: those that
     the chat template writes into an answer, and marks of thoughts such as `</think>`."""
-    build: str | None = None
+    build: str | None = rare(None)
     """Function `module:function` that creates the folder at `path` if it is missing."""
-    build_options: dict[str, Any] = field(default_factory=dict)
+    build_options: dict[str, Any] = rare(field(default_factory=dict))
     """Keyword arguments of `build`, after the path."""
 
     def validate(self) -> None:

@@ -40,9 +40,9 @@ class ClipSetConfig:
 
     path: str = ""
     """Folder of the data set; empty with `function`."""
-    build: str | None = only_with(None, function=UNSET)
+    build: str | None = rare(only_with(None, function=UNSET))
     """module:function that writes the folder if it is missing, called as function(path, **build_options)."""
-    build_options: dict[str, Any] = field(default_factory=dict)
+    build_options: dict[str, Any] = rare(field(default_factory=dict))
     """Options of `build`."""
     split: str = only_with("", function=UNSET)
     """Only clips of this split; empty = all."""
