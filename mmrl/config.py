@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmrl.errors import UserError, did_you_mean
-from mmrl.fields import check_fields, hints_of
+from mmrl.fields import check_fields, default_of, hints_of, part_of
 from mmrl.files import expanded, is_file, own_config, write_atomically
+from mmrl.fixed import Fixed, fixed_options
 from mmrl.trust import check_foreign, named_code, restricted
 
 if TYPE_CHECKING:
@@ -209,6 +210,7 @@ def _fill(defaults: Any, values: Any, where: str) -> Any:
 
     structured, schema = OmegaConf.structured(defaults), defaults if isinstance(defaults, type) else type(defaults)
     try:
+        values = without_fixed(defaults, values)
         # before OmegaConf merges: null in a typed field would be an error there
         given = _without_nulls(schema, values)
     except UserError as error:
@@ -239,6 +241,53 @@ def _fill(defaults: Any, values: Any, where: str) -> Any:
         # object.__setattr__, since a configuration may be a frozen dataclass
         object.__setattr__(filled, "_given", tuple(_references(given, dataclasses.asdict(filled))))
     return filled
+
+
+def without_fixed(defaults: Any, values: Any) -> Any:
+    """Values without options that are constants by now; raises UserError if one has another value than the constant."""
+    kept = copy.deepcopy(values)
+    for part, name in list(_set_fixed(defaults, kept, "")):
+        part.pop(name)
+    return kept
+
+
+def _set_fixed(defaults: Any, values: Any, where: str) -> Iterator[tuple[Any, str]]:
+    """Mappings and the former options in them, of a dataclass, or of an instance of one, and its parts."""
+    from omegaconf import DictConfig, ListConfig
+
+    schema = defaults if isinstance(defaults, type) else type(defaults)
+    if not isinstance(values, DictConfig) or values._is_none() or values._is_missing() or values._is_interpolation():
+        return
+    for name, fixed in fixed_options(schema).items():
+        if name in values:
+            _check_fixed(f"{where}{name}", values[name], fixed)
+            yield values, name
+    for item in dataclasses.fields(schema):
+        part, suffix = part_of(hints_of(schema)[item.name])
+        node = values._get_node(item.name)
+        if part is None or node is None:
+            continue
+        if not suffix:
+            default = default_of(item) if isinstance(defaults, type) else getattr(defaults, item.name)
+            yield from _set_fixed(default if isinstance(default, part) else part, node, f"{where}{item.name}.")
+        elif isinstance(node, DictConfig) and not node._is_none() and not node._is_interpolation():
+            for key, each in node.items_ex(resolve=False):
+                yield from _set_fixed(part, each, f"{where}{item.name}.{key!s}.")
+        elif isinstance(node, ListConfig) and not node._is_none() and not node._is_interpolation():
+            for index in range(len(node)):
+                yield from _set_fixed(part, node._get_node(index), f"{where}{item.name}[{index}].")
+
+
+def _check_fixed(key: str, given: Any, fixed: Fixed) -> None:
+    """Refuse another value than a constant's; of a former part, that of each option that is given."""
+    if not isinstance(fixed.value, dict):
+        if given != fixed.value:
+            raise UserError(f"{key} is fixed at {fixed.value} since 0.3 ({fixed.reason})")
+        return
+    for name, value in (given or {}).items():
+        if name not in fixed.value:
+            raise UserError(f"unknown key '{key}.{name}'; {key} has been fixed since 0.3 ({fixed.reason})")
+        _check_fixed(f"{key}.{name}", value, fixed.value[name])
 
 
 def _check_builds(values: Any, merged: Any, where: str = "") -> None:

@@ -17,6 +17,15 @@ from mmrl.errors import ConfigError, did_you_mean
 
 SET, UNSET = object(), object()
 """Values of other options that `only_with` asks for."""
+
+
+@dataclass(frozen=True)
+class Unless:
+    """Any value of another option but this one, for `only_with`."""
+
+    value: Any
+
+
 LARGEST = 2**63 - 1
 """Whole numbers beyond it fit neither tensors nor files."""
 PLAIN: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (Integral,), float: (Real,), str: (str, os.PathLike)}
@@ -207,7 +216,8 @@ def only_with(default: Any, **others: Any) -> Any:
 
     Args:
         default: as of `rare`.
-        others: names of these options with their values; `SET` for any but 0, false, none and empty, `UNSET` for these.
+        others: names of these options with their values; a tuple of values for any of them, `Unless(value)` for all
+            others, `SET` for any but 0, false, none and empty, `UNSET` for these.
     """
     item = default if isinstance(default, dataclasses.Field) else _field(default, None)
     item.metadata = types.MappingProxyType({**item.metadata, "only_with": others})
@@ -234,6 +244,27 @@ def inheriting(source: str, *, own: tuple[str, ...]) -> Any:
 def bounds_of(item: dataclasses.Field[Any]) -> Bounds | None:
     """The declared bounds of a field, or None."""
     return item.metadata.get("bounds")
+
+
+def part_of(hint: Any) -> tuple[type[Any] | None, str]:
+    """The dataclass that a field holds, and the suffix of its key; None if it holds none."""
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        parts = [found for found in map(part_of, arguments) if found[0] is not None]
+        return parts[0] if parts else (None, "")
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type) and dataclasses.fields(hint):
+        return hint, ""
+    suffix = {list: "[]", dict: ".<name>"}.get(typing.get_origin(hint))  # type: ignore[arg-type]
+    if suffix is not None and arguments and dataclasses.is_dataclass(arguments[-1]):
+        return arguments[-1], suffix  # type: ignore[return-value]
+    return None, ""
+
+
+def default_of(item: dataclasses.Field[Any]) -> Any:
+    """Default of a field; MISSING without one."""
+    if item.default_factory is not dataclasses.MISSING:
+        return item.default_factory()
+    return item.default
 
 
 def field_problems(config: Any, where: str = "") -> Iterator[str]:
@@ -292,15 +323,47 @@ def _unread(config: Any, item: dataclasses.Field[Any], where: str) -> Iterator[s
     value, front = getattr(config, item.name), f"{where}." if where else ""
     for name, wanted in item.metadata.get("only_with", {}).items():
         other = getattr(config, name)
-        # SET and UNSET ask for truth, anything else for the value
-        fits = bool(other) is (wanted is SET) if wanted in (SET, UNSET) else other == wanted
-        if value != default and not fits:
-            needed = f"unset {front}{name}" if wanted is UNSET else f"set {front}{name}"
-            needed += "" if wanted in (SET, UNSET) else f": {str(wanted).lower() if type(wanted) is bool else wanted}"
+        if value != default and not _fits(other, wanted):
+            is_part = dataclasses.is_dataclass(value)
+            given, kept = ("set", "leave it out") if is_part else (f"{value!r}", f"leave it at {default!r}")
             yield (
-                f"{front}{item.name} is {value!r}, but nothing reads it while {front}{name} is {other!r}; leave it at "
-                f"{default!r}, or {needed}"
+                f"{front}{item.name} is {given}, but nothing reads it while {front}{name} is {other!r}; {kept}, or "
+                f"{_needed(f'{front}{name}', wanted)}"
             )
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    """Whether the value of another option is one that `only_with` asks for."""
+    if wanted is SET or wanted is UNSET:
+        return bool(value) is (wanted is SET)
+    if isinstance(wanted, Unless):
+        return bool(value != wanted.value)
+    return value in wanted if isinstance(wanted, tuple) else bool(value == wanted)
+
+
+def _needed(key: str, wanted: Any) -> str:
+    """The way to make something read an option."""
+    if isinstance(wanted, Unless):
+        return f"change {key}"
+    return f"unset {key}" if wanted is UNSET else f"set {key if wanted is SET else _wanted(key, wanted)}"
+
+
+def readers_of(item: dataclasses.Field[Any], front: str = "") -> str:
+    """The values of other options without which nothing reads a field, such as "schedule: annealing"."""
+    return " and ".join(
+        _wanted(f"{front}{name}", wanted) for name, wanted in item.metadata.get("only_with", {}).items()
+    )
+
+
+def _wanted(key: str, wanted: Any) -> str:
+    """A value that `only_with` asks for, as in a configuration file."""
+    if wanted is SET or wanted is UNSET:
+        return f"{key} {'set' if wanted is SET else 'unset'}"
+    if isinstance(wanted, Unless):
+        return f"{key} other than {wanted.value}"
+    if isinstance(wanted, tuple):
+        return f"{key}: {' or '.join(map(str, wanted))}"
+    return f"{key}: {str(wanted).lower() if type(wanted) is bool else wanted}"
 
 
 def _nested(value: Any, key: str) -> Iterator[tuple[str, Any]]:

@@ -6,7 +6,18 @@ from dataclasses import dataclass, field
 import pytest
 
 from mmrl.errors import ConfigError, UserError
-from mmrl.fields import SET, UNSET, Bounds, bounded, check_config, check_fields, choice, field_problems, only_with
+from mmrl.fields import (
+    SET,
+    UNSET,
+    Bounds,
+    Unless,
+    bounded,
+    check_config,
+    check_fields,
+    choice,
+    field_problems,
+    only_with,
+)
 
 TABLE: dict[str, int] = {}
 
@@ -71,6 +82,9 @@ class Switched:
     heat: float = only_with(1.0, samples=SET)
     file: str | None = None
     seeds: int = only_with(3, file=UNSET)
+    share: float = only_with(1.0, samples=(1, 2))
+    exact: bool = only_with(False, file=Unless("a"))
+    part: Part = only_with(field(default_factory=Part), kind="decayed")
 
 
 @pytest.mark.parametrize(
@@ -82,12 +96,24 @@ class Switched:
         ),
         ({"heat": 2.0}, "x.heat is 2.0, but nothing reads it while x.samples is 0; leave it at 1.0, or set x.samples"),
         ({"file": "a", "seeds": 4}, "x.seeds is 4, but nothing reads it while x.file is 'a'; leave it at 3, or unset"),
+        (
+            {"share": 0.5},
+            "x.share is 0.5, but nothing reads it while x.samples is 0; leave it at 1.0, or set x.samples: 1",
+        ),
+        (
+            {"file": "a", "exact": True},
+            "x.exact is True, but nothing reads it while x.file is 'a'; leave it at False, or",
+        ),
+        (
+            {"part": Part(rate=0.25)},
+            "x.part is set, but nothing reads it while x.kind is 'plain'; leave it out, or set",
+        ),
     ],
 )
 def test_an_option_that_nothing_reads_is_refused(changes, problem):
     (found,) = field_problems(Switched(**changes), "x")
     assert found.startswith(problem)
-    enough = {"kind": "decayed", "rate": 0.2, "samples": 1, "heat": 2.0, "seeds": 4}
+    enough = {"kind": "decayed", "rate": 0.2, "samples": 1, "heat": 2.0, "seeds": 4, "share": 0.5, "exact": True}
     assert list(field_problems(Switched(**enough))) == list(field_problems(Switched(file="a"))) == []
 
 

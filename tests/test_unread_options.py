@@ -19,7 +19,6 @@ TEACHER = [*QUESTIONS, "teacher.path=t"]
     ("recipe", "needed", "option", "makes_sense"),
     [
         ("vlm", QUESTIONS, "trainer.final_learning_rate=1e-7", "trainer.schedule=linear"),
-        ("vlm", [*QUESTIONS, "trainer.on_nonfinite=stop"], "trainer.max_nonfinite=3", "trainer.on_nonfinite=skip"),
         ("vlm", QUESTIONS, "reference.ema_decay=0.5", "reference.kind=ema"),
         ("vlm", [*QUESTIONS, "evaluation.samples=0"], "evaluation.temperature=0.5", "evaluation.samples=1"),
         ("vlm", [*QUESTIONS, "objective.preset=ppo"], "objective.advantage.truncation=mask", None),

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from omegaconf import MISSING
 
+from diffusion.data.prompts import MAX_PROMPT_CHARS
 from mmrl.errors import UserError
-from mmrl.fields import bounded, is_text, rare
+from mmrl.fields import is_text, rare
 from mmrl.files import is_file, replaced
 from mmrl.hub.building import BuiltPath
 from mmrl.hub.foreign import to_rgb
@@ -46,8 +47,6 @@ class ImageDataConfig(BuiltPath):
     the columns image (a path, relative to the file) and prompt."""
     max_image_pixels: int = rare(image_pixels_option())
     """Largest image in pixels, checked by its header before it is decoded."""
-    max_prompt_chars: int = rare(bounded(10_000, at_least=1))
-    """Longest caption in characters."""
 
 
 def write_images(path: Path | str, images: NDArray[np.uint8], captions: Sequence[str]) -> Path:
@@ -95,7 +94,7 @@ def _read_packed(path: Path, config: ImageDataConfig) -> list[CaptionedImage]:
     arrays = read_arrays(path, ("images",), (), "captioned images", config.max_image_pixels, "images")
     captions = arrays["captions"].tolist()
     for number, caption in enumerate(captions):
-        check_caption(f"{path.name} {number}", caption, config)
+        check_caption(f"{path.name} {number}", caption)
     images = arrays["images"]
     return [CaptionedImage(f"{path.name} {n}", caption, PackedImage(images, n)) for n, caption in enumerate(captions)]
 
@@ -165,15 +164,12 @@ def read_list(path: Path) -> Iterator[DataRow]:
     return good_rows(str(path))
 
 
-def check_caption(place: str, caption: str, config: Any) -> None:
-    """Refuse a caption that is no text or longer than `config.max_prompt_chars`; raises UserError."""
+def check_caption(place: str, caption: str) -> None:
+    """Refuse a caption that is no text or too long; raises UserError."""
     if not is_text(caption):
         raise UserError(f"{place}: the caption holds a NUL or half of a surrogate pair, which is no text")
-    if len(caption) > config.max_prompt_chars:
-        raise UserError(
-            f"{place}: the caption has {len(caption)} characters, more than {config.max_prompt_chars} "
-            "(images.max_prompt_chars)"
-        )
+    if len(caption) > MAX_PROMPT_CHARS:
+        raise UserError(f"{place}: the caption has {len(caption)} characters, more than {MAX_PROMPT_CHARS}")
 
 
 def _read_list(path: Path, config: ImageDataConfig) -> list[CaptionedImage]:
@@ -183,7 +179,7 @@ def _read_list(path: Path, config: ImageDataConfig) -> list[CaptionedImage]:
         if not isinstance(image, str) or not isinstance(caption, str):
             columns = ", ".join(row.cells)
             raise UserError(f"{row.place}: expected an object with the texts image and prompt, it has {columns}")
-        check_caption(row.place, caption, config)
+        check_caption(row.place, caption)
         file = path.parent / image
         if not is_file(file):
             raise UserError(f"{row.place}: no such image: {file}")

@@ -26,7 +26,7 @@ from diffusion.data.captioned_images import (
     readable,
 )
 from mmrl.errors import UserError
-from mmrl.fields import bounded, choice, rare
+from mmrl.fields import choice, rare
 from mmrl.files import is_file, replaced
 from mmrl.hub.building import BuiltPath
 from mmrl.hub.images import image_pixels_option
@@ -67,8 +67,6 @@ class ImagePairConfig(BuiltPath):
     columns prompt, chosen and rejected name image files beside it."""
     max_image_pixels: int = rare(image_pixels_option())
     """Largest image in pixels, checked by its header before it is decoded."""
-    max_prompt_chars: int = rare(bounded(10_000, at_least=1))
-    """Longest caption in characters."""
     on_bad_row: str = rare(choice("error", BAD_ROWS))
     """A pair with equal or missing images: error stops the run, skip leaves it out and counts it."""
 
@@ -123,16 +121,16 @@ def load_pairs(config: ImagePairConfig) -> LoadedRows[ImagePair]:
     loaded = LoadedRows[ImagePair](on_bad_row=config.on_bad_row, key="pairs")
     if path.suffix == PACKED:
         arrays = read_arrays(path, SIDES, NUMBERS, "pairs of images", config.max_image_pixels, "pairs")
-        loaded.take(range(len(arrays["captions"])), lambda row: _packed_pair(row, arrays, path, config))
+        loaded.take(range(len(arrays["captions"])), lambda row: _packed_pair(row, arrays, path))
     else:
         loaded.take(read_list(path), lambda row: _listed_pair(row, path, config))
     loaded.check_left(path)
     return loaded
 
 
-def _packed_pair(row: int, arrays: Mapping[str, NDArray[Any]], path: Path, config: ImagePairConfig) -> ImagePair:
+def _packed_pair(row: int, arrays: Mapping[str, NDArray[Any]], path: Path) -> ImagePair:
     place, caption = f"{path.name} {row}", str(arrays["captions"][row])
-    check_caption(place, caption, config)
+    check_caption(place, caption)
     # there is no preference between equal images
     if np.array_equal(arrays["chosen"][row], arrays["rejected"][row]):
         raise BadRowError("equal_sides", place, "both images are the same")
@@ -145,7 +143,7 @@ def _listed_pair(row: DataRow, path: Path, config: ImagePairConfig) -> ImagePair
     caption, *names = (row.cells.get(key) for key in ("prompt", *SIDES))
     if not isinstance(caption, str):
         raise UserError(f"{row.place}: expected the text of column prompt; it has {', '.join(row.cells)}")
-    check_caption(row.place, caption, config)
+    check_caption(row.place, caption)
     files = [path.parent / name if isinstance(name, str) and name else None for name in names]
     gone = [str(name) for name, file in zip(names, files, strict=True) if file is None or not is_file(file)]
     if gone:

@@ -11,13 +11,15 @@ from omegaconf import MISSING
 
 from diffusion.data.references import ReferenceImage
 from mmrl.errors import UserError
-from mmrl.fields import bounded, choice, rare
+from mmrl.fields import choice, rare
 from mmrl.files import expanded
 from mmrl.hub.images import ImageError, image_pixels_option
 from mmrl.hub.tables import BAD_ROWS, BadRowError, DataRow, LoadedRows, RowsConfig, built_path, check_split, rows
 
 TaskT = TypeVar("TaskT")
 LOGGER = logging.getLogger("mmrl")
+MAX_PROMPT_CHARS = 10_000
+"""Longest prompt or caption in characters; text encoders of pipelines read a few hundred tokens."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,6 @@ class PromptConfig(RowsConfig):
     all rows have one or none. Empty: no column is an image."""
     max_image_pixels: int = rare(image_pixels_option())
     """Largest image in pixels, checked by its header before it is decoded."""
-    max_prompt_chars: int = rare(bounded(10_000, at_least=1))
-    """Longest prompt in characters, checked before it is tokenised."""
     on_bad_row: str = rare(choice("skip", BAD_ROWS))
     """skip: count and log empty, over-long and unreadable prompts and use the rest; error: stop at the first."""
 
@@ -127,8 +127,8 @@ def _fault(
     prompt = cells[config.prompt_key]
     if not isinstance(prompt, str) or not prompt.strip():
         return "empty", f"the prompt is empty or no text: {str(prompt)[:80]!r}"
-    if len(prompt) > config.max_prompt_chars:
-        found = f"the prompt has {len(prompt)} characters, more than {config.max_prompt_chars}"
-        return "too_long", f"{found} (data.max_prompt_chars)"
+    if len(prompt) > MAX_PROMPT_CHARS:
+        found = f"the prompt has {len(prompt)} characters, more than {MAX_PROMPT_CHARS}"
+        return "too_long", found
     cut = too_long(prompt)
     return (None, "") if cut is None else ("too_long", cut)

@@ -40,6 +40,10 @@ from mmrl.training.recipe import Step
 
 SHAPINGS = ("none", "minmax", "running_z", "running_z_tanh", "group_z")
 Z_LIMIT = 3.0
+MOMENTUM = 0.05
+"""Weight of each new step in the running mean and deviation of rewards."""
+MAX_GRAD_NORM = 1.0
+"""Gradient norm above which the critic's gradients are scaled down."""
 TIME_FEATURES = 16
 
 
@@ -54,8 +58,6 @@ class ShapingConfig:
     """Lower end of the reward range for minmax."""
     high: float = 1.0
     """Upper end of the reward range for minmax."""
-    momentum: float = rare(bounded(0.05, above=0, at_most=1))
-    """Weight of each new step in the running mean and deviation."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
@@ -105,7 +107,7 @@ class RewardShaping:
         # population deviation: a single scored row has 0, not NaN
         mean, deviation = float(rewards.mean()), float(rewards.std(correction=0))
         if self.running is not None:
-            weight = self.config.momentum
+            weight = MOMENTUM
             mean = (1 - weight) * self.running[0] + weight * mean
             deviation = (1 - weight) * self.running[1] + weight * deviation
         # updated before use: the rewards of a step are shaped by statistics that include them
@@ -129,8 +131,6 @@ class LatentCriticConfig:
     """Number of critic updates before the policy is trained."""
     batch_rows: int = rare(bounded(256, at_least=1))
     """States in one update."""
-    max_grad_norm: float = rare(bounded(1.0, above=0))
-    """Gradient norm above which the critic's gradients are scaled down."""
 
 
 class Critic(nn.Module):
@@ -247,7 +247,7 @@ class CriticTrainer:
             share = loss.detach()
         # every process makes the same update: the critic has no distributed wrapper
         sum_gradients(list(self.critic.parameters()), accelerator)
-        nn.utils.clip_grad_norm_(self.critic.parameters(), self.config.max_grad_norm)
+        nn.utils.clip_grad_norm_(self.critic.parameters(), MAX_GRAD_NORM)
         self._optimizer.step()
         torch.clear_autocast_cache()  # it caches copies of the weights and does not notice the update
         self._optimizer.zero_grad()

@@ -42,7 +42,7 @@ from diffusion.sampling.latent_sampler import LatentSamplerConfig
 from mmrl.core.loss import Denominators, mean_metric
 from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded, choice, rare
+from mmrl.fields import bounded, choice, only_with, rare
 from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.recipe import LossTerm, Passes, Step
 
@@ -59,13 +59,13 @@ class NftSettings:
     beta: float = rare(bounded(1.0, above=0))
     """two_sided: distance of the mixtures from the old velocity, 0.1 for OCR and multiple rewards; centred_reward:
     scale of the implied reward; group_preference: strength of the preference, 10 in its code."""
-    clip: float = rare(bounded(0.05, above=0))
+    clip: float = rare(only_with(bounded(0.05, above=0), loss="group_preference"))
     """Clip range of group_preference for exp(old error - error)."""
-    temperature: float | None = rare(bounded(None, at_least=0.02))
+    temperature: float | None = rare(only_with(bounded(None, at_least=0.02), loss="centred_reward"))
     """Temperature of the means of centred_reward, weighted by softmax(+-reward / temperature); none = plain means."""
-    distance: str = rare(choice("squared", DISTANCES))
+    distance: str = rare(only_with(choice("squared", DISTANCES), loss="centred_reward"))
     """How centred_reward compares the implied with the given reward: squared, or cross_entropy of their sigmoids."""
-    moving_reference: bool = rare(False)
+    moving_reference: bool = rare(only_with(False, loss="group_preference"))
     """Compare with the old policy instead of the start model in group_preference."""
     kl_floor: float | None = rare(bounded(None, at_least=0))
     """Weight of the distance to the start model for the worst images; it grows with the advantage up to
@@ -78,14 +78,6 @@ class NftSettings:
     advantage_mode: str = rare(choice("all", lambda: ADVANTAGE_MODES))
     """all, positive_only, negative_only, one_only (1 or 0) or binary (the sign). The loss divides by 10, so one_only
     weights images by 0.6 or 0.5, and binary by 0.6, 0.5 or 0.4."""
-
-    def validate(self) -> None:
-        """Reject options that the loss does not read; raises ValueError."""
-        readers = {"clip": "group_preference", "moving_reference": "group_preference"}
-        readers |= {"temperature": "centred_reward", "distance": "centred_reward"}
-        for name, reader in readers.items():
-            if self.loss != reader and getattr(self, name) != getattr(NftSettings, name):
-                raise ValueError(f"nft.{name} is {getattr(self, name)}, but nft.loss '{self.loss}' does not read it")
 
 
 @dataclass

@@ -195,25 +195,31 @@ def list_entries(args: argparse.Namespace) -> int:
 
 
 def options(args: argparse.Namespace) -> int:
-    """Print the options of a recipe: sentence, type, bounds and default; --all adds those that few users set."""
-    from mmrl.cli.options import options_of, own_first, select_options
+    """Print the options of a recipe: sentence, type, bounds and default; --all adds those that few users set.
+
+    Blocks of an objective have the options of the preset's kind; a key, such as objective.clip, lists every kind.
+    """
+    from mmrl.cli.options import of_the_preset, options_of, own_first, select_options
     from mmrl.recipes import find_recipe
 
     defaults = find_recipe(args.recipe, where="mmrl options").load_defaults()
     found = own_first(options_of(defaults), defaults)
-    if args.prefix:
-        found = select_options(found, args.prefix)
-    if args.json:
-        say(json.dumps([dataclasses.asdict(option) for option in found], indent=2))
-        return 0
     # an option that is asked for by name is shown, however rare it is
+    found = select_options(found, args.prefix) if args.prefix else of_the_preset(found)
     shown = [option for option in found if args.all or args.prefix or not option.rare]
+    if args.json:
+        say(json.dumps([dataclasses.asdict(option) for option in shown], indent=2))
+        return 0
     for option in shown:
         say(f"\n{option.key}: {option.help}" if option.part else f"{option.key}  ({option.facts})\n    {option.help}")
     hidden = sum(not option.part for option in found) - sum(not option.part for option in shown)
     # parts are headings, not options
     if hidden:
         say(f"\n{hidden} more options, which few users set: mmrl options {args.recipe} --all")
+    elif not args.prefix:
+        say(
+            "\nOther kinds of a part, and parts like another one, are listed by key: mmrl options RECIPE objective.clip"
+        )
     return 0
 
 
@@ -404,8 +410,9 @@ def _add_options_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="only this key and those below it, such as model.lora; or those whose key or sentence has this word",
     )
-    parser.add_argument("--all", action="store_true", help="also those that few users set")
-    parser.add_argument("--json", action="store_true", help="print all of them as a JSON list")
+    everything = "also those that few users set; of a block of the objective those of the kind that the preset uses"
+    parser.add_argument("--all", action="store_true", help=everything)
+    parser.add_argument("--json", action="store_true", help="print the same as a JSON list")
 
 
 def _add_schema_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from mmrl.config import NAMES_ELSEWHERE
 from mmrl.errors import UserError
-from mmrl.fields import Bounds, Kinds, bounds_of, hints_of
+from mmrl.fields import Bounds, Kinds, bounds_of, default_of, hints_of, part_of, readers_of
 
 REQUIRED = "???"
 """Default of a value that must be given, as in OmegaConf."""
@@ -52,13 +52,18 @@ class Option:
     """Origin of the default, if it is not fixed."""
     rare: bool = False
     """Whether few users ever set it."""
+    on_request: bool = False
+    """Whether even `--all` leaves it out: it is of a kind that the preset does not use, or repeats another part's."""
+    read_with: str = ""
+    """Values of other options without which nothing reads it."""
 
     @property
     def facts(self) -> str:
-        """Type, bounds and default in one line."""
+        """Type, bounds, default and the options that it needs, in one line."""
         kinds = f"for {', '.join(self.kinds)}" if self.kinds else ""
         default = "must be given" if self.required else f"default {self.default_text}"
-        return "; ".join(filter(None, (self.type, kinds, self.bounds, default)))
+        needs = f"only with {self.read_with}" if self.read_with else ""
+        return "; ".join(filter(None, (self.type, kinds, self.bounds, default, needs)))
 
     @property
     def default_text(self) -> str:
@@ -68,9 +73,23 @@ class Option:
 
 def options_of(defaults: Any) -> list[Option]:
     """List every option of a configuration, parts before their options."""
-    if isinstance(defaults, type):
-        return list(_walk(defaults, None, ""))
-    return list(_walk(type(defaults), defaults, ""))
+    is_class = isinstance(defaults, type)
+    return _marked(list(_walk(defaults if is_class else type(defaults), None if is_class else defaults, "")))
+
+
+def _marked(options: list[Option]) -> list[Option]:
+    """Mark rare options that repeat those of another part, such as of a second model, as on request."""
+    first: dict[tuple[str, ...], str] = {}
+    for option in sorted(options, key=lambda each: (each.rare, each.key.count("."))):
+        first.setdefault(_sense(option), option.key)
+    return [
+        dataclasses.replace(option, on_request=True) if option.rare and first[_sense(option)] != option.key else option
+        for option in options
+    ]
+
+
+def _sense(option: Option) -> tuple[str, ...]:
+    return option.key.rpartition(".")[2], option.help, option.type, option.bounds
 
 
 def own_first(options: Sequence[Option], defaults: Any) -> list[Option]:
@@ -78,6 +97,12 @@ def own_first(options: Sequence[Option], defaults: Any) -> list[Option]:
     lineage = (defaults if isinstance(defaults, type) else type(defaults)).__mro__
     depth = {name: place for place, base in enumerate(lineage) for name in inspect.get_annotations(base)}
     return sorted(options, key=lambda option: depth[re.split(r"[.[]", option.key)[0]])
+
+
+def of_the_preset(options: Sequence[Option]) -> list[Option]:
+    """Leave out options on request, and the names of the kinds that share an option of the preset's kind."""
+    found = [option for option in options if not option.on_request]
+    return [dataclasses.replace(option, kinds=()) if option.default_from else option for option in found]
 
 
 def select_options(options: Sequence[Option], prefix: str) -> list[Option]:
@@ -107,7 +132,7 @@ def json_schema(defaults: Any) -> dict[str, Any]:
 def _object_schema(schema: type[Any]) -> dict[str, Any]:
     hints, sentences, properties = hints_of(schema), _sentences(schema), {}
     for item in dataclasses.fields(schema):
-        default = _default_of(item)
+        default = default_of(item)
         hint = type(default) if dataclasses.is_dataclass(default) else hints[item.name]
         found = _type_schema(hint, bounds_of(item))
         if not dataclasses.is_dataclass(default) and default not in (dataclasses.MISSING, REQUIRED):
@@ -146,16 +171,19 @@ def _type_schema(hint: Any, bounds: Bounds | None = None) -> dict[str, Any]:
     return found
 
 
-def _walk(schema: type[Any], instance: Any, prefix: str, rare: bool = False) -> Iterator[Option]:
+def _walk(
+    schema: type[Any], instance: Any, prefix: str, rare: bool = False, on_request: bool = False
+) -> Iterator[Option]:
     """Options of a dataclass, with the defaults of the instance if there is one."""
+    used = instance.kinds() if hasattr(instance, "kinds") else None
     hints = hints_of(schema)
     sentences = _sentences(schema)
-    parts = {_part_of(hint)[0] for hint in hints.values() if not _part_of(hint)[1]}
+    parts = {part_of(hint)[0] for hint in hints.values() if not part_of(hint)[1]}
     for item in dataclasses.fields(schema):
         key, hint = f"{prefix}{item.name}", hints[item.name]
-        default = _default_of(item) if instance is None else getattr(instance, item.name)
+        default = default_of(item) if instance is None else getattr(instance, item.name)
         required = default is dataclasses.MISSING or default == REQUIRED
-        part, suffix = _part_of(hint)
+        part, suffix = part_of(hint)
         bounds, kinds = bounds_of(item), item.metadata.get("kinds")
         hidden = rare or "rare" in item.metadata
         yield Option(
@@ -165,24 +193,35 @@ def _walk(schema: type[Any], instance: Any, prefix: str, rare: bool = False) -> 
             default=None if required or (part is not None and not suffix) else _plain(default),
             bounds="" if bounds is None else str(bounds),
             required=required,
-            part=part is not None and not suffix,
+            part=(part is not None and not suffix) or (kinds is not None and kinds.named),
             rare=hidden or kinds is not None,  # the options of its kinds follow
+            on_request=on_request,
+            read_with=readers_of(item, prefix),
         )
         if kinds is not None:
-            yield from _by_kind(kinds, key, hidden)
+            yield from _by_kind(kinds, key, hidden, on_request, None if used is None else used.get(item.name, ""))
         if part is not None:
             inside = default if dataclasses.is_dataclass(default) else None
             repeated = suffix == ".<name>" and part in parts  # such as eval_data, whose entries are like `data`
-            found = _walk(part if inside is None else type(inside), inside, f"{key}{suffix}.", hidden or repeated)
-            yield from found
+            kind, asked = part if inside is None else type(inside), on_request or repeated
+            yield from _walk(kind, inside, f"{key}{suffix}.", hidden or repeated, asked)
 
 
-def _by_kind(kinds: Kinds, key: str, rare: bool) -> Iterator[Option]:
-    """Options of every kind; one that several kinds share is listed once."""
+def _by_kind(kinds: Kinds, key: str, rare: bool, on_request: bool, used: str | None) -> Iterator[Option]:
+    """Options of every kind; one that several kinds share is listed once. `used` is the preset's kind, if known."""
     table = kinds.table()
     if kinds.named and len(table) > 1:
         bounds = f"one of {', '.join(table)}"
-        yield Option(f"{key}.kind", "Which of them.", "str", None, bounds, default_from=kinds.default_from, rare=rare)
+        yield Option(
+            f"{key}.kind",
+            "Which of them.",
+            "str",
+            None,
+            bounds,
+            default_from=f"{kinds.default_from}, {used}" if used else kinds.default_from,
+            rare=rare,
+            on_request=on_request,
+        )
     found: dict[Option, list[str]] = {}
     for kind, schema in table.items():
         for option in _walk(schema, None, f"{key}.", rare):
@@ -191,31 +230,12 @@ def _by_kind(kinds: Kinds, key: str, rare: bool) -> Iterator[Option]:
                 alike = dataclasses.replace(option, default=default, default_from=kinds.default_from)
                 found.setdefault(alike, []).append(kind)
     for option, names in found.items():
-        yield dataclasses.replace(option, kinds=tuple(names))
+        unused = used is not None and used not in names
+        yield dataclasses.replace(option, kinds=tuple(names), on_request=on_request or unused)
 
 
 def _hashable(value: Any) -> Any:
     return tuple(map(_hashable, value)) if isinstance(value, list) else value
-
-
-def _part_of(hint: Any) -> tuple[type[Any] | None, str]:
-    """The dataclass that a field holds, and the suffix of its key; None if it holds none."""
-    arguments = typing.get_args(hint)
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        parts = [found for found in map(_part_of, arguments) if found[0] is not None]
-        return parts[0] if parts else (None, "")
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type) and dataclasses.fields(hint):
-        return hint, ""
-    suffix = {list: "[]", dict: ".<name>"}.get(typing.get_origin(hint))  # type: ignore[arg-type]
-    if suffix is not None and arguments and dataclasses.is_dataclass(arguments[-1]):
-        return arguments[-1], suffix  # type: ignore[return-value]
-    return None, ""
-
-
-def _default_of(item: dataclasses.Field[Any]) -> Any:
-    if item.default_factory is not dataclasses.MISSING:
-        return item.default_factory()
-    return item.default
 
 
 def _sentences(schema: type[Any]) -> dict[str, str]:

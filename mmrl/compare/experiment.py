@@ -14,7 +14,7 @@ from omegaconf import MISSING
 
 from mmrl.compare.evidence import EvidenceConfig, check_subjects
 from mmrl.errors import UserError, did_you_mean
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, only_with
 from mmrl.files import is_file, own_config
 
 BASELINE_FINAL = "baseline_final"
@@ -86,9 +86,9 @@ class WorkConfig:
     """Whether a larger value of it is better; null takes the experiment's."""
     target: str | int | float = BASELINE_FINAL
     """`baseline_final`, the baseline's own final value at each seed, or one number for all seeds."""
-    baseline_last: int = bounded(1, at_least=1)
+    baseline_last: int = only_with(bounded(1, at_least=1), target=BASELINE_FINAL)
     """Last evaluations of the baseline whose mean is its final value; more than one steadies the target."""
-    baseline_share: float = bounded(1.0, above=0, at_most=1)
+    baseline_share: float = only_with(bounded(1.0, above=0, at_most=1), target=BASELINE_FINAL)
     """Share of the baseline's final value that is the target."""
     steps: int = bounded(0, at_least=0)
     """Training steps whose mean is a point of the curve, of a metric that steps log themselves, such as
@@ -101,11 +101,6 @@ class WorkConfig:
     def validate(self) -> None:
         """Check that the fields fit together; raises ValueError naming the key."""
         _check_number("work.target", self.target, BASELINE_FINAL)
-        # a number as the target leaves nothing for these options to act on
-        if self.baseline_last > 1 and self.target != BASELINE_FINAL:
-            raise ValueError(f"`work.baseline_last` has no use with the number {self.target} as `work.target`")
-        if self.baseline_share < 1 and self.target != BASELINE_FINAL:
-            raise ValueError(f"`work.baseline_share` has no use with the number {self.target} as `work.target`")
         if not self.costs:
             raise ValueError("`work.costs` is empty; name at least one cost, such as images: {cost/samples: 1}")
         for name, weights in self.costs.items():

@@ -17,6 +17,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from mmrl.errors import UserError
+from mmrl.fields import rare
 from mmrl.files import expanded
 from mmrl.hub.cards import note_build
 from mmrl.runs.dry_run import fetch_follows
@@ -112,9 +113,9 @@ class BuiltPath:
 
     path: str = MISSING
     """File or folder."""
-    build: str | None = None
+    build: str | None = rare(None)
     """`module:function` that writes `path` if it is missing; called with the path and `build_options`."""
-    build_options: dict[str, Any] = field(default_factory=dict)
+    build_options: dict[str, Any] = rare(field(default_factory=dict))
     """Keyword arguments of `build`."""
 
 

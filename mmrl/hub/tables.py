@@ -27,7 +27,7 @@ LOGGER = logging.getLogger("mmrl")
 BAD_ROWS = ("error", "skip")
 """Treatments of bad rows, `on_bad_row`."""
 MAX_LINE_MB = 32
-"""Longest line of a .jsonl file in 10^6 bytes, by default."""
+"""Longest line of a .jsonl file in 10^6 bytes; a longer one is a damaged file, or holds images that belong in files."""
 PUBLISHED = "docs/data.md has the columns, and where published sets are"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -139,8 +139,6 @@ class RowsConfig(BuiltPath):
     """Configuration name of a hub data set that has several."""
     max_tasks: int | None = bounded(None, at_least=1)
     """Use only the first rows, up to this number of good ones."""
-    max_line_mb: float = rare(bounded(MAX_LINE_MB, above=0, finite=True))
-    """Longest line of a .jsonl file in 10^6 bytes."""
 
 
 def built_path(config: BuiltPath, key: str, kinds: str) -> Path:
@@ -157,10 +155,10 @@ def built_path(config: BuiltPath, key: str, kinds: str) -> Path:
 def rows(config: RowsConfig) -> Iterator[DataRow]:
     """All rows of a data set."""
     check_split(config.path, config.split, config.subset)
-    yield from read_rows(config.path, config.split, config.subset, config.max_line_mb)
+    yield from read_rows(config.path, config.split, config.subset)
 
 
-def read_rows(path: str, split: str, subset: str | None, max_line_mb: float = MAX_LINE_MB) -> Iterator[DataRow]:
+def read_rows(path: str, split: str, subset: str | None) -> Iterator[DataRow]:
     """Read all rows behind a path or hub id."""
     # a path first, a hub id last: a local folder of that name wins
     file = expanded(path)
@@ -170,7 +168,7 @@ def read_rows(path: str, split: str, subset: str | None, max_line_mb: float = MA
         if not is_file(file):
             raise UserError(_missing(file))
         if file.suffix.lower() == LINES:
-            yield from _read_jsonl(file, int(max_line_mb * 1e6))
+            yield from _read_jsonl(file, int(MAX_LINE_MB * 1e6))
         else:
             yield from READERS[file.suffix.lower()](file)
     elif file.exists():
@@ -222,7 +220,7 @@ def _read_jsonl(file: Path, longest: int) -> Iterator[DataRow]:
                 # skip to the end of the line: the next row must be read as a row
                 while line and not line.endswith(b"\n"):
                     line = content.readline(2**20)
-                yield DataRow(place, {}, f"the line has more than {longest / 1e6:g} MB (data.max_line_mb)")
+                yield DataRow(place, {}, f"the line has more than {longest / 1e6:g} MB")
             elif line.strip():
                 yield _json_row(line, place)
 

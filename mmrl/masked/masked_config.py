@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from mmrl.core.objectives.objective import Objective
 from mmrl.errors import ConfigError
-from mmrl.fields import bounded, choice, rare
+from mmrl.fields import Unless, bounded, choice, only_with, rare
 from mmrl.masked.masked_sampler import MaskedSampling
 from mmrl.rewards import RewardConfig
 from mmrl.training.objectives import make_objective
@@ -28,19 +28,14 @@ class LikelihoodConfig:
     """one_step: each token given the question alone, a decision each (d1, IGPO); elbo: Monte Carlo draws of a lower
     bound of the log-likelihood of the whole answer, a decision each, with the same masks for the old and the new
     policy; auto: as the objective needs it, else one_step."""
-    draws: int = bounded(8, at_least=1)
+    draws: int = only_with(bounded(8, at_least=1), kind=Unless("one_step"))
     """Draws of elbo for each answer."""
-    chunk: int = rare(bounded(0, at_least=0))
+    chunk: int = rare(only_with(bounded(0, at_least=0), kind=Unless("one_step")))
     """Draws of elbo that are backpropagated at a time, so that memory does not grow with their number; 0 is all. It
     needs an objective that sums over decisions (token ratio, token_mean), such as bgpo."""
 
-    per_token: bool = rare(False)
+    per_token: bool = rare(only_with(False, kind=Unless("one_step")))
     """Divide the bounds of elbo by the tokens of an answer, as BGPO's code does."""
-
-    def validate(self) -> None:
-        """Refuse options of elbo that one_step does not read; raises ConfigError."""
-        if self.kind == "one_step" and (self.draws, self.chunk, self.per_token) != (8, 0, False):
-            raise ConfigError("likelihood.draws, chunk and per_token belong to likelihood.kind elbo, not one_step")
 
 
 @dataclass
@@ -159,8 +154,6 @@ class MaskedSftConfig(SftConfig):
 
     evaluation: MaskedScoring = field(default_factory=MaskedScoring)
     """Evaluation, with the length of answers and the rewards that score them."""
-    shortest_time: float = rare(bounded(1e-3, above=0, below=1))
-    """Minimum masking probability of a token."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""

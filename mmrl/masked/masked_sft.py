@@ -27,6 +27,8 @@ from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.methods.sft import SftRecipe
 
 TIME = "time"
+SHORTEST_TIME = 1e-3
+"""Minimum masking probability of a token, as in LLaDA's forward process."""
 """Key of `Rollouts.extras` (B,): the probability with which the tokens of the row were masked."""
 
 
@@ -48,8 +50,7 @@ class MaskedSftRecipe(SftRecipe):
         tokens = torch.tensor([policy.encode_padded(prompt, text, width) for prompt, text in pairs])
         streams = streams.among(tasks, usable)
         uniform = streams.uniform(len(usable), 1, width + 1)
-        least = self.config.shortest_time
-        time = least + (1.0 - least) * uniform[:, 0]
+        time = SHORTEST_TIME + (1.0 - SHORTEST_TIME) * uniform[:, 0]
         payload = MaskedPayload(
             prompts=prompts,
             tasks=usable,

@@ -23,7 +23,7 @@ class RewardConfig:
     """Name of the term in metrics and reports: a built-in reward (see `mmrl list rewards`), `module:function`,
     `file.py:function`, or any name when `function` is given."""
 
-    function: str | None = None
+    function: str | None = rare(None)
     """The function, if `name` is only a label."""
 
     weight: float = bounded(1.0, finite=True)
@@ -32,7 +32,7 @@ class RewardConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function, the same for all rows."""
 
-    timeout_s: float = bounded(10.0, above=0)
+    timeout_s: float = rare(bounded(10.0, above=0))
     """Seconds that one call in a worker process may take, modules that it imports not counted; what takes longer is
     stopped and counted."""
 
@@ -50,7 +50,7 @@ class RewardConfig:
     isolate: bool | None = rare(None)
     """Run in worker processes; empty: yes for math and for users' functions, no for the other built-in ones."""
 
-    sandbox: str = choice("none", SANDBOXES)
+    sandbox: str = rare(choice("none", SANDBOXES))
     """none: the function runs with your rights, in a process that may fail; strict: for functions that run code a model
     wrote: no network, writes only in a temporary folder, bounded memory, CPU time, files and processes, none of your
     environment variables, no sight of other processes (Linux; refused where a promise cannot be kept)."""

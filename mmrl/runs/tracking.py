@@ -342,11 +342,11 @@ class TrackingConfig:
     """Show nothing on the console."""
     console_every: int = rare(1)
     """Show one console line in this many steps; evaluations are always shown."""
-    tensorboard: bool | None = None
+    tensorboard: bool | None = rare(None)
     """Write TensorBoard events; null means where tensorboard is installed."""
     wandb: str | None = None
     """Weights & Biases project to log to; null for none."""
-    trackio: str | None = None
+    trackio: str | None = rare(None)
     """Trackio project to log to; null for none."""
     run_name: str | None = rare(None)
     """Name of the run in wandb and trackio; null takes the name of the run folder."""

@@ -66,6 +66,10 @@ class ObjectiveConfig:
     """Choice of the tasks that come next: epochs (each once an epoch), uncertain (those that succeed about half of the
     time), or category_bandit (field) by what is left to learn in each category."""
 
+    def kinds(self) -> dict[str, str]:
+        """Kind of each block, for lists of options."""
+        return {key: block.kind for key, block in make_objective(self).blocks.items()}
+
 
 def make_objective(config: ObjectiveConfig, longest: int | None = None) -> Objective:
     """Combine a catalogue row with the changes of a configuration."""
@@ -142,6 +146,10 @@ class PreferenceConfig:
     """Score by which answers are compared: sum or mean of log-probabilities, or decision (noisy versions of images)."""
     likelihood: dict[str, Any] = by_kind(lambda: all_kinds("likelihood"), named=True, default_from=PRESET)
     """Likelihood of the preferred answers as a further term: nll or none, with coef and average."""
+
+    def kinds(self) -> dict[str, str]:
+        """Kind of each block, for lists of options."""
+        return {key: block.kind for key, block in make_preference(self).blocks.items()}
 
 
 def make_preference(config: PreferenceConfig) -> PreferenceObjective:

@@ -33,6 +33,8 @@ FACTOR = "learning_rate_factor"
 """Key of an optimiser group whose rate is another than the run's."""
 RESIDUAL = 1e-10
 """Share of the squared residual at which the conjugate gradients end."""
+BACKTRACKS = 10
+"""Steps that are tried, each half as long as the last, as in YifeiZhou02/HNPG trpo.py, linesearch."""
 ENOUGH = 0.1
 """Share of the gain that the gradient promises of a step, below which a shorter one is tried."""
 
@@ -288,7 +290,7 @@ def natural_step(rows: Rows, gradient: Tensor, advantage: Tensor, region: TrustR
     longest = direction * (2 * region.max_kl / (direction @ fisher(direction))).sqrt()
     place, before, promised = rows.place, rows.surrogate(advantage), -float(gradient @ longest)
     share = 1.0
-    for _ in range(region.backtracks):
+    for _ in range(BACKTRACKS):
         rows.move(place + share * longest)
         gained = rows.surrogate(advantage) - before
         # Armijo: a share of the gain that the gradient promises

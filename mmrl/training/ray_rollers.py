@@ -275,7 +275,7 @@ class RayRollers:
             # trained weights are sent every step, so only the frozen ones are compared
             job = WorkerJob(entry, config, os.getcwd(), versions(), checksum(recipe.policy, trained=False))
             self._crew = RayCrew(_pickled(job), options)
-            self._dealer = Dealer(self._crew, self._size, options.tries)
+            self._dealer = Dealer(self._crew, self._size)
             hello = self._dealer.start()
         except BaseException:
             self._disconnect()

@@ -298,6 +298,10 @@ class Crew(Protocol):
         ...
 
 
+TRIES = 3
+"""Workers that may be lost over the same tasks before the step continues without these tasks."""
+
+
 class Dealer:
     """Hands out units in order to workers that have answered, and units of lost workers to others.
 
@@ -307,7 +311,7 @@ class Dealer:
         tries: number of workers that may be lost on a unit before it is given up.
     """
 
-    def __init__(self, crew: Crew, size: int, tries: int) -> None:
+    def __init__(self, crew: Crew, size: int, tries: int = TRIES) -> None:
         self._crew = crew
         self._size = size
         self._tries = tries

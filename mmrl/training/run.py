@@ -429,18 +429,23 @@ def _changed_settings(run_dir: Path, config: Any) -> dict[str, tuple[Any, Any]]:
     """Old and new value of each setting that differs from the run's; another recipe cannot continue it."""
     from omegaconf import OmegaConf
 
-    from mmrl.config import to_container
+    from mmrl.config import to_container, without_fixed
 
     path = run_dir / "config.yaml"
     if not path.is_file():
         return {}
     try:
-        old = _flat(OmegaConf.to_container(OmegaConf.load(path)))
+        stored = OmegaConf.load(path)
+        old = _flat(OmegaConf.to_container(stored))
     except Exception as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     new = _flat(to_container(config))
     if old.get("recipe") != new["recipe"]:
         raise UserError(f"{run_dir} is a run of recipe '{old.get('recipe')}', '{new['recipe']}' cannot continue it")
+    try:
+        without_fixed(config, stored)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     # where results go does not change them
     keys = [key for key in new if not key.startswith(("output_dir", "tracking."))]
     # keys of the new configuration: an option that went away changes nothing

@@ -43,7 +43,7 @@ class BaseTrainerConfig:
     """constant, linear or cosine decay to `final_learning_rate` after the warm-up."""
     warmup_steps: int = bounded(0, at_least=0)
     """Optimiser steps over which the rate rises linearly from 0."""
-    final_learning_rate: float = rare(0.0)
+    final_learning_rate: float = rare(only_with(0.0, schedule=("linear", "cosine")))
     """Rate at the end of a linear or cosine schedule."""
     weight_decay: float = bounded(0.0, at_least=0)
     """Decoupled weight decay."""
@@ -55,19 +55,17 @@ class BaseTrainerConfig:
     """Global gradient norm above which gradients are scaled down; 0 = never."""
     on_nonfinite: str = rare(choice("skip", NONFINITE_POLICIES))
     """Reaction to a NaN or infinite loss or gradient: skip that optimiser step, or stop the run."""
-    max_nonfinite: int = rare(only_with(10, on_nonfinite="skip"))
-    """Skipped optimiser steps after which the run stops."""
     mixed_precision: str = choice("none", PRECISIONS)
     """Autocast: none, bf16 or fp16, which scales the loss so that small gradients do not become 0."""
     sharding: str = rare(choice("none", SHARDINGS))
     """none: every process keeps all weights, gradients and moments; fsdp2: of those that are trained and of a reference
     policy it keeps a part, and gathers the weights to sample and to compute gradients."""
-    gathered: str = rare(choice("own", GATHERED))
+    gathered: str = rare(only_with(choice("own", GATHERED), sharding="fsdp2"))
     """Precision of the weights that fsdp2 gathers: their own, or bf16, with float32 weights in the parts only."""
     timeout_minutes: float = rare(bounded(240.0, above=0))
     """Minutes that the processes of a run wait for one another in one operation, such as for the first one while it
     builds data and models or writes a checkpoint. One that fails or vanishes ends the others long before."""
-    threads: int = bounded(0, at_least=0)
+    threads: int = rare(bounded(0, at_least=0))
     """CPU threads of torch; 0 = leave as it is."""
     release_memory: bool = rare(True)
     """Give free memory back to the system within and after each step on a CPU, and keep fewer compiled kernels, so
@@ -80,13 +78,6 @@ class BaseTrainerConfig:
                 f"trainer.minibatches_per_step is {self.minibatches_per_step} but a step has only "
                 f"{self.tasks_per_step} tasks; minibatches are cut by whole groups"
             )
-        if self.final_learning_rate and self.schedule == "constant":
-            raise ValueError(
-                f"trainer.final_learning_rate is {self.final_learning_rate:g}, but trainer.schedule is constant; set "
-                "it to linear or cosine, or leave the final rate out"
-            )
-        if self.gathered != "own" and self.sharding == "none":
-            raise ValueError("trainer.gathered is for trainer.sharding=fsdp2, which gathers weights")
         if self.gathered == "bf16" and self.mixed_precision != "bf16":
             raise ValueError(
                 f"trainer.gathered=bf16 needs trainer.mixed_precision=bf16, which is {self.mixed_precision}: only with "
@@ -122,8 +113,6 @@ class TrustRegionConfig:
     """Multiple of the identity that is added to the Fisher matrix."""
     iterations: int = bounded(10, at_least=1)
     """Iterations of the conjugate gradients; each costs three passes over the rows."""
-    backtracks: int = rare(bounded(10, at_least=1))
-    """Steps that are tried, each half as long as the last, until one gains a tenth of what the gradient promises."""
 
     def check(self, trainer: BaseTrainerConfig) -> None:
         """Refuse options of AdamW, mixed precision and sharding; raises ValueError."""
@@ -153,30 +142,19 @@ class RollersConfig:
 
     engine: str = choice("local", ENGINES)
     """local (the training process) or ray (workers, each with its copy of model, environments and rewards)."""
-    workers: int = bounded(2, at_least=1)
+    workers: int = only_with(bounded(2, at_least=1), engine="ray")
     """Workers of all processes together."""
-    address: str = ""
+    address: str = only_with("", engine="ray")
     """Address of a running Ray cluster, or auto; empty = start Ray on this machine for the run."""
     unit: int = bounded(0, at_least=0)
     """Tasks that are sampled together; 0 = all of a process, and 1 with Ray."""
-    num_cpus: float = bounded(1.0, at_least=0)
+    num_cpus: float = only_with(bounded(1.0, at_least=0), engine="ray")
     """CPU cores that Ray reserves for a worker."""
-    num_gpus: float = bounded(0.0, at_least=0)
+    num_gpus: float = only_with(bounded(0.0, at_least=0), engine="ray")
     """GPUs that Ray reserves for a worker, which computes and renders there; 0.5 = two workers share one."""
-    overlap: bool = False
+    overlap: bool = only_with(False, engine="ray")
     """Sample a step's tasks during the update before, with weights that are one update old; the step after an
     evaluation or a checkpoint of `checkpoint.every` waits for its weights."""
-    tries: int = rare(bounded(3, at_least=1))
-    """Workers that may be lost over the same tasks before the step continues without these tasks."""
-
-    def validate(self) -> None:
-        """Check that the fields fit together; raises ValueError."""
-        if self.engine == "ray":
-            return
-        plain = RollersConfig()
-        for name in ("workers", "address", "num_cpus", "num_gpus", "overlap", "tries"):
-            if getattr(self, name) != getattr(plain, name):
-                raise ValueError(f"rollers.{name} is set, but rollers.engine is {self.engine}; set it to ray")
 
 
 @dataclass
@@ -207,7 +185,7 @@ class EvaluationConfig:
     """One greedy sample a task."""
     samples: int = bounded(1, at_least=0)
     """Samples a task at `temperature`; 0 = none."""
-    temperature: float = only_with(bounded(1.0, above=0), samples=SET)
+    temperature: float = rare(only_with(bounded(1.0, above=0), samples=SET))
     """Temperature of the sampled evaluation."""
     max_tasks: int = bounded(0, at_least=0)
     """Tasks evaluated, the first ones of the split; 0 = all."""

@@ -53,6 +53,8 @@ from mmrl.training.sharding import clip, gather_state, is_part, local, scatter_s
 
 LOGGER = logging.getLogger("mmrl")
 BOOTSTRAP = "bootstrap_mask"
+MAX_NONFINITE = 10
+"""Skipped optimiser steps after which the run stops: a run with as many has diverged."""
 """Key of `Rollouts.extras` (B, T): 1 at the decision whose value bootstraps an episode cut off by a time limit."""
 
 
@@ -489,8 +491,8 @@ class Updater:
         # the saved batch holds the cause, so the run can end here
         if self.config.on_nonfinite == "stop":
             raise RunError(message)
-        if self.skipped > self.config.max_nonfinite:
-            raise RunError(f"{message}; that is optimiser step {self.skipped} skipped, more than trainer.max_nonfinite")
+        if self.skipped > MAX_NONFINITE:
+            raise RunError(f"{message}; that is optimiser step {self.skipped} skipped, more than {MAX_NONFINITE}")
         LOGGER.warning("%s; optimiser step skipped", message)
 
     def _set_rate(self) -> None:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, check_config, rare
 from robotics.flow3d.clip import Observation
 from robotics.flow3d.geometry import BoolArray, FloatArray, angle_rad
 
@@ -28,30 +27,17 @@ DT_S = 1.0
 SOLVER = "daqp"
 PATIENCE, PROGRESS = 8, 0.01
 """The search ends after PATIENCE steps without a relative improvement of PROGRESS."""
-
-
-@dataclass(frozen=True)
-class IkSettings:
-    """Tolerances and effort of inverse kinematics."""
-
-    position_tolerance_m: float = rare(bounded(0.003, above=0))
-    """Maximum distance at which a pose counts as reached."""
-    angle_tolerance_rad: float = rare(bounded(0.03, above=0))
-    """Maximum rotation error at which a pose counts as reached."""
-    iterations: int = rare(bounded(50, above=0))
-    """Maximum number of steps per pose."""
-    restarts: int = rare(bounded(4, at_least=0))
-    """Random restarts for the first pose of a path if the given start fails."""
-    orientation_cost: float = rare(bounded(0.3, above=0))
-    """Weight in metres of one radian of error."""
-    posture_cost: float = rare(bounded(1e-3, at_least=0))
-    """Pull towards the home posture in the null space."""
-    step_rad: float = rare(bounded(0.5, above=0))
-    """Maximum change of a joint in one step."""
-    limit_distance: float = rare(bounded(0.005, above=0))
-    """Distance kept from joint limits, rad or m."""
-    jump_rad: float = rare(bounded(0.6, above=0))
-    """Maximum change of a joint between neighbouring poses of a path."""
+ITERATIONS, RESTARTS = 50, 4
+"""Maximum number of steps per pose, and of random restarts for the first pose of a path if the given start fails."""
+POSITION_TOLERANCE_M, ANGLE_TOLERANCE_RAD = 0.003, 0.03
+"""Maximum errors at which a pose counts as reached."""
+ORIENTATION_COST_M, POSTURE_COST = 0.3, 1e-3
+"""Weight of one radian of error, and of the pull towards the home posture in the null space; weights as in mink's
+examples, where the pull is smaller by orders of magnitude than the task."""
+STEP_RAD, JUMP_RAD = 0.5, 0.6
+"""Maximum change of a joint in one step of the search, and between neighbouring poses of a path."""
+LIMIT_DISTANCE = 0.005
+"""Distance kept from joint limits, rad or m."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +75,12 @@ class JointPath:
 class ArmIk:
     """Kinematics of one arm."""
 
-    def __init__(self, arm: FlowArm, settings: IkSettings | None = None) -> None:
+    def __init__(self, arm: FlowArm) -> None:
         try:
             import mink
         except ImportError:
             raise UserError("inverse kinematics needs mink, which is not installed; pip install mink") from None
         self.arm = arm
-        self.settings = settings or IkSettings()
-        check_config(self.settings, "ik")
         model = self.model = arm.load()
         self._columns, self._site = _find_names(model, arm)
         ranges = _ranges(model)
@@ -107,20 +91,19 @@ class ArmIk:
         # a pull to home in the null space keeps the elbow where the robot starts
         posture = self._posture(self.home_rad)
         self._configuration = mink.Configuration(model, posture)
-        options = self.settings
         self._frame = mink.FrameTask(
-            arm.grip_site, "site", position_cost=1.0, orientation_cost=options.orientation_cost, lm_damping=1e-3
+            arm.grip_site, "site", position_cost=1.0, orientation_cost=ORIENTATION_COST_M, lm_damping=1e-3
         )
         # far cheaper than the frame task: it only decides what that leaves open
-        home = mink.PostureTask(model, cost=options.posture_cost)
+        home = mink.PostureTask(model, cost=POSTURE_COST)
         home.set_target(posture)
         spans = model.jnt_range[model.jnt_limited.astype(bool)]
         # at most a quarter of the narrowest range: margins that meet would leave no angle
-        distance = min([options.limit_distance, *(np.diff(spans) / 4).ravel()])
+        distance = min([LIMIT_DISTANCE, *(np.diff(spans) / 4).ravel()])
         self._limits = [
             mink.ConfigurationLimit(model, min_distance_from_limits=distance),
             # mink limits speeds; over DT_S this one is the largest step
-            mink.VelocityLimit(model, dict.fromkeys(arm.joints, options.step_rad / DT_S)),
+            mink.VelocityLimit(model, dict.fromkeys(arm.joints, STEP_RAD / DT_S)),
         ]
         # fingers have no influence on the grip, but the solver would move them all the same
         others = [dof for dof in range(model.nv) if dof not in set(self._columns)]
@@ -133,7 +116,7 @@ class ArmIk:
         """Whether any of the poses (..., 4, 4) is farther from the first joint than the stretched arm reaches."""
         # a necessary condition only: it rejects poses without a search, and passes some that the search will miss
         away = np.linalg.norm(T_world_grip[..., :3, 3] - self._base_m, axis=-1)
-        return bool((away > self._reach_m + self.settings.position_tolerance_m).any())
+        return bool((away > self._reach_m + POSITION_TOLERANCE_M).any())
 
     def pose(self, joint_rad: FloatArray) -> FloatArray:
         """(4, 4) T_world_grip at angles (J,)."""
@@ -150,7 +133,7 @@ class ArmIk:
             if best.reached:
                 break
             found = self._descend(T_world_grip, rng.uniform(self.low_rad, self.high_rad))
-            if found.reached or _error(found, self.settings) < _error(best, self.settings):
+            if found.reached or _error(found) < _error(best):
                 best = found
         return best
 
@@ -161,10 +144,10 @@ class ArmIk:
         before = joint_rad[0]
         for number, pose in enumerate(T_world_grip):
             # only the first pose may restart: a random start later would jump to another branch of solutions
-            found = self.solve(pose, before, restarts=0 if number else self.settings.restarts)
+            found = self.solve(pose, before, restarts=0 if number else RESTARTS)
             # the first pose may be far from the start; later ones must be neighbours in joint space
             jump = float(np.abs(found.joint_rad - before).max()) if number else 0.0
-            reached[number] = found.reached and jump <= self.settings.jump_rad
+            reached[number] = found.reached and jump <= JUMP_RAD
             # a pose that failed is a bad start for the next one; the first has no better alternative
             if reached[number] or not number:
                 before = found.joint_rad
@@ -177,14 +160,13 @@ class ArmIk:
     def _descend(self, T_world_grip: FloatArray, start_rad: FloatArray) -> IkSolution:
         import mink
 
-        settings, configuration = self.settings, self._configuration
-        margin = settings.limit_distance
+        configuration, margin = self._configuration, LIMIT_DISTANCE
         # the configuration is shared by all calls, so each search sets its own start
         configuration.update(self._posture(np.clip(start_rad, self.low_rad + margin, self.high_rad - margin)))
         self._frame.set_target(mink.SE3.from_matrix(T_world_grip))
         errors, steps = self._errors(T_world_grip), 0
         best, improved = np.inf, 0
-        while steps < settings.iterations and steps - improved < PATIENCE:
+        while steps < ITERATIONS and steps - improved < PATIENCE:
             steps += 1
             try:
                 speed = mink.solve_ik(
@@ -197,15 +179,15 @@ class ArmIk:
             configuration.integrate_inplace(speed, DT_S)
             errors = self._errors(T_world_grip)
             # well within the tolerances: neighbours on the path start from here and inherit the rest
-            near = errors[0] < settings.position_tolerance_m / 4 and errors[1] < settings.angle_tolerance_rad / 4
+            near = errors[0] < POSITION_TOLERANCE_M / 4 and errors[1] < ANGLE_TOLERANCE_RAD / 4
             # joints that no longer move are at a minimum, whether or not it is the pose
             if near or float(np.abs(speed).max()) * DT_S < 1e-5:
                 break
             # the same weighting as the task that is minimised
-            total = errors[0] + settings.orientation_cost * errors[1]
+            total = errors[0] + ORIENTATION_COST_M * errors[1]
             if total < (1 - PROGRESS) * best:
                 best, improved = total, steps
-        reached = errors[0] <= settings.position_tolerance_m and errors[1] <= settings.angle_tolerance_rad
+        reached = errors[0] <= POSITION_TOLERANCE_M and errors[1] <= ANGLE_TOLERANCE_RAD
         # indexing with a list copies; the configuration itself moves on
         return IkSolution(configuration.q[self._columns], reached, *errors)
 
@@ -255,8 +237,8 @@ def _ranges(model: mujoco.MjModel) -> FloatArray:
     return ranges
 
 
-def _error(solution: IkSolution, settings: IkSettings) -> float:
-    return solution.position_error_m + settings.orientation_cost * solution.angle_error_rad
+def _error(solution: IkSolution) -> float:
+    return solution.position_error_m + ORIENTATION_COST_M * solution.angle_error_rad
 
 
 class FlowArm(Protocol):

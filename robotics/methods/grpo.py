@@ -29,7 +29,7 @@ from mmrl.core.loss import Metric
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Tally
 from mmrl.errors import RunError
-from mmrl.fields import choice
+from mmrl.fields import choice, only_with
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import from_all
@@ -54,14 +54,8 @@ class EpisodeRewardParts:
     its reward at the last control step alone, for simulators whose reward measures progress, such as the tabletop;
     flow: progress of the object along a predicted flow, and 1 for success. None = return with sim.kind gymnasium, else
     sparse."""
-    flow: FlowRewardConfig = field(default_factory=FlowRewardConfig)
+    flow: FlowRewardConfig = only_with(field(default_factory=FlowRewardConfig), reward="flow")
     """Source of the flow; used by `reward: flow`."""
-
-    def validate(self) -> None:
-        """Check that the parts fit together; raises ValueError."""
-        super().validate()  # type: ignore[misc]
-        if self.chosen_reward != "flow" and self.flow != FlowRewardConfig():
-            raise ValueError(f"flow is set, but reward is {self.chosen_reward}; use reward: flow or leave flow out")
 
     @property
     def chosen_reward(self) -> str:

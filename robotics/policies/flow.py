@@ -37,7 +37,7 @@ from diffusion.matching.losses import mix
 from diffusion.sampling.steps import LOG_SQRT_2PI, FlowSdeStep, OdeStep, gaussian_kl
 from mmrl.core.transfer import to_device
 from mmrl.errors import ConfigError
-from mmrl.fields import bounded, check_config, choice, rare
+from mmrl.fields import bounded, check_config, choice, only_with, rare
 from robotics.policies.base.action_policy import (
     ActionChoice,
     ActionPolicy,
@@ -70,11 +70,11 @@ class FlowPolicyConfig:
     faster."""
     noise: str = choice("fixed", NOISES)
     """fixed: `noise_level` sets the noise of a step; learned: a network predicts it for each number (Flow-Noise)."""
-    noise_level: float = rare(bounded(0.5, above=0))
+    noise_level: float = rare(only_with(bounded(0.5, above=0), noise="fixed"))
     """Scale of the fixed noise, a in g = a sqrt(sigma / (1 - sigma))."""
-    min_std: float = rare(bounded(0.08, above=0))
+    min_std: float = rare(only_with(bounded(0.08, above=0), noise="learned"))
     """Minimum standard deviation of a step with learned noise, on the scale -1..1 of the actions."""
-    max_std: float = rare(bounded(0.16, above=0))
+    max_std: float = rare(only_with(bounded(0.16, above=0), noise="learned"))
     """Maximum standard deviation of a step with learned noise."""
     logp_reduction: str = rare(choice("sum", REDUCTIONS))
     """sum: log-density of a step, as clip ranges for other policies assume; mean: divided by K D, as for images."""
@@ -89,10 +89,6 @@ class FlowPolicyConfig:
         """Check that the options of the noise fit together; raises ConfigError."""
         if self.min_std >= self.max_std:
             raise ConfigError(f"min_std is {self.min_std}; must be below max_std={self.max_std}")
-        unread = ("noise_level",) if self.noise == "learned" else ("min_std", "max_std")
-        for name in unread:
-            if getattr(self, name) != getattr(FlowPolicyConfig, name):
-                raise ConfigError(f"{name} is {getattr(self, name)}, but noise '{self.noise}' does not read it")
 
 
 class FlowActionPolicy(EncodedPolicy, ActionPolicy):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, check_config, check_fields, choice
+from mmrl.fields import bounded, check_config, check_fields, choice, only_with
 from robotics.scenes.arms import find_arm
 from robotics.scenes.control import ACTION_NAMES, ACTION_SIZE, CartesianController, ControlSettings, check_actions
 from robotics.scenes.tabletop import PHYSICS_STEPS, PROPRIO_SIZE, STATE_NAMES, STATE_SIZE
@@ -65,16 +65,14 @@ class BatchSettings:
     """Domain randomisation, drawn for each episode."""
     physics: str = choice("mujoco", PHYSICS)
     """mujoco, in threads on the CPU, or warp, all rows of a task together on a GPU; see `robotics.sim.warp_physics`."""
-    device: str | None = None
+    device: str | None = only_with(None, physics="warp")
     """Warp's device, such as cuda:0; a GPU where there is one when None."""
 
     def validate(self) -> None:
-        """Refuse a device without a choice of it, and further cameras that are not drawn; raises UserError."""
+        """Refuse further cameras that are not drawn; raises UserError."""
         if self.views and (self.image_size is None or self.look == "film"):
             why = "image_size is None" if self.image_size is None else "videos are drawn by a camera of their own"
             raise UserError(f"views has {', '.join(self.views)}, but {why}; leave it empty")
-        if self.device is not None and self.physics != "warp":
-            raise UserError(f"device is {self.device!r} with physics {self.physics}; only warp has a choice of devices")
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 
 from mmrl.entries import load_target
 from mmrl.errors import UserError
-from mmrl.fields import bounded, choice, rare
+from mmrl.fields import bounded, choice, only_with, rare
 from mmrl.recipes import world_table
 from mmrl.workers.loading import names_function
 from mmrl.workers.memory import usable_cores
@@ -44,7 +44,7 @@ class SimConfig:
     """tabletop: panda or ur5e."""
     state: str = rare("proprio")
     """tabletop: proprio, the robot's own state, or full, with the poses of all pieces."""
-    physics: str = rare(choice("mujoco", ("mujoco", "warp")))
+    physics: str = rare(only_with(choice("mujoco", ("mujoco", "warp")), kind="tabletop"))
     """tabletop: mujoco, in threads on the CPU, or warp, all episodes of a task together on a GPU."""
     env: str = rare("")
     """gymnasium: id of a registered environment, with a prefix `module:` for the module that registers it, or
@@ -86,10 +86,6 @@ class SimConfig:
                 active,
                 f"sim.randomization has {active} with sim.kind {kind}; there is domain randomisation for tabletop and "
                 "gymnasium",
-            ),
-            (
-                self.physics != "mujoco" and kind != "tabletop",
-                f"sim.physics is {self.physics} with sim.kind {kind}; only tabletop has a choice",
             ),
             (taken, f"sim.options has {', '.join(taken)}; set {fields}"),
         )

@@ -267,7 +267,7 @@ def test_offline_cloning_of_experts_raises_their_likelihood(tmp_path, folder):
 
 
 def test_options_that_do_not_fit_are_refused(tmp_path, folder):
-    with pytest.raises(UserError, match=r"digirl.path names no recorded episodes"):
+    with pytest.raises(UserError, match=r"offline_steps is 1, but nothing reads it while digirl.path is None"):
         make_config(tmp_path, folder, offline_steps=1)
     for changed in (
         {"warmup_steps": 1},
@@ -275,7 +275,7 @@ def test_options_that_do_not_fit_are_refused(tmp_path, folder):
         {"lam": 0.9},
         {"step_filter": False},
     ):
-        with pytest.raises(UserError, match=f"{next(iter(changed))} is set, but filtered_cloning has no critics"):
+        with pytest.raises(UserError, match=f"{next(iter(changed))} is .* while digirl.method is 'filtered"):
             make_config(tmp_path, folder, method="filtered_cloning", **changed)
     with pytest.raises(ValueError, match="expected 1/H, or a number"):
         make_config(tmp_path, folder, threshold="most")

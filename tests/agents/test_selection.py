@@ -11,6 +11,7 @@ from mmrl.agents.selection import TaskRate, TaskSelector, build_tasks, measure_t
 from mmrl.cli import main
 from mmrl.config import save
 from mmrl.errors import UserError
+from mmrl.fields import check_config
 from tests.agents.test_recipe import by_length, make_config
 
 RATES = [TaskRate(AgentTask(f"t/{n}", {"name": "t"}, n, "Go."), n, 4) for n in range(5)]
@@ -98,5 +99,5 @@ def test_a_run_without_a_task_file_chooses_first(tmp_path, folder, monkeypatch):
     assert 0 < len(tasks) <= 3
     build_tasks(tmp_path / "again.jsonl", **options)
     assert (tmp_path / "again.jsonl").read_text() == (tmp_path / "tasks.jsonl").read_text()
-    with pytest.raises(UserError, match="no file that it could write"):
-        TaskSetConfig(build="mmrl.agents.selection:build_tasks").validate()
+    with pytest.raises(UserError, match=r"nothing reads it while data\.file is None"):
+        check_config(TaskSetConfig(build="mmrl.agents.selection:build_tasks"), "data")

@@ -115,6 +115,13 @@ def test_options_of_an_objective_are_those_of_its_blocks():
     assert all(facts.endswith("; above 1; default the preset's") for facts in dual)
 
 
+def test_an_option_says_which_others_it_needs():
+    found = {option.key: option.facts for option in options_of(RECIPES["papo"].load_defaults())}
+    assert found["papo.gamma_end"] == "float; default 0.0; only with papo.schedule: annealing"
+    assert found["trainer.final_learning_rate"].endswith("; only with trainer.schedule: linear or cosine")
+    assert found["data.video.fps"].endswith("; only with data.video.nframes unset")
+
+
 def test_options_below_a_key():
     options = options_of(Run)
     assert [option.key for option in select_options(options, "limit")] == ["limit"]
@@ -208,14 +215,42 @@ def test_default_listing_leaves_out_what_few_set_and_says_how_many(capsys):
     assert main(["options", "papo"]) == 0
     *listed, last = capsys.readouterr().out.strip().splitlines()
     shown = [line for line in listed if line and not line.startswith(" ") and "  (" in line]
-    assert len(shown) <= 80
+    assert len(shown) <= 62
     assert any(line.startswith("trainer.learning_rate  (") for line in shown)
     assert not any(line.startswith("trainer.adam_eps") for line in shown)
     assert main(["options", "papo", "--all"]) == 0
     everything = capsys.readouterr().out
     assert "\ntrainer.adam_eps  (" in everything
-    total = sum(not option.part for option in options_of(RECIPES["papo"].load_defaults()))
+    assert everything.count("  (") <= 210
+    total = sum(line[:1].strip() != "" and "  (" in line for line in everything.splitlines())
     assert last == f"{total - len(shown)} more options, which few users set: mmrl options papo --all"
+
+
+def test_blocks_of_an_objective_have_the_options_of_the_presets_kind_and_a_key_lists_all(capsys):
+    assert main(["options", "papo", "--all"]) == 0
+    everything = capsys.readouterr().out
+    assert everything.count("\nobjective.advantage.eps  (") == 1
+    assert "\nobjective.clip.dual  (float | None; above 1; default the preset's)" in everything
+    assert "\nobjective.clip.tau_pos" not in everything
+    assert "default the preset's, ppo_clip)" in everything
+    assert "\neval_data.<name>.path" not in everything
+    assert main(["options", "papo", "objective.advantage"]) == 0
+    assert capsys.readouterr().out.count("\nobjective.advantage.eps  (") > 3
+    assert main(["options", "papo", "tau_pos"]) == 0
+    assert "objective.clip.tau_pos  (float; for sapo;" in capsys.readouterr().out
+    for arguments in ([], ["--all"], ["objective.clip"]):
+        main(["options", "papo", *arguments])
+        text = capsys.readouterr().out
+        main(["options", "papo", *arguments, "--json"])
+        rows = json.loads(capsys.readouterr().out)
+        assert all(f"{row['key']}: " in text if row["part"] else f"{row['key']}  (" in text for row in rows)
+        assert sum(not row["part"] for row in rows) == sum(
+            line.startswith(row_starts(rows)) for line in text.split("\n")
+        )
+
+
+def row_starts(rows):
+    return tuple(f"{row['key']}  (" for row in rows if not row["part"])
 
 
 def test_what_is_inside_a_rare_part_is_rare_and_a_prefix_shows_it(capsys):

@@ -45,7 +45,7 @@ CANNOT = {
     **dict.fromkeys(
         (
             *("RollersConfig.engine", "RollersConfig.workers", "RollersConfig.address", "RollersConfig.unit"),
-            *("RollersConfig.num_cpus", "RollersConfig.num_gpus", "RollersConfig.overlap", "RollersConfig.tries"),
+            *("RollersConfig.num_cpus", "RollersConfig.num_gpus", "RollersConfig.overlap"),
         ),
         "where tasks are sampled; of a unit's size only rounding depends",
     ),
@@ -54,7 +54,6 @@ CANNOT = {
 
 IDLE = {
     "BaseTrainerConfig.on_nonfinite": "needs a loss that is not finite",
-    "BaseTrainerConfig.max_nonfinite": "needs a loss that is not finite",
     "BaseTrainerConfig.sharding": "needs several processes; see test_sharding",
     "BaseTrainerConfig.gathered": "needs several processes; see test_sharding",
     "BaseTrainerConfig.mixed_precision": "given to the accelerator, and the walk's is made apart",
@@ -73,7 +72,6 @@ IDLE = {
     "ImagePairConfig.on_bad_row": "needs a row that cannot be read",
     "TaskSetConfig.build": "for a file that is not there yet",
     "TaskSetConfig.build_options": "for a file that is not there yet",
-    "TrustRegionConfig.backtracks": "the longest step of a tiny run gains enough",
     "DemonstrationConfig.cache": "a path",
     "DemonstrationConfig.units": "declares what the tiny data say of themselves; tests/robotics/test_seam.py",
     "ActionPolicyConfig.accept_other": "needs a policy that was trained on another robot; tests/robotics/test_seam.py",
@@ -84,9 +82,6 @@ IDLE = {
     "EnvironmentConfig.start_timeout_s": "needs an environment that hangs",
     "EnvironmentConfig.reset_timeout_s": "needs an environment that hangs",
     "EnvironmentConfig.step_timeout_s": "needs an environment that hangs",
-    "EnvironmentConfig.heartbeat_timeout_s": "needs an environment that hangs",
-    "EnvironmentConfig.reset_retries": "needs an environment that fails to start",
-    "EnvironmentConfig.max_restarts": "needs an environment that breaks down",
     "EnvironmentConfig.memory_mb": "needs an environment that takes much memory",
     "EnvironmentConfig.variables": "the environment of the walk reads none",
     **dict.fromkeys(
@@ -147,8 +142,6 @@ TALK = {
 NO_POINTS = "needs answers with points, which the tiny model does not write"
 GROUNDING = {
     "grounding.space": NO_POINTS,
-    "grounding.min_side": "the boxes of the walk are larger",
-    "grounding.min_visible": "the boxes of the walk are wholly inside their screens",
     **{
         f"answer.{name}": NO_POINTS
         for name in (
@@ -160,7 +153,7 @@ GROUNDING = {
 TEXT_ALONE = {
     **VIDEOS,
     **dict.fromkeys(
-        ("model.patch_product", "data.max_image_pixels", "eval_data.<name>.max_image_pixels"),
+        ("data.max_image_pixels", "eval_data.<name>.max_image_pixels"),
         "masked-diffusion models read no pictures",
     ),
 }

@@ -15,6 +15,7 @@ import torch
 
 from mmrl.entries import RecipeEntry
 from mmrl.errors import RunError, UserError
+from mmrl.fields import check_config
 from mmrl.training.processes import SimCounts, Streams, make_accelerator
 from mmrl.training.ray_rollers import RayRollers, check_processes, open_rollers
 from mmrl.training.recipe import NoUsableTasksError, Step
@@ -343,11 +344,11 @@ def test_what_a_worker_logs_and_writes_is_sent(monkeypatch, caplog):
 
 
 def test_options_of_workers_need_an_engine_of_workers():
-    with pytest.raises(ValueError, match=r"rollers\.overlap is set"):
-        RollersConfig(overlap=True).validate()
-    with pytest.raises(ValueError, match=r"rollers\.num_gpus is set, but rollers\.engine is local; set it to ray"):
-        RollersConfig(num_gpus=1.0).validate()
-    RollersConfig(unit=2).validate()
+    with pytest.raises(ValueError, match=r"rollers\.overlap is True"):
+        check_config(RollersConfig(overlap=True), "rollers")
+    with pytest.raises(ValueError, match=r"engine is 'local'; leave it at 0\.0, or set rollers\.engine: ray"):
+        check_config(RollersConfig(num_gpus=1.0), "rollers")
+    check_config(RollersConfig(unit=2), "rollers")
     recipe = ToyRecipe(config())
     assert isinstance(open_rollers(recipe, recipe.config, make_accelerator(), None), LocalRollers)
 

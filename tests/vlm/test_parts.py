@@ -26,7 +26,7 @@ SWITCHES = [
 @pytest.mark.parametrize("kind", SEEING)
 def test_each_part_of_each_family_has_its_switch(kind):
     for switches, trained in SWITCHES:
-        model = prepare(make_model(kind), ModelConfig(path=kind, patch_product=False, **switches), None)
+        model = prepare(make_model(kind), ModelConfig(path=kind, **switches), None)
         parts = parts_of(model)
         assert all(parts.values()), f"{kind} has all three parts"
         assert sum(map(len, parts.values())) == len([*model.parameters()])
@@ -39,7 +39,7 @@ def test_each_part_of_each_family_has_its_switch(kind):
 def test_adapters_of_tower_and_merger_by_name(kind):
     names = sorted(vision_linears(make_model(kind)))
     settings = LoraSettings(enabled=True, rank=2, vision_targets=["all-linear"], targets=[])
-    model = prepare(make_model(kind), ModelConfig(path=kind, patch_product=False, lora=settings), None)
+    model = prepare(make_model(kind), ModelConfig(path=kind, lora=settings), None)
     adapted = sorted({name.partition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name})
     assert adapted == [f"base_model.model.{name}" for name in names]
 
@@ -92,7 +92,7 @@ def test_adapters_of_the_merger_learn_are_saved_and_go_on(folder, tmp_path):
     [
         ({"freeze_vision": True, "freeze_language": True}, "leave nothing to train; model.freeze_merger=false trains"),
         ({"freeze_merger": True, "lora": LoraSettings(enabled=True)}, "change nothing; leave them out"),
-        ({"lora": LoraSettings(vision_targets=["qkv"])}, "vision_targets is set, but model.lora.enabled is false"),
+        ({"lora": LoraSettings(vision_targets=["qkv"])}, "nothing reads it while model.lora.enabled is False"),
         (
             {"freeze_vision": True, "lora": LoraSettings(enabled=True, vision_targets=["qkv"])},
             "trains adapters in the vision tower or the merger, but model.freeze_vision",

@@ -7,6 +7,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.data.task import VideoClip, VlmTask
+from mmrl.vlm.engine import model_loading
 from mmrl.vlm.engine.vlm_policy import VlmPolicy, load_policy
 from mmrl.vlm.model.model_config import ModelConfig
 from mmrl.vlm.model.vision import encode_vision
@@ -267,10 +268,11 @@ def test_a_copy_of_a_trained_tower_is_its_own(folder):
     assert torch.equal(other, before)
 
 
-def test_patches_are_multiplied_as_they_are_convolved(folder):
+def test_patches_are_multiplied_as_they_are_convolved(folder, monkeypatch):
     gradients, features = [], []
-    for product in (True, False):
-        policy = load_policy(ModelConfig(path=str(folder), patch_product=product))
+    for multiply in (model_loading.multiply_patches, lambda tower: None):
+        monkeypatch.setattr(model_loading, "multiply_patches", multiply)
+        policy = load_policy(ModelConfig(path=str(folder)))
         tokens = encode_vision(policy.network.model, [policy.encode(make_task("one", "Sum?", [(64, 96)]))]).tokens
         tokens.square().sum().backward()
         features.append(tokens)

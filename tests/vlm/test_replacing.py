@@ -105,9 +105,11 @@ def test_the_best_comprehended_answers_take_the_places_of_failed_samples(opened,
     assert rows.advantage[:4, 0].tolist() == [0.5 if row in places else -0.5 for row in range(4)]
 
 
-def test_teachers_answers_that_cannot_be_used(opened):
-    with pytest.raises(UserError, match="no question has teachers' answers in a column 'others'"):
-        multi_teacher(opened, responses_key="others")
+def test_teachers_answers_that_cannot_be_used(opened, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("mmrl.vlm.methods.multi_teacher.RESPONSES", "others")
+        with pytest.raises(UserError, match="no question has teachers' answers in a column 'others'"):
+            multi_teacher(opened)
     with pytest.raises(UserError, match=r"a teacher's answer is \{\"model\""):
         multi_teacher(opened, texts=[3])
     recipe = multi_teacher(opened, texts=["far too long " * 30])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.fields import UNSET, bounded, only_with
+from mmrl.fields import SET, UNSET, bounded, only_with, rare
 from mmrl.hub.building import BuiltPath, build_if_missing
 from mmrl.hub.tables import DataRow, good_rows
 
@@ -38,22 +38,22 @@ class AgentTask:
 class TaskSetConfig:
     """A set of tasks: names times seeds, or the rows of a file."""
 
-    names: list[str] = field(default_factory=list)
+    names: list[str] = only_with(field(default_factory=list), file=UNSET)
     """Names of tasks, passed to `reset` as the entry `name`; empty = the environment's only task."""
     seeds: int = only_with(bounded(100, at_least=1, at_most=LARGEST_SEED), file=UNSET)
     """Seeds of each task."""
     first_seed: int = bounded(0, at_least=0, at_most=LARGEST_SEED)
     """First seed; sets for training and evaluation may not share seeds."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = only_with(field(default_factory=dict), file=UNSET)
     """Further entries of every task."""
     instruction: str = ""
     """Instruction for the agent, unless the first observation contains it."""
     file: str | None = None
     """A .jsonl, .json or .parquet file with a task a row instead: `task` (an object, or a name), `seed`, and optionally
     `instruction` and `id`."""
-    build: str | None = None
+    build: str | None = rare(only_with(None, file=SET))
     """`module:function` that writes the file if it is missing; called with the path and `build_options`."""
-    build_options: dict[str, Any] = field(default_factory=dict)
+    build_options: dict[str, Any] = rare(field(default_factory=dict))
     """Keyword arguments of `build`."""
     max_tasks: int | None = bounded(None, at_least=1)
     """Use only this many of the first tasks."""
@@ -61,11 +61,7 @@ class TaskSetConfig:
     """Whether an evaluation may contain training tasks, to measure what was learned of these."""
 
     def validate(self) -> None:
-        """Check that a file is not mixed with names or options; raises UserError."""
-        if self.build is not None and self.file is None:
-            raise UserError(f"a set of tasks has build={self.build}, but no file that it could write")
-        if self.file is not None and (self.names or self.options):
-            raise UserError(f"a set of tasks has the file {self.file} and also names or options; give one of them")
+        """Check that names and seeds are allowed; raises UserError."""
         if len(set(self.names)) < len(self.names):
             raise UserError(f"a set of tasks has a name twice: {', '.join(self.names)}")
         if self.first_seed + self.seeds - 1 > LARGEST_SEED:

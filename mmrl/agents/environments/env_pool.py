@@ -25,18 +25,13 @@ from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.environments.environment import Action, MalformedError, Observation, unpack_outcome
 from mmrl.agents.environments.environment_service import make
 from mmrl.errors import UserError
-from mmrl.fields import bounded, check_config, rare
+from mmrl.fields import bounded, check_config, only_with, rare
 from mmrl.workers.engine import InProcessEngine, WorkerFailure, one_line
 from mmrl.workers.pool import Request
 from mmrl.workers.row_pool import RowLimits, RowPool
 from mmrl.workers.wire import Message, decode, encode
 
 SERVICE = Path(__file__).resolve().with_name("environment_service.py")
-OF_PROCESSES = (
-    *("variables", "memory_mb", "heartbeat_timeout_s"),
-    *("start_timeout_s", "reset_timeout_s", "step_timeout_s"),
-)
-"""Options that nothing reads where environments run in the training process."""
 
 
 @dataclass
@@ -56,22 +51,16 @@ class EnvironmentConfig:
     """Whether each environment runs in a separate process. If not, all run in the training process one after another,
     which is faster where an action takes less than a millisecond or they share a browser; limits of time and memory
     do not hold, and one that hangs or ends its process takes the run with it."""
-    variables: dict[str, str] = rare(field(default_factory=dict))
+    variables: dict[str, str] = rare(only_with(field(default_factory=dict), isolate=True))
     """Environment variables of the processes, on top of this one's."""
-    start_timeout_s: float = rare(bounded(180.0, above=0, finite=True))
+    start_timeout_s: float = rare(only_with(bounded(180.0, above=0, finite=True), isolate=True))
     """Seconds for imports and construction."""
-    reset_timeout_s: float = rare(bounded(120.0, above=0, finite=True))
+    reset_timeout_s: float = rare(only_with(bounded(120.0, above=0, finite=True), isolate=True))
     """Seconds for starting an episode."""
-    step_timeout_s: float = rare(bounded(60.0, above=0, finite=True))
+    step_timeout_s: float = rare(only_with(bounded(60.0, above=0, finite=True), isolate=True))
     """Seconds for an action."""
-    heartbeat_timeout_s: float = rare(bounded(30.0, above=0, finite=True))
-    """Seconds without a heartbeat, which is missed only while code holds the GIL or the process is stopped."""
-    memory_mb: float | None = rare(bounded(None, above=0, finite=True))
+    memory_mb: float | None = rare(only_with(bounded(None, above=0, finite=True), isolate=True))
     """MiB that a process and its children may hold; its episode fails beyond that. Empty = any."""
-    reset_retries: int = rare(bounded(2, at_least=0))
-    """Retries of an episode that did not start, each in a fresh process."""
-    max_restarts: int = rare(bounded(20, at_least=1))
-    """Restarts of a worker that completed no episode after which the run stops."""
 
     def validate(self) -> None:
         """Check that the options of the environment are JSON; raises UserError."""
@@ -80,14 +69,6 @@ class EnvironmentConfig:
                 json.dumps(getattr(self, name), allow_nan=False)
             except (TypeError, ValueError, RecursionError) as error:
                 raise UserError(f"environment.{name} must be JSON: {error}") from None
-        if not self.isolate:
-            plain = EnvironmentConfig(self.factory)
-            for name in OF_PROCESSES:
-                if getattr(self, name) != getattr(plain, name):
-                    raise UserError(
-                        f"environment.{name} is {getattr(self, name)!r}, but it is for processes; leave it out, or set "
-                        "environment.isolate: true"
-                    )
 
     def limits(self) -> RowLimits:
         """The options of the processes."""
@@ -95,10 +76,7 @@ class EnvironmentConfig:
             environment=self.variables,
             start_timeout_s=self.start_timeout_s,
             reset_timeout_s=self.reset_timeout_s,
-            heartbeat_timeout_s=self.heartbeat_timeout_s,
             memory_mb=self.memory_mb,
-            reset_retries=self.reset_retries,
-            max_restarts=self.max_restarts,
         )
 
 

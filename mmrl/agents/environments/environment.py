@@ -35,7 +35,7 @@ from mmrl.agents.environments.peer_formats import (
     write_ui_tars,
 )
 from mmrl.errors import UserError, did_you_mean
-from mmrl.fields import bounded, choice, rare
+from mmrl.fields import Unless, bounded, choice, only_with, rare
 from mmrl.hub.foreign import MalformedError, as_flag, as_image
 from mmrl.rewards.answers import final_part
 from mmrl.rewards.reward_loading import load_function
@@ -111,19 +111,13 @@ class ActionConfig:
     answer is the argument `text` of the action `say`; tool_call: <tool_call> blocks; ui_tars and pyautogui: calls of
     these, read as the actions of `mmrl.gui`. A `module:function` gets (answer, strict) and returns the thought and a
     list of (name, arguments); it raises ValueError if there is no action, and its docstring is the manual."""
-    strict: bool = rare(False)
+    strict: bool = rare(only_with(False, format=Unless("text")))
     """Whether the answer must follow the format exactly; otherwise the first unambiguous action counts."""
-    max_actions: int = rare(bounded(1, at_least=1, at_most=64))
+    max_actions: int = rare(only_with(bounded(1, at_least=1, at_most=64), format=Unless("text")))
     """Maximum number of actions per answer. More are an error if strict, and ignored otherwise."""
     on_parse_error: str = choice("terminate", ON_PARSE_ERROR)
     """terminate: an answer without action, or one that was cut at the limit of its length, ends the episode, unpaid;
     noop: the turn is spent and the agent gets the reason."""
-
-    def validate(self) -> None:
-        """Raise ValueError for options that the format does not use."""
-        if self.format == "text" and (self.strict or self.max_actions > 1):
-            name, value = ("strict", "true") if self.strict else ("max_actions", self.max_actions)
-            raise ValueError(f"actions.{name} is {value}, but in actions.format 'text' a whole answer is one action")
 
     def parse(self, text: str, cut: bool = False) -> ParsedAnswer:
         """Read an answer with `parse_answer`; one that was cut at the limit of its length has no action."""

@@ -53,7 +53,7 @@ from mmrl.core.returns import turn_starts
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.transfer import to_device, to_host
 from mmrl.errors import UserError
-from mmrl.fields import bounded, choice, only_with, rare
+from mmrl.fields import SET, bounded, choice, only_with, rare
 from mmrl.files import expanded
 from mmrl.hub.building import BuiltPath, build_if_missing
 from mmrl.runs.run_log import stopwatch
@@ -65,8 +65,6 @@ from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.model.model_config import CriticSettings
 
 METHODS, ADVANTAGES = ("digirl", "filtered_cloning"), ("paper", "code")
-OF_CRITICS = ("warmup_steps", "gamma", "advantage", "lam", "threshold", "step_filter", "critic")
-"""Options that only `digirl` reads."""
 
 
 @dataclass
@@ -77,20 +75,22 @@ class DigirlSettings(BuiltPath):
     """digirl, or filtered_cloning: episodes filtered by reward, all of their steps, no critics."""
     path: str | None = None  # type: ignore[assignment]
     """Folder of recorded episodes to begin with; see mmrl.agents.rollout.storage."""
-    offline_steps: int = bounded(0, at_least=0)
+    offline_steps: int = only_with(bounded(0, at_least=0), path=SET)
     """Number of initial steps that run no episodes."""
-    warmup_steps: int = bounded(0, at_least=0)
+    warmup_steps: int = only_with(bounded(0, at_least=0), method="digirl")
     """Number of initial steps that train only the critics."""
-    gamma: float = rare(bounded(0.5, at_least=0, at_most=1))
+    gamma: float = rare(only_with(bounded(0.5, at_least=0, at_most=1), method="digirl"))
     """Discount of the returns that the step critic predicts."""
-    advantage: str = rare(only_with(choice("paper", ADVANTAGES), step_filter=True))
+    advantage: str = rare(only_with(choice("paper", ADVANTAGES), method="digirl", step_filter=True))
     """Advantage of a step: doubly robust (paper), or V(s') - V(s) - 0.05 + r + return (code)."""
-    lam: float = rare(only_with(bounded(0.5, at_least=0, at_most=1), step_filter=True, advantage="paper"))
+    lam: float = rare(
+        only_with(bounded(0.5, at_least=0, at_most=1), method="digirl", step_filter=True, advantage="paper")
+    )
     """Weight of the episode's end in the paper's advantage; the further from it, the higher its power."""
-    threshold: str = rare(only_with("auto", step_filter=True))
+    threshold: str = rare(only_with("auto", method="digirl", step_filter=True))
     """Threshold that the advantage of a step has to exceed: 1/H with H the steps of its episode, a number, or auto
     (1/H for the paper's advantage, 0 for the code's)."""
-    step_filter: bool = rare(True)
+    step_filter: bool = rare(only_with(True, method="digirl"))
     """Whether steps are filtered."""
     instruction_filter: bool = rare(True)
     """Whether episodes are filtered."""
@@ -106,7 +106,7 @@ class DigirlSettings(BuiltPath):
     """Maximum number of stored episodes; the oldest is removed first. All are read once in every step."""
     memory_mb: int = rare(bounded(4096, at_least=1))
     """Maximum size of the stored episodes in 10^6 bytes, in each process."""
-    critic: DigirlCriticConfig = field(default_factory=DigirlCriticConfig)
+    critic: DigirlCriticConfig = only_with(field(default_factory=DigirlCriticConfig), method="digirl")
     """The critics."""
 
     @property
@@ -122,11 +122,6 @@ class DigirlSettings(BuiltPath):
     def validate(self) -> None:
         """Check that the options fit together; raises ValueError."""
         step_threshold(self.step_rule(), 1)
-        if self.offline_steps and self.path is None:
-            raise UserError(f"digirl.offline_steps is {self.offline_steps}, but digirl.path names no recorded episodes")
-        for name in () if self.has_critics else OF_CRITICS:
-            if getattr(self, name) != getattr(DigirlSettings(), name):
-                raise UserError(f"digirl.{name} is set, but {self.method} has no critics; leave it out")
 
 
 @dataclass

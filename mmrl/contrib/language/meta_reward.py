@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded, rare
+from mmrl.fields import bounded
 from mmrl.hub.chat_endpoint import ask_chat, check_url
 from mmrl.rewards import RewardResult
 from mmrl.rewards.reward_loading import load_function
@@ -37,6 +37,8 @@ from mmrl.vlm.vlm_recipe import VlmRecipe
 
 LOGGER = logging.getLogger("mmrl")
 RUBRIC = "rubric"
+LONGEST = 8000
+"""Characters of a rubric; a longer or an empty one is refused, and the last one stays."""
 """Column of reward functions that holds the rubric."""
 ANALYSE = (
     "A judge scores responses by a rubric, and a model is trained on the scores. Find out where scores are wrong, "
@@ -62,8 +64,6 @@ class RubricSettings:
     """Meta judge: chat, or `module:function` (rubric, samples, **options) -> the next rubric."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the meta judge; of chat: url, model, max_tokens and request_timeout_s."""
-    longest: int = rare(bounded(8000, at_least=1))
-    """Characters of a rubric; a longer or an empty one is refused, and the last one stays."""
 
 
 @dataclass
@@ -167,10 +167,8 @@ class MetaRewardRecipe(VlmRecipe):
         except (RuntimeError, OSError, ValueError) as error:
             LOGGER.warning("rubric.meta failed, and the rubric stays as it is: %s", error)
             return ""
-        if not text or len(text) > own.longest:
-            LOGGER.warning(
-                "rubric.meta gave %d characters (rubric.longest is %d); the rubric stays", len(text), own.longest
-            )
+        if not text or len(text) > LONGEST:
+            LOGGER.warning("rubric.meta gave %d characters and may have %d; the rubric stays", len(text), LONGEST)
             return ""
         return "" if text == self.rubric.text else text
 

@@ -25,7 +25,7 @@ import torch
 
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import ConfigError, UserError
-from mmrl.fields import bounded, choice, rare
+from mmrl.fields import bounded, choice
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import RolloutStage, Step
@@ -39,14 +39,14 @@ from mmrl.vlm.vlm_config import VlmConfig
 from mmrl.vlm.vlm_recipe import VlmRecipe
 
 HINTED = 1
+HINTS = "hints"
+"""Column with the hints, a list of texts, or a list of such lists."""
 
 
 @dataclass
 class ScaffoldSettings:
     """Hints for questions that all samples miss."""
 
-    hints_key: str = rare("hints")
-    """Column with the hints, a list of texts, or a list of such lists."""
     template: str = "{question} Hints: {hints}"
     """Question with hints; {question} and {hints} are replaced."""
     prompt: str = choice("hinted", ("hinted", "bare"))
@@ -83,10 +83,9 @@ class Scaffold(Replacing):
 
     def check_data(self, tasks: Sequence[VlmTask]) -> None:
         """Refuse questions without any hints; raises UserError."""
-        key = self.settings.hints_key
-        if not any(task.columns.get(key) for task in tasks):
+        if not any(task.columns.get(HINTS) for task in tasks):
             raise UserError(
-                f"data: no question has hints in a column '{key}' (scaffold.hints_key), a list of texts; columns: "
+                f"data: no question has hints in a column '{HINTS}', a list of texts; columns: "
                 f"{', '.join(tasks[0].columns)}"
             )
 
@@ -136,7 +135,7 @@ class Scaffold(Replacing):
     def _prompts(self, policy: VlmPolicy, task: VlmTask) -> list[tuple[int, Prompt]]:
         """Level and prompt of a question with more and more hints; those that cannot be encoded are left out."""
         settings, found = self.settings, []
-        for level, hints in enumerate(hint_levels(task.columns.get(settings.hints_key) or []), start=1):
+        for level, hints in enumerate(hint_levels(task.columns.get(HINTS) or []), start=1):
             messages = rewrite_question(task, settings.template, hints=" ".join(hints))
             try:
                 found.append((level, policy.encode(augment_task(task, messages=messages))))

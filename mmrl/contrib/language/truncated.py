@@ -138,7 +138,7 @@ class TruncatedRecipe(VlmRecipe):
         draws = streams.select(groups).uniform(len(groups), count, self.width)
         return self._sampled(policy, prompts, starts, count, draws)
 
-    def _continued(self, policy: VlmPolicy, prompts: Sequence[Prompt], streams: Streams) -> list[Row]:
+    def _continued(self, policy: VlmPolicy, prompts: Sequence[Prompt], streams: Streams) -> list[SampledRow]:
         slots = self.carried.slots
         draws = []
         starts = []

@@ -79,10 +79,6 @@ class GroundingSettings:
     """Whether answers start with a think block; a wrong block is a wrong format."""
     think_prompt: str = rare(THINK_PROMPT)
     """System turn of questions that ask for a think block; `data.system_prompt` goes first."""
-    min_side: float = rare(bounded(2, at_least=0, finite=True))
-    """Training boxes with a shorter side, in pixels of the original image, are dropped and counted."""
-    min_visible: float = rare(bounded(0.5, at_least=0, at_most=1))
-    """Minimum fraction of a training box inside its image; other boxes are dropped and counted."""
     seen: list[str] = rare(field(default_factory=list))
     """Sets of `eval_data` that may be the file of training, to measure learning on it."""
 
@@ -290,7 +286,7 @@ def _cleaned(task: VlmTask, settings: GroundingSettings) -> VlmTask | None:
     if not isinstance(target, Box):
         return task
     width, height = needs["original_wh"]
-    box = clean_box(target, width, height, settings.min_side, settings.min_visible)
+    box = clean_box(target, width, height)
     return box and replace(task, columns=task.columns | {"grounding": needs | {"bbox": list(box)}})
 
 
@@ -352,6 +348,6 @@ GROUNDING_ERRORS: dict[str, str] = {
     "bad_screen": "A grounding question has not exactly one image.",
     "bad_target": "A row has no target, several, or one of another shape.",
     "wrong_size": "The column original_wh is not the size of the image.",
-    "unusable_box": "The box is shorter than grounding.min_side, or less than grounding.min_visible is on screen.",
+    "unusable_box": "The box has a side below 2 pixels, or less than half of it is on screen.",
 }
 """Kinds of `TaskError` and of dropped rows that screens add."""

@@ -55,9 +55,9 @@ class DataConfig(RowsConfig):
     first of answer, solution, ground_truth, reward_model.ground_truth that exists."""
     image_key: str | None = None
     """Column of the image or images; empty: images or image."""
-    video_key: str | None = None
+    video_key: str | None = rare(None)
     """Column of the video or videos; empty: videos or video."""
-    video: VideoOptions = field(default_factory=VideoOptions)
+    video: VideoOptions = rare(field(default_factory=VideoOptions))
     """Frames of videos that the model is shown."""
     image_dir: str | None = rare(None)
     """Folder that relative image and video paths start from; empty: the folder of the data file."""

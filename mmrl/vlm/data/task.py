@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw
 
 from mmrl.core.state import Tally
 from mmrl.errors import UserError
-from mmrl.fields import bounded, rare
+from mmrl.fields import UNSET, bounded, only_with, rare
 from mmrl.files import expanded, is_file, without_scheme
 from mmrl.hub.foreign import MalformedError, to_rgb
 from mmrl.hub.images import (
@@ -266,25 +266,20 @@ def splits_by_key(splits: Mapping[str, Sequence[VlmTask]]) -> dict[str, Sequence
 class VideoOptions:
     """Which frames of a video file the model sees; options in a row override these."""
 
-    fps: float | None = bounded(None, above=0, finite=True)
+    fps: float | None = rare(only_with(bounded(None, above=0, finite=True), nframes=UNSET))
     """Frames a second; empty: 2, as qwen-vl-utils."""
     nframes: int | None = rare(bounded(None, at_least=2))
     """Number of frames, rounded to an even number; replaces `fps`."""
     min_frames: int | None = rare(bounded(None, at_least=2))
     """Minimum number of frames when sampling by `fps`, if the video has that many; empty: 4."""
-    max_frames: int | None = bounded(None, at_least=2)
+    max_frames: int | None = rare(bounded(None, at_least=2))
     """Maximum number of frames when sampling by `fps`, and of a list of frames; empty: 768."""
     min_pixels: int | None = rare(bounded(None, at_least=1))
     """Minimum frame size in pixels; smaller frames are enlarged; empty: 128 tokens."""
-    max_pixels: int | None = bounded(None, at_least=1)
+    max_pixels: int | None = rare(bounded(None, at_least=1))
     """Maximum frame size in pixels; larger frames are reduced; empty: 768 tokens, fewer for videos with many frames."""
     total_pixels: int | None = rare(bounded(None, at_least=1))
     """Pixel budget of all frame pairs of a video; empty: 115,200 tokens."""
-
-    def validate(self) -> None:
-        """Check that the options fit together; raises ValueError."""
-        if self.fps is not None and self.nframes is not None:
-            raise ValueError(f"data.video.fps is {self.fps} and data.video.nframes {self.nframes}; set one of them")
 
     def complete(self, clip: VideoClip) -> VideoClip:
         """A clip with these options as defaults."""

@@ -69,7 +69,7 @@ def prepare(network: Any, config: ModelConfig, adapter: Path | None) -> Any:
     if config.lora.enabled or adapter is not None:
         model = add_adapter(network, config.lora, adapter, freeze_vision=config.freeze_vision)
     freeze_parts(network, config)
-    if config.patch_product and family_of(network.config.model_type).fast:
+    if family_of(network.config.model_type).fast:
         multiply_patches(network.model.visual)
     if obstacle := fast_lane_obstacle(network, config):
         LOGGER.info("generic lane, through transformers' modules: %s; see docs/vlm.md", obstacle)

@@ -39,7 +39,7 @@ class AnswerSampling:
     """Maximum response length in tokens."""
     stop: list[str] = rare(field(default_factory=list))
     """Stop strings: a response ends with the token that completes one of them in the decoded text."""
-    batch_rows: int = bounded(256, at_least=1)
+    batch_rows: int = rare(bounded(256, at_least=1))
     """Maximum number of responses decoded at once. Affects memory only, not the responses."""
     lean: bool = rare(True)
     """Use the built-in decoder if the model supports it, otherwise transformers."""

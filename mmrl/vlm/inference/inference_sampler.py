@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import ConfigError, RunError, UserError
-from mmrl.fields import bounded, choice, rare
+from mmrl.fields import UNSET, bounded, choice, only_with, rare
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.processes import Streams
 from mmrl.training.settings import RollersConfig
@@ -43,7 +43,7 @@ OWNED = ("model", "logprobs_mode", "generation_config")
 class VllmConfig:
     """vLLM, in a separate Python."""
 
-    python: str = ""
+    python: str = only_with("", address=UNSET)
     """Interpreter that has vLLM; empty: that of `mmrl setup vllm`."""
     address: str = ""
     """HOST:PORT of a running server, `mmrl setup vllm --listen HOST:PORT`; empty: a process of this machine, one for
@@ -67,15 +67,13 @@ class EngineSamplerConfig(SamplerConfig):
     engine: str = rare(choice("own", ("own", "vllm")))
     """own: the policy samples in the process that trains it; vllm: vLLM does, in a separate Python, with weights
     synced in every step. Evaluations always sample with the policy."""
-    vllm: VllmConfig = rare(field(default_factory=VllmConfig))
+    vllm: VllmConfig = rare(only_with(field(default_factory=VllmConfig), engine="vllm"))
     """Settings of vLLM."""
 
     def validate(self) -> None:
         """Refuse settings that the engine cannot serve; raises ConfigError."""
         super().validate()
         if self.engine == "own":
-            if self.vllm != VllmConfig():
-                raise ConfigError("sampler.vllm is set, but sampler.engine is 'own'; set sampler.engine: vllm")
             return
         if self.top_p < 1 or self.top_k > 0:
             raise ConfigError(
@@ -87,8 +85,6 @@ class EngineSamplerConfig(SamplerConfig):
         host, _, port = self.vllm.address.rpartition(":")
         if self.vllm.address and not (host and port.isdigit()):
             raise ConfigError(f"sampler.vllm.address is '{self.vllm.address}'; expected HOST:PORT")
-        if self.vllm.address and self.vllm.python:
-            raise ConfigError("sampler.vllm has both address and python; a running server has its own Python")
 
 
 class EngineSampler:

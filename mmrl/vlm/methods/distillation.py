@@ -29,7 +29,7 @@ from mmrl.core.blocks.foreign import SOURCE, TEACHER
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
-from mmrl.fields import bounded, rare
+from mmrl.fields import Unless, bounded, only_with, rare
 from mmrl.training.distillation import DistilWeights, TeacherTerm, importance_weighted
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
@@ -49,16 +49,12 @@ class DistilSettings(DistilWeights):
 
     on_policy: float = rare(bounded(1.0, at_least=0, at_most=1))
     """Probability that a question is answered by the policy; the others are learned from an answer of the data."""
-    target_key: str = rare("completion")
+    target_key: str = rare(only_with("completion", on_policy=Unless(1)))
     """Column with the given answers, for `on_policy` below 1."""
 
     def validate(self) -> None:
         """Check that something is learned; raises ValueError."""
         super().validate()
-        if self.on_policy == 1 and self.target_key != DistilSettings.target_key:
-            raise ValueError(
-                f"distil.target_key is '{self.target_key}', but distil.on_policy is 1, so that no given answer is read"
-            )
         if self.on_policy == 0 and not self.divergence:
             raise ValueError(
                 "distil.on_policy is 0, so nothing is sampled; set distil.divergence, which learns from the data"

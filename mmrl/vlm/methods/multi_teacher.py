@@ -6,7 +6,7 @@ whose reasoning it gives the right answer's tokens the highest mean probability.
 are those of the new group, and the objective `multi_teacher` gives their tokens the weight p / (p + 0.1) instead of a
 clipped ratio.
 
-The reasoning is the text up to `answer_mark`; an answer without the mark is comprehended least. Differences: as in
+The reasoning is the text up to `ANSWER_MARK`; an answer without the mark is comprehended least. Differences: as in
 train_ampo.sh the statistics of a group are those of all its rows (the code has an estimator of the policy's own samples
 too, which its script does not use); teachers' answers that are longer than the policy's may be are left out, where the
 code cuts them off; the code's limit on length and its repetition penalty are rewards here.
@@ -25,7 +25,7 @@ from mmrl.core.blocks.foreign import TEACHER
 from mmrl.core.loss import masked_mean
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
-from mmrl.fields import bounded, rare
+from mmrl.fields import bounded
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import RolloutStage, Step
@@ -37,19 +37,20 @@ from mmrl.vlm.methods.replacing import Exchange, Replacing
 from mmrl.vlm.vlm_config import VlmConfig
 from mmrl.vlm.vlm_recipe import VlmRecipe
 
+RESPONSES = "teacher_responses"
+"""Column with the teachers' answers, a list of {model, text}."""
+ANSWER_MARK = "<answer>"
+"""Text that separates a teacher's reasoning from its answer, in the format of the paper's prompts."""
+LEAST_REWARD = 1.0
+"""Smallest reward of a teacher's answer."""
+
 
 @dataclass
 class TeachersSettings:
     """Answers of teachers for questions that all samples miss."""
 
-    responses_key: str = rare("teacher_responses")
-    """Column with the teachers' answers, a list of {model, text}."""
     count: int = bounded(2, at_least=1)
     """Most samples of a group that are exchanged."""
-    answer_mark: str = rare("<answer>")
-    """Text that separates a teacher's reasoning from its answer."""
-    least_reward: float = rare(1.0)
-    """Smallest reward of a teacher's answer."""
 
 
 @dataclass
@@ -71,9 +72,9 @@ class Teachers(Replacing):
         """Refuse questions without any teacher's answer, or with one of another shape; raises UserError."""
         given = [self._texts(task) for task in tasks]
         if not any(given):
-            key, columns = self.settings.responses_key, ", ".join(tasks[0].columns)
+            key, columns = RESPONSES, ", ".join(tasks[0].columns)
             raise UserError(
-                f"data: no question has teachers' answers in a column '{key}' (teachers.responses_key), a list of "
+                f"data: no question has teachers' answers in a column '{key}', a list of "
                 f"{{model, text}}; columns: {columns}"
             )
 
@@ -106,7 +107,7 @@ class Teachers(Replacing):
         ids = [policy.encode_answer(payload.prompts[group], text) for group, text in chosen]
         # scored by the same rewards as the samples
         rows = self.with_scores(self.rows_of(rollouts, groups, ids, texts, TEACHER), step)
-        rows = rows.replace(reward=rows.reward.clamp(min=settings.least_reward))  # one that failed stays NaN
+        rows = rows.replace(reward=rows.reward.clamp(min=LEAST_REWARD))  # one that failed stays NaN
         return torch.tensor(leaving), self.with_logp(policy, rows)
 
     def metrics(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
@@ -116,9 +117,9 @@ class Teachers(Replacing):
     def comprehension(self, policy: VlmPolicy, rollouts: Rollouts, group: int, texts: Sequence[str]) -> Tensor:
         """(n,) on the host: mean probability of the right answer's tokens behind the reasoning of each text.
 
-        -1 where a text has no `answer_mark`, or the question no answer.
+        -1 where a text has no `ANSWER_MARK`, or the question no answer.
         """
-        payload, mark = VlmPayload.of(rollouts), self.settings.answer_mark
+        payload, mark = VlmPayload.of(rollouts), ANSWER_MARK
         prompt, answer = payload.prompts[group], payload.tasks[group].columns.get("answer")
         tokenizer = policy.processor.tokenizer
         found = torch.full((len(texts),), -1.0)
@@ -151,13 +152,13 @@ class Teachers(Replacing):
 
     def _texts(self, task: VlmTask) -> list[str]:
         """Teachers' answers of a question; raises UserError."""
-        key = self.settings.responses_key
+        key = RESPONSES
         found: list[str] = []
         for entry in task.columns.get(key) or []:
             text: Any = entry.get("text") if isinstance(entry, dict) else entry
             if not isinstance(text, str):
                 raise UserError(
-                    f"data: question {task.id} has {entry!r} in column '{key}' (teachers.responses_key); a teacher's "
+                    f"data: question {task.id} has {entry!r} in column '{key}'; a teacher's "
                     'answer is {"model": ..., "text": ...}'
                 )
             try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from omegaconf import MISSING
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, choice, rare
+from mmrl.fields import bounded, choice, only_with, rare
 from mmrl.hub.building import BuiltPath
 from mmrl.training.settings import SMALLEST_LOW_PRECISION_STEP
 
@@ -32,7 +32,7 @@ class LoraSettings:
         field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
     )
     """Linear layers of the language model's decoder layers that get an adapter; empty with vision_targets alone."""
-    vision_targets: list[str] = rare(field(default_factory=list))
+    vision_targets: list[str] = rare(only_with(field(default_factory=list), enabled=True))
     """Linear layers of the vision tower and the merger that get an adapter, by the ends of their names as in peft's
     `target_modules`, such as qkv, fc1 or merger.mlp.0; all-linear is all of them."""
     seed: int = rare(0)
@@ -67,13 +67,11 @@ class FrozenModelConfig(BuiltPath):
     shared_prefix: bool = rare(True)
     """Compute each prompt once for all responses of its group, with the same gradients; the fast lane needs attention
     sdpa for it."""
-    patch_product: bool = rare(True)
-    """Compute the vision tower's patch embedding as the matrix product that it is, not as a convolution."""
     min_pixels: int | None = bounded(None, at_least=1)
     """Smallest image area in pixels, smaller images are enlarged; empty: as the processor has it."""
     max_pixels: int | None = bounded(None, at_least=1)
     """Largest image area in pixels, larger images are reduced; empty: as the processor has it."""
-    max_prompt_tokens: int | None = bounded(None, at_least=1)
+    max_prompt_tokens: int | None = rare(bounded(None, at_least=1))
     """Prompts with more tokens are skipped and counted; empty: the limit of the model's positions."""
     thinking: bool | None = rare(None)
     """Whether the model thinks before it answers, where its chat template has a switch for it, as those of Qwen3,
@@ -127,8 +125,6 @@ class ModelConfig(FrozenModelConfig):
         lora = self.lora
         if lora.enabled and not (lora.targets or lora.vision_targets):
             raise UserError("model.lora.targets is empty; name layers such as q_proj, v_proj")
-        if lora.vision_targets and not lora.enabled:
-            raise UserError("model.lora.vision_targets is set, but model.lora.enabled is false")
         if lora.enabled and (self.freeze_language or self.freeze_merger is not None):
             raise UserError(
                 "model.lora.enabled keeps every weight of the model, so model.freeze_language and model.freeze_merger "

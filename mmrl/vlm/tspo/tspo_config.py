@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from mmrl.fields import bounded, choice, inheriting, rare
+from mmrl.fields import bounded, choice, inheriting, only_with, rare
 from mmrl.hub.building import BuiltPath
 from mmrl.rewards import RewardConfig
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
@@ -87,10 +87,10 @@ class AnswererConfig:
     """oracle: frames of the needle that the answer needs."""
     model: ModelConfig = field(default_factory=lambda: ModelConfig(path=""))
     """vlm: the model."""
-    train: bool = rare(False)
+    train: bool = rare(only_with(False, kind="vlm"))
     """vlm: train the model with the agent, its sampled tokens being decisions too; else it is frozen, answers with its
     likeliest tokens, and its ratio is 1."""
-    learning_rate: float = rare(bounded(0.0, at_least=0))
+    learning_rate: float = rare(only_with(bounded(0.0, at_least=0), train=True))
     """vlm: learning rate of the trained model, under the agent's schedule; 0 = that of the agent, too high for large
     models."""
     sampler: SamplerConfig = field(default_factory=lambda: SamplerConfig(max_new_tokens=256))
@@ -102,13 +102,9 @@ class AnswererConfig:
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
-        if self.kind == "oracle" and (self.model.path or self.train):
+        if self.kind == "oracle" and self.model.path:
             raise ValueError(
-                "answerer.kind is oracle, which has no model; set answerer.kind=vlm, or leave the rest out"
-            )
-        if self.learning_rate and not self.train:
-            raise ValueError(
-                "answerer.learning_rate is that of a trained model; set answerer.train=true, or leave it out"
+                "answerer.kind is oracle, which has no model; set answerer.kind=vlm, or leave the model out"
             )
         if self.model.critic != CriticSettings():
             raise ValueError("answerer.model.critic is set, but the answerer has no critic; leave it out")

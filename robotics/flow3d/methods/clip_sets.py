@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, rare
+from mmrl.fields import SET, UNSET, bounded, only_with, rare
 from mmrl.hub.building import BuiltPath, build_if_missing
 from mmrl.rewards.reward_loading import call_function
 from mmrl.runs.fingerprint import content_digest
@@ -40,15 +40,17 @@ class ClipSetConfig(BuiltPath):
 
     path: str = ""
     """Folder of the data set; empty with `function`."""
-    split: str = ""
+    build: str | None = rare(only_with(None, function=UNSET))
+    """module:function that writes the folder if it is missing, called as function(path, **build_options)."""
+    split: str = only_with("", function=UNSET)
     """Only clips of this split; empty = all."""
-    sources: list[str] = rare(field(default_factory=list))
+    sources: list[str] = rare(only_with(field(default_factory=list), function=UNSET))
     """Only clips of these sources; empty = all."""
-    tasks: list[str] = field(default_factory=list)
+    tasks: list[str] = only_with(field(default_factory=list), function=UNSET)
     """Only clips of these tasks; empty = all."""
     function: str = ""
     """module:function that returns FlowClips, instead of a folder."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = only_with(field(default_factory=dict), function=SET)
     """Options of `function`."""
     limit: int = bounded(0, at_least=0)
     """Maximum number of clips, starting with the first; 0 = all."""
@@ -57,10 +59,6 @@ class ClipSetConfig(BuiltPath):
         """Raise ValueError unless exactly one of path and function is given."""
         if bool(self.path) == bool(self.function):
             raise ValueError("name either path, a folder of clips, or function, module:function that returns clips")
-        if self.function and (self.split or self.sources or self.tasks or self.build):
-            raise ValueError("split, sources, tasks and build are for path; give them to your function as options")
-        if self.path and self.options:
-            raise ValueError("options are those of function; for path there is build_options")
 
 
 def load_clips(config: ClipSetConfig, where: str) -> Sequence[FlowClip]:

@@ -36,7 +36,7 @@ from mmrl.core.payload import Payload, nested, per_row
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
-from mmrl.fields import choice, rare
+from mmrl.fields import SET, choice, only_with, rare
 from mmrl.runs.dry_run import model_follows
 from mmrl.training.evaluation import Measure, held_out_tasks
 from mmrl.training.processes import Streams
@@ -132,7 +132,7 @@ class Flow3dConfig(BaseRunConfig):
     episodes: dict[str, FlowEpisodesConfig] = field(default_factory=dict)
     """Sets of episodes in physics by name, which every evaluation runs after the clips; an episode takes a second or
     more."""
-    loop: LoopConfig = field(default_factory=LoopConfig)
+    loop: LoopConfig = only_with(field(default_factory=LoopConfig), episodes=SET)
     """Verifier, grasps and planner of those episodes; `loop.seed` is ignored, they use `seed`."""
     loss_mask: str = choice("none", LOSS_MASKS)
     """none: every number counts, as in the public code; visible: only points that are seen, and the visibility of
@@ -149,8 +149,6 @@ class Flow3dConfig(BaseRunConfig):
         super().validate()
         if shared := sorted(set(self.episodes) & set(self.eval_data)):
             raise ValueError(f"episodes and eval_data share the names {', '.join(shared)}; give each set its own")
-        if not self.episodes and self.loop != LoopConfig():
-            raise ValueError("loop is set, but episodes is empty, so nothing runs in closed loop; leave it out")
         if self.loop.seed:
             raise ValueError(f"loop.seed is {self.loop.seed}, but it is replaced by seed; leave it out and set seed")
 

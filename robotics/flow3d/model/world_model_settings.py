@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mmrl.fields import bounded, choice, rare
+from mmrl.fields import bounded, choice, only_with, rare
 from robotics.flow3d.clip import FlowEncoding
 
 BODIES = ("traj_dit", "unet_motion", "dit_factored")
@@ -78,11 +78,6 @@ class BodyConfig:
             raise ValueError(f"model.body.width is {self.width}; must be a multiple of 2 * heads = {2 * self.heads}")
 
 
-OF_SMALL = ("patch_px", "heads", "keypoints", "channels", "words")
-OF_CLIP = ("text", "vision", "point_pe", "bgr")
-"""Options that only one kind of condition has."""
-
-
 @dataclass
 class ConditionConfig:
     """The encoder of image, query points and instruction."""
@@ -94,24 +89,24 @@ class ConditionConfig:
     image_px: int = bounded(64, at_least=8)
     """Size of the square that the image is resized to. Its proportions are not kept, because points are fractions of
     its width and height; 224 for CLIP ViT-L/14."""
-    patch_px: int = bounded(8, at_least=1)
+    patch_px: int = only_with(bounded(8, at_least=1), kind="small")
     """Patch size in pixels; used by small."""
-    heads: int = rare(bounded(4, at_least=1))
+    heads: int = rare(only_with(bounded(4, at_least=1), kind="small"))
     """Number of attention heads; used by small."""
-    keypoints: int = rare(bounded(32, at_least=0))
+    keypoints: int = rare(only_with(bounded(32, at_least=0), kind="small"))
     """Keypoints that the instruction selects in the image, in addition to the patches; 0 = none; used by small."""
-    channels: int = rare(bounded(32, at_least=8, multiple_of=8))
+    channels: int = rare(only_with(bounded(32, at_least=8, multiple_of=8), kind="small"))
     """Feature maps from which the keypoints are computed; used by small."""
-    words: int = rare(bounded(24, at_least=1))
+    words: int = rare(only_with(bounded(24, at_least=1), kind="small"))
     """Maximum number of words in an instruction; used by small."""
-    text: str = ""
+    text: str = only_with("", kind="clip")
     """Folder with `text_encoder` and `tokenizer`, such as a Stable Diffusion 1.5; used by clip."""
-    vision: str = ""
+    vision: str = only_with("", kind="clip")
     """Folder of a CLIP model with its vision tower, such as openai/clip-vit-large-patch14; used by clip."""
-    point_pe: str = rare(choice("corrected", POINT_CODES))
+    point_pe: str = rare(only_with(choice("corrected", POINT_CODES), kind="clip"))
     """Code of the query points for clip: corrected, or repo with the numbers that the released weights were trained
     on, see `repo_code`."""
-    bgr: bool = rare(False)
+    bgr: bool = rare(only_with(False, kind="clip"))
     """Give CLIP blue, green, red, as the released weights expect."""
 
     def validate(self) -> None:
@@ -120,11 +115,6 @@ class ConditionConfig:
             missing = [name for name in ("text", "vision") if not getattr(self, name)]
             if missing:
                 raise ValueError(f"model.condition.kind is clip, but model.condition.{missing[0]} names no folder")
-        other, names = ("small", OF_SMALL) if self.kind == "clip" else ("clip", OF_CLIP)
-        if given := [name for name in names if getattr(self, name) != getattr(ConditionConfig, name)]:
-            value = getattr(self, given[0])
-            raise ValueError(f"model.condition.{given[0]} is {value!r}, but only kind={other} reads it; leave it out")
-        if self.kind == "clip":
             return
         if self.image_px % self.patch_px:
             raise ValueError(f"model.condition.image_px is {self.image_px}; must be a multiple of {self.patch_px}")

@@ -13,13 +13,22 @@ from robotics.flow3d.clip import Observation
 from robotics.flow3d.geometry import BoolArray, FloatArray, apply_pose
 from robotics.flow3d.kinematics import ArmIk, FlowRobot
 from robotics.flow3d.plan.clouds import scene_cloud
-from robotics.flow3d.plan.reach import GraspPlan, ReachSettings, different_plans
+from robotics.flow3d.plan.reach import STANDOFF_M, STEP_M, GraspPlan, different_plans
 from robotics.flow3d.plan.result import Failure, PlanFailed, PlanResult, PlanRound
 from robotics.flow3d.rigid_motion import ObjectMotion, interpolate_joints, interpolate_poses
 
 Result = TypeVar("Result")
 MIN_VISIBLE = 10
 """Visible points below which an object's position is unknown."""
+SUB_STEPS = 4
+"""Interpolation steps between solved poses."""
+GRASP_TRIES = 2
+"""Maximum number of grasps to try if the arm is blocked or the fingers close on nothing."""
+DRIFT_M, DROPPED_M = 0.02, 0.05
+"""Median distance of the object from its prediction that triggers a replan, and distance between grip and nearest point
+of the object above which it counts as dropped."""
+TILTED_RAD = 0.6
+"""Rotation of the object's vertical axis above which it is tilted."""
 
 
 @dataclass(frozen=True)
@@ -28,33 +37,20 @@ class ExecutionSettings:
 
     chunk: int = bounded(4, at_least=1)
     """Flow frames executed per chunk."""
-    sub_steps: int = rare(bounded(4, at_least=1))
-    """Interpolation steps between solved poses."""
-    grasp_tries: int = rare(bounded(2, at_least=1))
-    """Maximum number of grasps to try if the arm is blocked or the fingers close on nothing."""
     look_again: bool = False
     """Look after each chunk, and stop or replan if the object is not where it should be; off as in the paper."""
     replans: int = bounded(5, at_least=0)
     """Maximum number of replans with look_again; a fixed flow cannot be replanned."""
-    drift_m: float = rare(bounded(0.02, above=0))
-    """Median distance of the object from its prediction that triggers a replan."""
-    dropped_m: float = rare(bounded(0.05, above=0))
-    """Distance between grip and nearest point of the object above which it counts as dropped."""
     release: str = rare(choice("unless_tilted", ("always", "never", "unless_tilted")))
     """Open the fingers at the end; unless_tilted keeps holding an object that ends tilted, as in pouring."""
-    tilted_rad: float = rare(bounded(0.6, above=0))
-    """Rotation of the object's vertical axis above which it is tilted."""
 
 
 class Executor:
     """Drives one robot and records what happens."""
 
-    def __init__(
-        self, robot: FlowRobot, ik: ArmIk, reach: ReachSettings, settings: ExecutionSettings, result: PlanResult
-    ) -> None:
+    def __init__(self, robot: FlowRobot, ik: ArmIk, settings: ExecutionSettings, result: PlanResult) -> None:
         self.robot = robot
         self.ik = ik
-        self.reach = reach
         self.settings = settings
         self.result = result
 
@@ -70,7 +66,7 @@ class Executor:
         """Grasp the object, trying other grasps if one misses."""
         plans = (round_.chosen.plans if round_.chosen else None) or []
         stalled = False
-        for plan in different_plans(plans)[: self.settings.grasp_tries]:
+        for plan in different_plans(plans)[:GRASP_TRIES]:
             round_.plan = plan
             self.let_go()
             stalled = not self._move(plan.approach.joint_rad)
@@ -81,7 +77,7 @@ class Executor:
             self._move(plan.approach.joint_rad[::-1])
         if stalled:
             raise PlanFailed(Failure.ARM_STALLED, "on the way to the last grasp that was tried")
-        raise PlanFailed(Failure.GRASP_MISSED, f"{min(len(plans), self.settings.grasp_tries)} grasps closed on nothing")
+        raise PlanFailed(Failure.GRASP_MISSED, f"{min(len(plans), GRASP_TRIES)} grasps closed on nothing")
 
     def carry(
         self, round_: PlanRound, find_mask: Callable[[Observation], BoolArray | None], *, may_drift: bool
@@ -94,7 +90,7 @@ class Executor:
             frame = min(end, len(plan.frames)) - 1
             # from the row where the last chunk ended, so that the arm does not jump
             rows = plan.motion.joint_rad[before : plan.frames[frame] + 1]
-            arrived = self._move(interpolate_joints(rows, self.settings.sub_steps)[1:] if len(rows) > 1 else rows)
+            arrived = self._move(interpolate_joints(rows, SUB_STEPS)[1:] if len(rows) > 1 else rows)
             before = int(plan.frames[frame])
             if self.settings.look_again:
                 ended = self._check(plan, motion, frame, find_mask, may_drift)
@@ -109,7 +105,7 @@ class Executor:
         plan, _ = _chosen(round_)
         # the vertical axis of the object after the motion; its z is the cosine of the tilt
         up = plan.T_t_0_world[-1, :3, 2]
-        tilted = float(np.arccos(np.clip(up[2], -1.0, 1.0))) > self.settings.tilted_rad
+        tilted = float(np.arccos(np.clip(up[2], -1.0, 1.0))) > TILTED_RAD
         if self.settings.release == "never" or (self.settings.release == "unless_tilted" and tilted):
             return
         self.let_go()
@@ -121,8 +117,8 @@ class Executor:
         here = self.joint_rad()
         there = self.ik.pose(here)
         back = there.copy()
-        back[:3, 3] -= self.reach.standoff_m * there[:3, 2]
-        retreat, _ = interpolate_poses(np.stack([there, back]), step_m=self.reach.step_m)
+        back[:3, 3] -= STANDOFF_M * there[:3, 2]
+        retreat, _ = interpolate_poses(np.stack([there, back]), step_m=STEP_M)
         path = self.ik.follow(retreat, here)
         # as far as the hand can follow; `follow` stops at the first pose that it cannot reach
         self._move(path.joint_rad[: max(1, int(path.reached.sum()))])
@@ -161,9 +157,9 @@ class Executor:
         grip = self.ik.pose(self.joint_rad())[:3, 3]
         away = float(np.linalg.norm(seen - grip, axis=-1).min())
         # before drift: a dropped object has drifted too, but needs a new grasp
-        if away > self.settings.dropped_m:
+        if away > DROPPED_M:
             return PlanFailed(Failure.OBJECT_DROPPED, f"after frame {frame + 1} it is {away:.3f} m from the fingers")
-        if drift > self.settings.drift_m and not may_drift:
+        if drift > DRIFT_M and not may_drift:
             return PlanFailed(Failure.OBJECT_DRIFTED, f"after frame {frame + 1} it is {drift:.3f} m off")
         return None
 

@@ -44,7 +44,7 @@ class GraspSearch:
         self.config = config
         self.part = part
         self.proposers = [[_find_proposer(each) for each in some] for some in proposers]
-        self.clearance = ArmClearance(arm) if config.check_collisions else None
+        self.clearance = ArmClearance(arm)
 
     def fill(self, round_: PlanRound, each: PlanTry) -> None:
         """Set the plans of a try, or its failure."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, choice, rare
+from mmrl.fields import bounded, choice, only_with, rare
 from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.flow_model import FixedFlow
 from robotics.flow3d.geometry import FloatArray, ImageArray
@@ -46,13 +46,13 @@ class VerifierConfig:
     kind: str = choice("geometric", VERIFIERS)
     """none: no rendering or judgement; always: rendered and accepted; geometric: without a model; oracle: the task's
     criteria on the predicted pose, an upper bound; vlm: a local model; endpoint: one behind a chat server."""
-    path: str = ""
+    path: str = only_with("", kind="vlm")
     """Folder or hub id of the model; used by vlm."""
-    url: str = rare("")
+    url: str = rare(only_with("", kind="endpoint"))
     """Server address up to /v1; used by endpoint."""
-    model: str = ""
+    model: str = only_with("", kind="endpoint")
     """Model name on that server; used by endpoint."""
-    timeout_s: float = bounded(60.0, above=0)
+    timeout_s: float = only_with(bounded(60.0, above=0), kind="endpoint")
     """Time limit for a response in seconds; used by endpoint."""
 
     def validate(self) -> None:
@@ -61,9 +61,6 @@ class VerifierConfig:
             raise ValueError("verifier.kind is vlm, but verifier.path names no model")
         if self.kind == "endpoint" and not (self.url and self.model):
             raise ValueError("verifier.kind is endpoint; name verifier.url, such as http://host:8000/v1, and model")
-        for name, reader in (("path", "vlm"), ("url", "endpoint"), ("model", "endpoint"), ("timeout_s", "endpoint")):
-            if self.kind != reader and getattr(self, name) != getattr(VerifierConfig, name):
-                raise ValueError(f"verifier.{name} is set, but only kind {reader} reads it; leave it out")
 
 
 def open_verifier(config: VerifierConfig) -> Verifier | None:

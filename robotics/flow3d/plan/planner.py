@@ -74,7 +74,7 @@ class FlowPlanner:
         self.predictor = Predictor(flow, self.config, locate)
         self.arm = arm
         self.verifier = verifier
-        self.ik = ArmIk(arm, self.config.ik)
+        self.ik = ArmIk(arm)
         self.search = GraspSearch(arm, self.ik, self.config, (grasps, otherwise), part)
         self.render = _find_renderer(self.config.renderer, replay) if verifier is not None else None
 
@@ -90,7 +90,7 @@ class FlowPlanner:
             Everything that was tried and done. Errors of model, verifier or robot become failures.
         """
         result = PlanResult(instruction or "")
-        executor = Executor(robot, self.ik, self.config.reach, self.config.execution, result)
+        executor = Executor(robot, self.ik, self.config.execution, result)
         try:
             self._run(executor, result, instruction, seed)
         except PlanFailed as ended:

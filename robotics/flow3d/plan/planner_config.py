@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
-from robotics.flow3d.kinematics import IkSettings
 from robotics.flow3d.plan.execution import ExecutionSettings
 from robotics.flow3d.plan.reach import ReachSettings
 from robotics.flow3d.plan.rendering import RENDERERS, REPLAY
@@ -21,30 +20,20 @@ class PlannerConfig:
     """K, maximum number of predictions per plan; the paper gives no number."""
     grid: int = rare(bounded(4, at_least=1))
     """N, query points per side; a model with an `encoding` has its own."""
-    min_points: int = rare(bounded(8, at_least=3))
-    """Minimum number of object pixels with depth."""
     support_z_m: float | None = rare(0.0)
     """Height of the support in the world frame; null = no support."""
     estimator: str = choice("irls", ESTIMATORS)
     """Fit of the motion to the flow. irls: robust; kabsch: least squares; pnp and frozen_depth only use u and v."""
     flow_scale_m: float = bounded(0.03, above=0)
     """Distance at which a point counts half in the fit: 0.03 for a model's flow, 0.01 for measured flow."""
-    smooth_window: int = rare(bounded(3, at_least=1))
-    """Number of frames in the moving average of motions."""
     from_first_predicted: bool = rare(False)
     """Measure motions from the first predicted frame, as the public viewer does."""
-    least_motion_m: float = rare(bounded(0.005, at_least=0))
-    """Minimum displacement of any point of the object."""
     renderer: str = rare(choice("numpy", lambda: (*RENDERERS, REPLAY)))
     """Renderer of the predicted outcome: points with numpy or open3d, or the simulator with `replay`."""
     when_rejected: str = rare(choice("best", ("best", "stop")))
     """If no plan is accepted, execute the one with the highest score (best), or stop."""
     when_unverified: str = rare(choice("stop", ("best", "stop")))
     """The same if the verifier could not judge, for example because its server is down."""
-    check_collisions: bool = rare(True)
-    """Keep arm and hand clear of support, object and scene."""
-    ik: IkSettings = rare(field(default_factory=IkSettings))
-    """Inverse kinematics."""
     reach: ReachSettings = rare(field(default_factory=ReachSettings))
     """Checks of the arm's path."""
     execution: ExecutionSettings = field(default_factory=ExecutionSettings)

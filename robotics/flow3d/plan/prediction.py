@@ -17,6 +17,10 @@ from robotics.flow3d.rigid_motion import object_motion
 
 VISIBLE_SHARE = 0.5
 """Visibility above which a point counts as visible."""
+MIN_POINTS = 8
+"""Minimum number of object pixels with depth."""
+LEAST_MOTION_M = 0.005
+"""Minimum displacement of any point of the object."""
 
 
 class Predictor:
@@ -65,7 +69,6 @@ class Predictor:
             estimator=config.estimator,
             scale_m=config.flow_scale_m,
             from_first_predicted=config.from_first_predicted,
-            smooth_window=config.smooth_window,
             support_z_m=config.support_z_m,
         )
         if motion.fit.degenerate.any():
@@ -73,7 +76,7 @@ class Predictor:
             return PlanTry(seed, flow, failure=Failure.DEGENERATE_GEOMETRY, detail=detail)
         # any point, so that a turn in place counts as motion too
         moved = float(np.linalg.norm(motion.moved_world_m - motion.points_world_m, axis=-1).max())
-        if moved < config.least_motion_m:
+        if moved < LEAST_MOTION_M:
             detail = f"the flow moves the object by {1000 * moved:.1f} mm"
             return PlanTry(seed, flow, failure=Failure.NO_MOVING_OBJECT, detail=detail)
         return PlanTry(seed, flow, motion)
@@ -85,13 +88,13 @@ class Predictor:
             detail = "the observation has no mask, and there is no `locate`" if mask is None else "the mask is empty"
             raise PlanFailed(Failure.NO_MOVING_OBJECT, detail)
         known = mask & np.isfinite(observation.depth_m) & (observation.depth_m > 0)
-        if known.sum() < self.config.min_points:
+        if known.sum() < MIN_POINTS:
             # a small mask and a mask without depth have different remedies
-            few = mask.sum() < self.config.min_points
+            few = mask.sum() < MIN_POINTS
             raise PlanFailed(
                 Failure.TOO_FEW_POINTS if few else Failure.MISSING_DEPTH,
                 f"the object has {int(mask.sum())} pixels, {int(known.sum())} of them with depth; "
-                f"{self.config.min_points} are needed",
+                f"{MIN_POINTS} are needed",
             )
         return known
 

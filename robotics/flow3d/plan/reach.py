@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmrl.fields import bounded, check_config, rare
+from mmrl.fields import check_config, rare
 from robotics.flow3d.geometry import BoolArray, FloatArray, IndexArray, apply_pose, inverse_pose, make_pose
 from robotics.flow3d.kinematics import ArmIk, FlowArm, JointPath
 from robotics.flow3d.plan.grasps import Grasp
@@ -104,26 +104,25 @@ def _frame(rotation: FloatArray, position_m: FloatArray) -> FloatArray:
     return make_pose(rotation.reshape(*position_m.shape[:-1], 3, 3), position_m)
 
 
+STANDOFF_M = 0.1
+"""Distance along the fingers from which a grasp is approached."""
+STEP_M, STEP_RAD = 0.05, 0.34
+"""Maximum distance and rotation between poses that are solved for, as in ReKep's configuration."""
+CLEARANCE_M = 0.003
+"""Minimum height of the arm above the support."""
+POINTS_INSIDE, HIDDEN_SHARE = 3, 0.05
+"""Number of object or scene points tolerated inside the hand, to allow for noise, and maximum fraction of the hand that
+the scene may hide at the grasp."""
+MAX_PLANS = 24
+"""Number of plans after which no further grasp is tried."""
+
+
 @dataclass(frozen=True)
 class ReachSettings:
     """Checks of a motion."""
 
-    standoff_m: float = rare(bounded(0.1, above=0))
-    """Distance along the fingers from which a grasp is approached."""
-    step_m: float = rare(bounded(0.05, above=0))
-    """Maximum distance between poses that are solved for."""
-    step_rad: float = rare(bounded(0.34, above=0))
-    """Maximum rotation between poses that are solved for."""
     goal_only: bool = rare(False)
     """Require only the first and last pose to be reachable, as in the paper; the path between may then have gaps."""
-    clearance_m: float = rare(bounded(0.003, at_least=0))
-    """Minimum height of the arm above the support."""
-    points_inside: int = rare(bounded(3, at_least=0))
-    """Number of object or scene points tolerated inside the hand, to allow for noise."""
-    hidden_share: float = rare(bounded(0.05, at_least=0, below=1))
-    """Maximum fraction of the hand that the scene may hide at the grasp."""
-    plans: int = rare(bounded(24, at_least=1))
-    """Number of plans after which no further grasp is tried."""
 
 
 @dataclass(frozen=True)
@@ -179,13 +178,13 @@ class ReachChecks:
         if self.clearance is None:
             return ""
         # only the two ends: the path in between depends on the arm, see `path_problem`
-        ends = np.stack([_before_grasp(grasp.T_world_grip, self.settings), grasp.T_world_grip])
+        ends = np.stack([_before_grasp(grasp.T_world_grip), grasp.T_world_grip])
         problem = self._hits(ends, self.obstacles.object_m, "object")
         problem = problem or self._hits(ends, self.obstacles.scene_m, "scene")
         if not problem and self.obstacles.hidden is not None:
             hidden = self.obstacles.hidden(self.clearance.hand_points_m(grasp.T_world_grip)).mean()
             # unseen space is not free space: something may be hidden behind the scene
-            problem = "the hand would reach where nothing is seen" if hidden > self.settings.hidden_share else ""
+            problem = "the hand would reach where nothing is seen" if hidden > HIDDEN_SHARE else ""
         return problem
 
     def path_problem(self, plan: GraspPlan) -> str:
@@ -197,7 +196,7 @@ class ReachChecks:
         coming = np.concatenate([there, plan.approach.joint_rad])
         if self.obstacles.support_z_m is not None:
             lowest = self.clearance.lowest_m(np.concatenate([coming, plan.motion.joint_rad])).min()
-            if lowest < self.obstacles.support_z_m + self.settings.clearance_m:
+            if lowest < self.obstacles.support_z_m + CLEARANCE_M:
                 return "the arm would hit the support"
         coming_poses = np.stack([self.ik.pose(row) for row in coming])
         all_poses = np.concatenate([coming_poses, np.stack([self.ik.pose(row) for row in plan.motion.joint_rad])])
@@ -208,7 +207,7 @@ class ReachChecks:
     def _hits(self, T_world_grip: FloatArray, points_m: FloatArray, name: str) -> str:
         assert self.clearance is not None
         most = self.clearance.inside(T_world_grip, points_m).max(initial=0)
-        return f"the hand would hit the {name}" if most > self.settings.points_inside else ""
+        return f"the hand would hit the {name}" if most > POINTS_INSIDE else ""
 
 
 def choose_grasps(
@@ -222,7 +221,7 @@ def choose_grasps(
     refused: Counter[str] = Counter()
     for grasp in grasps:
         # grasps come best first, and each further one costs searches
-        if len(plans) >= checks.settings.plans:
+        if len(plans) >= MAX_PLANS:
             break
         for candidate in (grasp, grasp.turned):
             # the hand's collisions need no inverse kinematics, so they rule out most grasps cheaply
@@ -240,7 +239,7 @@ def motion_path(
 ) -> tuple[JointPath, IndexArray]:
     """Path through poses (M, 4, 4) of the grip and poses in between, and the rows (M,) of the given ones."""
     # poses in between are solved too: an arm may reach both ends of a step and not its middle
-    dense, rows = interpolate_poses(T_world_grip, step_m=settings.step_m, step_rad=settings.step_rad)
+    dense, rows = interpolate_poses(T_world_grip, step_m=STEP_M, step_rad=STEP_RAD)
     return ik.follow(dense, start_rad, stop_early=not settings.goal_only), rows
 
 
@@ -311,13 +310,12 @@ def _approach_paths(grasp: Grasp, checks: ReachChecks) -> Iterator[JointPath]:
     A solution far from the start may have the elbow in the table or the wrist wound up; following the hand keeps the
     posture. If the hand's path is blocked or a joint is at its limit, the other path may work.
     """
-    settings = checks.settings
     ik = checks.ik
     T_grasp = grasp.T_world_grip
-    steps = {"step_m": settings.step_m, "step_rad": settings.step_rad}
+    steps = {"step_m": STEP_M, "step_rad": STEP_RAD}
     for poses in (
-        [ik.pose(checks.start_rad), _before_grasp(T_grasp, settings), T_grasp],
-        [_before_grasp(T_grasp, settings), T_grasp],
+        [ik.pose(checks.start_rad), _before_grasp(T_grasp), T_grasp],
+        [_before_grasp(T_grasp), T_grasp],
     ):
         # the same steps as for the motion, so that no joint may jump on the way
         dense, _ = interpolate_poses(np.stack(poses), **steps)
@@ -326,9 +324,9 @@ def _approach_paths(grasp: Grasp, checks: ReachChecks) -> Iterator[JointPath]:
             yield path
 
 
-def _before_grasp(T_world_grip: FloatArray, settings: ReachSettings) -> FloatArray:
+def _before_grasp(T_world_grip: FloatArray) -> FloatArray:
     """(4, 4) the pose from which a grasp is approached along the fingers."""
     before = T_world_grip.copy()
     # z of the grip frame points along the fingers, towards the object
-    before[:3, 3] -= settings.standoff_m * T_world_grip[:3, 2]
+    before[:3, 3] -= STANDOFF_M * T_world_grip[:3, 2]
     return before

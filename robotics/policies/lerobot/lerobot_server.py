@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from mmrl.errors import RunError, UserError
-from mmrl.fields import bounded, check_config, rare
+from mmrl.fields import bounded, check_config, only_with, rare
 from mmrl.files import expanded
 from mmrl.trust import check_foreign, remember
 from mmrl.workers.engine import WorkerFailure, WorkerSpec
@@ -51,10 +51,10 @@ class LeRobotServerConfig:
     tokenizer: str | None = rare(None)
     """Local folder of the tokenizer (GR00T: the processor); default: the hub id in the policy's config, such as the
     gated google/paligemma-3b-pt-224 of pi0 and pi0.5."""
-    action_low: list[float] = rare(field(default_factory=list))
+    action_low: list[float] = rare(only_with(field(default_factory=list), action_box=False))
     """Value of the policy's data that is -1 of the simulator, for each entry of an action, such as [0, 0] of PushT;
     empty = -1."""
-    action_high: list[float] = rare(field(default_factory=list))
+    action_high: list[float] = rare(only_with(field(default_factory=list), action_box=False))
     """Value of the policy's data that is 1 of the simulator, such as [512, 512] of PushT; empty = 1."""
     action_box: bool = rare(False)
     """Take both from the bounds of the environment's own actions, as its `action_space` has them; for `sim.kind:
@@ -68,8 +68,6 @@ class LeRobotServerConfig:
         """Refuse an empty folder and bounds that do not bound; raises ValueError."""
         if not self.folder:
             raise ValueError("folder is empty; name the folder of a LeRobot policy, model.options.folder")
-        if self.action_box and (self.action_low or self.action_high):
-            raise ValueError("action_box is true, but action_low or action_high are given too; leave out one of both")
         check_bounds(self.action_low, self.action_high)
 
 

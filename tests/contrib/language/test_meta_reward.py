@@ -63,11 +63,12 @@ def test_the_judge_reads_the_rubric_that_the_meta_judge_wrote(made):
     assert take(other, 0) == 1
 
 
-def test_a_meta_judge_that_fails_leaves_the_rubric(made, caplog):
+def test_a_meta_judge_that_fails_leaves_the_rubric(made, caplog, monkeypatch):
     recipe = made(interval=1, meta=f"{HERE}:broken")
     assert [take(recipe, number) for number in range(2)] == [2, 2]
     assert "out of service" in caplog.text
-    short = made(interval=1, longest=7)
+    monkeypatch.setattr(meta_reward, "LONGEST", 7)
+    short = made(interval=1)
     assert [take(short, number) for number in range(2)] == [2, 2]
 
 

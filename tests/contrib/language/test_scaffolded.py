@@ -78,6 +78,7 @@ def test_no_hints_before_the_warm_up_ends(opened, monkeypatch):
     assert rolled(recipe, number=3).extras["source"].sum() == 2
 
 
-def test_hints_that_are_not_there(opened):
+def test_hints_that_are_not_there(opened, monkeypatch):
+    monkeypatch.setattr("mmrl.contrib.language.scaffolded.HINTS", "ladder")
     with pytest.raises(UserError, match=r"no question has hints in a column 'ladder'"):
-        opened(hints_key="ladder")
+        opened()

@@ -18,7 +18,6 @@ from robotics.flow3d.plan.execution import ExecutionSettings, drift_of
 from robotics.flow3d.plan.grasps import Grasp
 from robotics.flow3d.plan.planner import FlowPlanner
 from robotics.flow3d.plan.planner_config import PlannerConfig
-from robotics.flow3d.plan.reach import ReachSettings
 from robotics.flow3d.plan.result import Failure
 from robotics.flow3d.plan.verdict import GeometricVerifier, PredicateVerifier, Verdict
 from robotics.flow3d.plan.vlm import ChatEndpoint, VlmVerifier
@@ -350,8 +349,8 @@ def test_fingers_open_at_the_end_as_asked(release, opened):
 def test_settings_are_checked_before_anything_is_built():
     with pytest.raises(ConfigError, match=r"planner\.samples is 0"):
         planner(StraightModel(GOAL), config=PlannerConfig(samples=0))
-    with pytest.raises(ConfigError, match=r"planner\.reach\.standoff_m"):
-        planner(StraightModel(GOAL), config=PlannerConfig(reach=ReachSettings(standoff_m=-1)))
+    with pytest.raises(ConfigError, match=r"planner\.execution\.chunk is 0"):
+        planner(StraightModel(GOAL), config=PlannerConfig(execution=ExecutionSettings(chunk=0)))
     with pytest.raises(UserError, match="'suction'; there are primitive, antipodal"):
         planner(StraightModel(GOAL), grasps=("suction",))
     with pytest.raises(UserError, match="flow is a str"):

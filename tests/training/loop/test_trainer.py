@@ -11,6 +11,7 @@ import torch
 
 from mmrl.core.loss import Denominators
 from mmrl.errors import RunError, UserError
+from mmrl.training import update
 from mmrl.training.optimizer import learning_rate_factor
 from mmrl.training.recipe import Step
 from mmrl.training.settings import CheckpointConfig, ReferenceConfig, TrainerConfig
@@ -144,9 +145,10 @@ def test_nan_loss_is_named_saved_and_skipped_or_stops(make_trainer, policy, tmp_
     assert "loss" in torch.load(saved, weights_only=False)["cause"]
 
 
-def test_too_many_skipped_steps_stop_the_run(make_trainer):
-    trainer = make_trainer(max_nonfinite=0, poison_step=0)
-    with pytest.raises(RunError, match="max_nonfinite"):
+def test_too_many_skipped_steps_stop_the_run(make_trainer, monkeypatch):
+    monkeypatch.setattr(update, "MAX_NONFINITE", 0)
+    trainer = make_trainer(poison_step=0)
+    with pytest.raises(RunError, match="step 1 skipped, more than 0"):
         trainer.train_step()
 
 

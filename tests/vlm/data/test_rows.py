@@ -5,6 +5,8 @@ import pytest
 from PIL import Image
 
 from mmrl.errors import UserError
+from mmrl.fields import check_config
+from mmrl.hub import tables
 from mmrl.vlm.data.dataset import DataConfig, TaskError, VlmTask, load_tasks
 from mmrl.vlm.data.task import TASK_ERRORS, VideoOptions
 from tests.vlm.data.rows import BLUE, EASYR1, RED, TRL, colours, layout, load, png, write
@@ -144,8 +146,8 @@ def test_the_options_of_a_data_set_come_after_those_of_a_row(folder):
     ):
         assert clips({"prompt": "?", "video": {"path": "a.mp4"} | own}, video=usual)[0][0][1] == expected
     assert clips({"prompt": "?", "video": ["red.png"]}, video=usual)[0][0][1] == sizes
-    with pytest.raises(ValueError, match="set one of them"):
-        VideoOptions(fps=1.0, nframes=4).validate()
+    with pytest.raises(ValueError, match=r"nothing reads it while data\.video\.nframes is 4"):
+        check_config(VideoOptions(fps=1.0, nframes=4), "data.video")
 
 
 @pytest.mark.parametrize(
@@ -397,11 +399,12 @@ def test_rows_that_no_model_can_read(change, kind, part, folder):
 
 
 def test_a_long_line_never_comes_into_memory(folder, monkeypatch):
+    monkeypatch.setattr(tables, "MAX_LINE_MB", 1.5)
     long = json.dumps({**EASYR1, "padding": "x" * 3_000_000})
-    kind, message = problem_of(long, max_line_mb=1.5)
+    kind, message = problem_of(long)
     assert kind == "invalid_json"
-    assert message.endswith("line 2: the line has more than 1.5 MB (data.max_line_mb)")
-    assert [task.id for task in load([long, EASYR1], on_bad_row="skip", max_line_mb=1.5).tasks] == ["data.jsonl line 2"]
+    assert message.endswith("line 2: the line has more than 1.5 MB")
+    assert [task.id for task in load([long, EASYR1], on_bad_row="skip").tasks] == ["data.jsonl line 2"]
 
 
 def test_the_pixel_limit_reaches_the_images(folder):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, only_with
 from mmrl.gui.grounding.coords import Size
 from mmrl.gui.toy.pages.composer import SPLITS
 from mmrl.gui.toy.pages.instructions import KINDS
@@ -25,7 +25,7 @@ class ScreenSettings:
     """train; layouts: words of train on templates and themes of test; test: shares nothing with train."""
     layout: str = choice("", ("", "launcher"))
     """launcher: home screens of tiles without text; empty: the templates of the split."""
-    launcher: LauncherSettings = field(default_factory=LauncherSettings)
+    launcher: LauncherSettings = only_with(field(default_factory=LauncherSettings), layout="launcher")
     """Contents of home screens."""
     width_px: int = bounded(448, at_least=64, at_most=4096)
     """Columns of the image; 160 or more for the templates of the splits."""
@@ -52,8 +52,6 @@ class ScreenSettings:
                 self.launcher.grid(self.page_wh(scale))
             if set(self.kinds) == {"relation"}:
                 raise UserError("screens.kinds is relation only, and the tiles of the launcher have none; add name")
-        elif self.launcher != LauncherSettings():
-            raise UserError("screens.launcher describes home screens; they need screens.layout=launcher")
         elif self.width_px < 160 or self.height_px < 120:
             size = f"{self.width_px} x {self.height_px}"
             raise UserError(f"screens of {size} pixels are for layout=launcher; other layouts need at least 160 x 120")

@@ -11,6 +11,7 @@ from diffusion.matching.times import TimestepConfig
 from diffusion.sampling.latent_sampler import row_noise
 from mmrl.config import load_run
 from mmrl.errors import UserError
+from mmrl.fields import check_config
 from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Reference, Step
@@ -225,10 +226,10 @@ def test_what_cannot_work_is_refused(tmp_path):
         (WeightedVerifierConfig("geometric", options={"rmse": 1}), "geometric has no option rmse; it has rmse_m"),
         (WeightedVerifierConfig("oracle", options={"rmse": 1}), "oracle has no options"),
         (WeightedVerifierConfig("endpoint", url="http://localhost:1/v1"), r"name verifier\.url"),
-        (WeightedVerifierConfig("oracle", path="models/judge"), r"verifier\.path is set, but only kind vlm reads it"),
+        (WeightedVerifierConfig("oracle", path="models/judge"), r"path is .* while verifier\.kind is 'oracle'"),
     ):
         with pytest.raises(ValueError, match=message):
-            wrong.validate()
+            check_config(wrong, "verifier")
     for given, message in (({"shift_cm": -1.0}, "shift_cm"), ({"turn_deg": math.inf}, "turn_deg")):
         with pytest.raises(ValueError, match=message):
             awm_config(tmp_path, exploration=ExplorationConfig(**given))

@@ -9,7 +9,7 @@ pytest.importorskip("mink")
 import mujoco
 
 from robotics.flow3d.geometry import apply_pose, make_pose
-from robotics.flow3d.kinematics import ArmIk
+from robotics.flow3d.kinematics import JUMP_RAD, ArmIk
 from robotics.flow3d.plan.grasps import Grasp, primitive_grasps
 from robotics.flow3d.plan.reach import (
     ArmClearance,
@@ -30,13 +30,12 @@ def shift(*ways):
 LIFT_AND_CARRY = shift((0, 0, 0.05), (0, 0, 0.1), (-0.05, 0.1, 0.1), (-0.1, 0.15, 0.02))
 
 
-def test_plans_reach_every_pose_and_the_shortest_comes_first(arm):
+def test_plans_reach_every_pose_and_the_shortest_comes_first(arm, monkeypatch):
+    monkeypatch.setattr("robotics.flow3d.plan.reach.MAX_PLANS", 1000)
     ik, surface = ArmIk(arm), box((0.03, 0.02, 0.05))
     grasps = primitive_grasps(surface, arm.max_opening_m)
     clear = Obstacles(0.0, surface.points_m)
-    plans, refused = choose_grasps(
-        grasps, LIFT_AND_CARRY, ReachChecks(ik, ik.home_rad, ArmClearance(arm), clear, ReachSettings(plans=1000))
-    )
+    plans, refused = choose_grasps(grasps, LIFT_AND_CARRY, ReachChecks(ik, ik.home_rad, ArmClearance(arm), clear))
     assert plans
     assert len(plans) + refused.total() == 2 * len(grasps)
     assert [plan.length_rad for plan in plans] == sorted(plan.length_rad for plan in plans)
@@ -45,17 +44,16 @@ def test_plans_reach_every_pose_and_the_shortest_comes_first(arm):
         np.testing.assert_allclose(poses[:, :3, 3], plan.T_world_grip[:, :3, 3], atol=0.004)
         np.testing.assert_allclose(plan.T_world_grip, LIFT_AND_CARRY @ plan.grasp.T_world_grip)
         np.testing.assert_allclose(plan.approach.joint_rad[0], ik.home_rad, atol=0.02)
-        assert np.abs(np.diff(plan.approach.joint_rad, axis=0)).max() < ik.settings.jump_rad
+        assert np.abs(np.diff(plan.approach.joint_rad, axis=0)).max() < JUMP_RAD
         coming = np.stack([ik.pose(row) for row in plan.approach.joint_rad[-3:]])
         ways = plan.grasp.T_world_grip[:3, 3] - coming[:, :3, 3]
         np.testing.assert_allclose(ways, np.outer([0.1, 0.05, 0.0], plan.grasp.T_world_grip[:3, 2]), atol=0.004)
 
 
-def test_the_search_ends_after_so_many_plans_and_different_ones_close_elsewhere(arm):
+def test_the_search_ends_after_so_many_plans_and_different_ones_close_elsewhere(arm, monkeypatch):
+    monkeypatch.setattr("robotics.flow3d.plan.reach.MAX_PLANS", 3)
     ik, grasps = ArmIk(arm), primitive_grasps(box((0.03, 0.02, 0.05)), arm.max_opening_m)
-    plans, refused = choose_grasps(
-        grasps, LIFT_AND_CARRY, ReachChecks(ik, ik.home_rad, settings=ReachSettings(plans=3))
-    )
+    plans, refused = choose_grasps(grasps, LIFT_AND_CARRY, ReachChecks(ik, ik.home_rad))
     assert 3 <= len(plans) <= 4
     assert len(plans) + refused.total() < 2 * len(grasps)
     other = dataclasses.replace(plans[0], grasp=Grasp(shift((0, 0.02, 0))[0] @ plans[0].grasp.T_world_grip, 1, 0, ""))
