@@ -51,11 +51,11 @@ def make_model(folder: Path) -> Path:
 
 def _vlm_results(folder: Path) -> None:
     from mmrl.vlm.engine.vlm_policy import load_policy
-    from mmrl.vlm.model.model_config import DiffusionLora, PipelineConfig
+    from mmrl.vlm.model.model_config import LoraSettings, ModelConfig
 
     base = make_model(folder)
-    load_policy(PipelineConfig(path=str(base))).save_pretrained(checkpoint(folder, "digits-papo", 300))
-    lora = PipelineConfig(path=str(base), lora=DiffusionLora(enabled=True, rank=4, alpha=8))
+    load_policy(ModelConfig(path=str(base))).save_pretrained(checkpoint(folder, "digits-papo", 300))
+    lora = ModelConfig(path=str(base), lora=LoraSettings(enabled=True, rank=4, alpha=8))
     load_policy(lora).save_pretrained(checkpoint(folder, "digits-lora", 300))
 
 

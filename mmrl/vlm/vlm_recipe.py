@@ -41,13 +41,13 @@ from mmrl.training.recipe import (
     LossTerm,
     NoUsableTasksError,
     Recipe,
+    Sampler,
     Step,
     opening,
     reward_state,
     scores_before_update,
     single_update,
 )
-from mmrl.training.sampler import Sampler
 from mmrl.training.scoring import RewardErrors, scored_record, with_rewards
 from mmrl.vlm.data.dataset import BUDGET, LoadedTasks, load_splits, load_tasks
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists

@@ -144,7 +144,7 @@ class LatentConfig(BuiltPath):
 
     kind: str = choice("video", lambda: LATENTS)
     """A name of `LATENTS`: vjepa2, video, pixels, state or object."""
-    path: str = ""
+    path: str = field(default="", kw_only=True)
     """vjepa2: model folder or hub id; video: folder of the encoder; state: LeRobotDataset that sets the scale, without
     which it is that of the run's first step."""
     frames: str = choice("step", FRAME_RATES)

@@ -167,7 +167,7 @@ def _masked(name: str, folder: Path) -> Any:
     from mmrl.masked.masked_sampler import MaskedSampling
     from mmrl.rewards import RewardConfig
     from mmrl.vlm.data.dataset import DataConfig
-    from mmrl.vlm.model.model_config import PipelineConfig
+    from mmrl.vlm.model.model_config import ModelConfig
 
     sampling = MaskedSampling(max_new_tokens=8, block=8, steps=2)
     rewards = [RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)]
@@ -185,7 +185,7 @@ def _masked(name: str, folder: Path) -> Any:
     return find_recipe(name).load_config_class()(
         recipe=name,
         output_dir=str(folder / "run"),
-        model=PipelineConfig(path=str(tiny_masked())),
+        model=ModelConfig(path=str(tiny_masked())),
         data=DataConfig(path=str(tiny_masked().with_name("problems.jsonl"))),
         checkpoint=CheckpointConfig(every=1),
         tracking=TrackingConfig(quiet=True, tensorboard=False),
@@ -215,7 +215,7 @@ def _agents(name: str, folder: Path) -> Any:
     from mmrl.agents.environments.env_pool import EnvironmentConfig
     from mmrl.agents.environments.environment import ActionConfig
     from mmrl.vlm.engine.vlm_sampler import AnswerSampling, SamplerConfig
-    from mmrl.vlm.model.model_config import PipelineConfig
+    from mmrl.vlm.model.model_config import ModelConfig
 
     parts: dict[str, Any] = {
         "sampler": SamplerConfig(max_new_tokens=4, stop=[*"aeiou"]),  # an answer that is cut does nothing
@@ -226,7 +226,7 @@ def _agents(name: str, folder: Path) -> Any:
     config = find_recipe(name).load_config_class()(
         recipe=name,
         output_dir=str(folder / "run"),
-        model=PipelineConfig(path=str(tiny_vlm())),
+        model=ModelConfig(path=str(tiny_vlm())),
         environment=EnvironmentConfig(factory=f"{Path(__file__).parents[1]}/agents/talk.py:Talk", workers=2),
         data=TaskSetConfig(seeds=6, options={"answer": "e"}),
         actions=ActionConfig(format="text"),

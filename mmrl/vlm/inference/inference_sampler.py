@@ -29,7 +29,7 @@ from mmrl.training.settings import RollersConfig
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, leaves
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig, Samples
-from mmrl.vlm.families.positions import TEXT
+from mmrl.vlm.families.family import TEXT
 from mmrl.vlm.inference.connection import EngineConnection, LocalService, RemoteService
 from mmrl.vlm.inference.environment import engine_python
 
