@@ -16,6 +16,7 @@ ROOMS = (
     "mmrl.errors",
     "mmrl.files",
     "mmrl.fields",
+    "mmrl.fixed",
     "mmrl.lazy",
     "mmrl.findings",
     "mmrl.core",
