@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import os
 import signal
@@ -26,6 +27,13 @@ def chat_server():
     """A chat endpoint with `url`, `requests` and `answers`."""
     with running_chat_server() as server:
         yield server
+
+
+@pytest.fixture
+def closing():
+    """Hand on what is given, and close it after the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda opened: stack.enter_context(contextlib.closing(opened))
 
 
 @pytest.fixture(autouse=True)

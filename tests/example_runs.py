@@ -1,10 +1,15 @@
 """Folders that the pages of the docs mention, made from tiny random models: questions, checkpoints, demonstrations."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
+
+from mmrl.training.run import finish_run
+from tests.pages import ROOT
 
 CAPTIONS = ("a red circle", "a blue square", "a green triangle")
 
@@ -12,6 +17,16 @@ CAPTIONS = ("a red circle", "a blue square", "a green triangle")
 def checkpoint(folder: Path, run: str, step: int) -> Path:
     """Folder of a run's model at a step."""
     return folder / "runs" / run / f"checkpoints/step-{step:06d}" / "model"
+
+
+def shrink_demo(monkeypatch: Any, demo: Any, common: list[str], small: dict[str, list[str]]) -> None:
+    """Run a demonstration's configurations with overrides: those of all, and those of each file."""
+    monkeypatch.chdir(ROOT)
+
+    def finish(config: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Any:
+        return finish_run(config, run_dir, [*common, *small[config.name], *overrides])
+
+    monkeypatch.setattr(demo, "finish_run", finish)
 
 
 def make_images(folder: Path) -> None:

@@ -91,18 +91,15 @@ def test_python_of_the_import_section_runs(capsys):
     assert names["logp"].grad.abs().sum() > 0
 
 
-def test_reward_example_runs_with_its_configuration(tmp_path, monkeypatch):
+def test_reward_example_runs_with_its_configuration(tmp_path, monkeypatch, closing):
     from mmrl.rewards import RewardConfig, RewardSum
 
     (snippet,) = [block for block in REWARDS_PAGE.blocks if block.file == "my_rewards.py"]
     (settings,) = [block.text for block in REWARDS_PAGE.shown("yaml") if "my_rewards" in block.text]
     (tmp_path / snippet.file).write_text(snippet.text)
     monkeypatch.chdir(tmp_path)
-    rewards = RewardSum([RewardConfig(**reward) for reward in yaml.safe_load(settings)["rewards"]], workers=1)
-    try:
-        result = rewards.score(["What is 3 plus 4?"] * 2, ["\\boxed{7}", "x" * 300], {"answer": ["7", "7"]})
-    finally:
-        rewards.close()
+    rewards = closing(RewardSum([RewardConfig(**reward) for reward in yaml.safe_load(settings)["rewards"]], workers=1))
+    result = rewards.score(["What is 3 plus 4?"] * 2, ["\\boxed{7}", "x" * 300], {"answer": ["7", "7"]})
     assert result.errors == {}
     assert result.total == pytest.approx([1.0, 0.0])
 

@@ -13,7 +13,8 @@ from mmrl.agents.rollout.episodes import AgentPayload
 from mmrl.agents.rollout.storage import restore_episode, store_episode
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.workers.wire import encode
-from tests.agents.test_recipe import by_length, make_config, roll
+from tests.agents.runs import by_length
+from tests.agents.test_recipe import make_config, roll
 
 PICTURE = np.zeros((2, 3, 3), np.uint8)
 

@@ -1,5 +1,6 @@
 """ARPO: which groups get a stored success, the contents of the buffer, and the switch, correction and resume."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -8,7 +9,6 @@ import pytest
 import torch
 
 from mmrl.agents.environments.agent_tasks import TaskSetConfig
-from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import ActionConfig
 from mmrl.agents.methods.arpo import (
     ArpoConfig,
@@ -23,40 +23,30 @@ from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig
 from mmrl.agents.rollout.storage import restore_episode, size_of, store_episode
 from mmrl.core import Rollouts, get
 from mmrl.recipes import RECIPES
-from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Reference, Step, old_in_update
 from mmrl.training.run import train
-from mmrl.training.settings import CheckpointConfig, TrainerConfig
 from mmrl.training.trainer import collect_metrics
 from mmrl.training.update import update_constants
-from mmrl.vlm.engine.vlm_sampler import SamplerConfig
-from mmrl.vlm.model.model_config import ModelConfig
-from tests.agents.test_recipe import CORRIDOR, by_length
+from tests.agents.runs import run_config
 from tests.golden.numbers import load
 from tests.rounding import assert_equal_up_to_rounding
 
-
-@pytest.fixture(autouse=True)
-def _every_answer_acts(monkeypatch):
-    monkeypatch.setattr(ActionConfig, "parse", by_length)
+pytestmark = pytest.mark.usefixtures("every_answer_acts")
 
 
-def make_config(folder, model, replay=None, **trainer) -> ArpoConfig:
+def make_config(folder, model, replay=None, **steps) -> ArpoConfig:
     """Two tasks, both in every step; the corridor gives the share of right steps, so that the bounds decide."""
-    trainer = {"steps": 2, "tasks_per_step": 2, "samples_per_task": 3, "learning_rate": 1e-2} | trainer
-    config = ArpoConfig(
+    config = run_config(
+        ArpoConfig,
+        folder,
+        model,
+        steps={"learning_rate": 1e-2} | steps,
         recipe="arpo",
-        output_dir=str(folder / "run"),
-        model=ModelConfig(path=str(model)),
-        environment=EnvironmentConfig(factory=CORRIDOR, workers=3),
         data=TaskSetConfig(seeds=2),
         conversation=ConversationConfig(system="Walk.", history_images=2),
-        sampler=SamplerConfig(max_new_tokens=5),
+        actions=ActionConfig(),
         replay=replay or ReplayConfig(threshold=0.0, max_std=10.0, max_mean=10.0),
-        trainer=TrainerConfig(**trainer),
-        checkpoint=CheckpointConfig(every=1),
-        tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
     )
     config.validate()
     return config
@@ -64,8 +54,7 @@ def make_config(folder, model, replay=None, **trainer) -> ArpoConfig:
 
 def two_steps(config):
     """Rollouts of two steps of an untrained policy, with all constants of the second update."""
-    recipe = ArpoRecipe(config)
-    try:
+    with contextlib.closing(ArpoRecipe(config)) as recipe:
         first = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks, Streams(0), Step()), Step())
         with torch.no_grad():
             for parameter in recipe.policy.parameters():
@@ -77,8 +66,6 @@ def two_steps(config):
         second = recipe.objective.compute_advantages(second)
         scores = recipe.scores(recipe.policy, second, frozenset({"logp"}))
         return recipe, first, second, scores.logp.detach(), metrics
-    finally:
-        recipe.close()
 
 
 def test_an_injected_success_has_the_advantage_of_the_published_rule():
@@ -269,15 +256,12 @@ def test_a_broken_slot_is_filled_before_a_sound_one(tmp_path, folder):
     assert inject_successes(other, buffer, config, step=4, streams=Streams(0)) == {0: (0, 4)}
 
 
-def test_successes_are_stored_in_the_order_of_their_places(tmp_path, folder, monkeypatch):
+def test_successes_are_stored_in_the_order_of_their_places(tmp_path, folder, monkeypatch, closing):
     """Not in that of the groups of a process, of which those without a result are missing."""
-    recipe = ArpoRecipe(make_config(tmp_path, folder, ReplayConfig(threshold=-1.0)))
-    try:
-        run = recipe.run_groups
-        monkeypatch.setattr(recipe, "run_groups", lambda *given: run(*given)[1:])
-        recipe.rollout(recipe.policy, recipe.train_tasks[:2], Streams(0, [4, 7]), Step())
-    finally:
-        recipe.close()
+    recipe = closing(ArpoRecipe(make_config(tmp_path, folder, ReplayConfig(threshold=-1.0))))
+    run = recipe.run_groups
+    monkeypatch.setattr(recipe, "run_groups", lambda *given: run(*given)[1:])
+    recipe.rollout(recipe.policy, recipe.train_tasks[:2], Streams(0, [4, 7]), Step())
     assert {place for (_, place), _ in recipe._fresh} == {7}
 
 

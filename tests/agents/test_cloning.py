@@ -10,60 +10,41 @@ import torch
 
 from mmrl.agents.environments import experts
 from mmrl.agents.environments.agent_tasks import TaskSetConfig
-from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import ActionConfig
 from mmrl.agents.methods import clone as cloning
 from mmrl.agents.methods.clone import AgentCloneConfig, AgentCloneRecipe, CloneEvaluationConfig
 from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, EpisodeConfig
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
-from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import NoUsableTasksError, Step
 from mmrl.training.run import train
 from mmrl.training.settings import BaseTrainerConfig
 from mmrl.training.trainer import collect_metrics
 from mmrl.vlm.engine.vlm_sampler import AnswerSampling
-from mmrl.vlm.model.model_config import ModelConfig
-from tests.agents.test_recipe import CORRIDOR
+from tests.agents.runs import CORRIDOR, run_config
 from tests.rounding import assert_equal_up_to_rounding
 
 GRID = "mmrl.agents.toy.grid:GridWorld"
 
 
-def make_config(tmp_path, model, **changes) -> AgentCloneConfig:
-    kwargs = {"size": 3, "cell": 28, "min_distance": 2, "max_distance": 3}
-    config = AgentCloneConfig(
-        recipe="agent_clone",
-        output_dir=str(tmp_path / "run"),
-        model=ModelConfig(path=str(model)),
-        environment=EnvironmentConfig(
-            factory=changes.pop("factory", GRID), kwargs=changes.pop("kwargs", kwargs), workers=1
-        ),
-        data=TaskSetConfig(seeds=8),
-        eval_data=changes.pop("eval_data", {}),
-        conversation=changes.pop("conversation", ConversationConfig(system="Walk.")),
-        actions=ActionConfig(format="tag"),
-        trainer=changes.pop("trainer", BaseTrainerConfig(steps=2, tasks_per_step=4, learning_rate=1e-3)),
-        evaluation=CloneEvaluationConfig(videos=0, sampler=AnswerSampling(max_new_tokens=5)),
-        tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
-        **changes,
-    )
+def make_config(tmp_path, model, factory=GRID, kwargs=None, **changes) -> AgentCloneConfig:
+    parts = {
+        "recipe": "agent_clone",
+        "data": TaskSetConfig(seeds=8),
+        "actions": ActionConfig(format="tag"),
+        "trainer": BaseTrainerConfig(steps=2, tasks_per_step=4, learning_rate=1e-3),
+        "evaluation": CloneEvaluationConfig(videos=0, sampler=AnswerSampling(max_new_tokens=5)),
+    }
+    kwargs = {"size": 3, "cell": 28, "min_distance": 2, "max_distance": 3} if kwargs is None else kwargs
+    config = run_config(AgentCloneConfig, tmp_path, model, factory, kwargs, workers=1, **parts | changes)
     config.validate()
     return config
 
 
 @pytest.fixture
-def recipes():
-    made: list[AgentCloneRecipe] = []
-
-    def make(config):
-        made.append(AgentCloneRecipe(config))
-        return made[-1]
-
-    yield make
-    for recipe in made:
-        recipe.close()
+def recipes(closing):
+    return lambda config: closing(AgentCloneRecipe(config))
 
 
 def played(recipe, number=0):

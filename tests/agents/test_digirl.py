@@ -6,73 +6,41 @@ import math
 import pytest
 import torch
 
-from mmrl.agents.environments.agent_tasks import TaskSetConfig
-from mmrl.agents.environments.env_pool import EnvironmentConfig
-from mmrl.agents.environments.environment import ActionConfig
 from mmrl.agents.environments.experts import run_expert, write_episodes
 from mmrl.agents.environments.gym import GymEnvironment
 from mmrl.agents.methods.digirl import DigirlConfig, DigirlRecipe, DigirlSettings, kept_steps
 from mmrl.agents.methods.digirl_critics import DigirlCriticConfig, LabelledEpisodes, StepCritic, label_episodes
-from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, Episode, Writer
+from mmrl.agents.rollout.episodes import AgentPayload, Episode, Writer
 from mmrl.agents.rollout.storage import read_recorded, write_recorded
 from mmrl.agents.toy.grid import GridWorld
 from mmrl.core.loss import metric_values
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
-from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step
 from mmrl.training.run import train
-from mmrl.training.settings import CheckpointConfig, TrainerConfig
 from mmrl.training.update import count_denominators
 from mmrl.vlm.data.prompt import join_prompts
 from mmrl.vlm.engine.rows import text_prompt
-from mmrl.vlm.engine.vlm_sampler import SamplerConfig
-from mmrl.vlm.model.model_config import ModelConfig
-from tests.agents.test_recipe import CORRIDOR, by_length
+from tests.agents.runs import run_config
 from tests.rounding import assert_equal_up_to_rounding
 
-
-@pytest.fixture(autouse=True)
-def _every_answer_acts(monkeypatch):
-    monkeypatch.setattr(ActionConfig, "parse", by_length)
+pytestmark = pytest.mark.usefixtures("every_answer_acts")
 
 
 def make_config(folder, model, trainer=None, **digirl) -> DigirlConfig:
     critics = {"critic": DigirlCriticConfig(hidden=16, updates=2)} if "method" not in digirl else {}
-    digirl = {**critics, "batch_episodes": 3} | digirl
-    config = DigirlConfig(
-        recipe="digirl",
-        output_dir=str(folder / "run"),
-        model=ModelConfig(path=str(model)),
-        environment=EnvironmentConfig(factory=CORRIDOR, workers=3),
-        data=TaskSetConfig(seeds=4),
-        conversation=ConversationConfig(system="Walk."),
-        actions=ActionConfig(format="tag", on_parse_error="noop"),
-        sampler=SamplerConfig(max_new_tokens=5),
-        digirl=DigirlSettings(**digirl),
-        trainer=TrainerConfig(
-            **({"steps": 2, "tasks_per_step": 2, "samples_per_task": 2, "learning_rate": 1e-3} | (trainer or {}))
-        ),
-        checkpoint=CheckpointConfig(every=1),
-        tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
-    )
+    settings = DigirlSettings(**{**critics, "batch_episodes": 3} | digirl)
+    steps = {"samples_per_task": 2} | (trainer or {})
+    config = run_config(DigirlConfig, folder, model, steps=steps, recipe="digirl", digirl=settings)
     config.validate()
     return config
 
 
 @pytest.fixture
-def make_recipe():
-    made = []
-
-    def make(config) -> DigirlRecipe:
-        made.append(DigirlRecipe(config))
-        return made[-1]
-
-    yield make
-    for recipe in made:
-        recipe.close()
+def make_recipe(closing):
+    return lambda config: closing(DigirlRecipe(config))
 
 
 def collect(recipe):

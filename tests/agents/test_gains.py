@@ -7,7 +7,6 @@ import torch
 
 from mmrl.agents.agent_recipe import AgentRecipe
 from mmrl.agents.environments.agent_tasks import TaskSetConfig
-from mmrl.agents.environments.environment import ActionConfig
 from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig
 from mmrl.agents.rollout.gains import add_gains, contexts_before_turns
 from mmrl.contrib.rows.agentic import TurnNormalised
@@ -15,14 +14,12 @@ from mmrl.errors import UserError
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.vlm.data.prompt import join_prompts
 from mmrl.vlm.engine.rows import text_prompt
-from tests.agents.test_recipe import by_length, make_config, roll
+from tests.agents.test_recipe import make_config, roll
 
 OBJECTIVE = ObjectiveConfig(preset="information_gain", advantage={"before": "So: "}, kl={"coef": 0.0})
 
 
-@pytest.fixture(autouse=True)
-def _every_answer_acts(monkeypatch):
-    monkeypatch.setattr(ActionConfig, "parse", by_length)
+pytestmark = pytest.mark.usefixtures("every_answer_acts")
 
 
 def with_answers(config, **options):

@@ -1,5 +1,6 @@
 """Reward functions of whole episodes: what they get, what they add, and what their failures cost."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import torch
 from mmrl.agents.agent_evaluation import AgentEvaluationConfig
 from mmrl.agents.agent_recipe import AgentConfig, AgentRecipe, AgentRewardConfig
 from mmrl.agents.environments.agent_tasks import AgentTask, TaskSetConfig
-from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import Action, ActionConfig, Observation, ParsedAnswer
 from mmrl.agents.methods.digirl import DigirlConfig
 from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, Writer
@@ -18,18 +18,16 @@ from mmrl.errors import RunError, UserError
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig, RewardSum
 from mmrl.rewards.answers import completion_text
-from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.training.run import train
-from mmrl.training.settings import TrainerConfig
 from mmrl.training.trainer import collect_metrics
 from mmrl.vlm.engine.vlm_policy import load_policy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig
 from mmrl.vlm.model.model_config import ModelConfig
 from tests.agents.my_judges import BRIGHTNESS
+from tests.agents.runs import run_config
 
-CORRIDOR = f"{Path(__file__).with_name('corridor.py')}:Corridor"
 JUDGES = f"{Path(__file__).with_name('my_judges.py')}"
 
 
@@ -42,35 +40,25 @@ def _every_answer_steps(monkeypatch):
     monkeypatch.setattr(ActionConfig, "parse", lambda self, text, cut=False: ParsedAnswer((Action("right"),)))
 
 
-def make_config(folder, model, *rewards, **changes) -> AgentConfig:
-    kwargs = {"length": 2} | changes.pop("kwargs", {})
-    return AgentConfig(
-        recipe="agent",
-        output_dir=str(folder / "run"),
-        model=ModelConfig(path=str(model)),
-        environment=EnvironmentConfig(factory=CORRIDOR, kwargs=kwargs, workers=3),
-        data=changes.pop("data", None)
-        or TaskSetConfig(seeds=4, options={"goal": "the right end"}, instruction="Go right."),
-        eval_data={"heldout": TaskSetConfig(seeds=2, first_seed=100, options={"goal": "the right end"})},
-        conversation=ConversationConfig(system="Walk.", history_images=1),
-        actions=ActionConfig(format="tag", on_parse_error="noop"),
-        sampler=SamplerConfig(max_new_tokens=4),
-        trainer=TrainerConfig(steps=1, tasks_per_step=2, samples_per_task=3, learning_rate=1e-3),
-        evaluation=AgentEvaluationConfig(videos=0),
-        tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
-        rewards=list(rewards),
-        **changes,
-    )
+def make_config(folder, model, *rewards, kwargs=None, **changes) -> AgentConfig:
+    goal = {"goal": "the right end"}
+    parts = {
+        "data": TaskSetConfig(seeds=4, options=goal, instruction="Go right."),
+        "eval_data": {"heldout": TaskSetConfig(seeds=2, first_seed=100, options=goal)},
+        "conversation": ConversationConfig(system="Walk.", history_images=1),
+        "sampler": SamplerConfig(max_new_tokens=4),
+        "evaluation": AgentEvaluationConfig(videos=0),
+        "rewards": list(rewards),
+    }
+    kwargs = {"length": 2} | (kwargs or {})
+    return run_config(AgentConfig, folder, model, kwargs=kwargs, steps={"steps": 1}, recipe="agent", **parts | changes)
 
 
 def roll(config):
     config.validate()
-    recipe = AgentRecipe(config)
-    try:
+    with contextlib.closing(AgentRecipe(config)) as recipe:
         rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:2], Streams(0), Step())
         return rollouts, recipe.score(rollouts, Step()), collect_metrics(recipe, rollouts, Step())
-    finally:
-        recipe.close()
 
 
 def test_a_judge_gets_every_turn_with_its_image_whatever_the_agent_still_sees(tmp_path, folder):

@@ -12,7 +12,8 @@ from mmrl.cli import main
 from mmrl.config import save
 from mmrl.errors import UserError
 from mmrl.fields import check_config
-from tests.agents.test_recipe import by_length, make_config
+from tests.agents.runs import by_length
+from tests.agents.test_recipe import make_config
 
 RATES = [TaskRate(AgentTask(f"t/{n}", {"name": "t"}, n, "Go."), n, 4) for n in range(5)]
 
@@ -44,31 +45,25 @@ def test_the_file_is_read_as_tasks_and_holds_the_rates(tmp_path):
         write_tasks([], tmp_path / "none.jsonl")
 
 
-def test_rates_are_those_of_sampled_episodes_with_a_result(tmp_path, folder, monkeypatch):
+def test_rates_are_those_of_sampled_episodes_with_a_result(tmp_path, folder, monkeypatch, closing):
     """A corridor of one step: it succeeds to the right and fails to the left."""
     monkeypatch.setattr(ActionConfig, "parse", by_length)
-    recipe = AgentRecipe(make_config(tmp_path, folder, kwargs={"length": 1}))
-    try:
-        rates = list(measure_tasks(recipe, 6, batch_tasks=3))
-        assert rates == list(measure_tasks(recipe, 6)), "the batch does not matter"
-    finally:
-        recipe.close()
+    recipe = closing(AgentRecipe(make_config(tmp_path, folder, kwargs={"length": 1})))
+    rates = list(measure_tasks(recipe, 6, batch_tasks=3))
+    assert rates == list(measure_tasks(recipe, 6)), "the batch does not matter"
     assert [rate.task for rate in rates] == list(recipe.train_tasks)
     assert all(rate.rollouts == 6 for rate in rates)
     assert 0 < sum(rate.successes for rate in rates) < 24
 
 
-def test_failed_episodes_count_for_nothing(tmp_path, folder, monkeypatch):
+def test_failed_episodes_count_for_nothing(tmp_path, folder, monkeypatch, closing):
     monkeypatch.setattr(
         ActionConfig, "parse", lambda self, text, cut=False: ParsedAnswer(error="no_action", detail="-")
     )
     config = make_config(tmp_path, folder, kwargs={"length": 30, "side": 168})
     config.episode.max_turns = 30
-    recipe = AgentRecipe(config)
-    try:
-        rates = list(measure_tasks(recipe, 1))
-    finally:
-        recipe.close()
+    recipe = closing(AgentRecipe(config))
+    rates = list(measure_tasks(recipe, 1))
     assert [rate.rollouts for rate in rates] == [0] * 4
 
 

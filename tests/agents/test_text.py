@@ -9,7 +9,6 @@ import torch
 from mmrl.agents.agent_evaluation import AgentEvaluationConfig
 from mmrl.agents.agent_recipe import AgentConfig, AgentRecipe
 from mmrl.agents.environments.agent_tasks import TaskSetConfig
-from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import Action, ActionConfig, ParsedAnswer
 from mmrl.agents.rewards import tabulate_failed_answers
 from mmrl.agents.rollout.episodes import ConversationConfig
@@ -17,31 +16,22 @@ from mmrl.agents.rollout.runner import Fork
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
 from mmrl.runs.records import read_warnings
-from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.processes import Streams
 from mmrl.training.run import train
-from mmrl.training.settings import TrainerConfig
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig
-from mmrl.vlm.model.model_config import ModelConfig
-
-TALK = f"{Path(__file__).with_name('talk.py')}:Talk"
+from tests.agents.runs import TALK, run_config
 
 
 def make_config(folder: Path, model: Path, *, pictures: bool = False, **changes) -> AgentConfig:
-    return AgentConfig(
-        recipe="agent",
-        output_dir=str(folder / "run"),
-        model=ModelConfig(path=str(model)),
-        environment=EnvironmentConfig(TALK, {"pictures": pictures}, workers=2),
-        data=TaskSetConfig(seeds=4),
-        eval_data={"heldout": TaskSetConfig(seeds=2, first_seed=100)},
-        actions=ActionConfig(format="text"),
-        sampler=SamplerConfig(max_new_tokens=4, stop=[*"aeiou"]),
-        trainer=TrainerConfig(steps=2, tasks_per_step=2, samples_per_task=3, learning_rate=1e-3),
-        evaluation=AgentEvaluationConfig(records=1, videos=1),
-        tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
-        **changes,
-    )
+    parts = {
+        "recipe": "agent",
+        "eval_data": {"heldout": TaskSetConfig(seeds=2, first_seed=100)},
+        "conversation": ConversationConfig(),
+        "actions": ActionConfig(format="text"),
+        "sampler": SamplerConfig(max_new_tokens=4, stop=[*"aeiou"]),
+        "evaluation": AgentEvaluationConfig(records=1, videos=1),
+    }
+    return run_config(AgentConfig, folder, model, TALK, {"pictures": pictures}, workers=2, **parts | changes)
 
 
 def test_a_language_model_trains_on_words_alone(tmp_path, language_model):
@@ -57,15 +47,12 @@ def test_a_language_model_trains_on_words_alone(tmp_path, language_model):
 
 
 @pytest.mark.parametrize(("on_error", "ending", "turns"), [("terminate", "cut", 1), ("noop", "truncated", 3)])
-def test_an_answer_that_is_cut_executes_nothing(tmp_path, language_model, on_error, ending, turns):
+def test_an_answer_that_is_cut_executes_nothing(tmp_path, language_model, on_error, ending, turns, closing):
     config = make_config(tmp_path, language_model)
     config.sampler.stop, config.actions.on_parse_error, config.episode.max_turns = [], on_error, 3
     config.reward.format = 0.5
-    recipe = AgentRecipe(config)
-    try:
-        episodes = recipe.draw_groups(recipe.policy, recipe.train_tasks[:1], Streams(0))[0]
-    finally:
-        recipe.close()
+    recipe = closing(AgentRecipe(config))
+    episodes = recipe.draw_groups(recipe.policy, recipe.train_tasks[:1], Streams(0))[0]
     assert all(episode.finish == "length" for episode in episodes), "so short an answer of this model never ends"
     assert [(episode.ending, episode.errors) for episode in episodes] == [(ending, ["cut"] * turns)] * len(episodes)
     assert all(episode.rewards == [0.0] * turns and not episode.unreadable for episode in episodes)

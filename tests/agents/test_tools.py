@@ -99,7 +99,7 @@ def test_tools_need_a_format_that_reads_calls_of_tools():
 
 
 @pytest.mark.slow
-def test_several_calls_of_an_answer_are_all_shown(tmp_path, tiny_folders, monkeypatch):
+def test_several_calls_of_an_answer_are_all_shown(tmp_path, tiny_folders, monkeypatch, closing):
     def two_calls_then_words(self, text, cut=False):
         turns.append(text)
         calls = (Action("add", {"a": 1, "b": 1}), Action("add", {"a": 20, "b": 2}))
@@ -117,12 +117,9 @@ def test_several_calls_of_an_answer_are_all_shown(tmp_path, tiny_folders, monkey
         sampler=SamplerConfig(max_new_tokens=3),
         trainer=TrainerConfig(tasks_per_step=1, samples_per_task=2),
     )
-    recipe = AgentRecipe(config)
-    try:
-        with_tools(recipe.policy)
-        episodes = recipe.run_groups(recipe.policy, recipe.train_tasks, Streams(0), Step())[0]
-    finally:
-        recipe.close()
+    recipe = closing(AgentRecipe(config))
+    with_tools(recipe.policy)
+    episodes = recipe.run_groups(recipe.policy, recipe.train_tasks, Streams(0), Step())[0]
     for episode in episodes:
         assert (episode.ending, episode.total, episode.trajectory.turns) == ("terminated", 1.0, 2)
         assert (

@@ -55,16 +55,13 @@ def test_given_answers_samples_and_exports_end_as_the_template_does(other_end, t
     assert set(saved["eos_token_id"]) == set(policy.eos_ids)
 
 
-def test_episodes_go_on_behind_such_a_turn(other_end, tmp_path):
+def test_episodes_go_on_behind_such_a_turn(other_end, tmp_path, closing):
     config = make_config(tmp_path, other_end)
     config.actions.on_parse_error = "noop"  # an untrained model rarely ends an answer
-    recipe = AgentRecipe(config)
-    try:
-        groups = recipe.run_groups(recipe.policy, recipe.train_tasks[:2], Streams(0), Step())
-        writer, task = recipe.writer(recipe.policy), AgentTask("t")
-        played = replay_episode(task, [(Observation("one"), "a"), (Observation("two"), "b")], recipe.policy, writer)
-    finally:
-        recipe.close()
+    recipe = closing(AgentRecipe(config))
+    groups = recipe.run_groups(recipe.policy, recipe.train_tasks[:2], Streams(0), Step())
+    writer, task = recipe.writer(recipe.policy), AgentTask("t")
+    played = replay_episode(task, [(Observation("one"), "a"), (Observation("two"), "b")], recipe.policy, writer)
     episodes = [episode for group in groups for episode in group]
     assert min(episode.trajectory.turns for episode in episodes) >= 2
     assert "overflow" not in {episode.ending for episode in episodes}

@@ -1,14 +1,11 @@
 """VL-DAC on a tiny model: the critic's inputs, the trained weights, and refused settings."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 from mmrl.agents.agent_recipe import AgentConfig
-from mmrl.agents.environments.agent_tasks import TaskSetConfig
-from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import ActionConfig
 from mmrl.agents.methods.vl_dac import VlDacConfig, VlDacRecipe
 from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, EpisodeConfig
@@ -16,41 +13,34 @@ from mmrl.agents.rollout.turns import TurnSampler
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES, find_recipe
-from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Reference, Step
 from mmrl.training.run import train
-from mmrl.training.settings import CheckpointConfig, TrainerConfig
+from mmrl.training.settings import CheckpointConfig
 from mmrl.training.update import count_denominators, update_constants
 from mmrl.vlm.data.prompt import join_prompts
 from mmrl.vlm.engine.rows import split_row
 from mmrl.vlm.engine.vlm_policy import load_policy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig
 from mmrl.vlm.model.model_config import CriticSettings, ModelConfig
+from tests.agents.runs import TALK, run_config
 from tests.rounding import assert_equal_up_to_rounding
 
 CRITIC = CriticSettings(hidden=[16, 8], stop_gradient=True)
-TALK = f"{Path(__file__).with_name('talk.py')}:Talk"
 
 
-def make_config(tmp_path, model, **changes) -> VlDacConfig:
-    config = VlDacConfig(
-        recipe="vl_dac",
-        output_dir=str(tmp_path / "run"),
-        model=ModelConfig(path=str(model), critic=changes.pop("critic", CRITIC)),
-        environment=EnvironmentConfig(factory=TALK, workers=2),
-        data=TaskSetConfig(seeds=4),
-        conversation=changes.pop("conversation", ConversationConfig(system="Speak.")),
-        actions=ActionConfig(format="text", on_parse_error="noop"),
-        sampler=changes.pop("sampler", SamplerConfig(max_new_tokens=4, stop=[*"aeiou"])),
-        trainer=TrainerConfig(
-            steps=3, tasks_per_step=3, samples_per_task=1, epochs=2, micro_batch=1, learning_rate=1e-3
-        ),
-        checkpoint=CheckpointConfig(every=1, keep=0),
-        tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
-        **changes,
-    )
+def make_config(tmp_path, model, critic=CRITIC, **changes) -> VlDacConfig:
+    parts = {
+        "recipe": "vl_dac",
+        "conversation": ConversationConfig(system="Speak."),
+        "actions": ActionConfig(format="text", on_parse_error="noop"),
+        "sampler": SamplerConfig(max_new_tokens=4, stop=[*"aeiou"]),
+        "checkpoint": CheckpointConfig(every=1, keep=0),
+    }
+    steps = {"steps": 3, "tasks_per_step": 3, "samples_per_task": 1, "epochs": 2, "micro_batch": 1}
+    config = run_config(VlDacConfig, tmp_path, model, TALK, workers=2, steps=steps, **parts | changes)
+    config.model.critic = critic
     config.validate()
     return config
 
@@ -62,17 +52,13 @@ def scramble(head: torch.nn.Module) -> None:
 
 
 @pytest.fixture
-def recipes():
-    made: list[VlDacRecipe] = []
-
+def recipes(closing):
     def make(config):
-        made.append(VlDacRecipe(config))
-        scramble(made[-1].policy.value_head)
-        return made[-1]
+        made = closing(VlDacRecipe(config))
+        scramble(made.policy.value_head)
+        return made
 
-    yield make
-    for recipe in made:
-        recipe.close()
+    return make
 
 
 def rolled(recipe, tasks=3):

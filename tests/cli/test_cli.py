@@ -158,9 +158,17 @@ def test_unknown_recipe_gets_a_suggestion(tmp_path, capsys):
     assert "did you mean 'papo'?" in one_error_line(capsys)
 
 
-def test_resume_without_a_run(toy_config, capsys):
-    assert main(["train", str(toy_config), "--resume"]) == 2
-    assert "nothing to resume" in one_error_line(capsys)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "--resume"], "nothing to resume"),
+        (["train", "--from-last-good"], "give both"),
+        (["sft"], "use `mmrl train`"),
+    ],
+)
+def test_commands_that_do_not_fit_the_run_are_refused(words, message, toy_config, capsys):
+    assert main([words[0], str(toy_config), *words[1:]]) == 2
+    assert message in one_error_line(capsys)
 
 
 def test_existing_run_is_not_overwritten(toy_config, capsys):
@@ -173,11 +181,6 @@ def test_existing_run_is_not_overwritten(toy_config, capsys):
     assert main(["train", str(toy_config)]) == 2
     assert "already holds a run; add --resume" in one_error_line(capsys)
     assert (run_dir / "metrics.jsonl").read_text() == "{}\n"
-
-
-def test_sft_refuses_a_recipe_that_learns_from_rewards(toy_config, capsys):
-    assert main(["sft", str(toy_config)]) == 2
-    assert "use `mmrl train`" in one_error_line(capsys)
 
 
 def test_evaluate_refuses_a_folder_that_is_not_a_run(tmp_path, capsys):
@@ -302,11 +305,6 @@ def test_stopped_run_says_how_to_continue(signum, code, toy_config, recorded_tra
     assert (
         one_error_line(capsys) == f"mmrl: stopped after step 3; continue with: mmrl train {toy_config} slope=2 --resume"
     )
-
-
-def test_last_good_checkpoint_is_for_resuming(toy_config, recorded_train, capsys):
-    assert main(["train", str(toy_config), "--from-last-good"]) == 2
-    assert "give both" in one_error_line(capsys)
 
 
 def test_interrupted_comparison_continues_with_the_same_command(tmp_path, monkeypatch, capsys):

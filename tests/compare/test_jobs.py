@@ -1,22 +1,12 @@
-import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from mmrl.compare.jobs import Job, run_jobs
-
-
-def is_alive(pid):
-    try:
-        os.kill(pid, 0)
-        status = Path(f"/proc/{pid}/stat")  # a killed orphan may stay as a zombie until it is reaped
-        return not Path("/proc/self").exists() or status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return False
+from tests.programs import is_alive, wait_until
 
 
 def test_at_most_the_limit_runs_at_once(tmp_path):
@@ -44,10 +34,7 @@ def test_nothing_is_left_behind_when_the_caller_is_stopped(tmp_path):
         run_jobs([sleeper, quick], 2, 30.0, stop)
     pids = [int(word) for word in sleeper.log.read_text().split()]
     assert len(pids) == 2
-    deadline = time.monotonic() + 5
-    while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(is_alive(pid) for pid in pids)
+    wait_until(lambda: not any(map(is_alive, pids)))
 
 
 def test_a_terminated_comparison_leaves_no_run_behind(tmp_path):

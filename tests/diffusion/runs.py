@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from diffusion.data.prompts import PromptConfig
@@ -123,6 +124,26 @@ def disturb(policy: Any, size: float = 0.05, seed: int = 0) -> None:
         for parameter in policy.parameters():
             if parameter.requires_grad:
                 parameter.add_(size * torch.randn(parameter.shape, generator=generator).to(parameter))
+
+
+def move(policy: Any, change: torch.Tensor) -> None:
+    """Add a vector to the trained weights."""
+    weights = [p for p in policy.parameters() if p.requires_grad]
+    with torch.no_grad():
+        for weight, part in zip(weights, change.split([w.numel() for w in weights]), strict=True):
+            weight.add_(part.view_as(weight))
+
+
+def assert_finite_differences_agree(recipe: Any) -> None:
+    """The directional derivative of the loss along its gradient is the gradient's length."""
+    rollouts = collected(recipe)
+    disturb(recipe.policy)
+    _, gradient = gradients(recipe, rollouts)
+    direction, losses = gradient / gradient.norm(), []
+    for step in (0.02, -0.04):
+        move(recipe.policy, step * direction)
+        losses.append(gradients(recipe, rollouts)[0])
+    assert (losses[0] - losses[1]) / 0.04 == pytest.approx(float(gradient.norm()), rel=0.01)
 
 
 def with_function(recipe: Any, functions: dict[str, Callable[..., Any]]) -> None:

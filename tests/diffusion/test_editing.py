@@ -37,7 +37,7 @@ def editing(folder, path, **trainer):
     return config
 
 
-def test_rewards_see_the_reference_and_samples_show_it(kontext, tmp_path):
+def test_rewards_see_the_reference_and_samples_show_it(kontext, tmp_path, closing):
     config = editing(tmp_path, kontext)
     seen = []
 
@@ -47,7 +47,7 @@ def test_rewards_see_the_reference_and_samples_show_it(kontext, tmp_path):
 
     config.rewards = [RewardConfig(name="kept"), RewardConfig(name="caption_colour")]
     trainer = make_trainer(config, tmp_path)
-    recipe = trainer.recipe
+    recipe = closing(trainer.recipe)
     with_function(recipe, {"kept": kept, "caption_colour": watched, "jpeg_incompressibility": watched})
     rollouts, _ = trainer.collect()
     own = {task.prompt: task.image.pixels(*SIZE) for task in recipe.train_tasks}
@@ -58,7 +58,6 @@ def test_rewards_see_the_reference_and_samples_show_it(kontext, tmp_path):
         assert np.array_equal(left, own[record.prompt])
         assert np.array_equal(right, rollouts.payload.images[row])
         assert record.terms["kept"] == pytest.approx(kept([""], [right], reference=[left])[0])
-    recipe.close()
 
 
 def test_prompts_with_an_image_are_embedded_once_and_outlive_their_encoders(kontext, tmp_path):

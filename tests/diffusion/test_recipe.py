@@ -145,13 +145,13 @@ def test_all_rewards_failing_ends_the_run_with_their_reasons(tmp_path, caplog):
 
 @pytest.mark.parametrize("value", [float("inf"), NAN])
 @pytest.mark.parametrize("name", ["flow_grpo", "grpo_guard", "awm", "ac_flow"])
-def test_latents_that_overflow_are_counted_and_have_no_gradient(name, value, tmp_path, monkeypatch):
+def test_latents_that_overflow_are_counted_and_have_no_gradient(name, value, tmp_path, monkeypatch, closing):
     spoil(monkeypatch, value, rows=[5])
     config = run_config(name, tmp_path)
     if name == "ac_flow":
         config.critic.warmup_updates = 0
     trainer = make_trainer(config, tmp_path)
-    recipe = trainer.recipe
+    recipe = closing(trainer.recipe)
     rollouts = collected(recipe)
     assert rollouts.payload.finite == [index != 5 for index in range(8)]
     assert rollouts.reward.isnan().tolist() == [index == 5 for index in range(8)]
@@ -166,7 +166,6 @@ def test_latents_that_overflow_are_counted_and_have_no_gradient(name, value, tmp
     assert bool(after.isfinite().all())
     assert not torch.equal(after, before)
     assert trainer.updater.skipped == 0
-    recipe.close()
 
 
 def test_only_overflow_ends_the_run(tmp_path, monkeypatch):
@@ -365,16 +364,15 @@ def test_records_show_whole_groups_with_their_images(tmp_path):
     assert records[0].finish == "image"
 
 
-def test_prompts_that_cannot_be_used_are_counted(tmp_path, caplog):
+def test_prompts_that_cannot_be_used_are_counted(tmp_path, caplog, closing):
     path = written(tmp_path)
     long = "red " * 40
     write_prompts(tmp_path / "prompts.txt", ["a red circle", "", f"  {long}", "a blue square", "   "])
-    recipe = build(load_run(path)[1])
+    recipe = closing(build(load_run(path)[1]))
     assert [task.prompt for task in recipe.train_tasks] == ["a red circle", "a blue square"]
     assert recipe.skipped == {"empty": 2, "too_long": 1}
     assert collect_metrics(recipe, collected(recipe), Step())["data/skipped"] == 3.0
     assert "line 2" in caplog.text
-    recipe.close()
 
 
 def test_bad_prompts_can_be_errors(tmp_path, capsys):

@@ -54,9 +54,9 @@ def test_a_run_logs_every_part_and_evaluates_by_kind(family, tmp_path, model):
     assert all(len(record.outputs) == 1 and max(record.outputs[0].size) >= SHORTEST_SIDE for record in drawn)
 
 
-def test_an_answer_is_drawn_where_it_points(tmp_path, model):
+def test_an_answer_is_drawn_where_it_points(tmp_path, model, closing):
     """Blue for a hit and red for a miss, at the position in the original image, in both families' spaces."""
-    recipe = recipe_of(tmp_path, model)
+    recipe = closing(recipe_of(tmp_path, model))
     task = recipe.train_tasks[0]
     x1, y1, x2, y2 = task.columns["bbox"]
     (width, height), (model_width, model_height) = task.columns["original_wh"], task.image_wh[0]
@@ -71,15 +71,14 @@ def test_an_answer_is_drawn_where_it_points(tmp_path, model):
         assert (image[rows, columns] == colour).all(-1).any()
         assert columns.mean() == pytest.approx(middle[0] * scale, abs=3 * scale)
         assert rows.mean() == pytest.approx(middle[1] * scale, abs=3 * scale)
-    recipe.close()
 
 
-def test_worked_answers_have_the_labels_and_points_of_their_row(tmp_path, model):
+def test_worked_answers_have_the_labels_and_points_of_their_row(tmp_path, model, closing):
     screens = build_icons(tmp_path / "listed.jsonl", count=6, worked=True, listings=0.5)
     config = run_config(GroundingSftConfig, tmp_path, model["qwen3_vl"], family="qwen3_vl", samples_per_task=1)
     config.recipe, config.data.path = "grounding_sft", str(screens)
     config.validate()
-    recipe = GroundingSftRecipe(config)
+    recipe = closing(GroundingSftRecipe(config))
     for task in recipe.train_tasks:
         listed = json.loads(task.columns["completion"])
         assert [item["label"] for item in listed] == task.columns["labels"]
@@ -87,7 +86,6 @@ def test_worked_answers_have_the_labels_and_points_of_their_row(tmp_path, model)
         places = [[round(x / width * 1000), round(y / height * 1000)] for x, y in task.columns["answers"]]
         assert [item["point_2d"] for item in listed] == places
         assert len(parse_answer(task.columns["completion"], "reference", no_think=True).points) == len(places)
-    recipe.close()
 
 
 def load_run_entry():
@@ -102,9 +100,9 @@ def recipe_of(tmp_path, model, **answer):
     return AepoRecipe(config)
 
 
-def test_rewards_of_sampled_texts_are_those_of_the_target(tmp_path, model):
+def test_rewards_of_sampled_texts_are_those_of_the_target(tmp_path, model, closing):
     """The whole path: boxes in a file, prompt, answers in the model's pixels, score."""
-    recipe = recipe_of(tmp_path, model)
+    recipe = closing(recipe_of(tmp_path, model))
     recipe.policy.eval()
     rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:1], Streams(0), Step())
     task = VlmPayload.of(rollouts).tasks[0]
@@ -117,14 +115,12 @@ def test_rewards_of_sampled_texts_are_those_of_the_target(tmp_path, model):
     found = recipe.score_texts([task] * 4, [""] * 4, [*texts, "none"], [[]] * 4, Step())
     assert found.total == pytest.approx([2, 1.5, 0, -1])
     assert found.terms["first_correct"] == [1, 0, 0, 0]
-    recipe.close()
 
 
-def test_the_baselines_are_options(tmp_path, model):
-    naive = recipe_of(tmp_path / "a", model, accuracy="first", max_answers=1)
+def test_the_baselines_are_options(tmp_path, model, closing):
+    naive = closing(recipe_of(tmp_path / "a", model, accuracy="first", max_answers=1))
     options = next(term.options for term in naive.config.rewards if term.name == "point")
     assert (options["accuracy"], options["max_answers"]) == ("first", 1)
-    naive.close()
 
 
 def test_options_that_cannot_be_are_refused(tmp_path, model):
@@ -165,16 +161,15 @@ def test_the_objective_has_no_deviation_and_weighs_every_answer_alike():
     assert advantage[:, 0].tolist() == pytest.approx([-0.19, -0.86, 0.03, 1.02], abs=5e-3)  # the figure's group
 
 
-def test_supervised_answers_are_learnt(tmp_path, model):
+def test_supervised_answers_are_learnt(tmp_path, model, closing):
     config = run_config(GroundingSftConfig, tmp_path, model["qwen2_5_vl"], samples_per_task=1, tasks_per_step=6)
     config.recipe = "grounding_sft"
     config.validate()
-    recipe = GroundingSftRecipe(config)
+    recipe = closing(GroundingSftRecipe(config))
     rollouts = recipe.rollout(recipe.policy, recipe.train_tasks, Streams(0), Step())
     texts = VlmPayload.of(rollouts).texts
     points = [task.columns["answers"] for task in recipe.train_tasks]
     assert [text.count("point_2d") for text in texts] == [len(point) for point in points]
-    recipe.close()
 
 
 @pytest.mark.parametrize("path", MINE, ids=lambda path: path.stem)

@@ -25,12 +25,10 @@ HTML = """<!doctype html><html><head><style>@keyframes turn {{ to {{ margin-left
 
 
 @pytest.fixture
-def page(browser):
+def page(browser, closing):
     if not browser.is_alive():
         browser.restart(after_failure=False)
-    opened = GuardedPage(browser, 240, 160)
-    yield opened
-    opened.close()
+    return closing(GuardedPage(browser, 240, 160))
 
 
 def test_a_focused_moving_page_gives_one_image(page):
@@ -43,12 +41,11 @@ def test_a_focused_moving_page_gives_one_image(page):
     assert all(np.array_equal(picture, pictures[0]) for picture in pictures)
 
 
-def test_scale_multiplies_the_image_not_the_page(browser):
-    page = GuardedPage(browser, 120, 80, scale=2)
+def test_scale_multiplies_the_image_not_the_page(browser, closing):
+    page = closing(GuardedPage(browser, 120, 80, scale=2))
     page.load_html(HTML.format(""))
     assert page.screenshot().shape == (160, 240, 3)
     assert page.evaluate("() => [innerWidth, innerHeight]") == [120, 80]
-    page.close()
 
 
 @pytest.mark.parametrize(
@@ -84,7 +81,7 @@ def test_a_page_that_leaves_without_a_request_is_reported(page):
     assert "again" in page.evaluate("() => document.body.textContent")
 
 
-def test_a_killed_browser_is_started_again_and_counted(browser, page):
+def test_a_killed_browser_is_started_again_and_counted(browser, page, closing):
     page.load_html(HTML.format(""))
     before, restarts = page.screenshot(), browser.restarts
     browser.kill()
@@ -93,14 +90,13 @@ def test_a_killed_browser_is_started_again_and_counted(browser, page):
     assert not page.is_open()
     browser.restart()
     assert browser.restarts == restarts + 1
-    again = GuardedPage(browser, 240, 160)
+    again = closing(GuardedPage(browser, 240, 160))
     again.load_html(HTML.format(""))
     assert np.array_equal(again.screenshot(), before)
-    again.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the driver's process in /proc")
-def test_a_killed_driver_is_started_again_too(browser, page):
+def test_a_killed_driver_is_started_again_too(browser, page, closing):
     page.load_html(HTML.format(""))
     drivers = [pid for pid in descendants(os.getpid()) if b"/driver/node" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     for pid in drivers:
@@ -108,11 +104,10 @@ def test_a_killed_driver_is_started_again_too(browser, page):
     with pytest.raises(BrowserFailure):
         page.screenshot()
     browser.restart()
-    again = GuardedPage(browser, 240, 160)
+    again = closing(GuardedPage(browser, 240, 160))
     again.load_html(HTML.format(""))
     assert drivers
     assert again.screenshot().std() > 0
-    again.close()
 
 
 def test_a_script_that_never_returns_costs_the_browser(browser, page):
@@ -226,7 +221,7 @@ def test_a_local_page_sends_no_datagram_to_this_machine(browser, tmp_path, monke
     browser.restart(after_failure=False)
 
 
-def test_a_local_page_reads_the_files_of_its_folder_alone(browser, tmp_path):
+def test_a_local_page_reads_the_files_of_its_folder_alone(browser, tmp_path, closing):
     own = tmp_path / "own"
     own.mkdir()
     (tmp_path / "secret.js").write_text("window.secret = 'read';")
@@ -237,7 +232,7 @@ def test_a_local_page_reads_the_files_of_its_folder_alone(browser, tmp_path):
         "<script src='own.js'></script><script src='../secret.js'></script><script src='linked.js'></script>"
         "<iframe src='../secret.txt'></iframe>"
     )
-    page = GuardedPage(browser, 200, 100)
+    page = closing(GuardedPage(browser, 200, 100))
     page.load_file(own / "page.html")
     assert page.evaluate("() => [window.own, window.secret ?? null]") == ["read", None]
     assert all("secret" not in frame.content() for frame in page.page.frames[1:])
@@ -248,4 +243,3 @@ def test_a_local_page_reads_the_files_of_its_folder_alone(browser, tmp_path):
     assert page.take_events() == [f"file: {tmp_path.as_uri()}/b.png"]
     page.load_file(own / "page.html", tmp_path)
     assert page.evaluate("() => window.secret") == "read", "a wider folder can be allowed"
-    page.close()

@@ -77,8 +77,8 @@ def test_settings_that_do_not_fit_are_refused():
         WebScreens(ScreenSettings(layout="launcher", launcher=LauncherSettings(("calendar",))))
 
 
-def test_pixels_and_boxes_are_the_same_alone_and_side_by_side(browser):
-    screens = launcher(browser)
+def test_pixels_and_boxes_are_the_same_alone_and_side_by_side(browser, closing):
+    screens = closing(launcher(browser))
     assert screens.settings.sheet == (SHEET_WH[0] // 128, SHEET_WH[1] // 96)
     together = screens.screens(range(70))  # more than one window holds
     for seed in (1, 5, 37, 53, 64, 69):
@@ -86,11 +86,10 @@ def test_pixels_and_boxes_are_the_same_alone_and_side_by_side(browser):
         assert np.array_equal(alone.image, together[seed].image)
         assert alone.instructions == together[seed].instructions
         assert alone.elements == together[seed].elements
-    screens.close()
 
 
-def test_a_box_holds_the_color_and_the_name_of_its_function(browser):
-    screens = launcher(browser, split="layouts")
+def test_a_box_holds_the_color_and_the_name_of_its_function(browser, closing):
+    screens = closing(launcher(browser, split="layouts"))
     known = functions("train", "en")
     for screen in screens.screens(range(5)):
         assert screen.image.shape == (96, 128, 3)
@@ -102,11 +101,10 @@ def test_a_box_holds_the_color_and_the_name_of_its_function(browser):
             assert element.name == app_name(known[function])
             assert 24 <= x2 - x1 <= 28
             assert np.array_equal(screen.image[y1 + 1, (x1 + x2) // 2], rgb(COLORS[function]))
-    screens.close()
 
 
-def test_worked_answers_and_listings(browser):
-    screens = launcher(browser, worked={"listings": 0.6}, kinds=["name"])
+def test_worked_answers_and_listings(browser, closing):
+    screens = closing(launcher(browser, worked={"listings": 0.6}, kinds=["name"]))
     rows = list(screens.samples(300, seed=1))
     listings = [row for row in rows if row.meta["kind"] == "listing"]
     assert abs(len(listings) - 180) < 4 * (300 * 0.6 * 0.4) ** 0.5
@@ -118,11 +116,10 @@ def test_worked_answers_and_listings(browser):
         assert len(row.meta["labels"]) == len(set(row.meta["labels"])) == 12
         assert row.meta["labels"] == sorted(row.meta["labels"])
     assert all(row.meta["labels"] == [row.meta["name"]] for row in rows if row not in listings)
-    screens.close()
 
 
-def test_worked_answers_may_be_several_and_mistaken(browser):
-    screens = launcher(browser, worked={"most_answers": 3, "mistaken": 0.9}, kinds=["name", "function"])
+def test_worked_answers_may_be_several_and_mistaken(browser, closing):
+    screens = closing(launcher(browser, worked={"most_answers": 3, "mistaken": 0.9}, kinds=["name", "function"]))
     known, right, family, counts = functions("train", "en"), {"name": [], "function": []}, [], set()
     by_name = {app_name(known[name]): known[name] for name in COLORS}
     for row in screens.samples(300, seed=2):
@@ -137,18 +134,16 @@ def test_worked_answers_may_be_several_and_mistaken(browser):
     assert all(right["name"])
     assert abs(np.mean(right["function"]) - 0.1) < 4 * (0.09 / len(right["function"])) ** 0.5
     assert 0.4 < np.mean(family) < 1, "12 of 16 tiles are shown, so the other one of a family is there in 11 of 15"
-    screens.close()
 
 
-def test_aligned_pages_have_every_tile_in_the_middle_of_its_cell_and_may_have_few(browser):
-    screens = launcher(browser, launcher=LauncherSettings(aligned=True, fewest_tiles=1))
+def test_aligned_pages_have_every_tile_in_the_middle_of_its_cell_and_may_have_few(browser, closing):
+    screens = closing(launcher(browser, launcher=LauncherSettings(aligned=True, fewest_tiles=1)))
     pages = screens.screens(range(40))
     counts = {len(page.elements) for page in pages}
     assert min(counts) < 4
     assert max(counts) > 9
     for page in pages:
         assert all(x % 32 == 16 and y % 32 == 16 for x, y in (element.box.center for element in page.elements))
-    screens.close()
 
 
 def test_the_tiny_tokenizer_has_one_token_a_name(tmp_path):

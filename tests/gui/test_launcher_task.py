@@ -25,11 +25,9 @@ KNOWN = functions("train", "en")
 
 
 @pytest.fixture
-def env(browser):
+def env(browser, closing):
     settings = WebTaskSettings(width_px=128, height_px=96, space=CoordinateSpace.REL1000, sub_goals=3, max_steps=8)
-    made = WebTaskEnv(settings, browser)
-    yield made
-    made.close()
+    return closing(WebTaskEnv(settings, browser))
 
 
 def places(env):

@@ -149,8 +149,8 @@ def test_a_list_opened_by_keys_is_closed_by_a_click_on_it(plain_page):
     assert page.evaluate("() => s.matches(':open')") is False
 
 
-def test_a_picker_that_the_screenshot_does_not_show_takes_no_clicks(browser):
-    page = GuardedPage(browser, WIDTH, HEIGHT, scale=1.5)
+def test_a_picker_that_the_screenshot_does_not_show_takes_no_clicks(browser, closing):
+    page = closing(GuardedPage(browser, WIDTH, HEIGHT, scale=1.5))
     page.load_html(f"{STYLE}<input id=i type=date style='top:20px'>{DELETE}")
     act(page, "click", x=148, y=32)
     shown = page.screenshot()
@@ -158,4 +158,3 @@ def test_a_picker_that_the_screenshot_does_not_show_takes_no_clicks(browser):
     assert (page.screenshot()[100:] == shown[100:]).all()
     act(page, "click", x=60, y=100)
     assert page.evaluate("() => window.deleted") == 1
-    page.close()

@@ -103,9 +103,9 @@ def screens(browser):
     return {split: WebScreens(ScreenSettings(split=split), browser) for split in SPLITS}
 
 
-def test_the_same_seed_gives_the_same_pixels_and_samples(browser, screens):
+def test_the_same_seed_gives_the_same_pixels_and_samples(browser, screens, closing):
     first = [screens["train"].screen(seed) for seed in range(3)]
-    again = WebScreens(ScreenSettings(), browser)
+    again = closing(WebScreens(ScreenSettings(), browser))
     again.screen(77)  # what was drawn before must not matter
     for screen in first:
         other = again.screen(screen.seed)
@@ -113,7 +113,6 @@ def test_the_same_seed_gives_the_same_pixels_and_samples(browser, screens):
         assert screen.elements == other.elements
         assert screen.instructions == other.instructions
     assert not np.array_equal(first[0].image, first[1].image)
-    again.close()
 
 
 @pytest.mark.parametrize("split", list(SPLITS))
@@ -131,8 +130,8 @@ def test_samples_of_every_split(screens, split):
     assert {sample.meta["layout"] for sample in found} <= set(LAYOUTS[SPLITS[split][0]])
 
 
-def test_a_click_on_a_box_reaches_its_control(browser):
-    page = GuardedPage(browser, 448, 336)
+def test_a_click_on_a_box_reaches_its_control(browser, closing):
+    page = closing(GuardedPage(browser, 448, 336))
     for seed in SEEDS:
         page.load_html(render(compose(random.Random(seed), "layouts", 448)), new_document=False)
         page.evaluate("() => { window.hit = []; document.onclick = event => hit.push(event.target) }")
@@ -142,16 +141,14 @@ def test_a_click_on_a_box_reaches_its_control(browser):
             page.page.mouse.click(*target.center)
             name = page.evaluate("() => { const e = hit.pop().closest('.button'); return e && e.dataset.function }")
             assert name == target.data["function"]
-    page.close()
 
 
-def test_all_boxes_keeps_ambiguous_instructions(browser):
-    screens = WebScreens(ScreenSettings(all_boxes=True, per_screen=10), browser)
+def test_all_boxes_keeps_ambiguous_instructions(browser, closing):
+    screens = closing(WebScreens(ScreenSettings(all_boxes=True, per_screen=10), browser))
     targets = [sample.target for sample in screens.samples(60, seed=5)]
     several = [target for target in targets if isinstance(target, AnyOf)]
     assert several
     assert all(len(set(target.targets)) > 1 for target in several)
-    screens.close()
 
 
 VISIBILITY = """<!doctype html><body style="margin:0;height:100px;overflow:hidden">
@@ -169,8 +166,8 @@ VISIBILITY = """<!doctype html><body style="margin:0;height:100px;overflow:hidde
 """
 
 
-def test_visibility(browser):
-    page = GuardedPage(browser, 240, 120)
+def test_visibility(browser, closing):
+    page = closing(GuardedPage(browser, 240, 120))
     page.load_html(VISIBILITY)
     found = {element.key: element for element in read_elements(page) if element.key}
     assert {key: element.hidden for key, element in found.items()} == {
@@ -190,7 +187,6 @@ def test_visibility(browser):
     page.evaluate("() => { document.onclick = event => { window.hit = event.target.dataset.key } }")
     page.page.mouse.click(*found["wrapped"].center)  # the middle of the union of its lines is outside of it
     assert page.evaluate("() => hit") == "wrapped"
-    page.close()
 
 
 NAMES = """<!doctype html><span id="far">Far <b>label</b></span><label for="i1">Own label</label><input id="i1">
@@ -203,8 +199,8 @@ NAMES = """<!doctype html><span id="far">Far <b>label</b></span><label for="i1">
 """
 
 
-def test_names_and_roles_are_those_of_chromiums_accessibility_tree(browser):
-    page = GuardedPage(browser, 448, 336)
+def test_names_and_roles_are_those_of_chromiums_accessibility_tree(browser, closing):
+    page = closing(GuardedPage(browser, 448, 336))
     pages = [NAMES, *(render(compose(random.Random(seed), "train", 448)) for seed in SEEDS)]
     compared = 0
     for html in pages:
@@ -219,4 +215,3 @@ def test_names_and_roles_are_those_of_chromiums_accessibility_tree(browser):
         assert ours <= theirs
         compared += len(ours)
     assert compared > 100
-    page.close()

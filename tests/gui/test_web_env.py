@@ -26,16 +26,8 @@ def click(x, y):
 
 
 @pytest.fixture
-def make_env(browser):
-    made = []
-
-    def make(**settings):
-        made.append(WebTaskEnv(WebTaskSettings(**settings), browser))
-        return made[-1]
-
-    yield make
-    for env in made:
-        env.close()
+def make_env(browser, closing):
+    return lambda **settings: closing(WebTaskEnv(WebTaskSettings(**settings), browser))
 
 
 QUICK = ("mail", "settings")
@@ -135,14 +127,13 @@ class Sum(PageEnv):
         return PageVerdict(float(self.answer == "4"), self.answer == "4", False)
 
 
-def test_the_content_of_finished_is_the_answer_and_reaches_the_environment(browser):
-    env = WebAgentEnv(Sum(PageEnvSettings(width_px=160, height_px=80), browser))
+def test_the_content_of_finished_is_the_answer_and_reaches_the_environment(browser, closing):
+    env = closing(WebAgentEnv(Sum(PageEnvSettings(width_px=160, height_px=80), browser)))
     for content, reward in (("4", 1.0), ("5", 0.0), ("", 0.0)):
         env.reset({}, 0)
         (action,) = parse_answer(f"Action: finished(content='{content}')", "ui_tars").actions
         _, earned, over, _, info = env.step(action)
         assert (earned, over, info["success"], info.get("answer", "")) == (reward, True, reward > 0, content)
-    env.close()
 
 
 def test_finish_asks_the_page_and_fail_gives_up(make_env):

@@ -68,28 +68,18 @@ def test_absent(imports):
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("errors", "message"),
     [
-        OSError("libcudart.so.13: cannot open shared object file"),
-        ImportError("cannot import name 'x'"),
-        RuntimeError("something else"),
+        ([OSError("libcudart.so.13: cannot open shared object file")], "whl/cpu torchvision"),
+        ([ImportError("cannot import name 'x'")], "whl/cpu torchvision"),
+        ([RuntimeError("something else")], "whl/cpu torchvision"),
+        ([ModuleNotFoundError("No module named 'PIL'", name="PIL")], "PIL"),
+        ([missing(f"suite_test_many_{index}") for index in range(40)], "more than 16"),
     ],
 )
-def test_other_failures_say_what_to_install(imports, error):
-    imports(error)
-    with pytest.raises(UserError, match="whl/cpu torchvision"):
-        ensure()
-
-
-def test_a_missing_dependency_is_named(imports):
-    imports(ModuleNotFoundError("No module named 'PIL'", name="PIL"))
-    with pytest.raises(UserError, match="PIL"):
-        ensure()
-
-
-def test_endless_operators_end(imports):
-    imports(*(missing(f"suite_test_many_{index}") for index in range(40)))
-    with pytest.raises(UserError, match="more than 16"):
+def test_other_failures_say_what_to_install_or_what_is_missing(imports, errors, message):
+    imports(*errors)
+    with pytest.raises(UserError, match=message):
         ensure()
 
 

@@ -40,7 +40,7 @@ def mostly_wrong(prompts, completions, **columns):
 HERE = f"{__name__}:mostly_wrong"
 
 
-def test_failed_questions_are_answered_around_hints_and_only_right_ones_replace(tmp_path):
+def test_failed_questions_are_answered_around_hints_and_only_right_ones_replace(tmp_path, closing):
     rewards = [RewardConfig(name="right", function=HERE, isolate=False)]
     # the whole worked answer but a rest is given, and with it the end of the thought
     hints = InpaintingConfig(replacements=2, low=1.0, high=1.0, min_chunk=1, max_chunk=2, free=0, stretch=1.0)
@@ -51,7 +51,7 @@ def test_failed_questions_are_answered_around_hints_and_only_right_ones_replace(
         inpainting=hints,
         sampler=MaskedSampling(max_new_tokens=24, block=8, steps=6),
     )
-    recipe = MaskedRecipe(config)
+    recipe = closing(MaskedRecipe(config))
     recipe.policy.eval()
     tasks = recipe.train_tasks[:2]
     rollouts = sampled(recipe, Unit(tasks, STREAMS, Step()), make_accelerator()).rollouts
@@ -70,20 +70,18 @@ def test_failed_questions_are_answered_around_hints_and_only_right_ones_replace(
         ]
         assert given == trace[: len(given)]
     assert recipe.extra_samples == 6
-    recipe.close()
 
 
-def test_without_inpainting_nothing_is_replaced(tmp_path):
+def test_without_inpainting_nothing_is_replaced(tmp_path, closing):
     config = config_of("masked", tmp_path, inpainting=InpaintingConfig())
-    recipe = MaskedRecipe(config)
+    recipe = closing(MaskedRecipe(config))
     rollouts = sampled(recipe, Unit(recipe.train_tasks[:2], STREAMS, Step()), make_accelerator()).rollouts
     assert rollouts.extras[SOURCE].sum() == 0
     assert rollouts.extras[HINTED].sum() == 0
-    recipe.close()
 
 
-def test_the_supervised_loss_weighs_masked_tokens_by_the_inverse_time(tmp_path):
-    recipe = MaskedSftRecipe(config_of("masked_sft", tmp_path))
+def test_the_supervised_loss_weighs_masked_tokens_by_the_inverse_time(tmp_path, closing):
+    recipe = closing(MaskedSftRecipe(config_of("masked_sft", tmp_path)))
     with torch.no_grad():
         rollouts = recipe.batch(recipe.policy, recipe.train_tasks[:3], STREAMS, Step())
         payload, time = MaskedPayload.of(rollouts), rollouts.extras[TIME]
@@ -98,24 +96,22 @@ def test_the_supervised_loss_weighs_masked_tokens_by_the_inverse_time(tmp_path):
             expected -= float((own * hidden).sum() / time[row]) / 8 / 3
     assert loss == pytest.approx(expected, rel=1e-4)
     assert 0 < payload.hidden.float().mean() < 1
-    recipe.close()
 
 
-def test_chunks_cut_draws_of_an_update_and_leave_its_denominators(tmp_path):
+def test_chunks_cut_draws_of_an_update_and_leave_its_denominators(tmp_path, closing):
     config = config_of(
         "masked",
         tmp_path,
         objective=ObjectiveConfig(preset="bgpo"),
         likelihood=LikelihoodConfig(kind="elbo", draws=5, chunk=2),
     )
-    recipe = MaskedRecipe(config)
+    recipe = closing(MaskedRecipe(config))
     rollouts = recipe.rollout(recipe.policy.eval(), recipe.train_tasks[:2], STREAMS, Step())
     assert rollouts.mask.shape == (6, 5)
     parts = list(recipe.micro_batches(rollouts, 6, whole_groups=False))
     assert [part.mask.sum(1).tolist() for part in parts] == [[2.0] * 6, [2.0] * 6, [1.0] * 6]
     assert torch.equal(sum(part.mask for part in parts), rollouts.mask)
     assert "5 draws" in recipe.describe()
-    recipe.close()
 
 
 def test_bounds_are_those_of_answers_or_of_a_token(tmp_path):

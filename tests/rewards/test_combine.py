@@ -10,15 +10,12 @@ from mmrl.rewards.calling import FAILURE_KINDS
 from mmrl.rewards.reward_loading import load_function
 
 
-def test_a_term_sets_the_number_of_its_workers():
+def test_a_term_sets_the_number_of_its_workers(closing):
     spec = f"{Path(__file__).with_name('user_functions.py')}:pid"
     terms = [RewardConfig("one", spec, workers=1), RewardConfig("two", spec, workers=2), RewardConfig("open", spec)]
-    rewards = RewardSum([*terms, RewardConfig("same", spec, workers=2)], workers=3)
-    try:
-        assert [term.workers.size for term in rewards._terms] == [1, 2, 3, 2]
-        assert rewards._terms[1].workers is rewards._terms[3].workers
-    finally:
-        rewards.close()
+    rewards = closing(RewardSum([*terms, RewardConfig("same", spec, workers=2)], workers=3))
+    assert [term.workers.size for term in rewards._terms] == [1, 2, 3, 2]
+    assert rewards._terms[1].workers is rewards._terms[3].workers
 
 
 def constant(values):
@@ -268,7 +265,7 @@ def compute_with_hidden(reward_inputs, weight, /):
 
 
 @pytest.mark.parametrize("isolate", [True, False])
-def test_functions_of_easyr1_are_called_by_position(isolate, tmp_path):
+def test_functions_of_easyr1_are_called_by_position(isolate, tmp_path, closing):
     """Whatever their first argument is called, where the module says which kind they are."""
     body = "def score(data, /, weight=1.0):\n    return {}\n"
     one, each = (
@@ -281,12 +278,9 @@ def test_functions_of_easyr1_are_called_by_position(isolate, tmp_path):
     configs = [RewardConfig(str(number), place, isolate=isolate) for number, place in enumerate(places)]
     for config in configs:
         config.options = {"weight": 2.0}
-    rewards = RewardSum(configs, workers=1)
-    try:
-        result = rewards.score(["q"] * 2, ["abc", "d"], {"answer": ["a", "b"]})
-        assert list(result.terms.values()) == [[6.0, 2.0]] * 3
-    finally:
-        rewards.close()
+    rewards = closing(RewardSum(configs, workers=1))
+    result = rewards.score(["q"] * 2, ["abc", "d"], {"answer": ["a", "b"]})
+    assert list(result.terms.values()) == [[6.0, 2.0]] * 3
     (tmp_path / "other.py").write_text(body.format("[]"))
     for place, said in {
         f"{__file__}:compute_with_hidden": "has no default for weight",

@@ -13,6 +13,7 @@ import pytest
 from mmrl.rewards import RewardConfig, RewardSum, TrainerState, isolated
 from mmrl.rewards.calling import RewardFailure
 from mmrl.workers.wire import Message
+from tests.programs import is_alive, wait_until
 from tests.signals import interrupts_heeded
 
 USER = str(Path(__file__).with_name("user_functions.py"))
@@ -20,36 +21,16 @@ ROWS = ["a", "bad", "bb", "ccc"]
 
 
 @pytest.fixture
-def make():
-    made = []
-
+def make(closing):
     def build(function, workers=1, **options):
-        made.append(RewardSum([RewardConfig("mine", f"{USER}:{function}", **options)], workers=workers))
-        return made[-1]
+        return closing(RewardSum([RewardConfig("mine", f"{USER}:{function}", **options)], workers=workers))
 
-    yield build
-    for rewards in made:
-        rewards.close()
+    return build
 
 
 def score(rewards, rows=ROWS, **columns):
     result = rewards.score(["q"] * len(rows), rows, columns)
     return result.terms["mine"], result
-
-
-def alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-def wait_until(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +148,7 @@ def test_workers_are_kept_between_calls_and_replaced_after_a_kill(make):
     assert score(rewards)[0] == [first] * 4
     assert first != os.getpid()
     os.kill(int(first), signal.SIGKILL)
-    wait_until(lambda: not alive(int(first)))
+    wait_until(lambda: not is_alive(int(first)))
     values, result = score(rewards)
     assert values[0] not in (first, os.getpid())
     assert result.errors == {}
@@ -184,7 +165,7 @@ def test_a_stopped_worker_is_replaced(make):
     values, result = score(rewards)
     assert result.errors == {}
     assert values[0] not in (first, os.getpid())
-    assert not alive(first)
+    assert not is_alive(first)
 
 
 def test_functions_that_compare_rows_see_all_or_nothing(make):
@@ -238,7 +219,7 @@ def test_close_leaves_no_process(make):
     rewards = make("pid", workers=2, rows="independent")
     pids = {int(value) for value in score(rewards, ["x"] * 64)[0]}
     rewards.close()
-    assert not any(alive(pid) for pid in pids)
+    assert not any(is_alive(pid) for pid in pids)
     assert not math.isnan(score(rewards)[0][0])
 
 
@@ -255,7 +236,7 @@ if sys.argv[2] == "hang":
 def test_no_worker_outlives_a_program_that_just_ends():
     command = [sys.executable, "-c", SCRIPT, USER, "end"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert not alive(int(done.stdout))
+    assert not is_alive(int(done.stdout))
 
 
 def test_no_worker_outlives_a_killed_program_even_while_it_hangs():
@@ -263,9 +244,9 @@ def test_no_worker_outlives_a_killed_program_even_while_it_hangs():
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
         pid = int(program.stdout.readline())
         time.sleep(0.5)  # the worker is inside the hanging function by now
-        assert alive(pid)
+        assert is_alive(pid)
         program.kill()
-    wait_until(lambda: not alive(pid))
+    wait_until(lambda: not is_alive(pid))
 
 
 def test_neither_rewards_nor_workers_import_torch():
@@ -336,7 +317,7 @@ def test_processes_left_in_a_separate_session_are_ended_too(make, end, tmp_path)
     rewards.close()
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert pids
-    wait_until(lambda: not any(alive(pid) for pid in pids))
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))
 
 
 DAEMONS = """
@@ -352,7 +333,7 @@ def test_nothing_outlives_a_killed_program(tmp_path):
     with subprocess.Popen([sys.executable, "-c", DAEMONS, USER, str(pids)]) as program:
         wait_until(lambda: pids.exists() and pids.read_text(), 60.0)
         program.kill()
-    wait_until(lambda: not any(alive(int(pid)) for pid in pids.read_text().split()))
+    wait_until(lambda: not any(is_alive(int(pid)) for pid in pids.read_text().split()))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Rewards that execute text written by a model."""
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -17,11 +18,8 @@ strictly = pytest.mark.skipif(REASON is not None, reason=f"no strict processes h
 
 def score(programs, **options):
     config = RewardConfig("mine", f"{USER}:runs_programs", sandbox="strict", timeout_s=20.0, **options)
-    rewards = RewardSum([config], workers=1)
-    try:
+    with contextlib.closing(RewardSum([config], workers=1)) as rewards:
         return rewards.score(["q"] * len(programs), programs, {})
-    finally:
-        rewards.close()
 
 
 @strictly
@@ -43,12 +41,11 @@ def test_what_a_model_wrote_changes_nothing_outside(tmp_path, monkeypatch):
 
 
 @strictly
-def test_no_process_outlives_the_call():
-    rewards = RewardSum([RewardConfig("mine", f"{USER}:runs_programs", sandbox="strict")], workers=1)
+def test_no_process_outlives_the_call(closing):
+    rewards = closing(RewardSum([RewardConfig("mine", f"{USER}:runs_programs", sandbox="strict")], workers=1))
     rewards.score(["q"], ["reward = 1.0"], {})
     assert all(not workers._pool.processes() for workers in rewards._workers.values())
     assert rewards.score(["q"], ["reward = 2.0"], {}).total == [2.0]
-    rewards.close()
 
 
 @strictly

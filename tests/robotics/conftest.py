@@ -1,5 +1,6 @@
 import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 
@@ -39,3 +40,10 @@ def lerobot() -> str:
     if not python:
         pytest.skip("needs MMRL_LEROBOT_PYTHON, the interpreter of an environment with lerobot 0.6.1 and its extras")
     return python
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Policies of lerobot are answered by a service that needs no lerobot."""
+    service = Path(__file__).with_name("fake_lerobot.py")
+    monkeypatch.setattr("robotics.policies.lerobot.lerobot_server.SERVICE", service)

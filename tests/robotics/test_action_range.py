@@ -15,7 +15,6 @@ from robotics.methods.clone import CloneRecipe
 from robotics.methods.ppo import PolicyWithCritic, StateCritic
 from robotics.policies.base.action_policy import open_policy
 from robotics.policies.base.action_statistics import ActionRange, ActionStatistics, check_bounds
-from robotics.policies.lerobot import lerobot_server as lerobot_server
 from robotics.policies.lerobot.flow import LeRobotFlowConfig, LeRobotFlowPolicy
 from robotics.policies.lerobot.gaussian import LeRobotPolicy, LeRobotPolicyConfig
 from robotics.policies.policy_loading import ActionPolicyConfig, load_action_policy
@@ -33,16 +32,14 @@ LEAST, MOST = 0.04, 0.24
 """Data values of -1 and 1 for the policies below, whose own actions are 0.12 and -0.12."""
 
 
-@pytest.fixture(autouse=True)
-def _served(monkeypatch):
-    monkeypatch.setattr(lerobot_server, "SERVICE", Path(__file__).with_name("fake_lerobot.py"))
+pytestmark = pytest.mark.usefixtures("served")
 
 
 @pytest.fixture
-def policy():
-    made = LeRobotPolicy(LeRobotPolicyConfig("anything", std=0.3, action_low=[LEAST], action_high=[MOST]), seed=1)
-    yield made
-    made.close()
+def policy(closing):
+    return closing(
+        LeRobotPolicy(LeRobotPolicyConfig("anything", std=0.3, action_low=[LEAST], action_high=[MOST]), seed=1)
+    )
 
 
 def scaled(values):
@@ -113,16 +110,15 @@ def test_demonstrations_are_on_the_simulators_scale(policy):
     torch.testing.assert_close(loss.detach(), -density.log_prob(actions).mean())
 
 
-def test_a_saved_policy_keeps_its_range(policy, tmp_path):
+def test_a_saved_policy_keeps_its_range(policy, tmp_path, closing):
     policy.save_pretrained(tmp_path)
-    opened = open_policy(tmp_path)
+    opened = closing(open_policy(tmp_path))
     assert opened.action_range == policy.action_range == ActionRange((LEAST,), (MOST,))
     assert torch.equal(opened.act(inputs(), seeded()).actions, policy.act(inputs(), seeded()).actions)
-    opened.close()
 
 
-def test_only_entries_that_become_actions_differ_in_a_flow():
-    plain = moved(LeRobotFlowPolicy(LeRobotFlowConfig("anything", noise_level=0.4)))
+def test_only_entries_that_become_actions_differ_in_a_flow(closing):
+    plain = closing(moved(LeRobotFlowPolicy(LeRobotFlowConfig("anything", noise_level=0.4))))
     ranged = moved(LeRobotFlowPolicy(LeRobotFlowConfig("anything", noise_level=0.4, action_low=[-3], action_high=[5])))
     first, second = (made.act(inputs(), seeded()) for made in (plain, ranged))
     assert torch.equal(first.decisions, second.decisions)
@@ -133,7 +129,6 @@ def test_only_entries_that_become_actions_differ_in_a_flow():
     wanted = (2 * (0.8 * GAP + 3) / 8 - 1).expand(3, 4, 1)
     loss, _ = moved(ranged, gain=0.4, shift=0.0).bc_loss(inputs(), wanted, torch.ones(3, 4), seeded())
     assert float(loss.detach()) < 1e-6
-    plain.close()
     ranged.close()
 
 

@@ -99,8 +99,8 @@ def test_equal_seeds_and_actions_give_equal_bits(arm):
 
 
 @pytest.mark.usefixtures("backend")
-def test_kinds_of_observation():
-    env = TabletopEnv("reach", observation=OBSERVATIONS, image_size=(20, 30))
+def test_kinds_of_observation(closing):
+    env = closing(TabletopEnv("reach", observation=OBSERVATIONS, image_size=(20, 30)))
     observation, info = env.reset(seed=0)
     assert env.observation_space.contains(observation)
     assert {kind: value.shape for kind, value in observation.items()} == {
@@ -124,7 +124,6 @@ def test_kinds_of_observation():
         "split": "train",
         "dense_reward": pytest.approx(TASKS["reach"].dense_reward(env.scene.sensors.read(env.data.sensordata))),
     }
-    env.close()
 
 
 @pytest.mark.usefixtures("backend")

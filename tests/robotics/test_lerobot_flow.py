@@ -19,7 +19,7 @@ from torch.distributions import Normal
 from mmrl.cli import main
 from mmrl.errors import UserError
 from robotics.policies.base.action_policy import PolicyInputs, open_policy
-from robotics.policies.lerobot import lerobot_server as lerobot_server
+from robotics.policies.lerobot import lerobot_server
 from robotics.policies.lerobot.flow import LeRobotFlowConfig, LeRobotFlowPolicy
 from tests.robotics import lerobot_flows, lerobot_policies
 from tests.robotics.lerobot_policies import observations
@@ -51,15 +51,8 @@ def inputs():
 
 
 @pytest.fixture
-def served(monkeypatch):
-    monkeypatch.setattr(lerobot_server, "SERVICE", Path(__file__).with_name("fake_lerobot.py"))
-
-
-@pytest.fixture
-def policy(served):
-    made = LeRobotFlowPolicy(LeRobotFlowConfig("anything", noise_level=0.4))
-    yield made
-    made.close()
+def policy(served, closing):
+    return closing(LeRobotFlowPolicy(LeRobotFlowConfig("anything", noise_level=0.4)))
 
 
 def moved(policy, gain=0.5, shift=0.2):
@@ -207,8 +200,8 @@ def seen(policy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", lerobot_flows.KINDS)
-def test_flow_heads_of_lerobot(lerobot, built, tiny, kind, tmp_path, monkeypatch):
-    policy = LeRobotFlowPolicy(LeRobotFlowConfig(str(built / kind), python=lerobot, noise_level=0.6))
+def test_flow_heads_of_lerobot(lerobot, built, tiny, kind, tmp_path, monkeypatch, closing):
+    policy = closing(LeRobotFlowPolicy(LeRobotFlowConfig(str(built / kind), python=lerobot, noise_level=0.6)))
     assert (policy.chunk, policy.width, policy.decisions) == (5, 4, 3)
     assert policy.cameras == ("observation.images.front", "observation.images.wrist")[: 1 + kind.endswith("_two")]
     fixed = torch.zeros(3, 4, 5, 4)
@@ -244,7 +237,6 @@ def test_flow_heads_of_lerobot(lerobot, built, tiny, kind, tmp_path, monkeypatch
         chunk = policy.act(seen(policy), seeded(), greedy=True).actions
         np.testing.assert_allclose(chunk, answers["chunks"].clip(-1, 1), atol=1e-5)
         assert np.abs(answers["chunks"] - before[kind]).max() > 1e-3
-    policy.close()
 
 
 def assert_state_has_256_bins(policy, patch):
@@ -287,8 +279,7 @@ def test_reinforcement_learning_improves_a_smolvla(lerobot, built, tmp_path, cap
     assert main(["train", config]) == 0
     found = rates(tmp_path, "reward/mean")
     assert np.mean(found[-3:]) > np.mean(found[:3]) + 0.03
-    opened = open_policy(next((tmp_path / "run/checkpoints").glob("step-*/model")))
-    opened.close()
+    open_policy(next((tmp_path / "run/checkpoints").glob("step-*/model"))).close()
 
 
 @pytest.mark.slow

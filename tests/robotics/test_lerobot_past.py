@@ -21,7 +21,6 @@ from robotics.episodes.collect import ActingSettings, run_episodes
 from robotics.episodes.demonstrations import Transition
 from robotics.methods.clone import CloneRecipe
 from robotics.policies.base.action_policy import PolicyInputs
-from robotics.policies.lerobot import lerobot_server as lerobot_server
 from robotics.policies.lerobot.gaussian import LeRobotPolicy, LeRobotPolicyConfig
 from robotics.policies.policy_loading import ActionPolicyConfig, check_fit, load_action_policy
 from robotics.serving.observations import ServeConfig
@@ -51,15 +50,8 @@ def sim_config(**changes):
 
 
 @pytest.fixture
-def served(monkeypatch):
-    monkeypatch.setattr(lerobot_server, "SERVICE", Path(__file__).with_name("fake_lerobot.py"))
-
-
-@pytest.fixture
-def policy(served):
-    made = LeRobotPolicy(LeRobotPolicyConfig("row", action_low=LOW, action_high=HIGH))
-    yield made
-    made.close()
+def policy(served, closing):
+    return closing(LeRobotPolicy(LeRobotPolicyConfig("row", action_low=LOW, action_high=HIGH)))
 
 
 def batch(**changes):
@@ -183,10 +175,10 @@ tracking: {{quiet: true, tensorboard: false}}
     assert conditions["action_range"] == {"low": LOW, "high": HIGH}
 
 
-def test_demonstrations_include_past_observations_of_the_episode(tmp_path):
+def test_demonstrations_include_past_observations_of_the_episode(tmp_path, closing):
     path = demonstrate(tmp_path / "demos", episodes=2, camera="front")
     config = clone(tmp_path, path, demonstrations={"camera": "front"}, model=ActionPolicyConfig(chunk=2))
-    recipe = CloneRecipe(config)
+    recipe = closing(CloneRecipe(config))
     demos = recipe.demonstrations
     transitions = [Transition(0, 0), Transition(1, 1), Transition(1, 4)]
     found = demos.observations(transitions, 3)
@@ -201,7 +193,6 @@ def test_demonstrations_include_past_observations_of_the_episode(tmp_path):
     recipe.policy.past = 3
     inputs = recipe.rollout(recipe.policy, transitions, Streams(0), Step()).payload.inputs
     assert torch.equal(inputs.past_images, found.past_images)
-    recipe.close()
 
 
 def test_the_cloning_loss_sees_the_past(policy):

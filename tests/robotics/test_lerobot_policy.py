@@ -20,7 +20,6 @@ from mmrl.cli import main
 from mmrl.errors import RunError, UserError
 from robotics.episodes.collect import TemporalEnsemble
 from robotics.policies.base.action_policy import PolicyInputs, open_policy
-from robotics.policies.lerobot import lerobot_server as lerobot_server
 from robotics.policies.lerobot.gaussian import LeRobotPolicy, LeRobotPolicyConfig
 from robotics.policies.policy_loading import check_fit
 from tests.robotics import lerobot_policies
@@ -53,15 +52,8 @@ def inputs(states=STATES):
 
 
 @pytest.fixture
-def served(monkeypatch):
-    monkeypatch.setattr(lerobot_server, "SERVICE", Path(__file__).with_name("fake_lerobot.py"))
-
-
-@pytest.fixture
-def policy(served):
-    made = LeRobotPolicy(LeRobotPolicyConfig("anything", std=0.3), seed=1)
-    yield made
-    made.close()
+def policy(served, closing):
+    return closing(LeRobotPolicy(LeRobotPolicyConfig("anything", std=0.3), seed=1))
 
 
 def moved(policy):
@@ -98,8 +90,8 @@ def test_scores_are_those_of_torch(policy, temperature):
 CAMERAS = ["observation.images.base", "observation.images.left", "observation.images.right"]
 
 
-def test_cameras_are_given_in_the_order_of_the_simulators(served, tmp_path):
-    policy = LeRobotPolicy(LeRobotPolicyConfig("anything", cameras=CAMERAS))
+def test_cameras_are_given_in_the_order_of_the_simulators(served, tmp_path, closing):
+    policy = closing(LeRobotPolicy(LeRobotPolicyConfig("anything", cameras=CAMERAS)))
     assert (policy.views, policy.cameras) == (2, tuple(CAMERAS))
     pixels = torch.zeros(3, 32, 32, 3, dtype=torch.uint8)
     views = torch.stack([pixels + 10, pixels + 20], 1)
@@ -115,11 +107,9 @@ def test_cameras_are_given_in_the_order_of_the_simulators(served, tmp_path):
     with pytest.raises(UserError, match=r"sees 3 cameras: .*base, .*left, .*right; .*sim.views \[hand\]"):
         check_fit(policy, LineSim(views=("hand",)))
     policy.save_pretrained(tmp_path)
-    opened = open_policy(tmp_path)
+    opened = closing(open_policy(tmp_path))
     assert opened.cameras == tuple(CAMERAS)
     torch.testing.assert_close(opened.act(batch, seeded()).actions, policy.act(batch, seeded()).actions)
-    opened.close()
-    policy.close()
 
 
 def test_a_run_of_several_cameras_trains(served, tmp_path):
@@ -132,14 +122,13 @@ def test_a_run_of_several_cameras_trains(served, tmp_path):
     assert main(["evaluate", str(config)]) == 2
 
 
-def test_a_saved_policy_is_opened_with_its_correction(policy, tmp_path):
+def test_a_saved_policy_is_opened_with_its_correction(policy, tmp_path, closing):
     moved(policy).save_pretrained(tmp_path)
-    opened = open_policy(tmp_path)
+    opened = closing(open_policy(tmp_path))
     assert torch.equal(opened.act(inputs(), seeded()).actions, policy.act(inputs(), seeded()).actions)
     assert json.loads((tmp_path / "policy.json").read_text())["folder"] == "anything"
     twin = copy.deepcopy(policy)
     assert torch.equal(twin.act(inputs(), seeded()).decisions, policy.act(inputs(), seeded()).decisions)
-    opened.close()
 
 
 def test_cloning_learns_the_demonstrated_actions(policy):
@@ -198,7 +187,7 @@ def built(lerobot, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "chunk"), [("act", 6), ("diffusion", 4)])
-def test_policies_of_lerobot_act_are_evaluated_and_trained(lerobot, built, kind, chunk, tmp_path, capsys):
+def test_policies_of_lerobot_act_are_evaluated_and_trained(lerobot, built, kind, chunk, tmp_path, capsys, closing):
     policy = LeRobotPolicy(LeRobotPolicyConfig(str(built / kind), python=lerobot))
     seen = observations()
     batch = PolicyInputs(torch.from_numpy(seen["images"]), torch.from_numpy(seen["state"]), ("go",) * 3)
@@ -212,9 +201,8 @@ def test_policies_of_lerobot_act_are_evaluated_and_trained(lerobot, built, kind,
     assert main(["evaluate", config]) == 0
     assert "all tasks" in capsys.readouterr().out
     assert main(["train", config]) == 0
-    opened = open_policy(next((tmp_path / "run/checkpoints").glob("step-*/model")))
+    opened = closing(open_policy(next((tmp_path / "run/checkpoints").glob("step-*/model"))))
     assert opened.correction[2].bias.abs().max() > 0
-    opened.close()
 
 
 @pytest.mark.slow

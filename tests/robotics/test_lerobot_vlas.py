@@ -17,7 +17,7 @@ from mmrl.cli import main
 from mmrl.errors import UserError
 from robotics.episodes.collect import ActingSettings, run_episodes
 from robotics.policies.base.action_policy import open_policy
-from robotics.policies.lerobot import lerobot_server as lerobot_server
+from robotics.policies.lerobot import lerobot_server
 from robotics.policies.lerobot.flow import LeRobotFlowConfig, LeRobotFlowPolicy
 from robotics.policies.lerobot.gaussian import LeRobotPolicy, LeRobotPolicyConfig
 from robotics.policies.policy_loading import ActionPolicyConfig, check_fit, load_action_policy

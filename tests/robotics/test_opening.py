@@ -26,44 +26,37 @@ def opened(**changes):
 # ---- tabletop ----
 
 
-def test_tabletop_has_the_requested_tasks_and_sizes():
+def test_tabletop_has_the_requested_tasks_and_sizes(closing):
     pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
-    sim = opened(tasks=["reach", "push"], image_size=0, horizon=7, state="full", workers=1)
-    try:
-        assert list(sim.tasks()) == ["reach", "push"]
-        assert (sim.action_size, sim.state_size, sim.image_size, sim.horizon) == (5, 22, None, 7)
-        result = sim.reset([EpisodeSpec("push", sim.tasks()["push"], 3)])
-        for _ in range(7):
-            result = sim.step_chunk(np.zeros((1, 1, 5)))
-            assert 0 <= float(result.rewards[0, 0]) < 1  # dense, so that progress can be told
-        assert result.truncated.tolist() == [True]
-        assert not len(sim.live)
-    finally:
-        sim.close()
+    sim = closing(opened(tasks=["reach", "push"], image_size=0, horizon=7, state="full", workers=1))
+    assert list(sim.tasks()) == ["reach", "push"]
+    assert (sim.action_size, sim.state_size, sim.image_size, sim.horizon) == (5, 22, None, 7)
+    result = sim.reset([EpisodeSpec("push", sim.tasks()["push"], 3)])
+    for _ in range(7):
+        result = sim.step_chunk(np.zeros((1, 1, 5)))
+        assert 0 <= float(result.rewards[0, 0]) < 1  # dense, so that progress can be told
+    assert result.truncated.tolist() == [True]
+    assert not len(sim.live)
 
 
-def test_tabletop_is_reach_with_proprioception_by_default():
+def test_tabletop_is_reach_with_proprioception_by_default(closing):
     pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
-    sim = opened(image_size=0, arm="ur5e")
+    sim = closing(opened(image_size=0, arm="ur5e"))
     assert list(sim.tasks()) == ["reach"]
     assert sim.state_size == 10
     described = sim.describe()
     assert described["arm"] == "ur5e"
     assert described["renderer"] is None
     assert described["horizon"] == sim.horizon > 0
-    sim.close()
 
 
-def test_tabletop_renders_the_requested_camera_and_size(backend):
-    sim = opened(image_size=32, camera="wrist")
-    try:
-        assert sim.image_size == (32, 32)
-        images = sim.reset([EpisodeSpec("reach", sim.tasks()["reach"], 0)]).observation.images
-        assert images.shape == (1, 32, 32, 3)
-        assert images.std() > 0
-        assert sim.describe()["camera"] == "wrist"
-    finally:
-        sim.close()
+def test_tabletop_renders_the_requested_camera_and_size(backend, closing):
+    sim = closing(opened(image_size=32, camera="wrist"))
+    assert sim.image_size == (32, 32)
+    images = sim.reset([EpisodeSpec("reach", sim.tasks()["reach"], 0)]).observation.images
+    assert images.shape == (1, 32, 32, 3)
+    assert images.std() > 0
+    assert sim.describe()["camera"] == "wrist"
 
 
 @pytest.mark.parametrize(
@@ -126,64 +119,49 @@ def first_state(sim, layout=0):
     return float(sim.reset([EpisodeSpec(task, "", layout)]).observation.state[0, 0])
 
 
-def test_gymnasium_by_a_file_with_options_of_environment_adapter_and_processes(module):
+def test_gymnasium_by_a_file_with_options_of_environment_adapter_and_processes(module, closing):
     options = {"start": 3.0, "adapter": {"task": "walk", "instruction": "go on"}, "settings": {"call_timeout_s": 20}}
-    sim = opened(kind="gymnasium", env=f"{module}:make", image_size=0, horizon=3, workers=1, options=options)
-    try:
-        assert dict(sim.tasks()) == {"walk": "go on"}
-        assert (sim.action_size, sim.state_size, sim.horizon, sim.capacity) == (1, 1, 3, 1)
-        assert 3.0 <= first_state(sim) < 3.1
-        result = sim.step_chunk(np.full((1, 3, 1), 0.6))  # 1.2 a step in the environment's units
-        assert result.success.tolist() == [True]
-        assert result.steps.tolist() == [2]
-    finally:
-        sim.close()
+    sim = closing(opened(kind="gymnasium", env=f"{module}:make", image_size=0, horizon=3, workers=1, options=options))
+    assert dict(sim.tasks()) == {"walk": "go on"}
+    assert (sim.action_size, sim.state_size, sim.horizon, sim.capacity) == (1, 1, 3, 1)
+    assert 3.0 <= first_state(sim) < 3.1
+    result = sim.step_chunk(np.full((1, 3, 1), 0.6))  # 1.2 a step in the environment's units
+    assert result.success.tolist() == [True]
+    assert result.steps.tolist() == [2]
 
 
 @pytest.mark.parametrize("env", ["walking_env:Walk-v0", "walking_env:make"])
-def test_gymnasium_by_module(module, env):
+def test_gymnasium_by_module(module, env, closing):
     horizon = 0 if env.endswith("v0") else 4
-    sim = opened(kind="gymnasium", env=env, image_size=0, workers=1, horizon=horizon)
-    try:
-        assert sim.horizon == 4
-        assert 0.0 <= first_state(sim) < 0.1
-        assert first_state(sim, 1) != first_state(sim, 2)
-        assert first_state(sim, 1) == first_state(sim, 1)
-    finally:
-        sim.close()
+    sim = closing(opened(kind="gymnasium", env=env, image_size=0, workers=1, horizon=horizon))
+    assert sim.horizon == 4
+    assert 0.0 <= first_state(sim) < 0.1
+    assert first_state(sim, 1) != first_state(sim, 2)
+    assert first_state(sim, 1) == first_state(sim, 1)
 
 
-def test_gymnasium_by_id():
+def test_gymnasium_by_id(closing):
     pytest.importorskip("gymnasium", reason="needs pip install 'mmrl-suite[sim]'")
-    sim = opened(kind="gymnasium", env="Pendulum-v1", image_size=0, workers=1)
-    try:
-        assert (sim.action_size, sim.state_size, sim.image_size, sim.horizon) == (1, 3, None, 200)
-        assert list(sim.tasks()) == ["Pendulum-v1"]
-    finally:
-        sim.close()
+    sim = closing(opened(kind="gymnasium", env="Pendulum-v1", image_size=0, workers=1))
+    assert (sim.action_size, sim.state_size, sim.image_size, sim.horizon) == (1, 3, None, 200)
+    assert list(sim.tasks()) == ["Pendulum-v1"]
 
 
-def test_a_horizon_beyond_that_of_the_id(module):
-    sim = opened(kind="gymnasium", env="walking_env:Walk-v0", image_size=0, workers=1, horizon=6)
-    try:
-        assert sim.horizon == 6
-        first_state(sim)
-        result = sim.step_chunk(np.zeros((1, 9, 1)))
-        assert result.steps.tolist() == [6]
-        assert result.truncated.tolist() == [True]
-    finally:
-        sim.close()
+def test_a_horizon_beyond_that_of_the_id(module, closing):
+    sim = closing(opened(kind="gymnasium", env="walking_env:Walk-v0", image_size=0, workers=1, horizon=6))
+    assert sim.horizon == 6
+    first_state(sim)
+    result = sim.step_chunk(np.zeros((1, 9, 1)))
+    assert result.steps.tolist() == [6]
+    assert result.truncated.tolist() == [True]
 
 
-def test_an_environment_without_success_stops_with_what_to_name():
+def test_an_environment_without_success_stops_with_what_to_name(closing):
     pytest.importorskip("gymnasium", reason="needs pip install 'mmrl-suite[sim]'")
-    sim = opened(kind="gymnasium", env="Pendulum-v1", image_size=0, workers=1, horizon=3)
-    try:
-        first_state(sim)
-        with pytest.raises(UserError, match="Pendulum-v1: an episode has ended and info said nothing of success"):
-            sim.step_chunk(np.zeros((1, 3, 1)))
-    finally:
-        sim.close()
+    sim = closing(opened(kind="gymnasium", env="Pendulum-v1", image_size=0, workers=1, horizon=3))
+    first_state(sim)
+    with pytest.raises(UserError, match="Pendulum-v1: an episode has ended and info said nothing of success"):
+        sim.step_chunk(np.zeros((1, 3, 1)))
 
 
 @pytest.mark.parametrize(

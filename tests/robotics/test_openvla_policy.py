@@ -20,7 +20,7 @@ RUN = """
 recipe: robot_grpo
 output_dir: {run}
 sim: {{kind: "tests.robotics.line_sim:open_line"}}
-model: {{kind: openvla, chunk: 8, options: {{folder: {folder}, center_crop: false}}}}
+model: {{kind: openvla, chunk: 8, options: {{folder: {folder}, center_crop: false{more}}}}}
 acting: {{n_action_steps: 4, scale: bounds_q99}}
 reward: potential
 data: {{tasks: [right], layouts: 8}}
@@ -34,12 +34,17 @@ tracking: {{quiet: true, tensorboard: false}}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The folder, with golden.npz."""
+    return unpacked(tmp_path_factory.mktemp("openvla"), "openvla-oft.tar.xz")
+
+
+def unpacked(target, *names):
+    """A folder with the content of the archives."""
     ensure_torchvision()
     pytest.importorskip("timm", reason="needs timm, whose vision backbones OpenVLA has")
     tiny_timm.register()
-    target = tmp_path_factory.mktemp("openvla")
-    with tarfile.open(Path(__file__).with_name("openvla-oft.tar.xz")) as archive:
-        archive.extractall(target, filter="data")
+    for name in names:
+        with tarfile.open(Path(__file__).with_name(name)) as archive:
+            archive.extractall(target, filter="data")
     return target
 
 
@@ -237,6 +242,18 @@ def test_what_cannot_be_used_is_named(folder, tmp_path):
         OpenVlaPolicy(OpenVlaConfig(str(folder))).act(PolicyInputs(None, None, ("go",)), seeded())
 
 
+def evaluated_and_improved(line, tmp_path, capsys, more=""):
+    """The policy of a folder after a run that raises its reward."""
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN.format(run=tmp_path / "run", folder=line, steps=8, more=more))
+    assert main(["evaluate", str(path)]) == 0
+    assert "all tasks" in capsys.readouterr().out
+    assert main(["train", str(path)]) == 0
+    rewards = [json.loads(row)["reward/mean"] for row in (tmp_path / "run/metrics.jsonl").open()]
+    assert np.mean(rewards[-2:]) > np.mean(rewards[:2])
+    return open_policy(next((tmp_path / "run/checkpoints").glob("step-*/model")))
+
+
 def test_it_is_evaluated_and_improved(folder, tmp_path, capsys):
     """On a line with one action: the statistics are reduced to one entry."""
     import shutil
@@ -246,12 +263,4 @@ def test_it_is_evaluated_and_improved(folder, tmp_path, capsys):
     columns = {"q01": [-0.8], "q99": [0.9], "min": [-1.0], "max": [1.0], "mean": [0.0], "std": [0.3]}
     statistics = {"line": {"action": columns}}
     (line / "dataset_statistics.json").write_text(json.dumps(statistics))
-    path = tmp_path / "run.yaml"
-    path.write_text(RUN.format(run=tmp_path / "run", folder=line, steps=8))
-    assert main(["evaluate", str(path)]) == 0
-    assert "all tasks" in capsys.readouterr().out
-    assert main(["train", str(path)]) == 0
-    rewards = [json.loads(row)["reward/mean"] for row in (tmp_path / "run/metrics.jsonl").open()]
-    assert np.mean(rewards[-2:]) > np.mean(rewards[:2])
-    opened = open_policy(next((tmp_path / "run/checkpoints").glob("step-*/model")))
-    assert opened.action_size == 1
+    assert evaluated_and_improved(line, tmp_path, capsys).action_size == 1

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmrl.cli import main
 from mmrl.errors import UserError
-from mmrl.hub.compat import ensure_torchvision
 from robotics.policies.base.action_policy import PolicyInputs, open_policy
 from robotics.policies.openvla.openvla_folder import ActionHead, OpenVlaConfig, StateProjector, read_part, write_part
 from robotics.policies.openvla.regression import OpenVlaRegressionPolicy
@@ -21,39 +18,19 @@ from robotics.policies.openvla.tokens import OpenVlaPolicy
 from robotics.policies.policy_loading import ActionPolicyConfig, check_fit, load_action_policy
 from robotics.serving.observations import ServeConfig
 from robotics.serving.opening import open_served_policy
-from tests.robotics import openvla_peer, openvla_regression_peer, tiny_timm
+from tests.robotics import openvla_peer, openvla_regression_peer
 from tests.robotics.line_sim import LineSim
+from tests.robotics.test_openvla_policy import evaluated_and_improved, unpacked
 
 HEAD_FILE, PROJECTOR_FILE = "action_head--150000_checkpoint.pt", "proprio_projector--150000_checkpoint.pt"
 ROUNDING = 2e-5
 """A hundred roundings of float32 at the largest number of the answers, 1.8; the sums have at most 224 terms."""
 
-RUN = """
-recipe: robot_grpo
-output_dir: {run}
-sim: {{kind: "tests.robotics.line_sim:open_line"}}
-model: {{kind: openvla, chunk: 8, options: {{folder: {folder}, center_crop: false, std: 0.5}}}}
-acting: {{n_action_steps: 4, scale: bounds_q99}}
-reward: potential
-data: {{tasks: [right], layouts: 8}}
-eval_data: {{held_out: {{tasks: [right], split: held_out, layouts: 4}}}}
-evaluation: {{every: 0, greedy: true, samples: 0, videos: 0}}
-trainer: {{steps: {steps}, tasks_per_step: 2, samples_per_task: 12, learning_rate: 1.0e-3, threads: 1}}
-tracking: {{quiet: true, tensorboard: false}}
-"""
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The folder, with golden.npz."""
-    ensure_torchvision()
-    pytest.importorskip("timm", reason="needs timm, whose vision backbones OpenVLA has")
-    tiny_timm.register()
-    target = tmp_path_factory.mktemp("openvla")
-    for name in ("openvla-oft.tar.xz", "openvla-oft-regression.tar.xz"):
-        with tarfile.open(Path(__file__).with_name(name)) as archive:
-            archive.extractall(target, filter="data")
-    return target
+    return unpacked(tmp_path_factory.mktemp("openvla"), "openvla-oft.tar.xz", "openvla-oft-regression.tar.xz")
 
 
 @pytest.fixture
@@ -365,14 +342,7 @@ def test_it_is_evaluated_and_improved(folder, tmp_path, capsys):
         torch.manual_seed(0)
         write_part(ActionHead(1, 32, 32), line / HEAD_FILE)
         write_part(StateProjector(2, 32), line / PROJECTOR_FILE)
-    path = tmp_path / "run.yaml"
-    path.write_text(RUN.format(run=tmp_path / "run", folder=line, steps=8))
-    assert main(["evaluate", str(path)]) == 0
-    assert "all tasks" in capsys.readouterr().out
-    assert main(["train", str(path)]) == 0
-    rewards = [json.loads(row)["reward/mean"] for row in (tmp_path / "run/metrics.jsonl").open()]
-    assert np.mean(rewards[-2:]) > np.mean(rewards[:2])
-    opened = open_policy(next((tmp_path / "run/checkpoints").glob("step-*/model")))
+    opened = evaluated_and_improved(line, tmp_path, capsys, ", std: 0.5")
     assert isinstance(opened, OpenVlaRegressionPolicy)
     assert opened.action_size == 1
     assert float(opened.log_std.detach().exp()) != 0.5

@@ -130,27 +130,21 @@ def recipe_of(tmp_path, name, env):
 
 
 @pytest.mark.parametrize("name", ["robot_grpo", "robot_ppo"])
-def test_rewards_paid_early_in_an_episode_count(tmp_path, name):
-    recipe = recipe_of(tmp_path, name, "PaysEarly")
-    try:
-        with torch.no_grad():
-            drawn = recipe.rollout(recipe.policy, recipe.train_tasks[:4], Streams(0), Step())
-            rollouts = recipe.score(drawn, Step())
-    finally:
-        recipe.close()
+def test_rewards_paid_early_in_an_episode_count(tmp_path, name, closing):
+    recipe = closing(recipe_of(tmp_path, name, "PaysEarly"))
+    with torch.no_grad():
+        drawn = recipe.rollout(recipe.policy, recipe.train_tasks[:4], Streams(0), Step())
+        rollouts = recipe.score(drawn, Step())
     torch.testing.assert_close(rollouts.reward, rollouts.payload.last_state[:, 0])
     torch.testing.assert_close(rollouts.reward_terms["return"], rollouts.reward)
     assert len(set(rollouts.reward.tolist())) > 1
 
 
 @pytest.mark.parametrize("name", ["robot_grpo", "robot_ppo"])
-def test_bounds_of_actions_travel_from_the_environment_into_the_served_folder(tmp_path, name):
-    recipe = recipe_of(tmp_path, name, "SmallSteps")
-    try:
-        recipe.policy.save_pretrained(tmp_path / "saved")
-        recipe.policy.export(tmp_path / "exported")
-    finally:
-        recipe.close()
+def test_bounds_of_actions_travel_from_the_environment_into_the_served_folder(tmp_path, name, closing):
+    recipe = closing(recipe_of(tmp_path, name, "SmallSteps"))
+    recipe.policy.save_pretrained(tmp_path / "saved")
+    recipe.policy.export(tmp_path / "exported")
     for folder in ("saved", "exported"):
         bounds = open_served_policy(tmp_path / folder, ServeConfig()).bounds
         assert bounds is not None

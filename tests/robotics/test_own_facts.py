@@ -25,14 +25,11 @@ def config(name, **changes):
     return SimConfig(**(given | changes))
 
 
-def test_observations_of_the_past_and_frames_are_their_own_where_an_environment_reuses_its_arrays():
-    sim = open_sim(config("DictImg", image_size=16))
-    try:
-        first = sim.reset([EpisodeSpec("DictImg", "", layout) for layout in (0, 1)], past=2)
-        kept = first.observation.images.copy(), first.observation.state.copy()
-        result = sim.step_chunk(np.zeros((2, 3, 1)), record=[0])
-    finally:
-        sim.close()
+def test_observations_of_the_past_and_frames_are_their_own_where_an_environment_reuses_its_arrays(closing):
+    sim = closing(open_sim(config("DictImg", image_size=16)))
+    first = sim.reset([EpisodeSpec("DictImg", "", layout) for layout in (0, 1)], past=2)
+    kept = first.observation.images.copy(), first.observation.state.copy()
+    result = sim.step_chunk(np.zeros((2, 3, 1)), record=[0])
     assert np.array_equal(first.observation.images, kept[0])
     assert np.array_equal(first.observation.state, kept[1])
     assert result.frames[0][:, 0, 0, 0].tolist() == [1, 2, 3]
@@ -41,14 +38,11 @@ def test_observations_of_the_past_and_frames_are_their_own_where_an_environment_
     assert result.observation.past_images[:, :, 0, 0, 0].tolist() == [[1, 2]] * 2
 
 
-def test_generators_that_all_code_shares_are_seeded_with_the_episode():
+def test_generators_that_all_code_shares_are_seeded_with_the_episode(closing):
     spec = EpisodeSpec("Drawn", "", 3)
-    sim = open_sim(config("Drawn"))
-    try:
-        states = [sim.reset([spec, spec]).observation.state for _ in range(2)]
-        other = sim.reset([EpisodeSpec("Drawn", "", 4)]).observation.state
-    finally:
-        sim.close()
+    sim = closing(open_sim(config("Drawn")))
+    states = [sim.reset([spec, spec]).observation.state for _ in range(2)]
+    other = sim.reset([EpisodeSpec("Drawn", "", 4)]).observation.state
     assert np.array_equal(states[0], states[1])
     assert np.array_equal(states[0][0], states[0][1])
     assert not np.array_equal(other[0], states[0][0])

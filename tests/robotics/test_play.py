@@ -85,7 +85,7 @@ def test_the_expert_solves_the_shown_task(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("backend")
-def test_a_policy_acts_as_in_an_evaluation_of_it(tmp_path):
+def test_a_policy_acts_as_in_an_evaluation_of_it(tmp_path, closing):
     policy = tiny_policy(tmp_path / "policy")
     episode = EpisodeSpec("reach", "touch the red cube", 5, "held_out")
     settings = BatchSettings((32, 32), camera="front", state="proprio", horizon=10)
@@ -94,7 +94,7 @@ def test_a_policy_acts_as_in_an_evaluation_of_it(tmp_path):
             policy.eval(), sim, [episode], ActingSettings(), torch.Generator().manual_seed(0), greedy=True
         )
     actor = PolicyActor(tmp_path / "policy")
-    env = TabletopEnv("reach", horizon=10, split="held_out", **actor.options)
+    env = closing(TabletopEnv("reach", horizon=10, split="held_out", **actor.options))
     observation, _ = env.reset(options={"layout": 5})
     actor.reset(0)
     actions, ended = [], False
@@ -103,7 +103,6 @@ def test_a_policy_acts_as_in_an_evaluation_of_it(tmp_path):
         observation, _, terminated, truncated, _ = env.step(actions[-1])
         ended = terminated or truncated
     np.testing.assert_allclose(np.stack(actions), evaluated.actions[0], atol=1e-6)
-    env.close()
 
 
 @pytest.mark.usefixtures("backend")

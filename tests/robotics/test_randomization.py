@@ -229,7 +229,7 @@ def test_episodes_are_alike_whatever_their_order_chunks_and_threads():
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("camera", ["front", "wrist"])
-def test_a_batch_and_an_environment_draw_and_see_the_same(camera):
+def test_a_batch_and_an_environment_draw_and_see_the_same(camera, closing):
     episodes = [EpisodeSpec("push", "", 0), EpisodeSpec("push", "", 7, draw=2), EpisodeSpec("push", "", 7, draw=None)]
     views = [name for name in ("front", "wrist") if name != camera]
     settings = BatchSettings(
@@ -238,7 +238,7 @@ def test_a_batch_and_an_environment_draw_and_see_the_same(camera):
     with TabletopBatch(["push"], settings=settings, workers=2) as sim:
         begun, chunk = sim.reset(episodes), sim.step_chunk(ACTIONS[:3, :6])
     seen_by = {"image_size": (32, 32), "camera": camera, "views": views}
-    env = TabletopEnv("push", observation=("state", "rgb"), randomization=PARTS, **seen_by)
+    env = closing(TabletopEnv("push", observation=("state", "rgb"), randomization=PARTS, **seen_by))
     for row, episode in enumerate(episodes):
         first, info = env.reset(options={"layout": episode.layout, "draw": episode.draw})
         assert info.get("randomization") == begun.drawn.get(row)
@@ -250,7 +250,6 @@ def test_a_batch_and_an_environment_draw_and_see_the_same(camera):
         assert np.array_equal(seen["state"], chunk.observation.state[row])
         assert np.array_equal(seen["rgb"], chunk.observation.images[row])
         assert np.array_equal(seen["views"], chunk.observation.views[row])
-    env.close()
 
 
 @pytest.mark.usefixtures("backend")
@@ -368,10 +367,10 @@ def test_draws_that_do_not_exist_are_refused():
         env.reset(options={"drawing": 1})
 
 
-def test_an_environment_by_name_takes_a_dictionary_and_reports_its_draws():
+def test_an_environment_by_name_takes_a_dictionary_and_reports_its_draws(closing):
     import gymnasium
 
-    env = gymnasium.make("robotics.scenes.registration:mmrl/Push-v0", observation="state", randomization=PARTS)
+    env = closing(gymnasium.make("robotics.scenes.registration:mmrl/Push-v0", observation="state", randomization=PARTS))
     drawn = [env.reset(seed=0, options={"layout": layout})[1]["randomization"] for layout in (5, 6, 5)]
     assert drawn[0] == drawn[2]
     assert drawn[0] != drawn[1]
@@ -380,17 +379,16 @@ def test_an_environment_by_name_takes_a_dictionary_and_reports_its_draws():
     _, info = env.reset(options={"layout": 5, "draw": None})
     assert "randomization" not in info
     assert not changed(env.unwrapped.model, scene.model)
-    env.close()
 
 
-def test_a_vector_environment_reports_its_draws_and_agrees_with_single_ones():
+def test_a_vector_environment_reports_its_draws_and_agrees_with_single_ones(closing):
     from gymnasium.vector import SyncVectorEnv
 
     from robotics.scenes.vector_env import TabletopVectorEnv
 
     settings = BatchSettings(image_size=None, state="full", randomization=EVERYTHING)
-    batch = TabletopVectorEnv("push", 2, settings=settings, workers=1)
-    single = SyncVectorEnv(2 * [lambda: TabletopEnv("push", observation="state", randomization=EVERYTHING)])
+    batch = closing(TabletopVectorEnv("push", 2, settings=settings, workers=1))
+    single = closing(SyncVectorEnv(2 * [lambda: TabletopEnv("push", observation="state", randomization=EVERYTHING)]))
     (seen, infos), (expected, those) = batch.reset(seed=3), single.reset(seed=3)
     assert np.array_equal(seen["state"], expected["state"])
     assert infos["randomization"]["friction"].tolist() == those["randomization"]["friction"].tolist()
@@ -398,8 +396,6 @@ def test_a_vector_environment_reports_its_draws_and_agrees_with_single_ones():
         actions = ACTIONS[:2, step].astype(np.float32)
         seen, expected = batch.step(actions)[0], single.step(actions)[0]
         assert np.array_equal(seen["state"], expected["state"])
-    batch.close()
-    single.close()
 
 
 def test_processes_sample_the_same_as_threads():

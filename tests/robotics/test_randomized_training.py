@@ -49,17 +49,14 @@ def test_the_randomised_run_takes_two_steps_and_is_evaluated_both_ways(tmp_path,
 
 
 @pytest.mark.parametrize("per", ["group", "episode"])
-def test_a_group_shares_its_draw_unless_each_episode_has_its_own(per, tmp_path, backend):
+def test_a_group_shares_its_draw_unless_each_episode_has_its_own(per, tmp_path, backend, closing):
     ranges = ["sim.randomization.friction=[0.5,1.5]", "sim.randomization.mass=[0.5,2.0]"]
     own = [f"output_dir={tmp_path}", f"model.path={save_tiny_policy(tmp_path / 'policy', TEXTS)}"]
     _, config = load_run(
         CONFIGS[0].with_name("tabletop_grpo.yaml"), [*TWO_STEPS, *ranges, *own, f"sim.randomization.per={per}"]
     )
-    recipe = RobotGrpoRecipe(config)
-    try:
-        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:3], Streams(0), Step())
-    finally:
-        recipe.close()
+    recipe = closing(RobotGrpoRecipe(config))
+    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:3], Streams(0), Step())
     frictions = [draw["friction"] for draw in rollouts.payload.drawn]
     assert len(frictions) == 6
     assert len(set(frictions)) == (3 if per == "group" else 6)

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import logging
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -428,7 +427,7 @@ def test_the_tabletop_says_the_same_of_itself_as_a_simulator_and_as_an_environme
 
 
 @pytest.mark.slow
-def test_a_run_is_not_evaluated_with_its_state_in_another_order(tmp_path):
+def test_a_run_is_not_evaluated_with_its_state_in_another_order(tmp_path, closing):
     entry = find_recipe("robot_grpo")
     config = entry.load_config_class()(
         output_dir=str(tmp_path / "run"),
@@ -443,14 +442,11 @@ def test_a_run_is_not_evaluated_with_its_state_in_another_order(tmp_path):
     first = entry.load_recipe_class()(config)
     first.policy.save_pretrained(tmp_path / "saved")
     first.close()
-    second = entry.load_recipe_class()(
-        dataclasses.replace(config, sim=sim_config("DictCart", state_keys=["x", "speed"]))
+    second = closing(
+        entry.load_recipe_class()(dataclasses.replace(config, sim=sim_config("DictCart", state_keys=["x", "speed"])))
     )
-    try:
-        second.policy.load_weights(tmp_path / "saved")  # as an evaluation of a checkpoint does
-        with pytest.raises(UserError, match=r"entry 0 of the state is 'speed' in .* and 'x' in the simulator"):
-            second.measures(second.policy, "held_out", None)
-    finally:
-        second.close()
-    with closing(open_sim(sim_config("DictCart"))) as sim:
-        assert (sim.control_hz, list(sim.state_names)) == (12.5, ["speed", "x"])
+    second.policy.load_weights(tmp_path / "saved")  # as an evaluation of a checkpoint does
+    with pytest.raises(UserError, match=r"entry 0 of the state is 'speed' in .* and 'x' in the simulator"):
+        second.measures(second.policy, "held_out", None)
+    sim = closing(open_sim(sim_config("DictCart")))
+    assert (sim.control_hz, list(sim.state_names)) == (12.5, ["speed", "x"])

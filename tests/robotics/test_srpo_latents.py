@@ -1,11 +1,7 @@
 """SRPO with every kind of latent, end to end on the line, in one process and in two."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,11 +19,11 @@ from robotics.methods.latents import LatentConfig
 from robotics.methods.progress import ProgressSettings
 from robotics.methods.srpo import SrpoRecipe
 from robotics.policies.policy_loading import ActionPolicyConfig
+from tests.programs import run_processes
 from tests.robotics.line_sim import LineSim
 from tests.robotics.test_robot_recipes import SCALE, collected, srpo, trainer
 from tests.robotics.tiny_models import save_tiny_video_encoder, save_tiny_vjepa2
 
-ROOT = Path(__file__).parents[2]
 KINDS = ("pixels", "video", "vjepa2")
 ONE_CENTRE = ProgressSettings(min_samples=10_000)
 """Nothing clusters, so that the mean of the successes is the only centre."""
@@ -291,19 +287,11 @@ def test_bad_latents(tmp_path, latent, message):
 # ---- two processes ----
 
 
-def run_ranks(output: Path, processes: int) -> list[dict]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command = [sys.executable, *(launcher if processes > 1 else []), "-m", "tests.robotics.two_ranks_srpo", str(output)]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, timeout=240, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [torch.load(output.with_suffix(f".{rank}"), weights_only=False) for rank in range(processes)]
-
-
 @pytest.mark.slow
 def test_references_come_from_all_processes(tmp_path):
     """The first process has all the successes, the second one all the failures."""
-    winner, loser = run_ranks(tmp_path / "found", 2)
+    run_processes(["-m", "tests.robotics.two_ranks_srpo", str(tmp_path / "found")], 2)
+    winner, loser = (torch.load(tmp_path / f"found.{rank}", weights_only=False) for rank in range(2))
     assert winner["success"].all()
     assert not loser["success"].any()
     assert winner["reward"].tolist() == [1.0] * len(winner["reward"])

@@ -12,6 +12,7 @@ from mmrl.errors import RunError, UserError
 from robotics.sim import subprocess_sim
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.subprocess_sim import SubprocessSettings, SubprocessSim, layout_seed
+from tests.programs import is_alive, wait_until
 
 FAKES = Path(__file__).with_name("fake_envs.py")
 
@@ -42,15 +43,6 @@ def specs(*tasks: str, layout: int = 0) -> list[EpisodeSpec]:
 
 def zeros(sim: SubprocessSim, length: int = 4) -> np.ndarray:
     return np.zeros((len(sim.live), length, sim.action_size))
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    # A grandchild whose parents are dead stays a zombie where nobody adopts it.
-    return "Z" in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
 def test_episodes_run_side_by_side_to_the_horizon():
@@ -120,7 +112,7 @@ def test_three_workers_break_down_and_the_others_continue():
         assert sim.live.tolist() == [1, 4]
         expected = {"crashed": 1, "hung": 1, "memory": 0, "raised": 1, "restarted": 3, "dropped": 3, "diverged": 0}
         assert sim.counts == expected
-        assert all(is_gone(old[row]) for row in (0, 2, 3))
+        assert not any(is_alive(old[row]) for row in (0, 2, 3))
         assert sim.step_chunk(zeros(sim)).rewards.tolist() == [[5, 6, 7, 8]] * 2
         again = sim.reset(specs(*["walk"] * 5))
         assert not again.failed.any()
@@ -128,7 +120,7 @@ def test_three_workers_break_down_and_the_others_continue():
         assert {old[1], old[4]} <= set(sim.processes())
         running = sim.processes()
     assert len(running) == 5
-    assert all(is_gone(pid) for pid in running)
+    assert not any(map(is_alive, running))
 
 
 @pytest.mark.parametrize("task", ["lock", "stop"])
@@ -230,10 +222,7 @@ def test_what_a_worker_started_ends_with_it(tmp_path):
         sim.reset(specs("parent"))
         assert sim.step_chunk(zeros(sim)).failed[0]
         child = int((tmp_path / "child").read_text())
-        deadline = time.monotonic() + 5.0
-        while not is_gone(child) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert is_gone(child)
+        wait_until(lambda: not is_alive(child))
 
 
 def test_environments_are_closed_where_they_can_be(tmp_path):
@@ -259,10 +248,7 @@ time.sleep(0.3)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2, done.stderr
-    deadline = time.monotonic() + 5.0
-    while not all(map(is_gone, pids)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert all(map(is_gone, pids))
+    wait_until(lambda: not any(map(is_alive, pids)))
 
 
 @pytest.mark.parametrize(

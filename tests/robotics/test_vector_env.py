@@ -31,10 +31,10 @@ def same_step(ours, theirs):
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
-def test_steps_are_those_of_the_environments_bit_for_bit(mode):
+def test_steps_are_those_of_the_environments_bit_for_bit(mode, closing):
     make = [partial(TabletopEnv, task, observation="state", reward="dense", horizon=4) for task in TASKS]
-    theirs = SyncVectorEnv(make, autoreset_mode=mode)
-    ours = TabletopVectorEnv(TASKS, 3, settings=SHORT, autoreset_mode=mode, workers=2)
+    theirs = closing(SyncVectorEnv(make, autoreset_mode=mode))
+    ours = closing(TabletopVectorEnv(TASKS, 3, settings=SHORT, autoreset_mode=mode, workers=2))
     assert (ours.observation_space, ours.action_space) == (theirs.observation_space, theirs.action_space)
     # The first row starts near its end: so the rows end at different steps.
     same_step(ours.reset(seed=3), theirs.reset(seed=3))
@@ -54,8 +54,6 @@ def test_steps_are_those_of_the_environments_bit_for_bit(mode):
                 theirs.reset(seed=[5, 6, 7], options={"reset_mask": mask.copy()}),
             )
     assert ends >= 5
-    ours.close()
-    theirs.close()
 
 
 def test_success_terminates_and_layouts_can_be_chosen():
@@ -79,8 +77,8 @@ def test_success_terminates_and_layouts_can_be_chosen():
         envs.reset()
 
 
-def test_a_simulation_that_diverges_is_a_broken_episode_and_the_next_one_is_sound():
-    envs = TabletopVectorEnv("push", 2, settings=SHORT)
+def test_a_simulation_that_diverges_is_a_broken_episode_and_the_next_one_is_sound(closing):
+    envs = closing(TabletopVectorEnv("push", 2, settings=SHORT))
     observations, _ = envs.reset(seed=0)
     group = envs.batch._groups[0]
     group.rollout.data(1).qvel[:] = 1e12
@@ -95,15 +93,14 @@ def test_a_simulation_that_diverges_is_a_broken_episode_and_the_next_one_is_soun
     assert not truncations[1]
     assert np.isfinite(after["state"]).all()
     assert envs.counts["diverged"] == 1
-    envs.close()
 
 
-def test_what_does_not_fit_is_refused_by_name():
+def test_what_does_not_fit_is_refused_by_name(closing):
     with pytest.raises(UserError, match="2 tasks for num_envs=3"):
         TabletopVectorEnv(["reach", "push"], 3, settings=SHORT)
     with pytest.raises(UserError, match="tomorrow"):
         TabletopVectorEnv("reach", 1, settings=SHORT, split="tomorrow")
-    envs = TabletopVectorEnv("reach", 2, settings=SHORT)
+    envs = closing(TabletopVectorEnv("reach", 2, settings=SHORT))
     with pytest.raises(UserError, match="reset it first"):
         envs.step(np.zeros((2, 5)))
     with pytest.raises(UserError, match="none has begun yet"):
@@ -117,4 +114,3 @@ def test_what_does_not_fit_is_refused_by_name():
         envs.batch.restart({0: EpisodeSpec("push", "", 0)})
     with pytest.raises(UserError, match="there is no row 7"):
         envs.batch.restart({7: EpisodeSpec("reach", "", 0)})
-    envs.close()

@@ -69,11 +69,11 @@ def coloured(frame, channel):
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("camera", ["front", "wrist"])
-def test_observations_are_the_same_bits_when_videos_are_rendered_in_between(camera):
+def test_observations_are_the_same_bits_when_videos_are_rendered_in_between(camera, closing):
     actions = np.random.default_rng(0).uniform(-1, 1, (6, 5))
     options = {"observation": OBSERVATIONS, "image_size": (40, 56), "camera": camera}
-    filmed = film_env("push", **options)
-    plain = TabletopEnv("push", **options)
+    filmed = closing(film_env("push", **options))
+    plain = closing(TabletopEnv("push", **options))
     frames = []
     with_film = play(filmed, actions, lambda env: frames.append(env.render()))
     without = play(plain, actions)
@@ -81,33 +81,28 @@ def test_observations_are_the_same_bits_when_videos_are_rendered_in_between(came
         for kind in OBSERVATIONS:
             np.testing.assert_array_equal(one[kind], other[kind])
     assert len({frame.tobytes() for frame in frames}) == len(frames)
-    filmed.close()
-    plain.close()
 
 
 @pytest.mark.usefixtures("backend")
-def test_the_look_policy_renders_the_policys_images():
-    env = film_env("push", observation=("state", "rgb"), image_size=SIZE, render_look="policy")
+def test_the_look_policy_renders_the_policys_images(closing):
+    env = closing(film_env("push", observation=("state", "rgb"), image_size=SIZE, render_look="policy"))
     seen, _ = env.reset(options={"layout": 1})
     np.testing.assert_array_equal(env.render(), seen["rgb"])
-    film = film_env("push", observation=("state", "rgb"), image_size=SIZE)
+    film = closing(film_env("push", observation=("state", "rgb"), image_size=SIZE))
     seen, _ = film.reset(options={"layout": 1})
     np.testing.assert_array_equal(film.policy_image(), seen["rgb"])
     assert not np.array_equal(film.render(), seen["rgb"])
-    env.close()
-    film.close()
 
 
 @pytest.mark.usefixtures("backend")
-def test_the_adapter_of_gymnasium_gives_policies_the_policys_image():
+def test_the_adapter_of_gymnasium_gives_policies_the_policys_image(closing):
     env = gymnasium.make(
         "robotics.scenes.registration:mmrl/Push-v0", observation="state", render_mode="rgb_array", render_size=SIZE
     )
-    row = GymRow(env, horizon=5, layout_options=True)
+    row = closing(GymRow(env, horizon=5, layout_options=True))
     row.reset("push", 1, "train", 0)
     np.testing.assert_array_equal(row.render(), env.unwrapped.policy_image())
     assert not np.array_equal(row.render(), env.render())
-    row.close()
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -136,8 +131,8 @@ def test_the_presented_scene_takes_over_every_pose_and_adds_no_joint(task, arm):
 
 
 @pytest.mark.usefixtures("backend")
-def test_success_turns_green():
-    env = film_env("reach")
+def test_success_turns_green(closing):
+    env = closing(film_env("reach"))
     env.reset(options={"layout": 4})
     running = env.render()
     for action in expert_actions("reach", 4):
@@ -148,12 +143,11 @@ def test_success_turns_green():
     assert coloured(solved, 1) > coloured(running, 1) + 5
     env.reset(options={"layout": 4})
     np.testing.assert_allclose(env.render().astype(int), running, atol=GPU_LEVELS)
-    env.close()
 
 
 @pytest.mark.usefixtures("backend")
-def test_time_that_ran_out_turns_red():
-    env = film_env("push", horizon=2)
+def test_time_that_ran_out_turns_red(closing):
+    env = closing(film_env("push", horizon=2))
     env.reset(options={"layout": 4})
     frames = [env.render()]
     for _ in range(2):
@@ -162,7 +156,6 @@ def test_time_that_ran_out_turns_red():
     assert bar_colour(frames[1]).max() < 60
     assert bar_colour(frames[2])[0] > 3 * bar_colour(frames[2])[1:].max()
     assert coloured(frames[2], 0) > coloured(frames[1], 0) + 5
-    env.close()
 
 
 def test_captions_say_what_happened_and_fit():
@@ -186,22 +179,20 @@ def test_captions_say_what_happened_and_fit():
 
 
 @pytest.mark.usefixtures("backend")
-def test_the_batch_renders_the_same_video_as_the_environment():
+def test_the_batch_renders_the_same_video_as_the_environment(closing):
     actions = expert_actions("push", 2)
-    env = TabletopEnv("push", observation="state", render_mode="rgb_array", render_size=video_size(96))
+    env = closing(TabletopEnv("push", observation="state", render_mode="rgb_array", render_size=video_size(96)))
     env.reset(options={"layout": 2})
     for action in actions:
         env.step(action)
     bar = round(0.075 * 96) + 1
-    sim = open_video_sim(SimConfig(tasks=["push"], image_size=32), 96)
+    sim = closing(open_video_sim(SimConfig(tasks=["push"], image_size=32), 96))
     sim.reset([EpisodeSpec("push", "", 2)])
     result = sim.step_chunk(actions[None], record=[0])
     assert result.success[0]
     np.testing.assert_allclose(result.frames[0][-1][:-bar].astype(int), env.render()[:-bar], atol=GPU_LEVELS)
     assert coloured(result.frames[0][-1], 1) > coloured(result.frames[0][-2], 1) + 5
     assert sim.describe()["look"] == "film"
-    sim.close()
-    env.close()
 
 
 def test_evaluations_made_before_there_were_looks_keep_their_fingerprint():
@@ -283,7 +274,7 @@ class Window:
 
 
 @pytest.mark.parametrize(("draw_s", "least"), [(0.0, 101), (0.015, 101), (0.3, 4)])
-def test_a_window_keeps_to_real_time_and_shows_the_end(draw_s, least, monkeypatch):
+def test_a_window_keeps_to_real_time_and_shows_the_end(draw_s, least, monkeypatch, closing):
     clock = Clock()
     window = Window(clock, draw_s)
     monkeypatch.setattr(viewer, "time", clock)
@@ -291,7 +282,7 @@ def test_a_window_keeps_to_real_time_and_shows_the_end(draw_s, least, monkeypatc
     opening = SimpleNamespace(launch_passive=lambda *given, **options: window)
     monkeypatch.setitem(sys.modules, "mujoco.viewer", opening)
     monkeypatch.setattr(mujoco, "viewer", opening, raising=False)
-    env = TabletopEnv("push", observation="state", render_mode="human", horizon=20)
+    env = closing(TabletopEnv("push", observation="state", render_mode="human", horizon=20))
     env.reset(options={"layout": 0})
     for _ in range(20):
         clock.now += 0.001  # of physics
@@ -304,7 +295,6 @@ def test_a_window_keeps_to_real_time_and_shows_the_end(draw_s, least, monkeypatc
     assert env.window_closed
     env.reset(options={"layout": 0})
     assert len(window.shown) == shown
-    env.close()
 
 
 WATCHED = """

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from mmrl.errors import UserError
-from mmrl.fields import check_config
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.training.update import count_denominators
@@ -19,17 +18,12 @@ from robotics.policies.module import ModuleAdapter
 from robotics.policies.policy_loading import ActionPolicyConfig, check_fit, load_action_policy
 from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotObservation, views_of
 from robotics.sim.gym_adapter import EnvError, GymRow
-from robotics.sim.opening import SimConfig, open_sim, open_video_sim
+from robotics.sim.opening import SimConfig, open_video_sim
 from tests.robotics.line_sim import LineSim
+from tests.robotics.test_opening import opened
 
 PUSH = [EpisodeSpec("push", "", 0), EpisodeSpec("push", "", 3)]
 ACTIONS = np.random.default_rng(0).uniform(-1, 1, (2, 6, 5))
-
-
-def opened(**changes):
-    config = SimConfig(**changes)
-    check_config(config, "sim")
-    return open_sim(config)
 
 
 def tabletop(**changes):
@@ -113,27 +107,23 @@ def test_each_camera_has_noise_of_its_own():
 
 
 @pytest.mark.usefixtures("backend")
-def test_videos_are_rendered_without_views():
-    sim = open_video_sim(SimConfig(tasks=["push"], views=["wrist"]), 48)
-    try:
-        assert views_of(sim) == ()
-    finally:
-        sim.close()
+def test_videos_are_rendered_without_views(closing):
+    sim = closing(open_video_sim(SimConfig(tasks=["push"], views=["wrist"]), 48))
+    assert views_of(sim) == ()
 
 
 @pytest.mark.usefixtures("backend")
-def test_a_vector_environment_observes_them():
+def test_a_vector_environment_observes_them(closing):
     from robotics.scenes.batch import BatchSettings
     from robotics.scenes.vector_env import TabletopVectorEnv
 
     settings = BatchSettings(image_size=(16, 24), views=("wrist",))
-    envs = TabletopVectorEnv("reach", 2, settings=settings, workers=1)
+    envs = closing(TabletopVectorEnv("reach", 2, settings=settings, workers=1))
     first, _ = envs.reset(seed=0)
     assert envs.observation_space["views"].shape == first["views"].shape == (2, 1, 16, 24, 3)
     assert first["views"].std() > 0
     later, *_ = envs.step(ACTIONS[:, 0])
     assert not np.array_equal(first["views"], later["views"])
-    envs.close()
 
 
 @pytest.mark.parametrize(
@@ -170,20 +160,17 @@ def test_a_simulator_of_ones_own_has_to_draw_them():
 
 
 @pytest.mark.usefixtures("backend")
-def test_a_gymnasium_environment_may_offer_cameras():
+def test_a_gymnasium_environment_may_offer_cameras(closing):
     env = "robotics.scenes.registration:mmrl/Push-v0"
     options = {"render_mode": "rgb_array", "render_look": "policy", "observation": ["state"], "render_size": [24, 24]}
     options |= {"adapter": {"layout_options": True}}
     shared = {"kind": "gymnasium", "env": env, "horizon": 50, "image_size": 24, "workers": 2, "options": options}
     plain = observed(tabletop(views=["wrist"]))
-    sim = opened(**shared, views=["wrist"])
-    try:
-        name = next(iter(sim.tasks()))
-        seen = sim.reset([dataclasses.replace(episode, task=name) for episode in PUSH]).observation
-        later = sim.step_chunk(ACTIONS).observation
-        assert sim.describe()["views"] == ["wrist"]
-    finally:
-        sim.close()
+    sim = closing(opened(**shared, views=["wrist"]))
+    name = next(iter(sim.tasks()))
+    seen = sim.reset([dataclasses.replace(episode, task=name) for episode in PUSH]).observation
+    later = sim.step_chunk(ACTIONS).observation
+    assert sim.describe()["views"] == ["wrist"]
     for found, expected in zip((seen, later), plain, strict=True):
         np.testing.assert_array_equal(found.images, expected.images)
         np.testing.assert_array_equal(found.views, expected.views)
@@ -375,18 +362,15 @@ class Cloned(Looker):
         return (images.float().mean((2, 3, 4)) / 255 @ self.weight)[:, None].expand(-1, 5)
 
 
-def test_cloning_gives_the_policy_both_cameras(recorded, tmp_path):
-    recipe = clone_recipe(recorded, tmp_path, 2)
-    try:
-        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:4], Streams(0), Step())
-        assert rollouts.payload.inputs.views.shape == (4, 1, 32, 32, 3)
-        recipe.loss(recipe.policy, rollouts, count_denominators(recipe, rollouts), Step()).loss.backward()
-        assert (recipe.policy.module.weight.grad.abs() > 0).all()
-        recipe.config.demonstrations.views = []
-        with pytest.raises(UserError, match=r"names 0 cameras in addition to .*, but the policy sees 1"):
-            recipe._check_views()
-    finally:
-        recipe.close()
+def test_cloning_gives_the_policy_both_cameras(recorded, tmp_path, closing):
+    recipe = closing(clone_recipe(recorded, tmp_path, 2))
+    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:4], Streams(0), Step())
+    assert rollouts.payload.inputs.views.shape == (4, 1, 32, 32, 3)
+    recipe.loss(recipe.policy, rollouts, count_denominators(recipe, rollouts), Step()).loss.backward()
+    assert (recipe.policy.module.weight.grad.abs() > 0).all()
+    recipe.config.demonstrations.views = []
+    with pytest.raises(UserError, match=r"names 0 cameras in addition to .*, but the policy sees 1"):
+        recipe._check_views()
 
 
 # ---- serving ----
@@ -476,7 +460,7 @@ tracking: {quiet: true, tensorboard: false}
 
 
 @pytest.mark.usefixtures("backend")
-def test_a_run_trains_with_two_cameras_and_its_policy_acts_with_them(tmp_path, monkeypatch):
+def test_a_run_trains_with_two_cameras_and_its_policy_acts_with_them(tmp_path, monkeypatch, closing):
     from mmrl.cli import main
     from robotics.scenes.envs import TabletopEnv
     from robotics.serving.acting import PolicyActor
@@ -490,9 +474,8 @@ def test_a_run_trains_with_two_cameras_and_its_policy_acts_with_them(tmp_path, m
     assert (actor.options["camera"], actor.options["views"]) == ("front", ("wrist",))
     weight = actor._served.policy.module.weight.detach().cpu()
     assert (weight - 1).abs().min() > 1e-4, "both cameras have learned"
-    env = TabletopEnv("reach", **actor.options)
+    env = closing(TabletopEnv("reach", **actor.options))
     seen, _ = env.reset(options={"layout": 0})
     actor.reset(0)
     bright = torch.tensor([seen["rgb"].mean() / 255, seen["views"][0].mean() / 255], dtype=torch.float32)
     torch.testing.assert_close(torch.from_numpy(actor.act(env, seen)), (bright @ weight).clamp(-1, 1))
-    env.close()

@@ -12,6 +12,7 @@ import torch
 
 from mmrl.training.processes import leave, make_accelerator
 from mmrl.training.recipe import Step
+from mmrl.training.reporting import RunCounts
 from mmrl.training.trainer import Trainer, collect_metrics
 from robotics.methods.latents import LatentConfig
 from robotics.methods.progress import ProgressSettings
@@ -34,7 +35,9 @@ def main(output: Path) -> None:
     recipe = SrpoRecipe(config)
     last = recipe.policy.module.net[-1].bias
     last.data.fill_(3.0 if rank == 0 else -0.3)
+    counts = RunCounts(recipe)
     rollouts = collected(recipe, tasks=2 + rank, seed=rank)
+    counts.share()
     payload = rollouts.payload
     rows = range(rollouts.num_rows)
     found = {

@@ -1,16 +1,12 @@
 """The text world: problems whose worked answers are right, disjoint splits, and a verifier that reads expressions."""
 
-import json
 from fractions import Fraction
 
 import pytest
 
+from mmrl.runs.records import read_jsonl
 from mmrl.vlm.data.dataset import DataConfig, load_tasks
 from mmrl.vlm.toy.countdown import build_pairs, build_problems, evaluate, shuffled_solves, solves
-
-
-def rows(path):
-    return [json.loads(line) for line in path.open()]
 
 
 def score(texts, numbers="3 7 12", target=33):
@@ -24,8 +20,8 @@ def key(row):
 
 
 def test_worked_answers_are_right_and_splits_are_disjoint(tmp_path):
-    train = rows(build_problems(tmp_path / "train.jsonl", count=400, seed=1))
-    test = rows(build_problems(tmp_path / "test.jsonl", count=200, split="test", seed=1))
+    train = read_jsonl(build_problems(tmp_path / "train.jsonl", count=400, seed=1))
+    test = read_jsonl(build_problems(tmp_path / "test.jsonl", count=200, split="test", seed=1))
     assert not {key(row) for row in train} & {key(row) for row in test}
     assert len({key(row) for row in test}) == len(test)
     for row in (*train, *test):
@@ -39,14 +35,14 @@ def test_worked_answers_are_right_and_splits_are_disjoint(tmp_path):
         assert {row["operator"]} == (used if len(used) == 1 else {"mixed"})
     assert {row["operator"] for row in train} == {"add", "subtract", "multiply", "divide", "mixed"}
     again = build_problems(tmp_path / "again" / "train.jsonl", count=400, seed=1)
-    assert rows(again) == train
+    assert read_jsonl(again) == train
     task = load_tasks(DataConfig(path=str(again))).tasks[0]
     assert task.messages == [{"role": "user", "content": [{"type": "text", "text": train[0]["problem"]}]}]
     assert not task.images
 
 
 def test_one_side_of_a_pair_misses_the_target(tmp_path):
-    for row in rows(build_pairs(tmp_path / "pairs.jsonl", count=50, seed=1)):
+    for row in read_jsonl(build_pairs(tmp_path / "pairs.jsonl", count=50, seed=1)):
         sides = [row["chosen"], row["rejected"]]
         assert score(sides, row["numbers"], row["target"]) == [1.0, 0.0]
         _, used = evaluate(row["rejected"].split("<answer>")[1].removesuffix("</answer>"))

@@ -7,6 +7,7 @@ import pytest
 
 from mmrl.training import run as stages
 from mmrl.vlm.toy import demo
+from tests.example_runs import shrink_demo
 
 ROOT = Path(__file__).parents[2]
 MODEL = "{hidden: 32, layers: 1, vision_hidden: 32, vision_depth: 1, min_pixels: 3136, max_pixels: 12544}"
@@ -20,13 +21,7 @@ COMMON = [
 
 @pytest.fixture
 def small(monkeypatch):
-    """The demonstration's configurations with overrides that shrink them."""
-    monkeypatch.chdir(ROOT)
-
-    def finish(config, run_dir, overrides=()):
-        return stages.finish_run(config, run_dir, [*COMMON, *SMALL[config.name], *overrides])
-
-    monkeypatch.setattr(demo, "finish_run", finish)
+    shrink_demo(monkeypatch, demo, COMMON, SMALL)
 
 
 def test_the_demo_reports_the_effects_of_hints_reading_and_blindness(tmp_path, small, monkeypatch, caplog):

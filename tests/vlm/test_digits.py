@@ -1,16 +1,11 @@
-import json
-
 import numpy as np
 import pytest
 from PIL import Image
 
+from mmrl.runs.records import read_jsonl
 from mmrl.vlm.data.dataset import DataConfig, load_tasks
 from mmrl.vlm.toy.blind import fit_blind
 from mmrl.vlm.toy.digits import QUESTIONS, TEST_SCANS, build_hints, build_questions, reads_digits, scan_pool
-
-
-def rows(path):
-    return [json.loads(line) for line in path.open()]
 
 
 def test_train_and_test_scans_are_disjoint():
@@ -34,7 +29,7 @@ def test_questions_are_real_tasks_and_repeat(tmp_path):
     path = build_questions(tmp_path / "a" / "train.jsonl", count=30, seed=5)
     again = build_questions(tmp_path / "b" / "train.jsonl", count=30, seed=5)
     assert path.read_text() == again.read_text()
-    assert {row["kind"] for row in rows(path)} == set(QUESTIONS)
+    assert {row["kind"] for row in read_jsonl(path)} == set(QUESTIONS)
     tasks = load_tasks(DataConfig(path=str(path))).tasks
     for task in tasks:
         (image,) = task.load_images()
@@ -48,25 +43,25 @@ def test_questions_are_real_tasks_and_repeat(tmp_path):
 def test_reasoning_may_read_several_times_and_noise_may_vary(tmp_path):
     path = build_questions(tmp_path / "q.jsonl", count=80, noise=[0.1, 1.0], readings=3, seed=5)
     times = set()
-    for row in rows(path):
+    for row in read_jsonl(path):
         said = row["completion"].split("</think>")[0].removeprefix("<think>").split()
         digits = row["digits"].split()
         times.add(len(said) // len(digits))
         assert said == digits * (len(said) // len(digits))
     assert times == {1, 2, 3}
-    assert {row["noise"] for row in rows(path)} == {"0.1", "1"}
+    assert {row["noise"] for row in read_jsonl(path)} == {"0.1", "1"}
     for bad, message in (({"readings": 0}, "at least once"), ({"noise": []}, "empty list")):
         with pytest.raises(ValueError, match=message):
             build_questions(tmp_path / "bad.jsonl", count=1, **bad)
 
 
 def test_hints(tmp_path):
-    wrong = rows(build_hints(tmp_path / "wrong.jsonl", count=20, hint="wrong"))
+    wrong = read_jsonl(build_hints(tmp_path / "wrong.jsonl", count=20, hint="wrong"))
     assert all(f"Hint: {row['answer']}." not in row["problem"] for row in wrong)
-    none = rows(build_hints(tmp_path / "none.jsonl", count=5, hint="none", blind=True))
+    none = read_jsonl(build_hints(tmp_path / "none.jsonl", count=5, hint="none", blind=True))
     assert all("Hint: ?." in row["problem"] for row in none)
     assert np.asarray(Image.open(tmp_path / none[0]["images"][0])).max() == 0
-    noisy = rows(build_hints(tmp_path / "noisy.jsonl", count=200, hint="noisy", hint_rate=0.85))
+    noisy = read_jsonl(build_hints(tmp_path / "noisy.jsonl", count=200, hint="noisy", hint_rate=0.85))
     right = np.mean([f"Hint: {row['answer']}." in row["problem"] for row in noisy])
     assert 0.75 < right < 0.95
     assert right == np.mean([row["hint_right"] for row in noisy])
@@ -76,8 +71,8 @@ def test_hints(tmp_path):
 
 def test_the_same_questions_without_their_hints(tmp_path):
     hinted = {"count": 40, "hint_share": 0.75, "hint_rate": 0.5, "seed": 4}
-    shown = rows(build_questions(tmp_path / "a" / "test.jsonl", **hinted))
-    plain = rows(build_questions(tmp_path / "b" / "test.jsonl", **hinted, show_hints=False))
+    shown = read_jsonl(build_questions(tmp_path / "a" / "test.jsonl", **hinted))
+    plain = read_jsonl(build_questions(tmp_path / "b" / "test.jsonl", **hinted, show_hints=False))
     for with_hint, without in zip(shown, plain, strict=True):
         claim = with_hint["hint_text"]
         assert with_hint["problem"].replace(f"Hint: {claim}. ", "") == without["problem"]

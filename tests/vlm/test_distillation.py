@@ -32,16 +32,11 @@ def make_config(folder, model, teacher, **settings):
 
 
 @pytest.fixture
-def make_recipe(tmp_path, tiny_folders):
-    made = []
-
+def make_recipe(tmp_path, tiny_folders, closing):
     def make(teacher, **settings):
-        made.append(DistilRecipe(make_config(tmp_path, tiny_folders["qwen2_5_vl"], teacher, **settings)))
-        return made[-1]
+        return closing(DistilRecipe(make_config(tmp_path, tiny_folders["qwen2_5_vl"], teacher, **settings)))
 
-    yield make
-    for recipe in made:
-        recipe.close()
+    return make
 
 
 @pytest.fixture(scope="module")

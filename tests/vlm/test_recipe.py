@@ -123,18 +123,17 @@ def test_a_completion_with_an_image_token_is_a_bad_row(tmp_path, tiny_folders, a
 
 
 @pytest.mark.parametrize("isolate", [False, True])
-def test_rewards_that_name_images_get_them(tmp_path, tiny_folders, isolate):
+def test_rewards_that_name_images_get_them(tmp_path, tiny_folders, isolate, closing):
     """TRL's argument: the images of each row, opened; others are not sent them."""
     config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
     seen = RewardConfig(name="tests/vlm/user_reward.py:brightness", isolate=isolate)
     config.rewards = [seen, RewardConfig(name="tests/vlm/user_reward.py:characters", isolate=False)]
-    recipe = VlmRecipe(config)
+    recipe = closing(VlmRecipe(config))
     tasks = [recipe.train_tasks[index] for index in (0, 4, 4, 5)]
     result = recipe.score_texts(tasks, [""] * 4, ["1"] * 4, [[1]] * 4, Step())
     first, fourth = (task.load_images()[0].convert("L").getpixel((0, 0)) for task in tasks[:2])
     assert result.terms[seen.name] == [first, fourth, fourth, 0]
     assert first != fourth
-    recipe.close()
 
 
 def test_micro_batches_change_only_rounding(tmp_path, tiny_folders):

@@ -49,16 +49,8 @@ def make_config(folder, model, **options):
 
 
 @pytest.fixture
-def make_recipe(tmp_path, tiny_folders):
-    made = []
-
-    def make(**options):
-        made.append(RegGrpoRecipe(make_config(tmp_path, tiny_folders["qwen2_5_vl"], **options)))
-        return made[-1]
-
-    yield make
-    for recipe in made:
-        recipe.close()
+def make_recipe(tmp_path, tiny_folders, closing):
+    return lambda **options: closing(RegGrpoRecipe(make_config(tmp_path, tiny_folders["qwen2_5_vl"], **options)))
 
 
 def seeded(number=0):
@@ -207,20 +199,17 @@ def test_probes_measure_a_question_before_it_is_asked(make_recipe):
     assert len(stage.tracker.recent) == 1 + 12  # two probes of two questions, and none of the noised groups
 
 
-def test_without_scales_the_run_is_that_of_the_vlm_recipe(make_recipe, tmp_path, tiny_folders):
+def test_without_scales_the_run_is_that_of_the_vlm_recipe(make_recipe, tmp_path, tiny_folders, closing):
     recipe = make_recipe(**{"augmentation.hint_scale": 0.0, "augmentation.noise_scale": 0.0})
     config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
     config.rewards, config.eval_data = [LETTERS], {}
-    plain = VlmRecipe(config)
-    try:
-        set_difficulty(recipe, q0=-5.0, q1=5.0)
-        ids = [
-            VlmPayload.of(rolled(one, Unit(one.train_tasks[:3], Streams(1), Step()), make_accelerator())).response_ids
-            for one in (recipe, plain)
-        ]
-        assert torch.equal(*ids)
-    finally:
-        plain.close()
+    plain = closing(VlmRecipe(config))
+    set_difficulty(recipe, q0=-5.0, q1=5.0)
+    ids = [
+        VlmPayload.of(rolled(one, Unit(one.train_tasks[:3], Streams(1), Step()), make_accelerator())).response_ids
+        for one in (recipe, plain)
+    ]
+    assert torch.equal(*ids)
 
 
 @pytest.mark.slow

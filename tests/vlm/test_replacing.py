@@ -29,20 +29,15 @@ def configure(kind, folder, model, **columns):
 
 
 @pytest.fixture
-def opened(tmp_path, tiny_folders):
-    made = []
-
+def opened(tmp_path, tiny_folders, closing):
     def make(recipe, config_class, columns, **parts):
         config = configure(config_class, tmp_path, tiny_folders["qwen2_5_vl"], **columns)
         for name, part in parts.items():
             setattr(config, name, part)
         check_config(config, "")
-        made.append(recipe(config))
-        return made[-1]
+        return closing(recipe(config))
 
-    yield make
-    for recipe in made:
-        recipe.close()
+    return make
 
 
 def multi_teacher(opened, texts=TEXTS, **settings):

@@ -1,20 +1,15 @@
 """The signs: worked answers by the letters' meaning or by chance, disjoint splits, hints."""
 
-import json
-
 import pytest
 
+from mmrl.runs.records import read_jsonl
 from mmrl.vlm.toy.countdown import evaluate
 from mmrl.vlm.toy.signs import LARGEST_VALUE, MEANING, build_problems
 
 
-def rows(path):
-    return [json.loads(line) for line in path.open()]
-
-
 def test_worked_answers_follow_the_letters_and_splits_are_disjoint(tmp_path):
-    train = rows(build_problems(tmp_path / "train.jsonl", count=300, seed=1))
-    test = rows(build_problems(tmp_path / "test.jsonl", count=300, split="test", seed=1))
+    train = read_jsonl(build_problems(tmp_path / "train.jsonl", count=300, seed=1))
+    test = read_jsonl(build_problems(tmp_path / "test.jsonl", count=300, split="test", seed=1))
     assert not {row["problem"] for row in train} & {row["problem"] for row in test}
     assert {row["steps"] for row in train} == {"1", "2", "3"}
     for row in (*train, *test):
@@ -32,7 +27,7 @@ def test_worked_answers_follow_the_letters_and_splits_are_disjoint(tmp_path):
 
 
 def test_guessed_operations_are_drawn_at_random_in_their_share(tmp_path):
-    found = rows(build_problems(tmp_path / "guessed.jsonl", count=2000, steps=[1], guessed=0.6, seed=1))
+    found = read_jsonl(build_problems(tmp_path / "guessed.jsonl", count=2000, steps=[1], guessed=0.6, seed=1))
     right = 0
     for row in found:
         computed, _, result = row["hints"][0].partition("=")
@@ -44,7 +39,7 @@ def test_guessed_operations_are_drawn_at_random_in_their_share(tmp_path):
 
 def test_a_share_of_the_problems_ends_in_its_first_hints(tmp_path):
     shown = []
-    for row in rows(build_problems(tmp_path / "hinted.jsonl", hinted=0.5, count=200, steps=[2], seed=1)):
+    for row in read_jsonl(build_problems(tmp_path / "hinted.jsonl", hinted=0.5, count=200, steps=[2], seed=1)):
         hints = row["problem"].partition(".")[2].split()
         assert hints == row["hints"][: len(hints)]
         shown.append(len(hints))

@@ -97,35 +97,29 @@ def test_two_steps_on_videos(tmp_path, tiny_folders, name, family):
     assert (run_dir / "report.html").stat().st_size > 10_000
 
 
-def test_a_clip_of_an_unknown_codec_is_skipped_and_counted(tmp_path, tiny_folders):
+def test_a_clip_of_an_unknown_codec_is_skipped_and_counted(tmp_path, tiny_folders, closing):
     config = video_run("vlm", tmp_path, tiny_folders["qwen2_5_vl"], tasks_per_step=4)
     path = tmp_path / "clips/3.mp4"
     content = path.read_bytes()
     place = content.index(b"avc1", content.index(b"stsd"))
     path.write_bytes(content[:place] + b"zzzz" + content[place + 4 :])
     config.data.on_bad_row, config.eval_data = "skip", {}
-    recipe = RECIPES["vlm"].load_recipe_class()(config)
-    try:
-        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks, Streams(0), Step())
-        assert rollouts.num_groups == 3
-        assert recipe.skipped == {"unreadable_video": 1}
-    finally:
-        recipe.close()
+    recipe = closing(RECIPES["vlm"].load_recipe_class()(config))
+    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks, Streams(0), Step())
+    assert rollouts.num_groups == 3
+    assert recipe.skipped == {"unreadable_video": 1}
 
 
-def test_a_clip_that_ends_early_is_skipped_and_counted(tmp_path, tiny_folders):
+def test_a_clip_that_ends_early_is_skipped_and_counted(tmp_path, tiny_folders, closing):
     config = video_run("vlm", tmp_path, tiny_folders["qwen2_5_vl"], faulty=True, tasks_per_step=4)
     config.eval_data = {}
-    recipe = RECIPES["vlm"].load_recipe_class()(config)
-    try:
-        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks, Streams(0), Step())
-        assert rollouts.num_groups == 3
-        assert recipe.skipped == {"truncated_video": 1}
-        scored = recipe.score(rollouts, Step())
-        assert [task.id for task in VlmPayload.of(scored).tasks] == ["v0", "v1", "v2"]
-        assert collect_metrics(recipe, scored, Step())["data/skipped"] == 1.0
-    finally:
-        recipe.close()
+    recipe = closing(RECIPES["vlm"].load_recipe_class()(config))
+    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks, Streams(0), Step())
+    assert rollouts.num_groups == 3
+    assert recipe.skipped == {"truncated_video": 1}
+    scored = recipe.score(rollouts, Step())
+    assert [task.id for task in VlmPayload.of(scored).tasks] == ["v0", "v1", "v2"]
+    assert collect_metrics(recipe, scored, Step())["data/skipped"] == 1.0
 
 
 def test_frames_of_the_report_have_their_times():

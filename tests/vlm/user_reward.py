@@ -23,6 +23,11 @@ def letters(prompts, completions, **columns):
     return [sum(character.isalpha() for character in text) / max(len(text), 1) for text in completions]
 
 
+def code_points(completions, **columns):
+    """Differs between answers of an untrained model."""
+    return [sum(map(ord, text)) % 7 / 6 for text in completions]
+
+
 def brightness(prompts, completions, images, **columns):
     return [sum(image.convert("L").getpixel((0, 0)) for image in own) for own in images]
 

@@ -13,24 +13,20 @@ import pytest
 
 from mmrl.errors import RunError, UserError
 from mmrl.workers import Message, Preparation, Request, WorkerFailure, WorkerPool, WorkerSpec, engine
+from tests.programs import wait_until
 
 SERVICES = Path(__file__).with_name("services.py")
 COUNTS = {"crashed": 0, "hung": 0, "memory": 0, "raised": 0, "restarted": 0}
 
 
 @pytest.fixture
-def make():
-    made = []
-
+def make(closing):
     def build(size=1, function="make", *, max_restarts=None, engine=None, options=None, **spec):
         limits = {"start_timeout_s": 30.0, "closing_s": 0.0}
         spec = WorkerSpec(f"{SERVICES}:{function}", options or {}, purpose="tests", **{**limits, **spec})
-        made.append(WorkerPool(spec, size, max_restarts=max_restarts, goal="good answer", engine=engine))
-        return made[-1]
+        return closing(WorkerPool(spec, size, max_restarts=max_restarts, goal="good answer", engine=engine))
 
-    yield build
-    for pool in made:
-        pool.close()
+    return build
 
 
 def do(name, **fields):
@@ -50,13 +46,6 @@ def is_gone(pid):
         return state == "Z" and len(os.listdir(f"/proc/{pid}/task")) == 1
     except (FileNotFoundError, ProcessLookupError):
         return True
-
-
-def wait_until(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.02)
 
 
 class TestMap:

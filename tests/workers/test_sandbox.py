@@ -18,6 +18,7 @@ from mmrl.workers import run_code as running
 from mmrl.workers import sandbox
 from mmrl.workers.run_code import run_code
 from mmrl.workers.sandbox import Limits
+from tests.programs import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="strict processes need Linux")
 REASON = sandbox.why_not() if sys.platform == "linux" else "not Linux"
@@ -156,7 +157,7 @@ def test_it_reads_no_secret_of_this_process_or_of_another(run, monkeypatch):
         """
         try:
             # from here it can be read, as soon as the program has started
-            _wait_until(lambda: b"sesame" in Path(f"/proc/{other.pid}/environ").read_bytes())
+            wait_until(lambda: b"sesame" in Path(f"/proc/{other.pid}/environ").read_bytes(), 20.0)
             assert run(source).stdout == "False\n"
         finally:
             other.kill()
@@ -297,7 +298,7 @@ def test_nothing_outlives_it(run):
         time.sleep(0.3)
     """
     run(source)
-    _wait_until(lambda: not any(mark[:15] in _name(pid) for pid in os.listdir("/proc") if pid.isdigit()))
+    wait_until(lambda: not any(mark[:15] in _name(pid) for pid in os.listdir("/proc") if pid.isdigit()), 20.0)
 
 
 ABANDONED = """
@@ -324,17 +325,10 @@ time.sleep(600)
 
     variables = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", ABANDONED, source], env=variables) as caller:
-        _wait_until(running_ones)
+        wait_until(running_ones, 20.0)
         caller.kill()
-    _wait_until(lambda: not running_ones())
+    wait_until(lambda: not running_ones(), 20.0)
     assert not list(tmp_path.iterdir())
-
-
-def _wait_until(condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def _name(pid):

@@ -62,22 +62,19 @@ def test_steps_are_those_of_dummy_vec_env_also_when_solved_in_the_last_step_allo
         theirs.close()
 
 
-def test_attributes_and_methods_reach_the_environments_that_are_named():
-    env = GymnasiumVecEnv(pooled())
-    try:
+def test_attributes_and_methods_reach_the_environments_that_are_named(closing):
+    env = closing(GymnasiumVecEnv(pooled()))
+    env.reset()
+    env.set_attr("limit", 9, indices=[0, 2])
+    assert env.get_attr("limit") == [9, 5, 9, 5, 5, 5, 5, 5]
+    env.set_attr("size", [1, 2])  # one value, although it is a list
+    assert env.get_attr("size", indices=1) == [[1, 2]]
+    assert env.env_method("add", 2) == [2] * ROWS
+    with pytest.raises(UserError, match=r"env_method\('add'\) with indices \[0\]: only all"):
+        env.env_method("add", 2, indices=[0])
+    env._options = [{"shift": row} for row in range(ROWS)]
+    with pytest.raises(UserError, match="the environments have different options"):
         env.reset()
-        env.set_attr("limit", 9, indices=[0, 2])
-        assert env.get_attr("limit") == [9, 5, 9, 5, 5, 5, 5, 5]
-        env.set_attr("size", [1, 2])  # one value, although it is a list
-        assert env.get_attr("size", indices=1) == [[1, 2]]
-        assert env.env_method("add", 2) == [2] * ROWS
-        with pytest.raises(UserError, match=r"env_method\('add'\) with indices \[0\]: only all"):
-            env.env_method("add", 2, indices=[0])
-        env._options = [{"shift": row} for row in range(ROWS)]
-        with pytest.raises(UserError, match="the environments have different options"):
-            env.reset()
-    finally:
-        env.close()
 
 
 def test_another_autoreset_mode_is_refused():

@@ -49,24 +49,21 @@ def actions(count, rows=3, seed=0):
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 @pytest.mark.parametrize(("workers", "nested"), [(3, False), (2, True)])
-def test_steps_are_those_of_gymnasium(mode, workers, nested):
+def test_steps_are_those_of_gymnasium(mode, workers, nested, closing):
     theirs = SyncVectorEnv([partial(Walk, nested=nested)] * 3, autoreset_mode=mode)
     settings = VectorSettings(workers=workers)
-    ours = PoolVectorEnv(WALK, 3, kwargs={"nested": nested}, autoreset_mode=mode, settings=settings)
-    try:
-        assert ours.metadata == theirs.metadata
-        assert (ours.observation_space, ours.action_space) == (theirs.observation_space, theirs.action_space)
-        same(ours.reset(seed=[3, 8, 5]), theirs.reset(seed=[3, 8, 5]))
-        same(ours.reset(seed=7, options={"shift": 0.5}), theirs.reset(seed=7, options={"shift": 0.5}))
-        ends = 0
-        for action in actions(14):
-            step = ours.step(action)
-            same(step, theirs.step(action))
-            ends += int((step[2] | step[3]).sum())
-        assert ends >= 6
-        assert ours.counts["raised"] == 0
-    finally:
-        ours.close()
+    ours = closing(PoolVectorEnv(WALK, 3, kwargs={"nested": nested}, autoreset_mode=mode, settings=settings))
+    assert ours.metadata == theirs.metadata
+    assert (ours.observation_space, ours.action_space) == (theirs.observation_space, theirs.action_space)
+    same(ours.reset(seed=[3, 8, 5]), theirs.reset(seed=[3, 8, 5]))
+    same(ours.reset(seed=7, options={"shift": 0.5}), theirs.reset(seed=7, options={"shift": 0.5}))
+    ends = 0
+    for action in actions(14):
+        step = ours.step(action)
+        same(step, theirs.step(action))
+        ends += int((step[2] | step[3]).sum())
+    assert ends >= 6
+    assert ours.counts["raised"] == 0
 
 
 def test_without_autoreset_the_mask_chooses_who_begins():
@@ -97,10 +94,10 @@ def test_discrete_actions_and_tuples_are_those_of_processes():
 
 @pytest.mark.parametrize("breaks", ["raise", "die", "hang", "reward"])
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_an_environment_that_breaks_ends_its_own_episode(breaks, mode):
+def test_an_environment_that_breaks_ends_its_own_episode(breaks, mode, closing):
     settings = VectorSettings(workers=2, step_timeout_s=1.5 if breaks == "hang" else 60.0)
     kwargs = [{"limit": 30}, {"limit": 30, "breaks": breaks}]
-    envs = PoolVectorEnv(WALK, 2, kwargs=kwargs, autoreset_mode=mode, settings=settings)
+    envs = closing(PoolVectorEnv(WALK, 2, kwargs=kwargs, autoreset_mode=mode, settings=settings))
     alone = Walk(limit=30)
     envs.reset(seed=0)
     alone.reset(seed=0)
@@ -126,7 +123,6 @@ def test_an_environment_that_breaks_ends_its_own_episode(breaks, mode):
         expected = alone.step(np.zeros(2, np.float32))[0]
     np.testing.assert_array_equal(observations[0], expected)
     assert sum(envs.failures.counts.values()) == 1
-    envs.close()
 
 
 def test_a_fresh_process_is_seeded_and_a_loop_may_want_a_number_for_the_reward():
@@ -157,8 +153,8 @@ def test_methods_attributes_and_images_of_the_environments():
         envs.step(np.zeros((3, 2), np.float32))
 
 
-def test_requests_that_do_not_fit_are_refused_by_name():
-    envs = PoolVectorEnv(WALK, 2, settings=VectorSettings(workers=1))
+def test_requests_that_do_not_fit_are_refused_by_name(closing):
+    envs = closing(PoolVectorEnv(WALK, 2, settings=VectorSettings(workers=1)))
     with pytest.raises(UserError, match="no episode runs in environment 0"):
         envs.step(np.zeros((2, 2)))
     envs.reset()
@@ -174,7 +170,6 @@ def test_requests_that_do_not_fit_are_refused_by_name():
             envs.reset(options={"reset_mask": mask})
     with pytest.raises(UserError, match="seed is a list of 3; expected 2"):
         envs.reset(seed=[1, 2, 3])
-    envs.close()
 
 
 @pytest.mark.parametrize(
@@ -194,12 +189,11 @@ def test_what_cannot_start_says_why(env, options, error, reason):
         PoolVectorEnv(env, 2, **options)
 
 
-def test_something_in_info_that_cannot_be_sent_is_named():
-    envs = PoolVectorEnv(f"{ENVS}:secretive", 1)
+def test_something_in_info_that_cannot_be_sent_is_named(closing):
+    envs = closing(PoolVectorEnv(f"{ENVS}:secretive", 1))
     envs.reset()
     with pytest.raises(UserError, match=r"info\['model'\] of the environment is a Secretive"):
         envs.step(np.zeros(1, int))
-    envs.close()
 
 
 def test_a_board_is_seen_by_another_process():

@@ -49,14 +49,12 @@ def test_without_an_error_the_expert_goes_on_without_the_thought():
 
 
 @pytest.fixture
-def recipe(tmp_path, tiny_folders):
+def recipe(tmp_path, tiny_folders, closing):
     cloned = make_config(tmp_path, tiny_folders["qwen2_5_vl"])
     shared = {key: value for key, value in vars(cloned).items() if key not in ("random_actions", "play_once")}
     config = AgentRevisionConfig(**shared, revision=RevisionSettings(attempts=2, thought="Wrong."))
     config.validate()
-    made = AgentRevisionRecipe(config)
-    yield made
-    made.close()
+    return closing(AgentRevisionRecipe(config))
 
 
 def answers_of(recipe, attempts):

@@ -16,7 +16,8 @@ from mmrl.errors import UserError
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
-from tests.agents.test_recipe import by_length, make_config
+from tests.agents.runs import by_length
+from tests.agents.test_recipe import make_config
 from tests.rounding import assert_equal_up_to_rounding
 
 ALWAYS = {"probability": 1.0, "weight": 0.0}
@@ -73,16 +74,13 @@ def branching(folder, model, monkeypatch, settings, **changes) -> BranchingRecip
         pytest.param(BranchingSettings(allocation="entropy", probability=0.0), 0, marks=pytest.mark.slow),
     ],
 )
-def test_a_branch_continues_what_it_repeats(tmp_path, folder, monkeypatch, settings, kept):
+def test_a_branch_continues_what_it_repeats(tmp_path, folder, monkeypatch, settings, kept, closing):
     conversation = ConversationConfig(system="Walk. {actions}", history_images=kept)
-    recipe = branching(tmp_path, folder, monkeypatch, settings, conversation=conversation)
-    try:
-        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:2], Streams(0), Step())
-        with torch.no_grad():
-            logp = recipe.scores(recipe.policy, rollouts, frozenset({"logp"})).logp
-        scored = recipe.score(rollouts, Step())
-    finally:
-        recipe.close()
+    recipe = closing(branching(tmp_path, folder, monkeypatch, settings, conversation=conversation))
+    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:2], Streams(0), Step())
+    with torch.no_grad():
+        logp = recipe.scores(recipe.policy, rollouts, frozenset({"logp"})).logp
+    scored = recipe.score(rollouts, Step())
     assert rollouts.num_rows == 8
     assert_equal_up_to_rounding(logp, rollouts.logp_old)
     payload = AgentPayload.of(rollouts)
@@ -101,14 +99,11 @@ def test_a_branch_continues_what_it_repeats(tmp_path, folder, monkeypatch, setti
     assert recipe.step_metrics(scored)["episode/branched"].value == len(branched) / 8
 
 
-def test_an_environment_that_does_not_repeat_is_refused(tmp_path, folder, monkeypatch):
+def test_an_environment_that_does_not_repeat_is_refused(tmp_path, folder, monkeypatch, closing):
     settings = BranchingSettings(initial=1, **ALWAYS)
-    recipe = branching(tmp_path, folder, monkeypatch, settings, kwargs={"twins": False}, workers=1)
-    try:
-        with pytest.raises(UserError, match=r"corridor\.py:Corridor does not repeat an episode: .* by turn 0"):
-            recipe.rollout(recipe.policy, recipe.train_tasks[:1], Streams(0), Step())
-    finally:
-        recipe.close()
+    recipe = closing(branching(tmp_path, folder, monkeypatch, settings, kwargs={"twins": False}, workers=1))
+    with pytest.raises(UserError, match=r"corridor\.py:Corridor does not repeat an episode: .* by turn 0"):
+        recipe.rollout(recipe.policy, recipe.train_tasks[:1], Streams(0), Step())
 
 
 def test_branches_need_room(tmp_path, folder, monkeypatch):

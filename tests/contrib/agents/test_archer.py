@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from mmrl.agents.environments.agent_tasks import TaskSetConfig
-from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import ActionConfig
 from mmrl.agents.methods.digirl_critics import CriticTraining, Fitter, label_episodes
 from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig
@@ -22,43 +20,27 @@ from mmrl.errors import UserError
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step
-from mmrl.training.settings import TrainerConfig
-from mmrl.vlm.engine.vlm_sampler import SamplerConfig
-from mmrl.vlm.model.model_config import ModelConfig
-from tests.agents.test_recipe import CORRIDOR, by_length
+from tests.agents.runs import by_length, run_config
 from tests.rounding import assert_equal_up_to_rounding
 
 
 def config(folder, model, history=0, **settings) -> ArcherConfig:
     critic = CriticTraining(hidden=16, updates=3, batch_steps=8)
-    made = ArcherConfig(
-        recipe="archer",
-        output_dir=str(folder / "run"),
-        model=ModelConfig(path=str(model)),
-        environment=EnvironmentConfig(factory=CORRIDOR, workers=3),
-        data=TaskSetConfig(seeds=4),
-        conversation=ConversationConfig(system="Walk.", history_images=history),
-        actions=ActionConfig(format="tag", on_parse_error="noop"),
-        sampler=SamplerConfig(max_new_tokens=5),
-        archer=ArcherSettings(**({"turns": 6, "warmup_steps": 1, "critic": critic} | settings)),
-        trainer=TrainerConfig(steps=2, tasks_per_step=2, samples_per_task=2, learning_rate=1e-3),
-    )
+    parts = {
+        "recipe": "archer",
+        "conversation": ConversationConfig(system="Walk.", history_images=history),
+        "archer": ArcherSettings(**({"turns": 6, "warmup_steps": 1, "critic": critic} | settings)),
+    }
+    made = run_config(ArcherConfig, folder, model, steps={"samples_per_task": 2}, **parts)
     made.validate()
     return made
 
 
 @pytest.fixture
-def make(tmp_path, folder, monkeypatch):
+def make(tmp_path, folder, monkeypatch, closing):
     monkeypatch.setattr(ActionConfig, "parse", by_length)
-    made = []
 
-    def build(**options) -> ArcherRecipe:
-        made.append(ArcherRecipe(config(tmp_path, folder, **options)))
-        return made[-1]
-
-    yield build
-    for recipe in made:
-        recipe.close()
+    return lambda **options: closing(ArcherRecipe(config(tmp_path, folder, **options)))
 
 
 @pytest.mark.parametrize("history", [0, 1])

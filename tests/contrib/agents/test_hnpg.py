@@ -12,7 +12,7 @@ from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step, make_reference
 from mmrl.training.settings import ReferenceConfig, TrainerConfig
 from mmrl.training.update import Updater, update_constants
-from tests.agents.test_recipe import by_length
+from tests.agents.runs import by_length
 from tests.contracts.domains import recorded
 from tests.contrib.agents.test_archer import config as archer_config
 
@@ -29,11 +29,9 @@ def config(folder, model, **trainer) -> HnpgConfig:
 
 
 @pytest.fixture
-def recipe(tmp_path, folder, monkeypatch):
+def recipe(tmp_path, folder, monkeypatch, closing):
     monkeypatch.setattr("mmrl.agents.environments.environment.ActionConfig.parse", by_length)
-    made = HnpgRecipe(config(tmp_path, folder))
-    yield made
-    made.close()
+    return closing(HnpgRecipe(config(tmp_path, folder)))
 
 
 def batch_of(recipe, number=0):

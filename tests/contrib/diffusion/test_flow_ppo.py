@@ -10,8 +10,16 @@ from mmrl.training.objectives import ObjectiveConfig, check_objective, make_obje
 from mmrl.training.processes import make_accelerator
 from mmrl.training.recipe import Step
 from mmrl.training.update import update_constants
-from tests.diffusion.runs import build, collected, disturb, gradients, make_trainer, run_config, trained
-from tests.diffusion.sampling.test_trajectories import move
+from tests.diffusion.runs import (
+    assert_finite_differences_agree,
+    build,
+    collected,
+    disturb,
+    gradients,
+    make_trainer,
+    run_config,
+    trained,
+)
 
 NAN = float("nan")
 WANT = frozenset({"logp"})
@@ -90,15 +98,7 @@ def test_gradient_agrees_with_finite_differences(tmp_path):
     config = ppo(tmp_path)
     config.objective.clip, config.objective.kl = {"kind": "policy_gradient"}, {"coef": 0.5}
     config.step.detach_negative = False
-    recipe = opinionated(build(config))
-    rollouts = collected(recipe)
-    disturb(recipe.policy)
-    _, gradient = gradients(recipe, rollouts)
-    direction, losses = gradient / gradient.norm(), []
-    for step in (0.02, -0.04):
-        move(recipe.policy, step * direction)
-        losses.append(gradients(recipe, rollouts)[0])
-    assert (losses[0] - losses[1]) / 0.04 == pytest.approx(float(gradient.norm()), rel=0.01)
+    assert_finite_differences_agree(opinionated(build(config)))
 
 
 def test_warm_up_trains_the_critic_alone_and_one_image_a_prompt_is_enough(tmp_path):

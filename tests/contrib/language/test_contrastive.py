@@ -26,21 +26,16 @@ from tests.vlm.runs import add_columns, run_config
 
 
 @pytest.fixture
-def opened(tmp_path, tiny_folders):
-    made = []
-
+def opened(tmp_path, tiny_folders, closing):
     def make(**columns):
         config = run_config(ContrastiveConfig, tmp_path, tiny_folders["qwen2_5_vl"], tasks_per_step=3)
         add_columns(Path(config.data.path), **columns)
         config.eval_data, config.trainer.samples_per_task = {}, 2
         config.rewards = [RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)]
         check_config(config, "")
-        made.append(ContrastiveRecipe(config))
-        return made[-1]
+        return closing(ContrastiveRecipe(config))
 
-    yield make
-    for recipe in made:
-        recipe.close()
+    return make
 
 
 @pytest.mark.parametrize("kind", ["supervised", "unsupervised"])

@@ -8,6 +8,7 @@ import pytest
 from mmrl.contrib.language import critique_loops
 from mmrl.contrib.language.critique_loops import build_game, build_refinements
 from mmrl.errors import UserError
+from mmrl.runs.records import read_jsonl
 from mmrl.vlm.data.dataset import DataConfig, load_tasks
 from mmrl.vlm.toy.critic_digits import CRITIQUE, REVISION, SNEAKY, build_readings
 
@@ -36,10 +37,6 @@ def said(monkeypatch):
     return talk
 
 
-def rows(path):
-    return [json.loads(line) for line in path.open()]
-
-
 def test_refinements_keep_what_turned_out_well(readings, said, tmp_path):
     questions, right = readings
     lookup = iter(right)
@@ -63,16 +60,16 @@ def test_refinements_keep_what_turned_out_well(readings, said, tmp_path):
         revision_template=REVISION,
         **LOOSE,
     )
-    found = [(row["kind"], row["completion"]) for row in rows(path)]
+    found = [(row["kind"], row["completion"]) for row in read_jsonl(path)]
     assert found == [
         *[("answer", text) for text in right],
         *[("criticise", "none")] * 3,
         ("criticise", "number 1"),
         ("revise", right[0]),
     ]
-    revised = rows(path)[-1]
+    revised = read_jsonl(path)[-1]
     assert [turn["role"] for turn in revised["prompt"]] == ["user", "assistant", "user"]
-    assert "Answer: 0 0 0 Which" in str(rows(path)[-2]["prompt"])
+    assert "Answer: 0 0 0 Which" in str(read_jsonl(path)[-2]["prompt"])
     assert len(load_tasks(DataConfig(path=str(path))).tasks) == 8
     said.say = lambda *_: "0 0 0"
     with pytest.raises(UserError, match="nothing turned out well of 3 answers"):
@@ -97,12 +94,12 @@ def test_the_game_makes_pairs_for_both_players(readings, said, tmp_path):
         "sneaky_template": SNEAKY,
         "critique_template": CRITIQUE,
     }
-    critic = rows(build_game(tmp_path / "critic.jsonl", role="critic", **game, **LOOSE))
+    critic = read_jsonl(build_game(tmp_path / "critic.jsonl", role="critic", **game, **LOOSE))
     for row in critic:
         honest = any(f"Answer: {text} Which" in row["prompt"] for text in right)
         assert (row["chosen"], row["rejected"]) == (("none", "number 1") if honest else ("number 1", "none"))
     assert len(critic) >= 6
-    sneaky = rows(build_game(tmp_path / "sneaky.jsonl", role="sneaky", **game, **LOOSE))
+    sneaky = read_jsonl(build_game(tmp_path / "sneaky.jsonl", role="sneaky", **game, **LOOSE))
     assert [(row["chosen"], row["score_chosen"]) for row in sneaky] == [("9 9 9", 0.75)] * 3
     assert {row["score_rejected"] for row in sneaky} == {-1.0}, "what is no error, or no answer"
     with pytest.raises(UserError, match="role is 'judge'; allowed: critic, sneaky"):

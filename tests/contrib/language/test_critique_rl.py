@@ -53,31 +53,28 @@ def test_a_verdict_is_a_line_or_a_list_of_errors(critique, verdict):
     assert read_verdict(critique) is verdict
 
 
-def test_both_stages_score_critiques_of_the_answers(tmp_path, tiny_folders, monkeypatch):
+def test_both_stages_score_critiques_of_the_answers(tmp_path, tiny_folders, monkeypatch, closing):
     config = run_config(CritiqueRlConfig, tmp_path, tiny_folders["qwen2_5_vl"], tasks_per_step=2)
     config.eval_data, config.rewards = {}, [LETTERS]
     config.evaluation.revision = RevisionConfig(critique_template="{{ question }} {{ answer }}?")
     config.evaluation.samples = 0
     config.critique.discrimination_steps = 1
     check_config(config, "")
-    recipe = CritiqueRlRecipe(config)
-    try:
-        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:2], Streams(0), Step())
-        payload = VlmPayload.of(rollouts)
-        assert all(task.answer in prompt.text for task, prompt in zip(payload.tasks, payload.prompts, strict=True))
-        seen = []
-        verdicts = iter([True, False] * rollouts.num_rows)
-        monkeypatch.setattr("mmrl.contrib.language.critique_rl.read_verdict", lambda _: next(verdicts))
-        monkeypatch.setattr(recipe, "_right", lambda tasks, answers, step: seen.append(answers) or right(answers))
-        first = recipe.score(rollouts, Step(0))
-        assert first.reward.tolist() == [1.0, -1.0] * (rollouts.num_rows // 2)
-        assert [len(answers) for answers in seen] == [2]
-        second = recipe.score(rollouts, Step(1))
-        assert len(seen[-1]) == rollouts.num_rows
-        assert second.reward.tolist() == pytest.approx([1.2, -1.0] * (rollouts.num_rows // 2))
-        assert set(second.reward_terms) == {"unrevised", "revised", "verdict"}
-    finally:
-        recipe.close()
+    recipe = closing(CritiqueRlRecipe(config))
+    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:2], Streams(0), Step())
+    payload = VlmPayload.of(rollouts)
+    assert all(task.answer in prompt.text for task, prompt in zip(payload.tasks, payload.prompts, strict=True))
+    seen = []
+    verdicts = iter([True, False] * rollouts.num_rows)
+    monkeypatch.setattr("mmrl.contrib.language.critique_rl.read_verdict", lambda _: next(verdicts))
+    monkeypatch.setattr(recipe, "_right", lambda tasks, answers, step: seen.append(answers) or right(answers))
+    first = recipe.score(rollouts, Step(0))
+    assert first.reward.tolist() == [1.0, -1.0] * (rollouts.num_rows // 2)
+    assert [len(answers) for answers in seen] == [2]
+    second = recipe.score(rollouts, Step(1))
+    assert len(seen[-1]) == rollouts.num_rows
+    assert second.reward.tolist() == pytest.approx([1.2, -1.0] * (rollouts.num_rows // 2))
+    assert set(second.reward_terms) == {"unrevised", "revised", "verdict"}
 
 
 def right(answers):

@@ -1,6 +1,5 @@
 """Directional Preference Alignment: directions, their words, and the answers that are kept."""
 
-import json
 import math
 from types import SimpleNamespace
 
@@ -10,6 +9,7 @@ import pytest
 from mmrl.contrib.language import directions
 from mmrl.contrib.language.directions import build_directed, build_stated, draw_direction, rating, stated
 from mmrl.errors import UserError
+from mmrl.runs.records import read_jsonl
 from mmrl.vlm.data.dataset import DataConfig, load_tasks
 from mmrl.vlm.toy.countdown import build_problems, length
 from tests.golden.numbers import load
@@ -24,10 +24,6 @@ def known_length(prompts, completions, completion_lengths, **columns):
     """Tenths of the tokens; nothing of an answer that fails."""
     values = length(prompts, completions, completion_lengths=completion_lengths, longest=10)
     return [None if text == "fails" else value for text, value in zip(completions, values, strict=True)]
-
-
-def rows(path):
-    return [json.loads(line) for line in path.open()]
 
 
 @pytest.fixture
@@ -55,7 +51,7 @@ def test_directions_have_a_uniform_angle_to_the_first_axis(size):
 
 def test_questions_are_asked_once_with_each_angle(questions, tmp_path):
     path = build_stated(tmp_path / "s.jsonl", questions=questions, rewards=["solves", "length"], angles=[-45, 90])
-    found = rows(path)
+    found = read_jsonl(path)
     assert [row["direction"] for row in found[:2]] == ["solves*71 + length*-71", "solves*0 + length*100"]
     assert len(found) == 10
     assert all(row["direction"] in row["prompt"] and row["completion"] for row in found)
@@ -66,14 +62,14 @@ def test_questions_are_asked_once_with_each_angle(questions, tmp_path):
 
 def test_the_best_answer_along_the_direction_is_kept(questions, tmp_path, monkeypatch):
     """A right answer, a wrong one that is longer, and one on which a reward fails."""
-    right = [row["completion"] for row in rows(tmp_path / "asked.jsonl")]
+    right = [row["completion"] for row in read_jsonl(tmp_path / "asked.jsonl")]
     given = [[text, "<think>" + "1 " * 9 + "</think>", "fails"] for text in right]
     encode = lambda begin, text: [1] * (100 if "1 1" in text else 4)  # noqa: E731
     policy = SimpleNamespace(turns=SimpleNamespace(parts=SimpleNamespace(begin=""), encode_answer=encode))
     monkeypatch.setattr(directions, "load_policy", lambda config: policy)
     monkeypatch.setattr(directions, "write_texts", lambda policy, asked, *_: given)
     options = {"questions": questions, "model": "m", "rewards": REWARDS, "answers": 3}
-    found = rows(build_directed(tmp_path / "d.jsonl", spread=80, seed=1, **options))
+    found = read_jsonl(build_directed(tmp_path / "d.jsonl", spread=80, seed=1, **options))
     for row, own in zip(found, right, strict=True):
         solves, long = (float(part.split("*")[1]) / 100 for part in row["direction"].split(" + "))
         expected = max((solves + 0.4 * long, own), (10 * long, given[0][1]))

@@ -28,20 +28,15 @@ def broken(rubric, samples):
 
 
 @pytest.fixture
-def made(tmp_path, tiny_folders):
-    recipes = []
-
+def made(tmp_path, tiny_folders, closing):
     def make(**options):
         config = run_config(MetaRewardConfig, tmp_path, tiny_folders["qwen2_5_vl"], tasks_per_step=2)
         config.eval_data = {}
         config.rewards = [RewardConfig(name="length", function=f"{HERE}:length", isolate=False)]
         config.rubric = RubricSettings(text="be good", **{"interval": 2, "meta": f"{HERE}:longer"} | options)
-        recipes.append(MetaRewardRecipe(config))
-        return recipes[-1]
+        return closing(MetaRewardRecipe(config))
 
-    yield make
-    for recipe in recipes:
-        recipe.close()
+    return make
 
 
 def take(recipe, number):

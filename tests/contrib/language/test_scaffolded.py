@@ -15,19 +15,14 @@ HINTS = ["Add them.", "3 + 4 is 7."]
 
 
 @pytest.fixture
-def opened(tmp_path, tiny_folders):
-    made = []
-
+def opened(tmp_path, tiny_folders, closing):
     def make(**settings):
         config = configure(ScaffoldedConfig, tmp_path, tiny_folders["qwen2_5_vl"], hints=HINTS)
         config.scaffold = ScaffoldSettings(**{"warmup_steps": 0} | settings)
         check_config(config, "")
-        made.append(ScaffoldedRecipe(config))
-        return made[-1]
+        return closing(ScaffoldedRecipe(config))
 
-    yield make
-    for recipe in made:
-        recipe.close()
+    return make
 
 
 def test_levels_of_hints_by_hand():

@@ -18,20 +18,15 @@ LETTERS = RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)
 
 
 @pytest.fixture
-def opened(tmp_path, tiny_folders):
-    made = []
-
+def opened(tmp_path, tiny_folders, closing):
     def make(samples=2, **settings):
         config = run_config(SegmentConfig, tmp_path, tiny_folders["qwen2_5_vl"], tasks_per_step=2)
         config.eval_data, config.rewards, config.trainer.samples_per_task = {}, [LETTERS], samples
         config.segment = SegmentSettings(**{"probability": 1.0, "interval": 2, "rollouts": 3} | settings)
         check_config(config, "")
-        made.append(SegmentRecipe(config))
-        return made[-1]
+        return closing(SegmentRecipe(config))
 
-    yield make
-    for recipe in made:
-        recipe.close()
+    return make
 
 
 def collected(recipe):

@@ -20,14 +20,12 @@ LETTERS = RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)
 
 
 @pytest.fixture
-def recipe(tmp_path, tiny_folders):
+def recipe(tmp_path, tiny_folders, closing):
     config = run_config(SoftConfig, tmp_path, tiny_folders["qwen2_5_vl"], tasks_per_step=3)
     config.eval_data, config.rewards, config.model.lane = {}, [LETTERS], "generic"
     config.sampler = dataclasses.replace(config.sampler, top_k=4, top_p=0.95, max_new_tokens=6)
     check_config(config, "")
-    made = SoftRecipe(config)
-    yield made
-    made.close()
+    return closing(SoftRecipe(config))
 
 
 def test_log_probabilities_are_those_of_the_authors():

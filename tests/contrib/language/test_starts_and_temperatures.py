@@ -26,21 +26,16 @@ LETTERS = RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)
 
 
 @pytest.fixture
-def opened(tmp_path, tiny_folders):
-    made = []
-
+def opened(tmp_path, tiny_folders, closing):
     def make(recipe, config_class, **parts):
         config = run_config(config_class, tmp_path, tiny_folders["qwen2_5_vl"], tasks_per_step=4)
         config.eval_data, config.rewards = {}, [LETTERS]
         for name, part in parts.items():
             setattr(config, name, part)
         check_config(config, "")
-        made.append(recipe(config))
-        return made[-1]
+        return closing(recipe(config))
 
-    yield make
-    for recipe in made:
-        recipe.close()
+    return make
 
 
 def reset(opened, **settings):

@@ -14,15 +14,13 @@ from tests.vlm.runs import run_config
 
 
 @pytest.fixture
-def recipe(tmp_path, tiny_folders):
+def recipe(tmp_path, tiny_folders, closing):
     config = run_config(TruncatedConfig, tmp_path, tiny_folders["qwen2_5_vl"], tasks_per_step=2)
     config.eval_data, config.trainer.samples_per_task, config.window = {}, 2, 2
     config.sampler.max_new_tokens = 5
     config.rewards = [RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)]
     check_config(config, "")
-    made = TruncatedRecipe(config)
-    yield made
-    made.close()
+    return closing(TruncatedRecipe(config))
 
 
 def stepped(recipe, number, tasks):

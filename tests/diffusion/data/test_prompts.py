@@ -46,20 +46,6 @@ def test_json_lines_keep_their_columns(tmp_path):
     assert columns["label"] == [None, 2]
 
 
-def test_a_column_that_is_not_there_is_named_and_no_other_taken(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "one"}\n')
-    with pytest.raises(UserError, match="there is no column 'caption'; the row has: prompt"):
-        load_prompts(PromptConfig(path=str(path), prompt_key="caption", on_bad_row="error"))
-
-
-def test_error_mode_stops_at_the_first_bad_row(tmp_path):
-    path = tmp_path / "prompts.txt"
-    path.write_text("good\n\nalso good\n")
-    with pytest.raises(UserError, match=r"prompts\.txt line 2: the prompt is empty.*on_bad_row=skip"):
-        load_prompts(PromptConfig(path=str(path), on_bad_row="error"))
-
-
 def test_limit_counts_good_prompts(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("\none\ntwo\nthree\n")
@@ -68,19 +54,36 @@ def test_limit_counts_good_prompts(tmp_path):
     assert found.skipped == {"empty": 1}
 
 
-@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xff\xfe\xfa"])
-def test_files_without_a_usable_prompt_are_errors(content, tmp_path):
-    path = tmp_path / "prompts.txt"
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=r"prompts\.txt(: no usable row is left| is empty| cannot be read)"):
-        load_prompts(PromptConfig(path=str(path)))
+UNUSABLE = r"prompts\.txt(: no usable row is left| is empty| cannot be read)"
 
 
-def test_missing_files_and_paths_are_errors(tmp_path):
-    with pytest.raises(UserError, match=r"absent\.txt cannot be read"):
-        load_prompts(PromptConfig(path=str(tmp_path / "absent.txt")))
-    with pytest.raises(UserError, match=r"data\.path is not set"):
-        load_prompts(PromptConfig())
+@pytest.mark.parametrize(
+    ("name", "content", "options", "message"),
+    [
+        ("prompts.txt", b"", {}, UNUSABLE),
+        ("prompts.txt", b"\n \n", {}, UNUSABLE),
+        ("prompts.txt", b"\xff\xfe\xfa", {}, UNUSABLE),
+        (
+            "prompts.txt",
+            b"good\n\nalso good\n",
+            {"on_bad_row": "error"},
+            r"prompts\.txt line 2: the prompt is empty.*on_bad_row=skip",
+        ),
+        (  # no other column is taken
+            "prompts.jsonl",
+            b'{"prompt": "one"}\n',
+            {"on_bad_row": "error", "prompt_key": "caption"},
+            "there is no column 'caption'; the row has: prompt",
+        ),
+        ("absent.txt", None, {}, r"absent\.txt cannot be read"),
+        ("", None, {"path": ""}, r"data\.path is not set"),
+    ],
+)
+def test_files_that_cannot_be_used_are_errors(name, content, options, message, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        load_prompts(PromptConfig(**{"path": str(tmp_path / name)} | options))
 
 
 def test_build_functions_write_what_is_missing(tmp_path):

@@ -22,6 +22,7 @@ from mmrl.hub.compat import quiet_transformers
 from tests.diffusion.edits import picture, reference, write_edits
 from tests.diffusion.families.cases import CASES
 from tests.diffusion.families.tiny import LONG, SHORT
+from tests.diffusion.models.policies import disturb
 
 STEPS = 3
 SIGMA = torch.tensor([0.37, 0.95])
@@ -59,15 +60,6 @@ def noise(policy, rows=2, seed=0):
 def relative(found, expected):
     """Largest difference over the largest number."""
     return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
-
-
-def disturb(policy, size=0.05):
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in policy.parameters():
-            if weight.requires_grad:
-                weight.add_(size * torch.randn(weight.shape, generator=generator))
-    return policy
 
 
 def case_of(policy):

@@ -19,9 +19,17 @@ from mmrl.training.processes import make_accelerator
 from mmrl.training.recipe import Step
 from mmrl.training.trainer import collect_metrics
 from tests.diffusion.methods.test_orw_cfm import without_critic
-from tests.diffusion.runs import build, collected, disturb, gradients, make_trainer, run_config, trained
+from tests.diffusion.runs import (
+    assert_finite_differences_agree,
+    build,
+    collected,
+    disturb,
+    gradients,
+    make_trainer,
+    run_config,
+    trained,
+)
 from tests.diffusion.sampling.test_schedule import SPREAD, exact_velocity
-from tests.diffusion.sampling.test_trajectories import move
 from tests.rounding import assert_equal_up_to_rounding
 
 
@@ -210,15 +218,7 @@ def test_loss_is_that_of_numpy(tmp_path):
 def test_gradient_agrees_with_finite_differences(tmp_path):
     config = states_config(tmp_path)
     config.credit = "difference"
-    recipe = build(config)
-    rollouts = collected(recipe)
-    disturb(recipe.policy)
-    _, gradient = gradients(recipe, rollouts)
-    direction, losses = gradient / gradient.norm(), []
-    for step in (0.02, -0.04):
-        move(recipe.policy, step * direction)
-        losses.append(gradients(recipe, rollouts)[0])
-    assert (losses[0] - losses[1]) / 0.04 == pytest.approx(float(gradient.norm()), rel=0.01)
+    assert_finite_differences_agree(build(config))
 
 
 def test_run_trains_critic_and_policy_and_reports_what_the_critic_explains(tmp_path):

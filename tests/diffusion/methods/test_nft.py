@@ -38,10 +38,10 @@ def test_loss_is_that_of_numpy(beta, tmp_path):
     assert found == pytest.approx(expected, rel=1e-4)
 
 
-def test_images_are_drawn_with_the_old_policy_which_then_follows(tmp_path):
+def test_images_are_drawn_with_the_old_policy_which_then_follows(tmp_path, closing):
     config = run_config("diffusion_nft", tmp_path)
     trainer = make_trainer(config, tmp_path)
-    recipe = trainer.recipe
+    recipe = closing(trainer.recipe)
     start = collected(recipe).payload.latents
     disturb(trainer.policy, 0.3)
     assert torch.equal(collected(recipe).payload.latents, start)
@@ -49,7 +49,6 @@ def test_images_are_drawn_with_the_old_policy_which_then_follows(tmp_path):
     old = torch.cat([value.flatten() for value in recipe.old.state_dict().values()])
     assert torch.equal(old, trained(trainer.policy))  # the schedule starts with a copy
     assert not torch.equal(collected(recipe).payload.latents, start)
-    recipe.close()
 
 
 def test_advantage_modes():

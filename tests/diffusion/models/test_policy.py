@@ -218,13 +218,12 @@ def test_guidance_on_top_of_distilled_guidance_is_refused(folder, flux_folder, s
     check_guidance(load_policy(config_of(folder)), sampler)
 
 
-def test_options_of_embeddings_reach_them(folder, tmp_path):
+def test_options_of_embeddings_reach_them(folder, tmp_path, closing):
     config = config_of(folder)
     config.embedding_memory_mb, config.embedding_cache, config.free_text_encoders = 3, str(tmp_path / "cache"), True
-    embeddings = load_policy(config).embeddings
+    embeddings = closing(load_policy(config).embeddings)
     assert embeddings.max_bytes == 3 * 2**20
     assert len([*(tmp_path / "cache").iterdir()]) == 1
-    embeddings.close()
 
 
 def test_size_is_that_of_the_settings(folder):

@@ -15,7 +15,16 @@ from mmrl.rewards import RewardConfig
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import make_accelerator
 from mmrl.training.recipe import Step
-from tests.diffusion.runs import TRAJECTORY_RECIPES, build, collected, disturb, gradients, make_trainer, run_config
+from tests.diffusion.runs import (
+    TRAJECTORY_RECIPES,
+    assert_finite_differences_agree,
+    build,
+    collected,
+    disturb,
+    gradients,
+    make_trainer,
+    run_config,
+)
 from tests.rounding import assert_equal_up_to_rounding, assert_same_gradient
 
 WANT = frozenset({"logp"})
@@ -265,24 +274,7 @@ def test_gradient_agrees_with_finite_differences(tmp_path):
     config = run_config("flow_grpo", tmp_path)
     config.objective = ObjectiveConfig(preset="flow_grpo", clip={"kind": "policy_gradient"}, kl={"coef": 0.5})
     config.step.detach_negative = False
-    recipe = build(config)
-    rollouts = collected(recipe)
-    disturb(recipe.policy)
-    _, gradient = gradients(recipe, rollouts)
-    direction = gradient / gradient.norm()
-    losses = []
-    for step in (0.02, -0.04):
-        move(recipe.policy, step * direction)
-        losses.append(gradients(recipe, rollouts)[0])
-    assert (losses[0] - losses[1]) / 0.04 == pytest.approx(float(gradient.norm()), rel=0.01)
-
-
-def move(policy, change):
-    """Add a vector to the trained weights."""
-    weights = [p for p in policy.parameters() if p.requires_grad]
-    with torch.no_grad():
-        for weight, part in zip(weights, change.split([w.numel() for w in weights]), strict=True):
-            weight.add_(part.view_as(weight))
+    assert_finite_differences_agree(build(config))
 
 
 def test_ddpo_compares_with_the_history_of_the_prompt(tmp_path):

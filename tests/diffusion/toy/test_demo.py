@@ -8,8 +8,8 @@ from PIL import Image
 
 from diffusion.toy import diffusion_demo as demo
 from mmrl.training import run as stages
+from tests.example_runs import shrink_demo
 
-ROOT = Path(__file__).parents[3]
 COMMON = [
     *("evaluation.max_tasks=3", "evaluation.samples=2"),
     *("evaluation.every=1", "trainer.steps=2", "tracking.quiet=true", "tracking.strict=true"),
@@ -25,13 +25,7 @@ SMALL = {
 
 @pytest.fixture
 def small(monkeypatch):
-    """The demonstration's configurations with overrides that shrink them."""
-    monkeypatch.chdir(ROOT)
-
-    def finish(config, run_dir, overrides=()):
-        return stages.finish_run(config, run_dir, [*COMMON, *SMALL[config.name], *overrides])
-
-    monkeypatch.setattr(demo, "finish_run", finish)
+    shrink_demo(monkeypatch, demo, COMMON, SMALL)
 
 
 def test_the_whole_chain_runs_and_a_second_call_repeats_nothing(tmp_path, small, monkeypatch):

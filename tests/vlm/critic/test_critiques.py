@@ -3,14 +3,11 @@ import json
 import pytest
 
 from mmrl.errors import UserError
+from mmrl.runs.records import read_jsonl
 from mmrl.vlm.critic.critiques import build_false_answers, build_pairs
 from mmrl.vlm.data.dataset import DataConfig, load_tasks
 from mmrl.vlm.methods.pairs import PairColumns, keep_pairs
 from mmrl.vlm.toy.critic_digits import CRITIQUE, REVISION, build_critique_start, build_readings
-
-
-def rows(path):
-    return [json.loads(line) for line in path.open()]
 
 
 @pytest.fixture
@@ -20,15 +17,15 @@ def false(tmp_path):
 
 
 def with_critiques(path, critiques, **cells):
-    content = [{**row, "critiques": critiques(row), **cells} for row in rows(path)]
+    content = [{**row, "critiques": critiques(row), **cells} for row in read_jsonl(path)]
     other = path.with_name("written.jsonl")
     other.write_text("".join(json.dumps(row) + "\n" for row in content))
     return other
 
 
 def test_false_answers_differ_where_they_say(false):
-    right = rows(false.with_name("right.jsonl"))
-    for row, source in zip(rows(false), right, strict=True):
+    right = read_jsonl(false.with_name("right.jsonl"))
+    for row, source in zip(read_jsonl(false), right, strict=True):
         numbers = zip(row["false_answer"].split(), source["answer"].split(), strict=True)
         assert row["inserted"] == [f"number {n + 1}" for n, (now, was) in enumerate(numbers) if now != was]
         assert 1 <= len(row["inserted"]) <= 2
@@ -39,7 +36,7 @@ def test_false_answers_differ_where_they_say(false):
 
 def test_answers_may_stay_right(tmp_path):
     answers = build_readings(tmp_path / "right.jsonl", count=30, digits=2, boxed=False)
-    made = rows(build_false_answers(tmp_path / "f.jsonl", answers={"path": str(answers)}, least=0, most=1))
+    made = read_jsonl(build_false_answers(tmp_path / "f.jsonl", answers={"path": str(answers)}, least=0, most=1))
     clean = [row for row in made if not row["inserted"]]
     assert 5 < len(clean) < 25
     assert {row["answer"] for row in clean} == {"none"}
@@ -55,7 +52,7 @@ def test_pairs_are_ranked_by_the_jaccard_index(false, tmp_path):
     path = build_pairs(
         tmp_path / "pairs.jsonl", questions={"path": str(with_critiques(false, make_up))}, critiques_key="critiques"
     )
-    found = rows(path)
+    found = read_jsonl(path)
     assert len(found) == 2 * 12, "two right wordings before the worse one; the empty critique is in no pair"
     for row in found:
         count = row["chosen"].lower().count("number")
@@ -79,7 +76,7 @@ def test_a_judge_adds_a_tenth_of_its_mark(false, tmp_path):
     source = {"path": str(with_critiques(false, make_up))}
     options = {"questions": source, "critiques_key": "critiques"}
     here = "tests.vlm.critic.test_critiques"
-    for row in rows(build_pairs(tmp_path / "pairs.jsonl", judge=f"{here}:prefer_last", **options)):
+    for row in read_jsonl(build_pairs(tmp_path / "pairs.jsonl", judge=f"{here}:prefer_last", **options)):
         assert row["chosen"].endswith("number 9")
         assert row["score_rejected"] == 1.0
         assert row["score_chosen"] in (1.5, 1.67)
@@ -90,12 +87,12 @@ def test_a_judge_adds_a_tenth_of_its_mark(false, tmp_path):
 def test_shuffled_scores_lose_the_order_and_fewer_pairs_can_be_kept(false, tmp_path):
     source = {"path": str(with_critiques(false, lambda row: ["number 1", "number 2", "number 3"]))}
     options = {"questions": source, "critiques_key": "critiques"}
-    true = rows(build_pairs(tmp_path / "a.jsonl", **options))
-    mixed = rows(build_pairs(tmp_path / "b.jsonl", shuffle_scores=True, **options))
+    true = read_jsonl(build_pairs(tmp_path / "a.jsonl", **options))
+    mixed = read_jsonl(build_pairs(tmp_path / "b.jsonl", shuffle_scores=True, **options))
     assert len(true) == len(mixed) == 24
     assert [row["chosen"] for row in true] != [row["chosen"] for row in mixed]
     assert sorted(row["score_chosen"] for row in true) == sorted(row["score_chosen"] for row in mixed)
-    assert len(rows(build_pairs(tmp_path / "c.jsonl", pairs_per_answer=1, **options))) == 12
+    assert len(read_jsonl(build_pairs(tmp_path / "c.jsonl", pairs_per_answer=1, **options))) == 12
 
 
 def test_empty_critiques_count_where_that_is_wanted(false, tmp_path):
@@ -103,7 +100,7 @@ def test_empty_critiques_count_where_that_is_wanted(false, tmp_path):
     options = {"questions": source, "critiques_key": "critiques"}
     with pytest.raises(UserError, match="no pair is left of 12 answers"):
         build_pairs(tmp_path / "a.jsonl", **options)
-    found = rows(build_pairs(tmp_path / "b.jsonl", allow_empty=True, **options))
+    found = read_jsonl(build_pairs(tmp_path / "b.jsonl", allow_empty=True, **options))
     assert {(row["chosen"], row["rejected"]) for row in found} == {("none", "number 9")}
 
 
@@ -116,7 +113,7 @@ def test_a_model_writes_the_critiques(false, tmp_path, tiny_folders):
         max_new_tokens=4,
         judge="tests.vlm.critic.test_critiques:by_length",
     )
-    found = rows(path)
+    found = read_jsonl(path)
     assert found
     assert all(row["score_chosen"] > row["score_rejected"] for row in found)
 
@@ -153,18 +150,18 @@ def test_questions_without_the_false_details_are_refused(false, tmp_path):
     ],
 )
 def test_bad_answers_stop_the_build_or_are_left_out(false, tmp_path, cells, message):
-    content = rows(false.with_name("right.jsonl"))
+    content = read_jsonl(false.with_name("right.jsonl"))
     content[3] |= cells
     source = tmp_path / "bad.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in content))
     with pytest.raises(UserError, match=message):
         build_false_answers(tmp_path / "f.jsonl", answers={"path": str(source)})
     left = build_false_answers(tmp_path / "f.jsonl", answers={"path": str(source), "on_bad_row": "skip"})
-    assert len(rows(left)) == 11
+    assert len(read_jsonl(left)) == 11
 
 
 def test_the_warm_start_has_all_three_turns(tmp_path):
-    start = rows(
+    start = read_jsonl(
         build_critique_start(tmp_path / "start.jsonl", count=90, critique_template=CRITIQUE, revision_template=REVISION)
     )
     kinds = {kind: [row for row in start if row["kind"] == kind] for kind in ("read", "criticise", "revise")}

@@ -6,16 +6,13 @@ from PIL import Image
 
 from mmrl.errors import UserError
 from mmrl.rewards.answers import exact_reward, format_reward
+from mmrl.runs.records import read_jsonl
 from mmrl.vlm.critic.questions import CRITIC_TEMPLATE, ORDERS, build_questions
 from mmrl.vlm.data.dataset import DataConfig, load_tasks
 from mmrl.vlm.toy.critic_digits import build_critic_start, build_pairs, build_readings
 from tests.vlm.pairs import write_pairs
 
 SHORT = "{{ question }} {{ first }} or {{ second }}"
-
-
-def rows(path):
-    return [json.loads(line) for line in path.open()]
 
 
 def text_of(task):
@@ -25,7 +22,7 @@ def text_of(task):
 def test_every_pair_is_asked_in_both_orders(tmp_path):
     source = write_pairs(tmp_path / "data")
     path = build_questions(tmp_path / "critic.jsonl", pairs={"path": str(source)})
-    found = rows(path)
+    found = read_jsonl(path)
     assert len(found) == 12
     assert [row["answer"] for row in found] == ["1", "2"] * 6
     assert [row["order"] for row in found] == list(ORDERS) * 6
@@ -41,7 +38,7 @@ def test_every_pair_is_asked_in_both_orders(tmp_path):
 
 def test_the_answers_are_verifiable_by_the_ordinary_rewards(tmp_path):
     source = write_pairs(tmp_path / "data")
-    asked = rows(build_questions(tmp_path / "critic.jsonl", pairs={"path": str(source)}))
+    asked = read_jsonl(build_questions(tmp_path / "critic.jsonl", pairs={"path": str(source)}))
     said = [f"<think>I see.</think>\\boxed{{{number}}}" for number in (1, 1)]
     prompts, answers = [row["prompt"] for row in asked[:2]], [row["answer"] for row in asked[:2]]
     accuracy = exact_reward(prompts, said, answer=answers)
@@ -53,7 +50,10 @@ def test_the_answers_are_verifiable_by_the_ordinary_rewards(tmp_path):
 def test_random_answers_are_uninformative_and_repeatable(tmp_path):
     pairs = {"path": str(build_pairs(tmp_path / "pairs.jsonl", count=100))}
     made = [
-        [row["answer"] for row in rows(build_questions(tmp_path / name, pairs=pairs, random_answers=True, seed=seed))]
+        [
+            row["answer"]
+            for row in read_jsonl(build_questions(tmp_path / name, pairs=pairs, random_answers=True, seed=seed))
+        ]
         for name, seed in (("a.jsonl", 3), ("b.jsonl", 3), ("c.jsonl", 4))
     ]
     assert made[0] == made[1] != made[2]
@@ -80,7 +80,7 @@ def test_chat_turns_and_images_in_memory_are_kept(tmp_path):
     assert text_of(first) == "<image>What is it? blue or red"
     assert text_of(second) == "<image>What is it? red or blue"
     assert first.load_images()[0].getpixel((3, 3)) == (9, 90, 160)
-    assert rows(path)[0]["images"] == rows(path)[1]["images"] == ["critic/00000-0.png"]
+    assert read_jsonl(path)[0]["images"] == read_jsonl(path)[1]["images"] == ["critic/00000-0.png"]
 
 
 def spoil(number, **cells):
@@ -100,7 +100,7 @@ def test_bad_pairs_are_refused_by_name_or_left_out(tmp_path, cells, message):
     with pytest.raises(UserError, match=f"q2: .*{message}"):
         build_questions(tmp_path / "critic.jsonl", pairs={"path": str(source)})
     left = build_questions(tmp_path / "critic.jsonl", pairs={"path": str(source), "on_bad_row": "skip"})
-    assert [row["pair"] for row in rows(left)] == ["q0", "q0", "q1", "q1", "q3", "q3", "q4", "q4", "q5", "q5"]
+    assert [row["pair"] for row in read_jsonl(left)] == ["q0", "q0", "q1", "q1", "q3", "q3", "q4", "q4", "q5", "q5"]
 
 
 @pytest.mark.parametrize(
@@ -119,14 +119,14 @@ def test_options_that_do_not_fit_are_refused(tmp_path, options, message):
 
 
 def test_the_digits_of_this_world_are_read_and_judged(tmp_path):
-    readings = rows(build_readings(tmp_path / "read.jsonl", count=5, digits=2))
+    readings = read_jsonl(build_readings(tmp_path / "read.jsonl", count=5, digits=2))
     assert all(
         row["completion"] == f"<think>{' '.join(row['answer'])}</think>\\boxed{{{row['answer']}}}" for row in readings
     )
-    pairs = rows(build_pairs(tmp_path / "pairs.jsonl", count=20, digits=2))
+    pairs = read_jsonl(build_pairs(tmp_path / "pairs.jsonl", count=20, digits=2))
     for row in pairs:
         assert sum(a != b for a, b in zip(row["chosen"], row["rejected"], strict=True)) == 1
-    start = rows(build_critic_start(tmp_path / "start.jsonl", count=60, critic_share=0.5, template=SHORT))
+    start = read_jsonl(build_critic_start(tmp_path / "start.jsonl", count=60, critic_share=0.5, template=SHORT))
     judged = [row for row in start if row["kind"] == "judge"]
     assert 15 < len(judged) < 45
     assert {row["answer"] for row in judged} == {"1", "2"}

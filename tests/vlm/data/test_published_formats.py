@@ -1,5 +1,6 @@
 """Rows as other tools and published sets write them: each is read, or refused by name before the run."""
 
+import contextlib
 import datetime
 import decimal
 import io
@@ -37,13 +38,10 @@ def png(colour="red", size=(40, 30)) -> bytes:
 
 def score(tasks, *rewards, functions=None, text="\\boxed{5}"):
     """As a run does: the check before it, then a step."""
-    terms = RewardSum([RewardConfig(name=name) for name in rewards], functions=functions)
-    try:
+    with contextlib.closing(RewardSum([RewardConfig(name=name) for name in rewards], functions=functions)) as terms:
         check_columns(terms, {"data": tasks})
         count = len(tasks)
         return score_texts(terms, TrainerState(7, 9), tasks, ["q"] * count, [text] * count, [[1, 2]] * count)
-    finally:
-        terms.close()
 
 
 @pytest.mark.parametrize(

@@ -13,41 +13,32 @@ from omegaconf import OmegaConf
 from mmrl.agents.agent_evaluation import AgentEvaluationConfig
 from mmrl.agents.agent_recipe import AgentConfig
 from mmrl.agents.environments.agent_tasks import TaskSetConfig
-from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import Action, ActionConfig, ParsedAnswer
 from mmrl.agents.rollout.episodes import ConversationConfig
 from mmrl.gui.grounding.aepo import AepoConfig
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
 from mmrl.rewards.reward_loading import load_function
-from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.run import train
-from mmrl.training.settings import CheckpointConfig, TrainerConfig
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig
 from mmrl.vlm.methods.apo import ApoConfig
 from mmrl.vlm.methods.papo import PapoConfig
 from mmrl.vlm.methods.reg_grpo import RegGrpoConfig
 from mmrl.vlm.methods.sft import SftConfig
-from mmrl.vlm.model.model_config import ModelConfig
+from tests.agents import runs as agents
 from tests.gui import screens
 from tests.vlm.pairs import pair_config
 from tests.vlm.runs import run_config
 from tests.vlm.tspo.builders import needle_config
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-CORRIDOR = f"{Path(__file__).parents[2] / 'agents/corridor.py'}:Corridor"
-
-
-def letters(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
-    """A reward that differs between answers."""
-    return [sum(map(ord, text)) % 7 / 6 for text in completions]
 
 
 def on_questions(kind: type[Any]) -> Callable[[Path, Path], Any]:
     def config(folder: Path, model: Path) -> Any:
         made = run_config(kind, folder, model)
         if hasattr(made, "rewards"):
-            made.rewards[0] = RewardConfig(name="tests.vlm.families.test_methods:letters", isolate=False)
+            made.rewards[0] = RewardConfig(name="tests.vlm.user_reward:code_points", isolate=False)
         return made
 
     return config
@@ -56,26 +47,17 @@ def on_questions(kind: type[Any]) -> Callable[[Path, Path], Any]:
 def aepo(folder: Path, model: Path) -> Any:
     config = screens.run_config(AepoConfig, folder, model)
     config.grounding = dataclasses.replace(config.grounding, space="rel1000")
-    config.rewards = [RewardConfig(name="tests.vlm.families.test_methods:letters", isolate=False)]
+    config.rewards = [RewardConfig(name="tests.vlm.user_reward:code_points", isolate=False)]
     return config
 
 
 def agent(folder: Path, model: Path) -> Any:
-    return AgentConfig(
-        recipe="test",
-        output_dir=str(folder / "run"),
-        model=ModelConfig(path=str(model)),
-        environment=EnvironmentConfig(factory=CORRIDOR, workers=2),
-        data=TaskSetConfig(seeds=4),
-        eval_data={"heldout": TaskSetConfig(seeds=2, first_seed=100)},
-        actions=ActionConfig(format="tag", on_parse_error="noop"),
-        conversation=ConversationConfig(system="Walk. {actions}"),
-        sampler=SamplerConfig(max_new_tokens=5),
-        trainer=TrainerConfig(steps=2, tasks_per_step=2, samples_per_task=3, learning_rate=1e-3),
-        evaluation=AgentEvaluationConfig(records=2, videos=1),
-        checkpoint=CheckpointConfig(every=1),
-        tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
-    )
+    parts = {
+        "eval_data": {"heldout": TaskSetConfig(seeds=2, first_seed=100)},
+        "conversation": ConversationConfig(system="Walk. {actions}"),
+        "evaluation": AgentEvaluationConfig(records=2, videos=1),
+    }
+    return agents.run_config(AgentConfig, folder, model, workers=2, **parts)
 
 
 def tspo(folder: Path, model: Path) -> Any:
@@ -84,7 +66,7 @@ def tspo(folder: Path, model: Path) -> Any:
     config.answerer.kind, config.answerer.train = "vlm", True
     config.answerer.model.path = str(model)
     config.answerer.sampler = SamplerConfig(max_new_tokens=3)
-    config.answerer.reward = RewardConfig(name="tests.vlm.families.test_methods:letters", isolate=False)
+    config.answerer.reward = RewardConfig(name="tests.vlm.user_reward:code_points", isolate=False)
     return config
 
 

@@ -205,7 +205,7 @@ def test_runs_log_it_and_micro_batches_do_not_change_it(recipe, tiny_generic, tm
         config.eval_data, config.model.router_aux_loss_coef = {}, COEF
         config.trainer.steps, config.trainer.micro_batch = 1, micro_batch
         if isinstance(config, VlmConfig):
-            config.rewards = [RewardConfig(name="tests.vlm.families.test_methods:letters", isolate=False)]
+            config.rewards = [RewardConfig(name="tests.vlm.user_reward:code_points", isolate=False)]
         (row,) = map(json.loads, (train(RECIPES[recipe], config) / "metrics.jsonl").open())
         logged.append(row)
     first, second = logged
@@ -219,7 +219,7 @@ def test_runs_log_it_and_micro_batches_do_not_change_it(recipe, tiny_generic, tm
 def test_two_processes_balance_the_tokens_of_both(tiny_generic, tmp_path):
     config = without_images(run_config(VlmConfig, tmp_path, mixture_of(tiny_generic["qwen3"], tmp_path / "model")))
     config.recipe, config.eval_data = "vlm", {}
-    config.rewards = [RewardConfig(name="tests.vlm.families.test_methods:letters", isolate=False)]
+    config.rewards = [RewardConfig(name="tests.vlm.user_reward:code_points", isolate=False)]
     config.trainer.steps, config.trainer.tasks_per_step = STEPS, 4
     config.trainer.adam_eps, config.trainer.learning_rate = 1.0, 0.1
     plain = train_alone(config, tmp_path / "plain")

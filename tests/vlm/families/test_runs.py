@@ -45,14 +45,9 @@ def run_of(kind: str, folder: Path, tmp_path: Path, **lora) -> tuple[Path, VlmCo
     if kind == "qwen3":
         without_images(Path(config.data.path))
     config.model.lora = LoraSettings(**lora) if lora else config.model.lora
-    config.rewards[0].name = "tests.vlm.families.test_runs:letters"
+    config.rewards[0].name = "tests.vlm.user_reward:code_points"
     config.rewards[0].weight = 1.0
     return train(RECIPES["vlm"], config), config
-
-
-def letters(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
-    """A reward that differs between answers."""
-    return [sum(map(ord, text)) % 7 / 6 for text in completions]
 
 
 @pytest.mark.parametrize(

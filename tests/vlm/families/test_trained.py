@@ -84,11 +84,6 @@ def own_logits(network: torch.nn.Module, prompt: Prompt) -> Tensor:
     return found
 
 
-def letters(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
-    """A reward that differs between answers."""
-    return [sum(map(ord, text)) % 7 / 6 for text in completions]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("enabled", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("kind", ZOO)
@@ -101,7 +96,7 @@ def test_a_step_of_grpo_is_saved_for_plain_transformers_and_peft(kind, enabled, 
         without_images(Path(config.data.path))
     lora = LoraSettings(enabled=enabled, rank=4, targets=["q_proj", "v_proj"])
     config.model = ModelConfig(path=str(folder), attention=ZOO[kind].attention, lora=lora)
-    config.rewards[0].name, config.rewards[0].weight = "tests.vlm.families.test_trained:letters", 1.0
+    config.rewards[0].name, config.rewards[0].weight = "tests.vlm.user_reward:code_points", 1.0
     run_dir = train(RECIPES["vlm"], config)
     (step,) = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
     assert step["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-4)

@@ -8,8 +8,8 @@ import pytest
 from mmrl.runs.records import read_samples
 from mmrl.training import run as stages
 from mmrl.vlm.toy import video_demo as demo
+from tests.example_runs import shrink_demo
 
-ROOT = Path(__file__).parents[3]
 MODEL = "{hidden: 32, layers: 1, vision_hidden: 32, vision_depth: 1, min_pixels: 3136, max_pixels: 3136}"
 CLIP = "{width: 16, hidden: 16, layers: 1, steps: 1, examples: 1}"
 SMALL = {
@@ -30,13 +30,7 @@ COMMON = [
 
 @pytest.fixture
 def small(monkeypatch):
-    """The demonstration's configurations with overrides that shrink them."""
-    monkeypatch.chdir(ROOT)
-
-    def finish(config, run_dir, overrides=()):
-        return stages.finish_run(config, run_dir, [*COMMON, *SMALL[config.name], *overrides])
-
-    monkeypatch.setattr(demo, "finish_run", finish)
+    shrink_demo(monkeypatch, demo, COMMON, SMALL)
 
 
 def test_the_demo_compares_selections_and_shows_the_picks(tmp_path, small, monkeypatch):

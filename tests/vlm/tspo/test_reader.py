@@ -46,8 +46,8 @@ def drawn(recipe):
     return recipe.score(rollouts, Step())
 
 
-def test_a_frozen_reader_sees_the_picked_frames_and_is_no_decision(tmp_path, model):
-    recipe = TspoRecipe(reading_config(tmp_path, model, train=False))
+def test_a_frozen_reader_sees_the_picked_frames_and_is_no_decision(tmp_path, model, closing):
+    recipe = closing(TspoRecipe(reading_config(tmp_path, model, train=False)))
     rollouts = drawn(recipe)
     assert rollouts.mask.shape == (8, 3)
     assert recipe.policy.reader is None
@@ -60,14 +60,13 @@ def test_a_frozen_reader_sees_the_picked_frames_and_is_no_decision(tmp_path, mod
     assert not torch.equal(answers.prompts[0].media["pixel_values"], answers.prompts[1].media["pixel_values"])
     again = recipe.answerer.answer([task], [[0, 1, 2]], None)
     assert again.texts == answers.texts[:1]
-    recipe.close()
 
 
-def test_a_video_that_is_gone_in_the_middle_of_a_run_costs_its_question_alone(tmp_path, model, caplog):
+def test_a_video_that_is_gone_in_the_middle_of_a_run_costs_its_question_alone(tmp_path, model, caplog, closing):
     shutil.copytree(data_folder(), tmp_path / "data")
     config = reading_config(tmp_path, model, train=False)
     config.data.path = str(tmp_path / "data" / "needles.jsonl")
-    recipe = TspoRecipe(config)
+    recipe = closing(TspoRecipe(config))
     first, second = recipe.train_tasks[:2]
     drawn(recipe)
     Path(first.video.index.path).unlink()
@@ -79,13 +78,12 @@ def test_a_video_that_is_gone_in_the_middle_of_a_run_costs_its_question_alone(tm
     Path(second.video.index.path).unlink()
     with pytest.raises(NoUsableTasksError, match="none of 2 videos could be used"):
         drawn(recipe)
-    recipe.close()
 
 
-def test_picked_frames_that_cannot_be_read_cost_their_question_alone(tmp_path, model, monkeypatch):
+def test_picked_frames_that_cannot_be_read_cost_their_question_alone(tmp_path, model, monkeypatch, closing):
     config = reading_config(tmp_path, model, train=False)
     config.eval_data = {"heldout": config.data}
-    recipe = TspoRecipe(config)
+    recipe = closing(TspoRecipe(config))
     first, second = recipe.train_tasks[:2]
     broken = {first.video.index.path}
     read = Candidates.images
@@ -105,7 +103,6 @@ def test_picked_frames_that_cannot_be_read_cost_their_question_alone(tmp_path, m
         drawn(recipe)
     with pytest.raises(RunError, match="picked frames of none"):
         recipe.evaluate(recipe.policy, "heldout", Accelerator(cpu=True), Step())
-    recipe.close()
 
 
 def test_the_tokens_of_a_trained_reader_are_decisions_too(tmp_path, model):
@@ -121,8 +118,8 @@ def test_the_tokens_of_a_trained_reader_are_decisions_too(tmp_path, model):
     torch.testing.assert_close(joined, scores, rtol=1e-3, atol=1e-3)
 
 
-def test_picks_and_tokens_are_averaged_apart(tmp_path, model):
-    recipe = TspoRecipe(reading_config(tmp_path, model, train=True))
+def test_picks_and_tokens_are_averaged_apart(tmp_path, model, closing):
+    recipe = closing(TspoRecipe(reading_config(tmp_path, model, train=True)))
     rollouts = drawn(recipe)
     assert recipe.objective.aggregation.kind == "turn_mean"
     rollouts = rollouts.replace(advantage=torch.ones_like(rollouts.mask) * rollouts.mask)
@@ -138,7 +135,6 @@ def test_picks_and_tokens_are_averaged_apart(tmp_path, model):
         recipe.policy.reader.network.lm_head.weight.add_(1.0)
     recipe.policy.load_weights(tmp_path / "saved")
     assert torch.equal(recipe.policy.reader.network.lm_head.weight, before)
-    recipe.close()
 
 
 def test_a_trained_reader_has_its_own_learning_rate(tmp_path, model):

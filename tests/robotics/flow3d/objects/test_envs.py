@@ -99,8 +99,8 @@ def test_what_does_not_exist_is_refused(given, said):
         FlowTabletopEnv(**{**BARE, **given})
 
 
-def test_success_is_judged_by_the_positions_that_a_step_reached():
-    env = FlowTabletopEnv("place_red", observation="joints", arm="panda", image_size=24)
+def test_success_is_judged_by_the_positions_that_a_step_reached(closing):
+    env = closing(FlowTabletopEnv("place_red", observation="joints", arm="panda", image_size=24))
     env.reset(seed=0, options={"layout": 0})
     scene, judged = env.scene, []
     success = scene.success
@@ -113,4 +113,3 @@ def test_success_is_judged_by_the_positions_that_a_step_reached():
         mujoco.mj_forward(scene.model, reached)
         body = reached.body(scene.task.moved)
         assert np.array_equal(judged[-1][:3, 3], body.xpos)
-    env.close()

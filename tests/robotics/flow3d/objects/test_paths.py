@@ -106,29 +106,26 @@ def test_demonstrations_are_those_of_the_clips_that_have_a_gripper(demos):
         assert away.min() < 0.06  # the grip is at the object
 
 
-def test_the_path_of_a_demonstration_solves_the_task_on_its_own_arm(demos):
+def test_the_path_of_a_demonstration_solves_the_task_on_its_own_arm(demos, closing):
     clips, episodes = FlowReader(demos / "clips"), LeRobotReader(demos / "ways")
     shown = [clip for clip in clips if clip.meta["actor"] != "nobody"]
     number = next(
         n for n, clip in enumerate(shown) if (clip.meta["actor"], clip.meta["task"]) == ("panda", "place_red")
     )
     clip, way = shown[number], episodes.episode(number).action[0]
-    sim = PathSim(["panda/place_red"], image_size=32, shapes=[clip.meta["shape"]])
-    try:
-        begun = sim.reset([EpisodeSpec("panda/place_red", "", clip.meta["seed"], "train")])
-        assert begun.observation.state.shape == (1, sim.state_size)
-        assert not begun.failed.any()
-        done = sim.step_chunk(way[None, None])
-        assert done.success.tolist() == [True]
-        assert not len(sim.live)
-        sim.reset([EpisodeSpec("panda/place_red", "", clip.meta["seed"], "train")])
-        still = way.reshape(-1, 10).copy()
-        still[:, 9] = -1.0  # the same way with open fingers leaves the mug where it is
-        failed = sim.step_chunk(still.reshape(1, 1, -1))
-        assert failed.success.tolist() == [False]
-        assert "on the pad" in failed.reasons[0]
-    finally:
-        sim.close()
+    sim = closing(PathSim(["panda/place_red"], image_size=32, shapes=[clip.meta["shape"]]))
+    begun = sim.reset([EpisodeSpec("panda/place_red", "", clip.meta["seed"], "train")])
+    assert begun.observation.state.shape == (1, sim.state_size)
+    assert not begun.failed.any()
+    done = sim.step_chunk(way[None, None])
+    assert done.success.tolist() == [True]
+    assert not len(sim.live)
+    sim.reset([EpisodeSpec("panda/place_red", "", clip.meta["seed"], "train")])
+    still = way.reshape(-1, 10).copy()
+    still[:, 9] = -1.0  # the same way with open fingers leaves the mug where it is
+    failed = sim.step_chunk(still.reshape(1, 1, -1))
+    assert failed.success.tolist() == [False]
+    assert "on the pad" in failed.reasons[0]
 
 
 def test_the_arm_takes_the_half_of_a_grip_that_it_can_follow_to_the_end():
@@ -158,7 +155,7 @@ def test_angles_are_read_as_they_were_written():
         angles_of_action(action_of_angles(angles, CLOSED), 6)
 
 
-def test_angles_of_a_demonstration_do_the_task_on_their_own_arm_and_not_on_another(demos):
+def test_angles_of_a_demonstration_do_the_task_on_their_own_arm_and_not_on_another(demos, closing):
     clips = FlowReader(demos / "clips")
     build_path_demonstrations(
         str(demos / "angles"), clips=str(demos / "clips"), actors=["panda"], actions="joints", image_size=32
@@ -169,13 +166,12 @@ def test_angles_of_a_demonstration_do_the_task_on_their_own_arm_and_not_on_anoth
     number = next(n for n, clip in enumerate(shown) if clip.meta["task"] == "place_red")
     meta, action = shown[number].meta, episodes.episode(number).action[0]
     ends = {}
-    sim = PathSim(["panda/place_red", "gen3/place_red"], image_size=32, actions="joints", shapes=[meta["shape"]])
-    try:
-        for arm in ("panda", "gen3"):
-            sim.reset([EpisodeSpec(f"{arm}/place_red", "", meta["seed"], "train")])
-            ends[arm] = sim.step_chunk(action[None, None]).success.tolist()
-    finally:
-        sim.close()
+    sim = closing(
+        PathSim(["panda/place_red", "gen3/place_red"], image_size=32, actions="joints", shapes=[meta["shape"]])
+    )
+    for arm in ("panda", "gen3"):
+        sim.reset([EpisodeSpec(f"{arm}/place_red", "", meta["seed"], "train")])
+        ends[arm] = sim.step_chunk(action[None, None]).success.tolist()
     assert ends == {"panda": [True], "gen3": [False]}
 
 

@@ -16,9 +16,9 @@ from robotics.flow3d.rigid_motion import ObjectMotion
 pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 
 
-def test_the_oracle_accepts_true_flow_of_every_task_and_rejects_that_of_another():
+def test_the_oracle_accepts_true_flow_of_every_task_and_rejects_that_of_another(closing):
     config = FlowDemonstrationConfig(actors=("nobody",), scene=SceneConfig(width=96, height=96))
-    judge = FlowJudge([WeightedVerifierConfig(kind) for kind in ("oracle", "geometric", "always")])
+    judge = closing(FlowJudge([WeightedVerifierConfig(kind) for kind in ("oracle", "geometric", "always")]))
     clips = {clip.meta["task"]: clip for clip in demonstrations(range(len(FLOW_TASKS)), config)}
     assert set(clips) == set(FLOW_TASKS)
     for task, clip in clips.items():
@@ -39,7 +39,6 @@ def test_the_oracle_accepts_true_flow_of_every_task_and_rejects_that_of_another(
     verdict = judge.judge(blank, blank.flow[None])[0]["oracle"]
     assert verdict.ok is None
     assert verdict.reason.startswith("no_moving_object")
-    judge.close()
 
 
 def test_the_oracles_score_measures_the_distance_to_each_criterion():
