@@ -44,7 +44,6 @@ from mmrl.rewards import RewardResult, RewardSum
 from mmrl.rewards.sum import reward_columns, tell_renamed
 from mmrl.runs.dry_run import model_follows
 from mmrl.runs.export import Exported
-from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.evaluation import Elsewhere, Evaluation, evaluate_tasks, held_out_tasks
 from mmrl.training.objectives import make_objective
@@ -168,26 +167,21 @@ class DiffusionDomain:
             found = evaluate_tasks(measures, tasks, self.config.evaluation.records, accelerator, elsewhere)
         return dataclasses.replace(found, metrics=found.metrics | cost)
 
-    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
-        """Whole groups as images with rewards and advantages."""
+    def describe_row(self, rollouts: Rollouts, row: int) -> dict[str, Any]:
+        """The prompt and its image."""
         payload = DiffusionPayload.of(rollouts)
-        advantage = None if self.supervised else rollouts.advantage
-        found = []
-        for row in range(min(limit, rollouts.num_rows)):
-            task = payload.tasks[int(rollouts.group[row])]
-            found.append(
-                SampleRecord(
-                    id=task.id,
-                    prompt=task.prompt,
-                    response="",
-                    outputs=[shown_output(payload.images[row], task)],
-                    reward=None if self.supervised else float(rollouts.reward[row]),
-                    terms={name: float(values[row]) for name, values in rollouts.reward_terms.items()},
-                    advantage=None if advantage is None else float(advantage[row].mean()),
-                    finish="image" if payload.finite[row] else "overflow",
-                )
-            )
-        return found
+        task = payload.tasks[int(rollouts.group[row])]
+        found = {
+            "id": task.id,
+            "prompt": task.prompt,
+            "response": "",
+            "outputs": [shown_output(payload.images[row], task)],
+            "finish": "image" if payload.finite[row] else "overflow",
+        }
+        if self.supervised:
+            return found | {"reward": None, "advantage": None}
+        advantage = rollouts.advantage
+        return found | {"advantage": None if advantage is None else float(advantage[row].mean())}
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Skipped prompts and cost of the run so far, and reward errors of the step."""

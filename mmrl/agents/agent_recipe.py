@@ -45,13 +45,12 @@ from mmrl.rewards.reward_config import readers_of
 from mmrl.rewards.reward_loading import source_digest
 from mmrl.runs.dry_run import model_follows
 from mmrl.runs.export import Exported
-from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.evaluation import held_out_tasks
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.processes import SimCounts, Streams
 from mmrl.training.recipe import LossTerm, NoUsableTasksError, Recipe, Step, opening, reward_state
-from mmrl.training.scoring import EveryRewardFailedError, RewardErrors, failure_of, scored_record
+from mmrl.training.scoring import EveryRewardFailedError, RewardErrors, failure_of
 from mmrl.training.settings import RunConfig
 from mmrl.vlm.engine.vlm_export import export_model
 from mmrl.vlm.engine.vlm_policy import VlmPolicy, load_policy
@@ -321,11 +320,9 @@ class AgentDomain:
             self.errors.warn(result)
         return result
 
-    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
-        """Whole groups as texts, images, rewards and advantages."""
-        episodes = AgentPayload.of(rollouts).episodes
-        rows = range(min(limit, rollouts.num_rows))
-        return [scored_record(rollouts, row, **about_episode(episodes[row])) for row in rows]
+    def describe_row(self, rollouts: Rollouts, row: int) -> dict[str, Any]:
+        """Texts and images of an episode."""
+        return about_episode(AgentPayload.of(rollouts).episodes[row])
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Statistics of the step's episodes, and failures so far."""

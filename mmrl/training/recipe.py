@@ -27,6 +27,7 @@ from mmrl.runs.fingerprint import content_digest
 from mmrl.runs.records import SampleRecord
 from mmrl.training.evaluation import Elsewhere, Evaluation, Measure, evaluate_tasks
 from mmrl.training.processes import Streams, global_advantages
+from mmrl.training.scoring import scored_record
 from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig, ReferenceConfig, TrustRegionConfig
 from mmrl.training.sharding import in_parts, local, whole_weights
 
@@ -271,7 +272,12 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
         """Up to `limit` rollouts as text and images for the report, whole groups first."""
-        return []
+        shown = {row: self.describe_row(rollouts, row) for row in range(min(limit, rollouts.num_rows))}
+        return [scored_record(rollouts, row, **about) for row, about in shown.items() if about is not None]
+
+    def describe_row(self, rollouts: Rollouts, row: int) -> dict[str, Any] | None:
+        """What the report shows of a row besides its reward and advantage: fields of `SampleRecord`, or None."""
+        return None
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Metrics of the domain after a step, as in `noted`; counts in `added` already cover all processes."""

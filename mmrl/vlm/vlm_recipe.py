@@ -33,7 +33,6 @@ from mmrl.rewards.answers import Chat, number_answers
 from mmrl.rewards.reward_config import about_rewards, readers_of
 from mmrl.runs.dry_run import model_follows
 from mmrl.runs.export import Exported
-from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.evaluation import NOT_PARTS, Measure, parts_of_tasks
 from mmrl.training.processes import Streams
@@ -48,7 +47,7 @@ from mmrl.training.recipe import (
     scores_before_update,
     single_update,
 )
-from mmrl.training.scoring import RewardErrors, scored_record, with_rewards
+from mmrl.training.scoring import RewardErrors, with_rewards
 from mmrl.vlm.data.dataset import BUDGET, LoadedTasks, load_splits, load_tasks
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
 from mmrl.vlm.data.task import (
@@ -149,6 +148,8 @@ class VlmDomain:
         self.skipped, self.cramped, self.errors = Skipped(loaded.skipped), Tally(), RewardErrors()
         self.added |= {"skipped": self.skipped, "cramped": self.cramped, "errors": self.errors.step}
         self.cut_splits: set[str] = set()
+        self._shown: tuple[VlmTask, list[Any]] | None = None
+        """The question that `describe_row` showed last, and its images."""
         self.parts |= {"skipped": self.skipped, "cramped": self.cramped, "errors": self.errors}
         self.rewards = RewardSum(rewards)
         with opening(self.opened) as opened:
@@ -233,32 +234,22 @@ class VlmDomain:
     def _extra_measures(self) -> ExtraMeasures:
         return self.config.evaluation.extra_measures()
 
-    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
-        """Whole groups as text, images, frames of videos, rewards and advantages."""
-        payload = VlmPayload.of(rollouts)
-        given: dict[str, Any] = {"reward": None} if self.supervised else {}
-        found: list[SampleRecord] = []
-        images_of: dict[int, list[Any]] = {}
-        for row in range(min(limit, rollouts.num_rows)):
-            group = int(rollouts.group[row])
-            task = payload.tasks[group]
-            # decoded once per group: its rows show the same images
-            if group not in images_of:
-                images_of[group] = task_images(task, self.policy.layout.patch_size)
-            found.append(
-                scored_record(
-                    rollouts,
-                    row,
-                    id=task.id,
-                    prompt=payload.prompts[group].text,
-                    response=payload.texts[row],
-                    answer=str(task.columns.get("answer", "")),
-                    images=images_of[group],
-                    finish=payload.finish[row],
-                    **given,
-                )
-            )
-        return found
+    def describe_row(self, rollouts: Rollouts, row: int) -> dict[str, Any]:
+        """Text, images and frames of videos."""
+        payload, group = VlmPayload.of(rollouts), int(rollouts.group[row])
+        task = payload.tasks[group]
+        # decoded once per group: its rows show the same images
+        if self._shown is None or self._shown[0] is not task:
+            self._shown = task, task_images(task, self.policy.layout.patch_size)
+        found = {
+            "id": task.id,
+            "prompt": payload.prompts[group].text,
+            "response": payload.texts[row],
+            "answer": str(task.columns.get("answer", "")),
+            "images": self._shown[1],
+            "finish": payload.finish[row],
+        }
+        return found | {"reward": None} if self.supervised else found
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Questions skipped so far, prompts with too little room, and reward errors of the step."""

@@ -19,8 +19,6 @@ from torch import Tensor
 from mmrl.core.payload import Payload, per_decision, per_group, per_row
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.transfer import to_host
-from mmrl.runs.records import SampleRecord
-from mmrl.training.scoring import scored_record
 from robotics.episodes.episode_tasks import episode_id
 from robotics.sim.episodes import EpisodeSpec
 
@@ -124,23 +122,21 @@ class EpisodePayload(Payload):
         return None if poses is None else poses[:, :3, 3].astype(np.float32)
 
 
-def sample_record(rollouts: Rollouts, row: int) -> SampleRecord:
-    """Record an episode with its last image, reward and advantage."""
+def about_episode(rollouts: Rollouts, row: int) -> dict[str, Any]:
+    """An episode with its last image, as fields of `SampleRecord`."""
     from PIL import Image
 
     payload = EpisodePayload.of(rollouts)
     episode = payload.episodes[int(rollouts.group[row])]
     last = [] if payload.last_image is None else [Image.fromarray(payload.last_image[row].cpu().numpy())]
-    return scored_record(
-        rollouts,
-        row,
-        id=episode_id(episode),
-        prompt=episode.instruction,
-        response=f"{int(payload.lengths[row])} control steps",
-        outputs=last,
-        finish=_ending(payload, row),
-        correct=bool(payload.success[row]),
-    )
+    return {
+        "id": episode_id(episode),
+        "prompt": episode.instruction,
+        "response": f"{int(payload.lengths[row])} control steps",
+        "outputs": last,
+        "finish": _ending(payload, row),
+        "correct": bool(payload.success[row]),
+    }
 
 
 def _ending(payload: EpisodePayload, row: int) -> str:

@@ -23,7 +23,6 @@ from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
 from mmrl.core.payload import Payload, per_row
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
-from mmrl.runs.records import SampleRecord
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig
@@ -170,9 +169,9 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
         """Name of the loss."""
         return f"behaviour cloning of {self.demonstrations.num_transitions} transitions"
 
-    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
+    def describe_row(self, rollouts: Rollouts, row: int) -> None:
         """Demonstrations give no samples."""
-        return []
+        return None
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Number of transitions and of skipped demonstrations."""

@@ -35,7 +35,6 @@ from mmrl.recipes import RecipeEntry, find_recipe
 from mmrl.rewards.reward_loading import source_digest
 from mmrl.runs.dry_run import model_follows
 from mmrl.runs.export import Exported
-from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import metric_label
 from mmrl.training.evaluation import held_out_tasks
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
@@ -46,7 +45,7 @@ from mmrl.training.settings import RunConfig, TrainerConfig
 from robotics.episodes.collect import ActingSettings, Episodes, run_episodes, swap_layouts
 from robotics.episodes.episode_evaluation import PROTOCOLS, ReplayVideos, RobotEvaluationConfig, RobotMeasure
 from robotics.episodes.episode_tasks import EpisodeSetConfig, episode_id, list_episodes, own_draw
-from robotics.episodes.payload import EpisodePayload, sample_record
+from robotics.episodes.payload import EpisodePayload, about_episode
 from robotics.methods.old_policy import OldPolicy
 from robotics.policies.base.action_policy import ActionPolicy, PolicyInputs, open_policy
 from robotics.policies.base.saved import is_saved_policy
@@ -212,9 +211,9 @@ class RobotDomain:
         measures = [self._measure(policy, split, protocol, step) for protocol in PROTOCOLS]
         return [measure for measure in measures if measure.repeats]
 
-    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
-        """Whole groups with their last images, rewards and advantages."""
-        return [sample_record(rollouts, row) for row in range(min(limit, rollouts.num_rows))]
+    def describe_row(self, rollouts: Rollouts, row: int) -> dict[str, Any] | None:
+        """Last image and ending of an episode."""
+        return about_episode(rollouts, row)
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Success (also by task, if they are few) and length of the step's episodes, failures so far."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +36,11 @@ from mmrl.hub.building import build_if_missing
 from mmrl.hub.video_reading import VideoError
 from mmrl.runs.dry_run import model_follows
 from mmrl.runs.export import Exported
-from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.evaluation import held_out_tasks
 from mmrl.training.processes import Streams, stream_seed
 from mmrl.training.recipe import NoUsableTasksError, Recipe, Step, opening
-from mmrl.training.scoring import EveryRewardFailedError, RewardErrors, failure_of, scored_record
+from mmrl.training.scoring import EveryRewardFailedError, RewardErrors, failure_of
 from mmrl.vlm.data.dataset import DataConfig
 from mmrl.vlm.data.task import Skipped, TaskError
 from mmrl.vlm.engine.vlm_policy import load_policy
@@ -190,26 +190,19 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         )
         return [measure]
 
-    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
-        """Whole groups as strips of the frames that were picked."""
+    def describe_row(self, rollouts: Rollouts, row: int) -> dict[str, Any]:
+        """A strip of the frames that were picked."""
         payload = TspoPayload.of(rollouts)
-        found = []
-        for row in range(min(limit, rollouts.num_rows)):
-            task = payload.tasks[int(rollouts.group[row])]
-            picks = sorted(payload.picks[row][payload.pick_mask[row] > 0].tolist())
-            found.append(
-                scored_record(
-                    rollouts,
-                    row,
-                    id=task.id,
-                    prompt=task.query,
-                    response=payload.texts[row],
-                    answer=task.answer,
-                    outputs=picked_strip(task, picks),
-                    finish=f"{len(picks)} of {len(task.video)} frames",
-                )
-            )
-        return found
+        task = payload.tasks[int(rollouts.group[row])]
+        picks = sorted(payload.picks[row][payload.pick_mask[row] > 0].tolist())
+        return {
+            "id": task.id,
+            "prompt": task.query,
+            "response": payload.texts[row],
+            "answer": task.answer,
+            "outputs": picked_strip(task, picks),
+            "finish": f"{len(picks)} of {len(task.video)} frames",
+        }
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Videos that were embedded, questions skipped so far and reward errors of the step."""

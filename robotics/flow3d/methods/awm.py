@@ -36,7 +36,6 @@ from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.rewards.reward_config import RewardResult, refuse_weights
 from mmrl.runs.dry_run import model_follows
-from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.evaluation import held_out_tasks
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
@@ -194,9 +193,22 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
         """Evaluate the average of the model."""
         return self.eval_ema.applied(policy)
 
-    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
-        """Whole groups as drawn flow with verdicts and advantages."""
-        return [self._record(rollouts, row) for row in range(min(limit, rollouts.num_rows))]
+    def describe_row(self, rollouts: Rollouts, row: int) -> dict[str, Any]:
+        """Drawn flow with verdicts."""
+        payload, advantage = FlowPayload.of(rollouts), rollouts.advantage
+        clip = payload.clips[int(rollouts.group[row])]
+        seen = clip.observation
+        written = payload.flow[row].float().cpu().numpy()
+        flow = self.policy.encoding.decode(written, clip.points, seen.size_px)
+        reward = float(rollouts.reward[row])
+        return {
+            "id": f"{clip.source}/{clip.meta.get('seed', '')}",
+            "prompt": seen.instruction,
+            "response": payload.reasons[row] if payload.reasons else "",
+            "outputs": [draw_flow(seen.rgb, clip.points, flow)],
+            "reward": None if math.isnan(reward) else reward,
+            "advantage": None if advantage is None else float(advantage[row].mean()),
+        }
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Number of scenes, and counts of missing verdicts."""
@@ -243,20 +255,3 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
             generator = make_generator(seeds[int(rows[0])], "shuffle", step.number)
             reward[rows] = rollouts.reward[rows[torch.randperm(len(rows), generator=generator).to(rows.device)]]
         return reward
-
-    def _record(self, rollouts: Rollouts, row: int) -> SampleRecord:
-        payload, advantage = SampledFlows.of(rollouts), rollouts.advantage
-        clip = payload.clips[int(rollouts.group[row])]
-        seen = clip.observation
-        written = payload.flow[row].float().cpu().numpy()
-        flow = self.policy.encoding.decode(written, clip.points, seen.size_px)
-        reward = float(rollouts.reward[row])
-        return SampleRecord(
-            id=f"{clip.source}/{clip.meta.get('seed', '')}",
-            prompt=seen.instruction,
-            response=payload.reasons[row] if payload.reasons else "",
-            outputs=[draw_flow(seen.rgb, clip.points, flow)],
-            reward=None if math.isnan(reward) else reward,
-            terms={name: float(values[row]) for name, values in rollouts.reward_terms.items()},
-            advantage=None if advantage is None else float(advantage[row].mean()),
-        )
