@@ -343,7 +343,7 @@ class DecisionScore(PairScore):
         return logp, mask > 0
 
     def formula(self) -> str:
-        return "logp of each decision, each a separate pair"
+        return "logp of each decision, every one a pair of its own"
 
 
 @dataclass(frozen=True)
