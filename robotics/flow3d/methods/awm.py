@@ -195,7 +195,7 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
 
     def describe_row(self, rollouts: Rollouts, row: int) -> dict[str, Any]:
         """Drawn flow with verdicts."""
-        payload, advantage = FlowPayload.of(rollouts), rollouts.advantage
+        payload, advantage = SampledFlows.of(rollouts), rollouts.advantage
         clip = payload.clips[int(rollouts.group[row])]
         seen = clip.observation
         written = payload.flow[row].float().cpu().numpy()
