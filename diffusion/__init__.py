@@ -75,8 +75,8 @@ _NAMES = {
     ),
     "diffusion.models.diffusion_policy": (
         "DiffusionPolicy",
-        "LoraSettings",
-        "ModelConfig",
+        "DiffusionLora",
+        "PipelineConfig",
         "load_policy",
     ),
     "diffusion.rewards": (
@@ -86,7 +86,7 @@ _NAMES = {
     ),
     "diffusion.sampling.guidance": ("GuidedVelocity",),
     "diffusion.sampling.latent_sampler": (
-        "SamplerConfig",
+        "LatentSamplerConfig",
         "euler_ode",
         "sample_latents",
         "sample_trajectories",

@@ -11,9 +11,9 @@ import torch
 from diffusion.data.prompts import PromptConfig
 from diffusion.diffusion_evaluation import DiffusionEvaluationConfig
 from diffusion.matching.times import TimestepConfig, check_times, sample_times
-from diffusion.models.diffusion_policy import ModelConfig
+from diffusion.models.diffusion_policy import PipelineConfig
 from diffusion.models.ema import EvalEmaConfig
-from diffusion.sampling.latent_sampler import TRAINED_STEPS, SamplerConfig
+from diffusion.sampling.latent_sampler import TRAINED_STEPS, LatentSamplerConfig
 from diffusion.sampling.schedule import RANDOM_SOLVERS
 from diffusion.sampling.steps import BOUNDED
 from diffusion.sampling.trajectories import StepConfig, check_trajectories
@@ -43,7 +43,7 @@ def image_trainer() -> TrainerConfig:
     )
 
 
-def check_matching(config: Any, sampler: SamplerConfig) -> None:
+def check_matching(config: Any, sampler: LatentSamplerConfig) -> None:
     """Reject options that do not apply to runs on noisy versions, before a model is loaded; raises ValueError."""
     trainer, timesteps = config.trainer, config.timesteps
     if isinstance(trainer, TrainerConfig) and trainer.old_logp != "recompute":
@@ -72,8 +72,8 @@ class MatchingParts:
 
     timesteps: TimestepConfig = field(default_factory=TimestepConfig)
     """The noisy versions."""
-    sampler: SamplerConfig = field(
-        default_factory=lambda: SamplerConfig(steps=14, guidance=1.0, solver="sa_solver", noise_level=0.4)
+    sampler: LatentSamplerConfig = field(
+        default_factory=lambda: LatentSamplerConfig(steps=14, guidance=1.0, solver="sa_solver", noise_level=0.4)
     )
     """Sampling of images. Default: 14 steps of SA-Solver without guidance, as published for AWM on GenEval."""
     trainer: TrainerConfig = field(
@@ -107,7 +107,7 @@ class TrajectoryParts:
 class DiffusionParts:
     """Model and evaluation prompts of a diffusion run; inherit from this before the configuration of a run."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: PipelineConfig = field(default_factory=PipelineConfig)
     """Pipeline, adapter, precision."""
     eval_data: dict[str, PromptConfig] = field(default_factory=dict)
     """Held-out prompts by name; the first split gives the headline metrics."""
@@ -136,8 +136,8 @@ class DiffusionParts:
 class GivenEvaluationConfig(DiffusionEvaluationConfig):
     """Evaluation at fixed prompts and seeds, for runs that learn from given images."""
 
-    sampler: SamplerConfig = field(
-        default_factory=lambda: SamplerConfig(guidance=1.0, eval_guidance=3.0, eval_steps=20)
+    sampler: LatentSamplerConfig = field(
+        default_factory=lambda: LatentSamplerConfig(guidance=1.0, eval_guidance=3.0, eval_steps=20)
     )
     """Sampling of images."""
     rewards: list[RewardConfig] = field(default_factory=list)
@@ -180,7 +180,7 @@ class DiffusionConfig(DiffusionParts, RunConfig):
 
     data: PromptConfig = field(default_factory=PromptConfig)
     """Training prompts."""
-    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    sampler: LatentSamplerConfig = field(default_factory=LatentSamplerConfig)
     """Sampling of images."""
     rewards: list[RewardConfig] = field(default_factory=list)
     """Reward terms to optimise, with their weights."""

@@ -19,7 +19,7 @@ from diffusion.models.diffusion_policy import DiffusionPolicy
 from diffusion.models.pipelines import decode_latents
 from diffusion.rewards.video_rewards import flicker
 from diffusion.sampling.guidance import GuidedVelocity
-from diffusion.sampling.latent_sampler import SamplerConfig, sample_latents, text_of
+from diffusion.sampling.latent_sampler import LatentSamplerConfig, sample_latents, text_of
 from mmrl.rewards import RewardResult
 from mmrl.rewards.reward_config import RewardConfig, about_rewards
 from mmrl.runs.records import Outcome, SampleRecord, film, short_digest
@@ -75,7 +75,7 @@ class ImageMeasure(Measure[DiffusionTask]):
     heldout: Collection[str]
     """Names of reward terms that are not optimised."""
     evaluation: DiffusionEvaluationConfig
-    sampler: SamplerConfig
+    sampler: LatentSamplerConfig
     seed: int
     split: str
     rewards: Sequence[RewardConfig] = ()

@@ -18,10 +18,10 @@ from diffusion.diffusion_config import DiffusionConfig, TrajectoryParts
 from diffusion.families.base import MASK, REFERENCE
 from diffusion.families.table import find_family
 from diffusion.models.conditioning import TextEncoders
-from diffusion.models.diffusion_policy import DTYPES, ModelConfig, add_adapter, make_family
+from diffusion.models.diffusion_policy import DTYPES, PipelineConfig, add_adapter, make_family
 from diffusion.models.pipelines import outlined_pipeline, quiet_diffusers
 from diffusion.models.saved import BASE_FILE, read_base
-from diffusion.sampling.latent_sampler import SamplerConfig, trained_window
+from diffusion.sampling.latent_sampler import LatentSamplerConfig, trained_window
 from mmrl.errors import NoPlan, UserError
 from mmrl.files import expanded, read_json_object
 from mmrl.hub.building import build_if_missing
@@ -29,7 +29,7 @@ from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 from mmrl.runs.export import model_folder
 from mmrl.training.objectives import make_objective
 from mmrl.training.plan import (
-    Counted,
+    CountedPass,
     Part,
     Plan,
     Work,
@@ -53,11 +53,11 @@ def footprint(config: Any, *, passes: bool = True) -> Plan:
 
     Without passes, the plan only contains what is kept between them: weights, gradients, moments, averages and copies.
     """
-    if not isinstance(getattr(config, "model", None), ModelConfig):
+    if not isinstance(getattr(config, "model", None), PipelineConfig):
         raise NoPlan(f"there is no plan for the recipe '{config.recipe}'; its model is no diffusion model")
     ensure_torchvision()
     build_if_missing(config.model, "model")
-    step = _Step.of(config)
+    step = _StepSizes.of(config)
     with torch.device("meta"), quiet_transformers(), quiet_diffusers():
         model = _Model(config, step)
     if not passes:
@@ -95,7 +95,7 @@ def preview(config: Any, recipe: Any) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _StepSizes:
     """Sizes of a step."""
 
     rows: int
@@ -110,10 +110,10 @@ class _Step:
     """Whether the sampler's steps are trained."""
     given: bool
     """Whether images are given instead of sampled."""
-    sampler: SamplerConfig
+    sampler: LatentSamplerConfig
 
     @classmethod
-    def of(cls, config: Any) -> _Step:
+    def of(cls, config: Any) -> _StepSizes:
         """Read the sizes from a configuration."""
         trainer, given = config.trainer, not isinstance(config, DiffusionConfig)
         sampler = config.evaluation.sampler if given else config.sampler
@@ -136,7 +136,7 @@ class _Model:
 
     mode: FakeTensorMode
 
-    def __init__(self, config: Any, step: _Step) -> None:
+    def __init__(self, config: Any, step: _StepSizes) -> None:
         self.config, model = config, config.model
         dtype = DTYPES[model.dtype]
         pipeline, encoders = _pipeline(model)
@@ -233,7 +233,7 @@ class _Called:
         return self.function(*args, **kwargs)
 
 
-def pipeline_path(config: ModelConfig) -> str:
+def pipeline_path(config: PipelineConfig) -> str:
     """Folder or hub id of the pipeline below saved weights."""
     path = model_folder(config.path)
     while (expanded(path) / BASE_FILE).is_file():
@@ -241,7 +241,7 @@ def pipeline_path(config: ModelConfig) -> str:
     return path
 
 
-def _pipeline(config: ModelConfig) -> tuple[Any, int]:
+def _pipeline(config: PipelineConfig) -> tuple[Any, int]:
     """The pipeline without values, and the number of parameters of its text encoders."""
     path = pipeline_path(config)
     if path not in PUBLISHED or expanded(path).exists():
@@ -281,7 +281,7 @@ def _weights(model: _Model) -> Iterator[Part]:
     )
 
 
-def _latents(model: _Model, step: _Step) -> Iterator[Part]:
+def _latents(model: _Model, step: _StepSizes) -> Iterator[Part]:
     """Latents of a step, and the noise and text needed during sampling."""
     config = model.config
     if step.given:
@@ -308,7 +308,7 @@ def averages_of(config: Any) -> int:
 class _Passes:
     """Forward and backward passes of a step through networks and autoencoder, each counted once."""
 
-    def __init__(self, model: _Model, step: _Step) -> None:
+    def __init__(self, model: _Model, step: _StepSizes) -> None:
         self.model = model
         self.step = step
         config = model.config
@@ -325,7 +325,7 @@ class _Passes:
         self.pixels = pixels
         if step.given:
             self.pixel = forward(model.autoencoder, lambda: model.encode(pixels))
-            self.sample = Counted(0, 0, 0)
+            self.sample = CountedPass(0, 0, 0)
         else:
             self.pixel = forward(model.autoencoder, lambda: model.decode(pixels))
             self.sample = forward(model.networks, lambda: model.velocity(step.drawn * self.per_call))

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import torch
 
-from diffusion import ModelConfig as PipelineConfig
-from diffusion import load_policy
+from diffusion import PipelineConfig, load_policy
 from diffusion.toy.shapes.building import build_pipeline
 from mmrl.recipes import find_recipe
 from mmrl.report.export import export_run

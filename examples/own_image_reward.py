@@ -4,7 +4,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from diffusion import AwmConfig, ModelConfig, PromptConfig
+from diffusion import AwmConfig, PipelineConfig, PromptConfig
 from mmrl.recipes import find_recipe
 from mmrl.rewards import RewardConfig
 from mmrl.runs.tracking import TrackingConfig
@@ -25,7 +25,7 @@ if __name__ == "__main__":
         recipe="awm",
         output_dir=str(folder / "run"),
         # In your run: a hub id or a folder, and no `build`. Here a random pipeline of 32 x 32 pixels is built.
-        model=ModelConfig(
+        model=PipelineConfig(
             path=str(folder / "pipeline"), build="diffusion.toy.shapes.building:build_pipeline", max_sequence_length=1
         ),
         data=PromptConfig(path=str(prompts)),

@@ -62,13 +62,13 @@ def _vlm_results(folder: Path) -> None:
 
 
 def _diffusion_results(folder: Path) -> None:
-    from diffusion.models.diffusion_policy import LoraSettings, ModelConfig, load_policy
+    from diffusion.models.diffusion_policy import DiffusionLora, PipelineConfig, load_policy
     from diffusion.toy.pipelines.tiny import TinySd3Sizes, build_tiny_sd3
 
     base = build_tiny_sd3(folder / "runs/shapes/pipeline", corpus=list(CAPTIONS), sizes=TinySd3Sizes(layers=1))
-    full = ModelConfig(path=str(base), lora=LoraSettings(enabled=False))
+    full = PipelineConfig(path=str(base), lora=DiffusionLora(enabled=False))
     load_policy(full).save_pretrained(checkpoint(folder, "shapes-pretrain", 3000))
-    lora = ModelConfig(path=str(base))
+    lora = PipelineConfig(path=str(base))
     load_policy(lora).save_pretrained(checkpoint(folder, "shapes-awm", 40))
 
 

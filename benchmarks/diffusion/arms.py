@@ -340,7 +340,7 @@ def step_arm(options: dict[str, Any]) -> dict[str, Any]:
 def _step_config(defaults: Any, folder: Path, options: dict[str, Any]) -> Any:
     """Configuration of a run on two prompts whose reward differs from image to image whatever the weights are."""
     from diffusion.data.prompts import PromptConfig
-    from diffusion.models.diffusion_policy import ModelConfig
+    from diffusion.models.diffusion_policy import PipelineConfig
     from mmrl.rewards import RewardConfig
     from mmrl.runs.tracking import TrackingConfig
 
@@ -353,7 +353,7 @@ def _step_config(defaults: Any, folder: Path, options: dict[str, Any]) -> Any:
         defaults,
         recipe=options["way"],
         output_dir=str(folder / "run"),
-        model=ModelConfig(options["model"], dtype=dtype, gradient_checkpointing=cuda, free_text_encoders=True),
+        model=PipelineConfig(options["model"], dtype=dtype, gradient_checkpointing=cuda, free_text_encoders=True),
         data=PromptConfig(path=str(prompts)),
         rewards=[RewardConfig(name="caption_colour")],
         heldout_rewards=[RewardConfig(name="jpeg_compressibility")],

@@ -30,7 +30,7 @@ from robotics.flow3d.video import RejectedVideo
 from robotics.toy.extracted_clips import DEFAULT_ACTORS
 
 if TYPE_CHECKING:
-    from robotics.flow3d.extract.backends import DepthSource, Detector, Tracker
+    from robotics.flow3d.extract.backends import DepthSource, Detector, PointTracker
     from robotics.flow3d.video import RgbdVideo
 
 
@@ -83,7 +83,9 @@ def _measured(video: RgbdVideo, depth: DepthSource | None) -> RgbdVideo:
     return replace(video, depth_m=(depth or DenoisedDepth()).depth_m(video))
 
 
-def score_tracker(tracker: Tracker, video: RgbdVideo, side: int = 8, depth: DepthSource | None = None) -> TrackerScore:
+def score_tracker(
+    tracker: PointTracker, video: RgbdVideo, side: int = 8, depth: DepthSource | None = None
+) -> TrackerScore:
     """Compare a tracker with the simulator's state on `side` x `side` points; raises RejectedVideo when it is lost."""
     K, mask = video.intrinsics_px, SimSegmentation().detect(video)
     uv = grid_in_mask(mask, side).reshape(-1, 2)
@@ -292,7 +294,7 @@ class ClassicalFlow:
     """Tracker that follows each point on its own by Lucas-Kanade; the baseline."""
 
     def track(self, video: RgbdVideo, mask: BoolArray, uv_px: FloatArray) -> Tracks:
-        """Follow points; see `Tracker`. A lost point stays at its last position, hidden."""
+        """Follow points; see `PointTracker`. A lost point stays at its last position, hidden."""
         tracks, alive = klt_tracks(grey_frames(video.rgb), uv_px)
         return Tracks(tracks, alive.astype(np.float64))
 
@@ -305,7 +307,7 @@ class EarlyMotion:
         in pixels scale with the image. The paper masks the gripper by segmentation instead of by early motion.
     """
 
-    tracker: Tracker
+    tracker: PointTracker
     """Follows the grid; CoTracker in the public code."""
     grid: int = 32
     """Points a side over the whole image."""
@@ -347,7 +349,7 @@ def moving_points(uv_px: FloatArray, early_frame: int, early_px: float, least_px
     return moving
 
 
-BACKENDS: dict[str, tuple[Detector, Tracker]] = {
+BACKENDS: dict[str, tuple[Detector, PointTracker]] = {
     "revealed_depth + rigid_chain": (RevealedDepth(), RigidChain()),
     "paper's rule + KLT": (EarlyMotion(ClassicalFlow()), ClassicalFlow()),
 }

@@ -97,7 +97,7 @@ def _read_packed(path: Path, config: ImageDataConfig) -> list[CaptionedImage]:
     for number, caption in enumerate(captions):
         check_caption(f"{path.name} {number}", caption, config)
     images = arrays["images"]
-    return [CaptionedImage(f"{path.name} {n}", caption, StoredImage(images, n)) for n, caption in enumerate(captions)]
+    return [CaptionedImage(f"{path.name} {n}", caption, PackedImage(images, n)) for n, caption in enumerate(captions)]
 
 
 def read_arrays(
@@ -188,7 +188,7 @@ def _read_list(path: Path, config: ImageDataConfig) -> list[CaptionedImage]:
 
 
 @dataclass(frozen=True)
-class StoredImage:
+class PackedImage:
     """An image or video of an array of them."""
 
     images: NDArray[np.uint8]

@@ -19,7 +19,7 @@ from omegaconf import MISSING
 from diffusion.data.captioned_images import (
     PACKED,
     ImageFile,
-    StoredImage,
+    PackedImage,
     check_caption,
     read_arrays,
     read_list,
@@ -135,7 +135,7 @@ def _packed_pair(row: int, arrays: Mapping[str, NDArray[Any]], path: Path, confi
     check_caption(place, caption, config)
     if np.array_equal(arrays["chosen"][row], arrays["rejected"][row]):
         raise BadRowError("equal_sides", place, "both images are the same")
-    chosen, rejected = (StoredImage(arrays[side], row) for side in SIDES)
+    chosen, rejected = (PackedImage(arrays[side], row) for side in SIDES)
     numbers = {name: float(arrays[name][row]) for name in NUMBERS if name in arrays}
     return ImagePair(place, caption, chosen, rejected, _finite(numbers, place))
 

@@ -77,7 +77,7 @@ class TwoSided(MatchingLoss):
         return f"mean (5 / {self.beta:g}) [r |x+ - x_0|^2 / w+ + (1 - r) |x- - x_0|^2 / w-]"
 
 
-class GroupPreference(MatchingLoss):
+class MatchingPreference(MatchingLoss):
     """DGPO, arXiv 2510.08425; X-GenGroup/Flow-Factory src/flow_factory/trainers/dgpo.py."""
 
     compares = True
@@ -173,6 +173,6 @@ def _scaled_error(velocity: Tensor, noisy: NoisyRows) -> Tensor:
 
 MATCHING_LOSSES: dict[str, type[MatchingLoss]] = {
     "two_sided": TwoSided,
-    "group_preference": GroupPreference,
+    "group_preference": MatchingPreference,
     "centred_reward": CentredReward,
 }

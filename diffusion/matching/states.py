@@ -37,7 +37,7 @@ from diffusion.matching.losses import NoisyRows
 from diffusion.matching.times import TimestepConfig, draw_times
 from diffusion.matching.velocity import FlowMatching, NoisyVersions, matched_rollouts
 from diffusion.models.diffusion_policy import DiffusionPolicy
-from diffusion.sampling.latent_sampler import SamplerConfig, group_seeds, sample_states, text_of
+from diffusion.sampling.latent_sampler import LatentSamplerConfig, group_seeds, sample_states, text_of
 from diffusion.sampling.trajectories import DiffusionPayload, TrainedDecisions
 from mmrl.core.rollouts import Rollouts
 from mmrl.training.processes import Streams
@@ -46,7 +46,7 @@ FIRST_STEP = {"discrete": 0, "discrete_wo_init": 1, "discrete_with_init": 0}
 """Distributions over the sampler's own times, and the first step that each can draw."""
 
 
-def check_states(sampler: SamplerConfig, timesteps: TimestepConfig) -> None:
+def check_states(sampler: LatentSamplerConfig, timesteps: TimestepConfig) -> None:
     """Reject times at which the sampler has no states, before a model is loaded; raises ValueError."""
     if timesteps.times not in FIRST_STEP:
         raise ValueError(

@@ -25,7 +25,7 @@ from diffusion.matching.times import TimestepConfig, draw_times, reachable_times
 from diffusion.models.diffusion_policy import DiffusionPolicy
 from diffusion.sampling.guidance import guided
 from diffusion.sampling.latent_sampler import (
-    SamplerConfig,
+    LatentSamplerConfig,
     check_networks,
     group_seeds,
     row_noise,
@@ -168,7 +168,7 @@ class VelocityMatching(ABC):
 class FlowMatching(VelocityMatching):
     """Draws images, makes noisy versions of them and evaluates models on these."""
 
-    def __init__(self, policy: DiffusionPolicy, sampler: SamplerConfig, timesteps: TimestepConfig) -> None:
+    def __init__(self, policy: DiffusionPolicy, sampler: LatentSamplerConfig, timesteps: TimestepConfig) -> None:
         super().__init__(timesteps)
         self.policy = policy
         self.sampler = sampler

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from diffusion.diffusion_config import DiffusionConfig, TrajectoryParts
 from diffusion.methods.trajectory import TrajectoryRecipe
-from diffusion.sampling.latent_sampler import SamplerConfig
+from diffusion.sampling.latent_sampler import LatentSamplerConfig
 from diffusion.sampling.trajectories import DiffusionPayload, StepConfig
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
@@ -110,7 +110,7 @@ class DdpoConfig(TrajectoryParts, DiffusionConfig):
         "scaling.eps_to",
         "scaling.scale",
     )
-    sampler: SamplerConfig = field(default_factory=lambda: SamplerConfig(guidance=5.0))
+    sampler: LatentSamplerConfig = field(default_factory=lambda: LatentSamplerConfig(guidance=5.0))
     """Sampling of images."""
     step: StepConfig = field(default_factory=lambda: StepConfig(detach_negative=False))
     """Gradient through both halves of guidance."""

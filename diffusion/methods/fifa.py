@@ -238,9 +238,9 @@ def _encoders(path: str, gamma: float) -> Callable[[Sequence[str]], Tensor]:
         return lambda captions: torch.zeros(len(captions), 1)
     if not path:
         raise UserError("--gamma weighs the captions' diversity, which needs --pipeline; or give --gamma 0")
-    from diffusion.models.diffusion_policy import ModelConfig, load_policy
+    from diffusion.models.diffusion_policy import PipelineConfig, load_policy
 
-    return embed_captions(load_policy(ModelConfig(path=path, max_sequence_length=1)))
+    return embed_captions(load_policy(PipelineConfig(path=path, max_sequence_length=1)))
 
 
 if __name__ == "__main__":

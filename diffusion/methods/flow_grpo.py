@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from diffusion.diffusion_config import DiffusionConfig, TrajectoryParts, image_trainer
 from diffusion.methods.trajectory import TrajectoryRecipe
 from diffusion.models.diffusion_policy import full_model
-from diffusion.sampling.latent_sampler import SamplerConfig
+from diffusion.sampling.latent_sampler import LatentSamplerConfig
 from diffusion.sampling.steps import StepKernel, guard_log_ratio
 from diffusion.sampling.trajectories import DiffusionPayload
 from mmrl.core.objectives.objective import PolicyOutputs
@@ -103,7 +103,7 @@ def flow_grpo_fast() -> FlowGrpoConfig:
     Source: yifan123/flow_grpo config/grpo.py (`*_fast_nocfg`), scripts/train_sd3_fast.py.
     """
     return FlowGrpoConfig(
-        sampler=SamplerConfig(guidance=1.0, kernel="cps", noise_level=0.8, window=3),
+        sampler=LatentSamplerConfig(guidance=1.0, kernel="cps", noise_level=0.8, window=3),
         objective=ObjectiveConfig(preset="flow_grpo_fast", filter={"kind": "drop"}),
     )
 
@@ -120,7 +120,7 @@ def dance_grpo() -> FlowGrpoConfig:
     """
     return FlowGrpoConfig(
         model=full_model(),
-        sampler=SamplerConfig(
+        sampler=LatentSamplerConfig(
             steps=16, guidance=1.0, kernel="dance_sde", noise_level=0.3, same_noise=True, random_share=0.6
         ),
         objective=ObjectiveConfig(preset="dance_grpo"),
@@ -139,7 +139,7 @@ def mix_grpo() -> FlowGrpoConfig:
     """
     return FlowGrpoConfig(
         model=full_model(),
-        sampler=SamplerConfig(steps=25, guidance=1.0, same_noise=True, window=4, window_schedule="progressive"),
+        sampler=LatentSamplerConfig(steps=25, guidance=1.0, same_noise=True, window=4, window_schedule="progressive"),
         objective=ObjectiveConfig(preset="dance_grpo"),
         trainer=dataclasses.replace(image_trainer(), samples_per_task=12, learning_rate=1e-5),
     )
@@ -154,7 +154,7 @@ def flow_dppo() -> FlowGrpoConfig:
     Source: Flow-DPPO, arXiv 2606.11025; Tencent-Hunyuan/UniRL examples/diffusion/sd3_flowdppo.yaml.
     """
     return FlowGrpoConfig(
-        sampler=SamplerConfig(guidance=1.0, window=3),
+        sampler=LatentSamplerConfig(guidance=1.0, window=3),
         objective=ObjectiveConfig(preset="flow_dppo"),
         trainer=dataclasses.replace(image_trainer(), samples_per_task=16, weight_decay=0.0),
     )

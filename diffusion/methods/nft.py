@@ -38,7 +38,7 @@ from diffusion.matching.group_losses import DISTANCES, MATCHING_LOSSES, referenc
 from diffusion.matching.times import TimestepConfig
 from diffusion.matching.velocity import FlowMatching, Matching
 from diffusion.models.ema import NFT_SCHEDULES, EMAWeights, EvalEmaConfig, nft_old_decay
-from diffusion.sampling.latent_sampler import SamplerConfig
+from diffusion.sampling.latent_sampler import LatentSamplerConfig
 from mmrl.core.loss import Denominators, mean_metric
 from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
@@ -95,7 +95,9 @@ class DiffusionNftConfig(MatchingParts, DiffusionConfig):  # type: ignore[misc] 
     replaced_blocks: ClassVar[tuple[str, ...]] = OWN_LOSS
     nft: NftSettings = rare(field(default_factory=NftSettings))
     """The two-sided loss."""
-    sampler: SamplerConfig = field(default_factory=lambda: SamplerConfig(steps=10, guidance=1.0, solver="dpm"))
+    sampler: LatentSamplerConfig = field(
+        default_factory=lambda: LatentSamplerConfig(steps=10, guidance=1.0, solver="dpm")
+    )
     """Sampling of images."""
     timesteps: TimestepConfig = field(default_factory=lambda: TimestepConfig(count=9, times="discrete", fraction=0.99))
     """The noisy versions."""

@@ -24,7 +24,7 @@ from diffusion.diffusion_config import GivenImagesConfig, check_matching
 from diffusion.diffusion_recipe import DiffusionDomain
 from diffusion.matching.times import TimestepConfig
 from diffusion.matching.velocity import FlowMatching, given_rollouts
-from diffusion.models.diffusion_policy import DiffusionPolicy, ModelConfig, full_model
+from diffusion.models.diffusion_policy import DiffusionPolicy, PipelineConfig, full_model
 from diffusion.models.ema import KeepsEvalAverage
 from diffusion.models.pipelines import encode_images
 from diffusion.sampling.trajectories import mean_over_decisions
@@ -42,7 +42,7 @@ from mmrl.training.supervised import SupervisedRecipe
 class PretrainConfig(GivenImagesConfig):
     """A flow-matching run on captioned images."""
 
-    model: ModelConfig = field(default_factory=full_model)
+    model: PipelineConfig = field(default_factory=full_model)
     """Pipeline whose transformer is trained in full."""
     images: ImageDataConfig = field(default_factory=ImageDataConfig)
     """The captioned images."""

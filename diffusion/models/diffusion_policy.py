@@ -48,7 +48,7 @@ LOGGER = logging.getLogger("mmrl")
 
 
 @dataclass
-class LoraSettings:
+class DiffusionLora:
     """Low-rank adapters instead of full fine-tuning; rank, alpha and targets as in Flow-GRPO and AWM."""
 
     enabled: bool = True
@@ -69,7 +69,7 @@ class LoraSettings:
 
 
 @dataclass
-class ModelConfig(BuiltPath):
+class PipelineConfig(BuiltPath):
     """The pipeline to train, its precision and size."""
 
     path: str = MISSING
@@ -81,7 +81,7 @@ class ModelConfig(BuiltPath):
     """Options of the family: the fields of its `options_class` in `diffusion/families`."""
     dtype: str = choice("float32", lambda: DTYPES)
     """Precision of all weights except the adapters, which are float32: float32, bfloat16 or float16."""
-    lora: LoraSettings = field(default_factory=LoraSettings)
+    lora: DiffusionLora = field(default_factory=DiffusionLora)
     """Adapters instead of full fine-tuning."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: saves memory, takes about a third more time."""
@@ -107,9 +107,9 @@ class ModelConfig(BuiltPath):
     """Folder for these files, which are deleted at the end of the run. Default: the system's temporary folder."""
 
 
-def full_model() -> ModelConfig:
+def full_model() -> PipelineConfig:
     """Settings that train every weight of the transformer."""
-    return ModelConfig(lora=LoraSettings(enabled=False))
+    return PipelineConfig(lora=DiffusionLora(enabled=False))
 
 
 DTYPES: dict[str, torch.dtype] = {
@@ -119,7 +119,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
-def add_adapter(network: Any, settings: LoraSettings, family: Family, seed: int) -> None:
+def add_adapter(network: Any, settings: DiffusionLora, family: Family, seed: int) -> None:
     """Add float32 adapters to linear layers; the random half is Gaussian."""
     ensure_torchvision()
     import peft
@@ -184,7 +184,7 @@ class DiffusionPolicy(nn.Module):
     starts_from_adapter: bool = False
     """Whether the adapters were already trained, so that the policy differs from the pipeline at the start."""
 
-    def __init__(self, pipeline: Any, config: ModelConfig, seed: int = 0) -> None:
+    def __init__(self, pipeline: Any, config: PipelineConfig, seed: int = 0) -> None:
         super().__init__()
         check_config(config, "model")
         self.pipeline = pipeline
@@ -223,7 +223,7 @@ class DiffusionPolicy(nn.Module):
                 network.enable_gradient_checkpointing()
         self.distilled = self.family.embedded_guidance
         """Whether the guidance scale is an input of the network."""
-        if not self.distilled and config.guidance_embedding != ModelConfig.guidance_embedding:
+        if not self.distilled and config.guidance_embedding != PipelineConfig.guidance_embedding:
             raise UserError(
                 f"model.guidance_embedding is {config.guidance_embedding}, but the transformer of {config.path} has no "
                 "such input; leave it out, and set sampler.guidance"
@@ -394,8 +394,8 @@ class DiffusionPolicy(nn.Module):
         return folder if name == self.family.networks[0] else folder / name
 
 
-def make_family(pipeline: Any, config: ModelConfig) -> Family:
-    """The family of a pipeline with its options, some of which are fields of `ModelConfig`."""
+def make_family(pipeline: Any, config: PipelineConfig) -> Family:
+    """The family of a pipeline with its options, some of which are fields of `PipelineConfig`."""
     kind = find_family(type(pipeline).__name__, config.family, str(config.path))
     names = {item.name for item in fields(kind.options_class)}
     given = {name: getattr(config, name) for name in ("max_sequence_length", "guidance_embedding") if name in names}
@@ -406,7 +406,7 @@ def make_family(pipeline: Any, config: ModelConfig) -> Family:
     return kind(pipeline, options)
 
 
-def load_policy(config: ModelConfig, seed: int = 0) -> DiffusionPolicy:
+def load_policy(config: PipelineConfig, seed: int = 0) -> DiffusionPolicy:
     """Load a pipeline and wrap it as a policy.
 
     Args:
@@ -447,7 +447,7 @@ class _Start(NamedTuple):
     """Folder of a saved adapter for it."""
 
 
-def _find_start(path: str, config: ModelConfig) -> _Start:
+def _find_start(path: str, config: PipelineConfig) -> _Start:
     """Follow saved weights to the pipeline that they are based on."""
     file = expanded(path) / BASE_FILE
     if not file.is_file():

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from diffusion.sampling.latent_sampler import SamplerConfig
+from diffusion.sampling.latent_sampler import LatentSamplerConfig
 
 LOGGER = logging.getLogger("mmrl")
 MOST = 10
@@ -25,7 +25,7 @@ def sign_of_few_steps(policy: Any) -> str:
     return f"it is called {found}" if found else ""
 
 
-def warn_of_few_steps(policy: Any, config: SamplerConfig, key: str = "sampler", *, matched: bool = False) -> None:
+def warn_of_few_steps(policy: Any, config: LatentSamplerConfig, key: str = "sampler", *, matched: bool = False) -> None:
     """Warn about guidance, many steps and methods that a few-step model was not made for.
 
     Args:

@@ -55,7 +55,7 @@ def euler_ode(velocity: Callable[[Tensor, Tensor], Tensor], latents: Tensor, sig
 
 
 @dataclass
-class SamplerConfig:
+class LatentSamplerConfig:
     """Sampling of images for training and evaluation."""
 
     steps: int = bounded(10, at_least=1)
@@ -117,7 +117,7 @@ class SamplerConfig:
     def refuse_set(self, names: Sequence[str], reason: str, key: str = "sampler") -> None:
         """Reject options that were changed but have no effect; raises ValueError."""
         for name in names:
-            if getattr(self, name) != getattr(SamplerConfig, name):
+            if getattr(self, name) != getattr(LatentSamplerConfig, name):
                 raise ValueError(f"{key}.{name} is {getattr(self, name)}, but {reason}; leave it out")
 
 
@@ -131,7 +131,7 @@ TRAINED_STEPS = ("kernel", *WINDOW, "fraction", "random_share")
 
 
 @dataclass
-class Trajectory:
+class LatentTrajectory:
     """Denoising runs, with the states and times needed to evaluate their trained steps again."""
 
     latents: Tensor
@@ -183,7 +183,7 @@ def text_of(policy: Any, tasks: Sequence[DiffusionTask], rows: Tensor) -> TextRo
     return embedded.select(rows.cpu())  # each prompt is embedded once; its rows share the embedding
 
 
-def check_guidance(policy: Any, config: SamplerConfig, key: str = "sampler") -> None:
+def check_guidance(policy: Any, config: LatentSamplerConfig, key: str = "sampler") -> None:
     """Reject guidance by a negative prompt on top of distilled guidance; raises UserError."""
     embedded = policy.config.guidance_embedding
     for name in ("guidance", "eval_guidance"):
@@ -221,7 +221,7 @@ def times_of(policy: Any, steps: int) -> Tensor:
     return grid
 
 
-def make_kernel(config: SamplerConfig, grid: Tensor) -> StepKernel:
+def make_kernel(config: LatentSamplerConfig, grid: Tensor) -> StepKernel:
     """Transition of the trained steps on a time grid (S + 1,)."""
     # kernels take the second time as sigma_max: g of flow_sde would be infinite at the first
     return KERNELS[config.kernel](config.noise_level, float(grid[1]))
@@ -231,12 +231,12 @@ def sample_trajectories(
     policy: Any,
     text: TextRows,
     seeds: Tensor,
-    config: SamplerConfig,
+    config: LatentSamplerConfig,
     window: range | Sequence[range],
     *,
     keep_mean: bool = False,
     together: bool = True,
-) -> Trajectory:
+) -> LatentTrajectory:
     """Denoise; the steps in the window are stochastic and recorded, the others deterministic.
 
     Args:
@@ -261,12 +261,12 @@ def sample_trajectories(
         parts.append(_trajectories(policy, velocity, seeds[rows], grid, kernel, trained[rows], keep_mean))
     means = [part.mean for part in parts if part.mean is not None]
     joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in _JOINED}
-    return Trajectory(**joined, mean=torch.cat(means) if means else None)
+    return LatentTrajectory(**joined, mean=torch.cat(means) if means else None)
 
 
 def _trajectories(
     policy: Any, velocity: GuidedVelocity, seeds: Tensor, grid: Tensor, kernel: Any, trained: Tensor, keep_mean: bool
-) -> Trajectory:
+) -> LatentTrajectory:
     """Denoise; the steps `trained` (B, T) of each row, consecutive ones, are stochastic."""
     pairs = _pairs(seeds)
     latents = _first_latents(policy, pairs, grid)
@@ -293,7 +293,7 @@ def _trajectories(
             if means is not None:
                 means[rows, place] = result.mean
         latents = following
-    return Trajectory(
+    return LatentTrajectory(
         latents=policy.family.finished(latents, grid[-1]),
         states=states,
         sigma=to_device(grid[trained], latents.device),
@@ -307,7 +307,7 @@ def sample_latents(
     policy: Any,
     text: TextRows,
     seeds: Tensor,
-    config: SamplerConfig,
+    config: LatentSamplerConfig,
     *,
     steps: int | None = None,
     guidance: float | None = None,
@@ -338,7 +338,9 @@ def sample_latents(
     return torch.cat(parts)
 
 
-def sample_states(policy: Any, text: TextRows, seeds: Tensor, config: SamplerConfig, kept: Tensor) -> SampledStates:
+def sample_states(
+    policy: Any, text: TextRows, seeds: Tensor, config: LatentSamplerConfig, kept: Tensor
+) -> SampledStates:
     """Denoise as `sample_latents` does and keep the latents before the steps `kept` (B, T) int64 of each row."""
     made = _solver(policy, config, config.solver, config.steps)
     finished, states = [], []
@@ -352,7 +354,7 @@ def sample_states(policy: Any, text: TextRows, seeds: Tensor, config: SamplerCon
     return SampledStates(latents, torch.cat(states), made.sigmas[kept].to(latents.device))
 
 
-def _solver(policy: Any, config: SamplerConfig, name: str, steps: int) -> Solver:
+def _solver(policy: Any, config: LatentSamplerConfig, name: str, steps: int) -> Solver:
     # the default of noise_level is above 0, and deterministic solvers refuse any noise
     noise_level = config.noise_level if name in RANDOM_SOLVERS else 0.0
     return make_solver(name, times_of(policy, steps), noise_level)
@@ -372,7 +374,7 @@ def _solved(policy: Any, velocity: GuidedVelocity, solver: Solver, seeds: Tensor
         yield latents if index < len(solver.sigmas) - 2 else policy.family.finished(latents, solver.sigmas[-1])
 
 
-def trained_window(config: SamplerConfig, generator: torch.Generator, done: int = 0) -> range:
+def trained_window(config: LatentSamplerConfig, generator: torch.Generator, done: int = 0) -> range:
     """Steps that are stochastic and trained in a rollout, after `done` earlier rollouts."""
     if not config.window:
         return trained_steps(config.steps, config.fraction)
@@ -383,13 +385,13 @@ def trained_window(config: SamplerConfig, generator: torch.Generator, done: int 
     return moving_window(done, config.window, low, high, *moves, restart=config.window_restart)
 
 
-def reachable_times(config: SamplerConfig, grid: Tensor) -> Tensor:
+def reachable_times(config: LatentSamplerConfig, grid: Tensor) -> Tensor:
     """Times (T,) of a grid (S + 1,) at which some rollout may train."""
     first = config.window_low if config.window else 0
     return grid[first : last_trained(config) + 1]
 
 
-def last_trained(config: SamplerConfig) -> int:
+def last_trained(config: LatentSamplerConfig) -> int:
     """The last step that `trained_window` may return."""
     if not config.window:
         return trained_steps(config.steps, config.fraction)[-1]

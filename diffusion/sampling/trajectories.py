@@ -25,7 +25,7 @@ from diffusion.sampling.guidance import guided
 from diffusion.sampling.latent_sampler import (
     DRAWN_WINDOWS,
     MOVES,
-    SamplerConfig,
+    LatentSamplerConfig,
     check_networks,
     group_seeds,
     last_trained,
@@ -140,7 +140,7 @@ class StepConfig:
     """Exclude the negative half of guidance from the gradient, as newer Flow-GRPO code does."""
 
 
-def check_trajectories(sampler: SamplerConfig) -> None:
+def check_trajectories(sampler: LatentSamplerConfig) -> None:
     """Reject sampler options for which a step has no log-density; raises ValueError."""
     if sampler.noise_level == 0:
         raise ValueError("sampler.noise_level is 0, but a step without noise has no log-density")
@@ -209,7 +209,7 @@ class Trajectories:
     def __init__(
         self,
         policy: DiffusionPolicy,
-        sampler: SamplerConfig,
+        sampler: LatentSamplerConfig,
         step: StepConfig,
         mixed_precision: str = "none",
         *,

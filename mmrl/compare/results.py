@@ -104,7 +104,7 @@ class Reach:
 
 
 @dataclass
-class Ratio:
+class CostRatio:
     """Geometric mean of baseline cost / arm cost over the seeds that both have, or its bounds."""
 
     per_seed: dict[int, list[float]]
@@ -129,7 +129,7 @@ class CostResult:
     weights: dict[str, float]
     """Evaluation counters to their weights in the cost."""
     arms: dict[str, Reach]
-    ratios: dict[str, Ratio]
+    ratios: dict[str, CostRatio]
 
 
 @dataclass
@@ -181,7 +181,7 @@ class CollapseResult:
 
 
 @dataclass
-class Failure:
+class RunFailure:
     """A run that failed, or that finished without a number that was asked for."""
 
     run: str
@@ -208,7 +208,7 @@ class Comparison:
     work: WorkResult | None
     at: EqualCostResult | None
     collapse: CollapseResult | None
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[RunFailure] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as saved; a section that the experiment does not have is empty."""
@@ -232,7 +232,7 @@ def comparison_lines(comparison: Comparison) -> Iterator[str]:
         yield failure_text(comparison.failures)
 
 
-def failure_text(failures: Sequence[Failure]) -> str:
+def failure_text(failures: Sequence[RunFailure]) -> str:
     """Number of failed runs, and the first reason."""
     if not failures:
         return "nothing has run yet"
@@ -284,7 +284,7 @@ def _target_text(work: WorkResult, baseline: str) -> str:
     return f"{share}{baseline}'s {last} at each seed"
 
 
-def _ratio_text(ratio: Ratio) -> tuple[str, str]:
+def _ratio_text(ratio: CostRatio) -> tuple[str, str]:
     """Ratio and interval, or the bound that is left by seeds on which the target is not reached."""
     if ratio.ratio is not None and math.isfinite(ratio.ratio):
         return f"{ratio.ratio:.3g}x", "" if ratio.n < 2 else f"[{ratio.low:.3g}, {ratio.high:.3g}]"

@@ -31,12 +31,12 @@ from mmrl.compare.results import (
     CollapseArm,
     CollapseResult,
     Comparison,
+    CostRatio,
     CostResult,
     Difference,
     EqualCostResult,
-    Failure,
-    Ratio,
     Reach,
+    RunFailure,
     SeedValues,
     SweepArm,
     SweepResult,
@@ -259,9 +259,9 @@ def _reach(seeds: Sequence[int], reach: Mapping[int, Bounds]) -> Reach:
     )
 
 
-def _ratio(seeds: Sequence[int], arm: Mapping[int, Bounds], baseline: Mapping[int, Bounds]) -> Ratio:
+def _ratio(seeds: Sequence[int], arm: Mapping[int, Bounds], baseline: Mapping[int, Bounds]) -> CostRatio:
     bounds = {seed: ratio_bounds(baseline[seed], arm[seed]) for seed in seeds if seed in arm and seed in baseline}
-    return Ratio(
+    return CostRatio(
         per_seed={seed: list(pair) for seed, pair in bounds.items()},
         missing_seeds=[seed for seed in seeds if seed not in bounds],
         never=[seed for seed in bounds if math.isinf(arm[seed][1])],
@@ -324,20 +324,20 @@ def _collapse(experiment: ExperimentConfig, plans: Plans) -> CollapseResult | No
     return CollapseResult(experiment.collapse.metric, experiment.collapse.below, arms)
 
 
-def _failures(experiment: ExperimentConfig, folder: Path, plans: Plans) -> list[Failure]:
+def _failures(experiment: ExperimentConfig, folder: Path, plans: Plans) -> list[RunFailure]:
     compared = [plan for by_seed in plans.values() for plan in by_seed.values()]
     failures = []
     for plan in (*plan_sweep(experiment, folder), *compared):
         reason = failure_of(plan) or _no_value(experiment, plan)
         if reason is not None:
-            failures.append(Failure(plan.label, reason))
+            failures.append(RunFailure(plan.label, reason))
     failures = list({failure.run: failure for failure in failures}.values())
     named = {failure.run for failure in failures}
     for arm, by_seed in plans.items():
         for plan in by_seed.values():
             reasons = list(_unreadable(experiment, arm, plan)) if is_finished(plan) else []
             if reasons and plan.label not in named:
-                failures.append(Failure(plan.label, "; ".join(reasons)))
+                failures.append(RunFailure(plan.label, "; ".join(reasons)))
     return failures
 
 

@@ -106,7 +106,7 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class BuiltPath:
     """A file or folder, and the function that writes it if it is missing."""
 

@@ -125,7 +125,7 @@ class ArrowImage:
         return {**cell, "path": str(self.folder / cell["path"])}
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RowsConfig(BuiltPath):
     """A data set, and which of its rows are read."""
 

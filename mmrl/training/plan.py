@@ -47,7 +47,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Counted:
+class CountedPass:
     """Memory and operations of one pass through a network."""
 
     bytes: float
@@ -61,7 +61,7 @@ class Counted:
     reads: float = 0.0
     """Bytes that are read from memory, where that may take longer than computing with them."""
 
-    def attending(self, share: float) -> Counted:
+    def attending(self, share: float) -> CountedPass:
         """The same where attention computes a share of the pairs of positions that were counted."""
         return dataclasses.replace(self, flops=self.flops - (1 - share) * self.attention)
 
@@ -76,7 +76,7 @@ class Work:
     reads: float = 0.0
 
     @classmethod
-    def of(cls, name: str, counted: Counted, passes: float) -> Work:
+    def of(cls, name: str, counted: CountedPass, passes: float) -> Work:
         """The work of a counted pass that is made several times."""
         return cls(name, counted.flops * passes, counted.kernels * passes, counted.reads * passes)
 
@@ -185,7 +185,7 @@ def batch_sizes(trainer: Any, group: int) -> tuple[int, int, int]:
     return rows, minibatch, -(-group // parts)
 
 
-def activations(network: nn.Module, once: Callable[[], Tensor], passes: int) -> Counted:
+def activations(network: nn.Module, once: Callable[[], Tensor], passes: int) -> CountedPass:
     """Forward and backward passes of a micro-batch, and their memory besides weights and gradients.
 
     Args:
@@ -206,7 +206,7 @@ def activations(network: nn.Module, once: Callable[[], Tensor], passes: int) -> 
     return allocations.counted(before + gradients)
 
 
-def forward(network: nn.Module, once: Callable[[], Any]) -> Counted:
+def forward(network: nn.Module, once: Callable[[], Any]) -> CountedPass:
     """A pass without gradient, and its memory besides the weights."""
     network.eval()
     with torch.no_grad(), _besides(network) as allocations:
@@ -373,9 +373,9 @@ class Allocations(TorchDispatchMode):
         """Reset the peak and the counts from here on."""
         self.peak, self.flops, self.attention, self.kernels = self.alive, 0.0, 0.0, 0
 
-    def counted(self, before: float) -> Counted:
+    def counted(self, before: float) -> CountedPass:
         """Memory and operations since `restart`, less the bytes that were held before."""
-        return Counted(max(self.peak - before, 0), self.flops, self.kernels, self.attention)
+        return CountedPass(max(self.peak - before, 0), self.flops, self.kernels, self.attention)
 
     def __enter__(self) -> Self:
         Allocations._current = self

@@ -36,8 +36,8 @@ from mmrl.training.rollers import (
     Hello,
     LocalRollers,
     Lost,
+    NotStarted,
     Raised,
-    Refusal,
     Rollers,
     TrialUnit,
     Unit,
@@ -45,7 +45,7 @@ from mmrl.training.rollers import (
     cut,
     joined,
 )
-from mmrl.training.rollout_worker import Job, RolloutWorker, add_notes, checksum, trained_weights
+from mmrl.training.rollout_worker import RolloutWorker, WorkerJob, add_notes, checksum, trained_weights
 from mmrl.training.settings import BaseRunConfig, RollersConfig
 
 LOGGER = logging.getLogger("mmrl")
@@ -161,7 +161,7 @@ class RayCrew:
         actor = self._actors[worker]
         self._waiting[actor.work_at.remote(self.numbers, self.references, pickle.dumps(unit))] = worker
 
-    def wait(self) -> tuple[int, Hello | Refusal | UnitOutcome | Raised | Lost]:
+    def wait(self) -> tuple[int, Hello | NotStarted | UnitOutcome | Raised | Lost]:
         """Wait for the next answer."""
         began = time.monotonic()
         while True:
@@ -188,7 +188,7 @@ class RayCrew:
         for actor in self._actors.values():
             self._ray.kill(actor)
 
-    def _answer(self, worker: int, reference: Any) -> Hello | Refusal | UnitOutcome | Raised | Lost:
+    def _answer(self, worker: int, reference: Any) -> Hello | NotStarted | UnitOutcome | Raised | Lost:
         errors = self._ray.exceptions
         try:
             answer = self._ray.get(reference)
@@ -254,7 +254,7 @@ class RayRollers:
         self._ray = ray
         try:
             _check_room(options)
-            job = Job(entry, config, os.getcwd(), versions(), checksum(recipe.policy, trained=False))
+            job = WorkerJob(entry, config, os.getcwd(), versions(), checksum(recipe.policy, trained=False))
             self._crew = RayCrew(_pickled(job), options)
             self._dealer = Dealer(self._crew, self._size, options.tries)
             hello = self._dealer.start()
@@ -486,7 +486,7 @@ def _check_room(options: RollersConfig) -> None:
             )
 
 
-def _pickled(job: Job) -> bytes:
+def _pickled(job: WorkerJob) -> bytes:
     try:
         return pickle.dumps(job)
     except Exception as error:

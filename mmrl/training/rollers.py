@@ -220,7 +220,7 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class NotStarted:
     """Answer of a worker that cannot start."""
 
     reason: str
@@ -256,7 +256,7 @@ class Crew(Protocol):
         """Send a unit to a worker; the answer is an Outcome, Raised or Lost."""
         ...
 
-    def wait(self) -> tuple[int, Hello | Refusal | UnitOutcome | Raised | Lost]:
+    def wait(self) -> tuple[int, Hello | NotStarted | UnitOutcome | Raised | Lost]:
         """Wait for the next answer and return it with its worker's number; lost workers are removed."""
         ...
 
@@ -327,9 +327,9 @@ class Dealer:
                     else:
                         done[number] = _given_up(units[number], lost[number], answer)
 
-    def _replace(self, answer: Refusal | UnitOutcome | Raised | Lost) -> None:
+    def _replace(self, answer: NotStarted | UnitOutcome | Raised | Lost) -> None:
         """Replace a lost worker; raise for any other answer."""
-        if isinstance(answer, Refusal):
+        if isinstance(answer, NotStarted):
             raise UserError(answer.reason)
         if isinstance(answer, Raised):
             for line in answer.trace.splitlines():

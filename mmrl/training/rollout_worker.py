@@ -25,7 +25,7 @@ from mmrl.core.loss import Metric, merge_metrics
 from mmrl.errors import RunError, UserError
 from mmrl.training.processes import HeapTrimmer, limit_primitive_cache, make_accelerator, seed_everything, versions
 from mmrl.training.recipe import Recipe
-from mmrl.training.rollers import Hello, Refusal, TrialUnit, Unit, UnitOutcome, measured, sampled
+from mmrl.training.rollers import Hello, NotStarted, TrialUnit, Unit, UnitOutcome, measured, sampled
 
 LOGGER = logging.getLogger("mmrl")
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
@@ -106,7 +106,7 @@ def add_notes(recipe: Recipe[Any, Any], found: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Job:
+class WorkerJob:
     """A worker's recipe, and what it has to agree on with the training process."""
 
     entry: Any
@@ -128,37 +128,37 @@ class RolloutWorker:
         self._output: tempfile.TemporaryDirectory[str] | None = None
         self._heap = HeapTrimmer(enabled=False)
 
-    def open(self, job: bytes) -> Hello | Refusal:
+    def open(self, job: bytes) -> Hello | NotStarted:
         """Build the recipe.
 
         Args:
-            job: a pickled `Job`.
+            job: a pickled `WorkerJob`.
         """
         host = socket.gethostname()
         try:
             return self._open(job, host)
         except ModuleNotFoundError as error:
-            return Refusal(
+            return NotStarted(
                 f"the worker on {host} has no module '{error.name}'; install it on every node, or put its folder on "
                 "PYTHONPATH there"
             )
         except UserError as error:
-            return Refusal(f"the worker on {host} cannot start: {error}")
+            return NotStarted(f"the worker on {host} cannot start: {error}")
         except Exception as error:
             LOGGER.debug("%s", traceback.format_exc())
-            return Refusal(f"the worker on {host} cannot start: {type(error).__name__}: {error}")
+            return NotStarted(f"the worker on {host} cannot start: {type(error).__name__}: {error}")
 
-    def _open(self, pickled: bytes, host: str) -> Hello | Refusal:
+    def _open(self, pickled: bytes, host: str) -> Hello | NotStarted:
         for name in [name for name in os.environ if name in OF_A_RANK or name.startswith("TORCHELASTIC")]:
             del os.environ[name]  # inherited from a training process that has started Ray
-        job: Job = pickle.loads(pickled)
+        job: WorkerJob = pickle.loads(pickled)
         here = versions()
         for name, version in job.versions.items():
             if here.get(name) != version:
                 own = here.get(name, "none")
-                return Refusal(f"the worker on {host} has {name} {own}, the training process {version}; install one")
+                return NotStarted(f"the worker on {host} has {name} {own}, the training process {version}; install one")
         if not Path(job.folder).is_dir():
-            return Refusal(f"the worker on {host} has no folder {job.folder}, in which the run was started")
+            return NotStarted(f"the worker on {host} has no folder {job.folder}, in which the run was started")
         os.chdir(job.folder)
         config = job.config
         self._output = tempfile.TemporaryDirectory(prefix="mmrl-worker-")
@@ -175,7 +175,7 @@ class RolloutWorker:
         self._recipe = job.entry.load_recipe_class()(config)
         policy = self._recipe.policy
         if checksum(policy, trained=False) != job.frozen:
-            return Refusal(
+            return NotStarted(
                 f"the model on {host} has other frozen weights than that of the training process, though it was built "
                 "from the same configuration; is there another model in its folder?"
             )

@@ -17,7 +17,7 @@ from mmrl.files import read_json_object
 from mmrl.hub.compat import ensure_torchvision
 from mmrl.runs.export import model_folder
 from mmrl.training.plan import (
-    Counted,
+    CountedPass,
     Part,
     Plan,
     Work,
@@ -122,7 +122,7 @@ def footprint(config: Any, prompt_tokens: int | None = None, *, passes: bool = T
 
 def _decoding(
     network: Any, wrapped: Any, once: Any, parts: Sequence[Part], rows: int, lengths: tuple[int, int], low: bool
-) -> Counted:
+) -> CountedPass:
     """A token of each of some rows: the pass reads all weights, keys and values."""
     prompt, answer = lengths
     token = forward(wrapped, lambda: once(0, rows, 2)).attending((prompt + answer / 2) / rows)

@@ -225,7 +225,11 @@ class WorkerProcess:
         self._process = _start(spec, self._token)
         self._pipes = [self._process.stdin, self._process.stdout, self._process.stderr]
         self._stdin, self._stdout, self._stderr = (pipe.fileno() if pipe is not None else -1 for pipe in self._pipes)
-        self._decoder, self._outgoing, self._output = wire.Decoder(spec.max_reply_bytes), bytearray(), bytearray()
+        self._decoder, self._outgoing, self._output = (
+            wire.MessageDecoder(spec.max_reply_bytes),
+            bytearray(),
+            bytearray(),
+        )
         self._inbox: list[Message] = []
         self._killed = self._writing = False
         self.heard_at = self.taken_at = time.monotonic()

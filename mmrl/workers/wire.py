@@ -107,7 +107,7 @@ def read(stream: BinaryIO) -> Message | None:
     return _unpack(rest[:header_bytes], memoryview(rest)[header_bytes:])
 
 
-class Decoder:
+class MessageDecoder:
     """Collects bytes as they arrive and gives out the messages that are complete."""
 
     def __init__(self, max_bytes: int = MAX_HEADER_BYTES + MAX_BODY_BYTES) -> None:

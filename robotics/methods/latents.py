@@ -138,7 +138,7 @@ class LatentConfig(BuiltPath):
 
     kind: str = choice("video", lambda: LATENTS)
     """A name of `LATENTS`: vjepa2, video, pixels, state or object."""
-    path: str = ""
+    path: str = field(default="", kw_only=True)
     """vjepa2: model folder or hub id; video: folder of the encoder; state: LeRobotDataset that sets the scale, without
     which it is that of the run's first step."""
     frames: str = choice("step", FRAME_RATES)
@@ -159,7 +159,7 @@ class LatentConfig(BuiltPath):
 
 
 @dataclass
-class VideoSettings(NetworkSettings):
+class VideoLatentSettings(NetworkSettings):
     """Settings of the latent of the small video encoder; the path is what `VideoEncoder.save_pretrained` wrote."""
 
     pooling: str = rare("mean_and_end")
@@ -205,7 +205,7 @@ class ObjectSettings:
 class VideoLatent(TrajectoryLatent):
     """Pooled latents of the frames of an episode, from a trained `VideoEncoder`: the given one or that at the path."""
 
-    def __init__(self, settings: VideoSettings, encoder: VideoEncoder | None = None) -> None:
+    def __init__(self, settings: VideoLatentSettings, encoder: VideoEncoder | None = None) -> None:
         if encoder is None:
             check_config(settings, "latent")
             encoder = VideoEncoder.from_pretrained(settings.path)
@@ -343,7 +343,7 @@ def _settings_of(config: LatentConfig) -> Any:
 
 LATENTS: dict[str, tuple[type[Any], type[TrajectoryLatent]]] = {
     "vjepa2": (Vjepa2Settings, Vjepa2Latent),
-    "video": (VideoSettings, VideoLatent),
+    "video": (VideoLatentSettings, VideoLatent),
     "pixels": (PixelSettings, PixelLatent),
     "state": (StateSettings, StateLatent),
     "object": (ObjectSettings, ObjectLatent),

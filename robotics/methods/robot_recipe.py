@@ -469,11 +469,11 @@ def train_robot(
     config.validate()
     entry = find_recipe(config.recipe)
     given = {name: value for name, value in (("policy", policy), ("sim", sim)) if value is not None}
-    return train(_Given(entry, given), config, resume=resume)
+    return train(_GivenEntry(entry, given), config, resume=resume)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Given:
+class _GivenEntry:
     """A recipe entry whose recipe is built with the given policy and simulator."""
 
     entry: RecipeEntry

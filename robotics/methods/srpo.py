@@ -125,7 +125,7 @@ class SrpoRecipe(RobotRecipe):
         # an environment that failed has no latent either, but that is not the latent's fault
         self.invalid["episodes"] += int((~valid & ~payload.failed.cpu().numpy()).sum())
         mine = self._progress_rewards(
-            _Rows(
+            _ProgressRows(
                 latents=latents,
                 first=first,
                 valid=valid,
@@ -213,7 +213,7 @@ class SrpoRecipe(RobotRecipe):
             LOGGER.warning("an episode has no latent and is left out of the update: %s", self._first_reason)
         return latents, first, valid
 
-    def _progress_rewards(self, mine: _Rows, step: Step) -> np.ndarray:
+    def _progress_rewards(self, mine: _ProgressRows, step: Step) -> np.ndarray:
         """Rewards (B,) of these rows among those of all processes.
 
         A failure is compared with the successes of its label on any process, so the rows of all processes are gathered,
@@ -225,7 +225,7 @@ class SrpoRecipe(RobotRecipe):
         # the groups of all processes in the order in which one process has them
         parts = [part._replace(groups=part.groups * len(parts) + place) for place, part in enumerate(parts)]
         order = np.argsort(np.concatenate([part.groups for part in parts]), kind="stable")
-        rows = _Rows(*(np.concatenate(columns)[order] for columns in zip(*parts, strict=True)))
+        rows = _ProgressRows(*(np.concatenate(columns)[order] for columns in zip(*parts, strict=True)))
         # judged over all processes, so that all of them raise
         if not rows.valid.any():
             raise RunError(
@@ -270,7 +270,7 @@ def _row_means(advantage: Tensor | None, mask: Tensor) -> Tensor:
     return (advantage * mask).sum(1) / torch.where(mask.sum(1) > 0, mask.sum(1), torch.nan)
 
 
-class _Rows(NamedTuple):
+class _ProgressRows(NamedTuple):
     """Episodes of one process or of all processes."""
 
     latents: np.ndarray

@@ -58,7 +58,7 @@ class ControlSettings:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ControlPlan:
     """Controls and commanded poses of L rows for K control steps."""
 
     controls: NDArray[np.float64]  # (L, K, J + 1) joint targets in rad, and the target of a finger in metres
@@ -104,7 +104,7 @@ class CartesianController:
         """(L, 5) current commands of the given rows."""
         return self._command[np.asarray(rows, np.int64)]
 
-    def plan(self, rows: ArrayLike, actions: ArrayLike) -> Plan:
+    def plan(self, rows: ArrayLike, actions: ArrayLike) -> ControlPlan:
         """Move the commands of some rows by a chunk of actions.
 
         Args:
@@ -134,7 +134,7 @@ class CartesianController:
         controls[:, :, -1] = np.where(commands[:, :, 4] > 0, 0.0, self.arm.opening_m)
         self._joint_rad[chosen] = joint_rad
         self._command[chosen] = command
-        return Plan(controls, commands)
+        return ControlPlan(controls, commands)
 
     def _move(self, command: NDArray[np.float64], action: NDArray[np.float64]) -> NDArray[np.float64]:
         settings, moved = self.settings, np.empty_like(command)

@@ -134,12 +134,12 @@ def play(
         )
         stack.callback(env.close)
         strips = [ImageStrip() for _ in range(episodes if strip else 0)]
-        recorder: _Recorder | None = None
+        recorder: _PlayRecorder | None = None
         if not shown:
             from mmrl.hub.video_writing import VideoRecorder
 
             renderer = stack.enter_context(VideoRenderer(env.scene, video_size(settings.height)))
-            recorder = _Recorder(renderer, stack.enter_context(VideoRecorder(video, VIDEO_HZ)) if video else None)
+            recorder = _PlayRecorder(renderer, stack.enter_context(VideoRecorder(video, VIDEO_HZ)) if video else None)
             env.watch(recorder.see)
         solved = played = 0
         for number in range(episodes):
@@ -175,7 +175,7 @@ def _run(env: TabletopEnv, actor: Actor, number: int, seed: int, settings: PlayS
 
 
 @dataclass
-class _Recorder:
+class _PlayRecorder:
     """Draws what the environment shows, for a video, a strip or both."""
 
     renderer: VideoRenderer

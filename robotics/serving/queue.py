@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class QueuedChunk:
     """A policy's answer to one observation."""
 
     actions: NDArray[np.float32]  # (K, D)
@@ -34,7 +34,7 @@ class Chunk:
 class _Request:
     inputs: PolicyInputs
     generator: torch.Generator
-    answer: asyncio.Future[Chunk]
+    answer: asyncio.Future[QueuedChunk]
 
     @property
     def shapes(self) -> list[torch.Size | None]:
@@ -59,7 +59,7 @@ class PolicyQueue:
         self._filled = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "policy")
 
-    async def ask(self, inputs: PolicyInputs, generator: torch.Generator) -> Chunk:
+    async def ask(self, inputs: PolicyInputs, generator: torch.Generator) -> QueuedChunk:
         """Wait for the answer to one observation."""
         request = _Request(inputs, generator, asyncio.get_running_loop().create_future())
         self._waiting.append(request)
@@ -95,7 +95,7 @@ class PolicyQueue:
             self._filled.clear()
         return batch
 
-    def _answers(self, batch: list[_Request]) -> list[Chunk | Exception]:
+    def _answers(self, batch: list[_Request]) -> list[QueuedChunk | Exception]:
         """A chunk or an exception per request; if the policy raises, each is retried alone to find the culprit."""
         try:
             inputs = PolicyInputs.concat([request.inputs for request in batch])
@@ -106,7 +106,7 @@ class PolicyQueue:
         return [answer for request in batch for answer in self._answers([request])]
 
 
-def choose_chunks(served: ServedPolicy, inputs: PolicyInputs, generator: torch.Generator) -> list[Chunk]:
+def choose_chunks(served: ServedPolicy, inputs: PolicyInputs, generator: torch.Generator) -> list[QueuedChunk]:
     """Call the policy once."""
     policy, temperature = served.policy, served.config.temperature
     began = time.perf_counter()
@@ -119,4 +119,4 @@ def choose_chunks(served: ServedPolicy, inputs: PolicyInputs, generator: torch.G
     if served.bounds is not None:
         actions = served.bounds.to_data(torch.from_numpy(actions)).numpy()
     elapsed = 1000 * (time.perf_counter() - began)
-    return [Chunk(row, elapsed, len(inputs)) for row in actions]
+    return [QueuedChunk(row, elapsed, len(inputs)) for row in actions]

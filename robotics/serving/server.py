@@ -35,7 +35,7 @@ from mmrl.training.processes import make_generator
 from robotics.policies.base.action_statistics import ActionRange
 from robotics.serving.messages import LARGEST_MESSAGE, BadMessageError, describe_value, pack, printable, unpack
 from robotics.serving.opening import ServedPolicy
-from robotics.serving.queue import Chunk, PolicyQueue, choose_chunks
+from robotics.serving.queue import PolicyQueue, QueuedChunk, choose_chunks
 
 if TYPE_CHECKING:
     from websockets.asyncio.server import Server, ServerConnection
@@ -191,7 +191,7 @@ class PolicyServer:
 
     async def _answer(self, robot: _Robot, connection: ServerConnection, data: bytes | str) -> None:
         began = time.perf_counter()
-        chunk: Chunk | None = None
+        chunk: QueuedChunk | None = None
         try:
             message, inputs = await asyncio.to_thread(self._read, data)  # decoding must not block other robots
             if inputs is None:
@@ -258,7 +258,7 @@ class PolicyServer:
                 seen = self.counts.answers + self.counts.refused.total()
                 LOGGER.info("%d robots now, %d so far: %s", len(self._present), self.robots, self.counts.summary())
 
-    def _describe(self, chunk: Chunk) -> dict[str, Any]:
+    def _describe(self, chunk: QueuedChunk) -> dict[str, Any]:
         """The metadata."""
         steps, size = chunk.actions.shape
         about = self._served.about
@@ -358,7 +358,7 @@ class _Robot:
         return f"robot {self.number}"
 
 
-def _try_policy(served: ServedPolicy) -> Chunk:
+def _try_policy(served: ServedPolicy) -> QueuedChunk:
     """Call the policy once with zeros: rejects a policy that cannot answer, and warms up the others."""
     try:
         return choose_chunks(served, served.format.example(), make_generator(served.config.seed, "serve"))[0]
@@ -374,7 +374,7 @@ def _asks_for_reset(message: dict[str, Any]) -> bool:
     return endpoint == "reset"
 
 
-def _as_answer(chunk: Chunk, previous_ms: float | None, began: float) -> dict[str, Any]:
+def _as_answer(chunk: QueuedChunk, previous_ms: float | None, began: float) -> dict[str, Any]:
     previous = {} if previous_ms is None else {"prev_total_ms": previous_ms}
     return {
         "actions": chunk.actions,

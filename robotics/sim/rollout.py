@@ -25,7 +25,7 @@ from mmrl.workers.memory import usable_cores
 from robotics.sim.backends import require_backend
 from robotics.sim.rendering import Outcome, RenderSettings
 from robotics.sim.scene_results import Chunk, Look, SceneObservation, SceneSteps
-from robotics.sim.scene_worker import SceneWorker, VideoRenderer
+from robotics.sim.scene_worker import DrawsVideo, SceneWorker
 
 if TYPE_CHECKING:
     import mujoco
@@ -98,7 +98,7 @@ class ImageRollout:
         horizon: int | None = None,
         workers: int | None = None,
         backend: str | None = None,
-        video: Callable[[], VideoRenderer] | None = None,
+        video: Callable[[], DrawsVideo] | None = None,
         physics: WarpPhysics | None = None,
     ) -> None:
         count = workers if workers is not None else min(usable_cores(), scenes)

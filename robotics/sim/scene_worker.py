@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class VideoRenderer(Protocol):
+class DrawsVideo(Protocol):
     """Draws a scene for people, with its own model, and shows how an episode ended."""
 
     def rgb(
@@ -121,18 +121,16 @@ class SceneWorker:
         model: mujoco.MjModel,
         settings: RenderSettings | None,
         backend: str,
-        video: Callable[[], VideoRenderer] | None,
+        video: Callable[[], DrawsVideo] | None,
     ) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="image-rollout")
         self.physics = Physics(model)
-        self.renderer: FrameRenderer | VideoRenderer | None = None
+        self.renderer: FrameRenderer | DrawsVideo | None = None
         self._shape: tuple[int, ...] = ()
         self._views = () if settings is None else settings.views
         if settings is not None:
             self._shape = (settings.height, settings.width, 3)
-            make: Callable[[], FrameRenderer | VideoRenderer] = video or partial(
-                FrameRenderer, model, settings, backend
-            )
+            make: Callable[[], FrameRenderer | DrawsVideo] = video or partial(FrameRenderer, model, settings, backend)
             # an OpenGL context belongs to the thread that made it
             self.renderer = self._thread.submit(make).result()
 

@@ -15,7 +15,7 @@ from robotics.flow3d.extract.clip_building import write_clips
 from robotics.flow3d.extract.depth import SensorDepth
 from robotics.flow3d.extract.extractor import FlowExtractor
 from robotics.flow3d.extract.simulated import SimSegmentation, SimState
-from robotics.flow3d.objects.demonstrations import DemonstrationConfig
+from robotics.flow3d.objects.demonstrations import FlowDemonstrationConfig
 from robotics.flow3d.objects.demonstrations import videos as recorded_videos
 from robotics.flow3d.objects.flow_tasks import FLOW_TASKS
 from robotics.flow3d.objects.scene import SceneConfig
@@ -81,7 +81,7 @@ def _scene_videos(
     skipped: list[str] = []
     for split, count in counts.items():
         scene = SceneConfig(layouts=split, width=image_size, height=image_size, depth_noise=depth_noise)
-        config = DemonstrationConfig(tuple(tasks or FLOW_TASKS), tuple(actors or DEFAULT_ACTORS), scene=scene)
+        config = FlowDemonstrationConfig(tuple(tasks or FLOW_TASKS), tuple(actors or DEFAULT_ACTORS), scene=scene)
         for video in recorded_videos(
             range(first, first + count), config, on_skip=lambda _, reason: skipped.append(reason)
         ):

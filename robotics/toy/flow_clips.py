@@ -11,7 +11,7 @@ from mmrl.errors import UserError
 from mmrl.files import replaced
 from robotics.flow3d.clip import FlowClip, FlowEncoding
 from robotics.flow3d.data import FlowWriter
-from robotics.flow3d.objects.demonstrations import DemonstrationConfig, demonstrations, instructed_clips
+from robotics.flow3d.objects.demonstrations import FlowDemonstrationConfig, demonstrations, instructed_clips
 from robotics.flow3d.objects.flow_tasks import FLOW_TASKS
 from robotics.flow3d.objects.scene import HAND, NOBODY, SceneConfig
 
@@ -53,7 +53,7 @@ def build_clips(
     """
     if Path(path).exists():
         raise UserError(f"{path} exists already; name another folder or remove it")
-    config = DemonstrationConfig(tasks=tuple(tasks or FLOW_TASKS), actors=tuple(actors), shapes=tuple(shapes))
+    config = FlowDemonstrationConfig(tasks=tuple(tasks or FLOW_TASKS), actors=tuple(actors), shapes=tuple(shapes))
     encoding, count = FlowEncoding(num_frames=num_frames, grid=grid), 0
     with replaced(Path(path)) as draft:
         with FlowWriter(draft, num_frames=num_frames, grid=grid, title="Flow of tasks at a table") as writer:
@@ -69,7 +69,9 @@ def build_clips(
     return Path(path)
 
 
-def _build(seeds: range, config: DemonstrationConfig, encoding: FlowEncoding, visibility: bool) -> Iterator[FlowClip]:
+def _build(
+    seeds: range, config: FlowDemonstrationConfig, encoding: FlowEncoding, visibility: bool
+) -> Iterator[FlowClip]:
     if not visibility:
         yield from instructed_clips(seeds, config, encoding)
         return

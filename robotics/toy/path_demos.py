@@ -19,7 +19,7 @@ from mmrl.errors import RunError, UserError
 from mmrl.files import expanded, replaced
 from robotics.flow3d.clip import frame_indices
 from robotics.flow3d.data import FlowReader
-from robotics.flow3d.objects.demonstrator import Demonstration, Demonstrator, Stage, arm_ik
+from robotics.flow3d.objects.demonstrator import Demonstrator, FlowDemonstration, Stage, arm_ik
 from robotics.flow3d.objects.paths import (
     ACTIONS,
     APPROACH_POSES,
@@ -156,7 +156,7 @@ def _play(stage: Stage, clip: FlowClip) -> Demonstrator:
     return stage.begin(SceneConfig(task, actor, shape, layouts, colours, background, width, height), int(seed))
 
 
-def _grips(scene: FlowScene, planned: Demonstration) -> NDArray[np.float64]:
+def _grips(scene: FlowScene, planned: FlowDemonstration) -> NDArray[np.float64]:
     """(L, 4, 4) poses of the grip in each frame."""
     if planned.T_world_hand is not None:
         return planned.T_world_hand

@@ -292,7 +292,7 @@ def _diffusion(name: str, folder: Path) -> Any:
 def _pretraining(name: str, folder: Path) -> Any:
     from diffusion.data.captioned_images import ImageDataConfig, write_images
     from diffusion.diffusion_config import GivenEvaluationConfig
-    from diffusion.models.diffusion_policy import LoraSettings, ModelConfig
+    from diffusion.models.diffusion_policy import DiffusionLora, PipelineConfig
     from mmrl.rewards import RewardConfig
     from tests.diffusion.runs import tiny_model
 
@@ -303,7 +303,7 @@ def _pretraining(name: str, folder: Path) -> Any:
     return find_recipe(name).load_config_class()(
         recipe=name,
         output_dir=str(folder / "run"),
-        model=ModelConfig(path=str(tiny_model()), lora=LoraSettings(enabled=False), max_sequence_length=1),
+        model=PipelineConfig(path=str(tiny_model()), lora=DiffusionLora(enabled=False), max_sequence_length=1),
         images=ImageDataConfig(path=str(folder / "images.npz")),
         evaluation=GivenEvaluationConfig(
             rewards=[RewardConfig(name="caption_colour")],

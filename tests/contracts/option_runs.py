@@ -89,13 +89,15 @@ def _prompt_table(config: Any, folder: Path) -> Any:
 
 def _edits(config: Any, folder: Path) -> Any:
     """Images to edit, by a tiny Kontext."""
-    from diffusion.models.diffusion_policy import LoraSettings, ModelConfig
+    from diffusion.models.diffusion_policy import DiffusionLora, PipelineConfig
     from tests.diffusion.edits import write_edits
     from tests.diffusion.families.cases import CASES
 
     case = CASES["kontext"]
-    lora = LoraSettings(rank=2, alpha=4)
-    config.model = ModelConfig(path=str(case.build(folder / "kontext")), lora=lora, height=32, width=24, **case.model)
+    lora = DiffusionLora(rank=2, alpha=4)
+    config.model = PipelineConfig(
+        path=str(case.build(folder / "kontext")), lora=lora, height=32, width=24, **case.model
+    )
     config.sampler.guidance = 1.0
     path = str(write_edits(folder / "edits.jsonl", ["a red circle", "a blue square"], (50, 40)))
     config.data.path = config.eval_data["held"].path = path

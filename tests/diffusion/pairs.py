@@ -11,7 +11,7 @@ import numpy as np
 from diffusion.data.image_pairs import ImagePairConfig, write_pairs
 from diffusion.diffusion_config import GivenEvaluationConfig
 from diffusion.methods.dpo import DiffusionDpoConfig
-from diffusion.models.diffusion_policy import LoraSettings, ModelConfig
+from diffusion.models.diffusion_policy import DiffusionLora, PipelineConfig
 from diffusion.toy.shapes import all_scenes, render_scene
 from mmrl.rewards import RewardConfig
 from mmrl.runs.tracking import TrackingConfig
@@ -38,7 +38,7 @@ def dpo_config(folder: Path, **trainer: Any) -> DiffusionDpoConfig:
     config = DiffusionDpoConfig(
         recipe="diffusion_dpo",
         output_dir=str(folder / "run"),
-        model=ModelConfig(path=str(tiny_model()), lora=LoraSettings(enabled=False), max_sequence_length=1),
+        model=PipelineConfig(path=str(tiny_model()), lora=DiffusionLora(enabled=False), max_sequence_length=1),
         pairs=ImagePairConfig(path=str(write_scenes(folder / "pairs.npz"))),
         evaluation=GivenEvaluationConfig(
             samples=2,

@@ -14,7 +14,7 @@ import torch
 
 from diffusion.data.prompts import PromptConfig
 from diffusion.diffusion_evaluation import DiffusionEvaluationConfig
-from diffusion.models.diffusion_policy import LoraSettings, ModelConfig
+from diffusion.models.diffusion_policy import DiffusionLora, PipelineConfig
 from diffusion.toy.shapes import building
 from mmrl.core.rollouts import Rollouts
 from mmrl.recipes import find_recipe
@@ -58,7 +58,7 @@ def run_config(name: str, folder: Path, **trainer: Any) -> Any:
         find_recipe(name).default_config(),
         recipe=name,
         output_dir=str(folder / "run"),
-        model=ModelConfig(path=str(tiny_model()), lora=LoraSettings(rank=4, alpha=8), max_sequence_length=1),
+        model=PipelineConfig(path=str(tiny_model()), lora=DiffusionLora(rank=4, alpha=8), max_sequence_length=1),
         data=PromptConfig(path=str(write_prompts(folder / "prompts.txt"))),
         eval_data={"held_out": PromptConfig(path=str(folder / "prompts.txt"))},
         rewards=[RewardConfig(name="caption_colour")],

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from diffusion.data.prompts import PromptConfig, load_prompts
-from diffusion.models.diffusion_policy import LoraSettings, ModelConfig
+from diffusion.models.diffusion_policy import DiffusionLora, PipelineConfig
 from diffusion.rewards.editing import kept
 from mmrl.errors import UserError
 from mmrl.rewards import RewardConfig
@@ -30,8 +30,8 @@ def kontext(tmp_path_factory):
 def editing(folder, path, **trainer):
     """A run of the tiny Kontext on images of another size than its own."""
     config = run_config("flow_grpo", folder, samples_per_task=2, **trainer)
-    lora, case = LoraSettings(rank=2, alpha=4), CASES["kontext"]
-    config.model = ModelConfig(path=str(path), lora=lora, height=SIZE[0], width=SIZE[1], **case.model)
+    lora, case = DiffusionLora(rank=2, alpha=4), CASES["kontext"]
+    config.model = PipelineConfig(path=str(path), lora=lora, height=SIZE[0], width=SIZE[1], **case.model)
     config.data.path = str(write_edits(folder / "edits.jsonl", PROMPTS, (50, 40)))
     config.eval_data["held_out"].path = config.data.path
     config.rewards = [RewardConfig(name="kept")]

@@ -7,7 +7,7 @@ import pytest
 from mmrl.gui.benchmarks.annotations import RowContext, make_target, read_osworld_g, read_ui_vision
 from mmrl.gui.benchmarks.benchmark_table import BENCHMARKS
 from mmrl.gui.benchmarks.grounding_metrics import Share, mean_of_shares, score_answer, tabulate
-from mmrl.gui.grounding.answers import ParsedAnswer
+from mmrl.gui.grounding.answers import ParsedPoints
 from mmrl.gui.grounding.coords import Box, CoordinateSpace
 from mmrl.gui.grounding.samples import GroundingSample
 from tests.golden.numbers import FOLDER, load
@@ -20,7 +20,7 @@ SPACE = CoordinateSpace.ABS_RESIZED
 
 
 def answer(points):
-    return ParsedAnswer(tuple(map(tuple, points)), "point_2d") if points else ParsedAnswer(error="not_json")
+    return ParsedPoints(tuple(map(tuple, points)), "point_2d") if points else ParsedPoints(error="not_json")
 
 
 def sample_of(target, **groups):

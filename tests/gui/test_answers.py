@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from mmrl.gui.grounding.answers import ANSWER_ERRORS, PARSERS, ParsedAnswer, answer_text, parse_answer, split_think
+from mmrl.gui.grounding.answers import ANSWER_ERRORS, PARSERS, ParsedPoints, answer_text, parse_answer, split_think
 from mmrl.gui.grounding.coords import CoordinateSpace
 
 GOOD = '[{"point_2d": [10, 20]}]'
@@ -86,7 +86,7 @@ def test_the_reference_rule_needs_its_think_block():
     ],
 )
 def test_the_robust_rule(text, points, kind):
-    assert parse_answer(text) == ParsedAnswer(points, kind)
+    assert parse_answer(text) == ParsedPoints(points, kind)
 
 
 def test_a_users_function_reads_points(tmp_path):
@@ -110,7 +110,7 @@ def test_a_users_function_that_raises_finds_nothing(tmp_path, caplog):
         "def broken(text):\n    return text['x']\n"
     )
     assert parse_answer("1 2", f"{file}:read").points == ((1, 2),)
-    assert parse_answer("one two", f"{file}:read") == parse_answer("", f"{file}:read") == ParsedAnswer(error="function")
+    assert parse_answer("one two", f"{file}:read") == parse_answer("", f"{file}:read") == ParsedPoints(error="function")
     assert not caplog.records
     for _ in range(2):
         assert parse_answer("1 2", f"{file}:broken").error == "function"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmrl.gui.browser.actions import Command, execute_command
+from mmrl.gui.browser.actions import PageCommand, execute_command
 from mmrl.gui.browser.page import GuardedPage, read_elements
 
 STYLE = "<!doctype html><style>body{margin:0;font:16px sans-serif}</style>"
@@ -23,7 +23,7 @@ def read(page, html):
 
 def press(page, element):
     """Click the center of an element; returns what the page noted."""
-    execute_command(Command("click", (element.center,)), page)
+    execute_command(PageCommand("click", (element.center,)), page)
     page.settle()
     return page.evaluate("() => window.pressed || ''")
 

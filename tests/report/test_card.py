@@ -143,7 +143,7 @@ def write_rows(path, count):
 
 def build(path, count):
     function = "tests.report.test_card:write_rows"
-    build_if_missing(BuiltPath(str(path), function, {"count": count}))
+    build_if_missing(BuiltPath(path=str(path), build=function, build_options={"count": count}))
 
 
 def test_generated_files_share_a_card_and_other_folders_get_none(tmp_path):

@@ -10,7 +10,7 @@ from robotics.methods.latents import (
     StateLatent,
     StateSettings,
     VideoLatent,
-    VideoSettings,
+    VideoLatentSettings,
     Vjepa2Latent,
     Vjepa2Settings,
     crop_clip,
@@ -221,7 +221,7 @@ def test_the_position_of_the_object_is_the_last_one():
 
 
 def test_what_cannot_be_embedded_is_invalid_with_its_reason(video_encoder):
-    latent = VideoLatent(VideoSettings(), video_encoder)
+    latent = VideoLatent(VideoLatentSettings(), video_encoder)
     good = videos(5)[0]
     given = [good, None, good[:0], good.astype(np.float32), good[..., :2]]
     outcome = embed(latent, given)
@@ -243,11 +243,11 @@ def test_wrong_states_are_invalid():
 
 
 def test_a_row_that_breaks_the_network_does_not_cost_the_others_theirs(video_encoder, monkeypatch):
-    latent = VideoLatent(VideoSettings(batch_size=3), video_encoder)
+    latent = VideoLatent(VideoLatentSettings(batch_size=3), video_encoder)
     given = videos(4, 4, 4, shape=(16, 16))
     given[1][:] = 7
     given[2][:] = 8
-    expected = embed(VideoLatent(VideoSettings(), video_encoder), given).latents
+    expected = embed(VideoLatent(VideoLatentSettings(), video_encoder), given).latents
     real = video_encoder.trajectory
 
     def fragile(clips, pooling):
@@ -266,7 +266,7 @@ def test_a_row_that_breaks_the_network_does_not_cost_the_others_theirs(video_enc
 
 
 def test_a_trajectory_is_embedded_once(video_encoder, monkeypatch):
-    latent = VideoLatent(VideoSettings(cache=2), video_encoder)
+    latent = VideoLatent(VideoLatentSettings(cache=2), video_encoder)
     computed = []
     real = video_encoder.trajectory
     monkeypatch.setattr(video_encoder, "trajectory", lambda clips, p: (computed.append(len(clips)), real(clips, p))[1])
@@ -286,7 +286,7 @@ def test_a_trajectory_is_embedded_once(video_encoder, monkeypatch):
 
 
 def test_without_the_cache_everything_is_recomputed(video_encoder):
-    latent = VideoLatent(VideoSettings(), video_encoder)
+    latent = VideoLatent(VideoLatentSettings(), video_encoder)
     given = videos(4, 5)
     embed(latent, given[:1])
     for _ in range(2):
@@ -298,15 +298,15 @@ def test_without_the_cache_everything_is_recomputed(video_encoder):
 
 def test_one_by_one_does_not_depend_on_the_others_bit_for_bit(video_encoder):
     given = videos(4, 5, 6, 4, 5)
-    together, alone = (embed(VideoLatent(VideoSettings(), video_encoder), part) for part in (given, given[:1]))
+    together, alone = (embed(VideoLatent(VideoLatentSettings(), video_encoder), part) for part in (given, given[:1]))
     np.testing.assert_allclose(together.latents[:1], alone.latents, rtol=1e-5)
-    latent = VideoLatent(VideoSettings(cache=0), video_encoder)
+    latent = VideoLatent(VideoLatentSettings(cache=0), video_encoder)
     single = latent.embed(given, [NO_STATES] * 5, one_by_one=True).latents
     np.testing.assert_array_equal(single[:1], alone.latents)
 
 
 def test_an_empty_batch_has_latents_of_the_right_size(video_encoder):
-    assert embed(VideoLatent(VideoSettings(), video_encoder), []).latents.shape == (0, 16)
+    assert embed(VideoLatent(VideoLatentSettings(), video_encoder), []).latents.shape == (0, 16)
 
 
 @pytest.mark.parametrize(

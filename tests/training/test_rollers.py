@@ -20,10 +20,21 @@ from mmrl.errors import RunError, UserError
 from mmrl.training.processes import SimCounts, Streams, make_accelerator
 from mmrl.training.ray_rollers import RayRollers, check_processes, open_rollers
 from mmrl.training.recipe import NoUsableTasksError, Step
-from mmrl.training.rollers import Dealer, Hello, LocalRollers, Lost, Raised, Refusal, UnitOutcome, cut, joined, sampled
+from mmrl.training.rollers import (
+    Dealer,
+    Hello,
+    LocalRollers,
+    Lost,
+    NotStarted,
+    Raised,
+    UnitOutcome,
+    cut,
+    joined,
+    sampled,
+)
 from mmrl.training.rollout_worker import (
-    Job,
     RolloutWorker,
+    WorkerJob,
     add_notes,
     begin_notes,
     checksum,
@@ -45,7 +56,7 @@ def config() -> ToyConfig:
 
 def job(**changes) -> bytes:
     frozen = checksum(ToyRecipe(config()).policy, trained=False)
-    return pickle.dumps(dataclasses.replace(Job(ENTRY, config(), os.getcwd(), versions(), frozen), **changes))
+    return pickle.dumps(dataclasses.replace(WorkerJob(ENTRY, config(), os.getcwd(), versions(), frozen), **changes))
 
 
 def worker() -> RolloutWorker:
@@ -142,7 +153,7 @@ def test_workers_that_do_not_start_end_the_run():
     with pytest.raises(RunError, match="4 rollout workers in a row were lost; the last one: no memory"):
         Dealer(Crew(answers=[Lost("no memory")] * 9), 1, tries=3).start()
     with pytest.raises(UserError, match="no module 'lost'"):
-        Dealer(Crew(answers=[Refusal("no module 'lost'")]), 1, tries=3).start()
+        Dealer(Crew(answers=[NotStarted("no module 'lost'")]), 1, tries=3).start()
     with pytest.raises(ZeroDivisionError):
         Dealer(Crew(answers=[Raised(ZeroDivisionError(), "")]), 1, tries=3).start()
 
@@ -243,13 +254,13 @@ def test_tasks_that_cannot_be_used_are_left_out_as_in_one_process():
 )
 def test_a_worker_that_differs_refuses_by_name(changes, reason):
     answer = RolloutWorker().open(job(**changes))
-    assert isinstance(answer, Refusal)
+    assert isinstance(answer, NotStarted)
     assert re.search(reason, answer.reason)
 
 
 def test_a_worker_without_the_users_module_names_it():
     answer = RolloutWorker().open(job().replace(b"mmrl.entries", b"mmrl.emptied"))
-    assert isinstance(answer, Refusal)
+    assert isinstance(answer, NotStarted)
     assert "has no module 'mmrl.emptied'; install it on every node" in answer.reason
 
 

@@ -42,7 +42,7 @@ def test_a_message_is_received_as_it_was_sent():
 def test_it_does_not_matter_where_the_bytes_are_cut(size):
     fields, arrays = sample()
     data = wire.pack(fields, arrays) * 3
-    decoder, messages = wire.Decoder(), []
+    decoder, messages = wire.MessageDecoder(), []
     for start in range(0, len(data), size):
         messages += decoder.feed(data[start : start + size])
     assert len(messages) == 3
@@ -66,7 +66,7 @@ def test_views_and_foreign_byte_orders_keep_their_values():
 
 
 def test_the_arrays_belong_to_the_receiver():
-    (message,) = wire.Decoder().feed(wire.pack({}, {"x": np.zeros(3)}))
+    (message,) = wire.MessageDecoder().feed(wire.pack({}, {"x": np.zeros(3)}))
     message.arrays["x"][0] = 1.0
     assert message.arrays["x"].flags.owndata
 
@@ -80,20 +80,20 @@ def test_only_plain_numbers_travel(array):
 def test_prints_in_the_pipe_are_named():
     for data in (b"Loading assets, please wait ...", b"M nothing"):
         with pytest.raises(wire.WireError, match="something else writes to this pipe"):
-            list(wire.Decoder().feed(data))
+            list(wire.MessageDecoder().feed(data))
         with pytest.raises(wire.WireError, match="something else writes to this pipe"):
             wire.read(io.BytesIO(data))
 
 
 def test_garbage_is_found_before_a_whole_prefix_has_come():
-    assert list(wire.Decoder().feed(wire.MARK[:2])) == []
+    assert list(wire.MessageDecoder().feed(wire.MARK[:2])) == []
     with pytest.raises(wire.WireError, match="b'MRLX'"):
-        list(wire.Decoder().feed(b"MRLX"))
+        list(wire.MessageDecoder().feed(b"MRLX"))
 
 
 def test_messages_in_front_of_garbage_are_not_lost():
     fields, arrays = sample()
-    messages = wire.Decoder().feed(wire.pack(fields, arrays) + b"hello")
+    messages = wire.MessageDecoder().feed(wire.pack(fields, arrays) + b"hello")
     assert_same(next(messages), fields, arrays)
     with pytest.raises(wire.WireError, match="hello"):
         next(messages)
@@ -137,14 +137,14 @@ def test_a_false_header_is_refused(data, reason):
     with pytest.raises(wire.WireError, match=reason.replace("|", r"\|")):
         wire.read(io.BytesIO(data))
     with pytest.raises(wire.WireError, match=reason.replace("|", r"\|")):
-        list(wire.Decoder().feed(data))
+        list(wire.MessageDecoder().feed(data))
 
 
 def test_a_message_beyond_the_receivers_limit_is_refused_before_it_has_come():
     data = wire.pack({}, {"x": np.zeros(1000, np.uint8)})
-    assert len(list(wire.Decoder(len(data)).feed(data))) == 1
+    assert len(list(wire.MessageDecoder(len(data)).feed(data))) == 1
     with pytest.raises(wire.WireError, match="at most 100 are allowed"):
-        list(wire.Decoder(100).feed(data[: wire.PREFIX.size]))
+        list(wire.MessageDecoder(100).feed(data[: wire.PREFIX.size]))
 
 
 def test_a_message_too_large_is_not_sent(monkeypatch):

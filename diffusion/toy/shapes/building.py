@@ -118,7 +118,7 @@ def build_pairs(
         garbled: share of pairs whose caption has its words in another order, after the images were drawn.
         steps: denoising steps.
         guidance: guidance scale.
-        max_sequence_length: tokens of the T5 encoder, see `ModelConfig`.
+        max_sequence_length: tokens of the T5 encoder, see `PipelineConfig`.
         seed: seed of captions, images, flips and words.
 
     Returns:
@@ -128,12 +128,12 @@ def build_pairs(
         UserError: an unknown kind, or a model that cannot be loaded.
     """
     from diffusion.data.image_pairs import write_pairs
-    from diffusion.models.diffusion_policy import ModelConfig, load_policy
+    from diffusion.models.diffusion_policy import PipelineConfig, load_policy
     from diffusion.toy.shapes.geneval import shapes_geneval
 
     rng = np.random.default_rng([seed, 11])
     wanted = _draw_captions([scene.caption for scene in all_scenes(kinds)], count, rng)
-    policy = load_policy(ModelConfig(path=model, max_sequence_length=max_sequence_length))
+    policy = load_policy(PipelineConfig(path=model, max_sequence_length=max_sequence_length))
     images = _draw(policy, [caption for caption in wanted for _ in (0, 1)], rng, steps, guidance)
     scores = np.array(shapes_geneval([c for c in wanted for _ in (0, 1)], list(images))).reshape(count, 2)
     order = _preferred_first(scores, flipped, rng)
@@ -174,13 +174,13 @@ def _draw(policy: Any, captions: Sequence[str], rng: np.random.Generator, steps:
 
     from diffusion.data.prompts import DiffusionTask
     from diffusion.models.pipelines import decode_latents
-    from diffusion.sampling.latent_sampler import SamplerConfig, sample_latents, text_of
+    from diffusion.sampling.latent_sampler import LatentSamplerConfig, sample_latents, text_of
 
     tasks = [DiffusionTask(caption, caption) for caption in dict.fromkeys(captions)]
     index = {task.prompt: number for number, task in enumerate(tasks)}
     text = text_of(policy, tasks, torch.tensor([index[caption] for caption in captions]))
     seeds = torch.from_numpy(rng.integers(2**62, size=(len(captions), 2)))
-    config = SamplerConfig(steps=steps, guidance=guidance)
+    config = LatentSamplerConfig(steps=steps, guidance=guidance)
     with torch.no_grad():
         latents = sample_latents(policy, text, seeds, config)
         return np.asarray(decode_latents(policy.family, latents, batch=config.batch_rows).pixels)

@@ -75,7 +75,7 @@ class TaskSetConfig:
 def list_tasks(config: TaskSetConfig) -> list[AgentTask]:
     """The tasks of a set, cycling through the names, so that the first ones cover all of them."""
     if config.file is not None:
-        build_if_missing(BuiltPath(config.file, config.build, config.build_options), "data")
+        build_if_missing(BuiltPath(path=config.file, build=config.build, build_options=config.build_options), "data")
         tasks = [_task_in(row, config) for row in good_rows(config.file)]
         if not tasks:
             raise UserError(f"{config.file} has no tasks")

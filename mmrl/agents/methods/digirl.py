@@ -75,7 +75,7 @@ class DigirlSettings(BuiltPath):
 
     method: str = choice("digirl", METHODS)
     """digirl, or filtered_cloning: episodes filtered by reward, all of their steps, no critics."""
-    path: str | None = None  # type: ignore[assignment]
+    path: str | None = field(default=None, kw_only=True)  # type: ignore[assignment]
     """Folder of recorded episodes to begin with; see mmrl.agents.rollout.storage."""
     offline_steps: int = bounded(0, at_least=0)
     """Number of initial steps that run no episodes."""

@@ -17,7 +17,7 @@ SHARE = "entropy_share"
 """Key of `Rollouts.extras` (B,): this step's weight of the entropy as a share of the largest, the same for all rows."""
 
 
-class Weight:
+class MovingWeight:
     """A weight that moves with each step."""
 
     def __init__(self, value: float) -> None:
@@ -59,11 +59,11 @@ class TargetEntropy(FullEntropy):
         if self.start > self.coef:
             yield f"{where}.start {self.start:g} must be at most {where}.coef {self.coef:g}"
 
-    def state(self) -> Weight:
+    def state(self) -> MovingWeight:
         """The weight."""
-        return Weight(self.start)
+        return MovingWeight(self.start)
 
-    def observe(self, rollouts: Rollouts, state: Weight) -> Rollouts:
+    def observe(self, rollouts: Rollouts, state: MovingWeight) -> Rollouts:
         """Note the weight of this step, and move it."""
         entropy = required(rollouts.entropy, "rollouts.entropy", "entropy 'target' compares it with the target")
         trained, share = rollouts.loss_mask > 0, 0.0

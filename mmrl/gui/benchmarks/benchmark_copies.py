@@ -14,7 +14,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.files import expanded, is_file
 from mmrl.gui.benchmarks.annotations import Annotation, RowContext, RowError, make_target
-from mmrl.gui.benchmarks.benchmark_table import BENCHMARKS, OWN, Benchmark, Layout, find_benchmark, recognise
+from mmrl.gui.benchmarks.benchmark_table import BENCHMARKS, OWN, Benchmark, BenchmarkLayout, find_benchmark, recognise
 from mmrl.gui.grounding.conventions import BoxForm, Convention, FormedBox, fit_convention, has_area, inside
 from mmrl.gui.grounding.coords import Box, Size
 from mmrl.gui.grounding.samples import AnyOf, GroundingSample, Polygon, Refusal, Target, image_size
@@ -73,7 +73,7 @@ class BenchmarkFiles:
     """Files of a copy."""
 
     benchmark: Benchmark
-    layout: Layout
+    layout: BenchmarkLayout
     files: tuple[Path, ...]
     """Annotation files in the published order."""
     image_roots: tuple[Path, ...]
@@ -310,7 +310,7 @@ def _recognised(path: str) -> Benchmark:
     return recognise(file, first)
 
 
-Found = tuple[Layout, tuple[Path, ...], list[Path]]
+Found = tuple[BenchmarkLayout, tuple[Path, ...], list[Path]]
 
 
 def _one_file(benchmark: Benchmark, file: Path) -> Found | None:

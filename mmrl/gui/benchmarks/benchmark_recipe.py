@@ -32,7 +32,7 @@ from mmrl.gui.benchmarks.grounding_metrics import (
     tabulate,
     write_results,
 )
-from mmrl.gui.benchmarks.prompts import PromptConfig, PromptPreset, begin_answer, question
+from mmrl.gui.benchmarks.prompts import BenchmarkPrompt, PromptPreset, begin_answer, question
 from mmrl.gui.grounding.answers import PARSERS, parse_answer, without_think
 from mmrl.gui.grounding.coords import MAX_TOKENS, MIN_TOKENS, Resize
 from mmrl.gui.grounding.drawing import draw_answer
@@ -76,7 +76,7 @@ class GroundingEvaluationOptions:
 
 
 @dataclass
-class ComputeConfig:
+class BenchmarkCompute:
     """Precision and devices of the evaluation."""
 
     mixed_precision: str = choice("none", PRECISIONS)
@@ -110,7 +110,7 @@ class GroundingEvaluationConfig:
     16384 tokens."""
     visual_tokens: int = rare(bounded(VISUAL_TOKENS, at_least=0))
     """Larger screens are first scaled to this many visual tokens, as in InfiGUI-G1's evaluation; 0 = not."""
-    prompt: PromptConfig = field(default_factory=PromptConfig)
+    prompt: BenchmarkPrompt = field(default_factory=BenchmarkPrompt)
     """Prompt of the model."""
     eval_data: dict[str, BenchmarkConfig] = field(default_factory=dict)
     """Benchmarks by a name of your choice."""
@@ -120,7 +120,7 @@ class GroundingEvaluationConfig:
     """Batches, parser, images."""
     max_image_pixels: int = rare(image_pixels_option())
     """Maximum screen size in pixels, checked from the file header before decoding."""
-    trainer: ComputeConfig = field(default_factory=ComputeConfig)
+    trainer: BenchmarkCompute = field(default_factory=BenchmarkCompute)
     """Precision and threads, under their names in training runs."""
 
     def validate(self) -> None:

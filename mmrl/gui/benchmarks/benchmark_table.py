@@ -25,7 +25,7 @@ from mmrl.gui.grounding.samples import TARGET_COLUMNS
 
 
 @dataclass(frozen=True)
-class Layout:
+class BenchmarkLayout:
     """One of the forms in which a benchmark is published."""
 
     files: tuple[str, ...]
@@ -49,7 +49,7 @@ class Benchmark:
     """Name that papers use."""
     source: str
     """Paper."""
-    layouts: tuple[Layout, ...]
+    layouts: tuple[BenchmarkLayout, ...]
     roots: tuple[str, ...] = ("",)
     """Folders below the given one in which the files may be."""
     known_by: tuple[str, ...] = ()
@@ -94,17 +94,17 @@ def recognise(file: Path, columns: Iterable[str]) -> Benchmark:
     )
 
 
-def _parquet(form: BoxForm) -> Layout:
+def _parquet(form: BoxForm) -> BenchmarkLayout:
     """A mirror on a hub of data sets, with the images inside."""
-    return Layout(("*.parquet", "data/*.parquet"), (), form, read_screenspot_parquet)
+    return BenchmarkLayout(("*.parquet", "data/*.parquet"), (), form, read_screenspot_parquet)
 
 
-def _osworld_g(name: str, title: str, file: str, *more: Layout) -> Benchmark:
+def _osworld_g(name: str, title: str, file: str, *more: BenchmarkLayout) -> Benchmark:
     return Benchmark(
         name=name,
         title=title,
         source="Xie et al., OSWorld-G and Jedi, arXiv 2505.13227",
-        layouts=(Layout((file,), ("images",), BoxForm.XYWH, read_osworld_g), *more),
+        layouts=(BenchmarkLayout((file,), ("images",), BoxForm.XYWH, read_osworld_g), *more),
         roots=("", "benchmark"),
         known_by=("box_type", "box_coordinates"),
         columns=("target", "on_screen", "category"),
@@ -120,7 +120,7 @@ _PUBLISHED = (
         title="ScreenSpot",
         source="Cheng et al., SeeClick, arXiv 2401.10935",
         layouts=(
-            Layout(
+            BenchmarkLayout(
                 ("screenspot_mobile.json", "screenspot_desktop.json", "screenspot_web.json"),
                 ("screenspot_imgs",),
                 BoxForm.XYWH,
@@ -139,7 +139,7 @@ _PUBLISHED = (
         title="ScreenSpot-v2",
         source="Wu et al., OS-Atlas, arXiv 2410.23218",
         layouts=(
-            Layout(
+            BenchmarkLayout(
                 ("screenspot_mobile_v2.json", "screenspot_desktop_v2.json", "screenspot_web_v2.json"),
                 ("screenspotv2_image", "screenspot_imgs"),
                 BoxForm.XYWH,
@@ -157,7 +157,7 @@ _PUBLISHED = (
         name="screenspot_pro",
         title="ScreenSpot-Pro",
         source="Li et al., ScreenSpot-Pro, arXiv 2504.07981",
-        layouts=(Layout(("annotations/*.json",), ("images",), BoxForm.XYXY, read_screenspot_pro),),
+        layouts=(BenchmarkLayout(("annotations/*.json",), ("images",), BoxForm.XYXY, read_screenspot_pro),),
         known_by=("img_filename", "img_size", "ui_type", "application", "bbox"),
         columns=("group", "type"),
         crosses=(("group", "type"),),
@@ -169,7 +169,7 @@ _PUBLISHED = (
         title="MMBench-GUI L2",
         source="Wang et al., MMBench-GUI, arXiv 2507.19478",
         layouts=(
-            Layout(
+            BenchmarkLayout(
                 ("L2_annotations.json",),
                 ("offline_images", "MMBench-GUI-OfflineImages/offline_images"),
                 BoxForm.XYXY_RELATIVE,
@@ -188,7 +188,7 @@ _PUBLISHED = (
         title="UI-Vision element grounding",
         source="Nayak et al., UI-Vision, arXiv 2503.15661",
         layouts=(
-            Layout(
+            BenchmarkLayout(
                 tuple(
                     f"annotations/element_grounding/element_grounding_{setting}.json"
                     for setting in ("basic", "functional", "spatial")
@@ -209,14 +209,14 @@ _PUBLISHED = (
         "osworld_g",
         "OSWorld-G",
         "OSWorld-G.json",
-        Layout(("*.parquet", "data/*.parquet"), (), BoxForm.XYWH, read_osworld_g),
+        BenchmarkLayout(("*.parquet", "data/*.parquet"), (), BoxForm.XYWH, read_osworld_g),
     ),
     _osworld_g("osworld_g_refined", "OSWorld-G, refined instructions", "OSWorld-G_refined.json"),
     Benchmark(
         name="ui_i2e",
         title="UI-I2E-Bench",
         source="Liu et al., UI-E2I-Synth, arXiv 2504.11257",
-        layouts=(Layout(("I2E-bench-annotation.jsonl",), ("",), BoxForm.XYXY, read_i2e),),
+        layouts=(BenchmarkLayout(("I2E-bench-annotation.jsonl",), ("",), BoxForm.XYXY, read_i2e),),
         known_by=("bounding_box", "instruction", "annotations"),
         columns=("instruction", "source"),
         crosses=(("instruction", "source"),),

@@ -12,7 +12,7 @@ from typing import Any
 
 from mmrl.files import write_atomically
 from mmrl.gui.benchmarks.benchmark_table import Benchmark
-from mmrl.gui.grounding.answers import ParsedAnswer
+from mmrl.gui.grounding.answers import ParsedPoints
 from mmrl.gui.grounding.coords import CoordinateSpace, Point
 from mmrl.gui.grounding.samples import GroundingSample
 from mmrl.runs.records import finite_or_none
@@ -94,7 +94,7 @@ class Table:
         return [row for row in self.rows if row.columns == columns]
 
 
-def score_answer(parsed: ParsedAnswer, sample: GroundingSample, space: CoordinateSpace) -> Scored:
+def score_answer(parsed: ParsedPoints, sample: GroundingSample, space: CoordinateSpace) -> Scored:
     """Compare an answer with its target.
 
     A point outside the image is a miss; nothing is clipped, which would reward answers at the border. A refusal, all

@@ -40,7 +40,7 @@ class PromptPreset:
 
 
 @dataclass
-class PromptConfig:
+class BenchmarkPrompt:
     """Prompt of the model. Published numbers depend on it: compare only results of the same prompt."""
 
     preset: str = choice("points", lambda: (*PRESETS, FROM_RUN))

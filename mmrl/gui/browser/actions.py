@@ -63,7 +63,7 @@ class Viewpoint:
 
 
 @dataclass(frozen=True)
-class Command:
+class PageCommand:
     """A checked action; points in pixels of the screenshot."""
 
     name: str
@@ -80,13 +80,13 @@ class Command:
 class ActionKind:
     """One kind of action."""
 
-    read: Callable[[str, dict[str, Any], Viewpoint], Command]
+    read: Callable[[str, dict[str, Any], Viewpoint], PageCommand]
     """Checks the arguments, removes the known ones from the dict, and builds the command."""
     summary: str
     """Its arguments and effect, for prompts."""
 
 
-def read_action(name: str, arguments: Mapping[str, Any], viewpoint: Viewpoint) -> Command:
+def read_action(name: str, arguments: Mapping[str, Any], viewpoint: Viewpoint) -> PageCommand:
     """Check an action; raises ActionError."""
     if name not in ACTIONS:
         raise ActionError("unknown_action", f"There is no action {name[:60]!r}; the actions are: {', '.join(ACTIONS)}.")
@@ -98,7 +98,7 @@ def read_action(name: str, arguments: Mapping[str, Any], viewpoint: Viewpoint) -
     return command
 
 
-def execute_command(command: Command, page: GuardedPage) -> None:
+def execute_command(command: PageCommand, page: GuardedPage) -> None:
     """Execute a command; returns when the page has handled the input.
 
     Raises:
@@ -115,7 +115,7 @@ def execute_command(command: Command, page: GuardedPage) -> None:
         restore_closed(page.page)
 
 
-def _perform(command: Command, page: GuardedPage, points: Sequence[Point]) -> None:
+def _perform(command: PageCommand, page: GuardedPage, points: Sequence[Point]) -> None:
     mouse, keyboard = page.page.mouse, page.page.keyboard
     match command.name:
         case "click":
@@ -141,17 +141,17 @@ def _perform(command: Command, page: GuardedPage, points: Sequence[Point]) -> No
             page.page.wait_for_timeout(1000 * command.seconds)
 
 
-def _at_point(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
-    return Command(name, (viewpoint.to_image(_point(name, left, "point", ("x", "y"))),))
+def _at_point(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> PageCommand:
+    return PageCommand(name, (viewpoint.to_image(_point(name, left, "point", ("x", "y"))),))
 
 
-def _drag(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
+def _drag(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> PageCommand:
     start = _point(name, left, "start", ("x", "y"))
     end = _point(name, left, "end", ("to_x", "to_y"))
-    return Command(name, (viewpoint.to_image(start), viewpoint.to_image(end)))
+    return PageCommand(name, (viewpoint.to_image(start), viewpoint.to_image(end)))
 
 
-def _scroll(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
+def _scroll(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> PageCommand:
     direction, unit = left.pop("direction", None), left.pop("unit", "pixels")
     if not isinstance(direction, str) or direction not in DIRECTIONS or unit not in ("pixels", "clicks"):
         raise _wrong(name)
@@ -166,26 +166,26 @@ def _scroll(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
     if left.keys() & {"x", "y", "point"}:
         point = viewpoint.to_image(_point(name, left, "point", ("x", "y")))
     right, down = DIRECTIONS[direction]
-    return Command(name, (point,), scroll_px=(right * amount, down * amount))
+    return PageCommand(name, (point,), scroll_px=(right * amount, down * amount))
 
 
-def _type(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
+def _type(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> PageCommand:
     text = left.pop("text", None)
     if not isinstance(text, str) or not 0 < len(text) <= MAX_TEXT_CHARS:
         raise ActionError("wrong_arguments", f"The text to type has 1 to {MAX_TEXT_CHARS} characters.")
     if not all(character.isprintable() or character in "\n\t" for character in text):
         raise ActionError("wrong_arguments", "The text to type has characters that no keyboard has.")
-    return Command(name, text=text)
+    return PageCommand(name, text=text)
 
 
-def _key(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
+def _key(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> PageCommand:
     """Read keys joined by +, or by spaces as in ARPO's hotkeys; or a list of such keys, one after the other."""
     given = left.pop("key", None)
     if not isinstance(given, list):
-        return Command(name, text=_one_key(given))
+        return PageCommand(name, text=_one_key(given))
     if not 1 <= len(given) <= MAX_KEYS:
         raise ActionError("wrong_arguments", f"A list of keys has 1 to {MAX_KEYS} of them.")
-    return Command(name, text=" ".join(map(_one_key, given)))
+    return PageCommand(name, text=" ".join(map(_one_key, given)))
 
 
 def _one_key(given: Any) -> str:
@@ -202,18 +202,18 @@ def _one_key(given: Any) -> str:
     return "+".join([*named, key])
 
 
-def _wait(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
+def _wait(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> PageCommand:
     seconds = left.pop("seconds", 0.0)
     if not _is_number(seconds) or not 0 <= seconds <= MAX_WAIT_S:
         raise ActionError("wrong_arguments", f"The seconds of a wait are 0 to {MAX_WAIT_S}.")
-    return Command(name, seconds=float(seconds))
+    return PageCommand(name, seconds=float(seconds))
 
 
-def _end(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
+def _end(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> PageCommand:
     answer = left.pop("answer", "")
     if not isinstance(answer, str | int | float) or len(str(answer)) > MAX_ANSWER_CHARS:
         raise ActionError("wrong_arguments", f"The answer is a text of at most {MAX_ANSWER_CHARS} characters.")
-    return Command(name, text=str(answer))
+    return PageCommand(name, text=str(answer))
 
 
 def _point(name: str, left: dict[str, Any], whole: str, parts: tuple[str, str]) -> Point:

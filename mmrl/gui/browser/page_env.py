@@ -22,7 +22,7 @@ from mmrl.agents.environments.environment import Action, Observation
 from mmrl.agents.environments.videos import MARKS
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, choice
-from mmrl.gui.browser.actions import ACTIONS, ActionError, Command, Viewpoint, execute_command, read_action
+from mmrl.gui.browser.actions import ACTIONS, ActionError, PageCommand, Viewpoint, execute_command, read_action
 from mmrl.gui.browser.browser import Browser, BrowserFailure, BrowserSettings, process_browser
 from mmrl.gui.browser.page import Element, GuardedPage, read_elements
 from mmrl.gui.grounding.coords import CoordinateSpace, Point, Resize, coordinate_space
@@ -219,7 +219,7 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
         self, name: str, arguments: Mapping[str, Any]
     ) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         code = message = None
-        command = Command("wait")
+        command = PageCommand("wait")
         try:
             command = read_action(name, arguments, self.viewpoint)
             self.answer = command.text if command.name in ("finish", "fail") else ""

@@ -29,7 +29,7 @@ MOST_SPANS = 256
 
 
 @dataclass(frozen=True)
-class ParsedAnswer:
+class ParsedPoints:
     """The points of one answer, in the order in which the model prefers them."""
 
     points: tuple[Any, ...] = ()
@@ -46,7 +46,7 @@ class ParsedAnswer:
         return self.error in ("", "refusal")
 
 
-def parse_answer(text: str, mode: str = "robust", *, no_think: bool = False, max_answers: int = 0) -> ParsedAnswer:
+def parse_answer(text: str, mode: str = "robust", *, no_think: bool = False, max_answers: int = 0) -> ParsedPoints:
     """Read the points of an answer.
 
     Args:
@@ -70,15 +70,15 @@ def parse_answer(text: str, mode: str = "robust", *, no_think: bool = False, max
         hint = did_you_mean(mode, PARSERS)
         raise UserError(f"unknown parser '{mode}'; {hint}there are: {', '.join(PARSERS)}, or a module:function")
     if max_answers and len(found.points) > max_answers:
-        return ParsedAnswer(error="too_many")
+        return ParsedPoints(error="too_many")
     return found
 
 
-def _function_answer(text: str, name: str) -> ParsedAnswer:
+def _function_answer(text: str, name: str) -> ParsedPoints:
     """The points that a user's function finds; one that raises found none."""
     answer = final_part(text[:LONGEST])
     if answer is None:
-        return ParsedAnswer(error="no_think")
+        return ParsedPoints(error="no_think")
     function = load_function(name, what="parser")
     try:
         return _points_of([list(point) for point in function(answer)])
@@ -87,7 +87,7 @@ def _function_answer(text: str, name: str) -> ParsedAnswer:
     except Exception as error:
         if not isinstance(error, ValueError):
             _warn_of_function(name, type(error).__name__, str(error)[:200])
-        return ParsedAnswer(error="function")
+        return ParsedPoints(error="function")
 
 
 @functools.cache
@@ -134,25 +134,25 @@ def split_think(text: str) -> str | None:
     return rest.strip() if thought.strip() and rest.strip() else None
 
 
-def _reference(text: str, no_think: bool) -> ParsedAnswer:
+def _reference(text: str, no_think: bool) -> ParsedPoints:
     """Read the first bracket and its balanced partner as JSON; one bad item invalidates the list.
 
     Source: InfiXAI/InfiGUI-G1 recipe/infigui-g1/reward_fn.py (`_extract_verifiable_answer`).
     """
     answer = text if no_think else split_think(text)
     if answer is None:
-        return ParsedAnswer(error="no_think")
+        return ParsedPoints(error="no_think")
     start = answer.find("[")
     end = _partner(answer, start) if start >= 0 else -1
     value = _json(answer[start : end + 1]) if end >= 0 else NOTHING
     if not isinstance(value, list):
-        return ParsedAnswer(error="not_json")
+        return ParsedPoints(error="not_json")
     if not value:
-        return ParsedAnswer(error="empty")
+        return ParsedPoints(error="empty")
     pairs = [item.get("point_2d") if isinstance(item, dict) else None for item in value]
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        return ParsedAnswer(error="wrong_shape")
-    return ParsedAnswer(tuple(map(tuple, pairs)), "point_2d")  # type: ignore[arg-type]
+        return ParsedPoints(error="wrong_shape")
+    return ParsedPoints(tuple(map(tuple, pairs)), "point_2d")  # type: ignore[arg-type]
 
 
 def _partner(text: str, start: int) -> int:
@@ -176,12 +176,12 @@ def _json(text: str) -> Any:
         return NOTHING
 
 
-def _robust(text: str, no_think: bool) -> ParsedAnswer:
+def _robust(text: str, no_think: bool) -> ParsedPoints:
     """Read the first balanced list or object behind the thinking that holds points, else the first of `TEXT_FORMS`."""
     del no_think  # the block is removed where there is one
     answer = final_part(text[:LONGEST])
     if answer is None:
-        return ParsedAnswer(error="no_think")  # the block is never closed
+        return ParsedPoints(error="no_think")  # the block is never closed
     error = ""
     for start, end in _spans(answer):
         value = _json(answer[start : end + 1])
@@ -195,8 +195,8 @@ def _robust(text: str, no_think: bool) -> ParsedAnswer:
         if written is not None:
             numbers = [float(number) for number in written.groups() if number is not None]
             x, y = numbers if len(numbers) == 2 else [(numbers[i] + numbers[i + 2]) / 2 for i in (0, 1)]
-            return ParsedAnswer(((x, y),), kind, "refusal" if x < 0 and y < 0 else "")
-    return ParsedAnswer(error=error or "not_json")
+            return ParsedPoints(((x, y),), kind, "refusal" if x < 0 and y < 0 else "")
+    return ParsedPoints(error=error or "not_json")
 
 
 def _spans(text: str) -> list[tuple[int, int]]:
@@ -212,26 +212,26 @@ def _spans(text: str) -> list[tuple[int, int]]:
     return sorted(spans)[:MOST_SPANS]
 
 
-def _points_of(value: list[Any]) -> ParsedAnswer:
+def _points_of(value: list[Any]) -> ParsedPoints:
     """Read the points of a JSON list: objects, pairs, or one pair of numbers."""
     if not value:
-        return ParsedAnswer(error="empty")
+        return ParsedPoints(error="empty")
     if not any(isinstance(item, list | dict) for item in value):
         value = [value]
     points, kinds = [], []
     for item in value:
         kind, numbers = _numbers_of(item)
         if numbers is None:
-            return ParsedAnswer(error="wrong_shape")
+            return ParsedPoints(error="wrong_shape")
         if not all(math.isfinite(number) for number in numbers):
-            return ParsedAnswer(error="non_finite")
+            return ParsedPoints(error="non_finite")
         if len(numbers) == 4:  # halves first: the sum of two large numbers may be infinite
             x1, y1, x2, y2 = numbers
             numbers = (x1 / 2 + x2 / 2, y1 / 2 + y2 / 2)
         points.append(numbers)
         kinds.append(kind)
     refused = all(x < 0 and y < 0 for x, y in points)
-    return ParsedAnswer(tuple(points), kinds[0], "refusal" if refused else "")
+    return ParsedPoints(tuple(points), kinds[0], "refusal" if refused else "")
 
 
 def _numbers_of(item: Any) -> tuple[str, tuple[float, ...] | None]:
@@ -275,7 +275,7 @@ TEXT_FORMS: dict[str, re.Pattern[str]] = {
 """Points outside of JSON, tried in this order, a box as its middle: UI-TARS (point, start_box), the box tokens of
 OS-Atlas and Qwen2-VL, which decoding may leave out, pyautogui, and (x, y)."""
 
-PARSERS: dict[str, Callable[[str, bool], ParsedAnswer]] = {"reference": _reference, "robust": _robust}
+PARSERS: dict[str, Callable[[str, bool], ParsedPoints]] = {"reference": _reference, "robust": _robust}
 
 ANSWER_ERRORS: dict[str, str] = {
     "no_think": "The think block is missing, not at the start, repeated, blank or never closed.",

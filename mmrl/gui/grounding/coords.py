@@ -15,7 +15,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded
 
 if TYPE_CHECKING:
-    from mmrl.vlm.families.family import Family
+    from mmrl.vlm.families.family import VlmFamily
 
 Point: TypeAlias = tuple[float, float]
 """(x, y), or (y, x) in the space rel1_yx."""
@@ -97,7 +97,7 @@ class Resize:
         return width, height
 
 
-def pointing_families() -> dict[str, Family]:
+def pointing_families() -> dict[str, VlmFamily]:
     """Families of models whose points are known, by transformers' `model_type`."""
     from mmrl.vlm.families.family import known_families
 

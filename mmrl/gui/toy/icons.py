@@ -197,7 +197,7 @@ class IconGrid:
 
 
 @dataclass(frozen=True)
-class Screen:
+class IconScreen:
     """One drawn grid."""
 
     image: Image.Image
@@ -209,7 +209,7 @@ def draw_grid(
     rng: np.random.Generator,
     grid: IconGrid = IconGrid(),
     present: Sequence[str] = (),
-) -> Screen:
+) -> IconScreen:
     """Draw icons in random cells."""
     paper, ink = _grey(rng) if grid.colored else _theme(rng)
     image = Image.new("RGB", (grid.columns * grid.cell_px, grid.rows * grid.cell_px), paper)
@@ -225,7 +225,7 @@ def draw_grid(
         left, top = column * grid.cell_px + int(shift_x), row * grid.cell_px + int(shift_y)
         image.paste(draw_icon(name, side, ICONS[name].color if grid.colored else ink, paper), (left, top))
         boxes[name] = Box(left, top, left + side, top + side)
-    return Screen(image, boxes)
+    return IconScreen(image, boxes)
 
 
 def _theme(rng: np.random.Generator) -> tuple[Color, Color]:
@@ -280,7 +280,7 @@ def icon_samples(
         yield GroundingSample(screen.image, screen.image.size, text, screen.boxes[name], meta=meta)
 
 
-def _worked(rng: np.random.Generator, screen: Screen, weights: Mapping[str, float], most: int) -> list[str]:
+def _worked(rng: np.random.Generator, screen: IconScreen, weights: Mapping[str, float], most: int) -> list[str]:
     """Sample icons without replacement by their weights (Plackett-Luce)."""
     shown = list(screen.boxes)
     chances = np.array([weights[icon] for icon in shown])

@@ -26,7 +26,7 @@ TokenTables = Callable[[Mapping[str, Any]], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Family:
+class VlmFamily:
     """Differences between families of models; the defaults read them from the model's configuration and signatures."""
 
     fast: bool = False
@@ -94,22 +94,22 @@ class Family:
 
 
 @functools.cache
-def known_families() -> Mapping[str, Family]:
+def known_families() -> Mapping[str, VlmFamily]:
     """Families that have a file, by `model_type`; the folder is read once."""
     names = [module.name for module in pkgutil.iter_modules(importlib.import_module(__package__).__path__)]
     modules = {name: importlib.import_module(f"{__package__}.{name}") for name in names}
     return {name: module.FAMILY for name, module in modules.items() if hasattr(module, "FAMILY")}
 
 
-def family_of(model_type: str) -> Family:
+def family_of(model_type: str) -> VlmFamily:
     """The family of a `model_type` of transformers; the default where it has no file."""
     if "." in model_type:  # kosmos-2.5
-        return Family()
+        return VlmFamily()
     name = f"{__package__}.{model_type}"
     try:
-        found: Family = importlib.import_module(name).FAMILY
+        found: VlmFamily = importlib.import_module(name).FAMILY
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
-        return Family()
+        return VlmFamily()
     return found

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mmrl.vlm.families.family import Family
+from mmrl.vlm.families.family import VlmFamily
 
 
 @dataclass(frozen=True)
-class PaliGemma(Family):
+class PaliGemma(VlmFamily):
     """Token types distinguish prompt from response."""
 
     def token_inputs(self, types: Tensor, is_prompt: Tensor, accepted: Collection[str]) -> dict[str, Tensor]:

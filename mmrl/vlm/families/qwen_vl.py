@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from mmrl.vlm.families import MEDIA_TOKENS
-from mmrl.vlm.families.family import Family, TokenTables
+from mmrl.vlm.families.family import TokenTables, VlmFamily
 from mmrl.vlm.families.positions import rotary_positions, split_frames
 
 
 @dataclass(frozen=True)
-class QwenVl(Family):
+class QwenVl(VlmFamily):
     """Positions along time, height and width, computed here, so that prompts can be encoded without the model."""
 
     fits_frames: bool = True

@@ -22,7 +22,7 @@ CONNECT_SECONDS = 30.0
 START_SECONDS = 1800.0
 
 
-class Connection(Protocol):
+class EngineConnection(Protocol):
     """A service that answers requests in order."""
 
     def ask(self, fields: Mapping[str, Any], arrays: Arrays) -> wire.Message:
@@ -50,14 +50,14 @@ class LocalService:
         self._pool = WorkerPool(spec, 1)
 
     def ask(self, fields: Mapping[str, Any], arrays: Arrays) -> wire.Message:
-        """See `Connection`."""
+        """See `EngineConnection`."""
         answer = self._pool.ask({0: Request(fields, arrays)}, self._timeout_s)[0]
         if isinstance(answer, WorkerFailure):
             raise RunError(f"vLLM {answer.kind} at '{fields['do']}': {answer.reason}\n{answer.evidence}")
         return answer
 
     def close(self) -> None:
-        """See `Connection`."""
+        """See `EngineConnection`."""
         self._pool.close()
 
 
@@ -76,12 +76,12 @@ class RemoteService:
         self._exchange({"token": os.environ.get(TOKEN, "")}, {})
 
     def ask(self, fields: Mapping[str, Any], arrays: Arrays) -> wire.Message:
-        """See `Connection`."""
+        """See `EngineConnection`."""
         self._number += 1
         return self._exchange({"kind": "request", "id": self._number, "body": dict(fields)}, arrays)
 
     def close(self) -> None:
-        """See `Connection`."""
+        """See `EngineConnection`."""
         self._stream.close()
         self._peer.close()
 

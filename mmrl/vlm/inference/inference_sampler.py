@@ -30,7 +30,7 @@ from mmrl.vlm.data.prompt import Prompt, VlmPayload, leaves
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig, Samples
 from mmrl.vlm.families.positions import TEXT
-from mmrl.vlm.inference.connection import Connection, LocalService, RemoteService
+from mmrl.vlm.inference.connection import EngineConnection, LocalService, RemoteService
 from mmrl.vlm.inference.environment import engine_python
 
 CHECKED = 4
@@ -96,7 +96,7 @@ class EngineSampler:
 
     def __init__(self, config: EngineSamplerConfig, longest: int | None = None) -> None:
         self.config, self._longest, settings = config, longest, config.vllm
-        self._connection: Connection
+        self._connection: EngineConnection
         if settings.address:
             self._connection = RemoteService(settings.address, settings.timeout_s)
         else:

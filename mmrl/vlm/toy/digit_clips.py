@@ -25,7 +25,7 @@ SHOT_FRAMES = 2
 
 
 @dataclass(frozen=True)
-class Question:
+class ClipQuestion:
     """One kind of question about the digits of a clip."""
 
     texts: tuple[str, ...]
@@ -121,11 +121,13 @@ def _ask(
     }
 
 
-QUESTIONS: dict[str, Question] = {
-    "after_cue": Question(
+QUESTIONS: dict[str, ClipQuestion] = {
+    "after_cue": ClipQuestion(
         ("Which digit comes right after the red flash?", "What follows the red flash?"),
         lambda digits, before: digits[before],
     ),
-    "first": Question(("Which digit is shown first?", "What is the first digit?"), lambda digits, before: digits[0]),
-    "last": Question(("Which digit is shown last?", "What is the last digit?"), lambda digits, before: digits[-1]),
+    "first": ClipQuestion(
+        ("Which digit is shown first?", "What is the first digit?"), lambda digits, before: digits[0]
+    ),
+    "last": ClipQuestion(("Which digit is shown last?", "What is the last digit?"), lambda digits, before: digits[-1]),
 }

@@ -116,7 +116,7 @@ def build_readings(
     rng = np.random.default_rng([seed, 9 if split == "test" else 8])
     pool = scan_pool(split)
     _check_room(frames, decoys)
-    clip: list[_Clip] = []
+    clip: list[_NeedleClip] = []
     asked = itertools.count()
 
     def save(folder: Path, stem: str) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def _empty(frames: int) -> list[Shot]:
 
 
 @dataclass(frozen=True)
-class _Clip:
+class _NeedleClip:
     """A clip with all its frames, as they are after encoding."""
 
     frames: list[NDArray[np.uint8]]
@@ -174,15 +174,15 @@ class _Clip:
     answer: str
 
 
-def _draw_clip(rng: np.random.Generator, pool: np.ndarray, frames: int, decoys: int, file: Path) -> _Clip:
+def _draw_clip(rng: np.random.Generator, pool: np.ndarray, frames: int, decoys: int, file: Path) -> _NeedleClip:
     shots, flash = _draw_shots(rng, pool, frames, decoys)
     index = read_index(write_clip(file, shots, fps=1.0, seed=int(rng.integers(2**31))))
     images = list(decode_frames(index, range(index.total)))
     file.unlink()
-    return _Clip(images, first_frames(shots)[flash], str(scans_and_labels()[1][shots[flash + 1].scan]))
+    return _NeedleClip(images, first_frames(shots)[flash], str(scans_and_labels()[1][shots[flash + 1].scan]))
 
 
-def _save_reading(rng: np.random.Generator, clip: _Clip, picks: int, file: Path, folder: str) -> dict[str, Any]:
+def _save_reading(rng: np.random.Generator, clip: _NeedleClip, picks: int, file: Path, folder: str) -> dict[str, Any]:
     from PIL import Image
 
     names = []

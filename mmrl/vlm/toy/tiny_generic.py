@@ -20,7 +20,7 @@ QWEN_VIDEO = QWEN_IMAGE.replace("image", "video")
 
 
 @dataclass(frozen=True)
-class _Family:
+class _TinyFamily:
     placeholder: str = ""
     """Placeholder token for an image in a prompt."""
     video: str = "<video>"
@@ -249,9 +249,9 @@ TOWER: dict[str, Any] = {
 
 
 FAMILIES = {
-    "qwen3": _Family(),
-    "llama": _Family(),
-    "smolvlm": _Family(
+    "qwen3": _TinyFamily(),
+    "llama": _TinyFamily(),
+    "smolvlm": _TinyFamily(
         "<image>",
         tokens={
             "image_token": "<image>",
@@ -262,7 +262,7 @@ FAMILIES = {
         config=_smolvlm_config,
         processor=_smolvlm_processor,
     ),
-    "gemma3": _Family(
+    "gemma3": _TinyFamily(
         "<start_of_image>",
         tokens={"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
         config=_gemma3_config,

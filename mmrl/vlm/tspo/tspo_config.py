@@ -44,7 +44,7 @@ class FeatureConfig(BuiltPath):
 
 
 @dataclass
-class AgentConfig:
+class TemporalAgentConfig:
     """The temporal agent."""
 
     path: str | None = None
@@ -132,7 +132,7 @@ class TspoConfig(RunConfig):
 
     features: FeatureConfig = field(default_factory=FeatureConfig)
     """CLIP and candidate frames."""
-    agent: AgentConfig = field(default_factory=AgentConfig)
+    agent: TemporalAgentConfig = field(default_factory=TemporalAgentConfig)
     """The trained agent."""
     data: DataConfig = field(default_factory=DataConfig)
     """Training questions, each with one video; columns needle, type and query."""

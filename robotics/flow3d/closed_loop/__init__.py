@@ -20,7 +20,7 @@ _NAMES = {
     ),
     "robotics.flow3d.closed_loop.measure": ("FlowLoopMeasure", "evaluate_flow", "loop_metrics"),
     "robotics.flow3d.closed_loop.closed_loop_recipe": ("Flow3dEvaluation", "Flow3dEvaluationConfig"),
-    "robotics.flow3d.closed_loop.runner": ("EpisodeRunner",),
+    "robotics.flow3d.closed_loop.runner": ("FlowEpisodeRunner",),
     "robotics.flow3d.plan.judge": ("VerifierConfig",),
 }
 

@@ -35,7 +35,7 @@ from robotics.flow3d.closed_loop.flow_episodes import (
     list_episodes,
 )
 from robotics.flow3d.closed_loop.measure import FlowLoopMeasure, LoopEvaluationConfig
-from robotics.flow3d.closed_loop.runner import EpisodeRunner, Source
+from robotics.flow3d.closed_loop.runner import FlowEpisodeRunner, Source
 from robotics.flow3d.objects.scene import find_flow_arm
 
 LOGGER = logging.getLogger("mmrl")
@@ -116,7 +116,7 @@ class Flow3dEvaluation:
 
             self.policy = self._source = FlowWorldModel.from_pretrained(self._folder).eval()
         self._source = _disturbed(self._source, config.model.still_share)
-        self._runner = EpisodeRunner(dataclasses.replace(config.loop, seed=config.seed), self._source)
+        self._runner = FlowEpisodeRunner(dataclasses.replace(config.loop, seed=config.seed), self._source)
 
     def evaluate(self, policy: nn.Module, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
         """Run the episodes of a set."""

@@ -23,7 +23,7 @@ from mmrl.training.evaluation import EpisodeMeasure, Trial, part_metric
 from mmrl.training.settings import EvaluationConfig
 from robotics.episodes.episode_evaluation import success_table
 from robotics.flow3d.closed_loop.flow_episodes import FlowEpisode, LoopConfig
-from robotics.flow3d.closed_loop.runner import EpisodeRunner, Row, Source
+from robotics.flow3d.closed_loop.runner import FlowEpisodeRunner, Row, Source
 from robotics.flow3d.flow_model import FlowModel
 
 LOGGER = logging.getLogger("mmrl")
@@ -59,7 +59,7 @@ class LoopEvaluationConfig(SampledEvaluationConfig):
 class FlowLoopMeasure(EpisodeMeasure[FlowEpisode]):
     """Success of a source of flow over episodes; `loop_metrics` lists the metrics."""
 
-    runner: EpisodeRunner
+    runner: FlowEpisodeRunner
     evaluation: LoopEvaluationConfig
     split: str
     run_dir: Path
@@ -158,7 +158,7 @@ def measure_in_loop(model: nn.Module, settings: LoopConfig, split: str, run_dir:
     """A measure of a model during its training; scenes are open inside the context."""
     weights = content_digest(sorted(model.state_dict().items()))
     conditions = {"weights": weights, "settings": json.loads(json.dumps(dataclasses.asdict(settings)))}
-    with EpisodeRunner(settings, cast(FlowModel, model)) as runner:
+    with FlowEpisodeRunner(settings, cast(FlowModel, model)) as runner:
         yield FlowLoopMeasure(runner, LoopEvaluationConfig(videos=0), split, run_dir, conditions)
 
 
@@ -178,7 +178,7 @@ def evaluate_flow(
     Raises:
         UserError: an option is out of range.
     """
-    with EpisodeRunner(settings or LoopConfig(), source) as runner:
+    with FlowEpisodeRunner(settings or LoopConfig(), source) as runner:
         rows = [runner.run(episode) for episode in episodes]
     return loop_metrics(rows), rows
 

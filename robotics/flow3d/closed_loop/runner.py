@@ -107,7 +107,7 @@ def _frame(rgb: ImageArray, overlay: Image.Image | None, text: str) -> ImageArra
     return np.asarray(image.convert("RGB"))
 
 
-class EpisodeRunner:
+class FlowEpisodeRunner:
     """Runs episodes with one source of flow; each scene is built once and kept until `close`.
 
     Args:

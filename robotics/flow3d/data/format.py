@@ -164,7 +164,7 @@ def _pixels(cell: Mapping[str, Any], name: str) -> NDArray[Any]:
 
 
 @dataclass
-class Tally:
+class ClipTally:
     """Counts over clips."""
 
     clips: Counter[tuple[str, str, str]] = field(default_factory=Counter)
@@ -199,7 +199,7 @@ class Tally:
                 one[0] += float(value)
                 one[1] += 1
 
-    def merge(self, other: Tally) -> None:
+    def merge(self, other: ClipTally) -> None:
         """Add the counts of other clips."""
         for name in ("clips", "sizes", "depth_mm", "moved_mm"):
             getattr(self, name).update(getattr(other, name))
@@ -221,7 +221,7 @@ class Tally:
         }
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Tally:
+    def from_json(cls, content: Mapping[str, Any]) -> ClipTally:
         """The inverse of `to_json`; raises KeyError, TypeError or ValueError for other content."""
         return cls(
             Counter({(split, source, task): count for split, source, task, count in content["clips"]}),
@@ -277,7 +277,7 @@ class DatasetInfo:
     """N, query points per side."""
     title: str = "3D flow"
     """Title of the card."""
-    tally: Tally = field(default_factory=Tally)
+    tally: ClipTally = field(default_factory=ClipTally)
     """Counts over its clips."""
     shards: dict[str, int] = field(default_factory=dict)
     """Clips of each shard by its path within the folder."""
@@ -347,7 +347,7 @@ class DatasetInfo:
             )
         with named_errors(str(path)):
             shards = {str(name): int(clips) for name, clips in content["shards"].items()}
-            return cls(int(content["num_frames"]), int(content["grid"]), str(content["title"]), Tally(), shards)
+            return cls(int(content["num_frames"]), int(content["grid"]), str(content["title"]), ClipTally(), shards)
 
 
 def dataset_card(info: DatasetInfo) -> str:

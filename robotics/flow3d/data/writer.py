@@ -20,7 +20,7 @@ from mmrl.fields import bounded, check_fields
 from mmrl.files import expanded, is_file, remove_drafts, replaced, write_atomically
 from robotics.data.layout import hold_folder, named_errors
 from robotics.flow3d.clip import FlowClip
-from robotics.flow3d.data.format import INFO, DatasetInfo, Tally, clip_schema, dataset_card, row_of, rows_of
+from robotics.flow3d.data.format import INFO, ClipTally, DatasetInfo, clip_schema, dataset_card, row_of, rows_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -57,7 +57,7 @@ def journal_batches(path: Path) -> list[pa.RecordBatch]:
             return batches
 
 
-def write_shard(path: Path, batches: Sequence[pa.RecordBatch], tally: Tally, group_size: int) -> None:
+def write_shard(path: Path, batches: Sequence[pa.RecordBatch], tally: ClipTally, group_size: int) -> None:
     """Write a shard atomically."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -74,7 +74,7 @@ def write_shard(path: Path, batches: Sequence[pa.RecordBatch], tally: Tally, gro
         )
 
 
-def read_tally(path: Path) -> Tally:
+def read_tally(path: Path) -> ClipTally:
     """Counts of a shard's clips, from its metadata."""
     import pyarrow.parquet as pq
 
@@ -82,7 +82,7 @@ def read_tally(path: Path) -> Tally:
         metadata = pq.read_schema(path).metadata or {}
         if TALLY not in metadata:
             raise UserError(f"{path} is parquet, but not a shard of 3D flow: its metadata has no {TALLY.decode()!r}")
-        return Tally.from_json(json.loads(metadata[TALLY]))
+        return ClipTally.from_json(json.loads(metadata[TALLY]))
 
 
 def read_group(path: Path, number: int, columns: Sequence[str] | None = None) -> pa.Table:
@@ -249,7 +249,7 @@ class FlowWriter:
             raise UserError(f"{self.folder} is not empty and has no {INFO}; give a new folder or one of this format")
         return DatasetInfo(num_frames, grid) if title is None else DatasetInfo(num_frames, grid, title)
 
-    def _count(self, split: str, number: int, path: Path, tally: Tally) -> None:
+    def _count(self, split: str, number: int, path: Path, tally: ClipTally) -> None:
         self.info.tally.merge(tally)
         self.info.shards[path.relative_to(self.folder).as_posix()] = tally.clips.total()
         self._numbers[split] = max(number + 1, self._numbers.get(split, 0))
@@ -271,7 +271,7 @@ class FlowWriter:
     def _seal(self, split: str, number: int, batches: Sequence[pa.RecordBatch]) -> None:
         import pyarrow as pa
 
-        path, tally = self._shard_path(split, number), Tally()
+        path, tally = self._shard_path(split, number), ClipTally()
         for row in (row for batch in batches for row in rows_of(pa.table(batch.select(COUNTED)))):
             quality = {
                 name: value for name, value in json.loads(row["quality"]).items() if isinstance(value, int | float)

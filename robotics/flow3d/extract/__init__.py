@@ -13,7 +13,7 @@ from __future__ import annotations
 from mmrl.lazy import lazy_names
 
 _NAMES = {
-    "robotics.flow3d.extract.backends": ("DepthSource", "Detector", "Tracker", "Tracks"),
+    "robotics.flow3d.extract.backends": ("DepthSource", "Detector", "PointTracker", "Tracks"),
     "robotics.flow3d.extract.clip_building": ("build_from_folder", "build_from_lerobot"),
     "robotics.flow3d.extract.depth": ("DenoisedDepth", "ModelDepth", "SensorDepth"),
     "robotics.flow3d.extract.detectors": ("RevealedDepth",),

@@ -30,7 +30,7 @@ class Detector(Protocol):
         """(H, W) mask of the object in the first frame, not empty; raises RejectedVideo if nothing is found."""
 
 
-class Tracker(Protocol):
+class PointTracker(Protocol):
     """Follows points of the first frame through a video."""
 
     def track(self, video: RgbdVideo, mask: BoolArray, uv_px: FloatArray) -> Tracks:

@@ -9,7 +9,7 @@ import numpy as np
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
 from robotics.flow3d.clip import VISIBLE, FlowClip, FlowEncoding, Observation, frame_indices, grid_in_mask
-from robotics.flow3d.extract.backends import DepthSource, Detector, Tracker, Tracks
+from robotics.flow3d.extract.backends import DepthSource, Detector, PointTracker, Tracks
 from robotics.flow3d.extract.camera import camera_motion_px, seen_from_first
 from robotics.flow3d.extract.depth import DenoisedDepth
 from robotics.flow3d.extract.detectors import RevealedDepth
@@ -49,7 +49,7 @@ class FlowExtractor:
     """T and N of the clips; `outside` counts points beyond its range of depths."""
     detector: Detector = field(default_factory=RevealedDepth)
     """Finds the object."""
-    tracker: Tracker = field(default_factory=RigidChain)
+    tracker: PointTracker = field(default_factory=RigidChain)
     """Follows its points."""
     depth: DepthSource = field(default_factory=DenoisedDepth)
     """Gives the depth of each pixel."""

@@ -48,7 +48,7 @@ from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.drawing import draw_flow
 from robotics.flow3d.methods.clip_sets import ClipSetConfig, clips_digest, instructions_of, load_clips
 from robotics.flow3d.methods.flow3d_evaluation import FlowDomain, FlowEvaluationConfig, VerdictMeasure
-from robotics.flow3d.methods.samples import ExplorationConfig, FlowPayload, FlowSampling
+from robotics.flow3d.methods.samples import ExplorationConfig, FlowSampling, SampledFlows
 from robotics.flow3d.model.world_model import FlowWorldModel
 from robotics.flow3d.plan.judge import FlowJudge, WeightedVerifierConfig
 
@@ -210,9 +210,9 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
             self.policy.check_instructions(instructions_of(clips))
             self.judge.check(clips[0])
 
-    def _judged(self, rollouts: Rollouts) -> tuple[FlowPayload, RewardResult]:
+    def _judged(self, rollouts: Rollouts) -> tuple[SampledFlows, RewardResult]:
         """The payload with reasons, and the rewards."""
-        payload = FlowPayload.of(rollouts)
+        payload = SampledFlows.of(rollouts)
         written = payload.flow.float().cpu().numpy()
         groups = rollouts.group.cpu().numpy()
         terms: dict[str, list[float]] = {}
@@ -234,7 +234,7 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
 
     def _shuffled(self, rollouts: Rollouts, step: Step) -> Tensor:
         """Rewards (B,) permuted within each group, differently at each step."""
-        reward, seeds = rollouts.reward.clone(), FlowPayload.of(rollouts).noise_seed.tolist()
+        reward, seeds = rollouts.reward.clone(), SampledFlows.of(rollouts).noise_seed.tolist()
         for group in range(rollouts.num_groups):
             rows = torch.nonzero(rollouts.group == group).flatten()
             generator = make_generator(seeds[int(rows[0])], "shuffle", step.number)
@@ -242,7 +242,7 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
         return reward
 
     def _record(self, rollouts: Rollouts, row: int) -> SampleRecord:
-        payload, advantage = FlowPayload.of(rollouts), rollouts.advantage
+        payload, advantage = SampledFlows.of(rollouts), rollouts.advantage
         clip = payload.clips[int(rollouts.group[row])]
         seen = clip.observation
         written = payload.flow[row].float().cpu().numpy()

@@ -75,7 +75,7 @@ def perturbed(flow: FloatArray, observation: Observation, seeds: Tensor, config:
 
 
 @dataclass
-class FlowPayload(Payload):
+class SampledFlows(Payload):
     """N scenes, each stored once, and B sampled flows of their object."""
 
     clips: list[FlowClip] = per_group()
@@ -140,7 +140,7 @@ class FlowSampling(VelocityMatching):
             mask=torch.ones_like(zeros),
             logp_old=zeros,
             reward=torch.full((rows,), float("nan"), device=device),
-            payload=FlowPayload(
+            payload=SampledFlows(
                 clips=list(clips),
                 images=to_device(inputs.images, device),
                 points=to_device(inputs.points, device),
@@ -166,7 +166,7 @@ class FlowSampling(VelocityMatching):
 
     def samples(self, rollouts: Rollouts) -> MatchedSamples:
         """The samples."""
-        payload = FlowPayload.of(rollouts)
+        payload = SampledFlows.of(rollouts)
         return MatchedSamples(payload.flow, payload.sigma, payload.noise_seed)
 
     def velocity(self, model: Any, rollouts: Rollouts, noisy: NoisyRows) -> Tensor:
@@ -176,5 +176,5 @@ class FlowSampling(VelocityMatching):
         """
         # rows of one scene share its encoding
         scene = rollouts.group[noisy.image.to(rollouts.group.device)]
-        found = model(FlowPayload.of(rollouts).scenes, noisy.latents, noisy.sigma, scene=scene)
+        found = model(SampledFlows.of(rollouts).scenes, noisy.latents, noisy.sigma, scene=scene)
         return self.process.velocity(found, noisy.latents, noisy.sigma)

@@ -26,7 +26,7 @@ from robotics.flow3d.model.world_model_settings import ConditionConfig
 from robotics.policies.base.encoder import (
     GROUPS,
     KEYPOINT_SHARPNESS,
-    Block,
+    EncoderBlock,
     InstructionEncoder,
     Vocabulary,
     expected_places,
@@ -167,7 +167,7 @@ def _waves(places: Tensor, frequencies: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Context:
+class FlowContext:
     """Condition of the networks for B scenes, computed once for all sampling steps."""
 
     tokens: Tensor
@@ -177,9 +177,9 @@ class Context:
     points: Tensor
     """(B, N, N, 3) query points in -1..1."""
 
-    def of(self, scene: Tensor) -> Context:
+    def of(self, scene: Tensor) -> FlowContext:
         """The context of rows, given the scene (R,) of each."""
-        return Context(self.tokens[scene], self.text[scene], self.points[scene])
+        return FlowContext(self.tokens[scene], self.text[scene], self.points[scene])
 
 
 class SmallContext(nn.Module):
@@ -194,11 +194,11 @@ class SmallContext(nn.Module):
         self.patch = nn.Linear(3 * config.patch_px**2, width)
         self.place = nn.Linear(octave_size(2), width)
         self.point = nn.Linear(octave_size(3), width)
-        self.block = Block(width, config.heads)
+        self.block = EncoderBlock(width, config.heads)
         self.keypoints = Keypoints(config.keypoints, config.channels, width) if config.keypoints else None
         self.norm = nn.LayerNorm(width)
 
-    def forward(self, inputs: FlowInputs, keep_text: Tensor) -> Context:
+    def forward(self, inputs: FlowInputs, keep_text: Tensor) -> FlowContext:
         """Encode B rows; the instruction is blanked where `keep_text` (B,) is False.
 
         Gradient: into all trainable weights.
@@ -211,7 +211,7 @@ class SmallContext(nn.Module):
         points = self.point(octave_code(inputs.points.flatten(1, 2)))
         # the keypoints are part of the global condition
         whole = text if self.keypoints is None else text + self.keypoints(pixels, text)
-        return Context(self.norm(torch.cat([seen, whole[:, None], points], 1)), whole, inputs.points)
+        return FlowContext(self.norm(torch.cat([seen, whole[:, None], points], 1)), whole, inputs.points)
 
     def check_texts(self, texts: Sequence[str]) -> None:
         """Raise UserError for instructions that cannot be read completely."""
@@ -263,7 +263,7 @@ class ClipContext(nn.Module):
         self.towers.eval()
         return self
 
-    def forward(self, inputs: FlowInputs, keep_text: Tensor) -> Context:
+    def forward(self, inputs: FlowInputs, keep_text: Tensor) -> FlowContext:
         """Encode B rows; the instruction is blanked where `keep_text` (B,) is False.
 
         Gradient: into all trainable weights.
@@ -276,7 +276,7 @@ class ClipContext(nn.Module):
         code = repo_code if self.config.point_pe == "repo" else corrected_code
         points = self.point(code(clip_places(inputs.points.flatten(1, 2))))
         tokens = torch.cat([self.text(states), self.image(seen), points], 1)
-        return Context(tokens, self.text(pooled), inputs.points)
+        return FlowContext(tokens, self.text(pooled), inputs.points)
 
     def check_texts(self, texts: Sequence[str]) -> None:
         """Raise UserError for instructions that cannot be read completely."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from robotics.flow3d.clip import FlowEncoding
-from robotics.flow3d.model.context import Context
+from robotics.flow3d.model.context import FlowContext
 from robotics.flow3d.model.world_model_settings import BodyConfig
 from robotics.policies.base.encoder import octave_code, octave_size
 
@@ -127,14 +127,14 @@ class _FlowTransformer(nn.Module):
         nn.init.zeros_(self.leave.weight)
         nn.init.zeros_(self.leave.bias)
 
-    def _cells(self, context: Context) -> Tensor:
+    def _cells(self, context: FlowContext) -> Tensor:
         """(B or 1, N * N, width) embedding of each token's grid cell and query point."""
         if self.point is None:
             return self.cells[None]
         found: Tensor = self.cells + self.point(octave_code(context.points.flatten(1, 2)))
         return found
 
-    def _run(self, tokens: Tensor, time: Tensor, context: Context, frames: int) -> Tensor:
+    def _run(self, tokens: Tensor, time: Tensor, context: FlowContext, frames: int) -> Tensor:
         # the same condition for all tokens; what differs between points comes by cross-attention
         condition = self.time(time) + self.text(context.text)
         for block in self.blocks:
@@ -150,7 +150,7 @@ class TrajectoryDit(_FlowTransformer):
     def __init__(self, config: BodyConfig, encoding: FlowEncoding, context: int) -> None:
         super().__init__(config, encoding, context, encoding.channels * encoding.num_frames)
 
-    def forward(self, noisy: Tensor, time: Tensor, context: Context) -> Tensor:
+    def forward(self, noisy: Tensor, time: Tensor, context: FlowContext) -> Tensor:
         """(B, C, T, N, N), (B,) of 0..1000 -> (B, C, T, N, N)."""
         channels, frames, side = noisy.shape[1:4]
         # (B, C, T, N N) -> (B, N N, C T): all that a point will do is one token
@@ -168,7 +168,7 @@ class FactoredDit(_FlowTransformer):
         super().__init__(config, encoding, context, encoding.channels)
         self.frames = nn.Parameter(torch.randn(encoding.num_frames, 1, config.width) * 0.02)
 
-    def forward(self, noisy: Tensor, time: Tensor, context: Context) -> Tensor:
+    def forward(self, noisy: Tensor, time: Tensor, context: FlowContext) -> Tensor:
         """(B, C, T, N, N), (B,) of 0..1000 -> (B, C, T, N, N)."""
         frames, side = noisy.shape[2:4]
         # (B, C, T, N N) -> (B, T, N N, C)

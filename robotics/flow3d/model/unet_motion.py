@@ -17,7 +17,7 @@ from mmrl.errors import UserError
 from mmrl.files import expanded
 from mmrl.hub.compat import ensure_torchvision
 from robotics.flow3d.clip import FlowEncoding
-from robotics.flow3d.model.context import Context
+from robotics.flow3d.model.context import FlowContext
 from robotics.flow3d.model.world_model_settings import BodyConfig, UnetConfig
 
 ADAPTED = r"^(?!.*motion_modules).*\.(to_q|to_k|to_v|to_out\.0)$"
@@ -46,7 +46,7 @@ class MotionUnet(nn.Module):
             # the new input channels start at zero and must be trained to have an effect
             self.unet.conv_in.requires_grad_(self.concat)
 
-    def forward(self, noisy: Tensor, time: Tensor, context: Context) -> Tensor:
+    def forward(self, noisy: Tensor, time: Tensor, context: FlowContext) -> Tensor:
         """(B, C, T, N, N), (B,) of 0..1000 -> (B, C, T, N, N)."""
         if self.concat:
             points = context.points.permute(0, 3, 1, 2)[:, :, None].expand(-1, -1, noisy.shape[2], -1, -1)

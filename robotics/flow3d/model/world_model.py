@@ -21,7 +21,7 @@ from mmrl.runs.checkpoint import check_model
 from mmrl.runs.export import model_folder
 from robotics.flow3d.clip import FlowEncoding, Observation
 from robotics.flow3d.geometry import FloatArray
-from robotics.flow3d.model.context import TOWERS, ClipContext, Context, FlowInputs, make_context, make_inputs
+from robotics.flow3d.model.context import TOWERS, ClipContext, FlowContext, FlowInputs, make_context, make_inputs
 from robotics.flow3d.model.dit import FactoredDit, TrajectoryDit
 from robotics.flow3d.model.processes import guided, make_process
 from robotics.flow3d.model.world_model_settings import (
@@ -180,10 +180,10 @@ class FlowWorldModel(nn.Module):
         context = self.encode(inputs, keep_text)
         return self._predict(context if scene is None else context.of(scene), noisy, time)
 
-    def encode(self, inputs: FlowInputs, keep_text: Tensor | None = None) -> Context:
+    def encode(self, inputs: FlowInputs, keep_text: Tensor | None = None) -> FlowContext:
         """Context of B scenes; `keep_text` as in `forward`."""
         kept = torch.ones(len(inputs), dtype=torch.bool) if keep_text is None else keep_text
-        found: Context = self.context(inputs.to(self.device), to_device(kept, self.device))
+        found: FlowContext = self.context(inputs.to(self.device), to_device(kept, self.device))
         return found
 
     def inputs_of(self, observations: Sequence[Observation], points: Sequence[FloatArray]) -> FlowInputs:
@@ -302,7 +302,7 @@ class FlowWorldModel(nn.Module):
         self.vocabulary.check_same(Path(path) / VOCABULARY_FILE)
         read_weights(self._saved_weights(), Path(path))
 
-    def _predict(self, context: Context, noisy: Tensor, time: Tensor) -> Tensor:
+    def _predict(self, context: FlowContext, noisy: Tensor, time: Tensor) -> Tensor:
         found: Tensor = self.body(noisy, self.process.network_time(time), context)
         return found
 

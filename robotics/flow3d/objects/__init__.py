@@ -9,8 +9,13 @@ from mmrl.lazy import lazy_names
 
 _NAMES = {
     "robotics.flow3d.objects.criteria": ("CriteriaOutcome", "SceneState"),
-    "robotics.flow3d.objects.demonstrations": ("DemonstrationConfig", "demonstrations", "instructed_clips", "videos"),
-    "robotics.flow3d.objects.demonstrator": ("Demonstration", "Demonstrator"),
+    "robotics.flow3d.objects.demonstrations": (
+        "FlowDemonstrationConfig",
+        "demonstrations",
+        "instructed_clips",
+        "videos",
+    ),
+    "robotics.flow3d.objects.demonstrator": ("FlowDemonstration", "Demonstrator"),
     "robotics.flow3d.objects.scene": ("FLOW_ARMS", "FlowScene", "HELD_OUT_ARMS", "SceneConfig"),
     "robotics.flow3d.objects.tabletop": ("FlowTabletop",),
     "robotics.flow3d.objects.flow_tasks": ("FLOW_TASKS", "FlowTask"),

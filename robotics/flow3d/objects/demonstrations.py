@@ -33,7 +33,7 @@ TRAINING_ACTORS = (HAND, NOBODY)
 
 
 @dataclass(frozen=True)
-class DemonstrationConfig:
+class FlowDemonstrationConfig:
     """Distribution of demonstrations."""
 
     tasks: tuple[str, ...] = tuple(FLOW_TASKS)
@@ -70,7 +70,7 @@ class DemonstrationConfig:
 
 def demonstrations(
     seeds: Iterable[int],
-    config: DemonstrationConfig | None = None,
+    config: FlowDemonstrationConfig | None = None,
     encoding: FlowEncoding | None = None,
     *,
     on_skip: Callable[[int, str], None] | None = None,
@@ -91,7 +91,7 @@ def demonstrations(
 
 def videos(
     seeds: Iterable[int],
-    config: DemonstrationConfig | None = None,
+    config: FlowDemonstrationConfig | None = None,
     *,
     on_skip: Callable[[int, str], None] | None = None,
 ) -> Iterator[RgbdVideo]:
@@ -100,14 +100,14 @@ def videos(
 
 
 def instructed_clips(
-    seeds: Iterable[int], config: DemonstrationConfig | None = None, encoding: FlowEncoding | None = None
+    seeds: Iterable[int], config: FlowDemonstrationConfig | None = None, encoding: FlowEncoding | None = None
 ) -> Iterator[FlowClip]:
     """First images, each with all instructions that fit it; see `Demonstrator.clips_of_first_image`.
 
     A model that sees the same image with several instructions has to use them. Arguments as in `demonstrations`; the
     furniture takes turns with the seeds, and the tasks are the instructions.
     """
-    chosen = config or DemonstrationConfig()
+    chosen = config or FlowDemonstrationConfig()
     check_config(chosen, "demonstrations")
     groups: dict[str, list[str]] = {}
     for task in chosen.tasks:
@@ -120,11 +120,11 @@ def instructed_clips(
 
 def _each(
     seeds: Iterable[int],
-    config: DemonstrationConfig | None,
+    config: FlowDemonstrationConfig | None,
     make: Callable[[Demonstrator], Made],
     on_skip: Callable[[int, str], None] | None,
 ) -> Iterator[Made]:
-    chosen = config or DemonstrationConfig()
+    chosen = config or FlowDemonstrationConfig()
     check_config(chosen, "demonstrations")
     with Stage(chosen.approach_frames, chosen.motion_frames) as stage:
         for seed in seeds:
@@ -139,7 +139,7 @@ def _each(
             yield made
 
 
-def _scene_of(config: DemonstrationConfig, seed: int, task: str) -> SceneConfig:
+def _scene_of(config: FlowDemonstrationConfig, seed: int, task: str) -> SceneConfig:
     """The scene of a seed: draws the object's shape and the actor."""
     # a stream apart from those of layout and looks, which are then the same for every shape and actor
     rng = np.random.default_rng([seed, 2])

@@ -44,7 +44,7 @@ CLOSED_M = 0.02
 
 
 @dataclass(frozen=True)
-class Demonstration:
+class FlowDemonstration:
     """Poses of object and actor in each of L frames."""
 
     T_world_object: NDArray[np.float64]  # (L, 4, 4); at rest during the approach and in the first frame after it
@@ -65,16 +65,16 @@ class Demonstrator:
     def __init__(self, scene: FlowScene, approach: int = 10, motion: int = 31) -> None:
         self.scene, self._approach, self._motion = scene, approach, motion
 
-    def plan(self) -> Demonstration:
+    def plan(self) -> FlowDemonstration:
         """Choose a grip and plan the trajectories; raises RunError if the arm can follow none of the grips."""
         scene, still = self.scene, np.tile(self.scene.start, (self._approach, 1, 1))
         scene.put_object(scene.start)
         motion = scene.ideal_motion(self._motion)
         hand = self._hand_trajectory(motion) if scene.config.actor == HAND else None
         joints = self._arm_trajectory(motion) if scene.arm is not None else None
-        return Demonstration(np.concatenate([still, motion]), hand, joints, self._approach)
+        return FlowDemonstration(np.concatenate([still, motion]), hand, joints, self._approach)
 
-    def show(self, demonstration: Demonstration, frame: int) -> None:
+    def show(self, demonstration: FlowDemonstration, frame: int) -> None:
         """Pose object and actor as in a frame."""
         self.scene.put_object(demonstration.T_world_object[frame])
         if demonstration.T_world_hand is not None:
@@ -197,7 +197,7 @@ class Demonstrator:
         return FlowClip(observation, points, flow, source=self._source, meta=self._meta(points))
 
     def _visible(
-        self, uvz: NDArray[np.float64], planned: Demonstration, frames: NDArray[np.intp]
+        self, uvz: NDArray[np.float64], planned: FlowDemonstration, frames: NDArray[np.intp]
     ) -> NDArray[np.float64]:
         """(T, N, N, 1) of moved points; draws the depth of their frames."""
 

@@ -202,7 +202,7 @@ class ObservationEncoder(nn.Module):
         self.scale = None if config.state_size is None else StateScale(config.state_size)
         self.state = None if config.state_size is None else nn.Linear(config.state_size, width)
         self.queries = nn.Parameter(torch.randn(queries, width) * 0.02)
-        self.blocks = nn.ModuleList(Block(width, config.heads) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(EncoderBlock(width, config.heads) for _ in range(config.layers))
         self.norm = nn.LayerNorm(width)
 
     def forward(self, batch: PolicyInputs) -> Tensor:
@@ -267,7 +267,7 @@ class InstructionEncoder(nn.Module):
         super().__init__()
         self.words = nn.Embedding(entries, width)
         self.places = nn.Parameter(torch.randn(length, width) * 0.02)
-        self.block = Block(width, heads)
+        self.block = EncoderBlock(width, heads)
 
     def forward(self, words: Tensor) -> Tensor:
         """(n, L) int64 -> (n, W)."""
@@ -315,7 +315,7 @@ class _ImageStem(nn.Module):
         return torch.cat([tokens, self.keypoint_token(found)[:, None]], 1)
 
 
-class Block(nn.Module):
+class EncoderBlock(nn.Module):
     """Pre-norm transformer block without dropout."""
 
     def __init__(self, width: int, heads: int) -> None:

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from diffusion.methods.flow_grpo import FlowGrpoConfig
 from diffusion.models.adapters import save_formatted
-from diffusion.models.diffusion_policy import LoraSettings, ModelConfig, load_policy
+from diffusion.models.diffusion_policy import DiffusionLora, PipelineConfig, load_policy
 from diffusion.models.pipeline_card import PROMPT, describe_pipeline
 from diffusion.models.pipelines import load_pipeline
 from diffusion.models.saved import EXACT_FILE, LORA_FILE, adapter_of
-from diffusion.sampling.latent_sampler import SamplerConfig, sample_latents
+from diffusion.sampling.latent_sampler import LatentSamplerConfig, sample_latents
 from mmrl.errors import UserError
 from mmrl.hub.compat import quiet_transformers
 from tests.diffusion.families.cases import CASES
@@ -36,8 +36,8 @@ def policy(request, folders):
     name, alpha = request.param
     case = CASES[name]
     sizes = {"height": case.height, "width": case.width, "frames": case.frames}
-    lora = LoraSettings(rank=2, alpha=alpha)
-    made = load_policy(ModelConfig(path=str(folders(name)), lora=lora, **sizes, **case.model))
+    lora = DiffusionLora(rank=2, alpha=alpha)
+    made = load_policy(PipelineConfig(path=str(folders(name)), lora=lora, **sizes, **case.model))
     if name in FEED_FORWARD:
         lora = dataclasses.replace(lora, targets=[*made.family.lora_targets, *FEED_FORWARD[name]])
         made = load_policy(dataclasses.replace(made.config, lora=lora))
@@ -68,7 +68,7 @@ def assert_same_effect(policy, pipeline):
 
 
 def run_of(policy, **sampler):
-    run = FlowGrpoConfig(output_dir="x", model=policy.config, sampler=SamplerConfig(**sampler))
+    run = FlowGrpoConfig(output_dir="x", model=policy.config, sampler=LatentSamplerConfig(**sampler))
     run.data.path = "none"
     return run
 
@@ -212,7 +212,7 @@ def test_layers_that_are_one_in_the_original_are_one_in_the_file(policy, tmp_pat
 
 @with_alpha(4, names=["klein"])
 def test_a_layer_without_an_adapter_is_zero_in_a_fused_one(policy, folders, tmp_path):
-    lora = LoraSettings(rank=2, alpha=3, targets=["attn.to_k", "attn.add_q_proj"])
+    lora = DiffusionLora(rank=2, alpha=3, targets=["attn.to_k", "attn.add_q_proj"])
     few = disturb(load_policy(dataclasses.replace(policy.config, lora=lora)), 0.3)
     save_formatted(few, tmp_path, "kohya")
     assert_same_effect(few, loaded(few, "kohya", tmp_path))
@@ -236,6 +236,6 @@ def test_the_call_of_a_card_of_peft_draws(policy, tmp_path):
     use = describe_pipeline(run_of(policy, **sampler), policy, "", "peft").use.splitlines()[0]
     exec(use.replace("generator=", 'output_type="np", generator='), names)
     text = policy.embeddings.rows([PROMPT])
-    latents = sample_latents(policy, text, torch.tensor([[0, 1]]), SamplerConfig(**sampler))
+    latents = sample_latents(policy, text, torch.tensor([[0, 1]]), LatentSamplerConfig(**sampler))
     expected = policy.family.decode(latents)[0].clamp(0, 1)
     assert relative(torch.as_tensor(np.asarray(names["drawn"])), expected) < 1e-5

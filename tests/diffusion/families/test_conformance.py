@@ -14,12 +14,12 @@ import torch
 from diffusion.families.base import REFERENCE, Family, TextPart, blocks_of
 from diffusion.families.grids import cuts_times, grid_of
 from diffusion.methods.flow_grpo import FlowGrpoConfig
-from diffusion.models.diffusion_policy import LoraSettings, ModelConfig, load_policy
+from diffusion.models.diffusion_policy import DiffusionLora, PipelineConfig, load_policy
 from diffusion.models.pipeline_card import PROMPT, describe_pipeline
 from diffusion.models.pipelines import decode_latents, encode_images, load_pipeline
 from diffusion.models.saved import LORA_FILE
 from diffusion.sampling.guidance import guided
-from diffusion.sampling.latent_sampler import SamplerConfig, euler_ode, sample_latents, times_of
+from diffusion.sampling.latent_sampler import LatentSamplerConfig, euler_ode, sample_latents, times_of
 from mmrl.hub.compat import quiet_transformers
 from tests.diffusion.edits import picture, reference, write_edits
 from tests.diffusion.families.cases import CASES
@@ -45,8 +45,8 @@ def case(request):
 def config(request, case, folders):
     name = next(name for name, other in CASES.items() if other is case)
     sizes = {"height": case.height, "width": case.width, "frames": case.frames}
-    lora = LoraSettings(rank=2, alpha=4)
-    return ModelConfig(path=str(folders(name)), lora=lora, **sizes, **case.model)
+    lora = DiffusionLora(rank=2, alpha=4)
+    return PipelineConfig(path=str(folders(name)), lora=lora, **sizes, **case.model)
 
 
 @pytest.fixture
@@ -194,7 +194,9 @@ def test_times_are_cut_off_as_the_scheduler_cuts_them(kind, shift):
 def test_the_cards_call_draws_the_evaluations_images(case, config, policy, tmp_path, monkeypatch):
     scale = max(case.scales)
     run = FlowGrpoConfig(output_dir="x", model=config)
-    run.sampler = SamplerConfig(steps=STEPS, eval_steps=STEPS, guidance=scale, negative_prompt=case.negative or "")
+    run.sampler = LatentSamplerConfig(
+        steps=STEPS, eval_steps=STEPS, guidance=scale, negative_prompt=case.negative or ""
+    )
     monkeypatch.chdir(tmp_path)
     edited = picture(2 * case.height, 3 * case.width)
     edited.save("picture.png")
@@ -271,7 +273,7 @@ def test_saved_weights_and_pipelines_are_the_policy(config, tmp_path, enabled):
     assert torch.equal(velocity(again), expected)
     whole = tmp_path / "pipelines" / Path(policy.base_path).name
     policy.save_pipeline(whole)
-    plain = dataclasses.replace(config, path=str(whole), lora=LoraSettings(enabled=False))
+    plain = dataclasses.replace(config, path=str(whole), lora=DiffusionLora(enabled=False))
     assert relative(velocity(load_policy(plain)), expected) < 1e-5
     if enabled:
         pipeline = load_pipeline(config.path)

@@ -10,9 +10,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusion.families.grids import pack_latents, unpack_latents
 from diffusion.families.table import family_of
 from diffusion.models.conditioning import PromptEmbeddings
-from diffusion.models.diffusion_policy import ModelConfig, load_policy
+from diffusion.models.diffusion_policy import PipelineConfig, load_policy
 from diffusion.models.pipelines import load_pipeline
-from diffusion.sampling.latent_sampler import SamplerConfig, row_noise, sample_latents
+from diffusion.sampling.latent_sampler import LatentSamplerConfig, row_noise, sample_latents
 from mmrl.errors import UserError
 from tests.diffusion.builders import CAPTIONS, FLUX_SIZES, T5_TOKENS
 from tests.diffusion.tiny_flux import TinyFluxSizes, build_tiny_flux
@@ -107,11 +107,11 @@ def test_times_are_those_of_the_pipeline_with_either_shift(flux, shared_pipeline
 
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (16, 32)])
 def test_stable_diffusion_3_with_a_shift_by_size_draws_the_images_of_its_pipeline(folder, height, width):
-    policy = load_policy(ModelConfig(path=str(folder), height=height, width=width, max_sequence_length=T5_TOKENS))
+    policy = load_policy(PipelineConfig(path=str(folder), height=height, width=width, max_sequence_length=T5_TOKENS))
     policy.pipeline.scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
     text, seeds = policy.embeddings.rows([ONE], samples=3), torch.arange(3)
     with torch.no_grad():
-        latents = sample_latents(policy, text, seeds, SamplerConfig(steps=STEPS))
+        latents = sample_latents(policy, text, seeds, LatentSamplerConfig(steps=STEPS))
     expected = policy.pipeline(
         ONE,
         num_images_per_prompt=3,
@@ -119,7 +119,7 @@ def test_stable_diffusion_3_with_a_shift_by_size_draws_the_images_of_its_pipelin
         height=height,
         width=width,
         num_inference_steps=STEPS,
-        guidance_scale=SamplerConfig.guidance,
+        guidance_scale=LatentSamplerConfig.guidance,
         max_sequence_length=T5_TOKENS,
         output_type="latent",
     ).images

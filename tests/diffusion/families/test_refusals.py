@@ -15,10 +15,10 @@ from diffusion.families.sd3 import ATTENTION, Sd3Family
 from diffusion.families.table import FAMILIES, family_of
 from diffusion.matching.times import TimestepConfig
 from diffusion.matching.velocity import FlowMatching
-from diffusion.models.diffusion_policy import LoraSettings, ModelConfig, load_policy
+from diffusion.models.diffusion_policy import DiffusionLora, PipelineConfig, load_policy
 from diffusion.models.pipelines import load_pipeline
 from diffusion.sampling.few_steps import warn_of_few_steps
-from diffusion.sampling.latent_sampler import SamplerConfig
+from diffusion.sampling.latent_sampler import LatentSamplerConfig
 from diffusion.sampling.trajectories import StepConfig, Trajectories
 from mmrl.cli.listings import rows_of
 from mmrl.errors import UserError
@@ -43,7 +43,7 @@ def klein(tmp_path_factory):
 
 
 def config_of(folder, **options):
-    return ModelConfig(**{"path": str(folder), "lora": LoraSettings(rank=2), "max_sequence_length": 12} | options)
+    return PipelineConfig(**{"path": str(folder), "lora": DiffusionLora(rank=2), "max_sequence_length": 12} | options)
 
 
 def test_the_list_is_that_of_the_files():
@@ -66,7 +66,7 @@ def test_a_family_of_the_users_takes_the_place_of_the_suites(folder):
 def test_blocks_with_adapters_are_counted(folder, caplog):
     with caplog.at_level(logging.INFO, "mmrl"):
         load_policy(config_of(folder))
-        load_policy(config_of(folder, lora=LoraSettings(rank=2, targets=["transformer_blocks.1.attn.to_q"])))
+        load_policy(config_of(folder, lora=DiffusionLora(rank=2, targets=["transformer_blocks.1.attn.to_q"])))
     assert [r.getMessage() for r in caplog.records if "adapters" in r.getMessage()] == [
         "adapters in 2 of 2 blocks",
         "adapters in 1 of 2 blocks",
@@ -115,9 +115,9 @@ def test_settings_that_do_not_suit_a_model_of_few_steps_warn(name, tmp_path, cap
         file = path / "scheduler/scheduler_config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"timestep_spacing": "trailing"}))
     policy = load_policy(config_of(path, **case.model))
-    warn_of_few_steps(policy, SamplerConfig(steps=4, eval_steps=4, guidance=1.0))
+    warn_of_few_steps(policy, LatentSamplerConfig(steps=4, eval_steps=4, guidance=1.0))
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    warn_of_few_steps(policy, SamplerConfig(guidance=4.0, eval_guidance=3.0, steps=20), matched=True)
+    warn_of_few_steps(policy, LatentSamplerConfig(guidance=4.0, eval_guidance=3.0, steps=20), matched=True)
     assert caplog.text.count(DISTILLED[name]) == 5
     for said in ("guidance is 4.0", "eval_guidance is 3.0", "steps is 20", "eval_steps is 40", "it unlearns to draw"):
         assert said in caplog.text
@@ -130,7 +130,7 @@ def test_a_network_that_takes_the_guidance_scale_as_an_input_is_refused():
 
 
 def test_models_of_many_steps_are_not_taken_for_distilled_ones(folder, caplog):
-    warn_of_few_steps(load_policy(config_of(folder)), SamplerConfig(guidance=4.0, steps=50), matched=True)
+    warn_of_few_steps(load_policy(config_of(folder)), LatentSamplerConfig(guidance=4.0, steps=50), matched=True)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
@@ -144,13 +144,13 @@ def test_reading_a_family_draws_nothing_from_the_global_generator(folder):
 
 def test_a_network_that_no_time_reaches_is_named(tmp_path, caplog):
     policy = load_policy(
-        ModelConfig(path=str(CASES["wan_two_networks"].build(tmp_path / "wan")), max_sequence_length=32)
+        PipelineConfig(path=str(CASES["wan_two_networks"].build(tmp_path / "wan")), max_sequence_length=32)
     )
-    late = SamplerConfig(steps=10, window=2, window_low=6, window_high=9, guidance=1.0)
+    late = LatentSamplerConfig(steps=10, window=2, window_low=6, window_high=9, guidance=1.0)
     Trajectories(policy, late, StepConfig())
     assert "sampler.window: no time of training, 0.43 to 0.667, reaches transformer, whose weights" in caplog.text
     caplog.clear()
-    FlowMatching(policy, SamplerConfig(steps=4), TimestepConfig(times="discrete", count=1, fraction=0.9))
+    FlowMatching(policy, LatentSamplerConfig(steps=4), TimestepConfig(times="discrete", count=1, fraction=0.9))
     assert not caplog.text
     policy.trained_networks = ("transformer",)
     with pytest.raises(UserError, match=r"0\.667, reaches transformer, and model\.networks trains nothing else"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
-from diffusion.models.diffusion_policy import LoraSettings, ModelConfig, load_policy
+from diffusion.models.diffusion_policy import DiffusionLora, PipelineConfig, load_policy
 from mmrl.hub.compat import quiet_transformers
 from mmrl.rewards import RewardConfig
 from tests.diffusion.edits import write_edits
@@ -46,8 +46,8 @@ def test_two_steps_and_an_export_that_plain_diffusers_loads(name, method, enable
     case = CASES[name]
     config = run_config(method, tmp_path, samples_per_task=2, learning_rate=0.01)
     sizes = {"height": case.height, "width": case.width, "frames": case.frames}
-    lora = LoraSettings(enabled=enabled, rank=2, alpha=4)
-    config.model = ModelConfig(path=str(folders(name)), lora=lora, **sizes, **case.model)
+    lora = DiffusionLora(enabled=enabled, rank=2, alpha=4)
+    config.model = PipelineConfig(path=str(folders(name)), lora=lora, **sizes, **case.model)
     if case.edits:
         config.data.path = str(write_edits(tmp_path / "edits.jsonl", PROMPTS, (case.height, case.width)))
         config.eval_data["held_out"].path, config.rewards = config.data.path, [RewardConfig(name="kept")]

@@ -10,9 +10,9 @@ from diffusion.data.captioned_images import ImageDataConfig, write_images
 from diffusion.data.prompts import PromptConfig
 from diffusion.diffusion_config import GivenEvaluationConfig
 from diffusion.methods.pretrain import PretrainConfig
-from diffusion.models.diffusion_policy import LoraSettings, ModelConfig
+from diffusion.models.diffusion_policy import DiffusionLora, PipelineConfig
 from diffusion.models.pipelines import encode_images
-from diffusion.sampling.latent_sampler import SamplerConfig, row_noise, text_of
+from diffusion.sampling.latent_sampler import LatentSamplerConfig, row_noise, text_of
 from diffusion.toy import digits
 from mmrl.core.loss import metric_values
 from mmrl.errors import UserError
@@ -35,13 +35,13 @@ def pretraining(folder, model, **trainer):
     config = PretrainConfig(
         recipe="flow_pretrain",
         output_dir=str(folder / "run"),
-        model=ModelConfig(path=str(model), lora=LoraSettings(enabled=False), max_sequence_length=1),
+        model=PipelineConfig(path=str(model), lora=DiffusionLora(enabled=False), max_sequence_length=1),
         images=ImageDataConfig(path=str(folder / "images.npz"), build="diffusion.toy.digits:build_images"),
         eval_data={"digits": PromptConfig(path=str(folder / "p.jsonl"), build="diffusion.toy.digits:build_prompts")},
         evaluation=GivenEvaluationConfig(
             samples=1,
             max_tasks=2,
-            sampler=SamplerConfig(guidance=1.0, eval_steps=4),
+            sampler=LatentSamplerConfig(guidance=1.0, eval_steps=4),
             rewards=[RewardConfig(name="class_prob")],
             heldout_rewards=[RewardConfig(name="jpeg_incompressibility")],
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from diffusion.models.diffusion_policy import LoraSettings, ModelConfig
+from diffusion.models.diffusion_policy import DiffusionLora, PipelineConfig
 from tests.diffusion.builders import T5_TOKENS
 
 RANK, SCALE = 4, 3
@@ -12,8 +12,8 @@ SIGMA = torch.tensor([0.9, 0.3])
 
 
 def config_of(base, *, enabled=True, dtype="float32", **lora):
-    settings = LoraSettings(**{"enabled": enabled, "rank": RANK, "alpha": SCALE * RANK} | lora)
-    return ModelConfig(path=str(base), dtype=dtype, lora=settings, max_sequence_length=T5_TOKENS)
+    settings = DiffusionLora(**{"enabled": enabled, "rank": RANK, "alpha": SCALE * RANK} | lora)
+    return PipelineConfig(path=str(base), dtype=dtype, lora=settings, max_sequence_length=T5_TOKENS)
 
 
 def noise(seed=0):

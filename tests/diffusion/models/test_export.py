@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from diffusion.models.adapters import FORMATS
-from diffusion.models.diffusion_policy import LoraSettings, ModelConfig, load_policy
+from diffusion.models.diffusion_policy import DiffusionLora, PipelineConfig, load_policy
 from diffusion.toy.pipelines.tiny import TinySd3Sizes, build_tiny_sd3
 from mmrl.cli import main
 from mmrl.config import save
@@ -70,7 +70,7 @@ def test_plain_diffusers_loads_the_export_and_draws_the_same(tmp_path, pipeline,
 
 def test_adapter_finds_its_pipeline_after_both_were_moved(tmp_path, pipeline):
     base = build_tiny_sd3(tmp_path / "old/base", corpus=list(PROMPTS), sizes=TinySd3Sizes(layers=1))
-    config = ModelConfig(path=str(base), lora=LoraSettings(rank=2, alpha=4), max_sequence_length=8)
+    config = PipelineConfig(path=str(base), lora=DiffusionLora(rank=2, alpha=4), max_sequence_length=8)
     load_policy(config).save_pretrained(tmp_path / "old/runs/one")
     saved = json.loads((tmp_path / "old/runs/one/base.json").read_text())
     assert saved["relative"] == "../../base"

@@ -9,10 +9,10 @@ import torch
 
 from diffusion.families.sd3 import ATTENTION as ATTENTION_PROJECTIONS
 from diffusion.families.table import family_of
-from diffusion.models.diffusion_policy import DiffusionPolicy, LoraSettings, ModelConfig, load_policy
+from diffusion.models.diffusion_policy import DiffusionLora, DiffusionPolicy, PipelineConfig, load_policy
 from diffusion.models.pipelines import load_pipeline
 from diffusion.sampling.guidance import GuidedVelocity
-from diffusion.sampling.latent_sampler import SamplerConfig, check_guidance, euler_ode
+from diffusion.sampling.latent_sampler import LatentSamplerConfig, check_guidance, euler_ode
 from mmrl.config import load
 from mmrl.errors import UserError
 from tests.diffusion.models.policies import RANK, SIGMA, bits, config_of, disturb, noise, same, text, trained, velocity
@@ -210,11 +210,11 @@ def test_guidance_embedding_of_a_transformer_without_one_is_refused(folder):
 
 @pytest.mark.parametrize("scales", [{"guidance": 4.5}, {"guidance": 1.0, "eval_guidance": 4.5}])
 def test_guidance_on_top_of_distilled_guidance_is_refused(folder, flux_folder, scales):
-    sampler = SamplerConfig(**scales)
+    sampler = LatentSamplerConfig(**scales)
     config = config_of(flux_folder)
     with pytest.raises(UserError, match=rf"evaluation\.sampler\.{[*scales][-1]} is 4\.5, .* guided twice"):
         check_guidance(load_policy(config), sampler, "evaluation.sampler")
-    check_guidance(load_policy(config), SamplerConfig(guidance=1.0))
+    check_guidance(load_policy(config), LatentSamplerConfig(guidance=1.0))
     config.guidance_embedding = 1.0  # the negative prompt alone
     check_guidance(load_policy(config), sampler)
     check_guidance(load_policy(config_of(folder)), sampler)
@@ -247,15 +247,15 @@ def test_size_is_that_of_the_settings(folder):
         ({"height": 0}, r"model\.height is 0"),
         ({"guidance_embedding": float("nan")}, r"model\.guidance_embedding is nan"),
         ({"max_sequence_length": 0}, r"model\.max_sequence_length is 0"),
-        ({"lora": LoraSettings(rank=0)}, r"model\.lora\.rank is 0"),
-        ({"lora": LoraSettings(alpha=-1)}, r"model\.lora\.alpha is -1"),
-        ({"lora": LoraSettings(dropout=1.0)}, r"model\.lora\.dropout is 1.0"),
-        ({"lora": LoraSettings(targets=[])}, r"model\.lora\.targets names no layer"),
+        ({"lora": DiffusionLora(rank=0)}, r"model\.lora\.rank is 0"),
+        ({"lora": DiffusionLora(alpha=-1)}, r"model\.lora\.alpha is -1"),
+        ({"lora": DiffusionLora(dropout=1.0)}, r"model\.lora\.dropout is 1.0"),
+        ({"lora": DiffusionLora(targets=[])}, r"model\.lora\.targets names no layer"),
     ],
 )
 def test_settings_out_of_range_are_named(folder, change, culprit):
     with pytest.raises(UserError, match=culprit):
-        load_policy(ModelConfig(**{"path": str(folder)} | change))
+        load_policy(PipelineConfig(**{"path": str(folder)} | change))
 
 
 def test_unknown_targets_are_named_with_existing_ones(base):
@@ -267,6 +267,6 @@ def test_unknown_targets_are_named_with_existing_ones(base):
 
 def test_settings_can_be_read_from_a_file(tmp_path, folder):
     (tmp_path / "model.yaml").write_text(f"path: {folder}\nlora: {{rank: 8, targets: [to_q, to_v]}}\n")
-    config = load(tmp_path / "model.yaml", ModelConfig)
+    config = load(tmp_path / "model.yaml", PipelineConfig)
     assert (config.lora.rank, config.lora.alpha, list(config.lora.targets)) == (8, 64, ["to_q", "to_v"])
     assert all(weight.shape[0] == 8 for name, weight in trained(load_policy(config)).items() if ".lora_A." in name)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.models.diffusion_policy import LoraSettings, ModelConfig
+from diffusion.models.diffusion_policy import DiffusionLora, PipelineConfig
 from diffusion.models.pipelines import decode_latents
 from diffusion.rewards import load_image_rewards
 from diffusion.rewards.video_rewards import flicker
@@ -67,8 +67,8 @@ def test_a_run_on_videos_keeps_some_frames_and_shows_films(tmp_path):
     case = CASES["wan"]
     config = run_config("flow_grpo", tmp_path, steps=1, samples_per_task=2)
     folder = case.build(tmp_path / "wan")
-    lora = LoraSettings(rank=2, alpha=4)
-    config.model = ModelConfig(path=str(folder), lora=lora, height=32, width=48, frames=5, **case.model)
+    lora = DiffusionLora(rank=2, alpha=4)
+    config.model = PipelineConfig(path=str(folder), lora=lora, height=32, width=48, frames=5, **case.model)
     config.sampler = dataclasses.replace(config.sampler, guidance=1.0, steps=3, eval_steps=2, kept_frames=3)
     config.heldout_rewards[0].name = "smoothness"
     run = train(RECIPES["flow_grpo"], config)

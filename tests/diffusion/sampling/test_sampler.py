@@ -7,7 +7,7 @@ import torch
 
 from diffusion.sampling.guidance import guided
 from diffusion.sampling.latent_sampler import (
-    SamplerConfig,
+    LatentSamplerConfig,
     euler_ode,
     row_noise,
     sample_latents,
@@ -41,7 +41,7 @@ def test_noise_depends_on_the_rows_own_seed():
 
 def test_euler_is_the_ode_from_the_rows_noise(policy):
     seeds = torch.tensor([[1, 9], [2, 9]])
-    config = SamplerConfig(steps=4, guidance=3.0, solver="euler")
+    config = LatentSamplerConfig(steps=4, guidance=3.0, solver="euler")
     found = sample_latents(policy, text_of(policy, 2), seeds, config)
     start = row_noise(seeds[:, 0], 1, policy.latent_shape)[:, 0]
     grid = times_of(policy, 4)
@@ -52,7 +52,7 @@ def test_euler_is_the_ode_from_the_rows_noise(policy):
 
 @pytest.mark.parametrize("solver", ["euler", "sa_solver", "dpm"])
 def test_each_row_is_a_function_of_its_seeds(solver, policy):
-    config = SamplerConfig(steps=6, guidance=1.0, solver=solver, noise_level=0.4)
+    config = LatentSamplerConfig(steps=6, guidance=1.0, solver=solver, noise_level=0.4)
     seeds = torch.tensor([[1, 1], [1, 2], [2, 1], [1, 1]])
     with torch.no_grad():
         whole = sample_latents(policy, text_of(policy, 4), seeds, config)
@@ -65,7 +65,7 @@ def test_each_row_is_a_function_of_its_seeds(solver, policy):
 
 
 def test_single_seeds_give_two_streams(policy):
-    config = SamplerConfig(steps=3, guidance=1.0)
+    config = LatentSamplerConfig(steps=3, guidance=1.0)
     seeds = torch.tensor([7])
     with torch.no_grad():
         run = sample_trajectories(policy, text_of(policy, 1), seeds, config, range(2))
@@ -77,7 +77,7 @@ def test_single_seeds_give_two_streams(policy):
 
 
 def test_means_are_kept_where_asked(policy):
-    config = SamplerConfig(steps=3, guidance=1.0)
+    config = LatentSamplerConfig(steps=3, guidance=1.0)
     with torch.no_grad():
         run = sample_trajectories(policy, text_of(policy, 3), torch.tensor([1, 2, 3]), config, range(2), keep_mean=True)
     assert run.mean.shape == (3, 2, *policy.latent_shape)
@@ -89,17 +89,19 @@ def test_guidance_of_one_costs_one_row_a_step(policy):
     for scale, rows in ((1.0, 6), (2.0, 12)):
         before = policy.cost["forward_rows"]
         with torch.no_grad():
-            sample_latents(policy, text_of(policy, 2), torch.tensor([1, 2]), SamplerConfig(steps=3, guidance=scale))
+            sample_latents(
+                policy, text_of(policy, 2), torch.tensor([1, 2]), LatentSamplerConfig(steps=3, guidance=scale)
+            )
         assert policy.cost["forward_rows"] - before == rows
 
 
 def test_window_and_fraction():
     generator = torch.Generator().manual_seed(0)
-    assert trained_window(SamplerConfig(steps=10), generator) == range(9)
-    assert trained_window(SamplerConfig(steps=10, fraction=1.0), generator) == range(10)
-    places = {trained_window(SamplerConfig(steps=10, window=3), generator).start for _ in range(60)}
+    assert trained_window(LatentSamplerConfig(steps=10), generator) == range(9)
+    assert trained_window(LatentSamplerConfig(steps=10, fraction=1.0), generator) == range(10)
+    places = {trained_window(LatentSamplerConfig(steps=10, window=3), generator).start for _ in range(60)}
     assert places == {0, 1, 2}
-    config = SamplerConfig(steps=10, window=2, window_low=6)
+    config = LatentSamplerConfig(steps=10, window=2, window_low=6)
     assert trained_window(config, generator) == range(6, 8)
     config.window_high = 10
     config.validate()
@@ -124,4 +126,4 @@ def test_window_and_fraction():
 )
 def test_numbers_out_of_range_are_refused(change):
     with pytest.raises(ValueError, match=rf"sampler\.{list(change)[-1]} is"):
-        check_config(SamplerConfig(**change), "sampler")
+        check_config(LatentSamplerConfig(**change), "sampler")

@@ -9,7 +9,7 @@ import pytest
 
 from diffusion.data.captioned_images import ImageDataConfig, load_images, write_images
 from diffusion.families.table import family_of
-from diffusion.models.diffusion_policy import LoraSettings, ModelConfig, load_policy
+from diffusion.models.diffusion_policy import DiffusionLora, PipelineConfig, load_policy
 from diffusion.models.pipelines import decode_latents, encode_images, load_pipeline
 from diffusion.rewards import load_image_rewards
 from diffusion.toy import digits
@@ -47,7 +47,7 @@ def test_rendered_images_satisfy_their_captions(tmp_path):
 
 
 def test_pipeline_of_shapes_has_the_requested_latents():
-    config = ModelConfig(path=str(tiny_model()), lora=LoraSettings(enabled=False), max_sequence_length=1)
+    config = PipelineConfig(path=str(tiny_model()), lora=DiffusionLora(enabled=False), max_sequence_length=1)
     policy = load_policy(config)
     assert policy.latent_shape == (12, 4, 4)
     captions = [scene.caption for scene in building.all_scenes()]
@@ -77,7 +77,7 @@ def test_digit_prompts_carry_their_labels(tmp_path):
 
 def test_digit_pipeline_draws_grey_eight_by_eight(tmp_path):
     folder = digits.build_pipeline(str(tmp_path / "model"), layers=1, heads=2, text_width=32, pooled_width=16)
-    policy = load_policy(ModelConfig(path=str(folder), max_sequence_length=1))
+    policy = load_policy(PipelineConfig(path=str(folder), max_sequence_length=1))
     assert policy.latent_shape == (1, 8, 8)
     from diffusion.models.pipelines import decode_latents, encode_images
 

@@ -8,7 +8,7 @@ import torch
 
 from diffusion.data.image_pairs import write_pairs
 from diffusion.families.table import family_of
-from diffusion.models.diffusion_policy import LoraSettings, ModelConfig
+from diffusion.models.diffusion_policy import DiffusionLora, PipelineConfig
 from diffusion.models.pipelines import decode_latents, encode_images, load_pipeline
 from diffusion.rewards import load_image_rewards
 from diffusion.toy import clips
@@ -114,8 +114,8 @@ def test_given_clips_come_back_as_they_were(drawn, model):
 def test_pairs_of_clips_teach(drawn, model, tmp_path):
     videos, captions = drawn
     config = dpo_config(tmp_path, steps=1)
-    config.model = ModelConfig(
-        path=str(model), lora=LoraSettings(enabled=False), height=12, width=12, frames=5, max_sequence_length=8
+    config.model = PipelineConfig(
+        path=str(model), lora=DiffusionLora(enabled=False), height=12, width=12, frames=5, max_sequence_length=8
     )
     config.pairs.path = str(write_pairs(tmp_path / "clips.npz", captions[:6], videos[:6], videos[:6, ::-1]))
     trainer = make_trainer(config, tmp_path)
@@ -132,7 +132,7 @@ def test_pairs_of_clips_teach(drawn, model, tmp_path):
 def test_images_for_a_model_of_videos_are_refused_by_name(drawn, model, tmp_path):
     videos, captions = drawn
     config = dpo_config(tmp_path)
-    config.model = ModelConfig(path=str(model), height=12, width=12, frames=5, max_sequence_length=8)
+    config.model = PipelineConfig(path=str(model), height=12, width=12, frames=5, max_sequence_length=8)
     config.pairs.path = str(write_pairs(tmp_path / "images.npz", captions[:6], videos[:6, 0], videos[:6, 2]))
     trainer = make_trainer(config, tmp_path)
     with pytest.raises(UserError, match=r"WanPipeline draws videos, but was given images"):

@@ -106,7 +106,7 @@ def _messages(_: None, rng: random.Random, folder: Path) -> Verdict:
         data = wire.PREFIX.pack(wire.MARK, wire.VERSION, len(text), 0) + text
     else:
         data = damage_bytes(rng, prefix + header, head=wire.PREFIX.size)
-    return of_call(lambda: list(wire.Decoder().feed(data)), skips=(wire.WireError,))
+    return of_call(lambda: list(wire.MessageDecoder().feed(data)), skips=(wire.WireError,))
 
 
 def _actions(_: None, rng: random.Random, folder: Path) -> Verdict:

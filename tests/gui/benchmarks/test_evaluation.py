@@ -14,7 +14,7 @@ from mmrl.cli import main
 from mmrl.config import load_run
 from mmrl.errors import UserError
 from mmrl.gui.benchmarks.benchmark_table import BENCHMARKS
-from mmrl.gui.benchmarks.prompts import PRESETS, PromptConfig, begin_answer
+from mmrl.gui.benchmarks.prompts import PRESETS, BenchmarkPrompt, begin_answer
 from mmrl.gui.grounding.grounding_tasks import GroundingSettings
 from mmrl.recipes import RECIPES
 from mmrl.training.run import evaluate, train
@@ -211,13 +211,13 @@ def test_a_run_folder_stands_for_its_best_checkpoint(tmp_path, models):
 
 def test_the_question_of_a_run_is_taken_from_its_configuration(tmp_path):
     with pytest.raises(UserError, match=r"has no config\.yaml"):
-        PromptConfig("run").resolved(str(tmp_path))
+        BenchmarkPrompt("run").resolved(str(tmp_path))
     (tmp_path / "config.yaml").write_text("recipe: sft\n")
     with pytest.raises(UserError, match="no part 'grounding'"):
-        PromptConfig("run").resolved(str(tmp_path))
+        BenchmarkPrompt("run").resolved(str(tmp_path))
     grounding = GroundingSettings(family="qwen3_vl", template="Where is {instruction}?", think=True)
     OmegaConf.save({"grounding": vars(grounding), "data": {"system_prompt": "Look {here}."}}, tmp_path / "config.yaml")
-    found = PromptConfig("run").resolved(str(tmp_path))
+    found = BenchmarkPrompt("run").resolved(str(tmp_path))
     assert (found.user, found.space) == ("Where is {instruction}?", "rel1000")
     assert found.system.format(width=1, height=1) == f"Look {{here}}.\n{grounding.think_prompt}"
 
@@ -242,6 +242,6 @@ def test_bad_options_are_refused_before_a_model_is_loaded(override, words):
 
 
 def test_texts_are_replaced_one_by_one():
-    chosen = PromptConfig("tool_call", user="find {instruction}", space="rel1000").resolved()
+    chosen = BenchmarkPrompt("tool_call", user="find {instruction}", space="rel1000").resolved()
     assert (chosen.user, chosen.space) == ("find {instruction}", "rel1000")
     assert chosen.prefix == PRESETS["tool_call"].prefix

@@ -8,7 +8,7 @@ import pytest
 
 from mmrl.gui.benchmarks.benchmark_table import BENCHMARKS
 from mmrl.gui.benchmarks.grounding_metrics import Scored, Share, mean_of_shares, score_answer, tabulate
-from mmrl.gui.grounding.answers import ParsedAnswer, parse_answer
+from mmrl.gui.grounding.answers import ParsedPoints, parse_answer
 from mmrl.gui.grounding.coords import Box, CoordinateSpace
 from mmrl.gui.grounding.samples import GroundingSample, Polygon, Refusal
 from mmrl.runs.statistics import wilson_interval
@@ -108,7 +108,7 @@ def test_intervals():
 def test_an_answer_without_points_has_none_to_average():
     table = tabulate(
         BENCHMARKS["ui_i2e"],
-        [score_answer(ParsedAnswer(error="empty"), GroundingSample("", ORIGINAL, "", BOX), RESIZED)],
+        [score_answer(ParsedPoints(error="empty"), GroundingSample("", ORIGINAL, "", BOX), RESIZED)],
     )
     assert math.isnan(table.all.answers)
     assert table.all.wrong_format.value == 1.0

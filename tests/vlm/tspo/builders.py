@@ -12,7 +12,7 @@ from mmrl.training.settings import CheckpointConfig, TrainerConfig
 from mmrl.vlm.data.dataset import DataConfig
 from mmrl.vlm.toy.needles import build_needles
 from mmrl.vlm.toy.tiny_clip import build_clip
-from mmrl.vlm.tspo.tspo_config import AgentConfig, FeatureConfig, PickConfig, TspoConfig, TspoEvaluationConfig
+from mmrl.vlm.tspo.tspo_config import FeatureConfig, PickConfig, TemporalAgentConfig, TspoConfig, TspoEvaluationConfig
 
 _KEPT: list[Any] = []  # folders that are deleted with the process
 FRAMES = 22
@@ -36,7 +36,7 @@ def needle_config(folder: Path, **changes: Any) -> TspoConfig:
         recipe="tspo",
         output_dir=str(folder / "run"),
         features=FeatureConfig(path=str(data / "clip"), cache=str(folder / "features")),
-        agent=AgentConfig(heads=2, window=4),
+        agent=TemporalAgentConfig(heads=2, window=4),
         data=DataConfig(path=str(data / "needles.jsonl")),
         # this CLIP is hardly trained: at the usual temperature some groups would draw the same frames
         picks=PickConfig(count=6, temperature=0.5, final_temperature=0.4),

@@ -22,7 +22,7 @@ from robotics.flow3d.closed_loop.flow_episodes import (  # noqa: E402
     list_episodes,
 )
 from robotics.flow3d.closed_loop.measure import evaluate_flow, loop_metrics, loop_table  # noqa: E402
-from robotics.flow3d.closed_loop.runner import EpisodeRunner  # noqa: E402
+from robotics.flow3d.closed_loop.runner import FlowEpisodeRunner  # noqa: E402
 from robotics.flow3d.objects.demonstrator import Demonstrator  # noqa: E402
 from robotics.flow3d.objects.flow_tasks import FLOW_TASKS  # noqa: E402
 from robotics.flow3d.plan.judge import VerifierConfig  # noqa: E402
@@ -46,7 +46,7 @@ class Listens:
 
 
 def goals_of(episode):
-    with EpisodeRunner(LoopConfig(), TrueFlow) as runner:
+    with FlowEpisodeRunner(LoopConfig(), TrueFlow) as runner:
         scene = runner.scene(episode)
         mask = scene.object_mask()
         uv = np.argwhere(mask)[:, ::-1] + 0.5
@@ -218,7 +218,7 @@ def test_mmrl_evaluate_writes_videos_and_a_report_and_runs_no_episode_twice(tmp_
     assert json.loads(episodes.read_text())["video"] == f"videos/{video.name}"
     assert verify(folder, lines.append, 1, (), ()) == 0
     assert lines[-1] == "1 of 1 rows are the same: --row 1"
-    monkeypatch.setattr(EpisodeRunner, "run", lambda *arguments: pytest.fail("an episode ran again"))
+    monkeypatch.setattr(FlowEpisodeRunner, "run", lambda *arguments: pytest.fail("an episode ran again"))
     assert evaluate(entry, config) == found
 
 

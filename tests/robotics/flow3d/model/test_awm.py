@@ -21,7 +21,7 @@ from mmrl.training.update import count_denominators, update_constants
 from robotics.flow3d.methods.awm import Flow3dAwmConfig, Flow3dAwmRecipe, SavedModelConfig
 from robotics.flow3d.methods.clip_sets import ClipSetConfig
 from robotics.flow3d.methods.flow3d_evaluation import FlowEvaluationConfig
-from robotics.flow3d.methods.samples import ExplorationConfig, FlowPayload
+from robotics.flow3d.methods.samples import ExplorationConfig, SampledFlows
 from robotics.flow3d.model.world_model import FlowWorldModel
 from robotics.flow3d.plan.judge import WeightedVerifierConfig
 from tests.robotics.flow3d.model.builders import disturb, tiny_model
@@ -65,7 +65,7 @@ def collected(recipe, tasks=4, number=0):
 def test_likelihoods_are_those_of_numpy(parameterisation, tmp_path):
     recipe = Flow3dAwmRecipe(awm_config(tmp_path, disturb(tiny_model(parameterisation=parameterisation), 0.3)))
     rollouts = collected(recipe)
-    payload, count = FlowPayload.of(rollouts), recipe.config.timesteps.count
+    payload, count = SampledFlows.of(rollouts), recipe.config.timesteps.count
     noise = row_noise(payload.noise_seed, count, tuple(payload.flow.shape[1:])).double().numpy()
     sigma = payload.sigma.double().numpy()
     wide = sigma[..., None, None, None, None]
@@ -194,9 +194,9 @@ def test_a_step_without_a_signal_moves_nothing(tmp_path):
 def test_exploration_moves_only_samples_of_training(tmp_path):
     far = ExplorationConfig(shift_cm=4.0, turn_deg=10.0)
     plain, moved = (Flow3dAwmRecipe(awm_config(tmp_path, exploration=x)) for x in (ExplorationConfig(), far))
-    before, after = (FlowPayload.of(collected(recipe)).flow for recipe in (plain, moved))
+    before, after = (SampledFlows.of(collected(recipe)).flow for recipe in (plain, moved))
     assert bool((before != after).flatten(1).any(1).all())
-    assert torch.equal(after, FlowPayload.of(collected(moved)).flow)
+    assert torch.equal(after, SampledFlows.of(collected(moved)).flow)
     found = [
         recipe.evaluate(recipe.policy, "held_out", make_accelerator(), Step()).metrics for recipe in (plain, moved)
     ]

@@ -13,7 +13,7 @@ mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim
 from robotics.flow3d.data import FlowReader  # noqa: E402
 from robotics.flow3d.objects.demonstrations import (  # noqa: E402
     TRAINING_ACTORS,
-    DemonstrationConfig,
+    FlowDemonstrationConfig,
     demonstrations,
     instructed_clips,
 )
@@ -129,7 +129,7 @@ def test_a_video_has_the_motion_of_its_clip_and_masks_of_object_and_hand():
 
 
 def test_clips_are_a_function_of_their_seed_and_take_turns_with_the_tasks():
-    config = DemonstrationConfig(tasks=("place_red", "pour", "open_blue"), scene=SMALL)
+    config = FlowDemonstrationConfig(tasks=("place_red", "pour", "open_blue"), scene=SMALL)
     first = list(demonstrations(range(9), config))
     again = next(demonstrations([7], config))
     np.testing.assert_array_equal(first[7].flow, again.flow)
@@ -141,7 +141,7 @@ def test_clips_are_a_function_of_their_seed_and_take_turns_with_the_tasks():
 
 
 def test_training_data_show_neither_the_arms_nor_the_shapes_that_are_held_out():
-    config = DemonstrationConfig()
+    config = FlowDemonstrationConfig()
     assert len(HELD_OUT_ARMS) == 2
     assert not set(HELD_OUT_ARMS) & set(config.actors)
     for name, task in FLOW_TASKS.items():
@@ -151,7 +151,7 @@ def test_training_data_show_neither_the_arms_nor_the_shapes_that_are_held_out():
 
 def test_episodes_without_a_clip_are_reported():
     skipped = []
-    far = DemonstrationConfig(tasks=("place_red",), actors=("nobody",), scene=SceneConfig(width=16, height=16))
+    far = FlowDemonstrationConfig(tasks=("place_red",), actors=("nobody",), scene=SceneConfig(width=16, height=16))
     found = list(demonstrations(range(6), far, on_skip=lambda seed, why: skipped.append((seed, why))))
     assert len(found) + len(skipped) == 6
     assert skipped
@@ -160,11 +160,11 @@ def test_episodes_without_a_clip_are_reported():
 
 def test_unknown_names_are_refused():
     with pytest.raises(UserError, match="task is 'juggle'"):
-        next(demonstrations([0], DemonstrationConfig(tasks=("juggle",))))
+        next(demonstrations([0], FlowDemonstrationConfig(tasks=("juggle",))))
     with pytest.raises(UserError, match="actor is 'robby'"):
-        next(demonstrations([0], DemonstrationConfig(actors=("robby",))))
+        next(demonstrations([0], FlowDemonstrationConfig(actors=("robby",))))
     with pytest.raises(UserError, match="shapes are ball"):
-        next(demonstrations([0], DemonstrationConfig(shapes=("ball",))))
+        next(demonstrations([0], FlowDemonstrationConfig(shapes=("ball",))))
     with FlowScene(SMALL, task="pour", actor="nobody") as scene:
         scene.give("place_red")
         assert scene.instruction == "place the mug on the red pad"
@@ -174,7 +174,7 @@ def test_unknown_names_are_refused():
 
 def test_first_images_are_those_of_whole_demonstrations_with_the_same_flow():
     """Each image occurs once with every instruction, independently of the other images."""
-    config = DemonstrationConfig(actors=("hand",), shapes=("mug",), tasks=("place_red", "pour"), scene=SMALL)
+    config = FlowDemonstrationConfig(actors=("hand",), shapes=("mug",), tasks=("place_red", "pour"), scene=SMALL)
     form = FlowEncoding(num_frames=4, grid=3)
     pairs = list(instructed_clips(range(2), config, form))
     assert [clip.meta["task"] for clip in pairs] == ["place_red", "pour"] * 2
@@ -190,7 +190,7 @@ def test_first_images_are_those_of_whole_demonstrations_with_the_same_flow():
 
 
 def test_goals_are_where_each_instruction_takes_the_query_points():
-    found = list(instructed_clips(range(3), DemonstrationConfig(actors=("nobody",), scene=SMALL)))
+    found = list(instructed_clips(range(3), FlowDemonstrationConfig(actors=("nobody",), scene=SMALL)))
     by_task = {clip.meta["task"]: clip for clip in found}
     assert set(by_task) == set(FLOW_TASKS)
     for clip in found:
@@ -202,7 +202,7 @@ def test_goals_are_where_each_instruction_takes_the_query_points():
 
 
 def test_a_drawer_has_its_own_mask_in_the_image_that_both_share():
-    config = DemonstrationConfig(tasks=("open_red", "open_blue"), actors=("panda",), scene=SMALL)
+    config = FlowDemonstrationConfig(tasks=("open_red", "open_blue"), actors=("panda",), scene=SMALL)
     red, blue = instructed_clips(range(1), config)
     assert red.observation.rgb is blue.observation.rgb
     assert not (red.observation.mask & blue.observation.mask).any()

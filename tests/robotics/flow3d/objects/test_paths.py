@@ -23,7 +23,7 @@ from robotics.data import LeRobotReader
 from robotics.flow3d.clip import FlowEncoding
 from robotics.flow3d.data import FlowReader, FlowWriter
 from robotics.flow3d.kinematics import ArmIk
-from robotics.flow3d.objects.demonstrations import DemonstrationConfig, instructed_clips
+from robotics.flow3d.objects.demonstrations import FlowDemonstrationConfig, instructed_clips
 from robotics.flow3d.objects.demonstrator import Demonstrator
 from robotics.flow3d.objects.path_sim import PathSim, open_path_sim
 from robotics.flow3d.objects.scene import FlowScene, SceneConfig
@@ -80,7 +80,7 @@ def test_a_path_has_the_frames_of_the_flow():
 @pytest.fixture(scope="module")
 def demos(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ways")
-    config = DemonstrationConfig(
+    config = FlowDemonstrationConfig(
         tasks=("place_red", "pour"), actors=("panda", "nobody", "hand"), scene=SceneConfig(width=64, height=64)
     )
     with FlowWriter(folder / "clips", num_frames=8, grid=4) as writer:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from robotics.flow3d.objects.criteria import CriteriaOutcome
-from robotics.flow3d.objects.demonstrations import DemonstrationConfig, demonstrations
+from robotics.flow3d.objects.demonstrations import FlowDemonstrationConfig, demonstrations
 from robotics.flow3d.objects.flow_tasks import FLOW_TASKS
 from robotics.flow3d.objects.scene import SceneConfig
 from robotics.flow3d.plan.judge import CriteriaVerifier, FlowJudge, WeightedVerifierConfig
@@ -17,7 +17,7 @@ pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 
 
 def test_the_oracle_accepts_true_flow_of_every_task_and_rejects_that_of_another():
-    config = DemonstrationConfig(actors=("nobody",), scene=SceneConfig(width=96, height=96))
+    config = FlowDemonstrationConfig(actors=("nobody",), scene=SceneConfig(width=96, height=96))
     judge = FlowJudge([WeightedVerifierConfig(kind) for kind in ("oracle", "geometric", "always")])
     clips = {clip.meta["task"]: clip for clip in demonstrations(range(len(FLOW_TASKS)), config)}
     assert set(clips) == set(FLOW_TASKS)
