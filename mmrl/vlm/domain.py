@@ -265,7 +265,7 @@ class VlmDomain:
         self.rewards.close()
 
 
-FOR_MEMORY = ("batch_rows", "lean", "keep_prefill")
+FOR_MEMORY = ("batch_rows", "keep_prefill")
 """Sampling options that affect answers only by rounding."""
 
 

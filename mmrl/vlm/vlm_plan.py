@@ -37,7 +37,6 @@ from mmrl.vlm.model.network import auto_class, build_model_if_missing, resolve_m
 
 PROMPT = 1024
 """Assumed prompt length in tokens if `model.max_prompt_tokens` is empty."""
-COPIED = "copy of weights to sample"
 PROMPT_CACHE, ANSWER_CACHE = "keys and values of prompts", "keys and values of answers"
 
 
@@ -67,8 +66,7 @@ def footprint(config: Any, prompt_tokens: int | None = None, *, passes: bool = T
     if teacher := getattr(getattr(config, "teacher", None), "path", ""):
         parts.append(Part(f"weights of the teacher {teacher}", _weights(config.teacher)))
     if not passes:
-        copied = _copied(network, trainer) if sampler is not None and _draws_here(config) else 0
-        return Plan((*parts, Part(COPIED, copied, "sampling")), ())
+        return Plan(tuple(parts), ())
     with imagined(wrapped):
         text = network.config.get_text_config()
         network.set_attn_implementation("sdpa")
@@ -189,45 +187,27 @@ def _keeps_history(config: Any) -> bool:
     return bool(kept and single_update(trainer) and trainer.micro_batch == 0)
 
 
-def _draws_here(config: Any) -> bool:
-    """Whether this process draws tokens with the lean decoder, which copies weights."""
-    local = config.rollers.engine == "local" and getattr(config.sampler, "engine", "own") == "own"
-    return bool(local and config.sampler.lean)
-
-
 def _weights(model: Any) -> int:
     """Bytes of a model's weights."""
     with torch.device("meta"):
         return sum(weight.numel() * weight.element_size() for weight in outlined(model).parameters())
 
 
-def _copied(network: Any, trainer: Any) -> int:
-    """Bytes of the copies of weights that the lean decoder makes."""
-    cast = _cast(network, trainer)
-    return sum(
-        weight.numel() * (cast or weight.element_size())
-        for name, weight in network.get_decoder().layers.named_parameters()
-        if "lora_" not in name and weight.ndim == 2 and (cast or any(f"{part}_proj" in name for part in "qkv"))
-    )
-
-
 def _cast(network: Any, trainer: Any) -> int:
-    """Bytes of a number where the lean decoder computes in another precision than the weights have, else 0."""
+    """Bytes of a number where layers compute in another precision than the weights have, else 0."""
     own = next(network.get_decoder().parameters()).element_size()
     return 2 if trainer.mixed_precision != "none" and own == 4 else 0
 
 
 def _sampling(network: Any, text: Any, trainer: Any, sampler: Any, size: int, longest: int, answer: int) -> list[Part]:
-    """Copies of the weights that the decoder makes, and its keys and values in the precision of its layers."""
+    """Keys and values of the decoder, in the precision of its layers."""
     rows = min(sampler.batch_rows, trainer.tasks_per_step * size)
     prompts = math.ceil(rows / size)
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     token = 2 * text.num_hidden_layers * text.num_key_value_heads * width
     number = _cast(network, trainer) or next(network.get_decoder().parameters()).element_size()
-    kept = prompts * longest * token * 2 * number  # as the prefill left them, and in the decoder's order
     return [
-        Part(COPIED, _copied(network, trainer), "sampling"),
-        Part(PROMPT_CACHE, kept, "sampling"),
+        Part(PROMPT_CACHE, prompts * longest * token * number, "sampling"),
         Part(ANSWER_CACHE, number * rows * answer * token, "sampling"),
     ]
 

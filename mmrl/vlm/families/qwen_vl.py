@@ -17,6 +17,7 @@ from mmrl.vlm.families.positions import rotary_positions, split_frames
 class QwenVl(Family):
     """Positions along time, height and width, computed here, so that prompts can be encoded without the model."""
 
+    joins_media: bool = True
     fits_frames: bool = True
     media_tokens: tuple[str, ...] = MEDIA_TOKENS
 
