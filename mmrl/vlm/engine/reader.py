@@ -246,7 +246,7 @@ class ModelReader:
         )
 
     def read_packed(
-        self, policy: Any, rows: PackedRows, prompts: Sequence[Prompt], shared: PromptRow | ResponseRow
+        self, policy: Any, rows: PackedRows, prompts: Sequence[Prompt], shared: PromptRow | ResponseRow | None
     ) -> Tensor:
         """States (M, H) of packed rows, whose media are those of some prompts in order."""
         inputs = self._family.token_inputs(rows.types, torch.ones_like(rows.types, dtype=torch.bool), self._accepted)
