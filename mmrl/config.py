@@ -193,6 +193,8 @@ def _read_yaml(path: Path, parents: tuple[Path, ...]) -> Any:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, DictConfig):
         raise UserError(f"{path} holds a list; expected keys and values")
+    if path.name == "config.yaml" and any((path.parent / name).exists() for name in SIGNS_OF_A_RUN):
+        drop_gone(content)
     try:
         base = content.pop("extends", None)
         if base is None:
@@ -201,6 +203,18 @@ def _read_yaml(path: Path, parents: tuple[Path, ...]) -> Any:
         return _merged(_read_yaml(path.parent / str(base), (*parents, path.resolve())), content)
     except (OmegaConfBaseException, TypeError, ValueError) as error:  # omegaconf passes some of Python's own errors on
         raise UserError(f"{path} does not fit the file that it extends: {_first_line(error)}") from error
+
+
+def drop_gone(stored: Any) -> None:
+    """Remove the options of earlier releases that a run has stored, at any depth; a user who sets one is told."""
+    if not hasattr(stored, "items"):
+        return
+    for key, (_, neighbour) in GONE.items():
+        if key in stored and neighbour in stored:
+            del stored[key]
+    for key in list(stored):
+        part = stored._get_node(key) if hasattr(stored, "_get_node") else stored[key]
+        drop_gone(part)
 
 
 def _fill(defaults: Any, values: Any, where: str) -> Any:
@@ -378,6 +392,8 @@ def _unknown_key(error: Any, structured: Any) -> str:
     there, remark = NAMES_ELSEWHERE.get(key, ("", ""))
     # the same name elsewhere in this configuration is the likeliest mistake
     same_name = [f"{part}.{key}" for part in structured if _exists(structured, f"{part}.{key}")]
+    if key in GONE and GONE[key][1] in known:
+        return f"the option '{full_key}' is gone: {GONE[key][0]}; leave it out"
     # names of TRL and transformers
     if there and _exists(structured, there):
         hint = f"that is {there} here{remark}; "
@@ -468,3 +484,9 @@ NAMES_ELSEWHERE: dict[str, tuple[str, str]] = {
     "importance_sampling_level": ("objective.ratio", ": {kind: ...}"),
 }
 """Options of TRL and transformers that have another name here: the key, and a remark."""
+
+ONE_ENGINE = "every model is read through its own transformers modules"
+GONE: dict[str, tuple[str, str]] = {"lane": (ONE_ENGINE, "path"), "lean": (ONE_ENGINE, "max_new_tokens")}
+"""Options of release 0.2 that no longer exist: the reason, and an option of the same part."""
+SIGNS_OF_A_RUN = ("checkpoints", "metrics.jsonl", "evaluations.jsonl", "run.lock")
+"""Names next to the config.yaml of a run."""

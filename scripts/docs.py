@@ -168,18 +168,16 @@ def _model_families() -> str:
     record = read_record()
     rows = []
     for kind, found in sorted(record["families"].items(), key=lambda item: item[1]["name"].lower()):
-        lanes = [lane for lane in ("fast", "generic") if lane in found]
-        logp, gradient = (max(found[lane][name] for lane in lanes) for name in ("logp", "gradient"))
+        logp, gradient = found["scores"]["logp"], found["scores"]["gradient"]
         saved = (max(found[how].values()) for how in ("full", "lora"))
         rows.append(
             (
                 found["name"],
                 f"`{kind}`",
-                ", ".join(lanes),
                 *(f"{value:.0e}" if value else "0" for value in (logp, gradient, *saved)),
             )
         )
-    columns = ("models", "`model_type`", "lanes", "log-probabilities", "gradient", "saved in full", "saved adapter")
+    columns = ("models", "`model_type`", "log-probabilities", "gradient", "saved in full", "saved adapter")
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     return f"{markdown_table(columns, rows)}\nRecorded with {versions}.\n"
 

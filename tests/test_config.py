@@ -172,3 +172,18 @@ def test_null_takes_back_an_inherited_entry(write, tmp_path):
     own = write("extends: base.yaml\neval_data: {hard: null, own: {path: c.jsonl}}\n")
     _, config = load_run(own)
     assert list(config.eval_data) == ["easy", "own"]
+
+
+def test_options_of_the_engines_are_gone_but_runs_that_stored_them_are_read(tmp_path):
+    from mmrl.config import given_values, load_run
+
+    text = "recipe: vlm\nmodel: {path: some, lane: auto}\nsampler: {max_new_tokens: 4, lean: true}\n"
+    for key in ("model.lane=fast", "sampler.lean=false"):
+        plain = tmp_path / "plain.yaml"
+        plain.write_text("recipe: vlm\nmodel: {path: some}\n", encoding="utf-8")
+        with pytest.raises(UserError, match=rf"the option '{key.split('=')[0]}' is gone: .*; leave it out"):
+            load_run(plain, [key, "data.path=rows.jsonl", "output_dir=out"])
+    stored = tmp_path / "run" / "config.yaml"
+    (stored.parent / "checkpoints").mkdir(parents=True)
+    stored.write_text(text, encoding="utf-8")
+    assert given_values(stored) == {"recipe": "vlm", "model": {"path": "some"}, "sampler": {"max_new_tokens": 4}}

@@ -171,9 +171,8 @@ def make_recipe(options: dict[str, Any], *, papo: bool = False, old_logp: str = 
     """Build the recipe of an arm through the public configuration.
 
     Args:
-        options: model, data, shape, device; dtype, lane, layout, shared_prefix, gradient_checkpointing, lean,
-            keep_prefill, skip_zero_advantage_groups, tasks_per_step and reward where they differ from the suite's
-            defaults.
+        options: model, data, shape, device; dtype, layout, shared_prefix, gradient_checkpointing, keep_prefill,
+            skip_zero_advantage_groups, tasks_per_step and reward where they differ from the suite's defaults.
         papo: PAPO in place of GRPO without KL.
         old_logp: value of trainer.old_logp.
     """
@@ -184,7 +183,6 @@ def make_recipe(options: dict[str, Any], *, papo: bool = False, old_logp: str = 
         "model": ModelConfig(
             path=options["model"],
             dtype=dtype,
-            lane=options.get("lane", "auto"),
             shared_prefix=shared,
             gradient_checkpointing=options.get("gradient_checkpointing", False),
         ),
@@ -192,7 +190,6 @@ def make_recipe(options: dict[str, Any], *, papo: bool = False, old_logp: str = 
         "rewards": [RewardConfig(name="checksum", function=options.get("reward", REWARD), isolate=False)],
         "sampler": SamplerConfig(
             max_new_tokens=shape.completion,
-            lean=options.get("lean", True),
             keep_prefill=options.get("keep_prefill", True),
         ),
         "trainer": TrainerConfig(

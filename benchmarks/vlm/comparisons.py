@@ -29,8 +29,8 @@ STEP_TARGETS = {
     "607:32": ({"minimum": 8.0, "goal": 9.0}, {"minimum": 5.0, "goal": 5.0}),
 }
 """Time and memory against TRL."""
-GENERIC_TARGETS = ({"minimum": 3.0}, {"minimum": 2.0})
-"""The same in the generic lane."""
+OTHER_TARGETS = ({"minimum": 3.0}, {"minimum": 2.0})
+"""The same for other families than Qwen-VL."""
 
 
 def compare(options: BenchOptions) -> dict[str, dict[str, Any]]:
@@ -103,22 +103,20 @@ def _generation(bench: Bench) -> dict[str, Any]:
 
 
 def _step(bench: Bench) -> dict[str, Any]:
-    """Whole GRPO steps in both lanes, of the suite and with `--against trl` of TRL's trainer."""
+    """Whole GRPO steps of the suite and with `--against trl` of TRL's trainer."""
     runs: dict[str, Any] = {}
     ratios: dict[str, Any] = {}
     trl = bench.options.against == "trl"
-    for name, shape, model, both in bench.steps():
+    for name, shape, model, is_qwen in bench.steps():
         make = functools.partial(bench.arm, shape=shape, model=model)
         arms = [make(f"{name} mmrl", "arms:step_arm")]
-        if both:
-            arms.append(make(f"{name} mmrl, generic lane", "arms:step_arm", lane="generic"))
         if trl:
             fastest = make(f"{name} trl", "trl_arm:step_arm", gradient_checkpointing=False)
             usual = make(f"{name} trl defaults", "trl_arm:step_arm", gradient_checkpointing=True, blocks=1)
             arms = [fastest, usual, *arms]
         runs |= run_arms("step", arms, bench.options)
         for arm in arms[2:] if trl else ():
-            targets = STEP_TARGETS.get(name, ({}, {})) if both and arm is arms[2] else GENERIC_TARGETS
+            targets = STEP_TARGETS.get(name, ({}, {})) if is_qwen else OTHER_TARGETS
             ratios |= _against_trl(bench, name, arm.name, runs, *targets)
     notes = [
         "one prompt with its group, no KL term, one update with AdamW and clipping at norm 1, trained vision tower",
@@ -187,7 +185,6 @@ def _tricks(bench: Bench) -> dict[str, Any]:
     ((name, shape),) = bench.shapes("288:48").items()
     off: dict[str, dict[str, Any]] = {
         "everything on": {},
-        "no lean decoder": {"lean": False},
         "prefill not kept": {"keep_prefill": False},
         "no shared prefix": {"layout": "tower once"},
         "no shared prefix, tower for each row": {"layout": "rows"},

@@ -22,8 +22,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.training.recipe import Step, shared_prefix
 from mmrl.training.update import count_denominators
 from mmrl.vlm.data.prompt import VlmPayload
-from mmrl.vlm.engine.rows import PackedRows, pack_prompts, pack_responses
-from mmrl.vlm.model.vision import encode_vision
+from mmrl.vlm.engine.rows import pack_prompts, text_prompt
 from mmrl.vlm.vlm_recipe import VlmRecipe
 
 LOGP_TOLERANCE = 5e-6
@@ -105,24 +104,18 @@ def _leaking_logp(recipe: VlmRecipe, rollouts: Rollouts) -> Tensor:
     payload = VlmPayload.of(rollouts)
     (prompt,) = payload.prompts
     input_lengths = rollouts.lengths - 1
-    first = torch.full_like(input_lengths, prompt.next_position)
-    row = _end_to_end(pack_prompts([prompt], policy.device), pack_responses(payload.response_ids, input_lengths, first))
-    hidden = policy.run(row, encode_vision(policy.network.model, [prompt]))[0]
+    pairs = zip(payload.response_ids, input_lengths.tolist(), strict=True)
+    answers = [text_prompt(ids[:length]) for ids, length in pairs]
+    for answer in answers:
+        answer.position_ids = answer.position_ids + prompt.next_position
+    row = pack_prompts([prompt, *answers], policy.device)
+    hidden = policy.reader.read_packed(policy, row, [prompt], None)
     places = torch.nonzero(rollouts.mask, as_tuple=True)
     starts = len(prompt) + input_lengths.cumsum(0) - input_lengths
     before = torch.where(places[1] == 0, len(prompt) - 1, starts[places[0]] + places[1] - 1)
     targets = payload.response_ids[places]
     found = linear_logprobs(hidden[before], policy.network.lm_head.weight, targets, banned=policy.banned_ids)
     return torch.zeros_like(rollouts.mask).index_put(places, found.logp)
-
-
-def _end_to_end(prompt: PackedRows, responses: PackedRows) -> PackedRows:
-    return PackedRows(
-        ids=torch.cat([prompt.ids, responses.ids], 1),
-        positions=torch.cat([prompt.positions, responses.positions], 2),
-        visual=torch.cat([prompt.visual, responses.visual], 1),
-        features=prompt.features,
-    )
 
 
 def _checks(name: str, truth: _Pass, other: _Pass, mask: Tensor, factor: float) -> dict[str, dict[str, Any]]:

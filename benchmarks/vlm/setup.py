@@ -43,7 +43,7 @@ class Bench:
         return dict([QUICK_SHAPE if self.options.quick else CUDA_SHAPE])
 
     def steps(self) -> Iterator[tuple[str, Shape, Path, bool]]:
-        """Name, shape and model of the whole steps that are measured, and whether both lanes compute the model."""
+        """Name, shape and model of the whole steps that are measured, and whether the model is a Qwen-VL."""
         options = self.options
         if options.family not in GENERIC:
             yield from ((name, shape, self.model, True) for name, shape in self.shapes("288:48", "607:32").items())

@@ -72,7 +72,7 @@ GENERIC_MODELS: dict[str, dict[str, Any]] = {
 }
 """Options of `build_tiny_generic`, of the same sizes."""
 GENERIC = ("smolvlm", "gemma3", "qwen3")
-"""Families of the generic lane that are measured; the last one reads text alone."""
+"""Other families that are measured; the last one reads text alone."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mmrl.config import foreign_run
+from mmrl.config import drop_gone, foreign_run
 from mmrl.errors import UserError
 from mmrl.files import write_atomically
 from mmrl.runs.ledger import PROTOCOL, RESULT, Ledger, digest, read_ledger
@@ -101,7 +101,9 @@ def _configuration(ledger: Ledger, overrides: Sequence[str], allow: Sequence[str
 
     with tempfile.TemporaryDirectory(prefix="verify-") as scratch:
         given, overrides = Path(scratch, "config.yaml"), [*overrides, f"output_dir={scratch}/run"]
-        write_atomically(given, OmegaConf.to_yaml(OmegaConf.create(ledger.about["config"])))
+        stored = OmegaConf.create(ledger.about["config"])
+        drop_gone(stored)
+        write_atomically(given, OmegaConf.to_yaml(stored))
         with foreign_run(given, overrides, allow, ledger.folder / PROTOCOL) as found:
             yield found
 

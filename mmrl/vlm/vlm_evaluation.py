@@ -25,7 +25,7 @@ from mmrl.vlm.engine.vlm_sampler import SamplerConfig, Samples
 from mmrl.vlm.vlm_config import VlmEvaluationConfig
 
 LOGGER = logging.getLogger("mmrl")
-FOR_MEMORY = ("batch_rows", "lean", "keep_prefill")
+FOR_MEMORY = ("batch_rows", "keep_prefill")
 """Sampling options that affect answers only by rounding."""
 
 

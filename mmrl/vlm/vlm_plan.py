@@ -96,12 +96,10 @@ def _facts(config: Any, network: Any, trained: Any, prompt_tokens: int | None) -
 
 
 def _held(config: Any, network: Any) -> list[Part]:
-    """The teacher's weights, and the copies of weights that the lean decoder makes."""
+    """The teacher's weights."""
     parts = []
     if teacher := getattr(getattr(config, "teacher", None), "path", ""):
         parts.append(Part(f"weights of the teacher {teacher}", _weights(config.teacher)))
-    if hasattr(config, "sampler") and _draws_here(config):
-        parts.append(Part("copy of weights to sample", _copied(network, config.trainer), "sampling"))
     return parts
 
 
@@ -152,30 +150,14 @@ def _keeps_history(config: Any) -> bool:
     return bool(kept and single_update(trainer) and trainer.micro_batch == 0)
 
 
-def _draws_here(config: Any) -> bool:
-    """Whether this process draws tokens with the lean decoder, which copies weights."""
-    local = config.rollers.engine == "local" and getattr(config.sampler, "engine", "own") == "own"
-    return bool(local and config.sampler.lean)
-
-
 def _weights(model: Any) -> int:
     """Bytes of a model's weights."""
     with torch.device("meta"):
         return sum(weight.numel() * weight.element_size() for weight in outlined(model).parameters())
 
 
-def _copied(network: Any, trainer: Any) -> int:
-    """Bytes of the copies of weights that the lean decoder makes."""
-    cast = _cast(network, trainer)
-    return sum(
-        weight.numel() * (cast or weight.element_size())
-        for name, weight in network.get_decoder().layers.named_parameters()
-        if "lora_" not in name and weight.ndim == 2 and (cast or any(f"{part}_proj" in name for part in "qkv"))
-    )
-
-
 def _cast(network: Any, trainer: Any) -> int:
-    """Bytes of a number where the lean decoder computes in another precision than the weights have, else 0."""
+    """Bytes of a number where layers compute in another precision than the weights have, else 0."""
     own = next(network.get_decoder().parameters()).element_size()
     return 2 if trainer.mixed_precision != "none" and own == 4 else 0
 
@@ -187,9 +169,8 @@ def _caches(config: Any, network: Any, size: int, prompt: int, answer: int) -> l
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     token = 2 * text.num_hidden_layers * text.num_key_value_heads * width
     token *= _cast(network, config.trainer) or next(network.get_decoder().parameters()).element_size()
-    kept = 2 * math.ceil(rows / size) * prompt * token  # as the prefill left them, and in the decoder's order
     return [
-        Part("keys and values of prompts", kept, "sampling"),
+        Part("keys and values of prompts", math.ceil(rows / size) * prompt * token, "sampling"),
         Part("keys and values of answers", rows * answer * token, "sampling"),
     ]
 

@@ -105,37 +105,31 @@ class VlmActionPolicy(TokenPolicy):
         super().__init__(tokenizer, config.chunk, config.action_size, config.label_smoothing, config.label_spread)
         self.config = config
         self.vlm = vlm
-        # this head feeds embeddings to the language model directly, which only the fast path supports
-        vlm.check_fast("an action head on a vision-language model")
+        from mmrl.vlm.families.qwen_vl import QwenVl
+
+        if not isinstance(vlm.family, QwenVl):
+            raise UserError("an action head on a vision-language model needs a Qwen-VL: Qwen2-VL to Qwen3-VL")
         first = _first_id(vlm, config)
         # not saved: it follows from the vocabulary and the options
         self.register_buffer("action_ids", torch.arange(first, first + config.bins), persistent=False)
-        self.extra = _Extra(config, int(vlm.network.config.text_config.hidden_size), self.decisions)
+        self.extra = _Extra(config, vlm.width, self.decisions)
 
     def logits(self, batch: PolicyInputs) -> Tensor:
-        from mmrl.vlm.engine.rows import pack_rows, tabulate
-        from mmrl.vlm.model.vision import gather_features
+        from mmrl.vlm.data.prompt import join_prompts
+        from mmrl.vlm.engine.rows import text_prompt
 
         vlm = self.vlm
-        prompts = self._prompts(batch)
         extra = self.extra(batch, vlm.device)
         rows, count = extra.shape[:2]
-        index = torch.arange(rows, device=vlm.device)
-        table = tabulate(prompts, vlm.pad_id, vlm.device)
-        # pad ids hold the positions of the state and the placeholders, whose embeddings are put in below
-        fed = torch.full((rows, count), vlm.pad_id, device=vlm.device)
-        packed = pack_rows(table, index, fed, torch.full_like(index, count), vlm.pad_id)
-        embeddings, options = vlm.embed(packed, gather_features(vlm.network.model, prompts, vlm.features))
-        # after each row's own prompt: prompts differ in length
-        positions = table.lengths[:, None] + torch.arange(count, device=vlm.device)
-        embeddings = embeddings.index_put((index[:, None], positions), extra.to(embeddings.dtype))
-        output = vlm.network.model.language_model(
-            inputs_embeds=embeddings, position_ids=packed.positions, use_cache=False, **options
-        )
-        # states at the placeholders themselves: each predicts its own token, without a shift by one
-        states = output.last_hidden_state[index[:, None], positions[:, -self.decisions :]]
-        weight = vlm.network.lm_head.weight[self.action_ids]  # only n rows of the head: no logits of other ids
-        # cast by hand: autocast would round the logits of the action tokens to half precision
+        # pad ids hold the positions of the state and the placeholders, whose embeddings are read instead
+        blank = text_prompt(torch.full((count,), vlm.pad_id))
+        prompts = [join_prompts([prompt, blank]) for prompt in self._prompts(batch)]
+        hidden = vlm.reader.read(vlm, prompts, tail=extra)
+        ends = torch.tensor([len(prompt) for prompt in prompts], device=vlm.device)
+        last = torch.arange(-self.decisions, 0, device=vlm.device)
+        states = hidden[torch.arange(rows, device=vlm.device)[:, None], ends[:, None] + last]
+        # only n rows of the head: no logits of other ids
+        weight = vlm.network.get_output_embeddings().weight[self.action_ids]
         with torch.autocast(device_type=states.device.type, enabled=False):
             return functional.linear(states, weight.to(states.dtype)).float()
 
@@ -213,7 +207,7 @@ def _model_config(entries: Mapping[str, Any], place: str) -> ModelConfig:
     nested: dict[str, type[Any]] = {"lora": LoraSettings, "critic": CriticSettings}
     if not isinstance(entries, Mapping) or not all(isinstance(entries.get(name, {}), Mapping) for name in nested):
         raise UserError(f"{place} is {entries!r:.80}; expected an object of model settings")
-    rest = dict(entries)
+    rest = {name: value for name, value in entries.items() if name != "lane"}  # of policies saved by release 0.2
     parts = {name: make_config(kind, dict(rest.pop(name, {})), f"{place}.{name}") for name, kind in nested.items()}
     return make_config(ModelConfig, rest | parts, place)
 

@@ -9,7 +9,7 @@ from mmrl.agents.rollout.episodes import Trajectory, tabulate_tokens
 from mmrl.agents.rollout.turns import TurnSampler
 from mmrl.core.rollouts import Rollouts
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, join_prompts
-from mmrl.vlm.engine.rows import text_prompt
+from mmrl.vlm.engine.rows import split_row, text_prompt
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig
 from tests.vlm.builders import make_task
@@ -60,7 +60,9 @@ def converse(
         parts = {row: observation(policy, row, turn, rows[row].ids[-1] == end) for row in live.tolist()}
         if turn + 1 == restart_at:
             for row, part in parts.items():
-                asked = join_prompts([prompts[group[row]], text_prompt(torch.tensor(rows[row].ids)), part])
+                asked = join_prompts(
+                    [prompts[group[row]], *split_row(torch.tensor(rows[row].ids), rows[row].inserts), part]
+                )
                 cut = join_prompts([prompts[group[row]], part]) if row % 3 else asked
                 rows[row].restart(cut)
             new = [rows[row].contexts[-1].prompt for row in parts]

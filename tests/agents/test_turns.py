@@ -156,11 +156,11 @@ def test_kept_histories_sample_the_same_tokens_as_rereading(folder, restart_at, 
     assert_equal_up_to_rounding(kept.logp_old, reread.logp_old)
 
 
-def test_kept_histories_of_the_generic_lane(folder, tmp_path):
+def test_kept_histories_of_other_positions(folder, tmp_path):
     """Rotary positions along three axes, and those that are counted, each behind a history of its own length."""
     other = build_tiny_generic(tmp_path / "smolvlm", family="smolvlm", corpus=CORPUS)
     for model in (folder, other):
-        policy = load_policy(ModelConfig(path=str(model), lane="generic"))
+        policy = load_policy(ModelConfig(path=str(model)))
         kept, reread = (converse(policy, GROUP, 4, reread=reread, restart_at=1) for reread in (False, True))
         assert torch.equal(VlmPayload.of(kept).response_ids, VlmPayload.of(reread).response_ids)
         assert_equal_up_to_rounding(kept.logp_old, reread.logp_old)
@@ -175,7 +175,7 @@ def test_nothing_is_read_twice(folder):
     hooks = [
         policy.network.model.visual.register_forward_hook(lambda _, inputs, output: patches.append(len(inputs[0]))),
         policy.network.model.language_model.register_forward_hook(
-            lambda module, inputs, output: tokens.append(output.last_hidden_state.shape[1])
+            lambda module, inputs, output: tokens.append(output.last_hidden_state.shape[:2].numel())
         ),
     ]
     rollouts = converse(policy, GROUP, 4)
@@ -184,7 +184,8 @@ def test_nothing_is_read_twice(folder):
     pixels = [p.media["pixel_values"] for p in (*payload.prompts, *given) if "pixel_values" in p.media]
     assert sum(patches) == sum(map(len, pixels))
     # of a sampled turn, the decoder reads all tokens but the last, which is read with what comes next
-    assert sum(tokens) == sum(map(len, (*payload.prompts, *given))) + len(given)
+    drawn = int(rollouts.mask.sum()) - rollouts.num_rows
+    assert sum(tokens) == sum(map(len, (*payload.prompts, *given))) + drawn
     patches.clear()
     with torch.no_grad():
         policy(rollouts)
@@ -202,8 +203,7 @@ def test_rotary_positions_are_those_of_the_whole_conversation(family, policy):
     rollouts = converse(policy, GROUP, 3)
     payload = VlmPayload.of(rollouts)
     reading = make_reading(payload, "original", rollouts.host.group, rollouts.host.mask)
-    first = torch.tensor([payload.prompts[g].next_position for g in reading.group.tolist()])
-    packed = pack_reading(reading, first)
+    packed = pack_reading(reading, torch.arange(len(reading.lengths)), policy.device)
     starts = [0, *reading.lengths.cumsum(0).tolist()]
     for row, inserts in enumerate(reading.inserts):
         length = int(reading.lengths[row])

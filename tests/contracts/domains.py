@@ -142,7 +142,7 @@ def _vlm(name: str, folder: Path) -> Any:
     if hasattr(config, "rubric"):
         config.rubric.interval, config.rubric.meta = 1, "tests/contrib/language/test_meta_reward.py:longer"
     if hasattr(config, "soft"):
-        config.model.lane, config.sampler.top_k = "generic", 3
+        config.sampler.top_k = 3
     if hasattr(config, "guidance"):
         config.model.critic = CriticSettings(hidden=[8], stop_gradient=True)
     if name in ("scaffolded", "multi_teacher"):

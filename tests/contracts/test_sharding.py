@@ -26,8 +26,6 @@ KL = {"kind": "k3", "coef": 0.1}
 LORA = {"model.lora.enabled": True}
 VARIANTS = {
     "papo, LoRA": ("papo", LORA),
-    "papo, other lane": ("papo", {"model.lane": "generic"}),
-    "papo, LoRA, other lane": ("papo", {**LORA, "model.lane": "generic"}),
     "vlm, average as reference": ("vlm", {"objective.kl": KL, "reference.kind": "ema"}),
     "vlm, micro-batches": ("vlm", {"trainer.micro_batch": 3}),
     "vlm, minibatches": ("vlm", {"trainer.minibatches_per_step": 2, "trainer.epochs": 2}),

@@ -5,10 +5,9 @@ import pytest
 import torch
 
 from mmrl.core.loss import masked_mean
-from mmrl.vlm.engine import decoder
-from mmrl.vlm.engine import lean as lean_weights
-from mmrl.vlm.engine import vlm_sampler as sampler
-from mmrl.vlm.engine.decoder import PrefixDecoder
+from mmrl.vlm.engine import attention
+from mmrl.vlm.engine import decoder as decoders
+from mmrl.vlm.engine.decoder import GroupDecoder
 from mmrl.vlm.engine.prefix import Prefix
 from mmrl.vlm.engine.vlm_policy import VlmPolicy, load_policy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig, Samples, sample
@@ -45,11 +44,13 @@ def prompts_of(policy: VlmPolicy):
 
 
 def draw_both(policy: VlmPolicy, group: int = 4, **options) -> tuple[Samples, Samples]:
-    """The same draws through the lean decoder and through the transformers modules."""
+    """The same draws behind shared prompts and behind copies of them in a cache."""
     both = []
-    for lean in (True, False):
-        config = SamplerConfig(**{"max_new_tokens": STEPS, "lean": lean} | options)
+    for joins in (True, False):
+        policy.reader._joins = joins
+        config = SamplerConfig(**{"max_new_tokens": STEPS} | options)
         both.append(sample(policy, prompts_of(policy), group, config, torch.Generator().manual_seed(3)))
+    policy.reader._joins = True
     return both[0], both[1]
 
 
@@ -62,7 +63,8 @@ def decode(
     keep: dict[int, list[int]] | None = None,
 ) -> dict[int, torch.Tensor]:
     """Log-probabilities (steps, V) after each forced token (b, steps), by row; rows leave as `keep` says."""
-    batch = PrefixDecoder(lean_weights.lean_weights(policy), prefix, group, tokens.shape[1], policy.banned_ids)
+    (part,) = prefix.parts
+    batch = GroupDecoder(policy, policy.reader, part, group)
     rows = torch.arange(len(group))
     found: dict[int, list[torch.Tensor]] = {int(row): [] for row in rows}
     for step in range(tokens.shape[1]):
@@ -81,35 +83,34 @@ def forced(policy: VlmPolicy, rows: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("group", [1, 2, 4])
-def test_same_tokens_and_log_probs_as_through_the_modules(sharp, group, monkeypatch):
-    monkeypatch.setattr(lean_weights, "LARGE", 0)
-    monkeypatch.setattr(lean_weights, "BLOCK", 16)  # 8 rows take the blocks, 4 and 16 do not
-    lean, modules = draw_both(sharp, group)
-    assert torch.equal(lean.response_ids, modules.response_ids)
-    assert_equal_up_to_rounding(lean.logp, modules.logp)
+def test_same_tokens_and_log_probs_as_behind_copies(sharp, group):
+    shared, copied = draw_both(sharp, group)
+    assert torch.equal(shared.response_ids, copied.response_ids)
+    assert_equal_up_to_rounding(shared.logp, copied.logp)
 
 
 def test_recorded_log_probs_are_those_of_scoring(sharp):
     tasks = ragged_tasks()
-    lean, _ = draw_both(sharp)
+    shared, _ = draw_both(sharp)
     with torch.no_grad():
-        scores = sharp(make_rollouts(tasks, prompts_of(sharp), lean))
-    assert_equal_up_to_rounding(scores.logp, lean.logp)
+        scores = sharp(make_rollouts(tasks, prompts_of(sharp), shared))
+    assert_equal_up_to_rounding(scores.logp, shared.logp)
 
 
 def test_every_position_and_every_prompt_counts(sharp):
     """The size of the error of a wrong position, a visible padding column or another group's prompt."""
     with torch.no_grad():
         prefix = sharp.encode_prefix(prompts_of(sharp))
+    (part,) = prefix.parts
     group = torch.arange(4).repeat_interleave(2)
     tokens = forced(sharp, 8)
     right = decode(sharp, prefix, group, tokens)
     wrongs = {
-        "position": dataclasses.replace(prefix, next_position=prefix.next_position + 1),
-        "padding": dataclasses.replace(prefix, lengths=torch.full_like(prefix.lengths, int(prefix.lengths.max()))),
-        "prompt": prefix.select(torch.tensor([1, 0, 3, 2])),
+        "position": Prefix([dataclasses.replace(part, next_position=part.next_position + 1)]),
+        "padding": Prefix([dataclasses.replace(part, real=None)]),
+        "prompt": Prefix([part.select(torch.tensor([1, 0, 3, 2]))]),
     }
-    longest = int(prefix.lengths.argmax())
+    longest = int(part.lengths.argmax())
     finite = right[0].isfinite()
     for name, wrong in wrongs.items():
         other = decode(sharp, wrong, group, tokens)
@@ -136,7 +137,7 @@ def test_rows_that_stay_do_not_notice_those_that_leave(sharp, keep, monkeypatch)
     group = torch.arange(4).repeat_interleave(3)
     tokens = forced(sharp, 12)
     whole = decode(sharp, prefix, group, tokens)
-    monkeypatch.setattr(decoder, "ROOM", 2)
+    monkeypatch.setattr(attention, "ROOM", 2)
     parts = decode(sharp, prefix, group, tokens, keep)
     for row, logp in parts.items():
         expected = whole[row][: len(logp)].nan_to_num(neginf=0.0)
@@ -160,9 +161,9 @@ def test_a_changed_weight_is_seen(sharp):
     with torch.no_grad():
         for layer in sharp.network.model.language_model.layers:
             layer.mlp.down_proj.weight.mul_(1.5)
-    after, modules = draw_both(sharp)
-    assert torch.equal(after.response_ids, modules.response_ids)
-    assert_equal_up_to_rounding(after.logp, modules.logp)
+    after, copied = draw_both(sharp)
+    assert torch.equal(after.response_ids, copied.response_ids)
+    assert_equal_up_to_rounding(after.logp, copied.logp)
     assert not torch.equal(before.response_ids, after.response_ids)
 
 
@@ -182,10 +183,10 @@ def test_adapters_on_and_off(adapted):
     drawn = []
     for context in (contextlib.nullcontext(), adapted.disable_adapter()):
         with context:
-            lean, modules = draw_both(adapted)
-        assert torch.equal(lean.response_ids, modules.response_ids)
-        assert_equal_up_to_rounding(lean.logp, modules.logp)
-        drawn.append(lean)
+            shared, copied = draw_both(adapted)
+        assert torch.equal(shared.response_ids, copied.response_ids)
+        assert_equal_up_to_rounding(shared.logp, copied.logp)
+        drawn.append(shared)
     assert not torch.equal(drawn[0].response_ids, drawn[1].response_ids)
 
 
@@ -227,25 +228,14 @@ def test_keys_and_values_in_bfloat16_cost_no_more_than_its_rounding(folder, auto
     exact = sharpen(load_policy(ModelConfig(path=str(folder))))
     exact.network.load_state_dict(low.network.state_dict())
     made = []
-    monkeypatch.setattr(sampler, "PrefixDecoder", lambda *parts: made.append(PrefixDecoder(*parts)) or made[-1])
+    monkeypatch.setattr(decoders, "GroupDecoder", lambda *parts: made.append(GroupDecoder(*parts)) or made[-1])
     with torch.no_grad():
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             rollouts = draw(low, ragged_tasks())
             scored = low(rollouts).logp
         rounding = masked_mean((scored - exact(rollouts).logp).abs(), rollouts.mask).mean()
-    (batch,) = made
-    attention = batch._attention
-    kept = [*attention.prefix_keys, *attention.prefix_values, *attention.keys, *attention.values]
-    assert {x.dtype for x in kept} == {torch.bfloat16}
+    assert len(made) == 1
     assert 0 < masked_mean((rollouts.logp_old - scored).abs(), rollouts.mask).mean() < 2 * rounding
-
-
-def test_weights_are_made_once_for_all_parts_of_the_prompts(folder, monkeypatch):
-    policy, calls = load_policy(ModelConfig(path=str(folder))), []
-    monkeypatch.setattr(sampler, "lean_weights", lambda own: calls.append(1) or lean_weights.lean_weights(own))
-    whole = draw(policy, ragged_tasks())
-    assert torch.equal(draw(policy, ragged_tasks(), batch_rows=3).payload.response_ids, whole.payload.response_ids)
-    assert calls == [1, 1]
 
 
 def test_biases_everywhere_in_attention(tiny_folders):
@@ -256,75 +246,13 @@ def test_biases_everywhere_in_attention(tiny_folders):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             linear = getattr(layer.self_attn, name)
             linear.bias = torch.nn.Parameter(torch.randn(linear.out_features))
-    lean, modules = draw_both(policy)
-    assert torch.equal(lean.response_ids, modules.response_ids)
-    assert_equal_up_to_rounding(lean.logp, modules.logp)
+    shared, copied = draw_both(policy)
+    assert torch.equal(shared.response_ids, copied.response_ids)
+    assert_equal_up_to_rounding(shared.logp, copied.logp)
 
 
 def test_a_scaled_rotation_is_respected(sharp):
     sharp.network.model.language_model.rotary_emb.attention_scaling = 1.3
-    lean, modules = draw_both(sharp)
-    assert torch.equal(lean.response_ids, modules.response_ids)
-    assert_equal_up_to_rounding(lean.logp, modules.logp)
-
-
-@pytest.mark.parametrize("rows", [4, 5, 8, 15, 16])
-@pytest.mark.parametrize("bias", [False, True])
-def test_multiplying_in_blocks_is_multiplying(rows, bias, monkeypatch):
-    monkeypatch.setattr(lean_weights, "LARGE", 0)
-    torch.manual_seed(0)
-    linear = torch.nn.Linear(24, 3 * lean_weights.BLOCK, bias=bias)
-    x = torch.randn(rows, 24)
-    batches = []
-    monkeypatch.setattr(torch, "bmm", lambda *args, real=torch.bmm: batches.append(1) or real(*args))
-    result = lean_weights._linear([linear], None)(x)
-    assert len(batches) == (5 <= rows <= 15)
-    assert_equal_up_to_rounding(result, linear(x))
-
-
-@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
-def test_the_norm_is_the_models(policy, scale):
-    """Also if its constant outweighs the state."""
-    norm = policy.network.model.language_model.norm
-    x = scale * torch.randn(5, norm.weight.shape[0], generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        assert_equal_up_to_rounding(lean_weights._norm([norm.weight], norm)(x), norm(x))
-
-
-def test_nothing_is_copied_but_the_joined_projections(policy):
-    weights = lean_weights.lean_weights(policy)
-    own = {parameter.data_ptr() for parameter in policy.parameters()}
-    for layer in weights.layers:
-        for linear in (layer.out, layer.mlp.gate, layer.mlp.up, layer.mlp.down):
-            assert linear.weight.data_ptr() in own
-            assert not linear.weight.requires_grad
-    assert {weights.head.weight.data_ptr(), weights.embedding.data_ptr()} <= own
-
-
-def test_obstacles(folder, monkeypatch):
-    policy = load_policy(ModelConfig(path=str(folder)))
-    assert lean_weights.unsupported_reason(policy) is None
-    text = policy.network.config.text_config
-    layer = policy.network.model.language_model.layers[1]
-
-    def obstacle(thing, name, value) -> str | None:
-        with monkeypatch.context() as patch:
-            patch.setattr(thing, name, value, raising=False)
-            return lean_weights.unsupported_reason(policy)
-
-    assert obstacle(text, "_attn_implementation", "eager") == "prompts are not shared"
-    assert "sliding" in obstacle(text, "layer_types", ["full_attention", "sliding_attention"])
-    assert "gelu" in obstacle(text, "hidden_act", "gelu")
-    assert "length" in obstacle(text, "rope_parameters", text.rope_parameters | {"rope_type": "dynamic"})
-    assert text.model_type in obstacle(lean_weights, "DECODERS", ())
-    layer.mlp.up_proj = torch.nn.Sequential(layer.mlp.up_proj)
-    assert "Sequential" in lean_weights.unsupported_reason(policy)
-
-
-def test_a_variant_of_lora_is_an_obstacle(folder):
-    import peft
-
-    policy = load_policy(ModelConfig(path=str(folder)))
-    settings = peft.LoraConfig(r=2, use_dora=True, target_modules=r".*language_model\.layers\.1\.mlp\.up_proj")
-    policy.model = peft.get_peft_model(policy.model, settings)
-    assert "variant of LoRA" in lean_weights.unsupported_reason(policy)
+    shared, copied = draw_both(sharp)
+    assert torch.equal(shared.response_ids, copied.response_ids)
+    assert_equal_up_to_rounding(shared.logp, copied.logp)

@@ -42,10 +42,9 @@ def thinker(tiny_folders):
 def test_sampled_answers_begin_with_the_thought_that_the_prompt_opened(thinker):
     prompts = [thinker.encode(make_task(str(n), "Sum?", [(64, 64)])) for n in range(2)]
     assert [prompt.answer_start for prompt in prompts] == [OPENED] * 2
-    for lean in (True, False):
-        drawn = sample(thinker, prompts, 2, SamplerConfig(max_new_tokens=4, lean=lean), torch.Generator())
-        bare = thinker.processor.tokenizer.batch_decode(drawn.response_ids, skip_special_tokens=True)
-        assert drawn.texts == [OPENED + text for text in bare]
+    drawn = sample(thinker, prompts, 2, SamplerConfig(max_new_tokens=4), torch.Generator())
+    bare = thinker.processor.tokenizer.batch_decode(drawn.response_ids, skip_special_tokens=True)
+    assert drawn.texts == [OPENED + text for text in bare]
     rows = torch.arange(2)
     for reread in (True, False):
         turns = TurnSampler(thinker, SamplerConfig(max_new_tokens=3), 2, reread=reread)

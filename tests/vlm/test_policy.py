@@ -10,7 +10,6 @@ from mmrl.vlm.data.task import VideoClip, VlmTask
 from mmrl.vlm.engine import model_loading
 from mmrl.vlm.engine.vlm_policy import VlmPolicy, load_policy
 from mmrl.vlm.model.model_config import ModelConfig
-from mmrl.vlm.model.vision import encode_vision
 from tests.hub.numbered_clips import even_times, write_clip
 from tests.rounding import assert_equal_up_to_rounding, assert_same_gradient
 from tests.vlm.builders import draw, make_task, noise_image, ragged_tasks
@@ -268,12 +267,17 @@ def test_a_copy_of_a_trained_tower_is_its_own(folder):
     assert torch.equal(other, before)
 
 
+def image_features(policy: VlmPolicy, prompts: list[Prompt]) -> torch.Tensor:
+    """Features (n, H) of the images of prompts."""
+    return torch.cat(list(policy.reader._features(policy, prompts)["image"].pooler_output))
+
+
 def test_patches_are_multiplied_as_they_are_convolved(folder, monkeypatch):
     gradients, features = [], []
     for multiply in (model_loading.multiply_patches, lambda tower: None):
         monkeypatch.setattr(model_loading, "multiply_patches", multiply)
         policy = load_policy(ModelConfig(path=str(folder)))
-        tokens = encode_vision(policy.network.model, [policy.encode(make_task("one", "Sum?", [(64, 96)]))]).tokens
+        tokens = image_features(policy, [policy.encode(make_task("one", "Sum?", [(64, 96)]))])
         tokens.square().sum().backward()
         features.append(tokens)
         gradients.append(policy.network.model.visual.patch_embed.proj.weight.grad)
@@ -283,11 +287,11 @@ def test_patches_are_multiplied_as_they_are_convolved(folder, monkeypatch):
 
 def test_features_of_a_group_are_those_of_its_own_images(policy):
     prompts = [policy.encode(task) for task in ragged_tasks()]
-    together = encode_vision(policy.network.model, prompts)
-    alone = [encode_vision(policy.network.model, [prompt]) for prompt in prompts]
-    assert alone[0] is None
-    assert_equal_up_to_rounding(together.tokens, torch.cat([one.tokens for one in alone[1:]]))
-    assert len(together.deepstack) == {"qwen2_5_vl": 0, "qwen3_vl": 1}[policy.network.config.model_type]
+    assert not policy.reader._features(policy, prompts[:1])
+    alone = torch.cat([image_features(policy, [prompt]) for prompt in prompts[1:]])
+    assert_equal_up_to_rounding(image_features(policy, prompts), alone)
+    deepstack = policy.reader._features(policy, prompts)["image"].deepstack_features
+    assert len(deepstack or []) == {"qwen2_5_vl": 0, "qwen3_vl": 1}[policy.network.config.model_type]
 
 
 def test_the_image_matters_in_a_view(policy, rollouts):

@@ -1,13 +1,11 @@
 import contextlib
 import copy
-import logging
 
 import pytest
 import torch
 
 from mmrl.errors import UserError
 from mmrl.vlm.engine import vlm_sampler as generation
-from mmrl.vlm.engine import vlm_sampler as sampler
 from mmrl.vlm.engine.prefix import KeepPrefill
 from mmrl.vlm.engine.vlm_policy import load_policy
 from mmrl.vlm.engine.vlm_sampler import PolicySampler, SamplerConfig, Samples, choose_tokens, sample
@@ -22,12 +20,6 @@ def run(policy, group: int = 4, seed: int = 0, greedy: bool = False, tasks=None,
     return sample(policy, prompts, group, config, None if greedy else torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(params=[True, False], ids=["lean", "modules"])
-def lean(request) -> bool:
-    """Both decoders."""
-    return request.param
-
-
 @pytest.fixture
 def chatty(folder):
     """A policy that takes every eighth token for the end of a turn, so that rows finish at different times."""
@@ -37,14 +29,14 @@ def chatty(folder):
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.6}, {"temperature": 1.7, "top_p": 0.9, "top_k": 50}])
-def test_recorded_log_probs_are_those_of_scoring(policy, options, lean):
-    rollouts = draw(policy, ragged_tasks(), max_new_tokens=24, lean=lean, **options)
+def test_recorded_log_probs_are_those_of_scoring(policy, options):
+    rollouts = draw(policy, ragged_tasks(), max_new_tokens=24, **options)
     with torch.no_grad():
         scores = policy(rollouts, temperature=options.get("temperature", 1.0))
     assert_equal_up_to_rounding(scores.logp, rollouts.logp_old)
 
 
-def test_greedy_decoding_equals_transformers_generate(policy, lean):
+def test_greedy_decoding_equals_transformers_generate(policy):
     for task in ragged_tasks():
         prompt = policy.encode(task)
         inputs = {
@@ -57,7 +49,7 @@ def test_greedy_decoding_equals_transformers_generate(policy, lean):
         expected = policy.network.generate(
             **inputs, max_new_tokens=12, do_sample=False, suppress_tokens=policy.banned_ids.tolist()
         )[0, len(prompt) :]
-        ids = run(policy, group=1, greedy=True, tasks=[task], lean=lean).response_ids[0]
+        ids = run(policy, group=1, greedy=True, tasks=[task]).response_ids[0]
         assert ids.tolist() == expected.tolist()
 
 
@@ -75,18 +67,18 @@ def test_same_seed_same_responses(policy):
 
 
 @pytest.mark.parametrize("batch_rows", [1, 3, 4, 7])
-def test_responses_do_not_depend_on_batch_rows(chatty, batch_rows, lean):
-    one, two = run(chatty, lean=lean), run(chatty, batch_rows=batch_rows, lean=lean)
+def test_responses_do_not_depend_on_batch_rows(chatty, batch_rows):
+    one, two = run(chatty), run(chatty, batch_rows=batch_rows)
     assert torch.equal(one.response_ids, two.response_ids)
     assert torch.equal(one.mask, two.mask)
     assert one.finish == two.finish
     assert_equal_up_to_rounding(one.logp, two.logp)
 
 
-def test_dropping_finished_rows_changes_nothing(chatty, monkeypatch, lean):
-    dropping = run(chatty, max_new_tokens=30, lean=lean)
+def test_dropping_finished_rows_changes_nothing(chatty, monkeypatch):
+    dropping = run(chatty, max_new_tokens=30)
     monkeypatch.setattr(generation, "COMPACT_BELOW", 0.0)
-    keeping = run(chatty, max_new_tokens=30, lean=lean)
+    keeping = run(chatty, max_new_tokens=30)
     assert len(set(dropping.mask.sum(1).tolist())) > 4
     assert torch.equal(dropping.response_ids, keeping.response_ids)
     assert_equal_up_to_rounding(dropping.logp, keeping.logp)
@@ -108,19 +100,14 @@ def watched(policy):
         hook.remove()
 
 
-def test_each_prompt_and_image_is_read_once(policy, lean):
+def test_each_prompt_and_image_is_read_once(policy):
     prompts = [policy.encode(task) for task in ragged_tasks()]
     lengths = [len(prompt) for prompt in prompts]
     with watched(policy) as (patches, tokens):
-        run(policy, group=8, lean=lean)
+        run(policy, group=8)
     assert sum(patches) == sum(len(prompt.media["pixel_values"]) for prompt in prompts if prompt.has_vision)
-    if lean:
-        assert len(patches) == 1
-        assert tokens == [(1, sum(lengths))]
-    else:
-        read = [shape for shape in tokens if shape[1] > 1]
-        assert sum(rows for rows, _ in read) == len(prompts)
-        assert max(width for _, width in read) == max(lengths)
+    assert len(patches) == 1
+    assert [shape for shape in tokens if shape[1] > 1] == [(1, sum(lengths))]
 
 
 @pytest.mark.parametrize("keep", list(KeepPrefill))
@@ -146,29 +133,19 @@ def test_the_prefix_is_handed_on(folder, keep, monkeypatch):
         assert policy.network.model.visual.patch_embed.proj.weight.grad.abs().max() > 0
 
 
-def test_the_reason_for_the_modules_is_logged_once(policy, caplog):
-    sampler._log_once.cache_clear()
-    with caplog.at_level(logging.INFO, logger="mmrl"):
-        for _ in range(2):
-            run(policy, group=1, max_new_tokens=2, lean=False)
-    assert [record.getMessage() for record in caplog.records] == [
-        "responses are decoded through transformers' modules: sampler.lean is false"
-    ]
-
-
-def test_the_two_parts_are_timed(policy, lean):
+def test_the_two_parts_are_timed(policy):
     from mmrl.runs.run_log import Stopwatch
 
     watch = Stopwatch(policy.device)
     with watch.running():
-        run(policy, group=1, max_new_tokens=2, lean=lean)
+        run(policy, group=1, max_new_tokens=2)
     seconds = watch.take()
     assert set(seconds) == {"prefill", "decode"}
     assert min(seconds.values()) > 0
 
 
-def test_ends_at_the_first_end_token(chatty, lean):
-    samples = run(chatty, group=16, max_new_tokens=20, lean=lean)
+def test_ends_at_the_first_end_token(chatty):
+    samples = run(chatty, group=16, max_new_tokens=20)
     assert set(samples.finish) == {"eos", "length"}
     assert samples.mask.shape[1] == 20
     for row, reason in enumerate(samples.finish):
@@ -349,12 +326,12 @@ def test_nucleus_mass_is_recorded(policy):
     assert (run(policy).nucleus_mass - 1).abs().max() < 1e-6
 
 
-def test_stops_at_the_models_last_position(policy, lean):
+def test_stops_at_the_models_last_position(policy):
     long = make_task("long", "7 " * 240)
     prompt = policy.encode(long)
     left = 512 - len(prompt)
     assert 0 < left < 30
-    samples = run(policy, group=2, tasks=[long, *ragged_tasks()[:1]], max_new_tokens=40, lean=lean)
+    samples = run(policy, group=2, tasks=[long, *ragged_tasks()[:1]], max_new_tokens=40)
     lengths = samples.mask.sum(1).tolist()
     assert max(lengths[:2]) <= left
     assert "length" in samples.finish[:2]

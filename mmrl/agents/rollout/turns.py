@@ -8,41 +8,24 @@ middle; a row whose history is truncated starts again with another prompt.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from mmrl.core.transfer import to_device, to_host
 from mmrl.vlm.data.prompt import Prompt, join_prompts
-from mmrl.vlm.engine.attention import ResponseRow, response_index
-from mmrl.vlm.engine.decoder import PrefixDecoder
-from mmrl.vlm.engine.lean import LeanWeights, lean_weights, unsupported_reason
-from mmrl.vlm.engine.prefix import Prefix
-from mmrl.vlm.engine.rows import pack_prompts, text_prompt
+from mmrl.vlm.engine.cache import filled_cache
+from mmrl.vlm.engine.decoder import GroupDecoder
+from mmrl.vlm.engine.prefix import CachedPart
+from mmrl.vlm.engine.rows import text_prompt
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.engine.vlm_sampler import GenerationState, SamplerConfig, Samples, decode, sample
 from mmrl.vlm.inference.inference_sampler import EngineSampler
-from mmrl.vlm.model.vision import gather_features
 
 GROWTH = 1.5
 """Factor by which the tables grow where they are too small."""
-
-
-@dataclass
-class _KeepingRow(ResponseRow):
-    """Packed rows that keep their keys and values."""
-
-    own: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Keys with rotary applied and values (M, Hk, d) of each layer."""
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Attend as `ResponseRow` does."""
-        # a packed pass has one batch row; transposed to (M, Hk, d) so that tokens index first
-        self.own.append((key[0].transpose(0, 1), value[0].transpose(0, 1)))
-        return super().attend(layer, query, key, value, scale)
 
 
 class Histories:
@@ -60,75 +43,54 @@ class Histories:
 
     def begin(self, rows: Tensor, prompts: Sequence[Prompt], prompt: Tensor) -> None:
         """Start or restart rows (b,) from prompts that they may share; each prompt is read once."""
-        read = self._policy.encode_prefix(prompts)
-        # the generic lane returns parts by length; a table has a row for each prompt
-        read = (read if isinstance(read, Prefix) else read.table()).select(prompt)
+        (read,) = self._policy.encode_prefix(prompts).select(prompt).parts
+        keys = [layer.keys for layer in read.cache.layers]
+        values = [layer.values for layer in read.cache.layers]
         # heads, widths and dtypes are those of the first prefill
         if not self._keys:
             count = len(self.lengths)
             # no columns yet: `_append` grows the tables
-            self._keys = [keys.new_zeros(count, keys.shape[1], 0, keys.shape[3]) for keys in read.keys]
-            self._values = [values.new_zeros(count, values.shape[1], 0, values.shape[3]) for values in read.values]
+            self._keys = [layer.new_zeros(count, layer.shape[1], 0, layer.shape[3]) for layer in keys]
+            self._values = [layer.new_zeros(count, layer.shape[1], 0, layer.shape[3]) for layer in values]
             self._last_state = self._last_state.to(read.last_state.dtype)
         # a restarted row writes over its old history
+        lengths, positions = to_host([read.lengths, read.next_position])
         self.lengths[rows] = 0
-        self._append(rows, read.lengths, [*zip(read.keys, read.values, strict=True)])
-        self.next_position[rows] = read.next_position
+        self._append(rows, lengths, [*zip(keys, values, strict=True)])
+        self.next_position[rows] = positions
         self._last_state[self._on_device(rows)] = read.last_state.to(self._last_state.dtype)
 
     def extend(self, rows: Tensor, parts: Sequence[Prompt]) -> None:
         """Read the parts that were appended to some rows (b,), packed into one pass."""
         lengths = torch.tensor([len(part) for part in parts])
-        read = self._read_packed if self._policy.generic is None else self._read_padded
-        last, layers = read(self.prefix(rows), parts, lengths)
+        last, layers = self._policy.reader.read_behind(self._policy, self.prefix(rows), parts)
         self._append(rows, lengths, layers)
         self.next_position[rows] += torch.tensor([part.next_position for part in parts])
         # the state behind the observation, from which the next turn's first token is drawn
         self._last_state[self._on_device(rows)] = last.to(self._last_state.dtype)
-
-    def _read_packed(
-        self, before: Prefix, parts: Sequence[Prompt], lengths: Tensor
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Last states (b, H) of parts behind histories, and their keys and values (b, Hk, t, d); in the fast lane."""
-        device = self._policy.device
-        index = response_index(lengths, torch.arange(len(parts)), len(parts), device)
-        shared = _KeepingRow(index, before.real, before.keys, before.values)
-        packed = pack_prompts(parts, device)
-        # positions of a part start at 0; they continue those of its row
-        packed.positions = packed.positions + to_device(before.next_position.repeat_interleave(lengths), device)
-        features = gather_features(self._policy.network.model, parts, self._policy.features)
-        states = self._policy.run(packed, features, shared=shared)[0]
-        first = lengths.cumsum(0) - lengths
-        # From packed (M, ...) to padded (b, t, ...); _append does not copy what is past a row's end.
-        table = first[:, None] + torch.arange(int(lengths.max()))
-        # places beyond the last row's end only pad the table
-        table = to_device(table.clamp(max=len(states) - 1), device)
-        layers = [(k[table].transpose(1, 2), v[table].transpose(1, 2)) for k, v in shared.own]
-        return states[to_device(first + lengths - 1, device)], layers
-
-    def _read_padded(
-        self, before: Prefix, parts: Sequence[Prompt], lengths: Tensor
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """The same in the generic lane."""
-        assert self._policy.generic is not None
-        states, layers = self._policy.generic.read_behind(self._policy, before, parts)
-        return states[self._on_device(torch.arange(len(parts))), self._on_device(lengths - 1)], layers
 
     def append(self, rows: Tensor, lengths: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Append sampled tokens that a decoder has read; the last state is then that before the next of them."""
         self._append(rows, lengths, [*zip(keys, values, strict=True)])
         self.next_position[rows] += lengths
 
-    def prefix(self, rows: Tensor) -> Prefix:
+    def prefix(self, rows: Tensor) -> CachedPart:
         """The histories of rows (b,) as prompts to continue."""
         # the widest of these rows, not of the table: attention runs over every column
         width, index = int(self.lengths[rows].max()), self._on_device(rows)
-        return Prefix(
-            keys=[keys[index, :, :width] for keys in self._keys],
-            values=[values[index, :, :width] for values in self._values],
-            lengths=self.lengths[rows],
-            next_position=self.next_position[rows],
+        lengths = self._on_device(self.lengths[rows])
+        real = torch.arange(width, device=lengths.device) < lengths[:, None]
+        return CachedPart(
+            numbers=torch.arange(len(rows), device=lengths.device),
+            cache=filled_cache(
+                self._policy.network.config,
+                [layer[index, :, :width] for layer in self._keys],
+                [layer[index, :, :width] for layer in self._values],
+            ),
+            lengths=lengths,
+            next_position=self._on_device(self.next_position[rows]),
             last_state=self._last_state[index],
+            real=None if bool((self.lengths[rows] == width).all()) else real,
         )
 
     def drop(self, rows: Tensor) -> None:
@@ -165,8 +127,9 @@ class TurnSampler:
 
     Keys, values and vision features of the history stay from turn to turn, and the decoder's cache of a sampled turn is
     appended to them, so that no token passes the model twice. The log-probabilities are those of the whole conversation
-    up to then. Models that the lean decoder does not support, and `reread`, read the whole conversation in every turn;
-    an inference engine gets it too, and keeps what it has read by itself. Numbers of rows are on the CPU.
+    up to then. Models whose prompts are copied for every response (`ModelReader`), and `reread`, read the whole
+    conversation in every turn; an inference engine gets it too, and keeps what it has read by itself. Numbers of
+    rows are on the CPU.
 
         turns = TurnSampler(policy, config, rows)
         turns.begin(rows, prompts, group)
@@ -187,9 +150,7 @@ class TurnSampler:
         self._config = config
         self._rows = rows
         self._engine = engine
-        # the generic lane can continue a history only if the model takes padded rows
-        continues = policy.generic is None or policy.generic.pads
-        keeps = config.lean and unsupported_reason(policy) is None and continues and not reread and engine is None
+        keeps = policy.reader.joins(policy) and not reread and engine is None
         self._histories = Histories(policy, rows) if keeps else None
         self._parts: dict[int, list[Prompt]] = {}
         """The whole conversation of each row."""
@@ -265,14 +226,11 @@ class TurnSampler:
         draw = GenerationState(self._policy, self._config, len(rows), uniforms)
         device, left = self._policy.device, []
         for chunk in torch.arange(len(rows)).split(self._config.batch_rows):
-            prefix = histories.prefix(rows[chunk])
+            before = histories.prefix(rows[chunk])
             own = torch.arange(len(chunk))
-            # the last token of a turn is not read here but with the next observation
-            steps = max(self._config.max_new_tokens - 1, 1)
-            decoder = _KeepingDecoder(PrefixDecoder(self._weights, prefix, own, steps, self._policy.banned_ids), own)
+            decoder = _KeepingDecoder(GroupDecoder(self._policy, self._policy.reader, before, own), own)
             # the history of each row counts towards the model's positions
-            budget = to_device(draw.max_positions - prefix.lengths, device)
-            decode(draw, decoder, to_device(chunk, device), budget, prefix.last_state)
+            decode(draw, decoder, to_device(chunk, device), draw.max_positions - before.lengths, before.last_state)
             decoder.finish()
             left += [(chunk[index], keys, values) for index, keys, values in decoder.left]
         drawn = _on_host(draw.collect([self._parts[row][-1] for row in rows.tolist()]))
@@ -281,11 +239,6 @@ class TurnSampler:
         for index, keys, values in left:
             histories.append(rows[index], read[index], keys, values)
         return drawn
-
-    @functools.cached_property
-    def _weights(self) -> LeanWeights:
-        """Made once, since the policy does not change between the turns of an episode."""
-        return lean_weights(self._policy)
 
     @contextlib.contextmanager
     def _sampling(self) -> Iterator[None]:
@@ -306,7 +259,7 @@ def _on_host(samples: Samples) -> Samples:
 class _KeepingDecoder:
     """A decoder that saves the keys and values of rows that leave it."""
 
-    def __init__(self, decoder: PrefixDecoder, rows: Tensor) -> None:
+    def __init__(self, decoder: GroupDecoder, rows: Tensor) -> None:
         self._decoder = decoder
         self._rows = rows
         self._read = 0

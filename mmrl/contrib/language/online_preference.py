@@ -42,7 +42,7 @@ from mmrl.training.processes import Streams
 from mmrl.training.recipe import LossTerm, Passes, Reference, Sampler, Step, start_kind
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.data.task import VlmTask
-from mmrl.vlm.engine.generic import GenericDecoder, GenericLane
+from mmrl.vlm.engine.decoder import CacheDecoder
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig, Samples, sample, sample_by
 from mmrl.vlm.methods.preference import MismatchedAnswers
@@ -356,7 +356,7 @@ class PreviousPolicy(LossTerm):
 class MixtureDecoder:
     """Decodes with two policies; `share` is that of the other one in the log-probabilities."""
 
-    def __init__(self, own: GenericDecoder, other: GenericDecoder, within: Within, share: float) -> None:
+    def __init__(self, own: CacheDecoder, other: CacheDecoder, within: Within, share: float) -> None:
         self._own = own
         self._other = other
         self._within = within
@@ -397,19 +397,13 @@ def sample_mixture(
     policy.eval()  # the other may be the policy itself without its adapter
     try:
         with torch.no_grad():
-            other, lane, prefix = within(lambda module: (module, *_read(module, prompts)))
+            other, prefix = within(lambda module: (module, module.encode_prefix(prompts).detach()))
     finally:
         policy.train(training)
 
     # called for each part of the prompts, of which both policies decode the same rows
-    def decoder_of(own_lane: GenericLane, own: Any, theirs: Any) -> tuple[Any, Any]:
-        decoders = GenericDecoder(policy, own_lane, own), GenericDecoder(other, lane, theirs)
+    def decoder_of(own: Any, theirs: Any) -> tuple[Any, Any]:
+        decoders = CacheDecoder(policy, policy.reader, own), CacheDecoder(other, other.reader, theirs)
         return MixtureDecoder(*decoders, within, share), (own.last_state, theirs.last_state)
 
     return sample_by(policy, prompts, config, uniforms, decoder_of, prefix.parts)
-
-
-def _read(policy: Any, prompts: Sequence[Prompt]) -> tuple[GenericLane, Any]:
-    # decoding with two policies needs the generic lane, also where the model has a fast one
-    lane = policy.generic or GenericLane(policy.network, policy.config)
-    return lane, lane.encode_prefix(policy, prompts).detach()

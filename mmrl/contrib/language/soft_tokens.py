@@ -16,8 +16,8 @@ the scripts' KL, and any other without probabilities can be set.
 
 Differences from zz1358m/SofT-GRPO-master: evaluations sample ordinary tokens; embeddings of the mixtures are constants,
 as in the code, those of prompts are trained; noise that was drawn at a bound has a gradient, where in the code rounding
-decides. The Gaussian and Dirichlet noises of the code are not here. Soft tokens need the generic lane (`model.lane:
-generic`) and shared prompts, without gradient checkpointing.
+decides. The Gaussian and Dirichlet noises of the code are not here. Soft tokens need shared prompts, without
+gradient checkpointing.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.data.task import VlmTask
-from mmrl.vlm.engine.generic import mixed_embeddings
 from mmrl.vlm.engine.prefix import KeepPrefill
+from mmrl.vlm.engine.reader import mixed_embeddings
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.engine.vlm_sampler import GenerationState, SamplerConfig, Samples, fill
 from mmrl.vlm.inference.inference_sampler import EngineSamplerConfig
@@ -117,9 +117,6 @@ def needs_probability(block: Any) -> bool:
 
 class SoftState(GenerationState):
     """Draws soft tokens until a row's thinking ends; `uniforms` are (B, max_new_tokens, K + 1)."""
-
-    # the lean decoder reads tokens, but a mixture is an embedding
-    lean = False
 
     def __init__(
         self, policy: VlmPolicy, config: SamplerConfig, total: int, uniforms: Tensor, settings: SoftSettings
@@ -207,11 +204,10 @@ class SoftRecipe(VlmRecipe):
 
     def __init__(self, config: SoftConfig) -> None:
         super().__init__(config)
-        if self.samples_elsewhere or self.policy.generic is None:
+        if self.samples_elsewhere:
             # super() may have started an engine
             self.close()
-            why = "sampler.engine is another" if self.samples_elsewhere else "model.lane is fast"
-            raise UserError(f"{why}; soft tokens are sampled by the policy itself, with model.lane=generic")
+            raise UserError("sampler.engine is another; soft tokens are sampled by the policy itself")
         thinking_end(self.policy, config.soft)
         self.sampler = SoftSampler(config.sampler.config, config.soft, self._keep_prefill())
 

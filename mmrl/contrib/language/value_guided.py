@@ -31,7 +31,7 @@ from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.recipe import Step
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.data.task import VlmTask
-from mmrl.vlm.engine.generic import GenericDecoder, GenericLane
+from mmrl.vlm.engine.decoder import CacheDecoder
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig, Samples, sample_by
 from mmrl.vlm.model.model_config import CriticSettings, ModelConfig
@@ -146,11 +146,11 @@ def augment(logp: Tensor, top: Tensor, values: Tensor, beta: float) -> Tensor:
     return logp.scatter_add(1, top, (beta * (values - values.mean(-1, keepdim=True))).to(logp.dtype))
 
 
-class GuidedDecoder(GenericDecoder):
+class GuidedDecoder(CacheDecoder):
     """Decodes with the values of the next tokens."""
 
-    def __init__(self, policy: Any, lane: GenericLane, part: Any, guidance: GuidanceConfig) -> None:
-        super().__init__(policy, lane, part)
+    def __init__(self, policy: Any, part: Any, guidance: GuidanceConfig) -> None:
+        super().__init__(policy, policy.reader, part)
         self._guidance = guidance
 
     def next_logp(self, states: Tensor, temperature: float) -> Tensor:
@@ -160,7 +160,7 @@ class GuidedDecoder(GenericDecoder):
         top = logp.topk(min(self._guidance.top_k, logp.shape[1]), -1).indices
         rows = torch.arange(len(top), device=top.device).repeat_interleave(top.shape[1])
         # reading a token changes the cache, so each of the k tokens gets a copy of its row
-        ahead = GenericDecoder(self._policy, self._lane, self._part.select(rows)).advance(top.flatten())
+        ahead = CacheDecoder(self._policy, self._reader, self._part.select(rows)).advance(top.flatten())
         values, now = self._values(ahead).view_as(top), self._values(states)[:, None]
         ends = torch.isin(top, torch.tensor(self._policy.eos_ids, device=top.device))
         # nothing follows an end token, and the critic was never fitted behind one
@@ -184,7 +184,7 @@ def sample_guided(
         uniforms: (N, max_new_tokens) in [0, 1).
     """
 
-    def decoder_of(lane: GenericLane, own: Any) -> tuple[Any, Any]:
-        return GuidedDecoder(policy, lane, own, guidance), own.last_state
+    def decoder_of(own: Any) -> tuple[Any, Any]:
+        return GuidedDecoder(policy, own, guidance), own.last_state
 
     return sample_by(policy, prompts, config, uniforms, decoder_of)

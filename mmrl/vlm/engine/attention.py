@@ -335,7 +335,7 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    shared: PromptRow | ResponseRow | None = None,
+    shared: PromptRow | ResponseRow | TokenRows | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     if shared is not None:
@@ -487,3 +487,116 @@ class ResponseRow:
         with _no_autocast(query):
             out = joined_attention(q, k, v, prompt_k, prompt_v, self.prompt_real, size)
         return self.places.scatter(out)[None].to(query.dtype)
+
+
+@dataclass
+class KeepingRow(ResponseRow):
+    """Packed rows that keep their keys and values."""
+
+    own: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Keys with rotary applied and values (M, Hk, d) of each layer."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Attend as `ResponseRow` does."""
+        self.own.append((key[0].transpose(0, 1), value[0].transpose(0, 1)))
+        return super().attend(layer, query, key, value, scale)
+
+
+ROOM = 64
+"""Initial capacity of decoded rows in tokens; it doubles when used up."""
+
+
+class TokenRows:
+    """Rows that read one token at a time: each attends to its prompt, which its group shares, and to its own tokens.
+
+    Args:
+        keys: of N prompts by layer, (N, Hk, P, d), rotary applied.
+        values: likewise.
+        prompt_real: (N, P) bool, False on the padding of the prompts; None if they are equally long.
+        prompt: (b,) int64 on the CPU, the prompt of each row in ascending order; every prompt has a row.
+    """
+
+    def __init__(self, keys: list[Tensor], values: list[Tensor], prompt_real: Tensor | None, prompt: Tensor) -> None:
+        self._prompt_keys, self._prompt_values, self._real = list(keys), list(values), prompt_real
+        self._keys: dict[int, Tensor] = {}
+        """Own keys (b, Hk, room, d) by layer, of which the first `_read` count."""
+        self._values: dict[int, Tensor] = {}
+        self._read = 0
+        self._place(prompt)
+
+    def begin_step(self) -> None:
+        """Count one more token of each row; it attends to itself too."""
+        self._read += 1
+
+    def keep(self, index: Tensor) -> None:
+        """Keep only the rows `index` (n,), on the CPU, and their prompts."""
+        live, prompt = torch.unique_consecutive(self._prompt[index], return_inverse=True)
+        device = self._prompt_keys[0].device
+        # gathering copies all keys and values of the prompts, so only when a whole group has finished
+        if len(live) < len(self._prompt_keys[0]):
+            kept = to_device(live, device)
+            self._prompt_keys = [layer[kept] for layer in self._prompt_keys]
+            self._prompt_values = [layer[kept] for layer in self._prompt_values]
+            self._real = None if self._real is None else self._real[kept]
+        rows = to_device(index, device)
+        self._keys = {layer: own[rows] for layer, own in self._keys.items()}
+        self._values = {layer: own[rows] for layer, own in self._values.items()}
+        self._place(prompt)
+
+    def cached(self, index: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of the tokens that rows (n,) have read, for each layer (n, Hk, t, d)."""
+        rows, layers = to_device(index, self._prompt_keys[0].device), range(len(self._keys))
+        keys = [self._keys[layer][rows, :, : self._read] for layer in layers]
+        return keys, [self._values[layer][rows, :, : self._read] for layer in layers]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Attention (b, 1, H, d) of a layer for query (b, H, 1, d), key and value (b, Hk, 1, d), rotary applied."""
+        size = query.shape[-1] ** -0.5 if scale is None else scale
+        q, k, v = _workable(query, key, value)
+        keys, values = self._append(layer, k, v)
+        prompt_k, prompt_v = _workable(self._prompt_keys[layer], self._prompt_values[layer])
+        heads = k.shape[1]
+        table = self._places.gather(q.transpose(1, 2).flatten(0, 1))  # (N, G, 1, H, d)
+        with _no_autocast(q):
+            bias = _bias(self._real, q)
+            far, far_lse = _softmax_part(Part(_fold(table, heads), prompt_k, prompt_v, bias, causal=False, scale=size))
+            # the query heads of a key head are one sequence, so that keys need no copy for each of them
+            own = q[:, :, 0].unflatten(1, (heads, -1))
+            near, near_lse = _softmax_part(Part(own, keys, values, None, causal=False, scale=size))
+            far = self._places.scatter(_unfold(far, table.shape, heads))  # (b, H, d)
+            far_lse = self._places.scatter(_unfold(far_lse[..., None], table.shape, heads))[..., 0]
+            out, _ = merge_attention(far, far_lse, near.flatten(1, 2), near_lse.flatten(1, 2))
+        return out[:, None].to(query.dtype)
+
+    def _append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (b, Hk, t, d) of all tokens read so far."""
+        found = []
+        for store, new in ((self._keys, key), (self._values, value)):
+            held = store.get(layer)
+            if held is None or held.shape[2] < self._read:
+                room = max(ROOM, 2 * (self._read - 1))
+                wider = new.new_empty(*new.shape[:2], room, new.shape[3])
+                if held is not None:
+                    wider[:, :, : held.shape[2]] = held
+                store[layer] = held = wider
+            held[:, :, self._read - 1] = new[:, :, 0]
+            found.append(held[:, :, : self._read])
+        return found[0], found[1]
+
+    def _place(self, prompt: Tensor) -> None:
+        self._prompt = prompt
+        ones = torch.ones(len(prompt), dtype=torch.int64)
+        device = self._prompt_keys[0].device
+        self._places = response_index(ones, prompt, len(self._prompt_keys[0]), device)
+
+
+def _softmax_part(part: Part) -> tuple[Tensor, Tensor]:
+    """Output (b, H, Q, d) and log-sum-exp (b, H, Q) of one set of keys, without gradient."""
+    kernels = kernels_for(part.q.device.type, part.q.dtype, part.q.shape[-1])
+    if kernels is not None:
+        out, lse, _ = kernels.forward(part)
+        return out, lse
+    scores = (part.q @ part.k.transpose(-1, -2) * part.scale).float()
+    if part.bias is not None:
+        scores = scores + part.bias
+    return scores.softmax(-1).to(part.v.dtype) @ part.v, scores.logsumexp(-1)

@@ -1,4 +1,4 @@
-"""Check, before loading weights, that transformers offers what the generic lane needs."""
+"""Check that transformers offers what reading a model needs, before loading weights and on the loaded model."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ import logging
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.hub.building import first_line
+from mmrl.vlm.engine.decoder import make_decoder
 from mmrl.vlm.engine.rows import text_prompt
-from mmrl.vlm.families.family import family_of, known_families
+from mmrl.vlm.families.family import known_families
 
 LOGGER = logging.getLogger("mmrl")
 CACHES = ("cache", "past_key_values")
 """Names of the cache among the arguments of a forward pass; transformers 5.24 renamed it."""
 LARGEST_DIFFERENCE = 0.02
 """Relative difference between states behind a cache and of whole rows that is more than rounding, in float32."""
+TRIED = 8
+"""Tokens that are read both ways."""
 
 
 def check_architecture(model_class: Any, config: Any) -> None:
-    """Refuse a family that the generic lane cannot compute, by its class and configuration alone; raises UserError."""
-    kind = config.model_type
-    if family_of(kind).fast:
-        return
+    """Refuse a family that cannot be computed, by its class and configuration alone; raises UserError."""
     if problem := _problem(model_class, config):
-        raise UserError(_refusal(model_class, kind, problem))
+        raise UserError(_refusal(model_class, config.model_type, problem))
 
 
 def _refusal(model_class: Any, kind: str, problem: str) -> str:
-    fast = ", ".join(name for name, family in known_families().items() if family.fast)
     return (
         f"models of type {kind} ({model_class.__name__}) cannot be trained or sampled here: {problem}. Use a model of "
-        f"another family: {fast} in the fast lane, and any model in transformers' tables of image-text and causal "
+        f"another family: {', '.join(known_families())}, or any in transformers' tables of image-text and causal "
         "language models with a cache of keys and values (docs/vlm.md lists those that are tested)"
     )
 
@@ -94,29 +94,20 @@ def _cache_problem(config: Any) -> str | None:
 
 
 def check_behaviour(policy: Any) -> None:
-    """Refuse a model whose states behind a repeated cache are not those of whole rows; raises UserError.
+    """Refuse a model whose states behind a prompt that was read once are not those of whole rows; raises UserError.
 
     A few tokens are read both ways, so that a family that keeps something else between passes is found here, and not
     by numbers that are wrong.
     """
-    if policy.generic is None:
-        return
-    network, lane, kind = policy.network, policy.generic, policy.network.config.model_type
+    network, reader, kind = policy.network, policy.reader, policy.network.config.model_type
     seeing = reads_images(type(network), network.config)
     if seeing and (problem := _body_problem(network.base_model)) is not None:
         raise UserError(_refusal(type(network), kind, problem))
-    banned = {*policy.banned_ids.tolist(), policy.pad_id, *policy.eos_ids}
-    entries = min(policy.network.config.get_text_config().vocab_size, 4096)
-    tokens = torch.tensor([token for token in range(entries) if token not in banned][:8])
-    if len(tokens) < 8 or not lane.shares(policy):
+    tokens = _some_tokens(policy)
+    if len(tokens) < TRIED or not reader.shares(policy) or reader.joins(policy):
         return
-    first, rows = tokens[:4], torch.stack([tokens[[4, 5]], tokens[[6, 7]]])
     try:
-        with torch.no_grad():
-            (part,) = lane.encode_prefix(policy, [text_prompt(first)]).parts
-            behind = lane.advance(policy, rows.to(policy.device), part.select(torch.tensor([0, 0])))
-            begun = torch.tensor([4, 4], device=policy.device)
-            whole = lane.read(policy, [text_prompt(torch.cat([first, row])) for row in rows], begun=begun)[:, 4:]
+        difference = _difference(policy, reader, tokens)
     except UserError:
         raise
     except Exception as error:  # each family fails in its own way
@@ -125,12 +116,46 @@ def check_behaviour(policy: Any) -> None:
             f"{type(error).__name__}: {first_line(error)}; model.shared_prefix=false reads every response behind its "
             "own prompt in the update, but sampling needs the cache too"
         ) from error
-    difference = float((behind - whole).float().norm() / whole.float().norm())
     if difference > LARGEST_DIFFERENCE:
         message = (
             f"models of type {kind}: states behind a cache differ from those of whole rows by {difference:.2g} of "
             "their size, so that the family keeps something between passes that is not in its cache"
         )
-        if whole.dtype in (torch.float32, torch.float64):
+        if policy.network.dtype in (torch.float32, torch.float64):
             raise UserError(f"{message}; it cannot be trained or sampled here")
-        LOGGER.warning("%s, or %s rounds that much; look with model.dtype=float32", message, whole.dtype)
+        LOGGER.warning("%s, or %s rounds that much; look with model.dtype=float32", message, policy.network.dtype)
+
+
+def joining_problem(policy: Any, reader: Any) -> str | None:
+    """Why states behind a prompt that its group shares are not those of whole rows, tried on a few tokens."""
+    tokens = _some_tokens(policy)
+    if len(tokens) < TRIED:
+        return "the vocabulary is too small to try it"
+    training = policy.training
+    policy.eval()
+    try:
+        difference = _difference(policy, reader, tokens)
+    except Exception as error:  # each family fails in its own way
+        return f"{type(error).__name__}: {first_line(error)}"
+    finally:
+        policy.train(training)
+    return f"states differ by {difference:.2g} of their size" if difference > LARGEST_DIFFERENCE else None
+
+
+def _some_tokens(policy: Any) -> Tensor:
+    """Tokens of text (n,), at most `TRIED`."""
+    banned = {*policy.banned_ids.tolist(), policy.pad_id, *policy.eos_ids}
+    entries = min(policy.network.config.get_text_config().vocab_size, 4096)
+    return torch.tensor([token for token in range(entries) if token not in banned][:TRIED])
+
+
+@torch.no_grad()
+def _difference(policy: Any, reader: Any, tokens: Tensor) -> float:
+    """Relative difference between states of two rows behind one prompt and of whole rows, decoded token by token."""
+    first, rows = tokens[:4], torch.stack([tokens[[4, 5]], tokens[[6, 7]]])
+    (part,) = reader.encode_prefix(policy, [text_prompt(first)]).parts
+    decoder = make_decoder(policy, reader, part, torch.tensor([0, 0]))
+    behind = torch.stack([decoder.advance(token) for token in rows.T.to(policy.device)], 1)
+    begun = torch.tensor([4, 4], device=policy.device)
+    whole = reader.read(policy, [text_prompt(torch.cat([first, row])) for row in rows], begun=begun)[:, 4:]
+    return float((behind - whole).float().norm() / whole.float().norm())

@@ -19,12 +19,12 @@ class Head:
 
     Args:
         network: the model.
-        plain: the logits are known to be the product of states and output embedding; otherwise this is tested.
     """
 
-    def __init__(self, network: Any, *, plain: bool) -> None:
+    def __init__(self, network: Any) -> None:
         self._network = network
-        self.plain = plain or _is_plain(network)
+        self.plain = _is_plain(network)
+        """Whether the logits are the product of states and output embedding."""
 
     @property
     def _layer(self) -> Any:

@@ -1,4 +1,4 @@
-"""Preparing a loaded model: pixel budget, adapters, frozen parts, kernels, and the lane that computes it."""
+"""Preparing a loaded model: pixel budget, adapters, frozen parts and kernels."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from mmrl.errors import UserError
 from mmrl.vlm.engine.attention import register_attention
 from mmrl.vlm.families.family import family_of
+from mmrl.vlm.families.qwen_vl import QwenVl
 from mmrl.vlm.model.model_config import ModelConfig
 from mmrl.vlm.model.network import add_adapter, freeze_parts
 from mmrl.vlm.model.vision import multiply_patches
@@ -69,15 +70,14 @@ def prepare(network: Any, config: ModelConfig, adapter: Path | None) -> Any:
     if config.lora.enabled or adapter is not None:
         model = add_adapter(network, config.lora, adapter, freeze_vision=config.freeze_vision)
     freeze_parts(network, config)
-    if family_of(network.config.model_type).fast:
+    if isinstance(family_of(network.config.model_type), QwenVl):
         multiply_patches(network.model.visual)
-    if obstacle := fast_lane_obstacle(network, config):
-        LOGGER.info("generic lane, through transformers' modules: %s; see docs/vlm.md", obstacle)
-    elif reason := _unshareable_reason(network, config):
-        LOGGER.info("fast lane; prompts are computed once for each response (flat rows): %s", reason)
+    if not config.shared_prefix:
+        LOGGER.info("prompts are computed once for each response: model.shared_prefix is false")
+    elif reason := _copying_reason(network, config):
+        LOGGER.info("prompts are kept in a cache that is copied for every response: %s", reason)
     else:
-        network.config.text_config._attn_implementation = register_attention()
-        LOGGER.info("fast lane; each prompt is computed once for its group (shared prefix)")
+        network.config.get_text_config()._attn_implementation = register_attention()
     if config.gradient_checkpointing:
         # the reentrant form needs an input that requires grad, which frozen embeddings do not give
         options = {"use_reentrant": False}
@@ -88,27 +88,15 @@ def prepare(network: Any, config: ModelConfig, adapter: Path | None) -> Any:
     return model
 
 
-def fast_lane_obstacle(network: Any, config: ModelConfig) -> str | None:
-    """Why a model cannot use the custom attention and decoder; None if it can."""
-    kind = network.config.model_type
-    if config.lane == "generic":
-        return "model.lane is generic"
-    if family_of(kind).fast:
-        return None
-    if config.lane == "fast":
-        raise UserError(f"model.lane is fast, but the fast lane does not know the architecture {kind}; use auto")
-    return f"the fast lane does not know the architecture {kind}"
+def _copying_reason(network: Any, config: ModelConfig) -> str | None:
+    """Why the responses of a model cannot attend to a prompt that their group shares; None if they may."""
+    from mmrl.vlm.engine.cache import is_plain, new_cache
 
-
-def _unshareable_reason(network: Any, config: ModelConfig) -> str | None:
-    """Why a model cannot share prompts within a group; None if it can."""
-    text = network.config.text_config
-    if not config.shared_prefix:
-        return "model.shared_prefix is false"
+    text = network.config.get_text_config()
     if config.attention != "sdpa":
-        return f"model.attention is {config.attention}, sharing needs sdpa"
-    if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
-        return "some layers attend through a sliding window"
+        return f"model.attention is {config.attention}, attention to shared prompts needs sdpa"
     if getattr(text, "attention_dropout", 0.0):
         return f"the model's attention_dropout is {text.attention_dropout}"
+    if not is_plain(new_cache(network.config)):
+        return "some layers keep something else than the keys and values of all tokens, such as a sliding window"
     return None

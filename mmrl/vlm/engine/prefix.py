@@ -12,113 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from mmrl.core.transfer import to_device, to_host
 from mmrl.vlm.data.prompt import Prompt
-
-
-@dataclass
-class Prefix:
-    """Keys, values and last states of N prompts, right-padded to the longest, P tokens."""
-
-    keys: list[Tensor]
-    """One for each decoder layer, (N, Hk, P, d), rotary applied."""
-    values: list[Tensor]
-    """One for each decoder layer, (N, Hk, P, d)."""
-    lengths: Tensor
-    """(N,) int64, tokens of each prompt; on the CPU, because the host builds shapes and indices from it."""
-    next_position: Tensor
-    """(N,) int64, rotary position of the first response token, the same along all three axes; on the CPU."""
-    last_state: Tensor
-    """(N, H), state after the final norm of each prompt's last token."""
-    routes: Tensor | None = None
-    """(N, 2, E), sums of `Routes` over each prompt; None without the router loss."""
-
-    def __len__(self) -> int:
-        """Number of prompts N."""
-        return self.lengths.shape[0]
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of all keys and values."""
-        return sum(x.numel() * x.element_size() for x in (*self.keys, *self.values))
-
-    @property
-    def has_history(self) -> bool:
-        """Whether gradients can flow into the prompts."""
-        return self.last_state.requires_grad
-
-    @property
-    def real(self) -> Tensor | None:
-        """(N, P) bool, False on padding; None if nothing is padded."""
-        width = self.keys[0].shape[2]
-        # lengths are on the CPU, so this branch does not wait for the device
-        if bool((self.lengths == width).all()):
-            return None
-        return to_device(torch.arange(width) < self.lengths[:, None], self.last_state.device)
-
-    def select(self, index: Tensor | list[int]) -> Prefix:
-        """Select the prompts `index` (n,), padded to the longest of them."""
-        index = torch.as_tensor(index).cpu()
-        lengths, rows = self.lengths[index], to_device(index, self.last_state.device)
-        # padding is at the end, so a shorter choice of prompts can drop columns and attend to fewer keys
-        width = int(lengths.max())
-        return Prefix(
-            keys=[x[rows, :, :width] for x in self.keys],
-            values=[x[rows, :, :width] for x in self.values],
-            lengths=lengths,
-            next_position=self.next_position[index],
-            last_state=self.last_state[rows],
-            routes=None if self.routes is None else self.routes[rows],
-        )
-
-    def detach(self) -> Prefix:
-        """The same values without autograd history."""
-        return self._map(Tensor.detach)
-
-    def leaves(self) -> Prefix:
-        """The same numbers as leaves, which collect the gradients of the passes that use them."""
-        # keys below all trainable weights have no history: a leaf with a gradient could not be backpropagated to them
-        return self._map(lambda x: x.detach().requires_grad_(x.requires_grad))
-
-    def tensors(self) -> list[Tensor]:
-        """All tensors that gradients flow through."""
-        return [*self.keys, *self.values, self.last_state, *([] if self.routes is None else [self.routes])]
-
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Prefix:
-        return Prefix(
-            keys=[function(x) for x in self.keys],
-            values=[function(x) for x in self.values],
-            lengths=self.lengths,
-            next_position=self.next_position,
-            last_state=function(self.last_state),
-            routes=None if self.routes is None else function(self.routes),
-        )
-
-    @staticmethod
-    def concat(parts: Sequence[Prefix]) -> Prefix:
-        """Concatenate the prompts of all parts."""
-        if len(parts) == 1:
-            return parts[0]
-        width = max(part.keys[0].shape[2] for part in parts)
-
-        def join(layers: Sequence[Tensor]) -> Tensor:
-            return torch.cat([functional.pad(x, (0, 0, 0, width - x.shape[2])) for x in layers])
-
-        return Prefix(
-            keys=[join(layers) for layers in zip(*(part.keys for part in parts), strict=True)],
-            values=[join(layers) for layers in zip(*(part.values for part in parts), strict=True)],
-            lengths=torch.cat([part.lengths for part in parts]),
-            next_position=torch.cat([part.next_position for part in parts]),
-            last_state=torch.cat([part.last_state for part in parts]),
-            routes=_joined_routes(parts),
-        )
-
-
-def _joined_routes(parts: Sequence[Any]) -> Tensor | None:
-    found = [part.routes for part in parts if part.routes is not None]
-    return torch.cat(found) if found else None
 
 
 @dataclass
@@ -157,17 +52,9 @@ class CachedPart:
         routes = None if self.routes is None else function(self.routes)
         return replace(self, cache=mapped(self.cache, function), last_state=function(self.last_state), routes=routes)
 
-    def table(self) -> Prefix:
-        """The prompts as a table; requires every layer to keep the keys and values of all tokens."""
-        layers = self.cache.layers
-        keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
-        # one transfer for both; a `Prefix` has its lengths on the host
-        lengths, next_position = to_host([self.lengths, self.next_position])
-        return Prefix(keys, values, lengths, next_position, self.last_state, self.routes)
-
 
 @dataclass
-class CachedPrefix:
+class Prefix:
     """Caches and last states of N prompts."""
 
     parts: list[CachedPart]
@@ -177,6 +64,11 @@ class CachedPrefix:
         return sum(len(part.numbers) for part in self.parts)
 
     @property
+    def last_state(self) -> Tensor:
+        """(N, H), state after the final norm of each prompt's last token."""
+        return torch.cat([part.last_state for part in self.parts])[self._order]
+
+    @property
     def num_bytes(self) -> int:
         """Memory of all states."""
         return sum(x.numel() * x.element_size() for x in self.tensors())
@@ -184,16 +76,20 @@ class CachedPrefix:
     @property
     def routes(self) -> Tensor | None:
         """(N, 2, E), sums of `Routes` over each prompt; None without the router loss."""
-        found = _joined_routes(self.parts)
-        # parts are ordered by prompt length, the caller's prompts are not
-        return None if found is None else found[torch.cat([part.numbers for part in self.parts]).argsort()]
+        found = [part.routes for part in self.parts if part.routes is not None]
+        return torch.cat(found)[self._order] if found else None
+
+    @property
+    def _order(self) -> Tensor:
+        """(N,) place of each prompt in the parts, which are ordered by prompt length."""
+        return torch.cat([part.numbers for part in self.parts]).argsort()
 
     @property
     def has_history(self) -> bool:
         """Whether gradients can flow into the prompts."""
         return any(part.last_state.requires_grad for part in self.parts)
 
-    def select(self, index: Tensor | list[int]) -> CachedPrefix:
+    def select(self, index: Tensor | list[int]) -> Prefix:
         """Select the prompts `index` (n,)."""
         parts = []
         for part in self.parts:
@@ -203,15 +99,15 @@ class CachedPrefix:
             numbers, rows = torch.nonzero(wanted[:, None] == part.numbers, as_tuple=True)
             if len(rows):
                 parts.append(replace(part.select(rows), numbers=numbers))
-        return CachedPrefix(parts)
+        return Prefix(parts)
 
-    def detach(self) -> CachedPrefix:
+    def detach(self) -> Prefix:
         """The same values without autograd history."""
-        return CachedPrefix([part.map(Tensor.detach) for part in self.parts])
+        return Prefix([part.map(Tensor.detach) for part in self.parts])
 
-    def leaves(self) -> CachedPrefix:
+    def leaves(self) -> Prefix:
         """The same numbers as leaves, which collect the gradients of the passes that use them."""
-        return CachedPrefix([part.map(lambda x: x.detach().requires_grad_(x.requires_grad)) for part in self.parts])
+        return Prefix([part.map(lambda x: x.detach().requires_grad_(x.requires_grad)) for part in self.parts])
 
     def tensors(self) -> list[Tensor]:
         """All tensors that gradients flow through."""
@@ -220,29 +116,12 @@ class CachedPrefix:
         found = [x for part in self.parts for x in (*states(part.cache), part.last_state, part.routes)]
         return [x for x in found if x is not None]
 
-    def table(self) -> Prefix:
-        """All prompts as one table; requires every layer to keep the keys and values of all tokens."""
-        whole = Prefix.concat([part.table() for part in self.parts])
-        # parts were grouped by length, so their prompts may be in another order than those of the caller
-        order = torch.cat([part.numbers for part in self.parts])
-        in_order = torch.equal(order, torch.arange(len(order), device=order.device))
-        return whole if in_order else whole.select(order.argsort())
-
     @staticmethod
-    def concat(parts: Sequence[CachedPrefix]) -> CachedPrefix:
+    def concat(parts: Sequence[Prefix]) -> Prefix:
         """Concatenate the prompts of all parts."""
         starts = [0, *accumulate(len(part) for part in parts)]
         pairs = [(part, start) for prefix, start in zip(parts, starts, strict=False) for part in prefix.parts]
-        return CachedPrefix([replace(part, numbers=part.numbers + start) for part, start in pairs])
-
-
-AnyPrefix = Prefix | CachedPrefix
-"""Prompts as computed by either lane."""
-
-
-def _concat(parts: Sequence[Any]) -> Any:
-    """Prompts of all parts; one lane computed them, so their types agree."""
-    return type(parts[0]).concat(parts)
+        return Prefix([replace(part, numbers=part.numbers + start) for part, start in pairs])
 
 
 KEPT_BYTES = 2**31
@@ -269,10 +148,10 @@ class KeptPrefill:
 
     def __init__(self) -> None:
         # weak keys: a prefix is freed as soon as no rollout holds any of its prompts
-        self._found: weakref.WeakKeyDictionary[Prompt, tuple[AnyPrefix, int]] = weakref.WeakKeyDictionary()
+        self._found: weakref.WeakKeyDictionary[Prompt, tuple[Prefix, int]] = weakref.WeakKeyDictionary()
         self._computed_by: Hashable = None
 
-    def put(self, prompts: Sequence[Prompt], prefix: AnyPrefix, weights: Callable[[], Hashable]) -> None:
+    def put(self, prompts: Sequence[Prompt], prefix: Prefix, weights: Callable[[], Hashable]) -> None:
         """Keep the prefix of prompts that were just sampled from; without history, only up to `KEPT_BYTES`."""
         self._forget_outdated(weights)
         # many prompts point into one prefix, whose memory counts once
@@ -284,7 +163,7 @@ class KeptPrefill:
         for index, prompt in enumerate(prompts):
             self._found[prompt] = (prefix, index)
 
-    def take(self, prompts: Sequence[Prompt], weights: Callable[[], Hashable]) -> Any:
+    def take(self, prompts: Sequence[Prompt], weights: Callable[[], Hashable]) -> Prefix | None:
         """Prefix of the prompts, with history if gradients are enabled; None unless all prompts were kept."""
         if not any(prompt in self._found for prompt in prompts):
             return None  # before the weights are read, which takes time
@@ -301,8 +180,8 @@ class KeptPrefill:
         if with_history:
             # backward frees the graph, so nobody may read these prefixes again
             self._found.clear()
-            return _concat(parts)
-        return _concat([part.detach() for part in parts])
+            return Prefix.concat(parts)
+        return Prefix.concat([part.detach() for part in parts])
 
     def _forget_outdated(self, weights: Callable[[], Hashable]) -> None:
         # any change of weights, adapter or precision makes all prefixes wrong, not only those asked for
@@ -312,9 +191,9 @@ class KeptPrefill:
             self._computed_by = now
 
 
-def _select_runs(found: Sequence[tuple[AnyPrefix, int]]) -> list[AnyPrefix]:
+def _select_runs(found: Sequence[tuple[Prefix, int]]) -> list[Prefix]:
     """The prompts found, taken from each prefix in the longest possible runs."""
-    runs: list[tuple[AnyPrefix, list[int]]] = []
+    runs: list[tuple[Prefix, list[int]]] = []
     for prefix, index in found:
         # the order of the prompts has to stay, so only neighbours from one prefix are selected together
         if not runs or runs[-1][0] is not prefix:
@@ -330,9 +209,9 @@ class _SharedPrefix:
 
     prompts: tuple[int, ...]
     """The `id` of each prompt."""
-    whole: AnyPrefix
+    whole: Prefix
     """The computed prefix, with its history."""
-    leaves: AnyPrefix
+    leaves: Prefix
     """What the micro-batches read; their gradients accumulate here."""
 
     def backward(self) -> None:
@@ -358,7 +237,7 @@ class PrefixStore:
         self._kept = KeptPrefill()
         self._shared: dict[str, _SharedPrefix] | None = None
 
-    def keep(self, prompts: Sequence[Prompt], prefix: AnyPrefix) -> None:
+    def keep(self, prompts: Sequence[Prompt], prefix: Prefix) -> None:
         """Keep the prefix of prompts that were just sampled from."""
         self._kept.put(prompts, prefix, self._policy().weights_state)
 
@@ -367,7 +246,7 @@ class PrefixStore:
         """Whether a prefix scope is open, in which micro-batches may share a group."""
         return self._shared is not None
 
-    def get(self, prompts: Sequence[Prompt], view: str) -> Any:
+    def get(self, prompts: Sequence[Prompt], view: str) -> Prefix:
         """Prefix of the prompts, with history if gradients are enabled."""
         if self._shared is None:
             return self._kept_or_new(prompts)
@@ -402,7 +281,7 @@ class PrefixStore:
         if self._shared is not None:
             self._shared.clear()
 
-    def _kept_or_new(self, prompts: Sequence[Prompt]) -> Any:
+    def _kept_or_new(self, prompts: Sequence[Prompt]) -> Prefix:
         policy = self._policy()
         kept = self._kept.take(prompts, policy.weights_state)
-        return policy.encode_prefix(prompts) if kept is None else kept
+        return policy.encode_prefix(prompts) if kept is None else kept  # type: ignore[no-any-return]

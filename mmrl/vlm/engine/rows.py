@@ -1,14 +1,12 @@
 """Lay out prompt and response tokens for one forward pass, without a loop over rows.
 
-Flat rows are a prompt followed directly by its response, padded only on the right. No token that counts comes
-after a pad, so the causal mask alone keeps padding out and no attention mask is needed. With shared prompts, all
-prompts are packed in one row without padding, and all responses in another.
+With shared prompts, all prompts are packed in one row without padding, and all responses in another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,107 +17,26 @@ from mmrl.vlm.families.family import TEXT
 
 
 @dataclass
-class PromptTable:
-    """N prompts, one a row, right-padded to the longest, P tokens."""
-
-    ids: Tensor
-    """(N, P) int64."""
-    positions: Tensor
-    """(3, N, P) int64."""
-    feature: Tensor
-    """(N, P) int64, row of the feature table that a token is replaced by; -1 for text and padding."""
-    lengths: Tensor
-    """(N,) int64."""
-    next_position: Tensor
-    """(N,) int64, rotary position of the first response token."""
-
-
-@dataclass
 class PackedRows:
-    """B rows of L tokens as the language model reads them."""
+    """Rows end to end, M tokens, as the language model reads them."""
 
     ids: Tensor
-    """(B, L) int64."""
+    """(1, M) int64."""
     positions: Tensor
-    """(3, B, L) int64."""
-    visual: Tensor
-    """(B, L) bool, placeholder tokens of the vision tower's features."""
-    features: Tensor
-    """(n,) int64, row of the feature table for each True of `visual`, row by row."""
-    places: Tensor | None = None
-    """(n,) int64, indices of the True entries of the flattened `visual`; None if the host does not know them."""
-
-
-def tabulate(prompts: Sequence[Prompt], pad_id: int, device: torch.device) -> PromptTable:
-    """Prompts as a padded table."""
-    width = max(len(prompt) for prompt in prompts)
-    ids = torch.full((len(prompts), width), pad_id)
-    types = torch.zeros((len(prompts), width), dtype=torch.int64)
-    positions = torch.zeros((3, len(prompts), width), dtype=torch.int64)
-    for index, prompt in enumerate(prompts):
-        ids[index, : len(prompt)] = prompt.input_ids
-        types[index, : len(prompt)] = prompt.mm_token_type_ids
-        positions[:, index, : len(prompt)] = prompt.position_ids
-    visual = types > 0
-    # the vision tower's features come prompt by prompt, in the order of their tokens
-    # so a running count over the whole table is the row of each token in the feature table
-    numbers = visual.flatten().cumsum(0).view_as(types) - 1
-    return PromptTable(
-        ids=to_device(ids, device),
-        positions=to_device(positions, device),
-        feature=to_device(numbers.masked_fill(~visual, -1), device),
-        lengths=to_device(torch.tensor([len(prompt) for prompt in prompts]), device),
-        next_position=to_device(torch.tensor([prompt.next_position for prompt in prompts]), device),
-    )
-
-
-def pack_rows(table: PromptTable, group: Tensor, responses: Tensor, lengths: Tensor, pad_id: int) -> PackedRows:
-    """Append the first `lengths` (B,) tokens of each response (B, T) int64 to its prompt, `group` (B,)."""
-    prompt_lengths = table.lengths[group][:, None]
-    width = int((prompt_lengths[:, 0] + lengths).max())
-    column = torch.arange(width, device=group.device)[None]
-    in_prompt = column < prompt_lengths
-    offset = column - prompt_lengths  # token of the response
-    # every column is looked up in both tables, clamped to where they have one, and the right one is chosen
-    inner = column.clamp(max=table.ids.shape[1] - 1).expand(len(group), -1)
-    ids = table.ids[group].gather(1, inner)
-    if responses.shape[1]:
-        tail = responses.gather(1, offset.clamp(0, responses.shape[1] - 1))
-        ids = torch.where(in_prompt, ids, tail)
-    ids = ids.masked_fill(offset >= lengths[:, None], pad_id)
-    prompt_positions = table.positions[:, group].gather(2, inner[None].expand(3, -1, -1))
-    # not the column: images take fewer positions than tokens, so a response starts before its column
-    positions = torch.where(in_prompt, prompt_positions, table.next_position[group][:, None] + offset)
-    feature = table.feature[group].gather(1, inner).masked_fill(~in_prompt, -1)
-    visual = feature >= 0
-    # several rows may repeat a prompt, so they point to its features instead of copying them
-    places = torch.nonzero(visual.flatten()).flatten()
-    return PackedRows(ids, positions, visual, feature.flatten()[places], places)
+    """(3, 1, M) int64."""
+    types: Tensor
+    """(1, M) int64, 0 for text, 1 for images, 2 for videos."""
+    mixed: dict[str, Tensor] = field(default_factory=dict)
+    """Soft tokens to read instead of sampled tokens, (1, M, ...); see `VlmPayload`."""
 
 
 def pack_prompts(prompts: Sequence[Prompt], device: torch.device) -> PackedRows:
-    """Concatenate prompts into one row."""
-    visual = torch.cat([prompt.mm_token_type_ids for prompt in prompts]) > 0
+    """Concatenate prompts into one row; each keeps its own positions."""
     return PackedRows(
         ids=to_device(torch.cat([prompt.input_ids for prompt in prompts])[None], device),
         positions=to_device(torch.cat([prompt.position_ids for prompt in prompts], 1)[:, None], device),
-        visual=to_device(visual[None], device),
-        features=torch.arange(int(visual.sum()), device=device),
-        places=to_device(torch.nonzero(visual).flatten(), device),
+        types=to_device(torch.cat([prompt.mm_token_type_ids for prompt in prompts])[None], device),
     )
-
-
-def pack_responses(responses: Tensor, lengths: Tensor, first_position: Tensor) -> PackedRows:
-    """Concatenate the first `lengths` (B,) tokens of responses (B, T), with rotary positions from `first_position`.
-
-    Lengths and first positions are on the host.
-    """
-    row, column = torch.nonzero(torch.arange(responses.shape[1]) < lengths[:, None], as_tuple=True)
-    positions = to_device(first_position[row] + column, responses.device).expand(3, 1, -1)
-    row, column = (to_device(index, responses.device) for index in (row, column))
-    ids = responses[row, column][None]
-    nothing = torch.zeros(0, dtype=torch.int64, device=ids.device)
-    return PackedRows(ids, positions, torch.zeros_like(ids, dtype=torch.bool), nothing)
 
 
 @dataclass
@@ -203,26 +120,23 @@ def make_reading(
     return Reading(list(prompts), view, owner, responses, read, row, step, inserts, mixed, group, lengths)
 
 
-def pack_reading(reading: Reading, first_position: Tensor) -> PackedRows:
-    """Concatenate the rows, with their images; `first_position` (R,) int64, on the host, are rotary positions."""
-    if not reading.inserts:
-        return pack_responses(reading.tokens, reading.host_lengths, first_position)
-    device = reading.tokens.device
-    read = torch.arange(reading.tokens.shape[1]) < reading.host_lengths[:, None]
-    own, column = (to_device(index, device) for index in torch.nonzero(read, as_tuple=True))
-    rows = [
-        _positions(length, start, inserts)
-        for length, start, inserts in zip(
-            reading.host_lengths.tolist(), first_position.tolist(), reading.inserts, strict=True
-        )
-    ]
-    visual = torch.cat([types for _, types in rows])[None] != TEXT
+def pack_reading(reading: Reading, rows: Tensor, device: torch.device) -> PackedRows:
+    """Concatenate what is read of rows (n,) int64, on the host; each row continues the positions of its prompt."""
+    lengths = reading.host_lengths[rows]
+    local, column = torch.nonzero(torch.arange(reading.tokens.shape[1]) < lengths[:, None], as_tuple=True)
+    groups = reading.host_group[rows].tolist()
+    first = torch.tensor([reading.prompts[group].next_position for group in groups])
+    positions, types = (first[local] + column).expand(3, -1), torch.full_like(column, TEXT)
+    if reading.inserts:
+        parts = zip(lengths.tolist(), first.tolist(), (reading.inserts[row] for row in rows.tolist()), strict=True)
+        found = [_positions(*part) for part in parts]
+        positions, types = torch.cat([own for own, _ in found], 1), torch.cat([own for _, own in found])
+    row, column = to_device(rows[local], device), to_device(column, device)
     return PackedRows(
-        ids=reading.tokens[own, column][None],
-        positions=to_device(torch.cat([positions for positions, _ in rows], 1)[:, None], device),
-        visual=to_device(visual, device),
-        features=torch.arange(int(visual.sum()), device=device),
-        places=to_device(torch.nonzero(visual.flatten()).flatten(), device),
+        ids=reading.tokens[row, column][None],
+        positions=to_device(positions[:, None], device),
+        types=to_device(types[None], device),
+        mixed={name: value[row, column][None] for name, value in reading.mixed.items()},
     )
 
 

@@ -28,23 +28,13 @@ from mmrl.training.processes import avoid_refused_instructions
 from mmrl.vlm.data.prompt import Prompt, PromptLayout, VlmPayload, encode_prompt, encode_turn
 from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.data.turn_template import TurnTemplate
-from mmrl.vlm.engine.attention import ATTENTION_NAME, PromptRow, ResponseRow, prompt_index, response_index
 from mmrl.vlm.engine.capabilities import check_architecture, check_behaviour
-from mmrl.vlm.engine.generic import GenericLane
 from mmrl.vlm.engine.head import Head
-from mmrl.vlm.engine.model_loading import fast_lane_obstacle, prepare, set_pixels, template_variables
+from mmrl.vlm.engine.model_loading import prepare, set_pixels, template_variables
 from mmrl.vlm.engine.prefix import Prefix, PrefixStore
+from mmrl.vlm.engine.reader import ModelReader
 from mmrl.vlm.engine.routes import Routes
-from mmrl.vlm.engine.rows import (
-    PackedRows,
-    Reading,
-    joined_rows,
-    make_reading,
-    pack_prompts,
-    pack_reading,
-    pack_rows,
-    tabulate,
-)
+from mmrl.vlm.engine.rows import make_reading
 from mmrl.vlm.families.family import family_of
 from mmrl.vlm.model.model_config import FrozenModelConfig, ModelConfig
 from mmrl.vlm.model.network import (
@@ -61,7 +51,7 @@ from mmrl.vlm.model.network import (
     vision_parameters,
 )
 from mmrl.vlm.model.processor import banned_ids, eos_ids, load_processor, stop_at
-from mmrl.vlm.model.vision import FeatureCache, VisionFeatures, gather_features, weights_state
+from mmrl.vlm.model.vision import FeatureCache, weights_state
 
 OUTPUTS = frozenset({"logp", "entropy", "values", "collision", "routes", "states"})
 
@@ -102,9 +92,8 @@ class VlmPolicy(nn.Module):
         self.register_buffer("banned_ids", banned_ids(self.network, tokenizer), persistent=False)
         self.features = FeatureCache()
         self.prefixes = PrefixStore(self)
-        self.generic = None if fast_lane_obstacle(self.network, config) is None else GenericLane(self.network, config)
-        """The lane for models that the custom attention does not support; None in the fast lane."""
-        self.head = Head(self.network, plain=self.generic is None)
+        self.reader = ModelReader(self.network, config)
+        self.head = Head(self.network)
         self.routes = Routes(self.network, wanted=config.router_aux_loss_coef > 0)
         self._adapter_off = False
 
@@ -139,11 +128,6 @@ class VlmPolicy(nn.Module):
         """Device of the language model's head."""
         return self.network.get_output_embeddings().weight.device  # type: ignore[no-any-return]
 
-    def check_fast(self, what: str) -> None:
-        """Refuse a model of the generic lane; raises UserError."""
-        if self.generic is not None:
-            raise UserError(f"{what} needs the fast lane (model.lane): Qwen2-VL to Qwen3-VL")
-
     @property
     def reads_media(self) -> bool:
         """Whether the processor turns images or videos into tokens; that of a language model does not."""
@@ -158,9 +142,7 @@ class VlmPolicy(nn.Module):
     @property
     def shares_prefix(self) -> bool:
         """Whether a prompt is computed once for its group instead of once for each response."""
-        if self.generic is not None:
-            return self.generic.trains_shared
-        return self.network.config.get_text_config()._attn_implementation == ATTENTION_NAME  # type: ignore[no-any-return]
+        return self.reader.trains_shared(self)
 
     @property
     def width(self) -> int:
@@ -302,38 +284,16 @@ class VlmPolicy(nn.Module):
         """
         return self._states(rollouts, view)[0]
 
-    def encode_prefix(self, prompts: Sequence[Prompt]) -> Any:
+    def encode_prefix(self, prompts: Sequence[Prompt]) -> Prefix:
         """Run N prompts through the vision tower and the language model once each.
-
-        Returns:
-            A `Prefix`, or a `CachedPrefix` in the generic lane.
 
         Gradient: flows into all trainable weights.
         """
-        if self.generic is not None:
-            return self.generic.encode_prefix(self, prompts)
-        device, sizes = self.device, torch.tensor([len(prompt) for prompt in prompts])
-        owner = to_device(torch.arange(len(prompts)).repeat_interleave(sizes), device)
-        shared = PromptRow(prompt_index(sizes, device))
-        with self.routes.watch():
-            features = gather_features(self.network.model, prompts, self.features)
-            hidden = self.run(pack_prompts(prompts, device), features, shared=shared)
-        # `shared` has recorded the keys and values in attention, so no cache of transformers is needed
-        layers = range(len(shared.keys))
-        return Prefix(
-            keys=[shared.keys[layer] for layer in layers],
-            values=[shared.values[layer] for layer in layers],
-            lengths=sizes,
-            next_position=torch.tensor([prompt.next_position for prompt in prompts]),
-            last_state=hidden[0, to_device(sizes.cumsum(0) - 1, device)],
-            routes=self.routes.sums(owner, len(prompts)),
-        )
+        return self.reader.encode_prefix(self, prompts)
 
     def last_states(self, prompts: Sequence[Prompt]) -> Tensor:
         """States (N, H) of the last tokens of N prompts."""
-        if self.generic is not None:
-            return self.generic.last_states(self, prompts)
-        return self.encode_prefix(prompts).last_state  # type: ignore[no-any-return]
+        return self.reader.last_states(self, prompts)
 
     def weights_state(self) -> tuple[object, ...]:
         """A value that changes whenever the same prompt would give different numbers: weights, adapter, precision."""
@@ -345,80 +305,13 @@ class VlmPolicy(nn.Module):
         """States (M, H) before the tokens under the mask, these tokens (M,), and the sums of `Routes` over all rows."""
         payload = VlmPayload.of(rollouts)
         reading = make_reading(payload, view, rollouts.host.group, rollouts.host.mask, self.device)
-        if self.generic is not None:
-            return self.generic.states(self, reading), reading.targets, self.routes.take()
-        # with one response per prompt there is nothing to share, and a flat row saves the separate prompt pass; but
-        # an open scope may bring further micro-batches of the group
-        sharing = self.shares_prefix and (len(reading.lengths) > len(reading.prompts) or self.prefixes.is_open)
-        states = self._shared_states(reading) if sharing else self._flat_states(reading)
-        return states, reading.targets, self.routes.take()
-
-    def _flat_states(self, reading: Reading) -> Tensor:
-        """States before the scored tokens, every row with a separate prompt."""
-        prompts, group, lengths = reading.prompts, reading.group, reading.lengths
-        if reading.inserts:  # a row with images becomes a prompt, whose encoding handles images
-            before = to_device(torch.tensor([len(prompt) for prompt in prompts]), group.device)[group]
-            prompts, group = joined_rows(reading), torch.arange(len(lengths), device=group.device)
-            lengths = torch.zeros_like(lengths)
-        table = tabulate(prompts, self.pad_id, group.device)
-        rows = pack_rows(table, group, reading.tokens, lengths, self.pad_id)
-        with self.routes.watch():
-            hidden = self.run(rows, gather_features(self.network.model, prompts, self.features))
-        if not reading.inserts:
-            before = table.lengths[group]
-        self.routes.add_rows(hidden, before, reading)
-        # the state before a token is that of the token before it; for the first, of the prompt's last
-        return hidden[reading.row, before[reading.row] - 1 + reading.step]
-
-    def _shared_states(self, reading: Reading) -> Tensor:
-        """States before the scored tokens, with each prompt computed once."""
-        prefix = self.prefixes.get(reading.prompts, reading.view)
-        lengths, group, row, step = reading.lengths, reading.group, reading.row, reading.step
-        # responses of one token read nothing: the prompts' last states are then all there is
-        states = prefix.last_state
-        if tokens := int(reading.host_lengths.sum()):
-            index = response_index(reading.host_lengths, reading.host_group, len(prefix), self.device)
-            shared = ResponseRow(index, prefix.real, prefix.keys, prefix.values)
-            rows = pack_reading(reading, prefix.next_position[reading.host_group])
-            inserted = [insert.prompt for own in reading.inserts for insert in own]
-            features = gather_features(self.network.model, inserted, self.features) if inserted else None
-            with self.routes.watch():
-                states = torch.cat([states, self.run(rows, features, shared=shared)[0]])
-            self.routes.add(torch.ones(tokens, dtype=torch.bool, device=lengths.device))
-        self.routes.add_prompts(prefix.routes, reading)
-        # `states` are the N last states of the prompts, then those of the packed responses
-        starts = len(prefix) + lengths.cumsum(0) - lengths
-        # the first token of a row is predicted by the prompt's last state, which the group shares
-        return states[torch.where(step == 0, group[row], starts[row] + step - 1)]
-
-    def run(self, rows: PackedRows, features: VisionFeatures | None, **options: Any) -> Tensor:
-        """Last hidden states (B, L, H) of packed rows."""
-        embeddings, extra = self.embed(rows, features)
-        language_model = self.network.model.language_model
-        output = language_model(
-            inputs_embeds=embeddings, position_ids=rows.positions, use_cache=False, **extra, **options
-        )
-        return output.last_hidden_state
+        return self.reader.states(self, reading), reading.targets, self.routes.take()
 
     def next_logp(self, states: Tensor, temperature: float) -> Tensor:
         """Log-probabilities (b, V) float32 of the next token, with the banned tokens and temperature of scoring."""
         logits = self.head.logits(states).float() / temperature
         # banned before the softmax, as in scoring, so that the other tokens add up to 1
         return logits.index_fill(1, self.banned_ids, float("-inf")).log_softmax(-1)
-
-    def embed(self, rows: PackedRows, features: VisionFeatures | None) -> tuple[Tensor, dict[str, Any]]:
-        """Token embeddings (B, L, H) with image features filled in, and extra arguments of the language model."""
-        embeddings = self.network.get_input_embeddings()(rows.ids)
-        if features is None:
-            return embeddings, {}
-        chosen = features.select(rows.features)
-        # nonzero waits for the GPU, so the host passes the places if it knows them
-        flat = torch.nonzero(rows.visual.flatten()).flatten() if rows.places is None else rows.places
-        tokens = chosen.tokens.to(embeddings.dtype)
-        embeddings = embeddings.flatten(0, 1).index_copy(0, flat, tokens).view_as(embeddings)
-        if not chosen.deepstack:
-            return embeddings, {}
-        return embeddings, {"visual_pos_masks": rows.visual, "deepstack_visual_embeds": list(chosen.deepstack)}
 
     @contextlib.contextmanager
     def disable_adapter(self) -> Iterator[None]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,15 +16,12 @@ from mmrl.fields import bounded, check_config, rare
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.processes import Streams
 from mmrl.vlm.data.prompt import Prompt
-from mmrl.vlm.engine.decoder import PrefixDecoder
-from mmrl.vlm.engine.generic import GenericDecoder, GenericLane
-from mmrl.vlm.engine.lean import LeanWeights, lean_weights, unsupported_reason
-from mmrl.vlm.engine.prefix import KeepPrefill, Prefix
+from mmrl.vlm.engine.decoder import Decoder, make_decoder
+from mmrl.vlm.engine.prefix import CachedPart, KeepPrefill, Prefix
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 
 LENGTH, EOS, STOP = range(3)
 FINISH_REASONS = ("length", "eos", "stop")
-LOGGER = logging.getLogger("mmrl")
 
 
 @dataclass
@@ -41,8 +36,6 @@ class AnswerSampling:
     """Stop strings: a response ends with the token that completes one of them in the decoded text."""
     batch_rows: int = rare(bounded(256, at_least=1))
     """Maximum number of responses decoded at once. Affects memory only, not the responses."""
-    lean: bool = rare(True)
-    """Use the built-in decoder if the model supports it, otherwise transformers."""
 
     @property
     def config(self) -> SamplerConfig:
@@ -166,9 +159,6 @@ class GenerationState:
     `uniforms` (B, max_new_tokens) are random numbers in [0, 1); None decodes greedily.
     """
 
-    lean: ClassVar[bool] = True
-    """Whether the lean decoder may be used; it reads only tokens, not embeddings."""
-
     def __init__(
         self,
         policy: VlmPolicy,
@@ -255,19 +245,6 @@ class GenerationState:
         return torch.tensor(found, device=rows.device)
 
 
-class Decoder(Protocol):
-    """Rows that are decoded together."""
-
-    def keep(self, index: Tensor) -> None:
-        """Keep only the rows `index` (n,), which is on the CPU."""
-
-    def advance(self, token: Tensor) -> Tensor:
-        """Read one token of each row and return the states (b, H) that predict the next."""
-
-    def next_logp(self, states: Tensor, temperature: float) -> Tensor:
-        """Log-probabilities (b, V) of the next token."""
-
-
 def decode(state: GenerationState, decoder: Decoder, rows: Tensor, budget: Tensor, states: Tensor) -> None:
     """Draw responses token by token, dropping finished rows from the batch."""
     running = torch.ones_like(rows, dtype=torch.bool)
@@ -339,8 +316,7 @@ def sample(
         config: lengths, temperature and truncation; assumed valid (`mmrl.fields.check_config`).
         draws: CPU generator for N * G * max_new_tokens uniform numbers, or these numbers (N * G, max_new_tokens) in
             [0, 1), or None to decode greedily; the temperature still applies to the recorded log-probabilities.
-        keep: how much of the prefill to keep in `policy.prefixes`; in the fast lane nothing without the lean
-            decoder.
+        keep: how much of the prefill to keep in `policy.prefixes`.
         limits: maximum response length for each prompt; default and upper bound are config.max_new_tokens.
 
     Returns:
@@ -359,100 +335,53 @@ def sample(
 
 def fill(state: GenerationState, prompts: Sequence[Prompt], samples_per_prompt: int, keep: KeepPrefill) -> Samples:
     """Draw the responses of a `GenerationState`."""
-    policy, config = state.policy, state.config
+    policy = state.policy
     training = policy.training
     policy.eval()  # checkpointed layers drop the cache in training mode
     try:
         # `_read_prompts` alone enables gradients, if the prefill is kept with its graph
         with torch.no_grad():
-            if state.lean and _is_lean(policy, config):
-                _sample_lean(state, prompts, samples_per_prompt, keep)
-            else:
-                # the fast lane shares its own kind of prefix, which transformers' modules cannot continue
-                keep = KeepPrefill.NOTHING if policy.generic is None else keep
-                lane = policy.generic or GenericLane(policy.network, policy.config)
-                _sample_through_modules(state, lane, prompts, samples_per_prompt, keep)
+            _sample_groups(state, prompts, samples_per_prompt, keep)
     finally:
         policy.train(training)
     return state.collect([prompt for prompt in prompts for _ in range(samples_per_prompt)])
 
 
-def _is_lean(policy: VlmPolicy, config: SamplerConfig) -> bool:
-    reason = unsupported_reason(policy) if config.lean else "sampler.lean is false"
-    if reason is not None:
-        _log_once("responses are decoded through transformers' modules: %s", reason)
-    return reason is None
-
-
-@functools.cache
-def _log_once(message: str, reason: str) -> None:
-    LOGGER.info(message, reason)
-
-
-def _sample_lean(state: GenerationState, prompts: Sequence[Prompt], group: int, keep: KeepPrefill) -> None:
-    """Read the prompts once, then decode their samples, at most `batch_rows` at a time."""
-    most = state.config.batch_rows
-    # a prefix with history has to be one pass: one backward pass goes through it
+def _sample_groups(state: GenerationState, prompts: Sequence[Prompt], group: int, keep: KeepPrefill) -> None:
+    """Read the prompts once, then decode the samples of those read together, at most `batch_rows` at a time."""
+    policy, most = state.policy, state.config.batch_rows
+    # a prefix with history has to be kept as a whole: one backward pass goes through it
     together = len(prompts) if keep is KeepPrefill.GRAPH else max(most // group, 1)
-    weights = lean_weights(state.policy)
+    order = list(range(len(prompts)))
+    if not policy.reader.joins(policy):  # by length, so that prompts that are read together need little padding
+        order.sort(key=lambda number: len(prompts[number]))
     for first in range(0, len(prompts), together):
-        part = prompts[first : first + together]
+        chosen = order[first : first + together]
         with stopwatch("prefill"):
-            read = _read_prompts(state.policy, None, part, keep)
-            prefix = read if isinstance(read, Prefix) else read.table()
+            prefix = _read_prompts(policy, [prompts[number] for number in chosen], keep)
         with stopwatch("decode"):
-            rows = torch.arange(len(part) * group)
-            # whole groups where they fit, so that few prompts are read by two chunks
-            for chunk in rows.split(max(most - most % group, min(most, group))):
-                _decode_lean(state, weights, prefix, chunk // group, chunk + first * group)
+            for part in prefix.parts:
+                numbers = torch.tensor(chosen)[part.numbers.cpu()] * group
+                # whole groups where they fit, so that few prompts are read by two chunks
+                for chunk in torch.arange(len(numbers) * group).split(max(most - most % group, min(most, group))):
+                    _decode_rows(state, part, chunk // group, numbers[chunk // group] + chunk % group)
 
 
-def _read_prompts(policy: VlmPolicy, lane: GenericLane | None, prompts: Sequence[Prompt], keep: KeepPrefill) -> Any:
-    """Compute the prefix of the prompts, through the policy or a given lane; keep what the policy can reuse."""
+def _read_prompts(policy: VlmPolicy, prompts: Sequence[Prompt], keep: KeepPrefill) -> Prefix:
+    """Compute the prefix of the prompts; keep what the policy can reuse."""
     with torch.set_grad_enabled(keep is KeepPrefill.GRAPH):
-        prefix = policy.encode_prefix(prompts) if lane is None else lane.encode_prefix(policy, prompts)
+        prefix = policy.encode_prefix(prompts)
     if keep is not KeepPrefill.NOTHING:
         policy.prefixes.keep(prompts, prefix if keep is KeepPrefill.GRAPH else prefix.detach())
     return prefix.detach()
 
 
-def _decode_lean(state: GenerationState, weights: LeanWeights, prefix: Prefix, prompt: Tensor, rows: Tensor) -> None:
-    # the decoder wants a row for every prompt, and a chunk may have rows of some only
-    live, own = torch.unique_consecutive(prompt, return_inverse=True)
-    prefix = prefix if len(live) == len(prefix) else prefix.select(live)
-    # one step less: the first token follows from the prompt's last state
-    decoder = PrefixDecoder(weights, prefix, own, state.config.max_new_tokens - 1, state.policy.banned_ids)
-    lengths = prefix.lengths[own]
-    rows, own, lengths = (to_device(x, state.policy.device) for x in (rows, own, lengths))
-    decode(state, decoder, rows, state.budget(rows, lengths), prefix.last_state[own])
-
-
-def _sample_through_modules(
-    state: GenerationState, lane: GenericLane, prompts: Sequence[Prompt], group: int, keep: KeepPrefill
-) -> None:
-    """Read the prompts once, then decode the samples of those read together, at most `batch_rows` at a time."""
-    policy, most = state.policy, state.config.batch_rows
-    # a prefix with history has to be kept as a whole: one backward pass goes through it
-    together = len(prompts) if keep is KeepPrefill.GRAPH else max(most // group, 1)
-    # by length, so that prompts that are read together need little padding
-    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
-    for first in range(0, len(prompts), together):
-        chosen = order[first : first + together]
-        with stopwatch("prefill"):
-            prefix = _read_prompts(policy, lane, [prompts[number] for number in chosen], keep)
-        numbers = torch.tensor(chosen, device=policy.device)
-        with stopwatch("decode"):
-            for part in prefix.parts:
-                for chunk in torch.arange(len(part.numbers) * group, device=policy.device).split(most):
-                    own = part.select(chunk // group)
-                    rows = numbers[own.numbers] * group + chunk % group
-                    decode(
-                        state,
-                        GenericDecoder(policy, lane, own),
-                        rows,
-                        state.budget(rows, own.lengths),
-                        own.last_state,
-                    )
+def _decode_rows(state: GenerationState, part: CachedPart, prompt: Tensor, rows: Tensor) -> None:
+    """Decode the rows (b,) after the prompts `prompt` (b,) of a part; both on the CPU."""
+    policy = state.policy
+    decoder = make_decoder(policy, policy.reader, part, prompt)
+    own, rows = to_device(prompt, policy.device), to_device(rows, policy.device)
+    decode(state, decoder, rows, state.budget(rows, part.lengths[own]), part.last_state[own])
 
 
 def sample_by(
@@ -463,14 +392,14 @@ def sample_by(
     decoder_of: Callable[..., tuple[Any, Any]],
     *others: Sequence[Any],
 ) -> Samples:
-    """Draw one response to each prompt through transformers' modules, with a custom decoder.
+    """Draw one response to each prompt with a custom decoder.
 
     Args:
         policy: the model that reads the prompts.
         prompts: N prompts.
         config: lengths, temperature and truncation.
         uniforms: (N, max_new_tokens) in [0, 1).
-        decoder_of: function (lane, part of the policy's prefix, part of each of `others`) that returns a decoder of
+        decoder_of: function (part of the policy's prefix, part of each of `others`) that returns a decoder of
             these prompts and its first states.
         others: parts of further prefixes of the same prompts.
     """
@@ -478,12 +407,11 @@ def sample_by(
     policy.eval()
     try:
         with torch.no_grad():
-            lane = policy.generic or GenericLane(policy.network, policy.config)
-            own_parts = lane.encode_prefix(policy, prompts).detach().parts
+            own_parts = policy.encode_prefix(prompts).detach().parts
             for parts in zip(own_parts, *others, strict=True):
                 for chunk in torch.arange(len(parts[0].numbers), device=policy.device).split(config.batch_rows):
                     own, *rest = (part.select(chunk) for part in parts)
-                    decoder, first = decoder_of(lane, own, *rest)
+                    decoder, first = decoder_of(own, *rest)
                     decode(state, decoder, own.numbers, state.max_positions - own.lengths, first)
     finally:
         policy.train(training)

@@ -29,8 +29,8 @@ TokenTables = Callable[[Mapping[str, Any]], tuple[Tensor, Tensor]]
 class VlmFamily:
     """Differences between families of models; the defaults read them from the model's configuration and signatures."""
 
-    fast: bool = False
-    """Whether the suite's own attention and decoder know the family's modules (`model.lane`)."""
+    joins_media: bool = False
+    """Whether the vision tower takes the media of several prompts in one call, as patches with their grids."""
     fits_frames: bool = False
     """Whether the frames of videos keep the size that qwen-vl-utils gives them; else the processor resizes them."""
     media_tokens: tuple[str, ...] = ()

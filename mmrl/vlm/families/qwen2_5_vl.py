@@ -2,4 +2,4 @@
 
 from mmrl.vlm.families.qwen_vl import QwenVl
 
-FAMILY = QwenVl(fast=True, points="abs_resized", image_factor=28)
+FAMILY = QwenVl(points="abs_resized", image_factor=28)

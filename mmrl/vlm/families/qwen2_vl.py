@@ -15,4 +15,4 @@ class Qwen2Vl(QwenVl):
         return (*super().sizes(config)[:2], 1.0)
 
 
-FAMILY = Qwen2Vl(fast=True, points="rel1000", image_factor=28)
+FAMILY = Qwen2Vl(points="rel1000", image_factor=28)

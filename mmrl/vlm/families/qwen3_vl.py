@@ -2,4 +2,4 @@
 
 from mmrl.vlm.families.qwen_vl import QwenVl
 
-FAMILY = QwenVl(fast=True, points="rel1000", image_factor=32)
+FAMILY = QwenVl(points="rel1000", image_factor=32)

@@ -18,6 +18,7 @@ from mmrl.vlm.families.family import IMAGE, TEXT, VIDEO, TokenTables, VlmFamily
 class QwenVl(VlmFamily):
     """Positions along time, height and width, computed here, so that prompts can be encoded without the model."""
 
+    joins_media: bool = True
     fits_frames: bool = True
     media_tokens: tuple[str, ...] = MEDIA_TOKENS
 

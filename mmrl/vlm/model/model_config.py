@@ -12,7 +12,6 @@ from mmrl.hub.building import BuiltPath
 from mmrl.training.settings import SMALLEST_LOW_PRECISION_STEP
 
 DTYPES = ("float32", "bfloat16")
-LANES = ("auto", "fast", "generic")
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 
 
@@ -61,12 +60,8 @@ class FrozenModelConfig(BuiltPath):
     """Precision of weights and activations: float32 or bfloat16; log-probabilities are float32 either way."""
     attention: str = rare(choice("sdpa", ATTENTION))
     """Attention kernels: sdpa, eager or flash_attention_2 (needs a GPU, bfloat16 and the flash-attn package)."""
-    lane: str = rare(choice("auto", LANES))
-    """Engine: fast is the suite's own attention and decoder (Qwen2-VL to Qwen3-VL), generic goes through transformers'
-    modules and cache with any image-text or language model; auto takes fast where it can."""
     shared_prefix: bool = rare(True)
-    """Compute each prompt once for all responses of its group, with the same gradients; the fast lane needs attention
-    sdpa for it."""
+    """Compute each prompt once for all responses of its group, with the same gradients."""
     min_pixels: int | None = bounded(None, at_least=1)
     """Smallest image area in pixels, smaller images are enlarged; empty: as the processor has it."""
     max_pixels: int | None = bounded(None, at_least=1)
@@ -105,8 +100,9 @@ class ModelConfig(FrozenModelConfig):
     router_aux_loss_coef: float = rare(bounded(0.0, at_least=0))
     """Weight of the load-balancing loss of mixtures of experts, which keeps all experts in use; 0 is without."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time; in the generic lane, where each
-    response then reads its own prompt, more than twice the time."""
+    """Recompute activations in the backward pass: less memory, about a third more time; more than twice the time for
+    models whose prompts are copied for every response (sliding windows, linear attention), where each response then
+    reads its own prompt."""
 
     def validate(self) -> None:
         """Check that the fields fit together; raises UserError."""

@@ -1,4 +1,4 @@
-"""Tiny random models of the generic lane, saved as ordinary model folders: one language model, two that see images."""
+"""Tiny random models outside the Qwen-VL family, saved as ordinary model folders: one language model, two that see images."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ from mmrl.contrib.language.online_preference import (
 from mmrl.core import Rollouts
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Reference, Step
-from mmrl.vlm.engine.generic import GenericLane
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig, sample
 from tests.contracts.domains import tiny_vlm
 from tests.vlm.runs import run_config
@@ -63,8 +62,7 @@ def test_a_mixture_is_sampled_from_the_product_of_both_policies(tmp_path):
 
 def next_logp(policy, prompts) -> torch.Tensor:
     with torch.no_grad():
-        lane = policy.generic or GenericLane(policy.network, policy.config)
-        return policy.next_logp(lane.last_states(policy, prompts), 1.0)
+        return policy.next_logp(policy.last_states(prompts), 1.0)
 
 
 def test_answers_of_an_opponent_come_second_and_are_the_references(tmp_path):

@@ -22,7 +22,7 @@ LETTERS = RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)
 @pytest.fixture
 def recipe(tmp_path, tiny_folders, closing):
     config = run_config(SoftConfig, tmp_path, tiny_folders["qwen2_5_vl"], tasks_per_step=3)
-    config.eval_data, config.rewards, config.model.lane = {}, [LETTERS], "generic"
+    config.eval_data, config.rewards = {}, [LETTERS]
     config.sampler = dataclasses.replace(config.sampler, top_k=4, top_p=0.95, max_new_tokens=6)
     check_config(config, "")
     return closing(SoftRecipe(config))
@@ -92,6 +92,3 @@ def test_what_soft_tokens_cannot_do_is_refused(recipe):
     config = dataclasses.replace(recipe.config, sampler=dataclasses.replace(recipe.config.sampler, top_k=1))
     with pytest.raises(ValueError, match=r"sampler\.top_k is 1"):
         config.validate()
-    config = dataclasses.replace(recipe.config, model=dataclasses.replace(recipe.config.model, lane="fast"))
-    with pytest.raises(UserError, match=r"model\.lane=generic"):
-        SoftRecipe(config)

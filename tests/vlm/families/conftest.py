@@ -10,6 +10,6 @@ KINDS = ("smolvlm", "gemma3", "qwen3")
 
 @pytest.fixture(scope="session")
 def tiny_generic(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Saved tiny models of the generic lane."""
+    """Saved tiny models of other families than Qwen-VL."""
     root = tmp_path_factory.mktemp("generic")
     return {kind: build_tiny_generic(root / kind, family=kind, corpus=CORPUS) for kind in KINDS}

@@ -16,10 +16,8 @@ from typing import Any
 
 FILE = Path(__file__).with_name("record.json")
 TESTS = ("test_generic.py", "test_trained.py")
-CHECKS = {"generic": {"logp", "gradient"}, "full": {"logits"}, "lora": {"transformers", "peft"}}
+CHECKS = {"scores": {"logp", "gradient"}, "full": {"logits"}, "lora": {"transformers", "peft"}}
 """Numbers of each check that every family passes: largest differences, of gradients relative to their norm."""
-FAST = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""Families that pass the first check in the fast lane too, as `fast`."""
 NEW = "FAMILIES_RECORD"
 """Variable that names the file of a record in the making."""
 

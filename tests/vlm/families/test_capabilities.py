@@ -1,4 +1,4 @@
-"""Families that the generic lane cannot compute are refused by name, before their weights are read."""
+"""Families that cannot be computed are refused by name, before their weights are read."""
 
 import pytest
 import torch
@@ -51,21 +51,21 @@ def test_families_that_are_tested_pass(kind):
 
 
 def test_a_model_that_keeps_something_outside_of_its_cache_is_found(language_model, monkeypatch):
-    policy = load_policy(ModelConfig(path=str(language_model), lane="generic"))
-    own = type(policy.generic).advance
+    policy = load_policy(ModelConfig(path=str(language_model), attention="eager"))
+    own = type(policy.reader).advance
     check_behaviour(policy)
 
     def forgets(self, policy, tokens, part):
         return own(self, policy, tokens, part) + 1.0
 
-    monkeypatch.setattr(type(policy.generic), "advance", forgets)
+    monkeypatch.setattr(type(policy.reader), "advance", forgets)
     with pytest.raises(UserError, match="models of type qwen3: states behind a cache differ from those of whole rows"):
-        load_policy(ModelConfig(path=str(language_model), lane="generic"))
+        load_policy(ModelConfig(path=str(language_model), attention="eager"))
 
     def fails(self, policy, tokens, part):
         raise RuntimeError("no such state")
 
-    monkeypatch.setattr(type(policy.generic), "advance", fails)
+    monkeypatch.setattr(type(policy.reader), "advance", fails)
     with pytest.raises(UserError, match=r"models of type qwen3 .* RuntimeError: .*no such state"):
-        load_policy(ModelConfig(path=str(language_model), lane="generic"))
+        load_policy(ModelConfig(path=str(language_model), attention="eager"))
     assert torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""The generic lane against the models' own forward and generate, family by family."""
+"""Reading prompts and responses against the models' own forward and generate, family by family."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,18 +9,15 @@ import torch
 
 from mmrl.core.rollouts import Rollouts
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
-from mmrl.vlm.engine.lean import unsupported_reason
 from mmrl.vlm.engine.prefix import KeepPrefill
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig, sample
-from tests.vlm.families.record import FAST, note
+from tests.vlm.families.record import note
 from tests.vlm.families.zoo import EOS, ZOO, make_policy, make_prompt, make_video_prompt, own_inputs
 
 LENGTHS = (5, 3, 1, 6, 4, 2)
 TOLERANCE = 1e-5
 """Weights are float64, but norms and rotary angles of most families are float32."""
-LEAN = {"qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
-LEAN |= {"internvl", "smolvlm", "idefics3", "llava_onevision"}
 LINEAR_TOLERANCE = 1e-4
 """Linear attention is float32 as a whole, with running products of its gates."""
 
@@ -81,35 +78,20 @@ def test_scores_gradients_and_tokens_are_the_models_own(kind):
     weights, logp, entropy, expected = own_numbers(policy, kind, rollouts)
     largest, relative = [], []
     for config in ({}, {"shared_prefix": False}):
-        policy.generic._config = type(policy.config)(path=kind, lane="generic", **config)
+        policy.reader._config = type(policy.config)(path=kind, **config)
         found = policy(rollouts, outputs=frozenset({"logp", "entropy"}))
         largest.append(float((found.logp - logp).detach().abs().max()))
         assert (found.entropy - entropy).abs().max() < tolerance
         (found.logp * weights[0] + found.entropy * weights[1]).sum().backward()
         relative.append(float((gradient(policy) - expected).norm() / expected.norm()))
     assert (logp[0] - logp[1]).abs().max() > 0.01
-    policy.generic._config = policy.config
+    policy.reader._config = policy.config
     for passes in (kept_prefix, micro_batches):
         passes(policy, rollouts, weights)
         relative.append(float((gradient(policy) - expected).norm() / expected.norm()))
     assert max(*largest, *relative) < tolerance
     check_greedy(policy, kind, prompts)
-    note(kind, "generic", logp=max(largest), gradient=max(relative))
-
-
-@pytest.mark.parametrize("kind", FAST)
-def test_the_fast_lane_gives_the_models_own_numbers(kind):
-    policy = make_policy(kind, lane="fast")
-    assert policy.shares_prefix
-    prompts = make_prompts(policy, kind)
-    rollouts = make_rollouts(prompts)
-    weights, logp, _, expected = own_numbers(policy, kind, rollouts)
-    weighted(policy, rollouts, weights).backward()
-    relative = float((gradient(policy) - expected).norm() / expected.norm())
-    largest = float((policy(rollouts).logp - logp).detach().abs().max())
-    assert max(largest, relative) < TOLERANCE
-    check_greedy(policy, kind, prompts)
-    note(kind, "fast", logp=largest, gradient=relative)
+    note(kind, "scores", logp=max(largest), gradient=max(relative))
 
 
 def weighted(policy: VlmPolicy, rollouts: Rollouts, weights: torch.Tensor) -> torch.Tensor:
@@ -157,24 +139,21 @@ def read_prompts(policy: VlmPolicy) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision"])
 def test_videos_are_read_as_the_model_reads_them(kind):
-    """Two videos of unequal lengths, in the generic lane and, where there is one, in the fast lane."""
-    for lane in {"generic", "fast" if make_policy(kind, lane="auto").generic is None else "generic"}:
-        policy = make_policy(kind, lane=lane)
-        prompts = [make_video_prompt(policy, kind, frames, 9) for frames in (1, 2)]
-        payload = VlmPayload(prompts, [None] * 2, torch.tensor([[7, 8, 9]] * 2), [""] * 2, ["length"] * 2)  # type: ignore[list-item]
-        mask = torch.ones(2, 3)
-        rollouts = Rollouts(torch.arange(2), mask, torch.zeros_like(mask), torch.zeros(2), payload)
-        found = policy(rollouts).logp
-        for row, prompt in enumerate(prompts):
-            logits = policy.network(**own_inputs(kind, prompt, payload.response_ids[row])).logits[
-                0, len(prompt) - 1 : -1
-            ]
-            scores = logits.index_fill(1, policy.banned_ids, float("-inf")).log_softmax(-1)
-            expected = scores.gather(1, payload.response_ids[row][:, None])[:, 0]
-            assert (found[row] - expected).abs().max() < TOLERANCE
-        prompts[1].media["pixel_values_videos"] = prompts[1].media["pixel_values_videos"] + 1
-        policy.features.clear()
-        assert (policy(rollouts).logp - found).abs()[1].max() > 1e-3  # the video matters
+    """Two videos of unequal lengths."""
+    policy = make_policy(kind)
+    prompts = [make_video_prompt(policy, kind, frames, 9) for frames in (1, 2)]
+    payload = VlmPayload(prompts, [None] * 2, torch.tensor([[7, 8, 9]] * 2), [""] * 2, ["length"] * 2)  # type: ignore[list-item]
+    mask = torch.ones(2, 3)
+    rollouts = Rollouts(torch.arange(2), mask, torch.zeros_like(mask), torch.zeros(2), payload)
+    found = policy(rollouts).logp
+    for row, prompt in enumerate(prompts):
+        logits = policy.network(**own_inputs(kind, prompt, payload.response_ids[row])).logits[0, len(prompt) - 1 : -1]
+        scores = logits.index_fill(1, policy.banned_ids, float("-inf")).log_softmax(-1)
+        expected = scores.gather(1, payload.response_ids[row][:, None])[:, 0]
+        assert (found[row] - expected).abs().max() < TOLERANCE
+    prompts[1].media["pixel_values_videos"] = prompts[1].media["pixel_values_videos"] + 1
+    policy.features.clear()
+    assert (policy(rollouts).logp - found).abs()[1].max() > 1e-3  # the video matters
 
 
 def floats(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -182,11 +161,9 @@ def floats(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def check_greedy(policy: VlmPolicy, kind: str, prompts: list[Prompt]) -> None:
-    """The likeliest tokens of all prompts together are those that `generate` finds for each, with either decoder."""
-    policy = policy.float()  # the lean decoder knows no float64
-    both = [sample(policy, prompts, 1, SamplerConfig(max_new_tokens=6, lean=lean), None) for lean in (True, False)]
-    assert torch.equal(both[0].response_ids, both[1].response_ids)
-    drawn = both[0]
+    """The likeliest tokens of all prompts together are those that `generate` finds for each."""
+    policy = policy.float()
+    drawn = sample(policy, prompts, 1, SamplerConfig(max_new_tokens=6), None)
     for row, prompt in enumerate(prompts):
         inputs = own_inputs(kind, prompt, torch.zeros(0, dtype=torch.int64))
         expected = policy.network.generate(
@@ -197,17 +174,12 @@ def check_greedy(policy: VlmPolicy, kind: str, prompts: list[Prompt]) -> None:
         assert length == 6 or drawn.response_ids[row, length - 1] == EOS
 
 
-def test_which_decoders_are_lean():
-    """Those whose text decoder is Llama's, Mistral's or Qwen's, whatever sees the images."""
-    found = {kind for kind in ZOO if unsupported_reason(make_policy(kind).float()) is None}
-    assert found == LEAN
-
-
 def test_prompts_of_similar_lengths_share_a_pass():
     policy = make_policy("glm4v")
     prompts = [make_prompt(policy, "glm4v", images=0, text=text, seed=text) for text in (20, 8, 19, 9, 20)]
-    assert [*policy.generic.together(prompts)] == [[1, 3], [2, 0, 4]]
-    whole = policy.encode_prefix(prompts)
-    assert [part.real is not None for part in whole.parts] == [True, True]
+    assert [part.real is not None for part in policy.encode_prefix(prompts).parts] == [True]
+    policy.reader._joins = False
+    assert [*policy.reader.together(prompts)] == [[1, 3], [2, 0, 4]]
+    assert [part.real is not None for part in policy.encode_prefix(prompts).parts] == [True, True]
     sliding = make_policy("gemma3_text")
-    assert [*sliding.generic.together(prompts)] == [[1], [3], [2], [0, 4]]
+    assert [*sliding.reader.together(prompts)] == [[1], [3], [2], [0, 4]]

@@ -1,4 +1,4 @@
-"""Every method on a model of the generic lane that sees images: tiny SmolVLM2 on the tests' questions and screens."""
+"""Every method on a model of another family that sees images: tiny SmolVLM2 on the tests' questions and screens."""
 
 import dataclasses
 import json

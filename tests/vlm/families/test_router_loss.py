@@ -1,4 +1,4 @@
-"""The load-balancing loss of mixtures of experts against transformers' own, in both lanes."""
+"""The load-balancing loss of mixtures of experts against transformers' own."""
 
 import json
 import shutil
@@ -30,11 +30,7 @@ from tests.vlm.pairs import pair_config
 from tests.vlm.runs import run_config
 
 COEF = 0.1
-MIXTURES = [
-    ("qwen3_moe", "generic"),
-    ("qwen3_vl_moe", "fast"),
-    pytest.param("qwen3_vl_moe", "generic", marks=pytest.mark.slow),
-]
+MIXTURES = ["qwen3_moe", "qwen3_vl_moe"]
 
 
 def recipe_of(policy: VlmPolicy, micro_batch: int) -> Any:
@@ -94,9 +90,9 @@ def unused_row(rollouts: Rollouts) -> Rollouts:
     return more
 
 
-@pytest.mark.parametrize(("kind", "lane"), MIXTURES)
-def test_value_and_gradient_are_those_of_transformers(kind, lane):
-    policy = make_policy(kind, lane=lane, router_aux_loss_coef=COEF)
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_value_and_gradient_are_those_of_transformers(kind):
+    policy = make_policy(kind, router_aux_loss_coef=COEF)
     rollouts = make_rollouts(make_prompts(policy, kind))
     expected = own_loss(policy, kind, rollouts)
     expected.backward()
@@ -108,16 +104,16 @@ def test_value_and_gradient_are_those_of_transformers(kind, lane):
 
 
 @pytest.mark.parametrize(
-    ("kind", "lane", "options"),
+    ("kind", "options"),
     [
-        ("qwen3_moe", "generic", {"gradient_checkpointing": True}),
-        pytest.param("qwen3_moe", "generic", {"shared_prefix": False}, marks=pytest.mark.slow),
-        pytest.param("qwen3_vl_moe", "fast", {"gradient_checkpointing": True}, marks=pytest.mark.slow),
-        ("qwen3_vl_moe", "fast", {"shared_prefix": False}),
+        ("qwen3_moe", {"gradient_checkpointing": True}),
+        pytest.param("qwen3_moe", {"shared_prefix": False}, marks=pytest.mark.slow),
+        pytest.param("qwen3_vl_moe", {"gradient_checkpointing": True}, marks=pytest.mark.slow),
+        ("qwen3_vl_moe", {"shared_prefix": False}),
     ],
 )
-def test_checkpointing_and_flat_rows_change_nothing(kind, lane, options):
-    policy = make_policy(kind, lane=lane, router_aux_loss_coef=COEF, **options).train()
+def test_checkpointing_and_flat_rows_change_nothing(kind, options):
+    policy = make_policy(kind, router_aux_loss_coef=COEF, **options).train()
     rollouts = make_rollouts(make_prompts(policy, kind))
     expected = own_loss(policy.eval(), kind, rollouts)
     expected.backward()

@@ -54,14 +54,13 @@ def test_text_between_answers_is_read_behind_one_prompt(language_model):
         lambda module, given, kwargs, found: passes.append(kwargs["use_cache"]), with_kwargs=True
     )
     for shared in (True, False):
-        policy.generic._config = dataclasses.replace(policy.config, shared_prefix=shared)
+        policy.reader._config = dataclasses.replace(policy.config, shared_prefix=shared)
         policy.zero_grad()
         found = policy(rollouts).logp
         found.sum().backward()
         gradient = torch.cat([weight.grad.flatten() for weight in policy.parameters()])
         scores.append((found.detach(), gradient))
-    assert passes[0]
-    assert passes[-1:] == [False]
+    assert len(passes) == 2 + 1  # prompts and responses, then whole rows
     assert (scores[0][0] - scores[1][0]).abs().max() < 1e-5  # norms and rotary angles are float32
     assert (scores[0][1] - scores[1][1]).norm() < 1e-5 * scores[1][1].norm()
 

@@ -20,7 +20,7 @@ from mmrl.vlm.model.model_config import LoraSettings, ModelConfig
 from mmrl.vlm.model.network import auto_class
 from mmrl.vlm.vlm_config import VlmConfig
 from tests.rounding import assert_equal_up_to_rounding
-from tests.vlm.families.record import CHECKS, FAST, NEW, digest, note, read_record
+from tests.vlm.families.record import CHECKS, NEW, digest, note, read_record
 from tests.vlm.families.zoo import ZOO, Processor, make_model, make_prompt, own_inputs
 from tests.vlm.runs import run_config, without_images
 
@@ -31,9 +31,8 @@ def test_the_record_is_of_the_families_and_their_configurations():
     assert set(families) == set(ZOO)
     for kind, found in families.items():
         assert (found["name"], found["configuration"]) == (ZOO[kind].released, digest(kind))
-        checks = CHECKS | ({"fast": CHECKS["generic"]} if kind in FAST else {})
-        assert {check: set(found[check]) for check in checks} == checks
-        assert set(found) == {"name", "configuration", *checks}
+        assert {check: set(found[check]) for check in CHECKS} == CHECKS
+        assert set(found) == {"name", "configuration", *CHECKS}
 
 
 class MadeUp(Processor):
@@ -106,7 +105,7 @@ def test_a_step_of_grpo_is_saved_for_plain_transformers_and_peft(kind, enabled, 
     with quiet_transformers():
         found = {"transformers" if enabled else "logits": auto.from_pretrained(saved, **options)}
         start = auto.from_pretrained(folder, **options)
-        prompt = make_own_prompt(VlmPolicy(start, Processor(), ModelConfig(path=kind, lane="generic")))
+        prompt = make_own_prompt(VlmPolicy(start, Processor(), ModelConfig(path=kind)))
         before = own_logits(start, prompt)
         if enabled:
             found["peft"] = peft.PeftModel.from_pretrained(start, saved).base_model.model

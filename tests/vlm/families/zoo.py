@@ -331,8 +331,8 @@ def make_model(kind: str) -> nn.Module:
 
 
 def make_policy(kind: str, **options: Any) -> VlmPolicy:
-    """A policy around the model, in the generic lane unless another is named."""
-    config, model = ModelConfig(**{"path": kind, "lane": "generic"} | options), make_model(kind)
+    """A policy around the model."""
+    config, model = ModelConfig(**{"path": kind} | options), make_model(kind)
     return VlmPolicy(prepare(model, config, None), Processor(), config).eval()
 
 

@@ -1,8 +1,9 @@
-"""Both lanes on the two families that have both."""
+"""Shared prompts against copies of them in a cache and against flat rows, on Qwen-VL."""
 
 import dataclasses
 import logging
 
+import pytest
 import torch
 
 from mmrl.core.rollouts import Rollouts
@@ -26,11 +27,14 @@ def scores_and_gradient(policy: VlmPolicy, rollouts: Rollouts) -> tuple[torch.Te
     return scores.detach(), torch.cat([part.flatten() for part in parts])
 
 
-def lanes(folder, **options) -> list[VlmPolicy]:
-    """Policies in float64, which a bug does not hide behind."""
+def policies(folder, **options) -> list[VlmPolicy]:
+    """Policies in float64, which a bug does not hide behind: shared, copied, flat."""
     found = []
-    for lane in ("fast", "generic"):
-        policy = load_policy(ModelConfig(path=str(folder), lane=lane, **options), value_head=True)
+    for joins, shared in ((True, True), (False, True), (False, False)):
+        config = ModelConfig(path=str(folder), shared_prefix=shared, **options)
+        policy = load_policy(config, value_head=True)
+        assert policy.reader.joins(policy) == shared
+        policy.reader._joins = joins
         torch.nn.init.normal_(policy.value_head.weight, generator=torch.Generator().manual_seed(1))
         found.append(policy.double())
         policy.value_head.float()
@@ -38,13 +42,15 @@ def lanes(folder, **options) -> list[VlmPolicy]:
 
 
 def assert_same(folder, rollouts: Rollouts, **options) -> None:
-    (scores, gradient), (others, other) = (scores_and_gradient(one, rollouts) for one in lanes(folder, **options))
-    assert (scores - others).abs().max() < 1e-5  # norms and rotary angles are float32 in both
-    assert (gradient - other).norm() < 1e-6 * gradient.norm()
+    (scores, gradient), *others = (scores_and_gradient(one, rollouts) for one in policies(folder, **options))
+    for other, its_gradient in others:
+        assert (scores - other).abs().max() < 1e-5  # norms and rotary angles are float32 in all
+        assert (gradient - its_gradient).norm() < 1e-6 * gradient.norm()
 
 
-def test_scores_and_gradients_are_the_same(folder, policy):
-    assert_same(folder, draw(policy, ragged_tasks()))
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}])
+def test_scores_and_gradients_are_the_same(folder, policy, options):
+    assert_same(folder, draw(policy, ragged_tasks()), **options)
 
 
 def test_images_inside_responses_are_read(folder, policy):
@@ -73,22 +79,21 @@ def test_images_inside_responses_are_read(folder, policy):
 
 
 def test_greedy_and_drawn_tokens_are_the_same(folder, policy):
-    generic = load_policy(ModelConfig(path=str(folder), lane="generic"))
+    copied = load_policy(ModelConfig(path=str(folder)))
+    copied.reader._joins = False
     prompts = [policy.encode(task) for task in ragged_tasks()]
     for draws in (None, torch.rand(8, 10, generator=torch.Generator().manual_seed(0))):
         for rows in (256, 3):  # few rows at a time: some prompts are decoded in two parts
             one, two = (
                 sample(model, prompts, 2, SamplerConfig(max_new_tokens=10, batch_rows=rows), draws)
-                for model in (policy, generic)
+                for model in (policy, copied)
             )
             assert torch.equal(one.response_ids, two.response_ids)
             assert_equal_up_to_rounding(two.logp, one.logp)
 
 
-def test_the_log_says_which_lane_and_why(folder, caplog):
+def test_the_log_says_why_prompts_are_copied(folder, caplog):
     with caplog.at_level(logging.INFO, "mmrl"):
-        assert load_policy(ModelConfig(path=str(folder), lane="generic")).generic is not None
-        assert "generic lane, through transformers' modules: model.lane is generic" in caplog.text
-        caplog.clear()
-        assert load_policy(ModelConfig(path=str(folder))).generic is None
-    assert "fast lane; each prompt is computed once" in caplog.text
+        policy = load_policy(ModelConfig(path=str(folder), attention="eager"))
+    assert "copied for every response: model.attention is eager" in caplog.text
+    assert not policy.reader.joins(policy)
