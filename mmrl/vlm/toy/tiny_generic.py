@@ -1,4 +1,4 @@
-"""Tiny random models outside the Qwen-VL family, saved as ordinary model folders: one language model, two that see images."""
+"""Tiny random models outside the Qwen-VL family, as ordinary model folders: one of text, two that see images."""
 
 from __future__ import annotations
 
