@@ -156,8 +156,11 @@ class RobotDomain:
         with opening(self.opened) as opened:
             opened.callback(self.sim.close)
             self._fit(config, policy)
-        self.broken, self.sim_counts = Tally(), SimCounts(self.sim, Path(config.output_dir))
+        self.broken = Tally()
+        self.sim_counts = SimCounts(self.sim, Path(config.output_dir))
+        # parts are saved in checkpoints, `added` is summed over processes
         self.parts |= {"broken": self.broken, "counts": self.sim_counts}
+        # counts of one step: cleared when they are reported
         self._seen: Counter[str] = Counter()
         self.added |= {"seen": self._seen, "counts": self.sim_counts}
         names = list(dict.fromkeys(getattr(task, "task", "") for task in self.train_tasks))
@@ -187,16 +190,6 @@ class RobotDomain:
                 f"acting.n_action_steps is {config.acting.n_action_steps}; "
                 f"the policy's chunk has {self.policy.chunk} steps"
             )
-        self.broken = Tally()
-        self.sim_counts = SimCounts(self.sim, Path(config.output_dir))
-        # parts are saved in checkpoints, `added` is summed over processes
-        self.parts |= {"broken": self.broken, "counts": self.sim_counts}
-        # counts of one step: cleared when they are reported
-        self._seen: Counter[str] = Counter()
-        self.added |= {"seen": self._seen, "counts": self.sim_counts}
-        names = list(dict.fromkeys(getattr(task, "task", "") for task in self.train_tasks))
-        self._shown_tasks = names if 1 < len(names) <= SHOWN_TASKS else []
-        self.code = {name: source_digest(spec) for name, spec in _users_parts(config).items()}
 
     def check_data(self) -> None:
         """Refuse data that do not fit the simulator, before the policy is loaded."""

@@ -249,7 +249,8 @@ class ModelReader:
         self, policy: Any, rows: PackedRows, prompts: Sequence[Prompt], shared: PromptRow | ResponseRow | None
     ) -> Tensor:
         """States (M, H) of packed rows, whose media are those of some prompts in order."""
-        inputs = self._family.token_inputs(rows.types, torch.ones_like(rows.types, dtype=torch.bool), self._accepted)
+        own = torch.ones_like(rows.types, dtype=torch.bool)
+        inputs: dict[str, Any] = dict(self._family.token_inputs(rows.types, own, self._accepted))
         if features := self._features(policy, prompts):
             inputs["mm_encoder_outputs"] = features
         if not self._axes:
@@ -330,10 +331,10 @@ class ModelReader:
         tokens = ids.to(device)
         if tail is not None:
             ends = to_device(torch.tensor([len(prompt) for prompt in prompts]), device)
-            row = torch.arange(size[0], device=device)[:, None]
+            each = torch.arange(size[0], device=device)[:, None]
             column = ends[:, None] - tail.shape[1] + torch.arange(tail.shape[1], device=device)
             embeddings = policy.network.get_input_embeddings()(tokens)
-            tokens = embeddings.index_put((row, column), tail.to(embeddings.dtype))
+            tokens = embeddings.index_put((each, column), tail.to(embeddings.dtype))
         return self._run(policy, tokens, cache, **inputs)
 
     def advance(self, policy: Any, tokens: Tensor, part: CachedPart) -> Tensor:
