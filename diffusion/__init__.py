@@ -6,7 +6,7 @@ from it: `from diffusion import AwmRecipe, FlowSdeStep, load_image_rewards`.
 
 from __future__ import annotations
 
-from mmrl.lazy import lazy_names
+from mmrl.entries import lazy_names
 
 _NAMES = {
     "diffusion.data.prompts": (
@@ -28,14 +28,14 @@ _NAMES = {
         "pseudo_log_likelihood",
         "stack_timesteps",
     ),
-    "diffusion.matching.states": ("StateMatching",),
-    "diffusion.matching.times": (
-        "TimestepConfig",
-        "sample_times",
-    ),
     "diffusion.methods.ac_flow": (
         "AcFlowConfig",
         "AcFlowRecipe",
+        "StateMatching",
+    ),
+    "diffusion.matching.times": (
+        "TimestepConfig",
+        "sample_times",
     ),
     "diffusion.methods.awm": (
         "AwmConfig",
@@ -84,8 +84,8 @@ _NAMES = {
         "ImageReward",
         "load_image_rewards",
     ),
-    "diffusion.sampling.guidance": ("GuidedVelocity",),
     "diffusion.sampling.latent_sampler": (
+        "GuidedVelocity",
         "LatentSamplerConfig",
         "euler_ode",
         "sample_latents",

@@ -17,8 +17,7 @@ from diffusion.sampling.latent_sampler import TRAINED_STEPS, LatentSamplerConfig
 from diffusion.sampling.schedule import RANDOM_SOLVERS
 from diffusion.sampling.steps import BOUNDED
 from diffusion.sampling.trajectories import StepConfig, check_trajectories
-from mmrl.core.blocks.filter import DropGroups
-from mmrl.core.blocks.order import Epochs
+from mmrl.core.blocks.filter import DropGroups, Epochs
 from mmrl.core.objectives.decoupled import check_decoupled
 from mmrl.errors import UserError
 from mmrl.fields import choice, rare

@@ -10,19 +10,19 @@ only what is taken from it.
 
 from __future__ import annotations
 
-from mmrl.lazy import lazy_names
+from mmrl.entries import lazy_names
 
 _NAMES = {
     "robotics.data": ("EpisodeWriter", "LeRobotReader"),
     "robotics.episodes.collect": ("ActingSettings", "run_episodes"),
-    "robotics.episodes.episode_tasks": ("EpisodeSetConfig",),
+    "robotics.episodes.payload": ("EpisodeSetConfig",),
     "robotics.flow3d.clip": ("FlowClip",),
     "robotics.flow3d.methods.awm": ("Flow3dAwmConfig", "Flow3dAwmRecipe"),
     "robotics.flow3d.methods.flow3d_recipe": ("Flow3dConfig", "Flow3dRecipe"),
     "robotics.flow3d.model.world_model_settings": ("FlowModelConfig",),
     "robotics.flow3d.model.world_model": ("FlowWorldModel",),
     "robotics.flow3d.plan.planner": ("FlowPlanner", "PlannerConfig"),
-    "robotics.flow3d.reward.progress": ("FlowProgress", "flow_progress_reward"),
+    "robotics.flow3d.reward.following": ("FlowProgress", "flow_progress_reward"),
     "robotics.methods.clone": ("CloneConfig", "CloneRecipe"),
     "robotics.methods.grpo": ("RobotGrpoConfig", "RobotGrpoRecipe"),
     "robotics.methods.latents": ("LatentConfig", "make_latent"),
@@ -31,7 +31,7 @@ _NAMES = {
     "robotics.methods.robot_recipe": ("train_robot",),
     "robotics.methods.srpo": ("SrpoConfig", "SrpoRecipe"),
     "robotics.methods.video_encoder": ("VideoEncoder", "train_video_encoder"),
-    "robotics.policies.base.draws": ("RowGenerators", "draw_rows"),
+    "robotics.policies.base.action_tokens": ("RowGenerators", "draw_rows"),
     "robotics.policies.base.action_policy": ("ActionPolicy", "PolicyInputs", "open_policy"),
     "robotics.policies.flow": ("FlowActionPolicy", "FlowPolicyConfig"),
     "robotics.policies.gaussian": ("GaussianActionPolicy", "GaussianPolicyConfig"),

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mmrl.cli.doctor.run_folder import check_run
+from mmrl.cli.doctor import check_run
 from mmrl.config import foreign_run, load_run
 from mmrl.errors import UserError
 from mmrl.files import CONFIGS

@@ -17,7 +17,7 @@ ROOMS = (
     "mmrl.files",
     "mmrl.fields",
     "mmrl.fixed",
-    "mmrl.lazy",
+    "mmrl.entries",
     "mmrl.findings",
     "mmrl.core",
     "mmrl.workers",

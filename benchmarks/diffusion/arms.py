@@ -15,8 +15,7 @@ from diffusion.families.base import VelocityModel
 from diffusion.families.table import family_of
 from diffusion.matching.losses import stack_timesteps
 from diffusion.models.conditioning import PromptEmbeddings
-from diffusion.sampling.guidance import GuidedVelocity
-from diffusion.sampling.latent_sampler import euler_ode
+from diffusion.sampling.latent_sampler import GuidedVelocity, euler_ode
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
 PROMPT = "a red circle and a blue square"

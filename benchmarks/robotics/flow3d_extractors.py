@@ -20,8 +20,7 @@ from robotics.flow3d.clip import grid_in_box, grid_in_mask
 from robotics.flow3d.extract.backends import Tracks
 from robotics.flow3d.extract.camera import grey_frames, klt_tracks
 from robotics.flow3d.extract.depth import DenoisedDepth
-from robotics.flow3d.extract.detectors import RevealedDepth
-from robotics.flow3d.extract.extractor import PUBLIC_SIDE_PX, lifted
+from robotics.flow3d.extract.extractor import PUBLIC_SIDE_PX, RevealedDepth, lifted
 from robotics.flow3d.extract.rigid_chain import RigidChain
 from robotics.flow3d.extract.simulated import SimSegmentation, SimState
 from robotics.flow3d.geometry import BoolArray, FloatArray, angle_rad, apply_pose, lift

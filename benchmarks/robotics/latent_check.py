@@ -27,9 +27,8 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields
 from mmrl.training.processes import Streams, stream_seed
 from mmrl.training.recipe import Step
-from robotics.episodes.episode_tasks import episode_id
-from robotics.episodes.payload import EpisodePayload
-from robotics.methods.latents import LATENTS, LatentConfig, make_latent
+from robotics.episodes.payload import EpisodePayload, episode_id
+from robotics.methods.latents import LATENTS, LatentConfig, TrajectoryLatent, make_latent
 from robotics.methods.progress import (
     ProgressSettings,
     SuccessMemory,
@@ -38,7 +37,6 @@ from robotics.methods.progress import (
     rank_agreement,
 )
 from robotics.methods.srpo import SrpoConfig, SrpoRecipe
-from robotics.methods.trajectory_latent import TrajectoryLatent
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -21,13 +21,13 @@ from benchmarks.harness import Arm, check, comparison, ratio, run_arms
 from benchmarks.measure import Recorder, Stopwatch
 from benchmarks.vlm.setup import Bench
 from mmrl.hub.video_writing import VideoSettings, write_mp4
-from mmrl.vlm.toy.clips import Shot, clip_frames
+from mmrl.vlm.toy.digit_clips import Shot, clip_frames
 from mmrl.vlm.toy.digits import CELL_PX, scan_pool
 from mmrl.vlm.toy.needles import QUESTIONS
 from mmrl.vlm.toy.tiny_clip import build_clip
 from mmrl.vlm.tspo.agent import AgentSettings, TemporalAgent
 from mmrl.vlm.tspo.features import ClipEncoder, FeatureStore
-from mmrl.vlm.tspo.picker import FramePicker
+from mmrl.vlm.tspo.picking import FramePicker
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -26,6 +26,7 @@ import torch
 from accelerate import Accelerator
 
 from diffusion.diffusion_config import DiffusionConfig, TrajectoryParts
+from diffusion.diffusion_recipe import TrajectoryRecipe
 from diffusion.methods.latent_critic import (
     LatentCriticConfig,
     LatentStateCritic,
@@ -33,7 +34,6 @@ from diffusion.methods.latent_critic import (
     ShapingConfig,
     explained_by_time,
 )
-from diffusion.methods.trajectory import TrajectoryRecipe
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import rare
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective

@@ -1,20 +1,74 @@
-"""Prompts to draw images for, with the columns that rewards read."""
+"""Prompts to draw images for, images to edit, and the columns that rewards read."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from omegaconf import MISSING
 
-from diffusion.data.references import ReferenceImage
 from mmrl.errors import UserError
 from mmrl.fields import choice, rare
-from mmrl.files import expanded
-from mmrl.hub.images import ImageError, image_pixels_option
+from mmrl.files import expanded, is_file
+from mmrl.hub.foreign import MalformedError, to_rgb
+from mmrl.hub.images import ImageError, decode_image, image_pixels_option, read_image_file
 from mmrl.hub.tables import BAD_ROWS, BadRowError, DataRow, LoadedRows, RowsConfig, built_path, check_split, rows
+
+LIMIT = "data.max_image_pixels"
+
+
+@dataclass(frozen=True)
+class ReferenceImage:
+    """An image to be edited, read when it is needed."""
+
+    source: Path | bytes
+    """Path of the image file, or its content."""
+    max_pixels: int
+    """Maximum number of pixels to decode."""
+    digest: str
+    """Digest of the file's bytes; rows with the same digest share an embedding."""
+
+    @classmethod
+    def of(cls, cell: Any, folder: Path, max_pixels: int) -> ReferenceImage:
+        """The image of a data cell: a path relative to `folder`, or file content; raises ImageError without one."""
+        stored = cell.read() if hasattr(cell, "read") else cell
+        if isinstance(stored, Mapping):
+            stored = stored.get("bytes") or stored.get("path")
+        if isinstance(stored, str) and stored:
+            stored = folder / stored
+            if not is_file(stored):
+                raise ImageError(f"there is no such file: {stored}")
+        if not isinstance(stored, Path | bytes):
+            raise ImageError(f"expected a path or the content of a file, not {type(stored).__name__}")
+        found = cls(stored, max_pixels, "")
+        content = found._content()
+        decode_image(content, max_pixels, LIMIT)
+        return cls(stored, max_pixels, hashlib.blake2b(content, digest_size=16).hexdigest())
+
+    def pixels(self, height: int, width: int) -> NDArray[np.uint8]:
+        """RGB uint8 (height, width, 3), resized to cover this size and then center-cropped."""
+        from PIL import Image, ImageOps
+
+        try:
+            image = to_rgb(decode_image(self._content(), self.max_pixels, LIMIT))
+        except MalformedError as error:
+            raise ImageError(str(error)) from error
+        return np.asarray(ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS))
+
+    def _content(self) -> bytes:
+        if isinstance(self.source, bytes):
+            return self.source
+        try:
+            return read_image_file(self.source, self.max_pixels)
+        except OSError as error:
+            raise ImageError(f"{self.source} cannot be read: {error}") from error
+
 
 TaskT = TypeVar("TaskT")
 LOGGER = logging.getLogger("mmrl")

@@ -9,8 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusion.families.base import REFERENCE, Family, FamilyOptions, KohyaNames, LatentSides, Text, TextPart
-from diffusion.families.grids import PATCH, pack_latents, scheduler_grid, unpack_latents
+from diffusion.families.base import (
+    PATCH,
+    REFERENCE,
+    Family,
+    FamilyOptions,
+    KohyaNames,
+    LatentSides,
+    Text,
+    TextPart,
+    pack_latents,
+    scheduler_grid,
+    unpack_latents,
+)
 from mmrl.fields import bounded
 
 

@@ -9,8 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusion.families.base import REFERENCE, Family, FamilyOptions, KohyaNames, LatentSides, Text, TextPart
-from diffusion.families.grids import PATCH, even_sigmas, grid_of
+from diffusion.families.base import (
+    PATCH,
+    REFERENCE,
+    Family,
+    FamilyOptions,
+    KohyaNames,
+    LatentSides,
+    Text,
+    TextPart,
+    even_sigmas,
+    grid_of,
+)
 
 REFERENCE_TIME = 10
 """First coordinate of the tokens of an image to be edited."""

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusion.families.base import MASK, Family, LatentSides, Text, TextPart
-from diffusion.families.grids import scheduler_grid
+from diffusion.families.base import MASK, Family, LatentSides, Text, TextPart, scheduler_grid
 
 HEIGHT, WIDTH = 480, 832
 """Default size in pixels."""

@@ -19,8 +19,8 @@ from diffusion.families.base import (
     TextPart,
     channel_statistics,
     channels_last,
+    scheduler_grid,
 )
-from diffusion.families.grids import scheduler_grid
 from mmrl.fields import bounded
 
 HEIGHT, WIDTH = 512, 704

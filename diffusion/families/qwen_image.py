@@ -8,8 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusion.families.base import ChannelwiseFamily, KohyaNames, LatentSides, Text, TextPart
-from diffusion.families.grids import PATCH, pack_latents, scheduler_grid, unpack_latents
+from diffusion.families.base import (
+    PATCH,
+    ChannelwiseFamily,
+    KohyaNames,
+    LatentSides,
+    Text,
+    TextPart,
+    pack_latents,
+    scheduler_grid,
+    unpack_latents,
+)
 
 
 class QwenImageFamily(ChannelwiseFamily):

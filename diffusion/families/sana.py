@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusion.families.base import MASK, Family, FamilyOptions, LatentSides, Text, TextPart
-from diffusion.families.grids import grid_of
+from diffusion.families.base import MASK, Family, FamilyOptions, LatentSides, Text, TextPart, grid_of
 
 
 @dataclass

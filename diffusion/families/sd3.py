@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from diffusion.families.base import Family, KohyaNames, LatentSides, Text, TextPart
-from diffusion.families.grids import scheduler_grid
+from diffusion.families.base import Family, KohyaNames, LatentSides, Text, TextPart, scheduler_grid
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 """Projections of the image stream and of the text stream.

@@ -16,9 +16,9 @@ from diffusion.families.base import (
     LatentSides,
     Text,
     TextPart,
+    grid_of,
     padded,
 )
-from diffusion.families.grids import grid_of
 from mmrl.fields import bounded
 
 HEIGHT, WIDTH = 480, 832

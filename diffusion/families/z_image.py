@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusion.families.base import Family, KohyaNames, LatentSides, Text, TextPart
-from diffusion.families.grids import PATCH, scheduler_grid
+from diffusion.families.base import PATCH, Family, KohyaNames, LatentSides, Text, TextPart, scheduler_grid
 
 DEFAULT_SIDE = 1024
 """Pixels on a side where none are asked for, as in the pipeline's call."""

@@ -23,11 +23,11 @@ from diffusion.data.prompts import DiffusionTask
 from diffusion.matching.losses import NoisyRows, mix
 from diffusion.matching.times import TimestepConfig, draw_times, reachable_times
 from diffusion.models.diffusion_policy import DiffusionPolicy
-from diffusion.sampling.guidance import guided
 from diffusion.sampling.latent_sampler import (
     LatentSamplerConfig,
     check_networks,
     group_seeds,
+    guided,
     row_noise,
     sample_latents,
     text_of,
@@ -37,8 +37,8 @@ from diffusion.sampling.steps import velocity_kl
 from diffusion.sampling.trajectories import DiffusionPayload, TrainedDecisions, mean_over_decisions
 from mmrl.core.loss import Denominators, Metric, mean_metric
 from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
+from mmrl.core.payload import to_device
 from mmrl.core.rollouts import Rollouts
-from mmrl.core.transfer import to_device
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Reference
 

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from diffusion.diffusion_config import DiffusionConfig, TrajectoryParts
-from diffusion.methods.trajectory import TrajectoryRecipe
+from diffusion.diffusion_recipe import TrajectoryRecipe
 from diffusion.sampling.latent_sampler import LatentSamplerConfig
 from diffusion.sampling.trajectories import DiffusionPayload, StepConfig
 from mmrl.core.rollouts import Rollouts

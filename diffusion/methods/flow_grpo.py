@@ -28,7 +28,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from diffusion.diffusion_config import DiffusionConfig, TrajectoryParts, image_trainer
-from diffusion.methods.trajectory import TrajectoryRecipe
+from diffusion.diffusion_recipe import TrajectoryRecipe
 from diffusion.models.diffusion_policy import full_model
 from diffusion.sampling.latent_sampler import LatentSamplerConfig
 from diffusion.sampling.steps import StepKernel, guard_log_ratio

@@ -22,9 +22,9 @@ from diffusion.models.diffusion_policy import DiffusionPolicy
 from diffusion.sampling.latent_sampler import text_of
 from diffusion.sampling.trajectories import DiffusionPayload, TrainedDecisions
 from mmrl.core.objectives.objective import Objective
+from mmrl.core.payload import numbers, to_device, to_host
 from mmrl.core.returns import explained_variance
 from mmrl.core.rollouts import Rollouts
-from mmrl.core.transfer import numbers, to_device, to_host
 from mmrl.fields import bounded, choice, rare
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.processes import (

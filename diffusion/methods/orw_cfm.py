@@ -32,8 +32,8 @@ from diffusion.models.ema import EMAWeights
 from mmrl.core.blocks.advantage import group_center
 from mmrl.core.loss import Denominators, mean_metric
 from mmrl.core.objectives.objective import LossOutput
+from mmrl.core.payload import numbers
 from mmrl.core.rollouts import Rollouts
-from mmrl.core.transfer import numbers
 from mmrl.fields import bounded, choice, rare
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import merge_lists

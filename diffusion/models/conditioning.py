@@ -15,10 +15,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from diffusion.data.references import ReferenceImage
+from diffusion.data.prompts import ReferenceImage
 from diffusion.families.base import MASK, REFERENCE, Cut, Family, Text, padded
 from diffusion.models.pipelines import quiet_diffusers
-from mmrl.core.transfer import to_device, to_host
+from mmrl.core.payload import to_device, to_host
 from mmrl.errors import UserError
 from mmrl.files import expanded
 

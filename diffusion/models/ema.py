@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmrl.core.transfer import to_device
+from mmrl.core.payload import to_device
 from mmrl.errors import UserError
 from mmrl.fields import bounded
 from mmrl.training.recipe import Step

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from diffusion.families.base import Family
 from diffusion.families.table import find_family
-from mmrl.core.transfer import to_host
+from mmrl.core.payload import to_host
 from mmrl.errors import UserError
 from mmrl.files import expanded, read_json_object
 from mmrl.hub.building import check_finite, first_line, may_be_hub_id

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmrl.core.transfer import to_device
+from mmrl.core.payload import to_device
 from mmrl.fields import bounded, check_fields
 
 ELBO_NOISE_LEVEL = 0.7

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from diffusion.data.prompts import DiffusionTask
 from diffusion.models.conditioning import TextRows
 from diffusion.models.diffusion_policy import DiffusionPolicy
-from diffusion.sampling.guidance import guided
 from diffusion.sampling.latent_sampler import (
     DRAWN_WINDOWS,
     MOVES,
     LatentSamplerConfig,
     check_networks,
     group_seeds,
+    guided,
     last_trained,
     make_kernel,
     reachable_times,
@@ -39,9 +39,8 @@ from diffusion.sampling.latent_sampler import (
 from diffusion.sampling.steps import BOUNDED, flow_grpo_head_kl, gaussian_kl, velocity_kl
 from mmrl.core.loss import Denominators, token_mean
 from mmrl.core.objectives.objective import PolicyOutputs
-from mmrl.core.payload import Payload, per_decision, per_group, per_row
+from mmrl.core.payload import Payload, per_decision, per_group, per_row, to_device
 from mmrl.core.rollouts import Rollouts
-from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.fields import choice, rare
 from mmrl.training.processes import Streams

@@ -5,7 +5,7 @@ Importing the package loads none of them, only what is taken from it: `from mmrl
 
 from __future__ import annotations
 
-from mmrl.lazy import lazy_names
+from mmrl.entries import lazy_names
 
 _NAMES = {
     "mmrl.agents.methods.arpo": ("ArpoConfig", "ArpoRecipe", "ReplayBuffer", "ReplayConfig", "needs_replay"),

@@ -23,21 +23,36 @@ from mmrl.agents.agent_evaluation import AgentEvaluationConfig, AgentMeasure, ab
 from mmrl.agents.environments.agent_tasks import AgentTask, TaskSetConfig, check_splits, list_tasks
 from mmrl.agents.environments.env_pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.environment import FORMATS, ActionConfig
-from mmrl.agents.monitor import agent_alarms, count_below_silence, count_episodes, episode_metrics
-from mmrl.agents.rewards import OWN_TERMS, EpisodeRewards, check_names, tabulate_failed_answers
-from mmrl.agents.rollout.anchors import tabulate_anchors, tabulate_durations
-from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, Episode, EpisodeConfig, Writer, pack_groups
+from mmrl.agents.monitor import (
+    OWN_TERMS,
+    EpisodeRewards,
+    agent_alarms,
+    check_names,
+    count_below_silence,
+    count_episodes,
+    episode_metrics,
+    tabulate_failed_answers,
+)
+from mmrl.agents.rollout.episodes import (
+    AgentPayload,
+    ConversationConfig,
+    Episode,
+    EpisodeConfig,
+    Writer,
+    pack_groups,
+    tabulate_anchors,
+    tabulate_durations,
+)
 from mmrl.agents.rollout.gains import add_gains, check_answers, tabulate_gains
 from mmrl.agents.rollout.runner import EpisodeRunner, Fork, check_dropped
 from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.blocks.credit import CriticAdvantage
-from mmrl.core.blocks.turns import ANCHOR, GAIN, InformationGain
-from mmrl.core.blocks.weight import DURATION
+from mmrl.core.blocks.turns import ANCHOR, DURATION, GAIN, InformationGain
 from mmrl.core.loss import Metric
 from mmrl.core.objectives.objective import PolicyOutputs
+from mmrl.core.payload import to_device
 from mmrl.core.rollouts import TOKENS, Rollouts
 from mmrl.core.state import Stateful, Tally
-from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.fields import rare
 from mmrl.rewards import RewardConfig, RewardResult

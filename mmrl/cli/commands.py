@@ -276,11 +276,11 @@ def sim(args: argparse.Namespace) -> int:
 
 def setup(args: argparse.Namespace) -> int:
     """Install an inference engine in a separate Python, for `sampler.engine` in a configuration, or serve it."""
-    from mmrl.vlm.inference import environment
+    from mmrl.vlm.inference import inference_sampler
 
     if args.listen:
-        environment.listen(args.listen, args.folder)
-    environment.setup_vllm(say, args.folder, gpu=args.gpu)
+        inference_sampler.listen(args.listen, args.folder)
+    inference_sampler.setup_vllm(say, args.folder, gpu=args.gpu)
     return 0
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mmrl.core.block import Block
+from mmrl.core.payload import numbers
 from mmrl.core.rollouts import check_decisions
-from mmrl.core.transfer import numbers
 from mmrl.fields import bounded, rare
 
 

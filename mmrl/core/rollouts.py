@@ -30,9 +30,10 @@ from mmrl.core.payload import (
     per_decision,
     per_row,
     select_fields,
+    to_device,
+    to_host,
     trim_fields,
 )
-from mmrl.core.transfer import to_device, to_host
 
 _FLOATS = (torch.float32, torch.float64)
 

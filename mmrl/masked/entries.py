@@ -13,7 +13,7 @@ RECIPES = (
     ),
     RecipeEntry(
         "masked_sft",
-        "mmrl.masked.masked_sft:MaskedSftRecipe:MaskedSftConfig",
+        "mmrl.masked.masked_recipe:MaskedSftRecipe:MaskedSftConfig",
         "masked-diffusion training of a language model on given completions",
         "Nie et al., LLaDA, arXiv 2502.09992",
         supervised=True,

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from mmrl.core.blocks.foreign import HINTED
 from mmrl.core.objectives.objective import PolicyOutputs
-from mmrl.core.payload import per_row
+from mmrl.core.payload import per_row, to_device
 from mmrl.core.rollouts import Rollouts
-from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.training.processes import Streams
 from mmrl.vlm.data.prompt import Prompt, VlmPayload

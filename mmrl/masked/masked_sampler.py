@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.core.transfer import to_device
+from mmrl.core.payload import to_device
 from mmrl.errors import ConfigError, UserError
 from mmrl.fields import bounded, choice
 from mmrl.masked.masked_policy import MaskedPolicy

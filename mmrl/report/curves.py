@@ -12,8 +12,7 @@ from typing import Any
 
 from mmrl.report.charts import Chart, Series, interval_chart, line_chart, panel_chart, stacked_chart
 from mmrl.report.folder import RunFolder, estimate
-from mmrl.report.names import readable_name, unit_of
-from mmrl.report.report_tables import JUDGED, UNJUDGED
+from mmrl.report.report_tables import JUDGED, UNJUDGED, readable_name, unit_of
 from mmrl.runs.metrics import STAGES, STAGES_BETWEEN, label, measured
 from mmrl.runs.statistics import SHARES
 

@@ -3,22 +3,333 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import pydoc
 import re
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from mmrl.config import foreign_run
 from mmrl.errors import UserError
-from mmrl.files import follow_umask
-from mmrl.hub.cards import CARD, hub_id_of
+from mmrl.files import expanded, follow_umask
+from mmrl.hub.cards import CARD, card_text, code, fenced, head_of, hub_id_of, plain, portable, table, without_paths
 from mmrl.hub.compat import quiet_transformers
-from mmrl.report.card import model_card
-from mmrl.runs.export import ABOUT_FILE, Exported, chosen_checkpoint
+from mmrl.report.folder import RunFolder, estimate, read_run
+from mmrl.report.page import GENERIC, SOURCES, facts, method, outcome, setting, settings_of
+from mmrl.report.report_tables import JUDGED, headline, headline_name, part_tables, score_tables
+from mmrl.runs.export import ABOUT_FILE, Exported, chosen_checkpoint, is_run
+from mmrl.runs.metrics import measured
+from mmrl.runs.records import read_warnings
+from mmrl.runs.statistics import SHARES
+
+MOST_PARTS = 24
+"""Maximum number of task groups in the table of results; the report lists all."""
+LARGEST_SETTINGS = 12_000
+"""Characters of settings that a card repeats."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """The model that training began with, before the first run of a chain."""
+
+    text: str
+    """Markdown that names it."""
+    hub_id: str = ""
+    """Its id, if it is on the hub."""
+    licence: str = ""
+    """Licence that its own card states."""
+    earlier: tuple[str, ...] = ()
+    """Runs in between as Markdown, the first one first."""
+
+
+def model_card(entry: Any, config: Any, run_dir: Path, step: int, exported: Exported, repository: str = "") -> str:
+    """The card of the model that a run had at a step; unknown parts are left out.
+
+    `repository` is its id on the hub, if it is to have one.
+    """
+    from huggingface_hub import ModelCardData
+
+    run = at_step(read_run(run_dir), step)
+    settings = settings_of(run)
+    start = start_of(settings, run_dir)
+    title = repository.rpartition("/")[2] or run_dir.resolve().name
+    data = hub_id_of(str(setting(settings, "data", "path") or ""))
+    results = list(_eval_results(run, exported.task)) if run.evaluations else None
+    head = ModelCardData(
+        model_name=title if results else None,
+        base_model=start.hub_id or None,
+        library_name=exported.library,
+        pipeline_tag=exported.task or None,
+        license=start.licence or None,
+        datasets=data or None,
+        tags=list(dict.fromkeys(["mmrl", entry.name, *filter(None, [run.result.get("objective")])])),
+        eval_results=results,
+    )
+    lines = [
+        f"# {plain(title)}",
+        "",
+        plain(" ".join(outcome([run])) or f"Trained with {method(run)}; there is no held-out evaluation of this step."),
+        "",
+        *_use(exported, config, repository),
+        *_results(run, exported),
+        *_training(entry, config, run, step, start, exported),
+        *_limits(run, step, settings, start, exported),
+        *_citation(entry, run),
+    ]
+    return card_text(head, lines)
+
+
+def at_step(run: RunFolder, step: int) -> RunFolder:
+    """The run as it was at a step, with the splits that were evaluated there."""
+    until = [record for record in run.evaluations if record["step"] <= step]
+    there = {record.get("split", "") for record in until if record["step"] == step}
+    metrics = [record for record in run.metrics if record["step"] <= step]
+    return replace(run, metrics=metrics, evaluations=[record for record in until if record.get("split", "") in there])
+
+
+def start_of(settings: Mapping[str, Any], run_dir: Path) -> Start:
+    """Follow `model.path` through earlier runs to the model at the beginning."""
+    earlier: list[str] = []
+    while True:
+        path = str(setting(settings, "model", "path") or setting(settings, "policy", "path") or "")
+        folder = _found(path, run_dir)
+        before = next((place for place in (folder, *folder.parents[:3]) if is_run(place)), None) if folder else None
+        if before is None or before.resolve() == run_dir.resolve() or len(earlier) > 20:
+            break
+        found = read_run(before)
+        steps = re.search(r"step-0*(\d+)", str(folder))
+        at = f" at step {steps[1]}" if steps else ""
+        recipe = settings_of(found).get("recipe", found.result.get("recipe", ""))
+        earlier.insert(0, f"{code(recipe)} in {code(before.resolve().name)}{at}")
+        settings, run_dir = settings_of(found), before
+    build = setting(settings, "model", "build")
+    if build:
+        return Start(f"a model that {code(portable(build))} builds", earlier=tuple(earlier))
+    if not path:
+        kind = setting(settings, "model", "kind")
+        return Start(f"a new policy of kind {code(portable(kind))}" if kind else "", earlier=tuple(earlier))
+    hub_id = hub_id_of(path)
+    head = head_of(hub_id or str(folder or path))
+    base = hub_id or (head.get("base_model") if isinstance(head.get("base_model"), str) else "")
+    shown = f"[{plain(hub_id)}](https://huggingface.co/{hub_id})" if hub_id else code(portable(path))
+    licence = head.get("license")
+    return Start(shown, base or "", licence if isinstance(licence, str) else "", tuple(earlier))
+
+
+def _found(path: str, run_dir: Path) -> Path | None:
+    """The folder of a path, found even if the runs were moved together; None if there is none."""
+    places = (expanded(path), *(parent / path for parent in run_dir.resolve().parents)) if path else ()
+    return next((place for place in places if place.is_dir()), None)
+
+
+def _use(exported: Exported, config: Any, repository: str) -> list[str]:
+    where = f'"{repository}"' if repository else '"."  # this folder'
+    if repository and exported.library not in ("transformers", "diffusers"):
+        where = f'snapshot_download("{repository}")'
+    first = ["from huggingface_hub import snapshot_download", ""] if "snapshot" in where else []
+    shown = fenced("\n".join([*first, f"folder = {where}", exported.load, *filter(None, [exported.use])]), "python")
+    data = getattr(config, "data", None)
+    for name, sentence in (
+        ("system_prompt", "Training put this system turn before the question:"),
+        ("format_prompt", "Training put this Jinja template around the question:"),
+    ):
+        text = getattr(data, name, None)
+        if text:
+            shown += [sentence, "", *fenced(portable(text))]
+    return ["## Use", "", *shown]
+
+
+def _results(run: RunFolder, exported: Exported) -> list[str]:
+    rows = [*_headline_rows(run), *_group_rows(score_tables([run]))]
+    parts = list(_group_rows(part_tables([run]), f"{headline_name(run)}: "))
+    rows += parts if len(parts) <= MOST_PARTS else []
+    if not rows:
+        return []
+    several = any(row[2] for row in rows)
+    heading = ["held-out tasks", "measure", *(["before", "after", "change"] if several else ["value"]), "n"]
+    shown = [[*row[:2], *(row[2:5] if several else row[3:4]), row[5]] for row in rows]
+    said = "Brackets are 95 % intervals over the tasks."
+    decoding = exported.facts.get("decoding", "")
+    return ["## Results", "", *table(heading, shown), " ".join(filter(None, [said, decoding])), ""]
+
+
+def _headline_rows(run: RunFolder) -> Iterator[list[str]]:
+    """Split, measure, before, after, change and count of accuracy or success."""
+    for found in headline([run]):
+        for place, protocol in enumerate(found["protocols"]):
+            cells = [row["cells"][place] for row in found["rows"]]
+            yield [plain(found["split"]), plain(protocol), *_ends(cells), found["rows"][-1]["count"]]
+
+
+def _group_rows(tables: Sequence[Mapping[str, Any]], prefix: str = "") -> Iterator[list[str]]:
+    """The same of scores, or of the headline by groups of tasks."""
+    for found in tables:
+        for group in found["groups"]:
+            if prefix and not group["heading"].startswith("by "):
+                continue
+            column = group["heading"].removeprefix("by ")
+            for row in group["rows"]:
+                name = f"{prefix}{column} = {row['label']}" if prefix else row["label"]
+                count = row["count"] if prefix else found["columns"][-1]["count"]
+                yield [plain(found["split"]), plain(name), *_ends(row["cells"]), str(count)]
+
+
+def _ends(cells: Sequence[Mapping[str, str] | None]) -> list[str]:
+    """Before, after and change as Markdown; empty if there are none."""
+    first, last = (cells[0] if len(cells) > 1 else None), cells[-1]
+    shown = ["" if cell is None else plain(f"{cell['value']} {cell['interval']}") for cell in (first, last)]
+    change = plain(f"{last['change']} {last['change_interval']}") if last and "change" in last else ""
+    return [*shown, change]
+
+
+def _training(entry: Any, config: Any, run: RunFolder, step: int, start: Start, exported: Exported) -> list[str]:
+    known, result = dict(facts(run)), run.result
+    steps = result.get("steps")
+    device = result.get("device", "")
+    processes = result.get("processes", 1)
+    summary = "" if entry.name in GENERIC else f": {plain(entry.summary)}"
+    rows = {
+        "method": f"{plain(method(run))}, recipe {code(entry.name)}{summary}",
+        "began with": start.text,
+        "earlier runs": "; ".join(start.earlier),
+        "data": _data(settings_of(run), result),
+        "held out": plain(known.get("held out", "")),
+        "rewards": "; ".join(_rewards(config)),
+        "seed": str(getattr(config, "seed", "")),
+        "step": f"{step:,}" + (f" of {steps:,}" if isinstance(steps, int) and steps != step else ""),
+        "time": known.get("time", ""),
+        "date": known.get("date", ""),
+        "machine": plain(f"{device}, {processes:g} processes" if processes > 1 else device),
+        "versions": plain(known.get("versions", "")),
+        **{name: plain(text) for name, text in exported.facts.items() if name != "decoding"},
+    }
+    lines = ["## Training", "", *table(["", ""], [[name, text] for name, text in rows.items() if text])]
+    if formula := result.get("objective_formula"):
+        lines += ["The loss:", "", *fenced(str(formula))]
+    changed = {"recipe": entry.name} | _differences(config, entry.default_config())
+    changed.pop("output_dir", None)
+    text = yaml.safe_dump(portable(changed), sort_keys=False, allow_unicode=True)
+    if len(text) <= LARGEST_SETTINGS:
+        lines += [
+            "These settings, saved as `run.yaml`, repeat the run with `mmrl train run.yaml`; the names of files are "
+            "those of the machine that it ran on.",
+            "",
+            *fenced(text, "yaml"),
+        ]
+    return lines
+
+
+def _data(settings: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    """Source, number of tasks and digest of the training data."""
+    place = next((place for place in SOURCES["data"] if setting(settings, *place)), ("data", "path"))
+    path, build = setting(settings, *place), setting(settings, place[0], "build")
+    found, where = result.get("data", {}), ""
+    if path:
+        name = str(path)
+        where = f"[{plain(name)}](https://huggingface.co/datasets/{name})" if hub_id_of(name) else code(portable(name))
+    made = f"built by {code(portable(build))}" if build else ""
+    count = f"{found['tasks']:,} tasks" if isinstance(found.get("tasks"), int) else ""
+    digest = f"digest {code(found['digest'])}" if found.get("digest") else ""
+    return ", ".join(filter(None, [where, made, count, digest]))
+
+
+def _rewards(config: Any) -> Iterator[str]:
+    """Reward terms that were optimised, with their weights."""
+    for reward in getattr(config, "rewards", None) or ():
+        function = f" ({code(portable(reward.function))})" if reward.function else ""
+        yield f"{code(reward.name)}{function}, weight {reward.weight:g}"
+
+
+def _differences(value: Any, default: Any = None) -> Any:
+    """A configuration without what is the default."""
+    if isinstance(value, list):
+        return [_differences(entry) for entry in value]
+    if isinstance(value, dict):
+        return {name: _differences(entry) for name, entry in value.items()}
+    if not dataclasses.is_dataclass(value):
+        return value
+    found = {}
+    for field in dataclasses.fields(value):
+        own = getattr(value, field.name)
+        usual = getattr(default, field.name, _default(field)) if type(default) is type(value) else _default(field)
+        if own != usual:
+            found[field.name] = _differences(own, usual)
+    return found
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    made = field.default_factory
+    return field.default if made is dataclasses.MISSING else made()
+
+
+def _limits(run: RunFolder, step: int, settings: Mapping[str, Any], start: Start, exported: Exported) -> list[str]:
+    best = run.result.get("best_checkpoint") or {}
+    sentences = list(exported.limits)
+    if run.evaluations:
+        sentences.append("One run with one seed: the intervals cover the choice of tasks, not another training run.")
+    if best.get("step") == step and settings.get("checkpoint", {}).get("every"):
+        sentences.append(
+            f"This step was chosen among several by its {plain(best.get('metric', 'result'))} on the held-out tasks, "
+            "so that number is somewhat too good."
+        )
+    if not run.result:
+        sentences.append("The run has not finished.")
+    if start.hub_id and not start.licence:
+        sentences.append(f"The licence of {plain(start.hub_id)}, which is on its own page, applies to this model too.")
+    sentences += [f"The run warned: {plain(without_paths(text))}." for text in read_warnings(run.folder)]
+    return ["## Limits", "", *(f"- {sentence}" for sentence in sentences), ""] if sentences else []
+
+
+def _citation(entry: Any, run: RunFolder) -> list[str]:
+    """BibTeX of the papers of the recipe and of the objective."""
+    from mmrl.core.catalogue import all_objectives, all_preferences
+
+    row = {**all_objectives(), **all_preferences()}.get(run.result.get("objective", ""))
+    cited = getattr(row, "citation", "")
+    if entry.name not in GENERIC or "arXiv" not in cited:  # a general recipe cites what its objectives may use
+        cited = f"{entry.citation}; {cited}"
+    papers = {paper[2]: paper[1].strip(" ,") for paper in re.finditer(r"([^;]*?)\barXiv (\d{4}\.\d{4,5})", cited)}
+    entries = []
+    for number, text in papers.items():
+        authors, known, title = text.rpartition(" et al., ")
+        fields = {
+            "author": f"{authors} and others" if known else "",
+            "title" if known and " " in title else "note": title,  # one word is a method's name
+            "year": f"20{number[:2]}",
+            "eprint": number,
+            "archivePrefix": "arXiv",
+        }
+        body = ",\n".join(f"  {name} = {{{re.sub(r'[{}]', '', value)}}}" for name, value in fields.items() if value)
+        entries.append(f"@misc{{arxiv{number.replace('.', '')},\n{body}\n}}")
+    return ["## Citation", "", *fenced("\n\n".join(entries), "bibtex")] if entries else []
+
+
+def _eval_results(run: RunFolder, task: str) -> Iterator[Any]:
+    """The last evaluation of each split for the head of the card."""
+    from huggingface_hub import EvalResult
+
+    for split in run.splits:
+        record = run.of_split(split)[-1]
+        for name in measured([record], (*SHARES, *JUDGED)):
+            value, low, high = estimate(record, name)
+            interval = {} if low != low else {"low": low, "high": high}
+            yield EvalResult(
+                task_type=task or "other",
+                dataset_type=split or "held-out",
+                dataset_name=split or "held-out",
+                metric_type=name.partition("/")[0],
+                metric_name=name.replace("/", ", "),
+                metric_value=round(value, 6),
+                metric_args={"n": int(record["n"]), **interval} if record.get("n") == record.get("n") else None,
+            )
+
 
 SOURCE_KEYS = ("_name_or_path", "name_or_path")
 """Keys of transformers' and diffusers' files that tell where a model was loaded from."""

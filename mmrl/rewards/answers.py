@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 import re
+import string
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from decimal import Decimal
+from fractions import Fraction
 from functools import lru_cache
+from itertools import pairwise
 from numbers import Number
 from typing import Any, TypeAlias
 
@@ -400,3 +403,174 @@ def overlong_penalty(
     start = max_tokens - buffer_tokens
     # linear between start and limit, as in eq. 13
     return [-min(1.0, max(0.0, (int(length) - start) / buffer_tokens)) for length in completion_lengths]
+
+
+MAX_NUMBER_CHARS = 64
+PERCENT = ("strip", "value")
+
+_PLAIN = r"(?:\d{1,3}(?:(?:,|\{,\})\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_POWER = r"(?:[eE]([+-]?\d{1,3})(?!\w)|\s*(?:[x×*]|\\times|\\cdot)\s*10\s*(?:\^|\*\*)\s*\{?\s*([+-]?\d{1,3})\}?)?"
+_UNSIGNED = rf"({_PLAIN}){_POWER}"
+TOKEN = re.compile(
+    rf"(?P<sign>[+-]\s?)?(?:\\[dt]?frac\s*\{{\s*(?P<top>-?\d+)\s*\}}\s*\{{\s*(?P<under>-?\d+)\s*\}}"
+    rf"|(?<![\w.^])(?:(?P<whole>\d+)\s+(?=\d+\s*/\s*\d))?{_UNSIGNED}(?:\s*/\s*(?P<over>\d+(?:\.\d+)?))?)"
+    r"(?P<percent>\s*\\?%)?"
+)
+BETWEEN = re.compile(r"\s*(?:[-+*/×÷,;:]|\\times|\\cdot|\\div)?\s*")
+UNIT_POWER = re.compile(r"\b(units?|[cdmk]?m|ft|in|yd|mi|s)\s*(?:\^\{?-?\d\}?|[²³]|[23]\b)")
+# The text without the numbers must be words, units and layout: no digit, power, root, factorial or function.
+EXPRESSION = re.compile(r"[\d^√∛π∞]|\*\*|#\s*!|[A-Za-z]\(\s*#|\\(?!text|mathrm|\$|%|[,;!\s])")
+
+
+def number_reward(
+    prompts: Sequence[Chat],
+    completions: Sequence[Chat],
+    *,
+    answer: Sequence[Any],
+    absolute: float = 1e-6,
+    relative: float = 0.0,
+    percent: str = "strip",
+    require_block: bool = True,
+    **_: Any,
+) -> list[float]:
+    r"""Give 1 when the response gives one number and it is the right one.
+
+    Read are integers, decimals, thousands separators (1,234), fractions (3/4, 1 3/4, \frac{3}{4}), powers of
+    ten (1.2e3, 1.2 x 10^3) and percentages, with words or units around them. Different numbers in the answer,
+    or an expression that would have to be computed, get 0.
+    """
+    if percent not in PERCENT or absolute < 0 or relative < 0:
+        raise ValueError(f"number: percent is one of {', '.join(PERCENT)}, tolerances are not negative")
+    rewards = []
+    for prompt, completion, gold in zip(prompts, completions, answer, strict=True):
+        wanted = read_number(gold_text(gold), percent)
+        if wanted is None:
+            raise ValueError(f"the right answer {str(gold)[:60]!r} is not one number; try the reward math or exact")
+        text = read_answer(completion, prompt, require_block=require_block)
+        value = None if text is None else read_number(text, percent)
+        allowed = max(Fraction(absolute), Fraction(relative) * abs(wanted))
+        rewards.append(float(value is not None and abs(value - wanted) <= allowed))
+    return rewards
+
+
+def read_number(text: str, percent: str = "strip") -> Fraction | None:
+    """Read the one number of a text exactly."""
+    text = unicodedata.normalize("NFKC", UNIT_POWER.sub(r"\1", text)).replace("−", "-").replace("⁄", "/")
+    matches = list(TOKEN.finditer(text))
+    values = {_value(match, percent) for match in matches}
+    listed = any(BETWEEN.fullmatch(text[a.end() : b.start()]) for a, b in pairwise(matches))
+    if len(values) != 1 or listed or EXPRESSION.search(TOKEN.sub("#", text)):
+        return None
+    return values.pop()
+
+
+def _value(match: re.Match[str], percent: str) -> Fraction | None:
+    if len(match[0]) > MAX_NUMBER_CHARS:
+        return None
+    try:
+        value = _magnitude(match)
+    except (ValueError, ZeroDivisionError):
+        return None
+    if match["percent"] and percent == "value":
+        value /= 100
+    return -value if (match["sign"] or "").startswith("-") else value
+
+
+def _magnitude(match: re.Match[str]) -> Fraction:
+    if match["top"] is not None:
+        return Fraction(int(match["top"]), int(match["under"]))
+    plain, exponent, power = match.group(5, 6, 7)
+    value = Fraction(plain.replace("{,}", "").replace(",", ""))
+    value *= Fraction(10) ** int(exponent or power or 0)
+    if match["over"] is not None:
+        value /= Fraction(match["over"])
+    return value + int(match["whole"] or 0)
+
+
+MENTION = re.compile(r"(?<![\w'’\-])([A-Z])(?![\w'’\-])")
+CONNECTOR = r"(?:or|and|nor|to|vs|through|then|else|also|maybe|perhaps)"
+# "A dog", but not "A or B": an article is followed by a word of the sentence, not by a connector or a verb.
+ARTICLE = re.compile(
+    rf"[AI]\s+(?!(?:{CONNECTOR}|is|was|not|but|because|since|as|would|seems|looks|has|for|with)\b)[a-z]"
+)
+JOINT = re.compile(rf"[\s).,;:/&|(\[\]*+]*{CONNECTOR}?[\s).,;:/&|(\[\]*+]*", re.IGNORECASE)
+LEADING = re.compile(r"[\s(\[*]*([A-Z])\s*[.):\]*]")
+PHRASE = re.compile(r"(?:answer|option|choice)\s*(?:is|:|=)?[\s:(\[*]*([A-Z])(?![\w'’\-])", re.IGNORECASE)
+GOLD = re.compile(r"[(\[]?\s*([A-Za-z])\s*[)\].:]*(?:\s.*)?", re.DOTALL)
+
+
+def choice_reward(
+    prompts: Sequence[Chat],
+    completions: Sequence[Chat],
+    *,
+    answer: Sequence[Any],
+    letters: str = "ABCDEFGH",
+    require_block: bool = False,
+    **_: Any,
+) -> list[float]:
+    r"""Give 1 when the response settles on the right letter and on no other.
+
+    The letter is looked for in the answer block, else in \boxed{...}, else (unless `require_block`) in the
+    text after the thinking. A response that repeats the question or lists several options gets 0.
+
+    Source: Indolent-Kawhi/View-R1 examples/scripts/reward_func.py (the letter occurs, no other letter does).
+    """
+    wanted = [_gold_letter(gold, letters) for gold in answer]
+    return [
+        float(find_choice(completion_text(completion), prompt, letters, require_block) == gold)
+        for prompt, completion, gold in zip(prompts, completions, wanted, strict=True)
+    ]
+
+
+def find_choice(text: str, prompt: Chat, letters: str, require_block: bool) -> str | None:
+    """Return the one letter a response settles on, None without one or with several."""
+    text = without_prompt(text, prompt)
+    block = final_answer(text)
+    if block is not None:
+        return _read_letter(block, letters, in_block=True)
+    part = final_part(text)
+    if require_block or has_answer_marks(text) or part is None or len(part.strip()) > MAX_ANSWER_CHARS:
+        return None
+    return _read_letter(part, letters, in_block=False)
+
+
+def _read_letter(text: str, letters: str, *, in_block: bool) -> str | None:
+    text = unicodedata.normalize("NFKC", text).strip()
+    bare = text.strip(string.punctuation + string.whitespace)
+    if len(bare) == 1 and bare.upper() in letters:
+        return bare.upper()
+    mentions = [m for m in MENTION.finditer(text) if m[1] in letters and not ARTICLE.match(text, m.start())]
+    named = {mention[1] for mention in mentions}
+    if len(named) <= 1:
+        return next(iter(named), None)
+    if _any_joined(text, mentions):
+        return None
+    leading = LEADING.match(text)
+    if leading and leading[1] in letters:
+        others = {mention[1] for mention in mentions if _is_marked(text, mention)} - {leading[1]}
+        return None if others else leading[1]
+    phrased = {match[1] for match in PHRASE.finditer(text) if match[1] in letters}
+    return phrased.pop() if len(phrased) == 1 and not in_block else None
+
+
+def _any_joined(text: str, mentions: list[re.Match[str]]) -> bool:
+    """Whether two different letters are in one list: "A, B", "A or B", "(A) (B)"."""
+    return any(a[1] != b[1] and JOINT.fullmatch(text[a.end() : b.start()]) for a, b in pairwise(mentions))
+
+
+def _is_marked(text: str, mention: re.Match[str]) -> bool:
+    """Whether a letter is written as an option: "B.", "B)", "(B", "B:", or after "or"."""
+    before, after = text[: mention.start()].rstrip(), text[mention.end() : mention.end() + 2].lstrip()
+    joined = re.search(rf"\b{CONNECTOR}\Z", before, re.IGNORECASE) is not None
+    return joined or after[:1] in tuple(".):];,/") or before[-1:] in tuple("([,;/")
+
+
+def _gold_letter(gold: Any, letters: str) -> str:
+    text = unicodedata.normalize("NFKC", gold_text(gold))
+    match = GOLD.fullmatch(text)
+    if match is None or match[1].upper() not in letters:
+        raise ValueError(
+            f"the right answer {text[:60]!r} does not start with one of the letters {letters}; "
+            "use the reward exact or number for other answers, or set options.letters"
+        )
+    return match[1].upper()

@@ -26,12 +26,12 @@ REWARDS: dict[str, RewardEntry] = {
         "EasyR1 examples/reward_function/r1v.py; View-R1 examples/scripts/reward_func.py",
     ),
     "choice": RewardEntry(
-        "mmrl.rewards.choice:choice_reward",
+        "mmrl.rewards.answers:choice_reward",
         "1 for settling on the right letter of a multiple-choice question, 0 for naming several",
         "View-R1, arXiv 2506.21655",
     ),
     "number": RewardEntry(
-        "mmrl.rewards.number:number_reward",
+        "mmrl.rewards.answers:number_reward",
         "1 for one number in the answer, right within a tolerance",
         "relaxed numeric accuracy as in ChartQA, arXiv 2203.10244",
     ),
@@ -57,7 +57,7 @@ REWARDS: dict[str, RewardEntry] = {
         "HBPO, arXiv 2507.15844",
     ),
     "winrate": RewardEntry(
-        "mmrl.rewards.winrate:winrate_reward",
+        "mmrl.rewards.budget:winrate_reward",
         "mean probability that `judge`, a function of yours, prefers the response to the others to its question",
         "Swamy et al., SPO, arXiv 2401.04056",
     ),
@@ -68,7 +68,7 @@ REWARDS: dict[str, RewardEntry] = {
         isolate=True,
     ),
     "rubric": RewardEntry(
-        "mmrl.vlm.critic.rubric:rubric_reward",
+        "mmrl.vlm.critic.flaws:rubric_reward",
         "score from 0 to 1 by a judge at `url` that reads the column `rubric`, which `recipe: meta_reward` fills",
         "Meta Policy Optimization, arXiv 2504.20157",
         isolate=True,

@@ -14,8 +14,7 @@ from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-from mmrl.rewards.answers import Chat, gold_text, read_answer
-from mmrl.rewards.number import read_number
+from mmrl.rewards.answers import Chat, gold_text, read_answer, read_number
 
 # Their warning that a timeout is off is meant: the worker's own limit holds.
 logging.getLogger("math_verify").setLevel(logging.ERROR)

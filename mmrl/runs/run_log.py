@@ -1,4 +1,4 @@
-"""The log that a trainer writes: seconds of a step by stage, the metrics of every domain, and warnings about them."""
+"""The log of a trainer: seconds of a step by stage, metrics of every domain, and alarms about them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -21,7 +21,6 @@ from mmrl.core.blocks.advantage import group_std
 from mmrl.core.blocks.filter import groups_that_differ
 from mmrl.core.rollouts import Rollouts
 from mmrl.files import write_atomically
-from mmrl.runs.alarms import Alarm, AlarmTracks
 from mmrl.runs.folder import forget_after
 from mmrl.runs.metrics import STAGES_BETWEEN
 from mmrl.runs.records import (
@@ -34,6 +33,77 @@ from mmrl.runs.records import (
     write_samples,
 )
 from mmrl.runs.tracking import Tracker
+
+STEPS = 5
+"""Steps of a mean."""
+WINDOW = 20
+"""Latest steps that are kept."""
+
+
+@dataclass
+class Track:
+    """A metric's finite values: those of the first `STEPS` and of the latest `WINDOW` steps."""
+
+    first: list[float] = field(default_factory=list)
+    latest: list[float] = field(default_factory=list)
+
+    def add(self, value: float) -> None:
+        """Take the value of a step."""
+        # the first values stay: alarms compare the present with the beginning
+        if len(self.first) < STEPS:
+            self.first.append(value)
+        self.latest = [*self.latest, value][-WINDOW:]
+
+    @property
+    def start(self) -> float:
+        """Mean of the first steps; NaN before there are enough."""
+        return _mean(self.first)
+
+    @property
+    def now(self) -> float:
+        """Mean of the latest steps; NaN before there are enough."""
+        return _mean(self.latest[-STEPS:])
+
+
+def _mean(values: Sequence[float]) -> float:
+    # NaN before there are enough, with which every comparison is false
+    return sum(values) / STEPS if len(values) == STEPS else math.nan
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A warning by metrics."""
+
+    metrics: tuple[str, ...]
+    """Metrics that it reads."""
+    check: Callable[..., str]
+    """Function of their tracks, in this order, that returns the warning; empty for none."""
+
+
+class AlarmTracks:
+    """The tracks that some alarms read."""
+
+    def __init__(self) -> None:
+        self._tracks: dict[str, Track] = {}
+
+    def due(self, alarms: Mapping[str, Alarm], metrics: Mapping[str, float]) -> dict[str, str]:
+        """Take the metrics of a step; returns the warnings that are due, by kind."""
+        for name in dict.fromkeys(name for alarm in alarms.values() for name in alarm.metrics):
+            track = self._tracks.setdefault(name, Track())
+            # a step without the metric leaves the track as it is
+            if math.isfinite(value := metrics.get(name, math.nan)):
+                track.add(value)
+        found = {kind: alarm.check(*(self._tracks[name] for name in alarm.metrics)) for kind, alarm in alarms.items()}
+        return {kind: text for kind, text in found.items() if text}
+
+    def state_dict(self) -> dict[str, list[list[float]]]:
+        """The values that are kept, for a checkpoint."""
+        return {name: [list(track.first), list(track.latest)] for name, track in self._tracks.items()}
+
+    def load_state_dict(self, state: Mapping[str, list[list[float]]]) -> None:
+        """Restore `state_dict`."""
+        self._tracks = {name: Track(list(first), list(latest)) for name, (first, latest) in state.items()}
+
 
 LOGGER = logging.getLogger("mmrl")
 PATIENCE = 5

@@ -8,7 +8,7 @@ sampling and rows after it, and `train` runs a configuration.
 
 from __future__ import annotations
 
-from mmrl.lazy import lazy_names
+from mmrl.entries import lazy_names
 
 _NAMES = {
     "mmrl.training.evaluation": ("Evaluation", "Measure", "evaluate_tasks"),

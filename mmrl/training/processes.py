@@ -36,8 +36,8 @@ from accelerate.utils import InitProcessGroupKwargs, gather_object
 from torch import Tensor, nn
 
 from mmrl.core.loss import Metric
+from mmrl.core.payload import to_device
 from mmrl.core.rollouts import PLACE, Rollouts
-from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.workers.row_pool import FailureLog
 

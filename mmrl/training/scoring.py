@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from mmrl.core.payload import to_device
 from mmrl.core.rollouts import Rollouts
-from mmrl.core.transfer import to_device
 from mmrl.errors import RunError
 from mmrl.rewards.reward_config import RewardResult
 from mmrl.runs.records import SampleRecord

@@ -25,7 +25,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from mmrl.core.transfer import numbers
+from mmrl.core.payload import numbers
 from mmrl.errors import UserError
 
 if TYPE_CHECKING:  # they take a second to import, and most runs need none of them

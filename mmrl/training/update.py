@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.blocks.credit import CriticAdvantage
 from mmrl.core.loss import Denominators, Metric, PolicyOutputs, count, merge_metrics, metric_values, plain_metrics
+from mmrl.core.payload import sum_of_bits, to_host
 from mmrl.core.rollouts import COLLISION, KEEPS_OLD, Rollouts
-from mmrl.core.transfer import sum_of_bits, to_host
 from mmrl.errors import RunError
 from mmrl.files import replaced
 from mmrl.runs.run_log import stopwatch

@@ -7,7 +7,7 @@ in long videos in `mmrl.vlm.tspo`.
 
 from __future__ import annotations
 
-from mmrl.lazy import lazy_names
+from mmrl.entries import lazy_names
 
 _NAMES = {
     "mmrl.vlm.vlm_config": (

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from mmrl.core.blocks.baselines import GREEDY_REWARD
 from mmrl.core.loss import Metric, mean_metric
 from mmrl.core.objectives.objective import PolicyOutputs
+from mmrl.core.payload import to_device
 from mmrl.core.rollouts import ANSWER, TOKENS, Rollouts
 from mmrl.core.state import AdaptiveKL, Stateful, Tally
-from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.rewards import RewardResult, RewardSum
 from mmrl.rewards.answers import Chat, number_answers

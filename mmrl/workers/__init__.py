@@ -1,6 +1,6 @@
 """Work in other processes, which may raise, hang or die without harm to this one."""
 
-from mmrl.lazy import lazy_names
+from mmrl.entries import lazy_names
 
 _NAMES = {
     "mmrl.workers.engine": (

@@ -15,13 +15,13 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from mmrl.core.transfer import to_device
+from mmrl.core.payload import to_device
 from mmrl.errors import RunError, UserError
 from mmrl.fields import bounded, choice, rare
 from robotics.episodes.payload import EpisodePayload
 from robotics.policies.base.action_policy import INPUT_SHAPES, PolicyInputs
 from robotics.policies.base.action_statistics import ActionStatistics
-from robotics.policies.base.draws import RowGenerators
+from robotics.policies.base.action_tokens import RowGenerators
 from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotObservation, RobotSim, begin_episodes
 
 SCALES = ("none", "bounds_q99")

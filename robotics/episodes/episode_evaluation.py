@@ -31,7 +31,7 @@ from mmrl.runs.statistics import mean_or_nan, with_interval
 from mmrl.training.evaluation import EpisodeMeasure, Row, Trial
 from mmrl.training.settings import EvaluationConfig
 from robotics.episodes.collect import ActingSettings, Episodes, action_scale, replay_episode, run_episodes
-from robotics.episodes.episode_tasks import episode_id
+from robotics.episodes.payload import episode_id
 from robotics.policies.base.action_policy import ActionPolicy
 from robotics.scenes.videos import Caption, write_caption
 from robotics.sim.episodes import EpisodeSpec, RobotSim, keeps_past

@@ -32,7 +32,7 @@ from robotics.episodes.demonstrations import DemonstrationConfig, Demonstrations
 from robotics.episodes.episode_evaluation import RobotEvaluationConfig
 from robotics.methods.robot_recipe import RobotDomain, RobotParts
 from robotics.policies.base.action_policy import ActionPolicy, PolicyInputs
-from robotics.policies.base.draws import RowGenerators
+from robotics.policies.base.action_tokens import RowGenerators
 from robotics.sim.episodes import RobotSim, views_of
 from robotics.sim.opening import open_sim
 

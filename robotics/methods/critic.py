@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mmrl.core.transfer import to_device
+from mmrl.core.payload import to_device
 from mmrl.fields import bounded, rare
 from robotics.episodes.payload import EpisodePayload
 from robotics.policies.base.action_statistics import STATE_LIMIT

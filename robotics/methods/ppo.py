@@ -44,9 +44,9 @@ from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 
 from mmrl.core.objectives.objective import PolicyOutputs
+from mmrl.core.payload import to_device, to_host
 from mmrl.core.returns import explained_variance
 from mmrl.core.rollouts import Rollouts
-from mmrl.core.transfer import to_device, to_host
 from mmrl.fields import bounded, rare
 from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.processes import from_all, make_generator

@@ -29,7 +29,7 @@ import numpy as np
 
 from mmrl.errors import require_packages
 from mmrl.fields import bounded, check_fields, choice, rare
-from robotics.episodes.episode_tasks import task_of_id
+from robotics.episodes.payload import task_of_id
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray

@@ -23,12 +23,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmrl.core.blocks.weight import DURATION
+from diffusion.models.ema import EMAWeights
+from mmrl.core.blocks.turns import DURATION
 from mmrl.core.loss import Metric
 from mmrl.core.objectives.objective import PolicyOutputs
+from mmrl.core.payload import to_device, to_host
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Stateful, Tally
-from mmrl.core.transfer import to_device, to_host
 from mmrl.errors import UserError
 from mmrl.fields import choice, rare
 from mmrl.recipes import RecipeEntry, find_recipe
@@ -39,14 +40,19 @@ from mmrl.runs.run_log import metric_label
 from mmrl.training.evaluation import held_out_tasks
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.processes import SimCounts, Streams
-from mmrl.training.recipe import NoUsableTasksError, Recipe, Step, opening
+from mmrl.training.recipe import LossTerm, NoUsableTasksError, Passes, Recipe, Step, opening
 from mmrl.training.run import train
 from mmrl.training.settings import RunConfig, TrainerConfig
 from robotics.episodes.collect import ActingSettings, Episodes, run_episodes, swap_layouts
 from robotics.episodes.episode_evaluation import PROTOCOLS, ReplayVideos, RobotEvaluationConfig, RobotMeasure
-from robotics.episodes.episode_tasks import EpisodeSetConfig, episode_id, list_episodes, own_draw
-from robotics.episodes.payload import EpisodePayload, about_episode
-from robotics.methods.old_policy import OldPolicy
+from robotics.episodes.payload import (
+    EpisodePayload,
+    EpisodeSetConfig,
+    about_episode,
+    episode_id,
+    list_episodes,
+    own_draw,
+)
 from robotics.policies.base.action_policy import ActionPolicy, PolicyInputs, open_policy
 from robotics.policies.base.saved import is_saved_policy
 from robotics.policies.policy_card import describe_policy, users_policy
@@ -60,6 +66,38 @@ from robotics.policies.policy_loading import (
 from robotics.sim.episodes import EpisodeSpec, RobotSim
 from robotics.sim.interface import interface_of, seen_part
 from robotics.sim.opening import SimConfig, open_sim
+
+
+class OldPolicy(LossTerm):
+    """A copy of the trained weights, refreshed before each update.
+
+    Raises:
+        UserError: the policy's decisions are not Gaussians of fixed noise.
+    """
+
+    name = "old_policy"
+    gradient = "never"
+
+    def __init__(self, policy: ActionPolicy) -> None:
+        if not policy.has_means:
+            raise UserError(
+                "the objective needs the exact divergence from the policy before the update, which only model.kind "
+                "flow with noise: fixed scores"
+            )
+        self._policy = policy
+        self._weights = EMAWeights(policy)
+
+    def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Copy the weights."""
+        self._weights.copy_()
+        return rollouts
+
+    def means(self, *inputs: Any) -> Tensor:
+        """Means of decisions under the copy; before the policy's own pass, whose graph must not see a swap."""
+        with torch.no_grad(), self._weights.applied():
+            means: Tensor = self._policy("means", *inputs)
+        return means
+
 
 LOGGER = logging.getLogger("mmrl")
 LEVELS = ("token", "chunk")

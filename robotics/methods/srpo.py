@@ -51,8 +51,7 @@ from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import from_all, global_advantages, stream_seed
 from mmrl.training.recipe import Step
 from robotics.episodes.dataset_fit import check_state
-from robotics.episodes.episode_tasks import episode_id
-from robotics.episodes.payload import EpisodePayload
+from robotics.episodes.payload import EpisodePayload, episode_id
 from robotics.methods.latents import LATENTS, LatentConfig, StateLatent, make_latent
 from robotics.methods.progress import (
     ProgressSettings,

@@ -35,7 +35,7 @@ from torch.nn import functional
 
 from diffusion.matching.losses import mix
 from diffusion.sampling.steps import LOG_SQRT_2PI, FlowSdeStep, OdeStep, gaussian_kl
-from mmrl.core.transfer import to_device
+from mmrl.core.payload import to_device
 from mmrl.errors import ConfigError
 from mmrl.fields import bounded, check_config, choice, only_with, rare
 from robotics.policies.base.action_policy import (
@@ -45,7 +45,7 @@ from robotics.policies.base.action_policy import (
     check_demonstrations,
     check_temperature,
 )
-from robotics.policies.base.draws import draw_rows
+from robotics.policies.base.action_tokens import draw_rows
 from robotics.policies.base.encoder import EncodedPolicy, EncoderConfig, ObservationEncoder, Vocabulary
 
 NOISES = ("fixed", "learned")

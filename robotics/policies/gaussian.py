@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from mmrl.core.transfer import to_device
+from mmrl.core.payload import to_device
 from mmrl.errors import ConfigError
 from mmrl.fields import bounded, check_config, choice, rare
 from robotics.policies.base.action_policy import (
@@ -46,7 +46,7 @@ from robotics.policies.base.action_policy import (
     check_demonstrations,
     check_temperature,
 )
-from robotics.policies.base.draws import draw_rows
+from robotics.policies.base.action_tokens import draw_rows
 from robotics.policies.base.encoder import EncodedPolicy, EncoderConfig, ObservationEncoder, Vocabulary
 
 STD_PER = ("action", "state")

@@ -105,7 +105,7 @@ class VlmActionPolicy(TokenPolicy):
         super().__init__(tokenizer, config.chunk, config.action_size, config.label_smoothing, config.label_spread)
         self.config = config
         self.vlm = vlm
-        from mmrl.vlm.families.qwen_vl import QwenVl
+        from mmrl.vlm.families.family import QwenVl
 
         if not isinstance(vlm.family, QwenVl):
             raise UserError("an action head on a vision-language model needs a Qwen-VL: Qwen2-VL to Qwen3-VL")

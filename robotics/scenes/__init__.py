@@ -10,7 +10,7 @@ when a model is loaded.
 
 from __future__ import annotations
 
-from mmrl.lazy import lazy_names
+from mmrl.entries import lazy_names
 
 _NAMES = {
     "robotics.scenes.arms": ("ARMS",),

@@ -33,8 +33,8 @@ from robotics.sim.rollout import ImageRollout
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
+    from robotics.sim.interface import Chunk, SceneObservation
     from robotics.sim.opening import SimConfig
-    from robotics.sim.scene_results import Chunk, SceneObservation
 
 STATES = {"full": STATE_SIZE, "proprio": PROPRIO_SIZE}
 LOOKS = ("policy", "film")

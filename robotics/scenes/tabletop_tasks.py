@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from robotics.scenes.arms import ArmModel
     from robotics.sim.episodes import EpisodeSpec
-    from robotics.sim.scene_results import SceneSteps
+    from robotics.sim.interface import SceneSteps
 
 SPLITS = ("train", "held_out")
 REWARDS = ("sparse", "dense")

@@ -1,16 +1,23 @@
-"""One episode's variant of a scene: its own model, delays of actions and observations, and sensor noise."""
+"""One episode's variant of a scene: its own model, delays of actions and observations, and sensor noise.
+
+Write the draws of a domain randomisation into a scene's model.
+
+Each part is one function that draws, writes and returns its draws. Nothing else of the model changes, except what
+MuJoCo derives from masses (`mj_setConst`).
+"""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from robotics.scenes.control import ACTION_SIZE, OPEN
-from robotics.scenes.tabletop import PROPRIO_SIZE, STATE_SIZE
-from robotics.scenes.variations import Draws, vary_model
+from robotics.scenes.looks import SURFACES, draw_pattern, write_texture
+from robotics.scenes.tabletop import PIECES, PROPRIO_SIZE, STATE_SIZE
 from robotics.sim.randomization import NoiseLevels, RandomizationConfig, Stream, draw_delays, is_on
 
 if TYPE_CHECKING:
@@ -19,6 +26,203 @@ if TYPE_CHECKING:
 
     from robotics.scenes.arms import ArmModel
     from robotics.sim.episodes import EpisodeSpec
+
+
+Draws = dict[str, Any]
+"""Draws by name, such as camera.front.position_m: numbers, lists of numbers and texts, as JSON holds them."""
+UNSET_RGBA = (0.5, 0.5, 0.5, 1.0)
+"""Colour of a geom that takes its material's."""
+LOWEST_FOVY_DEG, HIGHEST_FOVY_DEG = 5.0, 150.0
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A model to write to, and what is needed to write."""
+
+    model: mujoco.MjModel
+    arm: ArmModel
+    pieces: tuple[str, ...]  # keys of `PIECES`
+    stream: Stream
+
+    def bodies_of(self, piece: str) -> NDArray[np.int64]:
+        """Ids of the bodies of a piece."""
+        root = int(self.model.body(PIECES[piece].body).id)
+        return np.flatnonzero(self.model.body_rootid == root)
+
+    def geoms_of(self, bodies: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Ids of the geoms of the given bodies."""
+        return np.flatnonzero(np.isin(self.model.geom_bodyid, bodies))
+
+    @property
+    def arm_bodies(self) -> NDArray[np.int64]:
+        """Ids of the bodies of the arm."""
+        first = int(self.model.jnt_bodyid[int(self.model.joint(self.arm.joints[0]).id)])
+        return np.flatnonzero(self.model.body_rootid == self.model.body_rootid[first])
+
+
+def vary_model(
+    model: mujoco.MjModel, config: RandomizationConfig, arm: ArmModel, pieces: tuple[str, ...], stream: Stream
+) -> Draws:
+    """Draw and write everything that belongs to a model."""
+    layer, found = Layer(model, arm, pieces, stream), Draws()
+    for name, vary in VARY.items():
+        part = getattr(config, name)
+        if is_on(part):
+            found |= vary(layer, part)
+    return found
+
+
+def _vary_lights(layer: Layer, ranges: Any) -> Draws:
+    """Draw factors of brightness and colour, for ambient and diffuse light of lamps and headlight alike."""
+    model, found = layer.model, Draws()
+    # one factor for all lights, so that brightness and colour can be varied separately
+    factor = float(layer.stream("lights", "brightness").uniform(*ranges.brightness))
+    found["lights.brightness"] = factor
+    for number in range(model.nlight):
+        name = model.light(number).name or str(number)
+        rng = layer.stream("lights", name)
+        shift, turn, tint = (rng.uniform(-1, 1, 3) for _ in range(3))
+        model.light_pos[number] += ranges.position_m * shift
+        model.light_dir[number] = _turned(ranges.direction_rad * turn, model.light_dir[number])
+        channels = factor * (1 + ranges.colour * tint)
+        model.light_diffuse[number] *= channels
+        model.light_ambient[number] *= channels
+        found[f"lights.{name}.position_m"] = _listed(ranges.position_m * shift)
+        found[f"lights.{name}.direction_rad"] = _listed(ranges.direction_rad * turn)
+        found[f"lights.{name}.colour"] = _listed(1 + ranges.colour * tint)
+    tint = layer.stream("lights", "headlight").uniform(-1, 1, 3)
+    model.vis.headlight.diffuse[:] *= factor * (1 + ranges.colour * tint)
+    model.vis.headlight.ambient[:] *= factor * (1 + ranges.colour * tint)
+    found["lights.headlight.colour"] = _listed(1 + ranges.colour * tint)
+    return found
+
+
+def _vary_camera(layer: Layer, ranges: Any) -> Draws:
+    import mujoco
+
+    model, found = layer.model, Draws()
+    for number in range(model.ncam):
+        name = model.camera(number).name or str(number)
+        rng = layer.stream("camera", name)
+        shift = ranges.position_m * rng.uniform(-1, 1, 3)
+        turn = rng.uniform(-1, 1, 3)
+        zoom = rng.uniform(-1, 1)
+        model.cam_pos[number] += shift
+        # without it not even a multiplication: a part that is off must not change the last bit
+        if ranges.rotation_rad:
+            turned = np.empty(4)
+            mujoco.mju_mulQuat(turned, model.cam_quat[number], _quaternion(ranges.rotation_rad * turn))
+            model.cam_quat[number] = turned
+        fovy = model.cam_fovy[number] + ranges.fovy_deg * zoom
+        model.cam_fovy[number] = np.clip(fovy, LOWEST_FOVY_DEG, HIGHEST_FOVY_DEG) if ranges.fovy_deg else fovy
+        found[f"camera.{name}.position_m"] = _listed(shift)
+        found[f"camera.{name}.rotation_rad"] = _listed(ranges.rotation_rad * turn)
+        found[f"camera.{name}.fovy_deg"] = float(model.cam_fovy[number])
+    return found
+
+
+def _vary_colours(layer: Layer, ranges: Any) -> Draws:
+    model, found = layer.model, Draws()
+    things = [(name, layer.geoms_of(layer.bodies_of(name)), ranges.pieces) for name in layer.pieces]
+    things.append(("robot", layer.geoms_of(layer.arm_bodies), ranges.robot))
+    taken = np.concatenate([geoms for _, geoms, _ in things])
+    rest = np.setdiff1d(np.arange(model.ngeom), taken)
+    things += [(model.geom(number).name or str(number), np.array([number]), ranges.surroundings) for number in rest]
+    for name, geoms, size in things:
+        if size:
+            shift = size * layer.stream("colours", name).uniform(-1, 1, 3)
+            _shift_colours(model, geoms, shift)
+            found[f"colours.{name}"] = _listed(shift)
+    return found
+
+
+def _shift_colours(model: mujoco.MjModel, geoms: NDArray[np.int64], shift: NDArray[np.float64]) -> None:
+    """Shift the colour channels of geoms, or of the materials from which they take their colours."""
+    has_material = (model.geom_matid[geoms] >= 0) & (model.geom_rgba[geoms] == UNSET_RGBA).all(axis=1)
+    # geoms may share a material, which must be shifted once
+    own, materials = geoms[~has_material], np.unique(model.geom_matid[geoms[has_material]])
+    model.geom_rgba[own, :3] = np.clip(model.geom_rgba[own, :3] + shift, 0, 1)
+    model.mat_rgba[materials, :3] = np.clip(model.mat_rgba[materials, :3] + shift, 0, 1)
+
+
+def _vary_textures(layer: Layer, ranges: Any) -> Draws:
+    found = Draws()
+    for surface in SURFACES:
+        rng = layer.stream("textures", surface)
+        kind, contrast = str(rng.choice(ranges.patterns)), float(ranges.contrast * rng.uniform())
+        write_texture(layer.model, surface, draw_pattern(kind, contrast, rng))
+        found |= {f"textures.{surface}.pattern": kind, f"textures.{surface}.contrast": contrast}
+    return found
+
+
+def _vary_friction(layer: Layer, ends: Any) -> Draws:
+    factor = float(layer.stream("friction").uniform(*ends))
+    layer.model.geom_friction[:] *= factor
+    return {"friction": factor}
+
+
+def _vary_mass(layer: Layer, ends: Any) -> Draws:
+    """Scale masses, and inertias in proportion; `mj_setConst` updates what MuJoCo derives from both."""
+    import mujoco
+
+    model, found = layer.model, Draws()
+    for name in layer.pieces:
+        bodies = layer.bodies_of(name)
+        # a piece that does not move has no mass to vary
+        if model.body_mass[bodies].any() and model.body_dofnum[bodies].any():
+            factor = found[f"mass.{name}"] = float(layer.stream("mass", name).uniform(*ends))
+            model.body_mass[bodies] *= factor
+            model.body_inertia[bodies] *= factor
+    mujoco.mj_setConst(model, mujoco.MjData(model))
+    return found
+
+
+def _vary_servo_gain(layer: Layer, ends: Any) -> Draws:
+    """Force = kp (target - angle) - kv velocity, both scaled alike; the force limit stays."""
+    model, found = layer.model, Draws()
+    for name in layer.arm.joints:
+        number = int(model.actuator(name).id)
+        factor = found[f"servo_gain.{name}"] = float(layer.stream("servo_gain", name).uniform(*ends))
+        # kp in the gain, -kp and -kv in the bias
+        model.actuator_gainprm[number, 0] *= factor
+        model.actuator_biasprm[number, :3] *= factor
+    return found
+
+
+def _quaternion(turn_rad: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(4,) of a rotation vector (3,)."""
+    import mujoco
+
+    angle, quaternion = float(np.linalg.norm(turn_rad)), np.empty(4)
+    mujoco.mju_axisAngle2Quat(quaternion, turn_rad / max(angle, 1e-12), angle)
+    return quaternion
+
+
+def _turned(turn_rad: NDArray[np.float64], vector: NDArray[np.float64]) -> NDArray[np.float64]:
+    import mujoco
+
+    if not turn_rad.any():
+        return vector
+    turned = np.empty(3)
+    mujoco.mju_rotVecQuat(turned, np.array(vector), _quaternion(turn_rad))
+    return turned
+
+
+def _listed(values: NDArray[np.float64]) -> list[float]:
+    return [float(value) for value in values]
+
+
+VARY: dict[str, Callable[[Layer, Any], Draws]] = {
+    "lights": _vary_lights,
+    "camera": _vary_camera,
+    "colours": _vary_colours,
+    "textures": _vary_textures,
+    "friction": _vary_friction,
+    "mass": _vary_mass,
+    "servo_gain": _vary_servo_gain,
+}
+"""Functions by part of `RandomizationConfig`."""
+
 
 HOLD = np.array([*(ACTION_SIZE - 1) * [0.0], OPEN])
 """The action before the first one arrives: no motion, gripper open."""

@@ -6,7 +6,7 @@ modules: `from robotics.serving import PolicyServer, ServeConfig, open_served_po
 
 from __future__ import annotations
 
-from mmrl.lazy import lazy_names
+from mmrl.entries import lazy_names
 
 _NAMES = {
     "robotics.serving.opening": ("ServedPolicy", "open_served_policy"),

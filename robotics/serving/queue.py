@@ -14,7 +14,7 @@ import torch
 
 from robotics.episodes.collect import sim_actions
 from robotics.policies.base.action_policy import INPUT_SHAPES, PolicyInputs
-from robotics.policies.base.draws import RowGenerators
+from robotics.policies.base.action_tokens import RowGenerators
 from robotics.serving.opening import ServedPolicy
 
 if TYPE_CHECKING:

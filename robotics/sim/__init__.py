@@ -6,7 +6,7 @@ package does not import mujoco; that happens when a model is loaded or an image 
 
 from __future__ import annotations
 
-from mmrl.lazy import lazy_names
+from mmrl.entries import lazy_names
 
 _NAMES = {
     "mmrl.hub.video_writing": ("VideoRecorder", "write_mp4"),
@@ -16,7 +16,7 @@ _NAMES = {
     "robotics.sim.randomization": ("RandomizationConfig",),
     "robotics.sim.rendering": ("FrameRenderer", "RenderSettings", "fast_visuals", "update_poses"),
     "robotics.sim.rollout": ("ImageRollout", "SceneTask"),
-    "robotics.sim.scene_results": ("Chunk", "SceneObservation", "SceneSteps"),
+    "robotics.sim.interface": ("Chunk", "SceneObservation", "SceneSteps"),
     "robotics.sim.subprocess_sim": ("SubprocessSettings", "SubprocessSim"),
     "robotics.sim.suite_setup": ("open_suite", "setup_suite"),
 }

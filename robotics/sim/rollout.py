@@ -23,8 +23,8 @@ import numpy as np
 from mmrl.errors import UserError
 from mmrl.workers.memory import usable_cores
 from robotics.sim.backends import require_backend
+from robotics.sim.interface import Chunk, Look, SceneObservation, SceneSteps
 from robotics.sim.rendering import Outcome, RenderSettings
-from robotics.sim.scene_results import Chunk, Look, SceneObservation, SceneSteps
 from robotics.sim.scene_worker import DrawsVideo, SceneWorker
 
 if TYPE_CHECKING:

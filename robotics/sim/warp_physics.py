@@ -30,7 +30,7 @@ VARIED = (
     *("body_mass", "body_inertia", "body_subtreemass", "body_invweight0", "dof_invweight0"),
     *("geom_friction", "actuator_gainprm", "actuator_biasprm"),
 )
-"""Physics fields in which a variant's model may differ; see `robotics.scenes.variations`."""
+"""Physics fields in which a variant's model may differ; see `robotics.scenes.variant`."""
 UNLIMITED = 1e10
 """Larger positions and velocities have diverged; MuJoCo's mjMAXVAL."""
 CONTACTS, CONSTRAINTS = 96, 384

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import mujoco
     from numpy.typing import NDArray
 
-    from robotics.sim.scene_results import SceneSteps
+    from robotics.sim.interface import SceneSteps
 
 ARM_CUBES = ASSETS / "arm_cubes.xml"
 

@@ -20,7 +20,7 @@ from mmrl.files import expanded, replaced
 from robotics.flow3d.clip import frame_indices
 from robotics.flow3d.data import FlowReader
 from robotics.flow3d.objects.demonstrator import Demonstrator, FlowDemonstration, Stage, arm_ik
-from robotics.flow3d.objects.paths import (
+from robotics.flow3d.objects.path_sim import (
     ACTIONS,
     APPROACH_POSES,
     action_of_angles,

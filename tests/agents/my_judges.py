@@ -1,4 +1,4 @@
-"""Judges of whole episodes for the tests of `mmrl.agents.rewards`."""
+"""Judges of whole episodes for the tests of `mmrl.agents.monitor`."""
 
 import json
 

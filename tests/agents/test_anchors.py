@@ -8,8 +8,7 @@ import torch
 
 from mmrl.agents.environments.environment import ActionConfig, Observation
 from mmrl.agents.environments.environment_service import EnvironmentService
-from mmrl.agents.rollout.anchors import number_observation
-from mmrl.agents.rollout.episodes import AgentPayload
+from mmrl.agents.rollout.episodes import AgentPayload, number_observation
 from mmrl.agents.rollout.storage import restore_episode, store_episode
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.workers.wire import encode

@@ -218,13 +218,13 @@ def test_impossible_worlds_are_refused(options, message):
 def test_minigrid_that_is_missing_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "minigrid", None)
     with pytest.raises(Exception, match=r"needs the package minigrid, .* pip install 'mmrl-suite\[minigrid\]'"):
-        open_environment("mmrl.agents.environments.minigrid:make", {"id": "MiniGrid-Empty-5x5-v0"}, {})
+        open_environment("mmrl.agents.environments.gym:make", {"id": "MiniGrid-Empty-5x5-v0"}, {})
 
 
 def test_minigrid_is_seen_as_images_and_acted_on_by_name():
     pytest.importorskip("minigrid")
     kwargs = {"id": "MiniGrid-Empty-5x5-v0", "max_steps": 9}
-    env = open_environment("mmrl.agents.environments.minigrid:make", kwargs, {})
+    env = open_environment("mmrl.agents.environments.gym:make", kwargs, {})
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # opened in one's own process, Ctrl-C works
     assert list(env.actions) == ["left", "right", "forward", "pickup", "drop", "toggle", "done"]
     observation, _ = env.reset({}, 1)
@@ -234,9 +234,9 @@ def test_minigrid_is_seen_as_images_and_acted_on_by_name():
     outcomes = [env.step(Action(name)) for name in names]
     assert [(reward > 0, ended) for _, reward, ended, _, _ in outcomes] == [*[(False, False)] * 4, (True, True)]
     with pytest.raises(Exception, match="MiniGrid has no 'MiniGrid-Emty-5x5-v0'; close are MiniGrid-Empty-5x5-v0"):
-        open_environment("mmrl.agents.environments.minigrid:make", {"id": "MiniGrid-Emty-5x5-v0"}, {})
+        open_environment("mmrl.agents.environments.gym:make", {"id": "MiniGrid-Emty-5x5-v0"}, {})
     part = open_environment(
-        "mmrl.agents.environments.minigrid:make",
+        "mmrl.agents.environments.gym:make",
         {"id": "MiniGrid-Empty-5x5-v0", "full_view": False, "tile_size": 14, "direction": True},
         {},
     )

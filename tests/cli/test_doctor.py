@@ -8,9 +8,7 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from mmrl.cli import doctor, main
-from mmrl.cli.doctor import machine, packages
-from mmrl.cli.doctor.machine import release
-from mmrl.cli.doctor.packages import Requirement
+from mmrl.cli.doctor import Requirement, release
 from mmrl.errors import UserError
 from mmrl.findings import Finding
 
@@ -39,7 +37,7 @@ def test_requirement_strings():
         'ruff>=0.9; extra == "dev"',
         'jinja2>=3.1,<4; python_version >= "3.11" and extra == "vlm"',
     ]
-    assert packages.read_requirements(lines) == [
+    assert doctor.read_requirements(lines) == [
         Requirement("torch", "2.6", ""),
         Requirement("transformers", "5.0", "vlm"),
         Requirement("torchvision", "", "vlm"),
@@ -48,7 +46,7 @@ def test_requirement_strings():
 
 
 def test_own_metadata_lists_every_room():
-    requirements = packages.read_requirements()
+    requirements = doctor.read_requirements()
     assert {"", "vlm", "diffusion", "robotics"} <= {requirement.extra for requirement in requirements}
     assert Requirement("omegaconf", "2.3", "") in requirements
 
@@ -66,19 +64,19 @@ def test_equal_releases_of_different_length():
 
 
 def test_complete_packages_are_fine():
-    found = packages.check_packages(REQUIREMENTS, lookup_in({"torch": "2.6", "peft": "0.17.1", "av": "1"}))
+    found = doctor.check_packages(REQUIREMENTS, lookup_in({"torch": "2.6", "peft": "0.17.1", "av": "1"}))
     assert states(found) == {"torch": "ok", "peft [vlm]": "ok", "av [vlm]": "ok"}
 
 
 def test_missing_base_package_is_a_failure():
-    found = packages.check_packages(REQUIREMENTS, lookup_in({"peft": "1.0", "av": "1"}))
+    found = doctor.check_packages(REQUIREMENTS, lookup_in({"peft": "1.0", "av": "1"}))
     assert states(found)["torch"] == "fail"
     assert found[0].found == "missing"
     assert "pip install" in found[0].advice
 
 
 def test_package_below_its_floor():
-    found = packages.check_packages(REQUIREMENTS, lookup_in({"torch": "2.5.1", "peft": "0.16", "av": "1"}))
+    found = doctor.check_packages(REQUIREMENTS, lookup_in({"torch": "2.5.1", "peft": "0.16", "av": "1"}))
     assert states(found) == {"torch": "fail", "peft [vlm]": "warn", "av [vlm]": "ok"}
     assert "needs 2.6 or newer" in found[0].advice
     assert "[vlm]" in found[1].advice
@@ -86,9 +84,9 @@ def test_package_below_its_floor():
 
 def test_no_complete_room_is_a_failure_and_one_complete_room_is_enough():
     requirements = [*REQUIREMENTS, Requirement("mujoco", "3.2", "robotics")]
-    nothing = packages.check_packages(requirements, lookup_in({"torch": "2.6", "peft": "1.0"}))
+    nothing = doctor.check_packages(requirements, lookup_in({"torch": "2.6", "peft": "1.0"}))
     assert states(nothing)["rooms"] == "fail"
-    robots = packages.check_packages(requirements, lookup_in({"torch": "2.6", "mujoco": "3.3"}))
+    robots = doctor.check_packages(requirements, lookup_in({"torch": "2.6", "mujoco": "3.3"}))
     assert states(robots) == {"torch": "ok", "peft [vlm]": "note", "av [vlm]": "note", "mujoco [robotics]": "ok"}
 
 
@@ -100,14 +98,14 @@ def make_package(folder, name, marker="__init__.py"):
 
 def test_no_clash(tmp_path):
     home = make_package(tmp_path / "suite", "diffusion")
-    assert set(states(packages.check_names(home, [str(home)])).values()) == {"ok"}
+    assert set(states(doctor.check_names(home, [str(home)])).values()) == {"ok"}
 
 
 @pytest.mark.parametrize("marker", ["__init__.py", "model.py"])
 def test_clash_that_hides_the_suite_says_where_and_what_to_do(tmp_path, marker):
     home = tmp_path / "suite"
     other = make_package(tmp_path / "other", "diffusion", marker)
-    found = {item.name: item for item in packages.check_names(home, [str(other)])}
+    found = {item.name: item for item in doctor.check_names(home, [str(other)])}
     assert (found["diffusion"].state, found["robotics"].state) == ("warn", "ok")
     assert str(other / "diffusion") in found["diffusion"].found
     assert f"PYTHONPATH={home}" in found["diffusion"].advice
@@ -116,15 +114,15 @@ def test_clash_that_hides_the_suite_says_where_and_what_to_do(tmp_path, marker):
 def test_order_of_the_path_decides_who_is_hidden(tmp_path):
     home = make_package(tmp_path / "suite", "diffusion")
     other = make_package(tmp_path / "other", "diffusion")
-    first = {item.name: item for item in packages.check_names(home, [str(home), str(other)])}["diffusion"]
-    second = {item.name: item for item in packages.check_names(home, [str(other), str(home)])}["diffusion"]
+    first = {item.name: item for item in doctor.check_names(home, [str(home), str(other)])}["diffusion"]
+    second = {item.name: item for item in doctor.check_names(home, [str(other), str(home)])}["diffusion"]
     assert (first.state, second.state) == ("ok", "warn")
     assert str(other / "diffusion") in first.found
 
 
 def test_a_single_file_clashes_too(tmp_path):
     (tmp_path / "robotics.py").write_text("")
-    found = {item.name: item for item in packages.check_names(tmp_path / "suite", [str(tmp_path)])}
+    found = {item.name: item for item in doctor.check_names(tmp_path / "suite", [str(tmp_path)])}
     assert str(tmp_path / "robotics.py") in found["robotics"].found
 
 
@@ -132,7 +130,7 @@ def test_a_single_file_clashes_too(tmp_path):
     ("answer", "state", "advice"), [("native", "ok", ""), ("patched", "ok", "torchvision"), ("absent", "note", "pip")]
 )
 def test_states_of_torchvision(answer, state, advice):
-    (finding,) = machine.check_torchvision(lambda: answer)
+    (finding,) = doctor.check_torchvision(lambda: answer)
     assert finding.state == state
     assert answer in finding.found
     assert advice in finding.advice
@@ -142,13 +140,13 @@ def test_torchvision_that_cannot_be_imported():
     def broken():
         raise RuntimeError("libtorch.so: undefined\nsymbol")
 
-    (finding,) = machine.check_torchvision(broken)
+    (finding,) = doctor.check_torchvision(broken)
     assert (finding.state, finding.found) == ("warn", "RuntimeError: libtorch.so: undefined symbol")
     assert "--no-deps 'torchvision" in finding.advice
 
 
 def test_missing_render_libraries_name_their_packages():
-    found = {item.name: item for item in machine.check_rendering({"GL": "libGL.so.1"}.get)}
+    found = {item.name: item for item in doctor.check_rendering({"GL": "libGL.so.1"}.get)}
     assert found["GL"].state == "ok"
     assert "libosmesa6" in found["OSMesa"].advice
     assert "libusb-1.0-0" in found["usb-1.0"].advice
@@ -156,13 +154,13 @@ def test_missing_render_libraries_name_their_packages():
 
 
 def test_backend_without_a_screen():
-    found = {item.name: item for item in machine.check_rendering({"EGL": "libEGL.so.1"}.get)}
+    found = {item.name: item for item in doctor.check_rendering({"EGL": "libEGL.so.1"}.get)}
     assert found["MuJoCo"].state == "ok"
     assert found["MuJoCo"].found.endswith("without a screen: egl")
 
 
 def test_disk_that_can_be_written(tmp_path):
-    (finding,) = machine.check_disk(tmp_path / "not" / "there" / "yet")
+    (finding,) = doctor.check_disk(tmp_path / "not" / "there" / "yet")
     assert finding.state in ("ok", "warn")
     assert "GB free" in finding.found
     assert list(tmp_path.iterdir()) == []
@@ -171,7 +169,7 @@ def test_disk_that_can_be_written(tmp_path):
 def test_disk_that_cannot_be_written(tmp_path):
     blocker = tmp_path / "runs"
     blocker.write_text("a file where the folder should be")
-    (finding,) = machine.check_disk(blocker)
+    (finding,) = doctor.check_disk(blocker)
     assert finding.state == "fail"
     assert "output_dir=" in finding.advice
 
@@ -180,20 +178,20 @@ def test_a_check_that_breaks_is_reported_and_the_others_continue(tmp_path, monke
     def broken():
         raise OSError("no such device")
 
-    monkeypatch.setattr(machine, "check_processor", broken)
+    monkeypatch.setattr(doctor, "check_processor", broken)
     found = doctor.check_all(tmp_path)
     assert Finding("cpu", "check", "warn", "OSError: no such device", "the check itself failed") in found
     assert {"python", "torch", "disk"} <= {finding.area for finding in found}
 
 
 def test_how_a_models_code_is_shut_in():
-    (finding,) = machine.check_sandbox(lambda: None)
+    (finding,) = doctor.check_sandbox(lambda: None)
     assert (finding.state, finding.found) == ("ok", "code that a model wrote runs in bubblewrap")
 
     def refuse():
         raise UserError("install bubblewrap")
 
-    (finding,) = machine.check_sandbox(refuse)
+    (finding,) = doctor.check_sandbox(refuse)
     assert (finding.state, finding.advice) == ("note", "install bubblewrap")
 
 

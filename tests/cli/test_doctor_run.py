@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from mmrl.cli import main
-from mmrl.cli.doctor.run_folder import check_run
+from mmrl.cli.doctor import check_run
 from mmrl.config import load_run
 from mmrl.runs.folder import RunLock
 from mmrl.training.run import train

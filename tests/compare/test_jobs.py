@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from mmrl.compare.jobs import Job, run_jobs
+from mmrl.compare.run import Job, run_jobs
 from tests.programs import is_alive, wait_until
 
 
@@ -40,7 +40,7 @@ def test_nothing_is_left_behind_when_the_caller_is_stopped(tmp_path):
 def test_a_terminated_comparison_leaves_no_run_behind(tmp_path):
     code = (
         "import pathlib, sys\n"
-        "from mmrl.compare.jobs import Job, run_jobs\n"
+        "from mmrl.compare.run import Job, run_jobs\n"
         "child = 'import os, pathlib, time; pathlib.Path(\"pid\").write_text(str(os.getpid())); time.sleep(60)'\n"
         "run_jobs([Job('a', (sys.executable, '-c', child), pathlib.Path('a.log'))], 1, 60.0, print)\n"
     )

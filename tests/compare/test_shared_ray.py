@@ -11,8 +11,7 @@ import psutil
 import pytest
 from omegaconf import OmegaConf
 
-from mmrl.compare.run import run_experiment
-from mmrl.compare.shared_ray import SharedRay
+from mmrl.compare.run import SharedRay, run_experiment
 from mmrl.training.settings import RollersConfig
 from tests.programs import ROOT, Program
 

@@ -314,7 +314,7 @@ def _pretraining(name: str, folder: Path) -> Any:
 
 
 def _robotics(name: str, folder: Path) -> Any:
-    from robotics.episodes.episode_tasks import EpisodeSetConfig
+    from robotics.episodes.payload import EpisodeSetConfig
     from robotics.policies.policy_loading import ActionPolicyConfig
     from robotics.sim.opening import SimConfig
 

@@ -168,7 +168,7 @@ def _adapted_answerer(config: Any, folder: Path) -> Any:
 
 
 def _tabletop(config: Any, folder: Path) -> Any:
-    from robotics.episodes.episode_tasks import EpisodeSetConfig
+    from robotics.episodes.payload import EpisodeSetConfig
     from robotics.policies.policy_loading import ActionPolicyConfig
     from robotics.sim.opening import SimConfig
 

@@ -15,10 +15,9 @@ from mmrl.core.blocks.clip import (
 )
 from mmrl.core.blocks.credit import Gae, TurnGae, ValueLoss, WhitenedReturns
 from mmrl.core.blocks.divergence import K1, K2, K3, ExactKl, FullEntropy, K3StraightThrough, SampledEntropy
-from mmrl.core.blocks.filter import DropGroups, KeepAll, ResampleGroups
-from mmrl.core.blocks.order import Epochs
+from mmrl.core.blocks.filter import DropGroups, Epochs, KeepAll, ResampleGroups
 from mmrl.core.loss import FixedLength, SequenceMean, TokenMean
-from mmrl.core.objectives.parts import changed as changed_block
+from mmrl.core.objectives.objective import changed as changed_block
 
 
 @pytest.mark.parametrize("name", all_objectives())

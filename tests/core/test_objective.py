@@ -19,7 +19,7 @@ from mmrl.core.blocks.clip import (
 from mmrl.core.blocks.credit import Gae, TurnGae, ValueLoss
 from mmrl.core.blocks.divergence import K1, K3, ExactKl, FullEntropy, SampledEntropy
 from mmrl.core.blocks.mismatch import GeometricGate, Truncated
-from mmrl.core.blocks.weight import Duration, TopEntropy
+from mmrl.core.blocks.turns import Duration, TopEntropy
 from mmrl.core.loss import SequenceMean, SequenceSum, metric_values
 from tests.core.builders import random_rollouts, widened
 

@@ -23,7 +23,7 @@ from mmrl.core.blocks.preference import (
     SumScore,
     pair_rows,
 )
-from mmrl.core.objectives.parts import changed
+from mmrl.core.objectives.objective import changed
 
 
 def pairs(seed: int = 0, groups: int = 4, width: int = 5) -> tuple[Rollouts, torch.Tensor]:

@@ -17,7 +17,7 @@ from mmrl.contrib.rows.tracked import (
 )
 from mmrl.core import PolicyOutputs, Rollouts, get
 from mmrl.core.blocks.advantage import GroupMeanStd, group_mean_std
-from mmrl.core.blocks.entropy import TargetEntropy
+from mmrl.core.blocks.divergence import TargetEntropy
 from mmrl.core.rollouts import PLACE
 from mmrl.core.state import ObjectiveState
 from mmrl.training.trainer import TaskStream

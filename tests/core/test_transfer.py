@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from mmrl.core.payload import numbers, to_host
 from mmrl.core.rollouts import Rollouts
-from mmrl.core.transfer import numbers, to_host
 from tests.core.builders import random_rollouts
 from tests.devices.label import labelled_gpu
 

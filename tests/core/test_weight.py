@@ -8,7 +8,7 @@ import torch
 from mmrl.contrib.rows.adaptive import ConflictTokens, EntropyFiltered
 from mmrl.core import Objective, PolicyOutputs, Rollouts, decoupled_advantages, get
 from mmrl.core.blocks.clip import PolicyGradient
-from mmrl.core.blocks.weight import WEIGHT, Duration, TopEntropy, quantile
+from mmrl.core.blocks.turns import WEIGHT, Duration, TopEntropy, quantile
 from mmrl.core.loss import metric_values
 from mmrl.training import processes
 from mmrl.training.processes import global_advantages

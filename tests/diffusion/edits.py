@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from diffusion.data.references import ReferenceImage
+from diffusion.data.prompts import ReferenceImage
 
 
 def picture(height: int, width: int, seed: int = 0) -> Image.Image:

@@ -82,7 +82,7 @@ def _diffusion(config: Any, folder: Path) -> None:
 
 
 def _robotics(config: Any, folder: Path) -> None:
-    from robotics.episodes.episode_tasks import EpisodeSetConfig
+    from robotics.episodes.payload import EpisodeSetConfig
 
     config.eval_data = {"held_out": EpisodeSetConfig(tasks=["right", "left"], split="held_out", layouts=2)}
     config.evaluation = dataclasses.replace(config.evaluation, videos=1)

@@ -3,8 +3,8 @@
 import pytest
 
 from mmrl.gui.benchmarks.annotations import RowContext, make_target, read_osworld_g, read_ui_vision
+from mmrl.gui.benchmarks.benchmark_recipe import Share, mean_of_shares, score_answer, tabulate
 from mmrl.gui.benchmarks.benchmark_table import BENCHMARKS
-from mmrl.gui.benchmarks.grounding_metrics import Share, mean_of_shares, score_answer, tabulate
 from mmrl.gui.grounding.answers import ParsedPoints
 from mmrl.gui.grounding.coords import Box, CoordinateSpace
 from mmrl.gui.grounding.samples import GroundingSample

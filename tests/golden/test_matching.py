@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from diffusion.matching.group_losses import MATCHING_LOSSES, reference_weight
 from diffusion.matching.losses import NoisyRows, nft_loss, nft_weight, pseudo_log_likelihood
 from diffusion.matching.velocity import Matching
-from diffusion.methods.nft import ADVANTAGE_MODES
+from diffusion.methods.nft import ADVANTAGE_MODES, MATCHING_LOSSES, reference_weight
 from diffusion.methods.orw_cfm import WEIGHTS
 from diffusion.models.ema import eval_ema_decay, nft_old_decay
 from diffusion.sampling.steps import velocity_kl

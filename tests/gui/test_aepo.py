@@ -14,9 +14,9 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.gui.grounding.aepo import AepoConfig, AepoRecipe, no_signal
 from mmrl.gui.grounding.answers import answer_text, parse_answer
 from mmrl.gui.grounding.coords import CoordinateSpace
-from mmrl.gui.grounding.drawing import HIT_COLOUR, MISS_COLOUR, SHORTEST_SIDE
 from mmrl.gui.grounding.grounding_sft import GroundingSftConfig, GroundingSftRecipe
 from mmrl.gui.grounding.rewards import PARTS
+from mmrl.gui.grounding.samples import HIT_COLOUR, MISS_COLOUR, SHORTEST_SIDE
 from mmrl.gui.toy.icons import build_icons
 from mmrl.runs.records import read_samples
 from mmrl.training.processes import Streams

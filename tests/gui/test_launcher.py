@@ -12,10 +12,8 @@ from mmrl.gui.browser.page_env import settings_from
 from mmrl.gui.grounding.samples import AnyOf
 from mmrl.gui.toy.pages.composer import SPLITS
 from mmrl.gui.toy.pages.launcher import COLORS, LauncherSettings, app_name, build_model, compose_launcher
-from mmrl.gui.toy.pages.screens import ScreenSettings, WebScreens
-from mmrl.gui.toy.pages.settings_page import SHEET_WH
-from mmrl.gui.toy.pages.themes import THEMES
-from mmrl.gui.toy.pages.vocabulary import LANGUAGES, functions
+from mmrl.gui.toy.pages.screens import SHEET_WH, ScreenSettings, WebScreens
+from mmrl.gui.toy.pages.vocabulary import LANGUAGES, THEMES, functions
 from tests.gui.screens import SMALL
 
 SMALL_SCREEN = {"layout": "launcher", "width_px": 128, "height_px": 96, "scales": [1.0], "languages": ["en"]}

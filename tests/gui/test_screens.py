@@ -12,8 +12,7 @@ from mmrl.gui.grounding.samples import AnyOf
 from mmrl.gui.toy.pages.composer import LAYOUTS, SPLITS, compose, render
 from mmrl.gui.toy.pages.instructions import KINDS, SENTENCES, instructions_for
 from mmrl.gui.toy.pages.screens import ScreenSettings, WebScreens
-from mmrl.gui.toy.pages.themes import THEMES
-from mmrl.gui.toy.pages.vocabulary import CONTENT, FIELDS, LANGUAGES, functions
+from mmrl.gui.toy.pages.vocabulary import CONTENT, FIELDS, LANGUAGES, THEMES, functions
 
 SEEDS = range(12)
 

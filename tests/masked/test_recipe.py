@@ -10,9 +10,8 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.masked.inpainting import cut, hinted_answer
 from mmrl.masked.masked_config import InpaintingConfig, LikelihoodConfig
 from mmrl.masked.masked_policy import MaskedPayload
-from mmrl.masked.masked_recipe import MaskedRecipe
+from mmrl.masked.masked_recipe import TIME, MaskedRecipe, MaskedSftRecipe
 from mmrl.masked.masked_sampler import MaskedSampling, propose, step_shares, unmask
-from mmrl.masked.masked_sft import TIME, MaskedSftRecipe
 from mmrl.rewards import RewardConfig
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams, make_accelerator

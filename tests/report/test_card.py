@@ -13,8 +13,7 @@ from mmrl.errors import UserError
 from mmrl.hub.building import BuiltPath, build_if_missing
 from mmrl.hub.cards import card_text, code, fenced, plain, portable, table, without_paths, write_dataset_card
 from mmrl.recipes import RECIPES, find_recipe
-from mmrl.report.card import at_step, model_card, start_of
-from mmrl.report.export import export_run
+from mmrl.report.export import at_step, export_run, model_card, start_of
 from mmrl.report.folder import read_run
 from mmrl.runs.export import Exported
 from tests.report.test_summary import RESULT, make_run

@@ -6,8 +6,8 @@ import pytest
 
 from mmrl.report import curves
 from mmrl.report.charts import COLOURS, INK, INK_ON_DARK, Chart, interval_chart, line_chart
-from mmrl.report.names import readable_name
 from mmrl.report.page import write_report
+from mmrl.report.report_tables import readable_name
 from mmrl.runs.tracking import Tracker
 from tests.report.pages import Page, headings_of
 

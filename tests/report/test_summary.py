@@ -12,8 +12,7 @@ from PIL import Image
 
 from mmrl.report import gallery
 from mmrl.report.folder import read_run
-from mmrl.report.page import write_report
-from mmrl.report.summary import facts, method, outcome, short_outcome
+from mmrl.report.page import facts, method, outcome, short_outcome, write_report
 from mmrl.runs.records import Outcome, SampleRecord, write_outcomes, write_samples
 from mmrl.runs.statistics import paired_difference
 from mmrl.runs.tracking import Tracker

@@ -1,6 +1,6 @@
 import pytest
 
-from mmrl.rewards.choice import choice_reward
+from mmrl.rewards.answers import choice_reward
 from tests.growth import assert_no_worse_than_linear
 
 QUESTION = "Which animal is shown?\nA. cat\nB. dog\nC. fish\nD. bird\nAnswer like <answer>B</answer>."

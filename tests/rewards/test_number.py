@@ -2,7 +2,7 @@ from fractions import Fraction
 
 import pytest
 
-from mmrl.rewards.number import number_reward, read_number
+from mmrl.rewards.answers import number_reward, read_number
 from tests.growth import assert_no_worse_than_linear
 
 

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from mmrl.rewards import RewardConfig, RewardSum
-from mmrl.rewards.winrate import winrate_reward
+from mmrl.rewards.budget import winrate_reward
 
 
 def longer(prompts, first, second, images, **_):

@@ -19,7 +19,7 @@ from robotics.data import LeRobotReader
 from robotics.data.reader import LazyImages
 from robotics.episodes.collect import ActingSettings, replay_episode, run_episodes
 from robotics.episodes.demonstrations import DemonstrationConfig, load_demonstrations
-from robotics.episodes.episode_tasks import EpisodeSetConfig
+from robotics.episodes.payload import EpisodeSetConfig
 from robotics.methods.clone import CloneConfig, CloneRecipe
 from robotics.methods.grpo import RobotGrpoConfig, RobotGrpoRecipe
 from robotics.policies.base.action_policy import ActionChoice, open_policy

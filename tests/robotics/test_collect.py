@@ -6,7 +6,7 @@ from mmrl.errors import RunError
 from mmrl.fields import check_config
 from robotics.episodes.collect import ActingSettings, replay_episode, run_episodes
 from robotics.episodes.payload import EpisodePayload
-from robotics.policies.base.draws import draw_rows
+from robotics.policies.base.action_tokens import draw_rows
 from robotics.policies.module import ModuleAdapter
 from robotics.sim.episodes import EpisodeSpec
 from tests.robotics.line_policies import GaussianWalker

@@ -10,8 +10,7 @@ import pytest
 from mmrl.errors import UserError
 from robotics.scenes.arms import ARMS
 from robotics.scenes.envs import TabletopEnv
-from robotics.scenes.menagerie import FILES, VARIABLE
-from robotics.scenes.presentation import PresentedScene
+from robotics.scenes.presentation import FILES, VARIABLE, PresentedScene
 from robotics.scenes.tabletop_tasks import TASKS, TabletopScene
 
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")

@@ -17,7 +17,7 @@ from mmrl.training.recipe import Step
 from mmrl.training.settings import TrainerConfig
 from robotics.data import LeRobotReader
 from robotics.episodes.demonstrations import DemonstrationConfig, load_demonstrations
-from robotics.episodes.episode_tasks import EpisodeSetConfig
+from robotics.episodes.payload import EpisodeSetConfig
 from robotics.episodes.recording import build_demonstrations
 from robotics.policies.base.action_statistics import ActionRange
 from robotics.policies.policy_loading import ActionPolicyConfig

@@ -9,7 +9,7 @@ import pytest
 from mmrl.errors import UserError
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
-from robotics.episodes.episode_tasks import EpisodeSetConfig
+from robotics.episodes.payload import EpisodeSetConfig
 from robotics.methods.grpo import RobotGrpoRecipe
 from robotics.policies.policy_loading import ActionPolicyConfig, check_fit, load_action_policy
 from robotics.sim.backends import Backend

@@ -12,7 +12,7 @@ from mmrl.recipes import find_recipe
 from mmrl.training.run import evaluate, train
 from mmrl.training.settings import CheckpointConfig
 from robotics.episodes.collect import ActingSettings, run_episodes
-from robotics.episodes.episode_tasks import EpisodeSetConfig
+from robotics.episodes.payload import EpisodeSetConfig
 from robotics.methods.grpo import RobotGrpoRecipe
 from robotics.policies.policy_loading import ActionPolicyConfig
 from robotics.sim.episodes import EpisodeSpec

@@ -13,7 +13,7 @@ from robotics.scenes.arms import find_arm
 from robotics.scenes.batch import BatchSettings, TabletopBatch
 from robotics.scenes.envs import TabletopEnv
 from robotics.scenes.tabletop_tasks import TabletopScene, find_task
-from robotics.scenes.variations import vary_model
+from robotics.scenes.variant import vary_model
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.opening import SimConfig, open_sim
 from robotics.sim.randomization import RandomizationConfig, Stream, read_randomization

@@ -19,7 +19,7 @@ from mmrl.training.trainer import collect_metrics
 from mmrl.training.update import count_denominators
 from robotics.episodes.collect import ActingSettings
 from robotics.episodes.episode_evaluation import RobotEvaluationConfig
-from robotics.episodes.episode_tasks import EpisodeSetConfig
+from robotics.episodes.payload import EpisodeSetConfig
 from robotics.methods.grpo import RobotGrpoConfig, RobotGrpoRecipe
 from robotics.methods.latents import LatentConfig
 from robotics.methods.srpo import SrpoConfig, SrpoRecipe

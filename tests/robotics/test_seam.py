@@ -17,7 +17,7 @@ from mmrl.training.settings import BaseTrainerConfig
 from robotics.episodes.dataset_fit import check_state
 from robotics.episodes.demonstrations import DemonstrationConfig
 from robotics.episodes.episode_evaluation import RobotEvaluationConfig
-from robotics.episodes.episode_tasks import EpisodeSetConfig
+from robotics.episodes.payload import EpisodeSetConfig
 from robotics.episodes.recording import build_demonstrations
 from robotics.methods.clone import CloneConfig, CloneRecipe
 from robotics.methods.robot_recipe import RobotConfig

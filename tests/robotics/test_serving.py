@@ -22,7 +22,7 @@ from websockets.sync.client import connect
 
 from mmrl.errors import UserError
 from robotics.episodes.collect import ActingSettings, run_episodes
-from robotics.episodes.episode_tasks import EpisodeSetConfig, list_episodes
+from robotics.episodes.payload import EpisodeSetConfig, list_episodes
 from robotics.policies.base.action_policy import ActionChoice, ActionPolicy
 from robotics.policies.base.action_statistics import ActionRange, ActionStatistics
 from robotics.policies.base.encoder import EncoderConfig

@@ -14,7 +14,7 @@ from mmrl.training.processes import make_accelerator
 from mmrl.training.recipe import Step
 from mmrl.training.run import train
 from mmrl.training.trainer import collect_metrics
-from robotics.episodes.episode_tasks import EpisodeSetConfig
+from robotics.episodes.payload import EpisodeSetConfig
 from robotics.methods.latents import LatentConfig
 from robotics.methods.progress import ProgressSettings
 from robotics.methods.srpo import SrpoRecipe

@@ -10,7 +10,7 @@ from mmrl.recipes import find_recipe
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.recipe import Passes, Step
 from mmrl.training.run import train
-from robotics.episodes.episode_tasks import EpisodeSetConfig
+from robotics.episodes.payload import EpisodeSetConfig
 from robotics.methods.grpo import RobotGrpoRecipe
 from robotics.policies.policy_loading import ActionPolicyConfig
 from tests.contracts.option_runs import TINY_ENCODER

@@ -8,7 +8,7 @@ from mmrl.errors import RunError, UserError
 from mmrl.recipes import find_recipe
 from mmrl.training.run import evaluate
 from robotics.episodes.collect import ActingSettings, FirstImages, run_episodes, swap_layouts
-from robotics.episodes.episode_tasks import EpisodeSetConfig
+from robotics.episodes.payload import EpisodeSetConfig
 from robotics.policies.module import ModuleAdapter
 from robotics.policies.policy_loading import ActionPolicyConfig
 from robotics.sim.episodes import EpisodeSpec

@@ -6,7 +6,7 @@ from robotics.scenes.arms import ARMS
 from robotics.scenes.tabletop import PIECES, PROPRIO_SIZE, STATE_SIZE, SceneReading
 from robotics.scenes.tabletop_tasks import SPLITS, SQUARE_M, TASKS, TabletopScene, draw_layout, find_task, layout_seed
 from robotics.sim import FrameRenderer, RenderSettings
-from robotics.sim.scene_results import SceneSteps
+from robotics.sim.interface import SceneSteps
 
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 

@@ -12,8 +12,7 @@ from mmrl.training.processes import Streams
 from mmrl.training.recipe import Reference, Step
 from mmrl.training.update import update_constants
 from robotics.episodes.collect import ActingSettings, run_episodes
-from robotics.episodes.episode_tasks import EpisodeSetConfig
-from robotics.episodes.payload import EpisodePayload
+from robotics.episodes.payload import EpisodePayload, EpisodeSetConfig
 from robotics.methods.grpo import RobotGrpoConfig
 from robotics.methods.ppo import ChunkRewardConfig, RobotPpoConfig, RobotPpoRecipe
 from robotics.policies.policy_loading import ActionPolicyConfig, load_action_policy

@@ -8,7 +8,7 @@ import pytest
 from mmrl.recipes import find_recipe
 from mmrl.training.run import train
 from mmrl.training.settings import TrackingConfig, TrainerConfig
-from robotics.episodes.episode_tasks import EpisodeSetConfig
+from robotics.episodes.payload import EpisodeSetConfig
 from robotics.methods.grpo import RobotGrpoConfig
 from robotics.policies.policy_loading import ActionPolicyConfig
 from robotics.sim import subprocess_sim

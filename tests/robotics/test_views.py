@@ -270,7 +270,7 @@ def test_episodes_without_views_hold_none():
 
 
 def test_likelihoods_of_training_are_those_of_acting(tmp_path):
-    from robotics.episodes.episode_tasks import EpisodeSetConfig
+    from robotics.episodes.payload import EpisodeSetConfig
     from robotics.methods.grpo import RobotGrpoConfig, RobotGrpoRecipe
 
     config = RobotGrpoConfig(data=EpisodeSetConfig(tasks=["right", "left"], layouts=2), output_dir=str(tmp_path))

@@ -12,8 +12,7 @@ import torch
 
 from mmrl.training.processes import leave, make_accelerator
 from mmrl.training.recipe import Step
-from mmrl.training.reporting import RunCounts
-from mmrl.training.trainer import Trainer, collect_metrics
+from mmrl.training.trainer import RunCounts, Trainer, collect_metrics
 from robotics.methods.latents import LatentConfig
 from robotics.methods.progress import ProgressSettings
 from robotics.methods.srpo import SrpoRecipe

@@ -3,7 +3,7 @@
 import json
 import math
 
-from mmrl.runs.alarms import STEPS, WINDOW, Alarm, AlarmTracks, Track
+from mmrl.runs.run_log import STEPS, WINDOW, Alarm, AlarmTracks, Track
 
 
 def test_a_track_has_the_means_of_the_first_and_the_latest_steps():

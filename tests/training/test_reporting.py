@@ -13,15 +13,15 @@ from mmrl.core.loss import Metric
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Tally
 from mmrl.errors import RunError
-from mmrl.training import processes, reporting, scoring
-from mmrl.training.reporting import RunCounts, over_processes
+from mmrl.training import processes, scoring, trainer
 from mmrl.training.scoring import EveryRewardFailedError, score_everywhere
+from mmrl.training.trainer import RunCounts, over_processes
 from tests.training.toy import ToyRecipe
 
 NAN = math.nan
 
 
-def ranks(monkeypatch, *others, module=reporting):
+def ranks(monkeypatch, *others, module=trainer):
     """This process is the first; the others have said these things."""
     monkeypatch.setattr(module, "from_all", lambda mine: [mine, *others])
 
@@ -47,7 +47,7 @@ def test_rows_that_are_there_for_company_do_not_count(monkeypatch):
 
 
 def test_a_number_on_which_processes_disagree_is_named_once(monkeypatch, caplog):
-    reporting._warn_of.cache_clear()
+    trainer._warn_of.cache_clear()
     ranks(monkeypatch, (True, {}, {"mine": 2.0, "nothing": NAN, "rounded": 1.0 + 1e-6, "theirs": 4.0}))
     numbers = {"mine": 1.0, "nothing": NAN, "rounded": 1.0}
     with caplog.at_level(logging.WARNING, logger="mmrl"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmrl.core import get
-from mmrl.core.blocks.weight import Weight
+from mmrl.core.blocks.turns import Weight
 from mmrl.rewards.answers import number_answers
 from mmrl.training import objectives
 from mmrl.training.processes import Streams, make_accelerator

@@ -10,9 +10,17 @@ import pytest
 from mmrl.hub.video_reading import decode_frames, read_index
 from mmrl.vlm.data.dataset import DataConfig, load_tasks
 from mmrl.vlm.data.task import VideoOptions, load_videos
-from mmrl.vlm.toy import clips
-from mmrl.vlm.toy.clips import Shot, clip_frames, first_frames, write_clip
-from mmrl.vlm.toy.digit_clips import FPS, QUESTIONS, SHOT_FRAMES, build_questions
+from mmrl.vlm.toy import digit_clips
+from mmrl.vlm.toy.digit_clips import (
+    FPS,
+    QUESTIONS,
+    SHOT_FRAMES,
+    Shot,
+    build_questions,
+    clip_frames,
+    first_frames,
+    write_clip,
+)
 from mmrl.vlm.toy.digits import reads_digits, scan_pool, scans_and_labels
 from mmrl.vlm.toy.tiny import train_tokenizer
 
@@ -44,7 +52,7 @@ def test_a_shot_does_not_depend_on_earlier_shots():
 
 def test_long_clips_are_drawn_while_they_are_encoded(tmp_path, monkeypatch):
     drawn, most = [], []
-    original = clips.write_mp4
+    original = digit_clips.write_mp4
 
     def watched(path, frames, fps, settings):
         def pulled():
@@ -55,7 +63,7 @@ def test_long_clips_are_drawn_while_they_are_encoded(tmp_path, monkeypatch):
 
         return original(path, pulled(), fps, settings)
 
-    monkeypatch.setattr(clips, "write_mp4", watched)
+    monkeypatch.setattr(digit_clips, "write_mp4", watched)
     shots = [Shot(50, scan) for scan in range(12)]
     index = read_index(write_clip(tmp_path / "a.mp4", shots, fps=10, seed=2))
     assert index.total == len(drawn) == 600

@@ -6,9 +6,8 @@ import torch
 
 from mmrl.core.loss import masked_mean
 from mmrl.vlm.engine import attention
-from mmrl.vlm.engine import decoder as decoders
-from mmrl.vlm.engine.decoder import GroupDecoder
-from mmrl.vlm.engine.prefix import Prefix
+from mmrl.vlm.engine import prefix as decoders
+from mmrl.vlm.engine.prefix import GroupDecoder, Prefix
 from mmrl.vlm.engine.vlm_policy import VlmPolicy, load_policy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig, Samples, sample
 from mmrl.vlm.model.model_config import LoraSettings, ModelConfig

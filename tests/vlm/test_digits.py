@@ -4,7 +4,7 @@ from PIL import Image
 
 from mmrl.runs.records import read_jsonl
 from mmrl.vlm.data.dataset import DataConfig, load_tasks
-from mmrl.vlm.toy.blind import fit_blind
+from mmrl.vlm.toy.demo import fit_blind
 from mmrl.vlm.toy.digits import QUESTIONS, TEST_SCANS, build_hints, build_questions, reads_digits, scan_pool
 
 

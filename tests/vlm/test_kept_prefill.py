@@ -14,8 +14,8 @@ from mmrl.training.processes import make_accelerator
 from mmrl.training.trainer import Trainer
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.engine.prefix import KeepPrefill, PrefixStore
+from mmrl.vlm.engine.reader import FeatureCache, weights_state
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig, sample
-from mmrl.vlm.model.vision import FeatureCache, weights_state
 from mmrl.vlm.vlm_config import VlmConfig
 from mmrl.vlm.vlm_recipe import VlmRecipe
 from tests.vlm.builders import ragged_tasks

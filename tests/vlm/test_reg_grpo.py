@@ -28,7 +28,7 @@ from mmrl.vlm.methods.augmentation import (
     rewrite_question,
 )
 from mmrl.vlm.methods.reg_grpo import RegGrpoConfig, RegGrpoRecipe
-from mmrl.vlm.toy.controls import shuffled_environment, shuffled_exact
+from mmrl.vlm.toy.countdown import shuffled_environment, shuffled_exact
 from mmrl.vlm.vlm_config import VlmConfig
 from mmrl.vlm.vlm_recipe import VlmRecipe
 from tests.vlm.builders import make_task

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from mmrl.vlm.families.family import IMAGE, TEXT, VIDEO
-from mmrl.vlm.families.qwen_vl import rotary_positions, split_frames
+from mmrl.vlm.families.family import IMAGE, TEXT, VIDEO, rotary_positions, split_frames
 
 MERGE = 2
 

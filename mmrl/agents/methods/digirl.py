@@ -49,9 +49,9 @@ from mmrl.agents.rollout.episodes import AgentPayload, pack_episodes, pack_group
 from mmrl.agents.rollout.storage import RecordedFolder, read_recorded, restore_episode, store_episode
 from mmrl.core.loss import Denominators, Metric, mean_metric
 from mmrl.core.objectives.objective import LossOutput
+from mmrl.core.payload import to_device, to_host
 from mmrl.core.returns import turn_starts
 from mmrl.core.rollouts import Rollouts
-from mmrl.core.transfer import to_device, to_host
 from mmrl.errors import UserError
 from mmrl.fields import SET, bounded, choice, only_with, rare
 from mmrl.files import expanded

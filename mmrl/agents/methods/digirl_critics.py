@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from mmrl.agents.rollout.episodes import Episode, pack_episodes
+from mmrl.core.payload import to_device, to_host
 from mmrl.core.returns import turn_starts
-from mmrl.core.transfer import to_device, to_host
 from mmrl.fields import bounded, rare
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.engine.rows import text_prompt

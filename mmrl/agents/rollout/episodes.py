@@ -24,9 +24,9 @@ from torch import Tensor
 from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.environments.environment import CUT, ActionConfig, Observation, find_format
 from mmrl.agents.environments.videos import Video
-from mmrl.core.payload import per_row
+from mmrl.core.blocks.turns import ANCHOR
+from mmrl.core.payload import per_row, to_device
 from mmrl.core.rollouts import Rollouts
-from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.rewards.answers import final_part, with_think_tags
@@ -385,7 +385,7 @@ class Episode:
     seconds: list[float] = field(default_factory=list, compare=False)
     """Time of each turn: sampling the answers of all running episodes, plus this episode's actions."""
     anchors: list[int] = field(default_factory=list)
-    """The observation before each turn, as `mmrl.agents.rollout.anchors` numbers it."""
+    """The observation before each turn, as `mmrl.agents.rollout.episodes` numbers it."""
     gains: list[float] = field(default_factory=list)
     """Information gain of each turn but the last, if the objective needs it; see `mmrl.agents.rollout.gains`."""
     parent: int = -1
@@ -532,3 +532,33 @@ def _with_own_context(episode: Episode, prompt: Prompt) -> Episode:
         return episode
     own = dataclasses.replace(episode.trajectory, contexts=[Context(0, episode.prompt), *episode.trajectory.contexts])
     return dataclasses.replace(episode, trajectory=own)
+
+
+def number_observation(observation: Observation, info: Mapping[str, Any]) -> int:
+    """A 64-bit hash of `info["anchor"]` if present, else of the observation's text and images."""
+    parts = [info[ANCHOR]] if ANCHOR in info else [observation.text, *observation.images]
+    digest = blake2b(digest_size=8)
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            digest.update(repr((part.shape, part.dtype.str)).encode())
+            digest.update(part.tobytes())
+        else:
+            digest.update(repr(part).encode())
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def tabulate_anchors(episodes: Sequence[Episode], turn: Tensor) -> Tensor:
+    """(B, T) int64, the number of the observation before each decision's turn (B, T); 0 outside turns."""
+    return _tabulate([episode.anchors for episode in episodes], turn, torch.int64)
+
+
+def tabulate_durations(episodes: Sequence[Episode], turn: Tensor) -> Tensor:
+    """(B, T) float32, the seconds of each decision's turn (B, T); 0 outside turns."""
+    return _tabulate([episode.seconds for episode in episodes], turn, torch.float32)
+
+
+def _tabulate(numbers: Sequence[Sequence[float]], turn: Tensor, dtype: torch.dtype) -> Tensor:
+    width = max(1 + int(turn.max()), *map(len, numbers))
+    rows = [[*own, *[0] * (width - len(own))] for own in numbers]
+    table = torch.tensor(rows, dtype=dtype, device=turn.device)
+    return torch.where(turn < 0, 0, table.gather(1, turn.clamp(min=0)))

@@ -12,8 +12,8 @@ from torch import Tensor
 from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.rollout.episodes import Episode
 from mmrl.core.blocks.turns import InformationGain
+from mmrl.core.payload import to_device
 from mmrl.core.rollouts import Rollouts
-from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.vlm.data.prompt import Insert, Prompt, VlmPayload, join_prompts
 from mmrl.vlm.data.task import VlmTask

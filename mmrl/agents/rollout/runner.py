@@ -21,8 +21,7 @@ from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.environments.env_pool import EnvPool, TurnResult
 from mmrl.agents.environments.environment import CUT, Action, ActionConfig, CallResult, Observation, ParsedAnswer
 from mmrl.agents.environments.videos import Video
-from mmrl.agents.rollout.anchors import number_observation
-from mmrl.agents.rollout.episodes import Conversation, Episode, EpisodeConfig, Writer
+from mmrl.agents.rollout.episodes import Conversation, Episode, EpisodeConfig, Writer, number_observation
 from mmrl.agents.rollout.turns import TurnSampler
 from mmrl.errors import UserError
 from mmrl.runs.run_log import stopwatch

@@ -14,11 +14,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mmrl.core.transfer import to_device, to_host
+from mmrl.core.payload import to_device, to_host
 from mmrl.vlm.data.prompt import Prompt, join_prompts
 from mmrl.vlm.engine.cache import filled_cache
-from mmrl.vlm.engine.decoder import GroupDecoder
-from mmrl.vlm.engine.prefix import CachedPart
+from mmrl.vlm.engine.prefix import CachedPart, GroupDecoder
 from mmrl.vlm.engine.rows import text_prompt
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.engine.vlm_sampler import GenerationState, SamplerConfig, Samples, decode, sample

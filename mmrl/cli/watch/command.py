@@ -32,7 +32,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
         raise UserError(f"--port is {args.port}; must be from 0 to 65535")
     folders = WatchedFolders(args.runs)
     if args.text:
-        from mmrl.cli.watch.text import follow, lines
+        from mmrl.cli.watch.folders import follow, lines
 
         if not args.once and sys.stdout.isatty():
             follow(folders)

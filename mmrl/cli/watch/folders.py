@@ -1,7 +1,8 @@
-"""The folders that are watched: runs, folders that hold runs, and the queue of a comparison."""
+"""The watched folders: runs, folders of runs, the queue of a comparison, and all of them as text for a terminal."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -14,7 +15,8 @@ from typing import Any
 from mmrl.cli.watch.runs import WatchedRun, interval_text, json_object
 from mmrl.compare.plans import MARKER, sweep_label
 from mmrl.errors import UserError
-from mmrl.runs.statistics import SHARES
+from mmrl.runs.metrics import label, measured
+from mmrl.runs.statistics import HEADLINES, SHARES
 
 SIGNS_OF_A_RUN = {"metrics.jsonl", "evaluations.jsonl", "config.yaml", "run.lock", MARKER}
 DEEPEST = 4
@@ -54,12 +56,12 @@ class WatchedFolders:
 
     def _comparison(self, folder: Path, content: dict[str, Any]) -> dict[str, Any]:
         names = {run.folder.relative_to(folder).as_posix(): run for run in self._below(folder)}
-        planned = list(dict.fromkeys([*(label for label in names if "/" not in label), *planned_runs(content)]))
+        planned = list(dict.fromkeys([*(key for key in names if "/" not in key), *planned_runs(content)]))
         queue = []
-        for label in [*planned, *(label for label in names if label not in planned)]:
-            state, reason = names[label].state() if label in names else ("waiting", "")
-            run = names[label].name if label in names else None
-            queue.append({"label": label, "state": state, "reason": reason, "run": run})
+        for key in [*planned, *(key for key in names if key not in planned)]:
+            state, reason = names[key].state() if key in names else ("waiting", "")
+            run = names[key].name if key in names else None
+            queue.append({"label": key, "state": state, "reason": reason, "run": run})
         return {
             "name": str(content.get("name", folder.name)),
             "metric": str(content.get("metric", "")),
@@ -136,3 +138,101 @@ def _name(place: Path, folders: Sequence[Path]) -> str:
     same = sum(other.name == folder.name for other in folders) > 1
     first = f"{folder.parent.name}/{folder.name}" if same else folder.name
     return "/".join([first, *place.relative_to(folder).parts])
+
+
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 40
+EVERY_S = 2.0
+CURVES = ("reward/mean", "policy/entropy", "policy/kl_ref", "optim/grad_norm", "response/length_mean")
+MOST_RUNS = 8
+"""Runs with curves; of a comparison, those that run or ended last."""
+
+
+def follow(folders: WatchedFolders) -> None:
+    """Show the runs until Ctrl-C."""
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(screen=True, auto_refresh=False) as live:
+        while True:
+            folders.refresh()
+            live.update(Text("\n".join(lines(folders))), refresh=True)
+            if not folders.behind:
+                time.sleep(EVERY_S)
+
+
+def lines(folders: WatchedFolders) -> Iterator[str]:
+    """Lines that `mmrl watch --text` prints."""
+    for comparison in folders.comparisons():
+        yield from _comparison_lines(comparison)
+    statuses = [(run, run.status()) for run in folders.runs.values()]
+    statuses.sort(key=lambda pair: (pair[1]["state"] == "running", pair[1]["updated"] or 0), reverse=True)
+    for run, status in statuses[:MOST_RUNS]:
+        yield from _run_lines(run, status)
+    if len(statuses) > MOST_RUNS:
+        yield f"and {len(statuses) - MOST_RUNS} more runs"
+
+
+def _comparison_lines(comparison: dict[str, Any]) -> Iterator[str]:
+    counts = ", ".join(f"{number} {state}" for state, number in comparison["counts"].items())
+    yield f"{comparison['name']}: {counts}"
+    for arm in comparison["arms"]:
+        if arm["n"]:
+            mean = f"{comparison['metric']} {arm['mean']}, {arm['n']} seeds"
+            yield f"  {arm['arm']}: {mean}; {comparison['difference']} {arm['difference']}"
+    for entry in comparison["queue"]:
+        if entry["state"] == "failed":
+            yield f"  ! {entry['label']}: {entry['reason']}"
+    yield ""
+
+
+def _run_lines(run: WatchedRun, status: dict[str, Any]) -> Iterator[str]:
+    yield " · ".join(filter(None, (run.name, status["state"], *progress(status))))
+    if status["reason"]:
+        yield f"  ! {status['reason']}"
+    if status["headline"]:
+        yield "  " + "   ".join(f"{title} {value}" for title, value in status["headline"])
+    for name in measured(run.evaluations, HEADLINES)[:1]:
+        rows = [row for row in run.evaluations if isinstance(row.get(name), int | float)]
+        for split in dict.fromkeys(str(row.get("split", "")) for row in rows):
+            found = [row[name] for row in rows if str(row.get("split", "")) == split]
+            yield _curve_line(f"{label(name)} on {split}", found)
+    for name in CURVES:
+        if name in run.metrics.names():
+            yield _curve_line(name, run.metrics.thinned(name, WIDTH)["mean"])
+    for note in status["notes"]:
+        yield f"  ! {note}"
+    yield ""
+
+
+def progress(status: dict[str, Any]) -> Iterator[str]:
+    """Step, time left and age of the newest numbers."""
+    if status["steps"]:
+        yield f"step {status['step']} of {status['steps']}"
+    if status["left_s"] is not None:
+        yield f"{duration(status['left_s'])} left"
+    if status["updated"]:
+        yield f"updated {duration(max(0.0, time.time() - status['updated']))} ago"
+
+
+def duration(seconds: float) -> str:
+    """Seconds, minutes, hours or days, whichever is short."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A row of bars, the lowest value the shortest."""
+    low, high = min(values), max(values)
+    span = high - low or math.inf
+    return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] for value in values)
+
+
+def _curve_line(name: str, values: Sequence[float]) -> str:
+    if not values:
+        return f"  {name:<22}"
+    return (
+        f"  {name:<22} {sparkline(values[-WIDTH:]):<{WIDTH}} {values[-1]:.4g}  ({min(values):.4g} to {max(values):.4g})"
+    )

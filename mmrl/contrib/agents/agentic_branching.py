@@ -27,8 +27,8 @@ from mmrl.agents.rollout.episodes import AgentPayload, Episode, pack_groups
 from mmrl.agents.rollout.runner import Fork
 from mmrl.core.blocks.turns import PARENT, SHARED
 from mmrl.core.loss import Metric, row_metric
+from mmrl.core.payload import to_device
 from mmrl.core.rollouts import Rollouts
-from mmrl.core.transfer import to_device
 from mmrl.fields import bounded, choice, only_with, rare
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig

@@ -40,8 +40,8 @@ from mmrl.agents.methods.digirl import EPISODES
 from mmrl.agents.methods.digirl_critics import CriticTraining, Fitter, perceptron
 from mmrl.agents.rollout.episodes import Episode, Trajectory, pack_episodes, pack_groups
 from mmrl.agents.rollout.storage import Record, restore_episode, store_episode
+from mmrl.core.payload import to_device, to_host
 from mmrl.core.rollouts import Rollouts
-from mmrl.core.transfer import to_device, to_host
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.runs.run_log import stopwatch

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mmrl.core.payload import to_device, to_host
 from mmrl.core.rollouts import Rollouts
-from mmrl.core.transfer import to_device, to_host
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.training.objectives import ObjectiveConfig

@@ -34,8 +34,7 @@ from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.training.scoring import with_rewards
-from mmrl.vlm.critic.critiques import critique_renderer, critique_task
-from mmrl.vlm.critic.details import is_satisfied
+from mmrl.vlm.critic.critiques import critique_renderer, critique_task, is_satisfied
 from mmrl.vlm.critic.measures import CriticEvaluationConfig
 from mmrl.vlm.critic.questions import without_marks
 from mmrl.vlm.critic.revision import CRITIQUE_KEY, RevisionConfig, RevisionMeasure, revise

@@ -28,7 +28,7 @@ from mmrl.hub.chat_endpoint import ask_chat, check_url
 from mmrl.rewards import RewardResult
 from mmrl.rewards.reward_loading import load_function
 from mmrl.training.recipe import Step
-from mmrl.vlm.critic.rubric import filled
+from mmrl.vlm.critic.flaws import filled
 from mmrl.vlm.data.dataset import LoadedTasks
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.data.task import VlmTask

@@ -42,7 +42,7 @@ from mmrl.training.processes import Streams
 from mmrl.training.recipe import LossTerm, Passes, Reference, Sampler, Step, start_kind
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.data.task import VlmTask
-from mmrl.vlm.engine.decoder import CacheDecoder
+from mmrl.vlm.engine.prefix import CacheDecoder
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig, Samples, sample, sample_by
 from mmrl.vlm.methods.preference import MismatchedAnswers

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from mmrl.core.blocks.credit import VALUE_AFTER, VALUE_BEFORE, VALUE_STD
 from mmrl.core.loss import Metric
+from mmrl.core.payload import to_device
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Tally
-from mmrl.core.transfer import to_device
 from mmrl.errors import ConfigError
 from mmrl.fields import bounded, choice
 from mmrl.training.objectives import ObjectiveConfig

@@ -33,8 +33,8 @@ from torch.nn import functional
 
 from mmrl.core.loss import Metric, mean_metric
 from mmrl.core.objectives.objective import PolicyOutputs
+from mmrl.core.payload import to_device
 from mmrl.core.rollouts import Rollouts
-from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.training.objectives import ObjectiveConfig, make_objective

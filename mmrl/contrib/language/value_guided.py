@@ -31,7 +31,7 @@ from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.recipe import Step
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.data.task import VlmTask
-from mmrl.vlm.engine.decoder import CacheDecoder
+from mmrl.vlm.engine.prefix import CacheDecoder
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig, Samples, sample_by
 from mmrl.vlm.model.model_config import CriticSettings, ModelConfig

@@ -20,7 +20,7 @@ from mmrl.core.blocks.advantage import (
 from mmrl.core.blocks.clip import Loss, PolicyGradient, StepClip, Unclipped
 from mmrl.core.blocks.divergence import K3
 from mmrl.core.blocks.filter import ResampleGroups
-from mmrl.core.blocks.weight import Weight
+from mmrl.core.blocks.turns import Weight
 from mmrl.core.loss import PolicyOutputs, SequenceMean, TokenMean, masked_mean, required
 from mmrl.core.objectives.objective import Objective
 from mmrl.core.rollouts import TOKENS, Rollouts

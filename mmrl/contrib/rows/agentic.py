@@ -18,8 +18,7 @@ from mmrl.core.blocks.advantage import (
 )
 from mmrl.core.blocks.clip import BoundedClip, Loss, PolicyGradient, PpoClip
 from mmrl.core.blocks.divergence import K3
-from mmrl.core.blocks.turns import PARENT, SHARED, InformationGain
-from mmrl.core.blocks.weight import Weight
+from mmrl.core.blocks.turns import PARENT, SHARED, InformationGain, Weight
 from mmrl.core.loss import TokenMean, TurnMean, masked_sum, required
 from mmrl.core.objectives.objective import Objective
 from mmrl.core.returns import decision_rewards, returns_to_go, turn_starts, turn_sums

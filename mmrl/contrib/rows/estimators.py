@@ -24,7 +24,7 @@ from mmrl.core.blocks.advantage import (
 from mmrl.core.blocks.clip import PpoClip
 from mmrl.core.blocks.divergence import K3
 from mmrl.core.blocks.filter import DropGroups, ResampleGroups
-from mmrl.core.blocks.weight import WEIGHT, Weight, quantile
+from mmrl.core.blocks.turns import WEIGHT, Weight, quantile
 from mmrl.core.loss import FixedLength, SequenceSum, TokenMean, masked_mean, required
 from mmrl.core.objectives.objective import Objective
 from mmrl.core.rollouts import Rollouts

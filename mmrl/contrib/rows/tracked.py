@@ -23,7 +23,7 @@ from mmrl.core.blocks.advantage import (
 )
 from mmrl.core.blocks.clip import Clip, Loss, PpoClip
 from mmrl.core.blocks.divergence import K3, FullEntropy
-from mmrl.core.blocks.order import TaskOrder
+from mmrl.core.blocks.filter import TaskOrder
 from mmrl.core.catalogue.group import ROWS as GROUP
 from mmrl.core.loss import PolicyOutputs, SequenceMean, TokenMean, required
 from mmrl.core.objectives.objective import Objective

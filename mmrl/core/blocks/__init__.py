@@ -11,24 +11,15 @@ from typing import Any
 from mmrl.core.block import Block, kinds
 
 # these are imported so that `kinds` finds their classes
-from mmrl.core.blocks import (  # noqa: F401
-    baselines,
-    entropy,
-    foreign,
-    pair_losses,
-    smooth_clip,
-    turns,
-    weight,
-)
+from mmrl.core.blocks import baselines, divergence, foreign, pair_losses, smooth_clip, turns  # noqa: F401
 from mmrl.core.blocks.advantage import Advantage, AdvantageScaling
 from mmrl.core.blocks.clip import Clip, Ratio
 from mmrl.core.blocks.credit import CriticLoss
 from mmrl.core.blocks.divergence import Divergence, Entropy
-from mmrl.core.blocks.filter import GroupFilter
+from mmrl.core.blocks.filter import GroupFilter, TaskOrder
 from mmrl.core.blocks.mismatch import Correction, Gate, OffPolicyGate
-from mmrl.core.blocks.order import TaskOrder
 from mmrl.core.blocks.preference import ChosenLikelihood, PairLoss, PairScore
-from mmrl.core.blocks.weight import Weight
+from mmrl.core.blocks.turns import Weight
 from mmrl.core.loss import Aggregation
 
 __all__ = ["BLOCKS", "PREFERENCE_BLOCKS", "all_kinds", "contrib", "kind_names"]

@@ -1,9 +1,9 @@
-"""Divergences from a reference policy and entropies: plain functions, and the block of a weighted divergence."""
+"""Divergences from a reference policy and entropies: functions, a weighted divergence, and an entropy bonus."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -368,3 +368,80 @@ def row_weights(rollouts: Rollouts) -> Tensor:
     """Factor of each row's divergence (B, 1): `extras["kl_weight"]` (B,), or 1."""
     weight = rollouts.extras.get("kl_weight")
     return torch.ones_like(rollouts.reward)[:, None] if weight is None else weight.detach()[:, None]
+
+
+SHARE = "entropy_share"
+"""Key of `Rollouts.extras` (B,): this step's weight of the entropy as a share of the largest, the same for all rows."""
+
+
+class MovingWeight:
+    """A weight that moves with each step."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what a checkpoint has to keep."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue from a checkpoint."""
+        self.value = state["value"]
+
+
+@dataclass(frozen=True)
+class TargetEntropy(FullEntropy):
+    """Entropy of the whole action distribution, rewarded where it is at most a target, with a weight c that moves.
+
+    In a step that begins with the mean entropy e, the weight is c where e <= target, else 0; then c moves by `step`,
+    up where e < target, else down, and stays between 0 and `coef`.
+
+    Source: Skywork-OR1, arXiv 2505.22312, section 3.2.3; huggingface/trl use_adaptive_entropy, which moves it with each
+        optimiser step and compares with the entropy of the one before.
+    """
+
+    kind = "target"
+    needs = frozenset({"entropy", "entropy_old"})
+    coef: float = rare(bounded(1.0, above=0))
+    """Largest weight."""
+    target: float = rare(bounded(0.2, above=0))
+    """Wanted mean entropy in nats."""
+    step: float = rare(bounded(0.005, above=0))
+    """Change of the weight after a step of the run."""
+    start: float = rare(bounded(0.0, at_least=0))
+    """Weight at the start of the run."""
+
+    def problems(self, where: str) -> Iterator[str]:
+        yield from super().problems(where)
+        if self.start > self.coef:
+            yield f"{where}.start {self.start:g} must be at most {where}.coef {self.coef:g}"
+
+    def state(self) -> MovingWeight:
+        """The weight."""
+        return MovingWeight(self.start)
+
+    def observe(self, rollouts: Rollouts, state: MovingWeight) -> Rollouts:
+        """Note the weight of this step, and move it."""
+        entropy = required(rollouts.entropy, "rollouts.entropy", "entropy 'target' compares it with the target")
+        trained, share = rollouts.loss_mask > 0, 0.0
+        # a step without a trained decision leaves the weight as it is
+        if bool(trained.any()):
+            # in float64: the comparison with the target must not depend on the order of summation
+            mean = float(entropy[trained].double().mean())
+            # relative to the largest weight, because the loss multiplies by `coef` once more
+            share = state.value / self.coef if mean <= self.target else 0.0
+            moved = state.value + (self.step if mean < self.target else -self.step)
+            state.value = min(max(moved, 0.0), self.coef)
+        # as an entry of the rows, so that each micro-batch finds it and no state reaches the loss
+        return rollouts.replace(extras=rollouts.extras | {SHARE: torch.full_like(rollouts.reward, share)})
+
+    def of_rollouts(self, outputs: PolicyOutputs, rollouts: Rollouts) -> Tensor:
+        """Bonus (B, T), with gradient."""
+        share = required(rollouts.extras.get(SHARE), f"rollouts.extras['{SHARE}']", "compute_advantages sets it")
+        return share[:, None] * self(outputs)
+
+    def formula(self) -> str:
+        return (
+            f"H_it c / {self.coef:g} where mean H <= {self.target:g}, c from {self.start:g} by +-{self.step:g} a step "
+            f"within 0 and {self.coef:g}"
+        )

@@ -1,19 +1,60 @@
-"""Filters of groups without a gradient, which drop them or sample others in their place."""
+"""Which tasks come next, and filters of groups without a gradient, which drop them or sample others in their place."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from mmrl.core.block import Block, unknown_name
-from mmrl.core.blocks.advantage import group_extremes, group_sum
+from mmrl.core.blocks.advantage import Advantage, group_extremes, group_sum
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.state import ObjectiveState
 from mmrl.fields import bounded, rare
+
+
+@dataclass(frozen=True)
+class TaskOrder(Block):
+    """Chooses the tasks that come next."""
+
+    def state(self, tasks: Sequence[Any] = ()) -> Any:
+        """See `Block.state`; the state may depend on the training tasks."""
+        return None
+
+    def __call__(self, tasks: int, count: int, state: ObjectiveState, generator: torch.Generator) -> Tensor | None:
+        """Draw tasks.
+
+        Args:
+            tasks: Number of training tasks.
+            count: Number of tasks to draw.
+            state: State of the objective's blocks.
+            generator: CPU generator of this draw, the same in every process.
+
+        Returns:
+            Their indices (count,) int64; None for each task once per epoch, reshuffled every epoch.
+        """
+        raise NotImplementedError
+
+    def conflicts(self, advantage: Advantage) -> Iterator[str]:
+        """Yield why the order does not go with an estimator of advantages."""
+        yield from ()
+
+
+@dataclass(frozen=True)
+class Epochs(TaskOrder):
+    """Each task once per epoch, reshuffled every epoch."""
+
+    kind = "epochs"
+
+    def __call__(self, tasks: int, count: int, state: ObjectiveState, generator: torch.Generator) -> Tensor | None:
+        return None
+
+    def formula(self) -> str:
+        return ""
 
 
 def zero_variance_groups(

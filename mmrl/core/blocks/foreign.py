@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.blocks.clip import BoundedClip, Loss, clip_indicators, clipped_loss
-from mmrl.core.blocks.weight import Weight
+from mmrl.core.blocks.turns import Weight
 from mmrl.core.loss import PolicyOutputs, required
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare

@@ -13,7 +13,7 @@ from mmrl.core.blocks.clip import GspoClip, PolicyGradient, PpoClip, SequencePro
 from mmrl.core.blocks.filter import ResampleGroups
 from mmrl.core.blocks.mismatch import OffPolicyGate
 from mmrl.core.blocks.smooth_clip import ClipCov, DppoKl, DppoTv, Dro, Gmpo, KlCov, Sapo, Vespo
-from mmrl.core.blocks.weight import TopEntropy
+from mmrl.core.blocks.turns import TopEntropy
 from mmrl.core.loss import SequenceMean, SequenceSum, TokenMean
 from mmrl.core.objectives.objective import Objective
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from mmrl.core.block import Block
 from mmrl.core.blocks import PREFERENCE_BLOCKS
-from mmrl.core.blocks.filter import GroupFilter, KeepAll
-from mmrl.core.blocks.order import Epochs, TaskOrder
+from mmrl.core.blocks.filter import Epochs, GroupFilter, KeepAll, TaskOrder
 from mmrl.core.blocks.preference import (
     BASELINE,
     OWN,
@@ -30,7 +29,7 @@ from mmrl.core.blocks.preference import (
     side_rows,
 )
 from mmrl.core.loss import Denominators, LossOutput, Metric, PolicyOutputs, count, masked_mean, masked_sum, required
-from mmrl.core.objectives.parts import changed, weighted
+from mmrl.core.objectives.objective import changed, weighted
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import ObjectiveState
 

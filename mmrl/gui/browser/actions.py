@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mmrl.gui.browser.popups import open_in_page, refusal_of, restore_closed
+from mmrl.gui.browser.page import open_in_page, refusal_of, restore_closed
 from mmrl.gui.grounding.coords import CoordinateSpace, Point, Size, from_original, to_original
 
 if TYPE_CHECKING:

@@ -23,9 +23,16 @@ from mmrl.gui.grounding.coords import (
     coordinate_space,
     pointing_families,
 )
-from mmrl.gui.grounding.drawing import draw_answer
 from mmrl.gui.grounding.rewards import AnswerRules
-from mmrl.gui.grounding.samples import TARGET_COLUMNS, AnyOf, GroundingSample, image_size, sample_row, target_of
+from mmrl.gui.grounding.samples import (
+    TARGET_COLUMNS,
+    AnyOf,
+    GroundingSample,
+    draw_answer,
+    image_size,
+    sample_row,
+    target_of,
+)
 from mmrl.hub.tables import BadRowError
 from mmrl.vlm.data.dataset import DataConfig, LoadedTasks
 from mmrl.vlm.data.task import TaskError, VideoOptions, VlmTask, open_image

@@ -5,11 +5,17 @@ Builders of their data, rewards and inference by name; importing the package loa
 
 from __future__ import annotations
 
-from mmrl.lazy import lazy_names
+from mmrl.entries import lazy_names
 
 _NAMES = {
-    "mmrl.vlm.critic.critiques": ("build_false_answers", "build_pairs"),
-    "mmrl.vlm.critic.details": ("critique_score", "f1_reward", "insert_errors", "jaccard_reward"),
+    "mmrl.vlm.critic.critiques": (
+        "build_false_answers",
+        "build_pairs",
+        "critique_score",
+        "f1_reward",
+        "insert_errors",
+        "jaccard_reward",
+    ),
     "mmrl.vlm.critic.measures": ("CriticEvaluationConfig",),
     "mmrl.vlm.critic.questions": ("build_questions",),
     "mmrl.vlm.critic.revision": ("PolicyCritic", "Revision", "RevisionConfig", "revise"),

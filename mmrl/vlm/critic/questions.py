@@ -23,8 +23,7 @@ import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.hub.tables import LoadedRows
-from mmrl.vlm.data.dataset import DataConfig, LoadedTasks, load_tasks
-from mmrl.vlm.data.media_rows import write_media_rows
+from mmrl.vlm.data.dataset import DataConfig, LoadedTasks, load_tasks, write_media_rows
 from mmrl.vlm.data.messages import MARKS, make_template, split_marks
 from mmrl.vlm.data.task import TaskError, VideoClip, VlmTask, shortened
 from mmrl.vlm.methods.pairs import PairColumns, keep_pairs, sides_of

@@ -22,8 +22,7 @@ from mmrl.rewards.answers import final_part
 from mmrl.runs.records import Outcome, SampleRecord
 from mmrl.runs.statistics import with_interval
 from mmrl.training.evaluation import Measure, Row, Trial
-from mmrl.vlm.critic.critiques import CRITIQUE_TEMPLATE, critique_renderer, critique_task
-from mmrl.vlm.critic.details import is_satisfied
+from mmrl.vlm.critic.critiques import CRITIQUE_TEMPLATE, critique_renderer, critique_task, is_satisfied
 from mmrl.vlm.critic.questions import question_text, without_marks
 from mmrl.vlm.data.messages import make_template, split_marks
 from mmrl.vlm.data.prompt import Prompt, PromptTooLong

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from mmrl.core.transfer import to_device
+from mmrl.core.payload import to_device
 
 LOGGER = logging.getLogger("mmrl")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.hub.building import first_line
-from mmrl.vlm.engine.decoder import make_decoder
+from mmrl.vlm.engine.prefix import make_decoder
 from mmrl.vlm.engine.rows import text_prompt
 from mmrl.vlm.families.family import known_families
 

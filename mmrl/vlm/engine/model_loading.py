@@ -8,11 +8,10 @@ from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.vlm.engine.attention import register_attention
-from mmrl.vlm.families.family import family_of
-from mmrl.vlm.families.qwen_vl import QwenVl
+from mmrl.vlm.engine.reader import multiply_patches
+from mmrl.vlm.families.family import QwenVl, family_of
 from mmrl.vlm.model.model_config import ModelConfig
 from mmrl.vlm.model.network import add_adapter, freeze_parts
-from mmrl.vlm.model.vision import multiply_patches
 
 LOGGER = logging.getLogger("mmrl")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mmrl.core.transfer import to_device
+from mmrl.core.payload import to_device
 from mmrl.vlm.data.prompt import Insert, Prompt, VlmPayload, join_prompts
 from mmrl.vlm.families.family import TEXT
 

@@ -1,21 +1,25 @@
-"""The policy: a model that scores rollouts and computes each prompt once for its whole group."""
+"""The policy: scores rollouts, computes each prompt once for its whole group, and counts the experts' routes."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import dataclasses
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from mmrl.core.logprobs import CHUNK_ELEMENTS, LogProbs, linear_logprobs, logprobs_from_logits
 from mmrl.core.objectives.objective import PolicyOutputs
+from mmrl.core.payload import to_device
 from mmrl.core.rollouts import Rollouts
-from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.fields import check_config
 from mmrl.files import expanded, follow_umask, replaced
@@ -29,12 +33,10 @@ from mmrl.vlm.data.prompt import Prompt, PromptLayout, VlmPayload, encode_prompt
 from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.data.turn_template import TurnTemplate
 from mmrl.vlm.engine.capabilities import check_architecture, check_behaviour
-from mmrl.vlm.engine.head import Head
 from mmrl.vlm.engine.model_loading import prepare, set_pixels, template_variables
 from mmrl.vlm.engine.prefix import Prefix, PrefixStore
-from mmrl.vlm.engine.reader import ModelReader
-from mmrl.vlm.engine.routes import Routes
-from mmrl.vlm.engine.rows import make_reading
+from mmrl.vlm.engine.reader import FeatureCache, ModelReader, weights_state
+from mmrl.vlm.engine.rows import Reading, make_reading
 from mmrl.vlm.families.family import family_of
 from mmrl.vlm.model.model_config import FrozenModelConfig, ModelConfig
 from mmrl.vlm.model.network import (
@@ -51,7 +53,208 @@ from mmrl.vlm.model.network import (
     vision_parameters,
 )
 from mmrl.vlm.model.processor import banned_ids, eos_ids, load_processor, stop_at
-from mmrl.vlm.model.vision import FeatureCache, weights_state
+
+LARGE = 100.0
+"""Size of the logits at which a head is compared with its matrix; capped or scaled ones are other numbers there."""
+
+
+class Head:
+    """The head of a transformers model, including what the model does to its logits, such as a soft cap.
+
+    Args:
+        network: the model.
+    """
+
+    def __init__(self, network: Any) -> None:
+        self._network = network
+        self.plain = _is_plain(network)
+        """Whether the logits are the product of states and output embedding."""
+
+    @property
+    def _layer(self) -> Any:
+        return self._network.get_output_embeddings()
+
+    @property
+    def entries(self) -> int:
+        """Width V of the logits, which may exceed the tokens of the tokenizer."""
+        return int(self._layer.weight.shape[0])
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits (M, V) of states (M, H)."""
+        with torch.autocast(device_type=states.device.type, enabled=False):
+            if not self.plain:
+                return own_logits(self._network, states)
+            weight, bias = self._layer.weight, self._layer.bias
+            return nn.functional.linear(
+                states, weight.to(states.dtype), None if bias is None else bias.to(states.dtype)
+            )
+
+    def logprobs(
+        self, states: Tensor, targets: Tensor, *, temperature: float, banned: Tensor, entropy: bool
+    ) -> LogProbs:
+        """Log-probabilities (M,) of the targets (M,) and, if asked for, entropies; never more than a chunk of logits.
+
+        Gradient: through states and the head's weights.
+        """
+        if self.plain:
+            layer = self._layer
+            return linear_logprobs(
+                states, layer.weight, targets, bias=layer.bias, temperature=temperature, banned=banned, entropy=entropy
+            )
+
+        def score(part: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor | None]:
+            found = logprobs_from_logits(
+                self.logits(part), chosen, temperature=temperature, banned=banned, entropy=entropy
+            )
+            return found.logp, found.entropy
+
+        rows = max(1, CHUNK_ELEMENTS // self.entries)
+        pairs = zip(states.split(rows), targets.split(rows), strict=True)
+        scores = [checkpoint(score, *pair, use_reentrant=False) for pair in pairs]  # type: ignore[no-untyped-call]
+        logp = torch.cat([logp for logp, _ in scores])
+        return LogProbs(logp, torch.cat([found for _, found in scores]) if entropy else None)
+
+    def several(self, states: Tensor, ids: Tensor, *, temperature: float, banned: Tensor) -> Tensor:
+        """Log-probabilities (M, K) of K tokens `ids` (M, K) at each of M states; keeps no logits.
+
+        Gradient: through states and the head's weights.
+        """
+
+        def score(part: Tensor, chosen: Tensor) -> Tensor:
+            logits = self.logits(part).float() / temperature
+            return logits.index_fill(1, banned, float("-inf")).log_softmax(-1).gather(1, chosen)
+
+        rows = max(1, CHUNK_ELEMENTS // self.entries)
+        pairs = zip(states.split(rows), ids.split(rows), strict=True)
+        return torch.cat([checkpoint(score, *pair, use_reentrant=False) for pair in pairs])  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def collision(self, states: Tensor, targets: Tensor, logp: Tensor, temperature: float, banned: Tensor) -> Tensor:
+        """Sum (M,) of the squared probabilities, given the targets' log-probabilities (M,).
+
+        The softmax at half the temperature is p^2 / sum p^2, so one entry of both gives the sum.
+        """
+        halved = self.logprobs(states, targets, temperature=temperature / 2, banned=banned, entropy=False).logp
+        return (2 * logp - halved).exp()
+
+
+class _Given:
+    """Minimal output of a model body: only the last states."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.last_hidden_state = states
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def own_logits(network: Any, states: Tensor) -> Tensor:
+    """Logits (M, V) that a model's `forward` makes of states (M, H), without its body."""
+    body, layer = network.base_model, network.get_output_embeddings()
+    given = _Given(states[None].to(layer.weight.dtype))
+    own = vars(body).get("forward")  # accelerate puts one there
+    body.forward = lambda *_, **__: given
+    try:
+        nothing = torch.zeros((1, len(states)), dtype=torch.int64, device=states.device)
+        return network(input_ids=nothing, use_cache=False).logits[0]  # type: ignore[no-any-return]
+    finally:
+        if own is None:
+            del body.forward
+        else:
+            body.forward = own
+
+
+def _is_plain(network: Any) -> bool:
+    """Whether the logits are the product of states and output embedding, tested on two states."""
+    layer = network.get_output_embeddings()
+    if not isinstance(layer, nn.Linear):
+        return False
+    with torch.no_grad():
+        draw = torch.Generator().manual_seed(0)
+        states = torch.randn(2, layer.in_features, generator=draw).to(layer.weight)
+        states = states * (LARGE / layer(states).abs().max().clamp(min=1e-6))
+        return torch.allclose(own_logits(network, states).float(), layer(states).float(), rtol=1e-2, atol=1e-2)
+
+
+class Routes:
+    """Sums of the router decisions of a network over tokens and layers; inactive unless `wanted`.
+
+    Sums are (..., 2, E): how often each of E experts is chosen, and the sum of its probabilities, which has a gradient.
+    """
+
+    def __init__(self, network: Any, *, wanted: bool) -> None:
+        self._routers = _find_routers(network) if wanted else []
+        self.top_k = int(getattr(network.config.get_text_config(), "num_experts_per_tok", 0))
+        """Experts that a token is sent to in a layer."""
+        self._seen: list[Tensor] = []
+        self._parts: list[Tensor] = []
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Note what the routers decide about the tokens of one pass."""
+        self._seen = []
+        with ExitStack() as hooks:
+            for router, place in self._routers:
+                hook = router.register_forward_hook(
+                    lambda _, __, output, place=place: self._seen.append(output[place] if place is not None else output)
+                )
+                hooks.callback(hook.remove)
+            yield
+
+    def sums(self, owner: Tensor, count: int) -> Tensor | None:
+        """Sums (count, 2, E) of the pass just watched; `owner` (M,) int64 of each token, -1 for padding."""
+        if not self._routers:
+            return None
+        seen, self._seen = self._seen, []
+        real = owner >= 0
+        found = []
+        for logits in seen:  # as `load_balancing_loss_func` of transformers
+            probability = logits.reshape(len(owner), -1)[real].softmax(-1)
+            chosen = torch.zeros_like(probability).scatter(1, probability.topk(self.top_k, -1).indices, 1.0)
+            found.append(torch.stack([chosen, probability], 1).to(torch.promote_types(logits.dtype, torch.float32)))
+        tokens = torch.stack(found).sum(0)
+        return tokens.new_zeros(count, *tokens.shape[1:]).index_add(0, owner[real], tokens)
+
+    def add(self, real: Tensor) -> None:
+        """Count the tokens of the last watched pass for which `real` (M,) is True."""
+        if (found := self.sums(real.long() - 1, 1)) is not None:
+            self._parts.append(found[0])
+
+    def add_rows(self, hidden: Tensor, before: Tensor, reading: Reading) -> None:
+        """Count rows just watched, of states (R, L, H) and prompts of `before` (R,) tokens, where tokens are scored."""
+        scored = torch.zeros(len(before), dtype=torch.bool, device=before.device)
+        scored[reading.row] = True
+        ends = (before + reading.lengths)[:, None]
+        self.add(((torch.arange(hidden.shape[1], device=before.device) < ends) & scored[:, None]).flatten())
+
+    def add_prompts(self, found: Tensor | None, reading: Reading) -> None:
+        """Count prompts with sums (N, 2, E) once per row that uses them, as if every row had its own prompt."""
+        if found is not None:
+            rows = torch.bincount(reading.group[reading.row.unique()], minlength=len(found))
+            self._parts.append(torch.tensordot(rows.to(found.dtype), found, 1))
+
+    def take(self) -> Tensor | None:
+        """Sums (2, E) of all counts since the last call; None if nothing was counted."""
+        parts, self._parts = self._parts, []
+        return torch.stack(parts).sum(0) if parts else None
+
+
+def _find_routers(network: Any) -> list[tuple[nn.Module, int | None]]:
+    """Routers of the decoder layers, and the place of their logits in what they return; raises UserError."""
+    recorders = [getattr(module, "_can_record_outputs", None) or {} for module in network.modules()]
+    wanted = [recorder["router_logits"] for recorder in recorders if "router_logits" in recorder]
+    places = {getattr(one, "target_class", one): getattr(one, "index", None) for one in wanted}
+    found = [(module, places[type(module)]) for module in network.modules() if type(module) in places]
+    if not found or not hasattr(sys.modules[type(network).__module__], "load_balancing_loss_func"):
+        raise UserError(
+            "model.router_aux_loss_coef is above 0, but transformers has no load-balancing loss for models of type "
+            f"{network.config.model_type}: it is for mixtures of experts such as qwen3_moe and qwen3_vl_moe"
+        )
+    return found
+
 
 OUTPUTS = frozenset({"logp", "entropy", "values", "collision", "routes", "states"})
 

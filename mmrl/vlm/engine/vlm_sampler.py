@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmrl.core.transfer import to_device, to_host
+from mmrl.core.payload import to_device, to_host
 from mmrl.errors import ConfigError, UserError
 from mmrl.fields import bounded, check_config, rare
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.processes import Streams
 from mmrl.vlm.data.prompt import Prompt
-from mmrl.vlm.engine.decoder import Decoder, make_decoder
-from mmrl.vlm.engine.prefix import CachedPart, KeepPrefill, Prefix
+from mmrl.vlm.engine.prefix import CachedPart, Decoder, KeepPrefill, Prefix, make_decoder
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 
 LENGTH, EOS, STOP = range(3)

@@ -1,5 +1,5 @@
 """Qwen2.5-VL (arXiv 2502.13923)."""
 
-from mmrl.vlm.families.qwen_vl import QwenVl
+from mmrl.vlm.families.family import QwenVl
 
 FAMILY = QwenVl(points="abs_resized", image_factor=28)

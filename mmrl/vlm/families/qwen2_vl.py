@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mmrl.vlm.families.qwen_vl import QwenVl
+from mmrl.vlm.families.family import QwenVl
 
 
 class Qwen2Vl(QwenVl):

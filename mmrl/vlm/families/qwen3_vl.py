@@ -1,5 +1,5 @@
 """Qwen3-VL (arXiv 2511.21631)."""
 
-from mmrl.vlm.families.qwen_vl import QwenVl
+from mmrl.vlm.families.family import QwenVl
 
 FAMILY = QwenVl(points="rel1000", image_factor=32)

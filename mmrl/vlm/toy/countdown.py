@@ -7,6 +7,7 @@ checks: its numbers, its value. Training and held-out problems are disjoint, reg
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import operator
 import re
@@ -19,8 +20,27 @@ from typing import Any
 import numpy as np
 
 from mmrl.files import write_atomically
-from mmrl.rewards.answers import Chat, read_answer
-from mmrl.vlm.toy.controls import shuffled
+from mmrl.rewards.answers import Chat, exact_reward, read_answer
+
+
+def shuffled_exact(prompts: Sequence[Chat], completions: Sequence[Chat], **columns: Any) -> list[float]:
+    """The rewards of `exact`, shuffled among the responses of the same batch."""
+    return shuffled(exact_reward(prompts, completions, **columns), completions)
+
+
+def shuffled_environment(
+    prompts: Sequence[Chat], completions: Sequence[Chat], environment_reward: Sequence[float], **columns: Any
+) -> list[float]:
+    """Rewards that the environment gave episodes, shuffled among those of the same step."""
+    return shuffled(environment_reward, completions)
+
+
+def shuffled(rewards: Sequence[float], completions: Sequence[Chat]) -> list[float]:
+    """Rewards in an order that follows from the completions."""
+    digest = hashlib.blake2b(repr(list(completions)).encode(), digest_size=8).digest()
+    order = np.random.default_rng(int.from_bytes(digest)).permutation(len(rewards))
+    return [rewards[index] for index in order]
+
 
 LARGEST_VALUE = 99
 """Largest number in a worked answer."""

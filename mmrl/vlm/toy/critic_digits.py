@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmrl.vlm.critic.critiques import critique_renderer
-from mmrl.vlm.critic.details import insert_errors
+from mmrl.vlm.critic.critiques import critique_renderer, insert_errors
 from mmrl.vlm.critic.questions import critic_renderer
 from mmrl.vlm.critic.revision import revision_renderer
-from mmrl.vlm.data.media_rows import write_rows
+from mmrl.vlm.data.dataset import write_rows
 from mmrl.vlm.toy.digits import DigitScene, draw_scene, scan_pool
 
 QUESTION = "Which digits are shown?"

@@ -2,7 +2,7 @@
 
 The question asks for the digit after the flash. Only the flash says which of the digits that is, so frames have to be
 picked by the frames before them: a frame alone shows a digit like any other. The needle is the flash and its digit.
-The drawing is in `mmrl.vlm.toy.clips`; training and test clips use disjoint scans.
+The drawing is in `mmrl.vlm.toy.digit_clips`; training and test clips use disjoint scans.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmrl.hub.video_reading import decode_frames, read_index
-from mmrl.vlm.data.media_rows import write_media_rows
+from mmrl.vlm.data.dataset import write_media_rows
 from mmrl.vlm.toy import digits
-from mmrl.vlm.toy.clips import Shot, first_frames, write_clip
+from mmrl.vlm.toy.digit_clips import Shot, first_frames, write_clip
 from mmrl.vlm.toy.digits import scan_pool, scans_and_labels
 
 if TYPE_CHECKING:

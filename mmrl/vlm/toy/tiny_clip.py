@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mmrl.files import replaced
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
-from mmrl.vlm.toy.clips import Shot, clip_frames
+from mmrl.vlm.toy.digit_clips import Shot, clip_frames
 from mmrl.vlm.toy.digits import CELL_PX, scan_pool, scans_and_labels
 from mmrl.vlm.toy.needles import QUESTIONS
 

@@ -12,7 +12,7 @@ from mmrl.runs.records import read_jsonl
 from mmrl.runs.statistics import wilson_interval
 from mmrl.runs.tracking import read_evaluations
 from mmrl.training.run import finish_run, last_model
-from mmrl.vlm.toy.blind import fit_blind
+from mmrl.vlm.toy.demo import fit_blind
 
 CONFIGS = Path("configs/vlm")
 SPLIT = "heldout"

@@ -5,14 +5,22 @@ Agent, picks, recipe and data builder by name; importing the package loads none 
 
 from __future__ import annotations
 
-from mmrl.lazy import lazy_names
+from mmrl.entries import lazy_names
 
 _NAMES = {
     "mmrl.vlm.tspo.agent": ("TemporalAgent",),
     "mmrl.vlm.tspo.tspo_config": ("TspoConfig",),
     "mmrl.vlm.tspo.features": ("ClipEncoder", "FeatureStore"),
-    "mmrl.vlm.tspo.picker": ("FramePicker", "PickedFrames", "load_frame_picker"),
-    "mmrl.vlm.tspo.picking": ("bin_max_frames", "draw_picks", "pick_logprobs", "top_frames", "uniform_frames"),
+    "mmrl.vlm.tspo.picking": (
+        "FramePicker",
+        "PickedFrames",
+        "bin_max_frames",
+        "draw_picks",
+        "load_frame_picker",
+        "pick_logprobs",
+        "top_frames",
+        "uniform_frames",
+    ),
     "mmrl.vlm.tspo.tspo_recipe": ("TspoRecipe",),
     "mmrl.vlm.tspo.splice": ("build_spliced",),
 }

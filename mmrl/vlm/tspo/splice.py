@@ -25,7 +25,7 @@ from mmrl.files import expanded
 from mmrl.hub.tables import good_rows
 from mmrl.hub.video_reading import VideoError, VideoIndex, decode_frames, read_index
 from mmrl.hub.video_writing import write_mp4
-from mmrl.vlm.data.media_rows import write_media_rows
+from mmrl.vlm.data.dataset import write_media_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -1,6 +1,6 @@
 """Gymnasium's vector interface over a pool of workers, with observations and actions in shared memory."""
 
-from mmrl.lazy import lazy_names
+from mmrl.entries import lazy_names
 
 _NAMES = {
     "mmrl.workers.vector.env": ("PoolVectorEnv", "VectorSettings"),

@@ -8,7 +8,7 @@ print(loop_metrics(rows)["success/closed_loop"])
 
 from __future__ import annotations
 
-from mmrl.lazy import lazy_names
+from mmrl.entries import lazy_names
 
 _NAMES = {
     "robotics.flow3d.closed_loop.flow_episodes": (

@@ -17,7 +17,7 @@ from robotics.flow3d.objects.tabletop import FlowTabletop
 from robotics.flow3d.plan.grasps import PROPOSERS
 from robotics.flow3d.plan.judge import VerifierConfig
 from robotics.flow3d.plan.planner_config import PlannerConfig
-from robotics.flow3d.plan.verdict import PredicateVerifier, Verifier
+from robotics.flow3d.plan.result import PredicateVerifier, Verifier
 from robotics.scenes.tabletop_tasks import SPLITS
 
 

@@ -17,10 +17,9 @@ from mmrl.fields import check_config
 from mmrl.hub.video_writing import write_mp4
 from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.closed_loop.flow_episodes import FlowEpisode, LoopConfig, verifier_in
-from robotics.flow3d.drawing import draw_flow, draw_paths
 from robotics.flow3d.flow_model import FlowModel
 from robotics.flow3d.geometry import ImageArray
-from robotics.flow3d.metrics import flow_errors, goal_reached
+from robotics.flow3d.metrics import draw_flow, draw_paths, flow_errors, goal_reached
 from robotics.flow3d.objects.demonstrator import Demonstrator
 from robotics.flow3d.objects.flow_tasks import FLOW_TASKS
 from robotics.flow3d.objects.scene import SceneConfig

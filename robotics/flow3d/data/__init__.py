@@ -13,7 +13,7 @@ The columns are described in `robotics.flow3d.data.format`.
 
 from __future__ import annotations
 
-from mmrl.lazy import lazy_names
+from mmrl.entries import lazy_names
 
 _NAMES = {
     "robotics.flow3d.data.format": ("DatasetInfo",),

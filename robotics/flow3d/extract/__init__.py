@@ -10,14 +10,17 @@ defaults, `RevealedDepth` and `RigidChain`, need only a depth camera that does n
 
 from __future__ import annotations
 
-from mmrl.lazy import lazy_names
+from mmrl.entries import lazy_names
 
 _NAMES = {
     "robotics.flow3d.extract.backends": ("DepthSource", "Detector", "PointTracker", "Tracks"),
     "robotics.flow3d.extract.clip_building": ("build_from_folder", "build_from_lerobot"),
     "robotics.flow3d.extract.depth": ("DenoisedDepth", "ModelDepth", "SensorDepth"),
-    "robotics.flow3d.extract.detectors": ("RevealedDepth",),
-    "robotics.flow3d.extract.extractor": ("FlowExtractor", "QualityLimits"),
+    "robotics.flow3d.extract.extractor": (
+        "FlowExtractor",
+        "QualityLimits",
+        "RevealedDepth",
+    ),
     "robotics.flow3d.extract.models": (
         "FunctionDepth",
         "FunctionDetector",

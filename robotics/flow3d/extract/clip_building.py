@@ -24,9 +24,9 @@ from mmrl.rewards.reward_loading import call_function
 from robotics.data.layout import write_json
 from robotics.flow3d.clip import FlowEncoding
 from robotics.flow3d.data import FlowWriter
-from robotics.flow3d.drawing import flow_strip
 from robotics.flow3d.extract.extractor import FlowExtractor
 from robotics.flow3d.extract.sources import LeRobotVideos, read_rgbd_folder
+from robotics.flow3d.metrics import flow_strip
 from robotics.flow3d.video import RejectedVideo, RgbdVideo
 
 LOGGER = logging.getLogger("mmrl")

@@ -44,10 +44,10 @@ from mmrl.training.recipe import Recipe, Step
 from mmrl.training.scoring import RewardErrors, with_rewards
 from mmrl.training.settings import RunConfig, TrainerConfig
 from robotics.flow3d.clip import FlowClip
-from robotics.flow3d.drawing import draw_flow
 from robotics.flow3d.methods.clip_sets import ClipSetConfig, clips_digest, instructions_of, load_clips
 from robotics.flow3d.methods.flow3d_evaluation import FlowDomain, FlowEvaluationConfig, VerdictMeasure
 from robotics.flow3d.methods.samples import ExplorationConfig, FlowSampling, SampledFlows
+from robotics.flow3d.metrics import draw_flow
 from robotics.flow3d.model.world_model import FlowWorldModel
 from robotics.flow3d.plan.judge import FlowJudge, WeightedVerifierConfig
 

@@ -20,12 +20,11 @@ from mmrl.training.evaluation import Measure, Row, Trial, part_metric, parts_of_
 from mmrl.training.processes import stream_seed
 from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.closed_loop.measure import SampledEvaluationConfig, swap_metrics
-from robotics.flow3d.drawing import draw_flow
 from robotics.flow3d.geometry import FloatArray
-from robotics.flow3d.metrics import FlowErrors, flow_errors, goal_reached
+from robotics.flow3d.metrics import FlowErrors, draw_flow, flow_errors, goal_reached
 from robotics.flow3d.model.world_model import FlowWorldModel, sample_seeds
 from robotics.flow3d.plan.judge import FlowJudge
-from robotics.flow3d.plan.verdict import Verdict
+from robotics.flow3d.plan.result import Verdict
 
 GOALS = "goals_world_m"
 """Key of `FlowClip.meta`: instruction -> (3,) final mean of the query points."""

@@ -32,9 +32,8 @@ from diffusion.models.ema import EvalAverage, EvalEmaConfig
 from diffusion.sampling.trajectories import mean_over_decisions
 from mmrl.core.loss import Denominators, Metric
 from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
-from mmrl.core.payload import Payload, nested, per_row
+from mmrl.core.payload import Payload, nested, per_row, to_device
 from mmrl.core.rollouts import Rollouts
-from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.fields import SET, choice, only_with, rare
 from mmrl.runs.dry_run import model_follows

@@ -22,9 +22,8 @@ from diffusion.matching.losses import NoisyRows
 from diffusion.matching.times import TimestepConfig, draw_times
 from diffusion.matching.velocity import MatchedSamples, VelocityMatching
 from diffusion.sampling.latent_sampler import row_noise
-from mmrl.core.payload import Payload, per_decision, per_group, per_row
+from mmrl.core.payload import Payload, per_decision, per_group, per_row, to_device
 from mmrl.core.rollouts import Rollouts
-from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.training.processes import Streams

@@ -6,12 +6,15 @@ Importing the package loads none of its modules, only what is taken from it.
 
 from __future__ import annotations
 
-from mmrl.lazy import lazy_names
+from mmrl.entries import lazy_names
 
 _NAMES = {
     "robotics.flow3d.methods.awm": ("Flow3dAwmConfig", "Flow3dAwmRecipe"),
-    "robotics.flow3d.metrics": ("FlowErrors", "flow_errors"),
-    "robotics.flow3d.drawing": ("draw_flow",),
+    "robotics.flow3d.metrics": (
+        "FlowErrors",
+        "draw_flow",
+        "flow_errors",
+    ),
     "robotics.flow3d.methods.flow3d_recipe": ("Flow3dConfig", "Flow3dRecipe"),
     "robotics.flow3d.model.world_model_settings": ("FlowModelConfig",),
     "robotics.flow3d.model.world_model": ("FlowWorldModel",),

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmrl.core.payload import Payload, per_row
-from mmrl.core.transfer import to_device
+from mmrl.core.payload import Payload, per_row, to_device
 from mmrl.errors import UserError
 from mmrl.files import expanded
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from diffusion.sampling.latent_sampler import row_noise
-from mmrl.core.transfer import to_device
+from mmrl.core.payload import to_device
 from mmrl.errors import UserError
 from mmrl.fields import check_config
 from mmrl.files import read_json_object, replaced, write_atomically

@@ -5,7 +5,7 @@ Importing this package does not import mujoco; that happens when a scene is buil
 
 from __future__ import annotations
 
-from mmrl.lazy import lazy_names
+from mmrl.entries import lazy_names
 
 _NAMES = {
     "robotics.flow3d.objects.criteria": ("CriteriaOutcome", "SceneState"),

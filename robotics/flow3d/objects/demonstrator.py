@@ -15,8 +15,7 @@ from mmrl.errors import RunError, UserError
 from robotics.flow3d.clip import FlowClip, FlowEncoding, frame_indices
 from robotics.flow3d.geometry import apply_pose, inverse_pose, lift, make_pose
 from robotics.flow3d.kinematics import ArmIk
-from robotics.flow3d.objects.flow_tasks import FLOW_TASKS, find_flow_task
-from robotics.flow3d.objects.motions import along, moved
+from robotics.flow3d.objects.flow_tasks import FLOW_TASKS, along, find_flow_task, moved
 from robotics.flow3d.objects.scene import HAND, FlowScene, SceneConfig
 from robotics.flow3d.rigid_motion import moved_points, points_in_mask, points_visible
 

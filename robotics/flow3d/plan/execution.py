@@ -12,8 +12,8 @@ from mmrl.fields import bounded, choice, rare
 from robotics.flow3d.clip import Observation
 from robotics.flow3d.geometry import BoolArray, FloatArray, apply_pose
 from robotics.flow3d.kinematics import ArmIk, FlowRobot
-from robotics.flow3d.plan.clouds import scene_cloud
 from robotics.flow3d.plan.reach import STANDOFF_M, STEP_M, GraspPlan, different_plans
+from robotics.flow3d.plan.rendering import scene_cloud
 from robotics.flow3d.plan.result import Failure, PlanFailed, PlanResult, PlanRound
 from robotics.flow3d.rigid_motion import ObjectMotion, interpolate_joints, interpolate_poses
 

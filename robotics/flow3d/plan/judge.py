@@ -18,12 +18,13 @@ from robotics.flow3d.objects.scene import NOBODY, FlowScene
 from robotics.flow3d.plan.planner_config import PlannerConfig
 from robotics.flow3d.plan.prediction import Predictor
 from robotics.flow3d.plan.rendering import render_outcome
-from robotics.flow3d.plan.result import PlanFailed, PlanRound
-from robotics.flow3d.plan.verdict import (
+from robotics.flow3d.plan.result import (
     AlwaysVerifier,
     GeometricLimits,
     GeometricVerifier,
     PlanFacts,
+    PlanFailed,
+    PlanRound,
     Verdict,
     Verifier,
     closeness,

@@ -10,8 +10,8 @@ from mmrl.errors import UserError
 from robotics.flow3d.clip import FlowClip, Observation, grid_in_mask
 from robotics.flow3d.flow_model import FixedFlow, FlowModel
 from robotics.flow3d.geometry import BoolArray, FloatArray, depth_at
-from robotics.flow3d.plan.clouds import find_object, object_points
 from robotics.flow3d.plan.planner_config import PlannerConfig
+from robotics.flow3d.plan.rendering import find_object, object_points
 from robotics.flow3d.plan.result import Failure, PlanFailed, PlanRound, PlanTry
 from robotics.flow3d.rigid_motion import object_motion
 

@@ -15,8 +15,8 @@ from mmrl.errors import UserError
 from mmrl.hub.chat_endpoint import ModelRefused, ask_chat, check_url
 from robotics.flow3d.clip import Observation
 from robotics.flow3d.geometry import BoolArray, FloatArray, ImageArray, IndexArray, farthest_points
-from robotics.flow3d.plan.clouds import world_points
-from robotics.flow3d.plan.verdict import PlanFacts, Verdict
+from robotics.flow3d.plan.rendering import world_points
+from robotics.flow3d.plan.result import PlanFacts, Verdict
 
 if TYPE_CHECKING:
     from mmrl.vlm.engine.vlm_policy import VlmPolicy

@@ -19,7 +19,7 @@ import numpy as np
 from mmrl.errors import RunError, UserError
 from robotics.flow3d.clip import FlowClip, Observation
 from robotics.flow3d.geometry import DepthArray, FloatArray, intrinsics, inverse_pose, make_pose
-from robotics.flow3d.objects.motions import along, moved, over
+from robotics.flow3d.objects.flow_tasks import along, moved, over
 from robotics.flow3d.rigid_motion import moved_points, points_in_mask, points_visible
 from robotics.scenes.arms import find_arm
 from robotics.scenes.tabletop import CUBE_HALF_M, PIECES, SceneReading

@@ -39,7 +39,7 @@ from torch.autograd.function import once_differentiable
 from diffusion.sampling.steps import FlowSdeStep, OdeStep, StepKernel
 from mmrl.fields import bounded, choice, rare
 from robotics.policies.base.action_policy import ActionChoice, PolicyInputs, check_demonstrations, check_temperature
-from robotics.policies.base.draws import draw_rows
+from robotics.policies.base.action_tokens import draw_rows
 from robotics.policies.base.saved import write_config, write_weights
 from robotics.policies.lerobot.lerobot_server import LeRobotServer, LeRobotServerConfig, ServedActionPolicy
 

@@ -27,7 +27,7 @@ from torch.distributions import Normal
 
 from mmrl.fields import bounded, rare
 from robotics.policies.base.action_policy import ActionChoice, PolicyInputs, check_demonstrations
-from robotics.policies.base.draws import draw_rows
+from robotics.policies.base.action_tokens import draw_rows
 from robotics.policies.lerobot.lerobot_server import LeRobotServerConfig, ServedActionPolicy
 
 

@@ -36,7 +36,7 @@ from torch.distributions import Normal
 
 from mmrl.errors import UserError
 from robotics.policies.base.action_policy import ActionChoice, ActionPolicy, PolicyInputs, check_demonstrations
-from robotics.policies.base.draws import draw_rows
+from robotics.policies.base.action_tokens import draw_rows
 from robotics.policies.base.saved import read_units, write_config
 from robotics.policies.openvla.openvla_folder import (
     HEAD,

@@ -9,9 +9,8 @@ import pytest
 from PIL import Image
 
 from mmrl.cli import main
-from mmrl.cli.watch.charts import charts, differences
-from mmrl.cli.watch.folders import WatchedFolders, planned_runs
-from mmrl.cli.watch.text import lines, sparkline
+from mmrl.cli.watch.folders import WatchedFolders, lines, planned_runs, sparkline
+from mmrl.cli.watch.server import charts, differences
 from mmrl.errors import UserError
 from mmrl.runs.records import SampleRecord, write_samples
 from tests.cli.watch.runs import append, lock, make_run

@@ -7,8 +7,8 @@ import os
 import numpy as np
 import pytest
 
-from mmrl.cli.watch import tail as tails
-from mmrl.cli.watch.tail import Columns, Tail
+from mmrl.cli.watch import runs as tails
+from mmrl.cli.watch.runs import Columns, Tail
 from tests.cli.watch.runs import append
 
 

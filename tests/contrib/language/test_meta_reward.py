@@ -7,7 +7,7 @@ from mmrl.contrib.language.meta_reward import MetaRewardConfig, MetaRewardRecipe
 from mmrl.rewards import RewardConfig
 from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step
-from mmrl.vlm.toy.rubrics import CRITERIA, judge, stricter
+from mmrl.vlm.toy.signs import CRITERIA, judge, stricter
 from tests.vlm.runs import run_config
 
 HERE = "tests/contrib/language/test_meta_reward.py"

@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.families.base import REFERENCE, Family, TextPart, blocks_of
-from diffusion.families.grids import cuts_times, grid_of
+from diffusion.families.base import REFERENCE, Family, TextPart, blocks_of, cuts_times, grid_of
 from diffusion.methods.flow_grpo import FlowGrpoConfig
 from diffusion.models.diffusion_policy import DiffusionLora, PipelineConfig, load_policy
 from diffusion.models.pipeline_card import PROMPT, describe_pipeline
 from diffusion.models.pipelines import decode_latents, encode_images, load_pipeline
 from diffusion.models.saved import LORA_FILE
-from diffusion.sampling.guidance import guided
-from diffusion.sampling.latent_sampler import LatentSamplerConfig, euler_ode, sample_latents, times_of
+from diffusion.sampling.latent_sampler import LatentSamplerConfig, euler_ode, guided, sample_latents, times_of
 from mmrl.hub.compat import quiet_transformers
 from tests.diffusion.edits import picture, reference, write_edits
 from tests.diffusion.families.cases import CASES

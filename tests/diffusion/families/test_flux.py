@@ -5,7 +5,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from diffusion.families.grids import pack_latents, unpack_latents
+from diffusion.families.base import pack_latents, unpack_latents
 from diffusion.families.table import family_of
 from diffusion.models.conditioning import PromptEmbeddings
 from diffusion.models.diffusion_policy import PipelineConfig, load_policy

@@ -4,7 +4,7 @@ import torch
 from diffusion.families.table import family_of
 from diffusion.matching.losses import stack_timesteps
 from diffusion.models.conditioning import PromptEmbeddings
-from diffusion.sampling.guidance import GuidedVelocity
+from diffusion.sampling.latent_sampler import GuidedVelocity
 from mmrl.errors import UserError
 from tests.diffusion.builders import SIZES, T5_TOKENS, RowCounter, load_sd3
 from tests.rounding import assert_equal_up_to_rounding

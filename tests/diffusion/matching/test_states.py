@@ -8,9 +8,9 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from diffusion.families.grids import scheduler_grid
-from diffusion.matching.states import towards
+from diffusion.families.base import scheduler_grid
 from diffusion.matching.times import TimestepConfig
+from diffusion.methods.ac_flow import towards
 from diffusion.methods.latent_critic import CREDITS
 from diffusion.sampling.latent_sampler import sample_latents, sample_states, sample_trajectories, text_of
 from diffusion.sampling.schedule import make_solver, trained_steps

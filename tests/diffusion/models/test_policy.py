@@ -9,8 +9,7 @@ from diffusion.families.sd3 import ATTENTION as ATTENTION_PROJECTIONS
 from diffusion.families.table import family_of
 from diffusion.models.diffusion_policy import DiffusionLora, DiffusionPolicy, PipelineConfig, load_policy
 from diffusion.models.pipelines import load_pipeline
-from diffusion.sampling.guidance import GuidedVelocity
-from diffusion.sampling.latent_sampler import LatentSamplerConfig, check_guidance, euler_ode
+from diffusion.sampling.latent_sampler import GuidedVelocity, LatentSamplerConfig, check_guidance, euler_ode
 from mmrl.config import load
 from mmrl.errors import UserError
 from tests.diffusion.models.policies import RANK, SIGMA, bits, config_of, disturb, noise, same, text, trained, velocity

@@ -5,8 +5,7 @@ import torch
 
 from diffusion.families.table import family_of
 from diffusion.models.conditioning import PromptEmbeddings
-from diffusion.sampling.guidance import GuidedVelocity
-from diffusion.sampling.latent_sampler import euler_ode
+from diffusion.sampling.latent_sampler import GuidedVelocity, euler_ode
 from mmrl.errors import UserError
 from tests.diffusion.builders import SIZES, T5_TOKENS, RowCounter, load_sd3
 from tests.rounding import assert_equal_up_to_rounding, assert_same_gradient

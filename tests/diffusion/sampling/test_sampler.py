@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from diffusion.sampling.guidance import guided
 from diffusion.sampling.latent_sampler import (
     LatentSamplerConfig,
     euler_ode,
+    guided,
     row_noise,
     sample_latents,
     sample_trajectories,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SASolverScheduler
 
-from diffusion.families.grids import dynamic_shift, scheduler_grid
+from diffusion.families.base import dynamic_shift, scheduler_grid
 from diffusion.sampling.latent_sampler import euler_ode
 from diffusion.sampling.schedule import SOLVERS, make_solver, sa_solver_grid, sde_window, shift_sigmas, trained_steps
 from mmrl.errors import UserError

@@ -7,8 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.sampling.guidance import guided
-from diffusion.sampling.latent_sampler import make_kernel, sample_trajectories, text_of, times_of, trained_window
+from diffusion.sampling.latent_sampler import (
+    guided,
+    make_kernel,
+    sample_trajectories,
+    text_of,
+    times_of,
+    trained_window,
+)
 from diffusion.sampling.steps import FlowSdeStep
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.rewards import RewardConfig

@@ -45,7 +45,7 @@ def _prepare(folder: Path) -> _Lab:
 
 def _prepare_model(folder: Path) -> _Lab:
     from mmrl.vlm.data.prompt import PromptLayout
-    from mmrl.vlm.families.qwen_vl import grid_tables
+    from mmrl.vlm.families.family import grid_tables
     from mmrl.vlm.model.processor import load_processor
     from tests.contracts.domains import tiny_vlm
 

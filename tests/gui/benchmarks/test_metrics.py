@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from mmrl.gui.benchmarks.benchmark_recipe import Scored, Share, mean_of_shares, score_answer, tabulate
 from mmrl.gui.benchmarks.benchmark_table import BENCHMARKS
-from mmrl.gui.benchmarks.grounding_metrics import Scored, Share, mean_of_shares, score_answer, tabulate
 from mmrl.gui.grounding.answers import ParsedPoints, parse_answer
 from mmrl.gui.grounding.coords import Box, CoordinateSpace
 from mmrl.gui.grounding.samples import GroundingSample, Polygon, Refusal

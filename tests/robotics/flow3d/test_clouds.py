@@ -6,7 +6,7 @@ import numpy as np
 
 from robotics.flow3d.clip import Observation
 from robotics.flow3d.geometry import apply_pose, inverse_pose, project
-from robotics.flow3d.plan.clouds import find_object, hidden_points, normals_towards, scene_cloud, world_points
+from robotics.flow3d.plan.rendering import find_object, hidden_points, normals_towards, scene_cloud, world_points
 from tests.robotics.flow3d.drawn import CENTRE, RADIUS_M, drawn_sphere
 
 

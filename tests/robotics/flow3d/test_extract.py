@@ -16,7 +16,6 @@ from benchmarks.robotics.flow3d_extractors import (
 )
 from mmrl.errors import UserError
 from robotics.flow3d.clip import FlowEncoding
-from robotics.flow3d.drawing import draw_flow, flow_strip
 from robotics.flow3d.extract import (
     FlowExtractor,
     FunctionDepth,
@@ -32,6 +31,7 @@ from robotics.flow3d.extract.camera import klt_tracks
 from robotics.flow3d.extract.depth import depth_noise_m
 from robotics.flow3d.extract.rigid_chain import align_to_surface, surface_normals
 from robotics.flow3d.geometry import angle_rad, apply_pose, intrinsics, make_pose, project
+from robotics.flow3d.metrics import draw_flow, flow_strip
 from tests.robotics.flow3d.rgbd_scene import rgbd_video
 from tests.robotics.flow3d.some_clips import a_clip
 

@@ -11,7 +11,7 @@ from mmrl.errors import UserError
 from robotics.flow3d.clip import FlowEncoding
 from robotics.flow3d.extract import DenoisedDepth, FlowExtractor, RevealedDepth, RgbdVideo, RigidChain, SensorDepth
 from robotics.flow3d.extract.depth import depth_noise_m, resting_depth, smoothed
-from robotics.flow3d.extract.detectors import revealed_mask
+from robotics.flow3d.extract.extractor import revealed_mask
 from robotics.flow3d.extract.rigid_chain import fit_reprojection
 from robotics.flow3d.geometry import angle_rad, apply_pose, intrinsics, make_pose, project
 from tests.robotics.flow3d.rgbd_scene import rgbd_video

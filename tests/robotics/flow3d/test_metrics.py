@@ -5,7 +5,7 @@ import pytest
 
 from mmrl.errors import UserError
 from robotics.flow3d.metrics import flow_metrics
-from robotics.flow3d.reward.progress import FlowProgress, flow_distances, flow_progress_reward
+from robotics.flow3d.reward.following import FlowProgress, flow_distances, flow_progress_reward
 
 
 def test_errors_are_distances_in_metres():

@@ -18,8 +18,7 @@ from robotics.flow3d.plan.execution import ExecutionSettings, drift_of
 from robotics.flow3d.plan.grasps import Grasp
 from robotics.flow3d.plan.planner import FlowPlanner
 from robotics.flow3d.plan.planner_config import PlannerConfig
-from robotics.flow3d.plan.result import Failure
-from robotics.flow3d.plan.verdict import GeometricVerifier, PredicateVerifier, Verdict
+from robotics.flow3d.plan.result import Failure, GeometricVerifier, PredicateVerifier, Verdict
 from robotics.flow3d.plan.vlm import ChatEndpoint, VlmVerifier
 from tests.robotics.flow3d.bench_arms import BenchArm
 from tests.robotics.flow3d.drawn import CENTRE, SIDE_PX, drawn_sphere

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from robotics.policies.base.draws import RowGenerators, draw_rows
+from robotics.policies.base.action_tokens import RowGenerators, draw_rows
 
 
 def test_a_row_draws_the_same_whatever_rows_are_beside_it():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmrl.core.blocks.advantage import Advantage
-from mmrl.core.blocks.order import TaskOrder
+from mmrl.core.blocks.filter import TaskOrder
 from mmrl.core.catalogue import get
 from mmrl.core.rollouts import TASK, Rollouts
 from mmrl.errors import RunError, UserError

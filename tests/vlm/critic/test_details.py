@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from mmrl.vlm.critic.critiques import ordered_pairs
-from mmrl.vlm.critic.details import (
+from mmrl.vlm.critic.critiques import (
     Altered,
     alter_numbers,
     critique_score,
@@ -13,6 +12,7 @@ from mmrl.vlm.critic.details import (
     jaccard,
     jaccard_reward,
     listed_details,
+    ordered_pairs,
 )
 
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from mmrl.vlm.critic import rubric
-from mmrl.vlm.critic.rubric import read_score, rubric_reward
+from mmrl.vlm.critic import flaws
+from mmrl.vlm.critic.flaws import read_score, rubric_reward
 
 
 def test_a_judge_scores_by_the_rubric(monkeypatch):
     asked, verdicts = [], iter(["Good work.\n7", "no idea"])
-    monkeypatch.setattr(rubric, "ask_chat", lambda url, model, text, **_: asked.append(text) or next(verdicts))
+    monkeypatch.setattr(flaws, "ask_chat", lambda url, model, text, **_: asked.append(text) or next(verdicts))
     options = {"rubric": ["Be strict."], "url": "http://judge/v1", "model": "m"}
     assert rubric_reward(["Sum?"], ["3"], **options) == [0.7]
     assert all(text in asked[0] for text in ("Sum?", "3", "Be strict."))

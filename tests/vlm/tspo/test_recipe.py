@@ -20,11 +20,9 @@ from mmrl.vlm.data.dataset import DataConfig
 from mmrl.vlm.data.task import VideoOptions
 from mmrl.vlm.tspo.answerers import OracleAnswerer
 from mmrl.vlm.tspo.frame_policy import TspoPayload
-from mmrl.vlm.tspo.measure import INSIDE, OUTSIDE, needle_recall, pick_strip
-from mmrl.vlm.tspo.picker import load_frame_picker
-from mmrl.vlm.tspo.picking import LOGPROBS
+from mmrl.vlm.tspo.picking import LOGPROBS, load_frame_picker
 from mmrl.vlm.tspo.tspo_config import PickConfig, objective_of
-from mmrl.vlm.tspo.tspo_recipe import TspoRecipe
+from mmrl.vlm.tspo.tspo_recipe import INSIDE, OUTSIDE, TspoRecipe, needle_recall, pick_strip
 from tests.vlm.tspo.builders import FRAMES, data_folder, needle_config
 
 
@@ -117,7 +115,7 @@ def test_the_exported_agent_picks_frames_of_a_file(tmp_path):
     config.trainer.steps = 1
     run_dir = train(RECIPES["tspo"], config)
     call = export_run(RECIPES["tspo"], config, run_dir, tmp_path / "agent")
-    assert call.startswith("mmrl.vlm.tspo.picker.load_frame_picker(")
+    assert call.startswith("mmrl.vlm.tspo.picking.load_frame_picker(")
     names = sorted(path.name for path in (tmp_path / "agent").iterdir())
     assert names == ["README.md", "agent.json", "agent.safetensors", "export.json"]
     picker = load_frame_picker(tmp_path / "agent")

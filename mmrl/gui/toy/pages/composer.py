@@ -8,8 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmrl.gui.toy.pages.themes import DENSITIES, THEMES, Theme
-from mmrl.gui.toy.pages.vocabulary import CONTENT, FIELDS, LANGUAGES, Function, functions
+from mmrl.gui.toy.pages.vocabulary import CONTENT, DENSITIES, FIELDS, LANGUAGES, THEMES, Function, Theme, functions
 
 if TYPE_CHECKING:
     import jinja2

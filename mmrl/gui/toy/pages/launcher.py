@@ -16,8 +16,7 @@ from mmrl.fields import bounded, choice
 from mmrl.gui.grounding.answers import answer_text, answer_tokens
 from mmrl.gui.grounding.coords import CoordinateSpace, Size
 from mmrl.gui.toy.pages.instructions import SENTENCES
-from mmrl.gui.toy.pages.themes import THEMES, Theme
-from mmrl.gui.toy.pages.vocabulary import Function, functions
+from mmrl.gui.toy.pages.vocabulary import THEMES, Function, Theme, functions
 
 VOCAB_SIZE = 800
 """Enough for each word of the instructions to be one token."""

@@ -12,28 +12,121 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mmrl.errors import UserError
-from mmrl.fields import check_config
+from mmrl.fields import bounded, check_config, choice, only_with
 from mmrl.gui.browser.browser import Browser, BrowserFailure, BrowserSettings
 from mmrl.gui.browser.page import Element, GuardedPage, read_elements
 from mmrl.gui.browser.page_env import settings_from
 from mmrl.gui.grounding.coords import Box, Size
 from mmrl.gui.grounding.samples import AnyOf, GroundingSample
 from mmrl.gui.toy.pages.composer import SPLITS, PageModel, compose, render
-from mmrl.gui.toy.pages.instructions import LISTING, Instruction, instructions_for, listing_for
-from mmrl.gui.toy.pages.launcher import LauncherPage, LauncherSheet, compose_launcher
-from mmrl.gui.toy.pages.settings_page import ScreenSettings
-from mmrl.gui.toy.pages.vocabulary import functions
-from mmrl.gui.toy.pages.worked import worked_targets
+from mmrl.gui.toy.pages.instructions import KINDS, LISTING, Instruction, instructions_for, listing_for
+from mmrl.gui.toy.pages.launcher import LauncherPage, LauncherSettings, LauncherSheet, compose_launcher
+from mmrl.gui.toy.pages.vocabulary import LANGUAGES, Function, functions
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+
+SHEET_WH = (1024, 768)
+"""Home screens are drawn together, as many as fit into a window of this many pixels."""
+
+
+@dataclass(frozen=True)
+class ScreenSettings:
+    """Appearance and instructions of screens."""
+
+    split: str = choice("train", SPLITS)
+    """train; layouts: words of train on templates and themes of test; test: shares nothing with train."""
+    layout: str = choice("", ("", "launcher"))
+    """launcher: home screens of tiles without text; empty: the templates of the split."""
+    launcher: LauncherSettings = only_with(field(default_factory=LauncherSettings), layout="launcher")
+    """Contents of home screens."""
+    width_px: int = bounded(448, at_least=64, at_most=4096)
+    """Columns of the image; 160 or more for the templates of the splits."""
+    height_px: int = bounded(336, at_least=64, at_most=4096)
+    """Rows of the image; 120 or more for the templates of the splits."""
+    scales: tuple[float, ...] = bounded((1.0, 0.875, 1.4), at_least=0.5, at_most=4)
+    """Device pixels of a CSS pixel; one is chosen for each page."""
+    languages: tuple[str, ...] = choice(LANGUAGES, LANGUAGES)
+    """Languages of labels and instructions; one is chosen for each page."""
+    per_screen: int = bounded(3, at_least=1)
+    """Maximum number of instructions per screen, each for a different control."""
+    kinds: tuple[str, ...] = choice(KINDS, KINDS)
+    """Kinds of instructions."""
+    all_boxes: bool = False
+    """Keep ambiguous instructions, with all boxes as the target; they are omitted otherwise."""
+    worked: WorkedSettings | None = None
+    """Add worked answers for supervised runs, as the columns `answers` (pixels) and `labels` (names); {} is the right
+    answer alone. Empty: none."""
+
+    def validate(self) -> None:
+        """Refuse options without effect or without instructions; raises UserError."""
+        if self.layout == "launcher":
+            for scale in self.scales:
+                self.launcher.grid(self.page_wh(scale))
+            if set(self.kinds) == {"relation"}:
+                raise UserError("screens.kinds is relation only, and the tiles of the launcher have none; add name")
+        elif self.width_px < 160 or self.height_px < 120:
+            size = f"{self.width_px} x {self.height_px}"
+            raise UserError(f"screens of {size} pixels are for layout=launcher; other layouts need at least 160 x 120")
+
+    def page_wh(self, scale: float) -> Size:
+        """(width, height) of a page in CSS pixels."""
+        return round(self.width_px / scale), round(self.height_px / scale)
+
+    @property
+    def sheet(self) -> tuple[int, int]:
+        """Columns and rows of screens that share a window, which leaves pixels unchanged only at an integer scale."""
+        if self.layout != "launcher" or len(self.scales) > 1 or not float(self.scales[0]).is_integer():
+            return 1, 1
+        return max(1, SHEET_WH[0] // self.width_px), max(1, SHEET_WH[1] // self.height_px)
+
+
+@dataclass(frozen=True)
+class WorkedSettings:
+    """Options of worked answers."""
+
+    listings: float = bounded(0.0, at_least=0, at_most=1)
+    """Share of the rows that ask for all controls."""
+    most_answers: int = bounded(1, at_least=1)
+    """Answers name one to this many controls; those after the first are random. A model has to know answers of several
+    points before AEPO can explore with them."""
+    mistaken: float = bounded(0.0, at_least=0, at_most=1)
+    """Share of the instructions by function whose first answer is another control of the function's family, or any
+    other where none is visible: a confidently wrong start, as in AEPO's confidence trap."""
+
+
+def worked_targets(
+    instruction: Instruction,
+    elements: Sequence[Element],
+    functions: dict[str, Function],
+    settings: WorkedSettings,
+    draw: random.Random,
+) -> list[Element]:
+    """The controls that the worked answer to an instruction names."""
+    targets = list(instruction.targets)
+    if instruction.kind == LISTING or len(targets) > 1:
+        return targets
+    others = [item for item in elements if item.visible and item.name and item is not targets[0]]
+    draw.shuffle(others)
+    if instruction.kind == "function" and others and draw.random() < settings.mistaken:
+        others.sort(key=lambda item: _family(item, functions) != _family(targets[0], functions))
+        targets = [others.pop(0)]
+        draw.shuffle(others)
+    return targets + others[: draw.randint(1, settings.most_answers) - 1]
+
+
+def _family(element: Element, functions: dict[str, Function]) -> str | None:
+    function = functions.get(element.data.get("function", ""))
+    return function.family if function else None
+
 
 ATTEMPTS = 3
 MOST_EMPTY = 200

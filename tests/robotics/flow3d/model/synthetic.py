@@ -4,7 +4,7 @@ import numpy as np
 
 from robotics.flow3d.clip import FlowClip, Observation
 from robotics.flow3d.geometry import intrinsics, lift
-from robotics.flow3d.plan.verdict import Verdict
+from robotics.flow3d.plan.result import Verdict
 
 SIZE = (32, 32)
 K = intrinsics(SIZE, fov_x_rad=1.0)

@@ -5,9 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from robotics.flow3d.drawing import draw_flow
 from robotics.flow3d.geometry import apply_pose, lift, make_pose, project
-from robotics.flow3d.metrics import flow_errors, goal_reached
+from robotics.flow3d.metrics import draw_flow, flow_errors, goal_reached
 from tests.robotics.flow3d.model.synthetic import K, make_clips
 
 

@@ -6,7 +6,7 @@ from scipy.spatial.transform import Rotation
 
 from mmrl.errors import UserError
 from robotics.flow3d.geometry import make_pose
-from robotics.flow3d.objects.paths import (
+from robotics.flow3d.objects.path_sim import (
     HALF_TURN,
     action_of_angles,
     action_of_poses,

@@ -10,8 +10,7 @@ from robotics.flow3d.geometry import angle_rad, make_pose
 
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 
-from robotics.flow3d.objects.flow_tasks import FLOW_TASKS, find_flow_task  # noqa: E402
-from robotics.flow3d.objects.motions import along, over  # noqa: E402
+from robotics.flow3d.objects.flow_tasks import FLOW_TASKS, along, find_flow_task, over  # noqa: E402  # noqa: E402
 from robotics.flow3d.objects.scene import FlowScene, SceneConfig  # noqa: E402
 from robotics.scenes.tabletop_tasks import layout_seed  # noqa: E402
 

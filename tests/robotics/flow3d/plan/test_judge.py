@@ -10,7 +10,7 @@ from robotics.flow3d.objects.demonstrations import FlowDemonstrationConfig, demo
 from robotics.flow3d.objects.flow_tasks import FLOW_TASKS
 from robotics.flow3d.objects.scene import SceneConfig
 from robotics.flow3d.plan.judge import CriteriaVerifier, FlowJudge, WeightedVerifierConfig
-from robotics.flow3d.plan.verdict import PlanFacts, Verdict
+from robotics.flow3d.plan.result import PlanFacts, Verdict
 from robotics.flow3d.rigid_motion import ObjectMotion
 
 pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")

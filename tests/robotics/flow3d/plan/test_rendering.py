@@ -5,8 +5,7 @@ import pytest
 
 from mmrl.errors import UserError
 from robotics.flow3d.geometry import apply_pose, inverse_pose, make_pose
-from robotics.flow3d.plan.clouds import scene_cloud
-from robotics.flow3d.plan.rendering import draw_with_numpy, render_outcome
+from robotics.flow3d.plan.rendering import draw_with_numpy, render_outcome, scene_cloud
 from tests.robotics.flow3d.drawn import CENTRE, drawn_sphere
 
 WAY = np.array([0.02, 0.12, 0.0])

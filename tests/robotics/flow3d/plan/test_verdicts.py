@@ -7,7 +7,7 @@ import pytest
 
 from mmrl.errors import UserError
 from robotics.flow3d.geometry import make_pose
-from robotics.flow3d.plan.verdict import (
+from robotics.flow3d.plan.result import (
     AlwaysVerifier,
     GeometricLimits,
     GeometricVerifier,
