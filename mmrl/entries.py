@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+MOVED = Path(__file__).resolve().with_name("workers") / "moved.json"
+"""Old names of modules and classes, and the new ones."""
 
 
 def lazy_names(
@@ -20,6 +25,9 @@ def lazy_names(
 
     def get(name: str) -> Any:
         if name not in home:
+            # ImportError, since `from package import name` would drop the message of an AttributeError
+            if new := json.loads(MOVED.read_text(encoding="utf-8")).get(f"{package}.{name}"):
+                raise ImportError(f"{package}.{name} is {new} now")
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(home[name]), name)
 
