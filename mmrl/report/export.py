@@ -208,7 +208,7 @@ def _training(entry: Any, config: Any, run: RunFolder, step: int, start: Start, 
         "date": known.get("date", ""),
         "machine": plain(f"{device}, {processes:g} processes" if processes > 1 else device),
         "versions": plain(known.get("versions", "")),
-        **{name: plain(text) for name, text in exported.facts.items() if name != "decoding"},
+        **{name: plain(portable(text)) for name, text in exported.facts.items() if name != "decoding"},
     }
     lines = ["## Training", "", *table(["", ""], [[name, text] for name, text in rows.items() if text])]
     if formula := result.get("objective_formula"):

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -95,6 +95,13 @@ def test_paths_of_the_machine_and_secrets_stay_behind(tmp_path):
         "options": {"api_key": "removed", "prompt_key": "question"},
     }
     assert without_paths("see /home/me/x.txt, https://a.b/c/d and a/b/c") == "see x.txt, https://a.b/c/d and a/b/c"
+
+
+def test_facts_of_an_export_name_no_folder_of_the_machine(run):
+    exported = replace(EXPORTED, facts={"environment": "/home/me/talk.py:Talk", "cameras": "front, wrist"})
+    card = model_card(RECIPES["vlm"], Config(), run.folder, 20, exported)
+    assert "| environment | talk.py:Talk |" in card
+    assert "| cameras | front, wrist |" in card
 
 
 def test_the_card_of_a_chain_names_its_runs_and_the_licence_of_its_base(tmp_path):
