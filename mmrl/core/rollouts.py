@@ -318,8 +318,8 @@ class Rollouts:
 
         Returns:
             All rows, group by group.
-        # concat numbers the groups of `others` after those of self; `group` overrides that
         """
+        # concat numbers the groups of `others` after those of self; `group` overrides that
         # stable, so that the rows a group had stay before those that join it
         joined, group = Rollouts.concat([self, others]), torch.cat([self.host.group, groups.cpu()])
         order = torch.argsort(group, stable=True)

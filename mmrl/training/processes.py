@@ -369,7 +369,7 @@ class Streams:
 
     def among(self, tasks: Sequence[object], kept: Sequence[object]) -> Streams:
         """The streams of those objects among the tasks that were kept, in their order."""
-        # by identity: equal tasks may be drawn twice
+        # by identity: equal tasks may be drawn twice; one iterator, so `kept` has to be in the order of `tasks`
         numbered = enumerate(tasks)
         return self.select([next(number for number, task in numbered if task is one) for one in kept])
 

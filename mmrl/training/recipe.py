@@ -245,7 +245,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         return trainer.old_logp == "sampler" or (trainer.old_logp == "auto" and exact)
 
     @property
-    def keeps_logp_rollout(self) -> bool:
+    def keeps_both_logps(self) -> bool:
         """Whether to keep the sampler's log-probabilities next to the old ones, to correct or log the difference."""
         # kept in addition, since logp_old then is the trainer's own
         return (self.samples_elsewhere or "logp_rollout" in self.objective.needs) and not self.keeps_sampled_logp
@@ -533,7 +533,11 @@ def scores_before_update(recipe: Recipe[Any, Any], provided: frozenset[str] = fr
 
 
 def old_in_update(recipe: Recipe[Any, Any], minibatch: Rollouts, logp: Tensor) -> Rollouts:
-    """Use the log-probabilities (B, T) of the update, detached, as old ones if a step has a single optimiser step."""
+    """Use the log-probabilities (B, T) of the update, detached, as old ones if a step has a single optimiser step.
+
+    `logp_old` is one of three: the sampler's (`Recipe.keeps_sampled_logp`); a pass before the update, if several
+    optimiser steps follow (`update.update_constants`); or these.
+    """
     if recipe.keeps_sampled_logp or not single_update(recipe.config.trainer):
         return minibatch
     # at the first and only update new = old: the ratio is 1 in value and has the gradient of logp

@@ -422,14 +422,14 @@ class Trainer:
         metrics = batch_metrics(everywhere, compared) | {"data/epoch": self.tasks.epoch}
         # with nothing kept, the last batch keeps the log going and the processes together
         taken = buffer.take() if buffer.counts.kept else None
-        own = [] if taken is None else taken.places or []
+        own_places = [] if taken is None else taken.places or []
         # the first `wanted` kept groups in the order of drawing, as one process would take them
-        last = max(sorted(merge_lists(own, self.accelerator))[:wanted], default=0)
-        if taken is not None and own[-1] > last:  # these are more than the step takes
-            # places rise within a process, so own[-1] is its largest
-            mine = torch.tensor([place <= last for place in own])
+        last_place = max(sorted(merge_lists(own_places, self.accelerator))[:wanted], default=0)
+        # more than the step takes; places rise within a process, so the last one is its largest
+        if taken is not None and own_places[-1] > last_place:
+            keep = torch.tensor([place <= last_place for place in own_places])
             # a process without a group left still takes part in the update, with rows that count nothing
-            return (taken.select_groups(mine) if bool(mine.any()) else unscored(batch)), metrics
+            return (taken.select_groups(keep) if bool(keep.any()) else unscored(batch)), metrics
         # not taken: `train_step` sees that the filter keeps nothing of it and unscores it
         return batch if taken is None else taken, metrics
 
@@ -635,7 +635,6 @@ class TaskStream(Generic[TaskT]):
         """Return the next `count` tasks without consuming them."""
         # drawn once: `begin` and the `rollout` after it must get the same tasks
         if self._ahead is None:
-            # drawn once: `begin` and the `rollout` after it must get the same tasks
             # keyed by the position alone, so a resumed run chooses the same tasks
             chosen = self.choose(count, make_generator(self.seed, "task-choice", self.position))
             places = range(self.position, self.position + count)

@@ -53,9 +53,9 @@ from mmrl.training.sharding import clip, gather_state, is_part, local, scatter_s
 
 LOGGER = logging.getLogger("mmrl")
 BOOTSTRAP = "bootstrap_mask"
+"""Key of `Rollouts.extras` (B, T): 1 at the decision whose value bootstraps an episode cut off by a time limit."""
 MAX_NONFINITE = 10
 """Skipped optimiser steps after which the run stops: a run with as many has diverged."""
-"""Key of `Rollouts.extras` (B, T): 1 at the decision whose value bootstraps an episode cut off by a time limit."""
 
 
 def update_constants(
@@ -76,7 +76,7 @@ def update_constants(
     # a constant that a term brings along needs no pass
     provided = frozenset().union(*(term.provides(step) for term in recipe.terms))
     if not recipe.supervised:
-        if recipe.keeps_logp_rollout:
+        if recipe.keeps_both_logps:
             # before the old pass replaces logp_old by the trainer's own scores
             rollouts = rollouts.replace(logp_rollout=rollouts.logp_old)
         rollouts = _old_pass(recipe, passes, rollouts, provided)

@@ -95,7 +95,6 @@ class Prefix:
         """Select the prompts `index` (n,)."""
         parts = []
         for part in self.parts:
-            # a prompt may be wanted several times, so all pairs of wanted and held numbers are compared
             wanted = torch.as_tensor(index, device=part.numbers.device)
             # a prompt may be wanted several times: each match becomes a row, numbered by its place in `index`
             numbers, rows = torch.nonzero(wanted[:, None] == part.numbers, as_tuple=True)

@@ -203,26 +203,29 @@ class ModelReader:
         prefix = policy.prefixes.get(reading.prompts, reading.view)
         policy.routes.add_prompts(prefix.routes, reading)
         read = self._joined_states if self.joins(policy) else self._cached_states
+        # states of all parts end to end: of each part its prompts' last states, then its rows' own states
         found: list[Tensor] = []
-        last = torch.zeros(len(reading.prompts), dtype=torch.int64)  # place of each prompt's last state
-        first = torch.zeros(len(reading.host_group), dtype=torch.int64)  # place of each row's first own state
+        prompt_state_at = torch.zeros(len(reading.prompts), dtype=torch.int64)
+        row_starts_at = torch.zeros(len(reading.host_group), dtype=torch.int64)
         count = 0
         for part in prefix.parts:
             numbers = part.numbers.cpu()
             found.append(part.last_state)
-            last[numbers] = count + torch.arange(len(numbers))
+            prompt_state_at[numbers] = count + torch.arange(len(numbers))
             count += len(numbers)
             local, row = torch.nonzero(numbers[:, None] == reading.host_group, as_tuple=True)
             if not len(row) or not int(reading.host_lengths[row].max()):
                 continue
             states, starts = read(policy, reading, part, local, row)
             found.append(states)
-            first[row] = count + starts
+            row_starts_at[row] = count + starts
             count += len(states)
-        last, first = to_device(last, policy.device), to_device(first, policy.device)
+        prompt_state_at = to_device(prompt_state_at, policy.device)
+        row_starts_at = to_device(row_starts_at, policy.device)
         row, step = reading.row, reading.step
         # the first token of a row is predicted by the prompt's last state, which the group shares
-        return torch.cat(found)[torch.where(step == 0, last[reading.group[row]], first[row] + step - 1)]
+        place = torch.where(step == 0, prompt_state_at[reading.group[row]], row_starts_at[row] + step - 1)
+        return torch.cat(found)[place]
 
     def _joined_states(
         self, policy: Any, reading: Reading, part: CachedPart, local: Tensor, row: Tensor
@@ -294,6 +297,7 @@ class ModelReader:
         device, sizes = policy.device, torch.tensor([len(prompt) for prompt in prompts])
         index = prompt_index(sizes, device)
         shared = PromptRow(index)
+        # attention writes the keys and values of each layer into `shared` during this forward
         with policy.routes.watch():
             states = self.read_packed(policy, pack_prompts(prompts, device), prompts, shared)
         owner = to_device(torch.arange(len(prompts)).repeat_interleave(sizes), device)
