@@ -11,6 +11,7 @@ import typing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from mmrl.entries import renamed
 from mmrl.errors import UserError, did_you_mean
 from mmrl.fields import check_fields, default_of, hints_of, part_of
 from mmrl.files import expanded, is_file, own_config, write_atomically
@@ -187,13 +188,14 @@ def _read_yaml(path: Path, parents: tuple[Path, ...]) -> Any:
     # resolved paths, so that links cannot lead back unnoticed
     if path.resolve() in parents:
         raise UserError(f"{path}: `extends:` leads back to itself")
+    stored = path.name == "config.yaml" and any((path.parent / name).exists() for name in SIGNS_OF_A_RUN)
     try:
-        content = OmegaConf.load(path)
+        content = OmegaConf.create(renamed(path.read_text(encoding="utf-8"))) if stored else OmegaConf.load(path)
     except Exception as error:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, DictConfig):
         raise UserError(f"{path} holds a list; expected keys and values")
-    if path.name == "config.yaml" and any((path.parent / name).exists() for name in SIGNS_OF_A_RUN):
+    if stored:
         drop_gone(content)
     try:
         base = content.pop("extends", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,14 @@ def lazy_names(
         return getattr(importlib.import_module(home[name]), name)
 
     return get, lambda: public, public
+
+
+def renamed(stored: str) -> str:
+    """A stored configuration in which `module:function` has the module's present name."""
+    for old, new in json.loads(MOVED.read_text(encoding="utf-8")).items():
+        if old in stored:
+            stored = re.sub(rf"(?<![\w./]){re.escape(old)}(?=:[A-Za-z_])", new, stored)
+    return stored
 
 
 @dataclass(frozen=True)

@@ -178,6 +178,7 @@ def test_options_of_the_engines_are_gone_but_runs_that_stored_them_are_read(tmp_
     from mmrl.config import given_values, load_run
 
     text = "recipe: vlm\nmodel: {path: some, lane: auto}\nsampler: {max_new_tokens: 4, lean: true}\n"
+    text += "data: {build: 'mmrl.vlm.toy.digit_pairs:build'}\n"
     for key in ("model.lane=fast", "sampler.lean=false"):
         plain = tmp_path / "plain.yaml"
         plain.write_text("recipe: vlm\nmodel: {path: some}\n", encoding="utf-8")
@@ -186,4 +187,9 @@ def test_options_of_the_engines_are_gone_but_runs_that_stored_them_are_read(tmp_
     stored = tmp_path / "run" / "config.yaml"
     (stored.parent / "checkpoints").mkdir(parents=True)
     stored.write_text(text, encoding="utf-8")
-    assert given_values(stored) == {"recipe": "vlm", "model": {"path": "some"}, "sampler": {"max_new_tokens": 4}}
+    assert given_values(stored) == {
+        "recipe": "vlm",
+        "model": {"path": "some"},
+        "sampler": {"max_new_tokens": 4},
+        "data": {"build": "mmrl.vlm.toy.digits:build"},
+    }

@@ -23,7 +23,6 @@ ROOMS = (
     "mmrl.workers",
     "mmrl.rewards",
     "mmrl.trust",
-    "mmrl.entries",
     "mmrl.recipes",
     "mmrl.config",
     "mmrl.runs",

@@ -155,7 +155,8 @@ def build_images(path: str) -> Path:
 
 def build_pipeline(path: str, *, shift: float = 1.5, seed: int = 0, **sizes: Any) -> Path:
     """Write a tiny Stable Diffusion 3 pipeline of 8 x 8 grey images whose transformer is random."""
-    from diffusion.toy.pipelines.tiny import PatchAutoencoder, TinySd3Sizes, build_tiny_sd3
+    from diffusion.toy.pipelines.patches import PatchAutoencoder
+    from diffusion.toy.pipelines.tiny import TinySd3Sizes, build_tiny_sd3
 
     chosen: dict[str, Any] = {"t5_layers": 0, "clip_tokens": 8} | sizes
     return build_tiny_sd3(

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from mmrl.config import drop_gone, foreign_run
+from mmrl.entries import renamed
 from mmrl.errors import UserError
 from mmrl.files import write_atomically
 from mmrl.runs.ledger import PROTOCOL, RESULT, Ledger, digest, read_ledger
@@ -103,7 +104,7 @@ def _configuration(ledger: Ledger, overrides: Sequence[str], allow: Sequence[str
         given, overrides = Path(scratch, "config.yaml"), [*overrides, f"output_dir={scratch}/run"]
         stored = OmegaConf.create(ledger.about["config"])
         drop_gone(stored)
-        write_atomically(given, OmegaConf.to_yaml(stored))
+        write_atomically(given, renamed(OmegaConf.to_yaml(stored)))
         with foreign_run(given, overrides, allow, ledger.folder / PROTOCOL) as found:
             yield found
 

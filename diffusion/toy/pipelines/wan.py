@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from diffusion.toy.pipelines.tiny import NOISELESS, principal_directions, t5_tokenizer, write_pipeline
+from diffusion.toy.pipelines.patches import NOISELESS, principal_directions
+from diffusion.toy.pipelines.tiny import t5_tokenizer, write_pipeline
 from mmrl.errors import UserError
 from mmrl.hub.compat import ensure_torchvision
 

@@ -71,7 +71,8 @@ def build_pipeline(
         seed: seed of the weights.
         sizes: further fields of `TinySd3Sizes`.
     """
-    from diffusion.toy.pipelines.tiny import PatchAutoencoder, TinySd3Sizes, build_tiny_sd3
+    from diffusion.toy.pipelines.patches import PatchAutoencoder
+    from diffusion.toy.pipelines.tiny import TinySd3Sizes, build_tiny_sd3
 
     scenes = all_scenes()
     images, _ = render_dataset(scenes, FITTED_IMAGES, size=size, seed=seed)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.toy.pipelines.tiny import PatchAutoencoder
+from diffusion.toy.pipelines.patches import PatchAutoencoder
 from mmrl.errors import UserError
 from tests.rounding import assert_equal_up_to_rounding
 
