@@ -17,7 +17,7 @@ from diffusion.matching.losses import stack_timesteps
 from diffusion.models.conditioning import TextRows
 from diffusion.models.diffusion_policy import DiffusionPolicy
 from diffusion.models.pipelines import decode_latents
-from diffusion.rewards.image_rewards import flicker
+from diffusion.rewards.video_rewards import flicker
 from diffusion.sampling.latent_sampler import GuidedVelocity, LatentSamplerConfig, sample_latents, text_of
 from mmrl.rewards import RewardResult
 from mmrl.rewards.reward_config import RewardConfig, about_rewards

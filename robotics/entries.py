@@ -86,7 +86,7 @@ METRICS = {
     "score/<verifier>": "Mean score that a verifier gives to guessed flows.",
     "time/verify": "Seconds of judging guessed flows.",
     "success/<greedy_swapped|sampled_swapped>": "Fraction of successful episodes when shown another episode's images.",
-    "success/<greedy_swapped|sampled_swapped>/<task>": "The same for one task.",
+    "success/<greedy_swapped|sampled_swapped>/<task>": "Fraction of successes on one task, shown other images.",
     "success/closed_loop": "Fraction of episodes in which a plan made from the predicted flow succeeds.",
     "success/of_families": "Plain mean of the success of the kinds of task: place, pour, insert, drawer.",
     "episode/steps": "Mean number of control steps of the step's episodes.",

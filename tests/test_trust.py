@@ -132,7 +132,7 @@ def processor_folder(folder):
 def data_folder(folder):
     (folder / f"{folder.name}.py").write_text((folder / "evilmod.py").read_text())
     (folder / "data.jsonl").write_text('{"prompt": "a"}\n')
-    return lambda: [*read_rows(str(folder), "train", None, 1.0)]
+    return lambda: [*read_rows(str(folder), "train", None)]
 
 
 def adapter_folder(folder, weights="adapter_model.safetensors", **entries):

@@ -1,4 +1,4 @@
-"""Image and video rewards by name, and how a run gets them as functions."""
+"""The image rewards by name, and how a run gets them as functions."""
 
 from __future__ import annotations
 
@@ -6,160 +6,13 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
-
 from mmrl.errors import UserError, did_you_mean
 from mmrl.recipes import world_table
 from mmrl.rewards import RewardConfig, RewardSum
-
-
-def over_frames(function: Callable[..., list[float]]) -> Callable[..., list[float]]:
-    """Extend an image reward to videos (K, h, w, 3) by averaging over their frames."""
-
-    @functools.wraps(function)
-    def scored(prompts: Sequence[str], completions: Sequence[NDArray[np.uint8]], **columns: Any) -> list[float]:
-        if not len(completions) or completions[0].ndim == 3:
-            return function(prompts=prompts, completions=completions, **columns)
-        frames = [frame for video in completions for frame in video]
-        count = len(completions[0])
-
-        def each(values: Any) -> Any:
-            of_rows = isinstance(values, list) and len(values) == len(completions)
-            return [value for value in values for _ in range(count)] if of_rows else values
-
-        repeated = {name: each(values) for name, values in columns.items()}
-        values = function(prompts=each(list(prompts)), completions=frames, **repeated)
-        means: list[float] = np.asarray(values, dtype=np.float64).reshape(-1, count).mean(1).tolist()
-        return means
-
-    return scored
-
-
-def smoothness(prompts: Sequence[str], completions: Sequence[NDArray[np.uint8]], **_: Any) -> list[float]:
-    """Reward videos (K, h, w, 3) uint8 with similar neighbouring frames: 1 - their mean distance, 0..1."""
-    return [1.0 - flicker(video) for video in _videos(completions)]
-
-
-def motion(prompts: Sequence[str], completions: Sequence[NDArray[np.uint8]], **_: Any) -> list[float]:
-    """Reward videos (K, h, w, 3) uint8 that move in the prompt's direction: left, right, up or down.
-
-    The value is the displacement of the centre of brightness from the first to the last frame along that direction, as
-    a fraction of width or height, -1..1; 0 if the prompt has no direction.
-    """
-    return [_way(prompt, video) for prompt, video in zip(prompts, _videos(completions), strict=True)]
-
-
-def _videos(completions: Sequence[NDArray[np.uint8]]) -> Sequence[NDArray[np.uint8]]:
-    if any(completion.ndim != 4 for completion in completions):
-        raise UserError("this reward scores videos, but the model draws images")
-    return completions
-
-
-def flicker(video: NDArray[np.uint8]) -> float:
-    """Mean absolute difference of neighbouring frames (K, h, w, 3), 0..1; 0 for a single frame."""
-    if len(video) < 2:
-        return 0.0
-    return float(np.abs(np.diff(video.astype(np.float32), axis=0)).mean() / PIXEL_LEVELS)
-
-
-def _way(prompt: str, video: NDArray[np.uint8]) -> float:
-    words = set(prompt.lower().split())
-    named = [axis_and_sign for word, axis_and_sign in DIRECTIONS.items() if word in words]
-    if not named:
-        return 0.0
-    axis, sign = named[0]
-    return sign * (_centre(video[-1], axis) - _centre(video[0], axis))
-
-
-def _centre(frame: NDArray[np.uint8], axis: int) -> float:
-    """Centre of brightness of a frame (h, w, 3) along an axis, 0..1; 0.5 for a black frame."""
-    brightness = frame.astype(np.float64).sum(2)
-    weights = brightness.sum(1 - axis)
-    places = (np.arange(len(weights)) + 0.5) / len(weights)
-    return float((weights * places).sum() / weights.sum()) if weights.any() else 0.5
-
-
-DIRECTIONS = {"left": (1, -1.0), "right": (1, 1.0), "up": (0, -1.0), "down": (0, 1.0)}
-"""Axis of a frame and sign of a direction; rows run downwards."""
-
-
-PIXEL_LEVELS = 255.0
-
-
-def kept(
-    prompts: Sequence[str],
-    completions: Sequence[NDArray[np.uint8]],
-    *,
-    reference: Sequence[NDArray[np.uint8]],
-    box: Sequence[Sequence[float] | None] | None = None,
-    **_: Any,
-) -> list[float]:
-    """Reward leaving the image unchanged: 1 - mean distance of the pixels (h, w, 3) uint8 to the reference's, 0..1.
-
-    The column `box` can give the region to be edited, (left, top, right, bottom) as fractions of width and height; its
-    pixels are ignored.
-    """
-    boxes = box or [None] * len(completions)
-    return [_likeness(*row) for row in zip(completions, reference, boxes, strict=True)]
-
-
-def _likeness(image: NDArray[np.uint8], reference: NDArray[np.uint8], box: Sequence[float] | None) -> float:
-    distance = np.abs(image.astype(np.float64) - reference).mean(2) / PIXEL_LEVELS
-    counted = np.ones(distance.shape, bool)
-    if box is not None:
-        left, top, right, bottom = _checked(box)
-        height, width = distance.shape
-        counted[round(top * height) : round(bottom * height), round(left * width) : round(right * width)] = False
-    if not counted.any():
-        raise ValueError(f"the box {list(box or ())} covers the whole image; nothing is left to compare")
-    return float(1 - distance[counted].mean())
-
-
-def _checked(box: Any) -> Sequence[float]:
-    fits = len(box) == 4 and 0 <= box[0] < box[2] <= 1 and 0 <= box[1] < box[3] <= 1
-    if not fits:
-        raise ValueError(f"the box {list(box)} must be left, top, right and bottom as shares of width and height")
-    return box  # type: ignore[no-any-return]
-
-
-QUALITY = 95
-
-
-def jpeg_incompressibility(prompts: Sequence[str], completions: Sequence[NDArray[np.uint8]], **_: Any) -> list[float]:
-    """Reward images (H, W, 3) uint8 whose JPEG file is large.
-
-    Source: DDPO, arXiv 2305.13301; kvablack/ddpo-pytorch ddpo_pytorch/rewards.py.
-    """
-    return [jpeg_kilobytes(image) for image in completions]
-
-
-def jpeg_compressibility(
-    prompts: Sequence[str], completions: Sequence[NDArray[np.uint8]], *, scale: str = "ddpo", **_: Any
-) -> list[float]:
-    """Reward images whose JPEG file is small; option `scale`: "ddpo" for -kB, "flow_grpo" for -kB / 500.
-
-    Source: as `jpeg_incompressibility`; the second scale is that of yifan123/flow_grpo flow_grpo/rewards.py.
-    """
-    if scale not in SCALES:
-        raise UserError(f"jpeg_compressibility: scale is {scale!r}; use one of {', '.join(SCALES)}")
-    return [-jpeg_kilobytes(image) / SCALES[scale] for image in completions]
-
-
-def jpeg_kilobytes(image: NDArray[np.uint8]) -> float:
-    """Size in kB of an RGB image (H, W, 3) uint8 as a JPEG file of quality 95."""
-    buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, format="JPEG", quality=QUALITY)
-    return buffer.tell() / 1000.0
-
-
-SCALES = {"ddpo": 1.0, "flow_grpo": 500.0}
 
 
 @dataclass(frozen=True)
@@ -189,6 +42,7 @@ class ImageReward:
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)
         if self.video:
             return function
+        from diffusion.rewards.video_rewards import over_frames
 
         return over_frames(function)
 
@@ -261,24 +115,24 @@ COLUMNS = ("metadata", "reference", "box")
 
 _TABLE = (
     ImageReward(
-        "jpeg_incompressibility", "diffusion.rewards.image_rewards:jpeg_incompressibility",
+        "jpeg_incompressibility", "diffusion.rewards.jpeg:jpeg_incompressibility",
         "size in kB of the image as a JPEG file", "DDPO, arXiv 2305.13301", (0.0, None),
     ),
     ImageReward(
-        "jpeg_compressibility", "diffusion.rewards.image_rewards:jpeg_compressibility",
+        "jpeg_compressibility", "diffusion.rewards.jpeg:jpeg_compressibility",
         "minus the size in kB of the image as a JPEG file", "DDPO, arXiv 2305.13301", (None, 0.0),
     ),
     ImageReward(
-        "kept", "diffusion.rewards.image_rewards:kept",
+        "kept", "diffusion.rewards.editing:kept",
         "likeness of an edited image with its reference, outside of the column box where there is one", "this suite",
         (0.0, 1.0),
     ),
     ImageReward(
-        "smoothness", "diffusion.rewards.image_rewards:smoothness", "likeness of neighbouring frames of a video",
+        "smoothness", "diffusion.rewards.video_rewards:smoothness", "likeness of neighbouring frames of a video",
         "this suite", (0.0, 1.0), video=True,
     ),
     ImageReward(
-        "motion", "diffusion.rewards.image_rewards:motion",
+        "motion", "diffusion.rewards.video_rewards:motion",
         "way of the bright parts of a video in the direction that the prompt names", "this suite", (-1.0, 1.0),
         video=True,
     ),

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from diffusion.rewards.image_rewards import DIRECTIONS
+from diffusion.rewards.video_rewards import DIRECTIONS
 from diffusion.toy.digits import SIDE_PX, digit_scans, fit_classifier
 from mmrl.errors import UserError
 from mmrl.files import write_atomically

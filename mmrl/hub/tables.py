@@ -137,7 +137,7 @@ class RowsConfig(BuiltPath):
     """Split of a data set that has several; a file is one split."""
     subset: str | None = rare(None)
     """Configuration name of a hub data set that has several."""
-    max_tasks: int | None = bounded(None, at_least=1)
+    max_tasks: int | None = rare(bounded(None, at_least=1))
     """Use only the first rows, up to this number of good ones."""
 
 

@@ -290,7 +290,7 @@ SCHEDULED = {"optim/lr", "policy/kl_coef", "papo/gamma"}
 """Metrics that a schedule sets: drawn as they are, since a moving average would show rates that were never used."""
 KINDS = {
     "seconds": r"Seconds\b",
-    "shares": r"(Mean s|S)hare\b",
+    "shares": r"(Mean s|S)hare\b|(Mean f|F)raction\b",
     "correlations": r"Spearman's|Correlation\b",
     "megabytes": r".*\b10\^6 bytes",
     "counts": (

@@ -66,7 +66,7 @@ def test_an_empty_file_has_no_tasks(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (TaskSetConfig(["a"], file="x.jsonl"), "has the file x.jsonl and also names or options"),
+        (TaskSetConfig(["a"], file="x.jsonl"), "names is .*, but nothing reads it while file is 'x.jsonl'"),
         (TaskSetConfig(["a", "a"]), "a name twice: a, a"),
         (TaskSetConfig(seeds=0), "seeds is 0; must be in"),
         (TaskSetConfig(first_seed=2**31 - 1, seeds=2), "go beyond the seed 2147483647"),

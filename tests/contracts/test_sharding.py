@@ -150,5 +150,7 @@ def test_one_process_has_nothing_to_divide_its_weights_with(tmp_path):
         Trainer(recipe, config, tmp_path, make_accelerator(), None)
     recipe.close()
     config.trainer.sharding, config.trainer.gathered = "none", "bf16"
-    with pytest.raises(ValueError, match=r"trainer\.gathered is for trainer\.sharding=fsdp2"):
+    with pytest.raises(
+        UserError, match=r"trainer\.gathered is .bf16., but nothing reads it while .* set trainer\.sharding: fsdp2"
+    ):
         config.validate()

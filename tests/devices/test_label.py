@@ -16,7 +16,7 @@ QUICK = ("papo", "flow_grpo", "robot_ppo")
 """The others run with the slow tests."""
 BUDGET = {
     "vlm": 40,
-    "papo": 46,
+    "papo": 54,
     "apo": 46,
     "reg_grpo": 44,
     "distil": 46,

@@ -10,7 +10,7 @@ from PIL import Image
 
 from diffusion.data.prompts import PromptConfig, load_prompts
 from diffusion.models.diffusion_policy import DiffusionLora, PipelineConfig
-from diffusion.rewards.image_rewards import kept
+from diffusion.rewards.editing import kept
 from mmrl.errors import UserError
 from mmrl.rewards import RewardConfig
 from tests.diffusion.edits import picture, reference, write_edits

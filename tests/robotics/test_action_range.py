@@ -10,6 +10,7 @@ import torch
 
 from mmrl.cli import main
 from mmrl.errors import UserError
+from mmrl.fields import check_config
 from robotics.episodes.collect import ActingSettings, action_scale
 from robotics.methods.clone import CloneRecipe
 from robotics.methods.ppo import PolicyWithCritic, StateCritic
@@ -172,8 +173,8 @@ def test_the_bounds_of_the_environment_are_used_only_if_given():
     assert flow.action_range == made.action_range
     made.close()
     flow.close()
-    with pytest.raises(ValueError, match="action_box is true, but action_low or action_high are given too"):
-        LeRobotPolicyConfig("anything", action_box=True, action_low=[0.0]).validate()
+    with pytest.raises(UserError, match=r"action_low is \[0.0\], but nothing reads it while action_box is True"):
+        check_config(LeRobotPolicyConfig("anything", action_box=True, action_low=[0.0]))
     with pytest.raises(UserError, match="action_box needs a simulator"):
         LeRobotPolicy(LeRobotPolicyConfig("anything", action_box=True))
 

@@ -102,7 +102,7 @@ def test_an_evaluation_is_the_loop_with_a_queue_in_the_environments_own_units(se
         own = (found.actions[row] + 1) / 2 * (np.array(HIGH) - LOW) + LOW
         np.testing.assert_allclose(own, actions, atol=2e-2, rtol=1e-4)
         np.testing.assert_allclose(found.payload.states[row], states[::4], rtol=1e-4)
-    assert "observations in a row" not in caplog.text
+    assert "consecutive observations" not in caplog.text
 
 
 def test_a_loop_without_a_past_repeats_the_observation_and_says_so_once(policy, caplog):
@@ -114,7 +114,7 @@ def test_a_loop_without_a_past_repeats_the_observation_and_says_so_once(policy, 
     with caplog.at_level(logging.WARNING):
         assert torch.equal(policy.act(alone, seeded(), greedy=True).actions, repeated)
         policy.act(alone, seeded(), greedy=True)
-    assert caplog.text.count("takes 3 observations in a row, but is given the present one alone") == 1
+    assert caplog.text.count("takes 3 consecutive observations but gets only the current one") == 1
     assert not torch.equal(policy.act(given, seeded(), greedy=True).actions, repeated)
 
 

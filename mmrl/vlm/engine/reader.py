@@ -209,7 +209,9 @@ class ModelReader:
         row_starts_at = torch.zeros(len(reading.host_group), dtype=torch.int64)
         count = 0
         for part in prefix.parts:
-            numbers = part.numbers.cpu()
+            # packed prompts are in order, also after `select`, so a GPU need not be asked
+            in_order = len(prefix.parts) == 1 and self.joins(policy)
+            numbers = torch.arange(len(part.numbers)) if in_order else part.numbers.cpu()
             found.append(part.last_state)
             prompt_state_at[numbers] = count + torch.arange(len(numbers))
             count += len(numbers)
@@ -394,12 +396,12 @@ class ModelReader:
         if begun is not None:
             is_prompt = torch.arange(size[1], device=device) < begun[:, None]
         inputs: dict[str, Any] = {} if real is None else {"attention_mask": real.long()}
-        inputs |= self._family.token_inputs(types.to(device), is_prompt, self._accepted)
+        inputs |= self._family.token_inputs(to_device(types, device), is_prompt, self._accepted)
         if features := self._features(policy, prompts):
             inputs["mm_encoder_outputs"] = features
         if self._axes:
-            inputs["position_ids"] = positions.to(device)
-        tokens = ids.to(device)
+            inputs["position_ids"] = to_device(positions, device)
+        tokens = to_device(ids, device)
         if tail is not None:
             ends = to_device(torch.tensor([len(prompt) for prompt in prompts]), device)
             each = torch.arange(size[0], device=device)[:, None]
@@ -428,7 +430,7 @@ class ModelReader:
 
     def _flat_states(self, policy: Any, reading: Reading) -> Tensor:
         """States before the scored tokens, every row with a separate prompt."""
-        begun = torch.tensor([len(prompt) for prompt in reading.prompts], device=policy.device)[reading.group]
+        begun = to_device(torch.tensor([len(prompt) for prompt in reading.prompts]), policy.device)[reading.group]
         with policy.routes.watch():
             hidden = self.read(policy, joined_rows(reading), begun=begun)
         policy.routes.add_rows(hidden, begun, reading)
@@ -468,11 +470,17 @@ class ModelReader:
         """Features of the images, or of the videos, of some prompts."""
         body = policy.network.base_model
         encode = getattr(body, f"get_{kind}_features")
-        inputs = {}
-        for name in inspect.signature(encode).parameters.keys() & media[0].keys():
-            value = to_device(torch.cat([one[name] for one in media]), policy.device)
-            inputs[name] = value.to(body.dtype) if value.is_floating_point() else value
-        output = encode(**inputs, return_dict=True)
+        given = inspect.signature(encode).parameters.keys() & media[0].keys()
+        inputs = {name: torch.cat([one[name] for one in media]) for name in given}
+        grids, layout = inputs.get(f"{kind}_grid_thw"), {}
+        # on a GPU each image size that the tower reads there would stall every layer
+        if grids is not None and policy.device.type != "cpu":
+            layout = self._family.media_layout(getattr(body, "visual", None), grids, policy.device)
+        for name, value in inputs.items():
+            if value is not grids or not layout:
+                moved = to_device(value, policy.device)
+                inputs[name] = moved.to(body.dtype) if moved.is_floating_point() else moved
+        output = encode(**inputs, **layout, return_dict=True)
         return MediaFeatures(output.pooler_output, getattr(output, "deepstack_features", None))
 
 

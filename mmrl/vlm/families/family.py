@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmrl.core.payload import to_device
 from mmrl.vlm.families import MEDIA_TOKENS
 
 TEXT, IMAGE, VIDEO = range(3)
@@ -88,6 +90,10 @@ class VlmFamily:
         named = {"token_type_ids": (types == IMAGE).long(), "mm_token_type_ids": types}
         return {name: value for name, value in named.items() if name in accepted}
 
+    def media_layout(self, visual: Any, grids: Tensor, device: torch.device) -> dict[str, Tensor]:
+        """Arguments of the vision tower that it would derive from the grids with waits for the device; may be none."""
+        return {}
+
     def banned(self, config: Any) -> set[int]:
         """Tokens of images, videos and sounds that the configuration names; the model would look for their features."""
         names = [name for name in config.to_dict() if name.endswith(("_token_id", "_token_index"))]
@@ -136,6 +142,29 @@ class QwenVl(VlmFamily):
         """Types as the processor says, positions from the grids."""
         _, merge, seconds = self.sizes(network.config)
         return grid_tables(merge, seconds)
+
+    def media_layout(self, visual: Any, grids: Tensor, device: torch.device) -> dict[str, Tensor]:
+        """Positions, indices and boundaries of images and windows, from grids (n, 3) on the host.
+
+        Boundaries stay on the host, where the layers split their input; only flash attention reads them on the device.
+        """
+        helpers, merge = vars(sys.modules[type(visual).__module__]), visual.spatial_merge_size
+        own = {"spatial_merge_size": merge}
+        boundaries, _ = helpers["get_vision_attention_seqlens"](grids, visual.config)
+        found = {"position_ids": helpers["get_vision_position_ids"](grids, merge)}
+        ends = {"cu_seqlens": boundaries}
+        if "get_vision_window_index" in helpers:
+            sizes = {"window_size": visual.window_size, "patch_size": visual.patch_size}
+            found["window_index"], ends["cu_window_seqlens"] = helpers["get_vision_window_index"](grids, **own, **sizes)
+        if "get_vision_interpolation_indices_and_weights" in helpers:
+            interpolate = helpers["get_vision_interpolation_indices_and_weights"]
+            options = {"mode": visual.interpolation_mode, "align_corners": visual.interpolation_align_corners}
+            indices, weights = interpolate(grids, visual.num_grid_per_side, **options, **own)
+            found |= {"interp_indices": indices, "interp_weights": weights}
+        if "flash" in (visual.config._attn_implementation or ""):
+            found |= ends
+            ends = {}
+        return {name: to_device(value, device) for name, value in found.items()} | ends
 
 
 def grid_tables(merge_size: int, tokens_per_second: float | None) -> TokenTables:
@@ -188,7 +217,7 @@ def rotary_positions(
         step = next(steps, 1.0) if kind == VIDEO else 1.0
         if grid is None or grid[0] * (grid[1] // merge_size) * (grid[2] // merge_size) != count:
             name = {IMAGE: "image", VIDEO: "video"}[kind]
-            raise ValueError(f"{count} {name} tokens stand in a row, but their grid of patches is {grid}.")
+            raise ValueError(f"{count} {name} tokens follow one another, but their grid of patches is {grid}.")
         parts.append(start + _grid_positions(grid, merge_size, step))
         start += max(grid[1], grid[2]) // merge_size
     return torch.cat(parts, 1)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from diffusion.rewards.image_rewards import jpeg_compressibility, jpeg_incompressibility
+from diffusion.rewards.jpeg import jpeg_compressibility, jpeg_incompressibility
 from mmrl.errors import UserError
 
 

@@ -10,7 +10,7 @@ import torch
 from diffusion.models.diffusion_policy import DiffusionLora, PipelineConfig
 from diffusion.models.pipelines import decode_latents
 from diffusion.rewards import load_image_rewards
-from diffusion.rewards.image_rewards import flicker
+from diffusion.rewards.video_rewards import flicker
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
 from mmrl.runs.records import film_frames

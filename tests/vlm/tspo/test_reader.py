@@ -8,7 +8,8 @@ import torch
 from accelerate import Accelerator
 
 from mmrl.core.loss import Denominators
-from mmrl.errors import RunError
+from mmrl.errors import RunError, UserError
+from mmrl.fields import check_config
 from mmrl.hub.video_reading import VideoError
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
@@ -156,5 +157,5 @@ def test_a_trained_reader_has_its_own_learning_rate(tmp_path, model):
 def test_a_frozen_reader_has_no_learning_rate(tmp_path, model):
     config = reading_config(tmp_path, model, train=False)
     config.answerer.learning_rate = 1e-6
-    with pytest.raises(ValueError, match=r"set answerer.train=true"):
-        config.answerer.validate()
+    with pytest.raises(UserError, match=r"learning_rate is .*, but nothing reads it while .*train is False"):
+        check_config(config.answerer)

@@ -9,6 +9,7 @@ import torch
 
 from mmrl.config import load_run
 from mmrl.errors import UserError
+from mmrl.fields import check_config
 from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step
@@ -186,19 +187,22 @@ def test_clips_that_do_not_fit_are_refused(tmp_path):
         Flow3dRecipe(config)
     for wrong, message in (
         (ClipSetConfig(), "name either path"),
-        (ClipSetConfig(function="a:b", split="train"), "are for path"),
-        (ClipSetConfig(path="a", options={"a": 1}), "build_options"),
+        (
+            ClipSetConfig(function="a:b", split="train"),
+            "split is .*, but nothing reads it while function is 'a:b'",
+        ),
+        (ClipSetConfig(path="a", options={"a": 1}), "nothing reads it while function is ''; .* or set function"),
     ):
-        with pytest.raises(ValueError, match=message):
-            wrong.validate()
+        with pytest.raises((UserError, ValueError), match=message):
+            check_config(wrong)
 
 
 def test_options_of_episodes_need_episodes(tmp_path):
     config = run_config(tmp_path)
     config.validate()
     config.loop = LoopConfig(language_swap=False)
-    with pytest.raises(ValueError, match="loop is set, but episodes is empty"):
-        config.validate()
+    with pytest.raises(UserError, match="loop is set, but nothing reads it while episodes is"):
+        check_config(config)
 
 
 def test_clips_of_a_folder_are_the_same_from_disk_and_in_memory(tmp_path):
