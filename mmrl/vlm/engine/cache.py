@@ -33,7 +33,8 @@ def unrepeatable(config: Any) -> list[str]:
 def filled_cache(config: Any, keys: Sequence[Tensor], values: Sequence[Tensor]) -> DynamicCache:
     """A cache of keys and values (n, Hk, P, d) by layer, for a model whose cache is plain."""
     cache = new_cache(config)
-    for layer, own_keys, own_values in zip(cache.layers, keys, values, strict=True):
+    layers: list[Any] = cache.layers
+    for layer, own_keys, own_values in zip(layers, keys, values, strict=True):
         # as its `update` would, which first makes an empty tensor and waits for the device
         layer.dtype = own_keys.dtype
         layer.device = own_keys.device
