@@ -359,7 +359,9 @@ class ModelReader:
         layers = before.cache.layers
         shared = KeepingRow(index, before.real, [one.keys for one in layers], [one.values for one in layers])
         packed = pack_prompts(parts, device)
-        packed.positions = packed.positions + before.next_position.repeat_interleave(to_device(sizes, device))
+        # the size is known here; from the device it would be waited for
+        starts = before.next_position.repeat_interleave(to_device(sizes, device), output_size=int(sizes.sum()))
+        packed.positions = packed.positions + starts
         states = self.read_packed(policy, packed, parts, shared)
         own = [tuple(index.gather(x)[:, 0].transpose(1, 2) for x in pair) for pair in shared.own]
         return states[to_device(sizes.cumsum(0) - 1, device)], own  # type: ignore[return-value]
