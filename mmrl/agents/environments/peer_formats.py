@@ -271,7 +271,7 @@ def _to_pyautogui(name: str, given: dict[str, Any]) -> str:
 def _xy(name: str, given: Mapping[str, Any]) -> list[float]:
     point = [given.get("x"), given.get("y")]
     if isinstance(point[0], list) and point[1] is None:
-        # pyautogui takes a pair in place of x
+        # pyautogui takes a pair instead of x
         point = point[0]
     if len(point) != 2 or any(type(number) not in (int, float) for number in point):
         raise UnreadableError("wrong_shape", f"{name} needs x and y")
