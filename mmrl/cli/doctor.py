@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import re
-import shlex
 import shutil
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from mmrl.files import read_json_object
 from mmrl.findings import DISTRIBUTION, PROJECT_DIR, Finding, install_command, one_line
 from mmrl.hub.building import base_path
 from mmrl.runs.checkpoint import Checkpoints
-from mmrl.runs.folder import FINISHED, has_begun, owner_of
+from mmrl.runs.folder import FINISHED, has_begun, owner_of, resume_command
 from mmrl.runs.records import read_jsonl
 from mmrl.runs.tracking import read_evaluations, read_metrics
 
@@ -171,7 +170,7 @@ def _resume(run_dir: Path) -> list[Finding]:
     checkpoints = Checkpoints(run_dir / "checkpoints")
     steps = checkpoints.steps()
     whole = [step for step in steps if checkpoints.damage(checkpoints.path(step)) is None]
-    command = f"mmrl train {shlex.quote(str(run_dir / 'config.yaml'))} output_dir={shlex.quote(str(run_dir))} --resume"
+    command = resume_command(run_dir)
     result = run_dir / "result.json"
     if result.is_file() and read_json_object(result).get("status") in FINISHED:
         return [Finding(AREA, "resume", "ok", "the run is finished", f"to go on: {command} trainer.steps=<more>")]

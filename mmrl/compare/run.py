@@ -214,7 +214,7 @@ class SharedRay:
     def _start(self) -> None:
         from mmrl.training.ray_rollers import start_ray
 
-        self._address = start_ray(self.jobs * max(options.workers * options.num_cpus for options in self.wanted))
+        self._address = start_ray(self.jobs * max(options.workers * options.num_cpus for options in self.wanted)).gcs
         import ray
 
         gpus = max(options.workers * options.num_gpus for options in self.wanted)

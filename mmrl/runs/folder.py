@@ -7,6 +7,7 @@ import errno
 import fcntl
 import logging
 import os
+import shlex
 import shutil
 import socket
 import time
@@ -44,6 +45,12 @@ def has_begun(run_dir: Path) -> bool:
         return True
     # an evaluation alone adds rows with the tag "evaluate"
     return any(row.get("tag") != "evaluate" for row in read_jsonl(run_dir / "evaluations.jsonl"))
+
+
+def resume_command(run_dir: Path) -> str:
+    """The command that continues a run."""
+    config, folder = shlex.quote(str(run_dir / "config.yaml")), shlex.quote(str(run_dir))
+    return f"mmrl train {config} output_dir={folder} --resume"
 
 
 def remove_partial(run_dir: Path) -> None:

@@ -7,17 +7,20 @@ scheduling of units and the handling of lost ones is in `mmrl.training.rollers`.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
 import pickle
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,8 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
 from mmrl.files import replaced
 from mmrl.recipes import find_recipe
+from mmrl.runs.folder import resume_command
+from mmrl.training import ray_sentinel
 from mmrl.training.evaluation import Batch, Evaluation, Row
 from mmrl.training.machines import in_first_process
 from mmrl.training.processes import Streams, merge_lists, sum_over_processes, versions
@@ -63,6 +68,8 @@ SETTINGS = {
 }
 """Defaults for Ray's environment variables: no usage reports, the worker itself hides GPUs, and workers run at the
 priority of the run (by default Ray lowers it by 15, so that any other program on the machine goes first)."""
+LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Variable that Ray reads when it is imported: "0" binds its ports to the loopback address, on any system."""
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
@@ -132,11 +139,12 @@ class RayWorker(RolloutWorker):
 class RayCrew:
     """Actors by number; a lost one is killed, in case it was only unreachable."""
 
-    def __init__(self, job: bytes, options: RollersConfig) -> None:
+    def __init__(self, job: bytes, options: RollersConfig, raylet: str = "") -> None:
         import ray
 
         self._ray = ray
         self._options = options
+        self._raylet = raylet
         # once into the object store, from where every actor reads it
         self._job = ray.put(job)
         resources = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
@@ -181,6 +189,7 @@ class RayCrew:
                 break
             if self._closed:
                 raise RunError("the rollout workers are closed")
+            self._check_raylet()
             # only while nothing else is running: a busy cluster may take long to start another worker
             if time.monotonic() - began > START_S and self._starting.issuperset(self._waiting.values()):
                 raise RunError(f"no rollout worker has started in {START_S:g} s: {self._room()}")
@@ -217,12 +226,21 @@ class RayCrew:
         with store_errors():
             if isinstance(reason, errors.ObjectStoreFullError | errors.OutOfDiskError):
                 raise reason
+        self._check_raylet()
         # perhaps only the connection is gone: its late answer must not meet that of its replacement
         self._ray.kill(self._actors.pop(worker))
         text = " ".join(str(reason).split())
         if len(text) > 400:  # the end of a traceback says most
             text = f"{text[:200]} ... {text[-200:]}"
         return Lost(f"{type(reason).__name__}: {text}")
+
+    def _check_raylet(self) -> None:
+        """Give up as soon as Ray is lost on this machine: nothing can be sent, and Ray would end this process."""
+        if self._raylet and ray_sentinel.is_lost(self._raylet):
+            raise RunError(
+                f"Ray's raylet has died on {socket.gethostname()} (killed, or out of memory); `--resume` continues "
+                "from the last checkpoint"
+            )
 
     def _room(self) -> str:
         free = {name: count for name, count in self._ray.available_resources().items() if name in ("CPU", "GPU")}
@@ -265,16 +283,17 @@ class RayRollers:
         # workers are shared out like tasks: every world-size-th one
         self._size = len(range(accelerator.process_index, options.workers, accelerator.num_processes))
         self._local = LocalRollers(recipe, accelerator)
-        self._owns = _connect(options, accelerator)
+        self._link = _connect(options, accelerator)
         import ray
 
         self._ray = ray
+        self._sentinel = _start_sentinel(self._link, run_dir)
         # a cluster that was started for this run must not outlive it
         try:
             _check_room(options)
             # trained weights are sent every step, so only the frozen ones are compared
             job = WorkerJob(entry, config, os.getcwd(), versions(), checksum(recipe.policy, trained=False))
-            self._crew = RayCrew(_pickled(job), options)
+            self._crew = RayCrew(_pickled(job), options, self._link.raylet)
             self._dealer = Dealer(self._crew, self._size)
             hello = self._dealer.start()
         except BaseException:
@@ -441,7 +460,11 @@ class RayRollers:
                 draft.write_bytes(content)
 
     def _disconnect(self) -> None:
-        if self._owns:
+        if self._sentinel is not None:
+            # first: the end of Ray below is meant
+            self._sentinel.communicate(b"1")
+            self._sentinel = None
+        if self._link.owned:
             self._ray.shutdown()
 
 
@@ -474,33 +497,81 @@ def check_processes(options: RollersConfig, accelerator: Accelerator) -> None:
         )
 
 
-def start_ray(cores: float) -> str:
-    """Start Ray on this machine for this process, with at least `cores` CPUs; returns its address."""
+@dataclass(frozen=True)
+class RayLink:
+    """This process's connection to Ray."""
+
+    owned: bool
+    """Whether this process must shut Ray down."""
+    raylet: str = ""
+    """Socket of the raylet on this machine; empty if unknown."""
+    gcs: str = ""
+    """Host and port of the process that keeps the state of the cluster."""
+
+
+def start_ray(cores: float) -> RayLink:
+    """Start Ray on this machine for this process, with at least `cores` CPUs; its ports are for this machine only."""
     # more than there are, if the user asks for it: Ray counts cores and does not bind them
     cores = max(os.cpu_count() or 1, math.ceil(cores))
+    _keep_to_loopback()
     with _connecting("Ray that was to start on this machine") as ray:
         # local: not a cluster that happens to run on this machine
         context = ray.init(address="local", num_cpus=cores, include_dashboard=False, **QUIET)
-    return str(context.address_info["gcs_address"])
+    link = _link(context, owned=True)
+    if not _is_loopback(link.gcs):
+        LOGGER.warning(
+            "Ray listens at %s, for other machines too, since it was imported before the run; set %s=0 in the "
+            "environment, or import ray later",
+            link.gcs,
+            LOOPBACK,
+        )
+    return link
 
 
-def _connect(options: RollersConfig, accelerator: Accelerator) -> bool:
-    """Join a cluster, or start one for the run; returns whether this process must shut it down."""
+def _keep_to_loopback() -> None:
+    os.environ.setdefault(LOOPBACK, "0")
+
+
+def _is_loopback(address: str) -> bool:
+    return address.rpartition(":")[0] in ("127.0.0.1", "[::1]", "localhost")
+
+
+def _link(context: Any, *, owned: bool) -> RayLink:
+    # absent where Ray's client is connected to a cluster, `ray://`
+    found = getattr(context, "address_info", None) or {}
+    return RayLink(owned, str(found.get("raylet_socket_name") or ""), str(found.get("gcs_address") or ""))
+
+
+def _connect(options: RollersConfig, accelerator: Accelerator) -> RayLink:
+    """Join a cluster, or start one for the run."""
     # somebody else's, such as a notebook's: it is left running
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
-        return False
+        return RayLink(owned=False)
     address = options.address
     if not address:
         cores = options.workers * options.num_cpus
         # one process starts it, the others join by address
-        address, mode = in_first_process(accelerator, lambda: (start_ray(cores), os.environ.get("RAY_AUTH_MODE")))
+        link, mode = in_first_process(accelerator, lambda: (start_ray(cores), os.environ.get("RAY_AUTH_MODE")))
         if accelerator.is_main_process:
-            return True
+            return link
+        address = link.gcs
         if mode is not None:  # set by Ray where it starts, and read here when it is imported
             os.environ["RAY_AUTH_MODE"] = mode
+    if _is_loopback(address):
+        # without it Ray looks for a loopback address at the machine's address in the network
+        _keep_to_loopback()
     with _connecting(f"cluster at rollers.address={address}") as ray:
-        ray.init(address=address, **QUIET)
-    return True
+        return _link(ray.init(address=address, **QUIET), owned=False)
+
+
+def _start_sentinel(link: RayLink, run_dir: Path) -> subprocess.Popen[bytes] | None:
+    """Start the process that speaks for this one if Ray ends it; none where the raylet is not known."""
+    if not link.raylet:
+        return None
+    job = {"raylet": link.raylet, "gcs": link.gcs, "host": socket.gethostname(), "resume": resume_command(run_dir)}
+    # -I -S: 10 ms and 10 MB, nothing of the environment
+    command = [sys.executable, "-I", "-S", ray_sentinel.__file__, json.dumps(job)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from mmrl.compare.run import SharedRay, run_experiment
+from mmrl.training.ray_rollers import RayLink
 from mmrl.training.settings import RollersConfig
 from tests.programs import ROOT, Program
 
@@ -70,7 +71,8 @@ def test_two_runs_join_one_ray_that_ends_with_the_comparison(tmp_path, monkeypat
 def test_a_stopped_comparison_leaves_no_ray_behind(number, tmp_path):
     pytest.importorskip("ray")
     path = write(tmp_path, 100_000)
-    program = Program(["-m", "mmrl.cli", "compare", str(path), "--output", str(tmp_path / "out")])
+    allowed = [word for part in ("sim", "model") for word in ("--allow", BASE[part]["kind"])]
+    program = Program(["-m", "mmrl.cli", "compare", str(path), "--output", str(tmp_path / "out"), *allowed])
     steps = [tmp_path / f"out/runs/{arm}/seed-1/metrics.jsonl" for arm in EXPERIMENT["arms"]]
     ends = time.monotonic() + 120
     while not all(file.is_file() and file.stat().st_size for file in steps):
@@ -90,7 +92,9 @@ def test_a_stopped_comparison_leaves_no_ray_behind(number, tmp_path):
 
 def test_no_more_runs_at_a_time_than_the_gpus_hold(monkeypatch):
     starts = []
-    monkeypatch.setattr("mmrl.training.ray_rollers.start_ray", lambda cores: starts.append(cores) or "here:1")
+    monkeypatch.setattr(
+        "mmrl.training.ray_rollers.start_ray", lambda cores: starts.append(cores) or RayLink(True, gcs="here:1")
+    )
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(cluster_resources=lambda: {"GPU": 4.0}))
     configs = [SimpleNamespace(rollers=RollersConfig("ray", 2, num_gpus=share)) for share in (0.0, 0.5, 1.0)]
     others = [SimpleNamespace(), SimpleNamespace(rollers=RollersConfig("ray", 64, "auto"))]
