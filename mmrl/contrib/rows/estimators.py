@@ -21,18 +21,21 @@ from mmrl.core.blocks.advantage import (
     group_mean_std,
     group_sum,
 )
-from mmrl.core.blocks.clip import PpoClip
+from mmrl.core.blocks.clip import BoundedClip, Loss, PpoClip, StepClip, clip_indicators, clipped_loss
 from mmrl.core.blocks.divergence import K3
 from mmrl.core.blocks.filter import DropGroups, ResampleGroups
 from mmrl.core.blocks.turns import WEIGHT, Weight, quantile
-from mmrl.core.loss import FixedLength, SequenceSum, TokenMean, masked_mean, required
+from mmrl.core.loss import FixedLength, PolicyOutputs, SequenceMean, SequenceSum, TokenMean, masked_mean, required
 from mmrl.core.objectives.objective import Objective
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Tally
-from mmrl.fields import bounded, rare
+from mmrl.fields import bounded, choice, rare
 
 LARGEST_WEIGHT = 1e6
 """Bound of BNPO's weight, which is infinite where the fitted density is 0."""
+
+GROUP_ADVANTAGE, OWN_WEIGHT = "group_advantage", "own_weight"
+"""Keys of `Rollouts.extras` (B,): COPO's advantage of a group among all, and the weight of a row's own advantage."""
 
 
 def group_means(x: Tensor, group: Tensor, valid: Tensor) -> Tensor:
@@ -261,44 +264,71 @@ def answer_entropy(answer: Tensor, group: Tensor, valid: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ConsistencyBlend(Advantage):
-    """GRPO's advantage where the answers of a group differ, and the group's own advantage among all where they agree.
+class ConsistencyBlend(StepClip, BoundedClip):
+    """Clipped surrogates of a row's own advantage and of its group's among all groups, blended.
 
-    So a group that agrees on one answer has a gradient, for or against that answer.
+    The own one counts where the answers of the group differ, the other one where they agree. So a group that agrees on
+    one answer has a gradient, for or against that answer.
 
-    Source: COPO, arXiv 2508.04138.
+    Gradient: none through the weight and both advantages.
+
+    Source: COPO, arXiv 2508.04138; hijih/copo-code verl/trainer/ppo/core_algos.py compute_policy_loss_with_global.
     """
 
     kind = "consistency_blend"
     needs = frozenset({"samples", "answers"})
-    steepness: float = rare(bounded(20.0, above=0))
-    """The paper's gamma: factor of the entropy of the answers in the sigmoid."""
-    threshold: float = rare(bounded(1.5, at_least=0))
-    """The paper's rho: entropy in nats of the answers of a group at which both count the same."""
+    without_advantage = True
+    dual: float | None = rare(bounded(3.0, above=1))
+    """Bound c on the losses -A c where the advantage is negative; none switches it off."""
+    steepness: float = rare(bounded(5.0, above=0))
+    """The paper's gamma, the code's k: factor of the entropy of the answers in the sigmoid."""
+    threshold: float = rare(bounded(1.0, at_least=0))
+    """The paper's rho, the code's b: entropy in bits of the answers of a group at which both count the same."""
+    zeros: str = rare(choice("global", ("global", "blended")))
+    """Rows with reward 0 learn from the group's advantage alone ("global", the code's soft-with-zero), or as all others
+    ("blended", its only-soft)."""
+    consistent: bool = rare(False)
+    """Multiplies a group's mean reward by 1 - (1 - 1 / n) H / log2 n, which n different answers leave 1 / n of."""
     eps: float = rare(bounded(1e-6, at_least=0))
-    """Added to the standard deviations."""
+    """Added to the standard deviation over groups."""
 
-    def __call__(self, rollouts: Rollouts) -> Tensor:
-        """See `Advantage`."""
+    def constants(self, rollouts: Rollouts) -> dict[str, Tensor]:
+        """Advantage of each row's group among all groups (B,), and weight of the row's own one (B,)."""
         reward = rollouts.reward
         group = rollouts.group
         valid = rollouts.scored
-        entropy = answer_entropy(extra(rollouts, "answer", self.kind), group, valid).to(reward.dtype)
-        weight = torch.sigmoid(self.steepness * (entropy - self.threshold))
-        # one number a group, compared with those of the others
-        first, mean = _first_rows(group, valid), group_means(reward, group, valid)
+        bits = answer_entropy(extra(rollouts, "answer", self.kind), group, valid).to(reward.dtype) / math.log(2)
+        mean, count = group_means(reward, group, valid), group_count(group, valid).to(reward.dtype)
+        if self.consistent:
+            # one row alone has entropy 0, and log2 1 would divide by 0
+            mean = mean * (1.0 - (1.0 - 1.0 / count.clamp(min=1)) * bits / count.clamp(min=2).log2())
         # all groups in one, each with one row: equal numbers of rows must not matter
-        among = group_mean_std(mean, torch.zeros_like(group), eps=self.eps, valid=first)
+        among = group_mean_std(mean, torch.zeros_like(group), eps=self.eps, valid=_first_rows(group, valid))
+        weight = torch.sigmoid(self.steepness * (bits - self.threshold))
+        if self.zeros == "global":
+            weight = torch.where(reward != 0, weight, 0.0)
         # the other rows of `among` are 0, so the sum is the group's one number
-        level = group_sum(among, group, len(group))[group]
-        local = group_mean_std(reward, group, eps=self.eps, valid=valid)
-        return spread(weight * local + (1.0 - weight) * level, rollouts)
+        return {GROUP_ADVANTAGE: group_sum(among, group, len(group))[group], OWN_WEIGHT: weight}
+
+    def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
+        """See `Clip`; the group's advantage and the weight come from `constants`."""
+        level, weight = (extra(rollouts, name, self.kind)[:, None] for name in (GROUP_ADVANTAGE, OWN_WEIGHT))
+        level = torch.where(rollouts.loss_mask > 0, level, 0.0).to(log_ratio.dtype)
+        weight = weight.nan_to_num().to(log_ratio.dtype)
+        own, other = (clipped_loss(log_ratio, a, self.low, self.high, self.dual) for a in (advantage, level))
+        blended = weight * advantage + (1.0 - weight) * level
+        return weight * own + (1.0 - weight) * other, clip_indicators(
+            log_ratio.exp(), self.low, self.high, signed=blended.detach()
+        )
 
     def formula(self) -> str:
+        capped = "" if self.dual is None else f", where A < 0 at most -{self.dual:g} A"
+        zeros = ", 0 where R_i = 0" if self.zeros == "global" else ""
+        share = " (1 - (1 - 1 / n) H_g / log2 n)" if self.consistent else ""
         return (
-            f"A_it = w_g (R_i - mean_g R) / (std_g R + {self.eps:g}) + (1 - w_g) (m_g - mean m) / (std m + "
-            f"{self.eps:g}), m_g = mean_g R, w_g = sigmoid({self.steepness:g} (H_g - {self.threshold:g})), H_g = "
-            "entropy of the answers in g"
+            f"[w_i L(A_it) + (1 - w_i) L(A_g)], L(A) = max(-A r_it, -A {self.clipped()}){capped}, A_g = (m_g - mean m) "
+            f"/ (std m + {self.eps:g}), m_g = mean_g R{share}, w_i = sigmoid({self.steepness:g} (H_g - "
+            f"{self.threshold:g})){zeros}, H_g = entropy in bits of the answers in g"
         )
 
 
@@ -383,8 +413,8 @@ def spread(rows: Tensor, rollouts: Rollouts) -> Tensor:
 
 
 def extra(rollouts: Rollouts, name: str, kind: str) -> Tensor:
-    """Data (B,) that an estimator needs; raises ValueError where they are missing."""
-    return required(rollouts.extras.get(name), f"rollouts.extras['{name}']", f"advantage '{kind}' reads it")
+    """Data (B,) that a block needs; raises ValueError where they are missing."""
+    return required(rollouts.extras.get(name), f"rollouts.extras['{name}']", f"'{kind}' reads it")
 
 
 STEPS = "steps"
@@ -530,14 +560,13 @@ ROWS: tuple[Objective, ...] = (
     ),
     Objective(
         "copo",
+        GroupMeanStd(),
         ConsistencyBlend(),
-        PpoClip(high=0.28),
-        TokenMean(),
+        SequenceMean(),
         claim="an advantage over the whole batch gives groups of equal rewards a signal",
-        citation="Han et al., COPO, arXiv 2508.04138 (gamma 20, rho 1.5)",
-        verified="hand computation",
-        differs="blends the two advantages, with entropies in nats, on DAPO's loss; the authors' code blends the two "
-        "clipped losses, with entropies in bits, and its scripts clip at 0.2 and average over rows",
+        citation="Han et al., COPO, arXiv 2508.04138; constants of its verl/run_copo.sh (k 5, b 1, soft-with-zero)",
+        verified="hijih/copo-code at f66883fb8927, verl/trainer/ppo/core_algos.py",
+        differs="a row alone in its group has the own advantage 0, where the code gives it its reward",
     ),
     Objective(
         "seed_grpo",

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmrl.contrib.rows.estimators import BetaNormalised, RegroupedByLength, VirtualBest, max_variance_rows
-from mmrl.core import Rollouts, get
+from mmrl.core import PolicyOutputs, Rollouts, get
 from mmrl.core.blocks.advantage import GroupMean
 
 NAN = float("nan")
@@ -89,3 +89,17 @@ def test_down_sampling_relaxes_to_all_decisions():
     for weight in found:
         assert float((weight * mask).sum()) == pytest.approx(float(mask.sum())), "a mean over what is kept"
     torch.testing.assert_close(found[3] * mask, mask)
+
+
+def test_copo_gives_groups_of_equal_rewards_a_gradient():
+    objective = get("copo")
+    batch = rollouts([1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, NAN], GROUPS)
+    batch = objective.compute_advantages(batch.replace(extras={"answer": torch.tensor([0] * 9)}))
+    assert objective.regularised, "an update may not skip groups by their own advantages"
+    assert not batch.advantage.any()
+    logp = torch.zeros_like(batch.mask).requires_grad_()
+    loss = objective.loss(PolicyOutputs(logp), batch, objective.denominators(batch)).loss
+    (gradient,) = torch.autograd.grad(loss, logp)
+    assert (gradient[:4][batch.mask[:4] > 0] < 0).all(), "towards the answers of the better group"
+    assert (gradient[4:8][batch.mask[4:8] > 0] > 0).all()
+    assert not gradient[8].any()
