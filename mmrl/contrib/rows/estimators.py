@@ -24,7 +24,7 @@ from mmrl.core.blocks.advantage import (
 from mmrl.core.blocks.clip import BoundedClip, Loss, PpoClip, StepClip, clip_indicators, clipped_loss
 from mmrl.core.blocks.divergence import K3
 from mmrl.core.blocks.filter import DropGroups, ResampleGroups
-from mmrl.core.blocks.turns import WEIGHT, Weight, quantile
+from mmrl.core.blocks.turns import Weight, quantile
 from mmrl.core.loss import FixedLength, PolicyOutputs, SequenceMean, SequenceSum, TokenMean, masked_mean, required
 from mmrl.core.objectives.objective import Objective
 from mmrl.core.rollouts import Rollouts
@@ -418,6 +418,8 @@ def extra(rollouts: Rollouts, name: str, kind: str) -> Tensor:
 
 
 STEPS = "steps"
+KEPT_ROWS = "kept_rows"
+"""Key of `Rollouts.extras` (B,): 1 for rows that `DownSampled` keeps; set where it has chosen rows."""
 
 
 def max_variance_rows(values: list[float], number: int) -> list[int]:
@@ -441,10 +443,13 @@ def max_variance_rows(values: list[float], number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class DownSampled(Weight):
-    """Learns from the rows of each group whose advantages vary most, and in them from decisions of high |A| H.
+    """Learns from the rows of each group whose rewards vary most, and in them from decisions of high |A| H.
 
-    H is the entropy before the update. What is kept weighs all decisions over the kept ones, so that a mean over all
-    decisions of the step is one over these. All rows still pass the policy.
+    H is the entropy before the update. The other rows and decisions leave the mask, so that all averages run over what
+    is kept. Rows leave before the policy scores them, and pass it neither forward nor backward; of the kept rows, the
+    policy computes distributions of the kept decisions only. Advantages compare all rows of a group.
+
+    Advantages that only shift and scale the rewards of a group vary most in the same rows.
 
     Source: D3S, arXiv 2509.22115.
     """
@@ -463,45 +468,49 @@ class DownSampled(Weight):
         return Tally()
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
-        """See `Weight`; the weights of a first step."""
-        return self.at(rollouts, 0)
+        """See `Weight`; what is kept weighs 1, the rest leaves the mask."""
+        return rollouts.loss_mask
+
+    def thinned(self, rollouts: Rollouts, state: Any) -> Rollouts:
+        """Rollouts whose mask keeps the rows of this step."""
+        chosen = self._rows(rollouts, self._relaxed(self.rows, state)).to(rollouts.mask.device)
+        return rollouts.replace(mask=rollouts.mask * chosen[:, None], extras=rollouts.extras | {KEPT_ROWS: chosen})
 
     def observe(self, rollouts: Rollouts, state: Any) -> Rollouts:
-        """Give the rows the weights of this step, and count it."""
-        weight = self.at(rollouts, state[STEPS]).to(rollouts.logp_old.dtype)
-        state[STEPS] += 1
-        return rollouts.replace(extras=rollouts.extras | {WEIGHT: weight})
-
-    def at(self, rollouts: Rollouts, step: int) -> Tensor:
-        """Weights (B, T) after so many steps."""
+        """Rollouts whose mask keeps the decisions of this step, which it counts."""
         entropy = required(rollouts.entropy, "rollouts.entropy", f"weight '{self.kind}' selects by it")
         advantage = required(rollouts.advantage, "rollouts.advantage", "weights are computed after advantages")
-        relaxed = min(step / self.relax_steps, 1.0) if self.relax_steps else 0.0
-        rows, decisions = (share + (1.0 - share) * relaxed for share in (self.rows, self.decisions))
-        mask = rollouts.loss_mask
-        kept = mask * self._rows(rollouts, masked_mean(advantage, mask), rows)[:, None]
-        score = advantage.abs() * entropy
-        # over kept rows only
-        kept = kept * (score >= quantile(score, kept, 1.0 - decisions))
-        return kept * mask.sum() / kept.sum().clamp(min=1)
+        # rows that the trainer has not thinned, such as those of a single call
+        rollouts = rollouts if KEPT_ROWS in rollouts.extras else self.thinned(rollouts, state)
+        mask, score = rollouts.loss_mask, advantage.abs() * entropy
+        # the quantile runs over kept rows only
+        mask = mask * (score >= quantile(score, mask, 1.0 - self._relaxed(self.decisions, state)))
+        state[STEPS] += 1
+        return rollouts.replace(mask=mask, advantage=torch.where(mask > 0, advantage, 0.0))
 
-    def _rows(self, rollouts: Rollouts, advantage: Tensor, share: float) -> Tensor:
+    def _relaxed(self, share: float, state: Any) -> float:
+        """The share of this step."""
+        return share + (1.0 - share) * (min(state[STEPS] / self.relax_steps, 1.0) if self.relax_steps else 0.0)
+
+    def _rows(self, rollouts: Rollouts, share: float) -> Tensor:
+        """(B,) 1 for the rows that are kept, 0 for the others."""
+        values = rollouts.reward.tolist()
         members: dict[int, list[int]] = {}
-        for row, (group, valid) in enumerate(zip(rollouts.group.tolist(), rollouts.scored.tolist(), strict=True)):
-            if valid:
+        for row, group in enumerate(rollouts.host.group.tolist()):
+            if math.isfinite(values[row]):
                 members.setdefault(group, []).append(row)
-        values, kept = advantage.tolist(), torch.zeros(len(advantage), dtype=rollouts.mask.dtype)
+        kept = torch.zeros(len(values), dtype=rollouts.mask.dtype)
         for found in members.values():
             # one row alone has no variance
             number = min(len(found), max(2, round(share * len(found))))
             kept[[found[index] for index in max_variance_rows([values[row] for row in found], number)]] = 1.0
-        return kept.to(advantage.device)
+        return kept
 
     def formula(self) -> str:
         grows = f", both growing to all over {self.relax_steps} steps" if self.relax_steps else ""
         return (
-            f"u_it = all / kept decisions in the {100 * self.decisions:g} % of highest |A_it| H_it of those "
-            f"{100 * self.rows:g} % of a group's rows whose A_i vary most, 0 elsewhere{grows}"
+            f"trained are the {100 * self.decisions:g} % of highest |A_it| H_it of the decisions of those "
+            f"{100 * self.rows:g} % of a group's rows whose R_i vary most{grows}; u_it = 1"
         )
 
 
@@ -596,8 +605,8 @@ ROWS: tuple[Objective, ...] = (
         claim="training on the samples of highest advantage variance and the most important tokens learns faster",
         citation="D3S, arXiv 2509.22115, on DAPO's loss",
         verified="hand computation",
-        differs="the rows of largest variance are those of each group, and all rows pass the policy; the shares are "
-        "examples, as no code states them, and grow with weight.relax_steps",
+        differs="the rows of largest variance are those of each group, as in the paper's intra-group form; the shares "
+        "are ours, as no public code states them, and grow with weight.relax_steps",
     ),
     Objective(
         "selfplay_winrate",

@@ -83,12 +83,23 @@ def test_down_sampling_relaxes_to_all_decisions():
     batch = rollouts([0.0, 1.0, 0.3, 0.2, 0.9, 0.1, 0.6, 0.7, 0.5], GROUPS)
     batch = batch.replace(entropy=torch.rand(9, 5, generator=torch.Generator().manual_seed(0)).double())
     state, mask = objective.state(), batch.loss_mask
-    found = [objective.compute_advantages(batch, state).extras["weight"] for _ in range(4)]
-    kept = [int(((weight > 0) & (mask > 0)).sum()) for weight in found]
+    found = [objective.compute_advantages(batch, state) for _ in range(4)]
+    kept = [int(each.loss_mask.sum()) for each in found]
     assert kept[0] < kept[1] < kept[2] == kept[3] == int(mask.sum())
-    for weight in found:
-        assert float((weight * mask).sum()) == pytest.approx(float(mask.sum())), "a mean over what is kept"
-    torch.testing.assert_close(found[3] * mask, mask)
+    assert all(int(objective.denominators(each).tokens) == number for each, number in zip(found, kept, strict=True))
+    torch.testing.assert_close(found[3].mask, batch.mask)
+
+
+def test_down_sampling_leaves_rows_out_before_they_are_scored():
+    objective = get("d3s")
+    batch = rollouts([0.0, 1.0, 0.3, 0.2, 0.9, NAN, 0.6, 0.7, 0.5], GROUPS)
+    batch = batch.replace(entropy=torch.ones_like(batch.mask))
+    thinned = objective.weight.thinned(batch, objective.state().blocks["weight"])
+    assert thinned.mask.any(1).tolist() == [True, True, False, False, True, False, True, False, True]
+    early, late = (objective.compute_advantages(each) for each in (thinned, batch))
+    assert torch.equal(early.mask, late.mask), "the same rows, chosen once"
+    # advantages compare all rows of a group
+    assert float(early.advantage.max()) == pytest.approx(0.625 / statistics.stdev([0.0, 1.0, 0.3, 0.2]), abs=1e-5)
 
 
 def test_copo_gives_groups_of_equal_rewards_a_gradient():

@@ -159,7 +159,6 @@ def d3s() -> Made:
     best = sorted(places, key=score.__getitem__)[int(0.8 * (len(places) - 1)) + 1 :]
     chosen = [[float((i, t) in best) for t in range(6)] for i in range(12)]
     answer = token_loss(inputs | {"mask": chosen}, found, clipped(0.2, 0.28))
-    answer["advantage"] = spread(inputs, found)
     return "D3S, arXiv 2509.22115", inputs, [by_hand("section 3 of the paper", **answer)]
 
 
