@@ -42,6 +42,12 @@ RECIPES: tuple[RecipeEntry, ...] = (
         "AEPO (arbitrary entropy), arXiv 2510.08141",
     ),
     RecipeEntry(
+        "adaptive_temperature",
+        "mmrl.contrib.language.adaptive_temperature:AdaptiveTemperatureRecipe:AdaptiveTemperatureConfig",
+        "HAPO whose tokens are drawn hotter where the policy is uncertain and colder where it is sure",
+        "HAPO, arXiv 2509.16591; starriver030515/HAPO",
+    ),
+    RecipeEntry(
         "soft_tokens",
         "mmrl.contrib.language.soft_tokens:SoftRecipe:SoftConfig",
         "reasoning in mixtures of tokens, with Gumbel noise as the action (SofT-GRPO)",
