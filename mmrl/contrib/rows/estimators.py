@@ -254,13 +254,35 @@ class BudgetTarget(Advantage):
         )
 
 
-def answer_entropy(answer: Tensor, group: Tensor, valid: Tensor) -> Tensor:
-    """Entropy (B,) in nats of the answers (B,) int64 that the valid rows of each row's group gave."""
-    # rows of a group with equal answers, renumbered from 0
+def semantic_entropy(
+    answer: Tensor, group: Tensor, valid: Tensor, logp: Tensor | None = None, *, over_clusters: bool = False
+) -> Tensor:
+    """Entropy (B,) in nats of the meanings of each row's group.
+
+    Args:
+        answer: (B,) int64, rows of a group with the same meaning share a number.
+        group: (B,) int64, 0..N-1.
+        valid: (B,) bool, rows that take part.
+        logp: (B,) log-likelihoods in nats, usually means over tokens; p(meaning) is then the share of its rows in the
+            likelihood of the group. None counts rows.
+        over_clusters: Averages -log p(meaning) over meanings, a Monte Carlo estimate, not weighted by p(meaning).
+
+    Source: Farquhar et al., Nature 630 (2024); jlko/semantic_uncertainty semantic_entropy.py.
+    """
+    # rows of a group with the same meaning, renumbered from 0
     cluster = torch.stack([group, answer], 1).unique(dim=0, return_inverse=True)[1]
-    share = group_count(cluster, valid).double() / group_count(group, valid).clamp(min=1)
-    # each row holds the share of its own answer, so that their mean is the sum over answers
-    return -group_means(share.clamp(min=torch.finfo(share.dtype).tiny).log(), group, valid)
+    likelihood = torch.zeros_like(answer, dtype=torch.float64) if logp is None else logp.double()
+    likelihood = torch.where(valid, likelihood, -math.inf)
+    # relative to the likeliest row, as exp would underflow
+    largest = torch.full_like(likelihood, -math.inf).scatter_reduce(0, group, likelihood, "amax")[group]
+    mass = torch.where(valid, (likelihood - largest).exp(), 0.0)
+    size = len(group)
+    share = group_sum(mass, cluster, size)[cluster] / group_sum(mass, group, size)[group]
+    # a row of each meaning, or all rows by their likelihood: both sums run over meanings
+    weight = valid / group_count(cluster, valid).clamp(min=1) if over_clusters else mass
+    surprise = torch.where(valid, -share.clamp(min=torch.finfo(share.dtype).tiny).log(), 0.0)
+    total = group_sum(weight * surprise, group, size) / group_sum(weight, group, size).clamp(min=1e-300)
+    return total[group]
 
 
 @dataclass(frozen=True)
@@ -297,7 +319,7 @@ class ConsistencyBlend(StepClip, BoundedClip):
         reward = rollouts.reward
         group = rollouts.group
         valid = rollouts.scored
-        bits = answer_entropy(extra(rollouts, "answer", self.kind), group, valid).to(reward.dtype) / math.log(2)
+        bits = semantic_entropy(extra(rollouts, "answer", self.kind), group, valid).to(reward.dtype) / math.log(2)
         mean, count = group_means(reward, group, valid), group_count(group, valid).to(reward.dtype)
         if self.consistent:
             # one row alone has entropy 0, and log2 1 would divide by 0
@@ -343,26 +365,40 @@ def _first_rows(group: Tensor, valid: Tensor) -> Tensor:
 class EntropyDamped(Advantage):
     """Reward minus group mean, smaller where the answers of the group differ in meaning.
 
-    Source: SEED-GRPO, arXiv 2505.12346, with its linear function.
+    Equal final answers mean the same; `recipe: semantic_entropy` asks a model which do.
+
+    Source: SEED-GRPO, arXiv 2505.12346; entropies as in jlko/semantic_uncertainty semantic_entropy.py.
     """
 
     kind = "entropy_damped"
     needs = frozenset({"samples", "answers"})
     alpha: float = rare(bounded(0.5, at_least=0, at_most=1))
-    """Fraction of the advantage that a group of n different answers loses."""
+    """Effect of the entropy: with linear, the fraction of the advantage that a group of n different answers loses."""
+    function: str = rare(choice("linear", ("linear", "exponential")))
+    """Factor of an entropy H: 1 - alpha H / log n, or exp(-alpha H / log n)."""
+    estimate: str = rare(choice("likelihood", ("likelihood", "monte_carlo", "counts")))
+    """Probability of a meaning: its share of the length-normalised "likelihood" of the group, in an entropy weighted by
+    it, or in a mean over meanings ("monte_carlo"); or its share of the rows ("counts")."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """See `Advantage`."""
         reward = rollouts.reward
         group = rollouts.group
         valid = rollouts.scored
-        entropy = answer_entropy(extra(rollouts, "answer", self.kind), group, valid).to(reward.dtype)
+        logp = None if self.estimate == "counts" else masked_mean(rollouts.logp_old.detach(), rollouts.mask)
+        answer, means = extra(rollouts, "answer", self.kind), self.estimate == "monte_carlo"
+        entropy = semantic_entropy(answer, group, valid, logp, over_clusters=means).to(reward.dtype)
         # log 1 = 0 would divide; a single row has entropy 0 anyway
-        largest = group_count(group, valid).clamp(min=2).to(reward.dtype).log()
-        return spread(group_center(reward, group, valid) * (1.0 - self.alpha * entropy / largest), rollouts)
+        share = self.alpha * entropy / group_count(group, valid).clamp(min=2).to(reward.dtype).log()
+        # a mean over meanings may exceed log n
+        factor = (1.0 - share).clamp(min=0) if self.function == "linear" else (-share).exp()
+        return spread(group_center(reward, group, valid) * factor, rollouts)
 
     def formula(self) -> str:
-        return f"A_it = (1 - {self.alpha:g} H_g / log n_g) (R_i - mean_g R), H_g = entropy of the answers in g"
+        share = f"{self.alpha:g} H_g / log n_g"
+        factor = f"(1 - {share})" if self.function == "linear" else f"exp(-{share})"
+        how = {"likelihood": ", by likelihood", "monte_carlo": ", a mean over them", "counts": ""}[self.estimate]
+        return f"A_it = {factor} (R_i - mean_g R), H_g = entropy of the answers in g{how}"
 
 
 @dataclass(frozen=True)
@@ -584,8 +620,9 @@ ROWS: tuple[Objective, ...] = (
         TokenMean(),
         claim="smaller updates on questions whose answers disagree in meaning (semantic entropy) raise accuracy",
         citation="Chen et al., SEED-GRPO, arXiv 2505.12346, with its linear function",
-        verified="hand computation",
-        differs="clusters are equal answers, counted without their probabilities; alpha is 0.5, as no code states one",
+        verified="hand computation; entropies: jlko/semantic_uncertainty at a8d9aa8cecd5",
+        differs="equal final answers mean the same, unless recipe semantic_entropy asks a model; likelihoods are of a "
+        "token on average, and shares of the group; alpha 0.5 is ours, as no public code states one; no focal function",
     ),
     Objective(
         "aspo_tir",

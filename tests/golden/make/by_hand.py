@@ -294,7 +294,8 @@ def seed_grpo() -> Made:
             for i, r in zip(rows, reward, strict=True):
                 found[i] = scale * (r - mean(reward))
         answer = token_loss(inputs, found, clipped(0.2, 0.2))
-        peers.append(by_hand("section 3 of the paper", changes={"advantage": {"alpha": alpha}}, **answer))
+        changes = {"advantage": {"alpha": alpha, "estimate": "counts"}}
+        peers.append(by_hand("section 3 of the paper", changes=changes, **answer))
     return "SEED-GRPO, arXiv 2505.12346", inputs, peers
 
 
