@@ -21,7 +21,7 @@ from mmrl.core.blocks.advantage import (
     group_mean_std,
     group_sum,
 )
-from mmrl.core.blocks.clip import BoundedClip, Loss, PpoClip, StepClip, clip_indicators, clipped_loss
+from mmrl.core.blocks.clip import Loss, PpoClip, StepClip, clip_indicators, clipped_loss
 from mmrl.core.blocks.divergence import K3
 from mmrl.core.blocks.filter import DropGroups, ResampleGroups
 from mmrl.core.blocks.turns import Weight, quantile
@@ -286,7 +286,7 @@ def semantic_entropy(
 
 
 @dataclass(frozen=True)
-class ConsistencyBlend(StepClip, BoundedClip):
+class ConsistencyBlend(StepClip):
     """Clipped surrogates of a row's own advantage and of its group's among all groups, blended.
 
     The own one counts where the answers of the group differ, the other one where they agree. So a group that agrees on
@@ -300,6 +300,10 @@ class ConsistencyBlend(StepClip, BoundedClip):
     kind = "consistency_blend"
     needs = frozenset({"samples", "answers"})
     without_advantage = True
+    low: float = bounded(0.2, at_least=0, at_most=1)
+    """The ratio is bounded below by 1 - low."""
+    high: float = bounded(0.2, at_least=0)
+    """The ratio is bounded above by 1 + high."""
     dual: float | None = rare(bounded(3.0, above=1))
     """Bound c on the losses -A c where the advantage is negative; none switches it off."""
     steepness: float = rare(bounded(5.0, above=0))
@@ -348,8 +352,8 @@ class ConsistencyBlend(StepClip, BoundedClip):
         zeros = ", 0 where R_i = 0" if self.zeros == "global" else ""
         share = " (1 - (1 - 1 / n) H_g / log2 n)" if self.consistent else ""
         return (
-            f"[w_i L(A_it) + (1 - w_i) L(A_g)], L(A) = max(-A r_it, -A {self.clipped()}){capped}, A_g = (m_g - mean m) "
-            f"/ (std m + {self.eps:g}), m_g = mean_g R{share}, w_i = sigmoid({self.steepness:g} (H_g - "
+            f"[w_i L(A_it) + (1 - w_i) L(A_g)], L(A) = max(-A r_it, -A clip(r_it, {1 - self.low:g}, {1 + self.high:g}))"
+            f"{capped}, A_g = (m_g - mean m) / (std m + {self.eps:g}), m_g = mean_g R{share}, w_i = sigmoid({self.steepness:g} (H_g - "
             f"{self.threshold:g})){zeros}, H_g = entropy in bits of the answers in g"
         )
 
