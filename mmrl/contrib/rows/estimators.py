@@ -351,9 +351,10 @@ class ConsistencyBlend(StepClip):
         capped = "" if self.dual is None else f", where A < 0 at most -{self.dual:g} A"
         zeros = ", 0 where R_i = 0" if self.zeros == "global" else ""
         share = " (1 - (1 - 1 / n) H_g / log2 n)" if self.consistent else ""
+        inside = f"clip(r_it, {1 - self.low:g}, {1 + self.high:g})"
         return (
-            f"[w_i L(A_it) + (1 - w_i) L(A_g)], L(A) = max(-A r_it, -A clip(r_it, {1 - self.low:g}, {1 + self.high:g}))"
-            f"{capped}, A_g = (m_g - mean m) / (std m + {self.eps:g}), m_g = mean_g R{share}, w_i = sigmoid({self.steepness:g} (H_g - "
+            f"[w_i L(A_it) + (1 - w_i) L(A_g)], L(A) = max(-A r_it, -A {inside}){capped}, A_g = (m_g - mean m) / "
+            f"(std m + {self.eps:g}), m_g = mean_g R{share}, w_i = sigmoid({self.steepness:g} (H_g - "
             f"{self.threshold:g})){zeros}, H_g = entropy in bits of the answers in g"
         )
 
