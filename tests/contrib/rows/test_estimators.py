@@ -2,6 +2,7 @@
 
 import statistics
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from mmrl.contrib.rows.estimators import BetaNormalised, RegroupedByLength, VirtualBest, max_variance_rows
 from mmrl.core import PolicyOutputs, Rollouts, get
 from mmrl.core.blocks.advantage import GroupMean
+from mmrl.training import processes
 
 NAN = float("nan")
 
@@ -100,6 +102,19 @@ def test_down_sampling_leaves_rows_out_before_they_are_scored():
     assert torch.equal(early.mask, late.mask), "the same rows, chosen once"
     # advantages compare all rows of a group
     assert float(early.advantage.max()) == pytest.approx(0.625 / statistics.stdev([0.0, 1.0, 0.3, 0.2]), abs=1e-5)
+
+
+def test_down_sampling_is_that_of_the_rows_of_all_processes(monkeypatch):
+    objective = get("d3s")
+    batch = rollouts([0.0, 1.0, 0.3, 0.2, 0.9, 0.1, 0.6, 0.7, 0.5], GROUPS)
+    batch = batch.replace(entropy=torch.rand(9, 5, generator=torch.Generator().manual_seed(0)).double())
+    first, second = batch.select_groups(torch.tensor([0])), batch.select_groups(torch.tensor([1, 2]))
+    monkeypatch.setattr(processes, "merge_lists", lambda own, accelerator: [first, *own])
+    accelerator = SimpleNamespace(num_processes=2, process_index=1, device="cpu")
+    found = processes.global_advantages(objective.compute_advantages, second, accelerator)
+    expected = objective.compute_advantages(batch)
+    assert torch.equal(found.mask, expected.mask[4:])
+    assert torch.equal(found.advantage, expected.advantage[4:])
 
 
 def test_copo_gives_groups_of_equal_rewards_a_gradient():
