@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from mmrl.core.blocks.turns import Weight
 from mmrl.core.loss import Denominators, Metric
 from mmrl.core.objectives.objective import LossOutput, Objective, PolicyOutputs
 from mmrl.core.payload import to_device
@@ -167,7 +168,8 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
 
     def thinned(self, rollouts: Rollouts) -> Rollouts:
         """Take rows that the objective will not learn from out of the mask, before the policy scores them."""
-        weight = None if self.supervised else getattr(self.objective, "weight", None)  # losses of pairs have none
+        # losses of pairs have no weights
+        weight: Weight | None = None if self.supervised else getattr(self.objective, "weight", None)
         return rollouts if weight is None else weight.thinned(rollouts, self.objective_state.blocks.get("weight"))
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
