@@ -98,6 +98,10 @@ def number_words(number: int) -> str:
     return str(number)
 
 
+LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError)
+"""Errors of transformers' `from_pretrained` for a folder or hub id that holds no such model."""
+
+
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Switch off the progress bars of transformers for every weight file, and a warning that precedes an error."""

@@ -274,7 +274,7 @@ def deal(
 def global_advantages(
     estimate: Callable[[Rollouts], Rollouts], rollouts: Rollouts, accelerator: Accelerator
 ) -> Rollouts:
-    """Run an advantage estimator over the rows of all processes and keep this process's part, `extras` included.
+    """Run an advantage estimator over the rows of all processes and keep this process's part, with mask and `extras`.
 
     Only rewards, masks and per-decision numbers are sent; prompts and images stay with their process.
     """
@@ -289,7 +289,9 @@ def global_advantages(
     mine = joined.select(rows)
     # concat has padded all rows to the longest of any process
     length = rollouts.mask.shape[1]
+    thinned = not torch.equal(mine.host.mask[:, :length], rollouts.host.mask)
     return rollouts.replace(
+        **({"mask": _cut(mine.mask, length, accelerator)} if thinned else {}),
         advantage=_cut(mine.advantage, length, accelerator),
         returns=_cut(mine.returns, length, accelerator),
         extras={name: _cut(values, length, accelerator) for name, values in mine.extras.items()},

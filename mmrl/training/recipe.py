@@ -16,8 +16,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from mmrl.core.blocks.turns import Weight
 from mmrl.core.loss import Denominators, Metric
 from mmrl.core.objectives.objective import LossOutput, Objective, PolicyOutputs
+from mmrl.core.payload import to_device
 from mmrl.core.rollouts import COLLISION, KEEPS_OLD, Rollouts
 from mmrl.core.state import ObjectiveState, Stateful
 from mmrl.errors import RunError, UserError
@@ -163,6 +165,12 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     def evaluating(self, policy: PolicyT) -> AbstractContextManager[Any]:
         """Context in which the policy has the weights to evaluate; `measures` is called inside."""
         return nullcontext()
+
+    def thinned(self, rollouts: Rollouts) -> Rollouts:
+        """Take rows that the objective will not learn from out of the mask, before the policy scores them."""
+        # losses of pairs have no weights
+        weight: Weight | None = None if self.supervised else getattr(self.objective, "weight", None)
+        return rollouts if weight is None else weight.thinned(rollouts, self.objective_state.blocks.get("weight"))
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Compute advantages (B, T) from rewards with the estimator of the objective, over all processes."""
@@ -502,9 +510,14 @@ def with_terms(output: LossOutput, found: Sequence[TermLoss]) -> LossOutput:
 def score_in_chunks(
     scorer: Scorer, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str], micro_batch: int
 ) -> PolicyOutputs:
-    """Outputs (B, T) of a policy without gradient, in chunks of rows (0 = all at once)."""
+    """Outputs (B, T) of a policy without gradient, in chunks of rows (0 = all at once).
+
+    Rows without a decision under the mask do not pass the policy; their outputs are 0.
+    """
+    rows = rows_under_mask(rollouts)
+    seen = rollouts if rows is None else rollouts.select(rows)
     # whole groups together where they fit: a shared prompt is encoded once per chunk
-    chunks, needed = list(rollouts.micro_batches(micro_batch or rollouts.num_rows)), {"logp", *outputs}
+    chunks, needed = list(seen.micro_batches(micro_batch or seen.num_rows)), {"logp", *outputs}
     # the prompt of a group that is split over chunks is encoded once, too
     with torch.no_grad(), shared_prefix(policy, chunks):
         parts = [scorer(policy, chunk, outputs) for chunk in chunks]
@@ -512,9 +525,18 @@ def score_in_chunks(
     def joined(name: str) -> Tensor:
         values = (getattr(part, name) for part in parts)
         # each chunk is as wide as its own longest row
-        return torch.cat([nn.functional.pad(x, (0, rollouts.num_decisions - x.shape[1])) for x in values])
+        found = torch.cat([nn.functional.pad(x, (0, rollouts.num_decisions - x.shape[1])) for x in values])
+        if rows is None:
+            return found
+        return found.new_zeros(rollouts.mask.shape).index_copy(0, to_device(rows, found.device), found)
 
     return PolicyOutputs(**{name: joined(name) for name in ("logp", "entropy", "values", COLLISION) if name in needed})
+
+
+def rows_under_mask(rollouts: Rollouts) -> Tensor | None:
+    """Indices (b,) on the host of the rows with a decision under the mask; None if these are all, or none."""
+    found = rollouts.host.mask.any(1)
+    return torch.nonzero(found).flatten() if bool(found.any()) and not bool(found.all()) else None
 
 
 def single_update(trainer: BaseTrainerConfig) -> bool:

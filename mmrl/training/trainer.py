@@ -371,6 +371,7 @@ class Trainer:
             rewards, teaches = rollouts.reward, bool(self._kept(rollouts).any())
             if not teaches:
                 rollouts = unscored(rollouts)  # the filter left nothing here: these are logged and teach nothing
+            rollouts = self.recipe.thinned(rollouts)
             self.heap.trim()
             # the reference is in parts except while it scores, which saves its memory during sampling
             with self.accelerator.autocast(), self.reference.whole():

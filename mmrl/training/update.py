@@ -46,6 +46,7 @@ from mmrl.training.recipe import (
     Reference,
     Step,
     old_in_update,
+    rows_under_mask,
     scores_before_update,
     shared_prefix,
 )
@@ -369,7 +370,7 @@ class Updater:
         return all_ranks(minibatch is None or not bool(find(minibatch).any()), self.accelerator)
 
     def _live(self, minibatch: Rollouts | None) -> Rollouts | None:
-        """Groups that need a forward pass, at least one over all processes, so that weights in use get a gradient."""
+        """Rows that need a forward pass, of at least one group over all processes: weights in use get a gradient."""
         if self.recipe.supervised or not self.config.skip_zero_advantage_groups:
             return minibatch
         # no rows are no groups
@@ -378,9 +379,13 @@ class Updater:
         if all_ranks(not bool(live.any()), self.accelerator):
             # all groups are without a gradient: the longest one still gives every weight a gradient of 0
             live = self._longest(minibatch)
-        if minibatch is None or bool(live.all()):
-            return minibatch
-        return minibatch.select_groups(live) if bool(live.any()) else None
+        if minibatch is None or not bool(live.any()):
+            return None
+        found = minibatch if bool(live.all()) else minibatch.select_groups(live)
+        # a term, or a loss of the recipe's own, may read rows without a trained decision; denominators are counted
+        reads = self.recipe.terms or self.recipe.own_loss or compares_rows(self.recipe)
+        rows = None if reads else rows_under_mask(found)
+        return found if rows is None else found.select(rows)
 
     def _longest(self, minibatch: Rollouts | None) -> Tensor:
         """Mask (N,) of the group with the most trained decisions over all processes; the first one in case of ties."""

@@ -141,6 +141,8 @@ def _vlm(name: str, folder: Path) -> Any:
         add_columns(Path(config.data.path), query="What is 7?", negative="What is 8?")
     if hasattr(config, "rubric"):
         config.rubric.interval, config.rubric.meta = 1, "tests/contrib/language/test_meta_reward.py:longer"
+    if hasattr(config, "meaning"):
+        config.meaning.by = "exact"  # no judge
     if hasattr(config, "soft"):
         config.sampler.top_k = 3
     if hasattr(config, "guidance"):

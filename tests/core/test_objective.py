@@ -3,6 +3,7 @@ import torch
 
 from mmrl.contrib.rows.adaptive import ENTROPY_LEVEL, HapoClip
 from mmrl.contrib.rows.bgpo import Bgpo
+from mmrl.contrib.rows.estimators import GROUP_ADVANTAGE, OWN_WEIGHT, ConsistencyBlend
 from mmrl.core import Denominators, Objective, PolicyOutputs, all_objectives, get, merge_metrics
 from mmrl.core.blocks.advantage import AdvantageScaling, GroupMean, GroupMeanGlobalStd
 from mmrl.core.blocks.clip import (
@@ -206,6 +207,10 @@ def test_the_first_step_is_the_plain_policy_gradient(name):
         expected = 2 / objective.clip.eps * expected
     if isinstance(objective.ratio, SequenceProductRatio):
         expected = expected * rollouts.loss_mask.sum(1, keepdim=True)
+    if isinstance(objective.clip, ConsistencyBlend):  # part of it is the group's advantage
+        own = rollouts.extras[OWN_WEIGHT][:, None]
+        level = torch.where(rollouts.loss_mask > 0, rollouts.extras[GROUP_ADVANTAGE][:, None], 0.0)
+        expected = own * expected - (1 - own) * level / per_decision_divisor(objective, rollouts)
     if isinstance(objective.clip, HapoClip):  # inside the bounds, advantages of low entropy shrink
         expected = expected * (1 + rollouts.extras[ENTROPY_LEVEL].clamp(max=0))
     torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-15)
@@ -354,7 +359,9 @@ def test_returns_are_taken_before_whitening():
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_advantages_are_clipped_and_then_scaled_for_every_estimator(name):
-    objective = OBJECTIVES[name].replace(scaling=OBJECTIVES[name].scaling.replace(clip=None, scale=1.0))
+    # without weights, some of which choose decisions by the size of their advantages
+    scaling = OBJECTIVES[name].scaling.replace(clip=None, scale=1.0)
+    objective = OBJECTIVES[name].replace(weight=None, scaling=scaling)
     free = objective.compute_advantages(batch())
     limit = float(free.advantage.abs().max()) / 2
     scaling = objective.scaling.replace(clip=limit, scale=0.2 / limit)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from mmrl.contrib.rows.adaptive import BOUNDS, Bapo
+from mmrl.contrib.language.adaptive_temperature import tempered
+from mmrl.contrib.rows.adaptive import BOUNDS, Bapo, HapoClip
 from mmrl.contrib.rows.tracked import DcpoClip
 from mmrl.core import Objective, PolicyOutputs, Rollouts
 from tests.golden.numbers import assert_agrees, inputs_of, load, tensor
@@ -35,3 +36,17 @@ def test_the_bounds_of_bapo_are_those_of_its_code(peer):
     surveys = [objective.survey(PolicyOutputs(b.logp[r]), part) for r, part in zip(rows, parts, strict=True)]
     settled = objective.settled(surveys, rollouts)
     assert [float(settled.extras[key][0]) for key in BOUNDS] == pytest.approx(peer["bounds"], rel=1e-12)
+
+
+def test_the_temperature_of_hapo_is_that_of_its_code():
+    b, (peer,) = inputs_of("hapo"), load("hapo").peers
+    clip = HapoClip(**peer["changes"]["clip"])
+    scale, logp = clip.scale_of(b.entropy_old, b.mask), b.logits.log_softmax(-1)
+    drawn = tempered(logp, clip, scale, 0.05)
+    # of two words, a temperature divides the difference of the logits
+    first, last = (b.logits.argmax(-1, keepdim=True), b.logits.argmin(-1, keepdim=True))
+    apart = [(x.gather(1, first) - x.gather(1, last))[1:, 0] for x in (logp, drawn)]
+    found, expected = apart[0] / apart[1], tensor(peer["temperature"])[1:]
+    # 1e-6 is added to the deviation there, and bounds entropies below
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
+    assert expected.max() > 1.049

@@ -42,6 +42,18 @@ RECIPES: tuple[RecipeEntry, ...] = (
         "AEPO (arbitrary entropy), arXiv 2510.08141",
     ),
     RecipeEntry(
+        "adaptive_temperature",
+        "mmrl.contrib.language.adaptive_temperature:AdaptiveTemperatureRecipe:AdaptiveTemperatureConfig",
+        "HAPO whose tokens are drawn hotter where the policy is uncertain and colder where it is sure",
+        "HAPO, arXiv 2509.16591; starriver030515/HAPO",
+    ),
+    RecipeEntry(
+        "semantic_entropy",
+        "mmrl.contrib.language.semantic_entropy:SemanticEntropyRecipe:SemanticEntropyConfig",
+        "smaller updates where answers differ in meaning, as an entailment model or embeddings tell (SEED-GRPO)",
+        "Chen et al., SEED-GRPO, arXiv 2505.12346; clusters: jlko/semantic_uncertainty",
+    ),
+    RecipeEntry(
         "soft_tokens",
         "mmrl.contrib.language.soft_tokens:SoftRecipe:SoftConfig",
         "reasoning in mixtures of tokens, with Gumbel noise as the action (SofT-GRPO)",
@@ -93,5 +105,6 @@ METRICS = {
     "truncated/reward_mean": "Mean reward of the step's finished answers.",
     "steering/entropy": "Entropy of the last update by which the temperature of further samples is chosen, in nats.",
     "steering/temperature": "Temperature of the step's further samples.",
+    "meaning/clusters": "Mean number of different meanings among the answers to a question.",
     "steering/rows": "Further samples of the step that are learned.",
 }

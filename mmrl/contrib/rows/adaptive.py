@@ -32,6 +32,9 @@ BOUNDS = ("clip_low", "clip_high")
 ENTROPY_LEVEL = "entropy_level"
 """Key of `Rollouts.extras` (B, T): entropy of each decision on the scale of `HapoClip`."""
 
+ENTROPY_EPS = 1e-8
+"""Smallest entropy in nats whose logarithm HAPO takes, and smallest divisor of levels."""
+
 
 def bounded_loss(log_ratio: Tensor, advantage: Tensor, low: Tensor, high: Tensor, dual: float | None) -> Loss:
     """Clipped surrogate (B, T) of the ratio within bounds that broadcast, with indicators; see `clipped_loss`."""
@@ -189,6 +192,21 @@ class TokenGroupMeanStd(Advantage):
         )
 
 
+class EntropyScale:
+    """Numbers (4,) of `HapoClip.scale_of` of the last step; None before the first."""
+
+    def __init__(self) -> None:
+        self.numbers: Tensor | None = None
+
+    def state_dict(self) -> list[float] | None:
+        """The numbers."""
+        return None if self.numbers is None else self.numbers.tolist()
+
+    def load_state_dict(self, state: list[float] | None) -> None:
+        """Restore `state_dict`."""
+        self.numbers = None if state is None else torch.tensor(state, dtype=torch.float64)
+
+
 @dataclass(frozen=True)
 class HapoClip(StepClip):
     """Clipped surrogate that treats decisions of high and low entropy differently.
@@ -226,18 +244,39 @@ class HapoClip(StepClip):
         entropy = required(rollouts.entropy, "rollouts.entropy", "clip 'hapo' reads it")
         return {ENTROPY_LEVEL: self.level_of(entropy, rollouts.loss_mask)}
 
+    def state(self) -> EntropyScale:
+        """Scale of the last step, by which `recipe: adaptive_temperature` samples the next one."""
+        return EntropyScale()
+
+    def observe(self, rollouts: Rollouts, state: EntropyScale) -> Rollouts:
+        """Keep the scale of this step."""
+        assert rollouts.entropy is not None
+        state.numbers = self.scale_of(rollouts.entropy, rollouts.loss_mask)
+        return rollouts
+
     def level_of(self, entropy: Tensor, mask: Tensor) -> Tensor:
         """H (B, T) of entropies (B, T) in nats, 0 where the mask is 0."""
-        trained, eps = mask > 0, 1e-8
-        logs = torch.where(trained, entropy.clamp(min=eps).log(), 0.0)
+        return torch.where(mask > 0, self.level_by(self.scale_of(entropy, mask), entropy), 0.0)
+
+    def scale_of(self, entropy: Tensor, mask: Tensor) -> Tensor:
+        """(4,) quantile of log entropies (B, T), root mean square about it, and largest and smallest h without sign."""
+        trained = mask > 0
+        logs = torch.where(trained, entropy.clamp(min=ENTROPY_EPS).log(), 0.0)
         # untrained decisions go behind all others and cannot be the quantile
         ordered = torch.where(trained, logs, float("inf")).flatten().sort().values
         place = (self.pivot * (mask.sum() - 1)).clamp(min=0).round().long()
         # no trained decision at all: the quantile is inf
-        h = torch.where(trained, logs - ordered[place].nan_to_num(posinf=0.0), 0.0)
-        h = h / (h.square().sum() / mask.sum().clamp(min=1)).clamp(min=eps).sqrt()
-        largest, smallest = h.max().clamp(min=eps), h.min().clamp(max=-eps)
-        return torch.where(h > 0, h / largest, h / (smallest if self.sign == "repo" else -smallest))
+        pivot = ordered[place].nan_to_num(posinf=0.0)
+        h = torch.where(trained, logs - pivot, 0.0)
+        deviation = (h.square().sum() / mask.sum().clamp(min=1)).clamp(min=ENTROPY_EPS).sqrt()
+        h = h / deviation
+        return torch.stack([pivot, deviation, h.max().clamp(min=ENTROPY_EPS), -h.min().clamp(max=-ENTROPY_EPS)])
+
+    def level_by(self, scale: Tensor, entropy: Tensor) -> Tensor:
+        """H of entropies of any shape by a scale (4,), which may be that of other decisions."""
+        pivot, deviation, largest, smallest = scale.unbind()
+        h = (entropy.clamp(min=ENTROPY_EPS).log() - pivot) / deviation
+        return torch.where(h > 0, h / largest, h / (-smallest if self.sign == "repo" else smallest))
 
     def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
         """See `Clip`; h comes from `constants`."""
@@ -367,7 +406,8 @@ ROWS: tuple[Objective, ...] = (
         claim="advantages and clip bounds that depend on a token's entropy let uncertain tokens move more",
         citation="HAPO, arXiv 2509.16591; its public scripts (clip 0.2, dual clip 10, pivot 0.8, dynamic sampling)",
         verified="starriver030515/HAPO at 7671dde3e268, verl/trainer/ppo/core_algos.py",
-        differs="entropies are those before the update, over the whole step, signed; the temperature does not adapt",
+        differs="entropies are those before the update, over the whole step, signed; the loss alone: the temperature "
+        "adapts in recipe adaptive_temperature",
     ),
     Objective(
         "mirror_descent",

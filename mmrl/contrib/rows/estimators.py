@@ -21,18 +21,21 @@ from mmrl.core.blocks.advantage import (
     group_mean_std,
     group_sum,
 )
-from mmrl.core.blocks.clip import PpoClip
+from mmrl.core.blocks.clip import Loss, PpoClip, StepClip, clip_indicators, clipped_loss
 from mmrl.core.blocks.divergence import K3
 from mmrl.core.blocks.filter import DropGroups, ResampleGroups
-from mmrl.core.blocks.turns import WEIGHT, Weight, quantile
-from mmrl.core.loss import FixedLength, SequenceSum, TokenMean, masked_mean, required
+from mmrl.core.blocks.turns import Weight, quantile
+from mmrl.core.loss import FixedLength, PolicyOutputs, SequenceMean, SequenceSum, TokenMean, masked_mean, required
 from mmrl.core.objectives.objective import Objective
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Tally
-from mmrl.fields import bounded, rare
+from mmrl.fields import bounded, choice, rare
 
 LARGEST_WEIGHT = 1e6
 """Bound of BNPO's weight, which is infinite where the fitted density is 0."""
+
+GROUP_ADVANTAGE, OWN_WEIGHT = "group_advantage", "own_weight"
+"""Keys of `Rollouts.extras` (B,): COPO's advantage of a group among all, and the weight of a row's own advantage."""
 
 
 def group_means(x: Tensor, group: Tensor, valid: Tensor) -> Tensor:
@@ -251,54 +254,108 @@ class BudgetTarget(Advantage):
         )
 
 
-def answer_entropy(answer: Tensor, group: Tensor, valid: Tensor) -> Tensor:
-    """Entropy (B,) in nats of the answers (B,) int64 that the valid rows of each row's group gave."""
-    # rows of a group with equal answers, renumbered from 0
+def semantic_entropy(
+    answer: Tensor, group: Tensor, valid: Tensor, logp: Tensor | None = None, *, over_clusters: bool = False
+) -> Tensor:
+    """Entropy (B,) in nats of the meanings of each row's group.
+
+    Args:
+        answer: (B,) int64, rows of a group with the same meaning share a number.
+        group: (B,) int64, 0..N-1.
+        valid: (B,) bool, rows that take part.
+        logp: (B,) log-likelihoods in nats, usually means over tokens; p(meaning) is then the share of its rows in the
+            likelihood of the group. None counts rows.
+        over_clusters: Averages -log p(meaning) over meanings, a Monte Carlo estimate, not weighted by p(meaning).
+
+    Source: Farquhar et al., Nature 630 (2024); jlko/semantic_uncertainty semantic_entropy.py.
+    """
+    # rows of a group with the same meaning, renumbered from 0
     cluster = torch.stack([group, answer], 1).unique(dim=0, return_inverse=True)[1]
-    share = group_count(cluster, valid).double() / group_count(group, valid).clamp(min=1)
-    # each row holds the share of its own answer, so that their mean is the sum over answers
-    return -group_means(share.clamp(min=torch.finfo(share.dtype).tiny).log(), group, valid)
+    likelihood = torch.zeros_like(answer, dtype=torch.float64) if logp is None else logp.double()
+    likelihood = torch.where(valid, likelihood, -math.inf)
+    # relative to the likeliest row, as exp would underflow
+    largest = torch.full_like(likelihood, -math.inf).scatter_reduce(0, group, likelihood, "amax")[group]
+    mass = torch.where(valid, (likelihood - largest).exp(), 0.0)
+    size = len(group)
+    share = group_sum(mass, cluster, size)[cluster] / group_sum(mass, group, size)[group]
+    # a row of each meaning, or all rows by their likelihood: both sums run over meanings
+    weight = valid / group_count(cluster, valid).clamp(min=1) if over_clusters else mass
+    surprise = torch.where(valid, -share.clamp(min=torch.finfo(share.dtype).tiny).log(), 0.0)
+    total = group_sum(weight * surprise, group, size) / group_sum(weight, group, size).clamp(min=1e-300)
+    return total[group]
 
 
 @dataclass(frozen=True)
-class ConsistencyBlend(Advantage):
-    """GRPO's advantage where the answers of a group differ, and the group's own advantage among all where they agree.
+class ConsistencyBlend(StepClip):
+    """Clipped surrogates of a row's own advantage and of its group's among all groups, blended.
 
-    So a group that agrees on one answer has a gradient, for or against that answer.
+    The own one counts where the answers of the group differ, the other one where they agree. So a group that agrees on
+    one answer has a gradient, for or against that answer.
 
-    Source: COPO, arXiv 2508.04138.
+    Gradient: none through the weight and both advantages.
+
+    Source: COPO, arXiv 2508.04138; hijih/copo-code verl/trainer/ppo/core_algos.py compute_policy_loss_with_global.
     """
 
     kind = "consistency_blend"
     needs = frozenset({"samples", "answers"})
-    steepness: float = rare(bounded(20.0, above=0))
-    """The paper's gamma: factor of the entropy of the answers in the sigmoid."""
-    threshold: float = rare(bounded(1.5, at_least=0))
-    """The paper's rho: entropy in nats of the answers of a group at which both count the same."""
+    without_advantage = True
+    low: float = bounded(0.2, at_least=0, at_most=1)
+    """The ratio is bounded below by 1 - low."""
+    high: float = bounded(0.2, at_least=0)
+    """The ratio is bounded above by 1 + high."""
+    dual: float | None = rare(bounded(3.0, above=1))
+    """Bound c on the losses -A c where the advantage is negative; none switches it off."""
+    steepness: float = rare(bounded(5.0, above=0))
+    """The paper's gamma, the code's k: factor of the entropy of the answers in the sigmoid."""
+    threshold: float = rare(bounded(1.0, at_least=0))
+    """The paper's rho, the code's b: entropy in bits of the answers of a group at which both count the same."""
+    zeros: str = rare(choice("global", ("global", "blended")))
+    """Rows with reward 0 learn from the group's advantage alone ("global", the code's soft-with-zero), or as all others
+    ("blended", its only-soft)."""
+    consistent: bool = rare(False)
+    """Multiplies a group's mean reward by 1 - (1 - 1 / n) H / log2 n, which n different answers leave 1 / n of."""
     eps: float = rare(bounded(1e-6, at_least=0))
-    """Added to the standard deviations."""
+    """Added to the standard deviation over groups."""
 
-    def __call__(self, rollouts: Rollouts) -> Tensor:
-        """See `Advantage`."""
+    def constants(self, rollouts: Rollouts) -> dict[str, Tensor]:
+        """Advantage of each row's group among all groups (B,), and weight of the row's own one (B,)."""
         reward = rollouts.reward
         group = rollouts.group
         valid = rollouts.scored
-        entropy = answer_entropy(extra(rollouts, "answer", self.kind), group, valid).to(reward.dtype)
-        weight = torch.sigmoid(self.steepness * (entropy - self.threshold))
-        # one number a group, compared with those of the others
-        first, mean = _first_rows(group, valid), group_means(reward, group, valid)
+        bits = semantic_entropy(extra(rollouts, "answer", self.kind), group, valid).to(reward.dtype) / math.log(2)
+        mean, count = group_means(reward, group, valid), group_count(group, valid).to(reward.dtype)
+        if self.consistent:
+            # one row alone has entropy 0, and log2 1 would divide by 0
+            mean = mean * (1.0 - (1.0 - 1.0 / count.clamp(min=1)) * bits / count.clamp(min=2).log2())
         # all groups in one, each with one row: equal numbers of rows must not matter
-        among = group_mean_std(mean, torch.zeros_like(group), eps=self.eps, valid=first)
+        among = group_mean_std(mean, torch.zeros_like(group), eps=self.eps, valid=_first_rows(group, valid))
+        weight = torch.sigmoid(self.steepness * (bits - self.threshold))
+        if self.zeros == "global":
+            weight = torch.where(reward != 0, weight, 0.0)
         # the other rows of `among` are 0, so the sum is the group's one number
-        level = group_sum(among, group, len(group))[group]
-        local = group_mean_std(reward, group, eps=self.eps, valid=valid)
-        return spread(weight * local + (1.0 - weight) * level, rollouts)
+        return {GROUP_ADVANTAGE: group_sum(among, group, len(group))[group], OWN_WEIGHT: weight}
+
+    def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
+        """See `Clip`; the group's advantage and the weight come from `constants`."""
+        level, weight = (extra(rollouts, name, self.kind)[:, None] for name in (GROUP_ADVANTAGE, OWN_WEIGHT))
+        level = torch.where(rollouts.loss_mask > 0, level, 0.0).to(log_ratio.dtype)
+        weight = weight.nan_to_num().to(log_ratio.dtype)
+        own, other = (clipped_loss(log_ratio, a, self.low, self.high, self.dual) for a in (advantage, level))
+        blended = weight * advantage + (1.0 - weight) * level
+        return weight * own + (1.0 - weight) * other, clip_indicators(
+            log_ratio.exp(), self.low, self.high, signed=blended.detach()
+        )
 
     def formula(self) -> str:
+        capped = "" if self.dual is None else f", where A < 0 at most -{self.dual:g} A"
+        zeros = ", 0 where R_i = 0" if self.zeros == "global" else ""
+        share = " (1 - (1 - 1 / n) H_g / log2 n)" if self.consistent else ""
+        inside = f"clip(r_it, {1 - self.low:g}, {1 + self.high:g})"
         return (
-            f"A_it = w_g (R_i - mean_g R) / (std_g R + {self.eps:g}) + (1 - w_g) (m_g - mean m) / (std m + "
-            f"{self.eps:g}), m_g = mean_g R, w_g = sigmoid({self.steepness:g} (H_g - {self.threshold:g})), H_g = "
-            "entropy of the answers in g"
+            f"[w_i L(A_it) + (1 - w_i) L(A_g)], L(A) = max(-A r_it, -A {inside}){capped}, A_g = (m_g - mean m) / "
+            f"(std m + {self.eps:g}), m_g = mean_g R{share}, w_i = sigmoid({self.steepness:g} (H_g - "
+            f"{self.threshold:g})){zeros}, H_g = entropy in bits of the answers in g"
         )
 
 
@@ -313,26 +370,40 @@ def _first_rows(group: Tensor, valid: Tensor) -> Tensor:
 class EntropyDamped(Advantage):
     """Reward minus group mean, smaller where the answers of the group differ in meaning.
 
-    Source: SEED-GRPO, arXiv 2505.12346, with its linear function.
+    Equal final answers mean the same; `recipe: semantic_entropy` asks a model which do.
+
+    Source: SEED-GRPO, arXiv 2505.12346; entropies as in jlko/semantic_uncertainty semantic_entropy.py.
     """
 
     kind = "entropy_damped"
     needs = frozenset({"samples", "answers"})
     alpha: float = rare(bounded(0.5, at_least=0, at_most=1))
-    """Fraction of the advantage that a group of n different answers loses."""
+    """Effect of the entropy: with linear, the fraction of the advantage that a group of n different answers loses."""
+    function: str = rare(choice("linear", ("linear", "exponential")))
+    """Factor of an entropy H: 1 - alpha H / log n, or exp(-alpha H / log n)."""
+    estimate: str = rare(choice("likelihood", ("likelihood", "monte_carlo", "counts")))
+    """Probability of a meaning: its share of the length-normalised "likelihood" of the group, in an entropy weighted by
+    it, or in a mean over meanings ("monte_carlo"); or its share of the rows ("counts")."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """See `Advantage`."""
         reward = rollouts.reward
         group = rollouts.group
         valid = rollouts.scored
-        entropy = answer_entropy(extra(rollouts, "answer", self.kind), group, valid).to(reward.dtype)
+        logp = None if self.estimate == "counts" else masked_mean(rollouts.logp_old.detach(), rollouts.mask)
+        answer, means = extra(rollouts, "answer", self.kind), self.estimate == "monte_carlo"
+        entropy = semantic_entropy(answer, group, valid, logp, over_clusters=means).to(reward.dtype)
         # log 1 = 0 would divide; a single row has entropy 0 anyway
-        largest = group_count(group, valid).clamp(min=2).to(reward.dtype).log()
-        return spread(group_center(reward, group, valid) * (1.0 - self.alpha * entropy / largest), rollouts)
+        share = self.alpha * entropy / group_count(group, valid).clamp(min=2).to(reward.dtype).log()
+        # a mean over meanings may exceed log n
+        factor = (1.0 - share).clamp(min=0) if self.function == "linear" else (-share).exp()
+        return spread(group_center(reward, group, valid) * factor, rollouts)
 
     def formula(self) -> str:
-        return f"A_it = (1 - {self.alpha:g} H_g / log n_g) (R_i - mean_g R), H_g = entropy of the answers in g"
+        share = f"{self.alpha:g} H_g / log n_g"
+        factor = f"(1 - {share})" if self.function == "linear" else f"exp(-{share})"
+        how = {"likelihood": ", by likelihood", "monte_carlo": ", a mean over them", "counts": ""}[self.estimate]
+        return f"A_it = {factor} (R_i - mean_g R), H_g = entropy of the answers in g{how}"
 
 
 @dataclass(frozen=True)
@@ -383,11 +454,13 @@ def spread(rows: Tensor, rollouts: Rollouts) -> Tensor:
 
 
 def extra(rollouts: Rollouts, name: str, kind: str) -> Tensor:
-    """Data (B,) that an estimator needs; raises ValueError where they are missing."""
-    return required(rollouts.extras.get(name), f"rollouts.extras['{name}']", f"advantage '{kind}' reads it")
+    """Data (B,) that a block needs; raises ValueError where they are missing."""
+    return required(rollouts.extras.get(name), f"rollouts.extras['{name}']", f"'{kind}' reads it")
 
 
 STEPS = "steps"
+KEPT_ROWS = "kept_rows"
+"""Key of `Rollouts.extras` (B,): 1 for rows that `DownSampled` keeps; set where it has chosen rows."""
 
 
 def max_variance_rows(values: list[float], number: int) -> list[int]:
@@ -411,10 +484,13 @@ def max_variance_rows(values: list[float], number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class DownSampled(Weight):
-    """Learns from the rows of each group whose advantages vary most, and in them from decisions of high |A| H.
+    """Learns from the rows of each group whose rewards vary most, and in them from decisions of high |A| H.
 
-    H is the entropy before the update. What is kept weighs all decisions over the kept ones, so that a mean over all
-    decisions of the step is one over these. All rows still pass the policy.
+    H is the entropy before the update. The other rows and decisions leave the mask, so that all averages run over what
+    is kept. Rows leave before the policy scores them, and pass it neither forward nor backward; of the kept rows, the
+    policy computes distributions of the kept decisions only. Advantages compare all rows of a group.
+
+    Advantages that only shift and scale the rewards of a group vary most in the same rows.
 
     Source: D3S, arXiv 2509.22115.
     """
@@ -433,45 +509,49 @@ class DownSampled(Weight):
         return Tally()
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
-        """See `Weight`; the weights of a first step."""
-        return self.at(rollouts, 0)
+        """See `Weight`; what is kept weighs 1, the rest leaves the mask."""
+        return rollouts.loss_mask
+
+    def thinned(self, rollouts: Rollouts, state: Any) -> Rollouts:
+        """Rollouts whose mask keeps the rows of this step."""
+        chosen = self._rows(rollouts, self._relaxed(self.rows, state)).to(rollouts.mask.device)
+        return rollouts.replace(mask=rollouts.mask * chosen[:, None], extras=rollouts.extras | {KEPT_ROWS: chosen})
 
     def observe(self, rollouts: Rollouts, state: Any) -> Rollouts:
-        """Give the rows the weights of this step, and count it."""
-        weight = self.at(rollouts, state[STEPS]).to(rollouts.logp_old.dtype)
-        state[STEPS] += 1
-        return rollouts.replace(extras=rollouts.extras | {WEIGHT: weight})
-
-    def at(self, rollouts: Rollouts, step: int) -> Tensor:
-        """Weights (B, T) after so many steps."""
+        """Rollouts whose mask keeps the decisions of this step, which it counts."""
         entropy = required(rollouts.entropy, "rollouts.entropy", f"weight '{self.kind}' selects by it")
         advantage = required(rollouts.advantage, "rollouts.advantage", "weights are computed after advantages")
-        relaxed = min(step / self.relax_steps, 1.0) if self.relax_steps else 0.0
-        rows, decisions = (share + (1.0 - share) * relaxed for share in (self.rows, self.decisions))
-        mask = rollouts.loss_mask
-        kept = mask * self._rows(rollouts, masked_mean(advantage, mask), rows)[:, None]
-        score = advantage.abs() * entropy
-        # over kept rows only
-        kept = kept * (score >= quantile(score, kept, 1.0 - decisions))
-        return kept * mask.sum() / kept.sum().clamp(min=1)
+        # rows that the trainer has not thinned, such as those of a single call
+        rollouts = rollouts if KEPT_ROWS in rollouts.extras else self.thinned(rollouts, state)
+        mask, score = rollouts.loss_mask, advantage.abs() * entropy
+        # the quantile runs over kept rows only
+        mask = mask * (score >= quantile(score, mask, 1.0 - self._relaxed(self.decisions, state)))
+        state[STEPS] += 1
+        return rollouts.replace(mask=mask, advantage=torch.where(mask > 0, advantage, 0.0))
 
-    def _rows(self, rollouts: Rollouts, advantage: Tensor, share: float) -> Tensor:
+    def _relaxed(self, share: float, state: Any) -> float:
+        """The share of this step."""
+        return share + (1.0 - share) * (min(state[STEPS] / self.relax_steps, 1.0) if self.relax_steps else 0.0)
+
+    def _rows(self, rollouts: Rollouts, share: float) -> Tensor:
+        """(B,) 1 for the rows that are kept, 0 for the others."""
+        values = rollouts.reward.tolist()
         members: dict[int, list[int]] = {}
-        for row, (group, valid) in enumerate(zip(rollouts.group.tolist(), rollouts.scored.tolist(), strict=True)):
-            if valid:
+        for row, group in enumerate(rollouts.host.group.tolist()):
+            if math.isfinite(values[row]):
                 members.setdefault(group, []).append(row)
-        values, kept = advantage.tolist(), torch.zeros(len(advantage), dtype=rollouts.mask.dtype)
+        kept = torch.zeros(len(values), dtype=rollouts.mask.dtype)
         for found in members.values():
             # one row alone has no variance
             number = min(len(found), max(2, round(share * len(found))))
             kept[[found[index] for index in max_variance_rows([values[row] for row in found], number)]] = 1.0
-        return kept.to(advantage.device)
+        return kept
 
     def formula(self) -> str:
         grows = f", both growing to all over {self.relax_steps} steps" if self.relax_steps else ""
         return (
-            f"u_it = all / kept decisions in the {100 * self.decisions:g} % of highest |A_it| H_it of those "
-            f"{100 * self.rows:g} % of a group's rows whose A_i vary most, 0 elsewhere{grows}"
+            f"trained are the {100 * self.decisions:g} % of highest |A_it| H_it of the decisions of those "
+            f"{100 * self.rows:g} % of a group's rows whose R_i vary most{grows}; u_it = 1"
         )
 
 
@@ -530,14 +610,13 @@ ROWS: tuple[Objective, ...] = (
     ),
     Objective(
         "copo",
+        GroupMeanStd(),
         ConsistencyBlend(),
-        PpoClip(high=0.28),
-        TokenMean(),
+        SequenceMean(),
         claim="an advantage over the whole batch gives groups of equal rewards a signal",
-        citation="Han et al., COPO, arXiv 2508.04138 (gamma 20, rho 1.5)",
-        verified="hand computation",
-        differs="blends the two advantages, with entropies in nats, on DAPO's loss; the authors' code blends the two "
-        "clipped losses, with entropies in bits, and its scripts clip at 0.2 and average over rows",
+        citation="Han et al., COPO, arXiv 2508.04138; constants of its verl/run_copo.sh (k 5, b 1, soft-with-zero)",
+        verified="hijih/copo-code at f66883fb8927, verl/trainer/ppo/core_algos.py",
+        differs="a row alone in its group has the own advantage 0, where the code gives it its reward",
     ),
     Objective(
         "seed_grpo",
@@ -546,8 +625,9 @@ ROWS: tuple[Objective, ...] = (
         TokenMean(),
         claim="smaller updates on questions whose answers disagree in meaning (semantic entropy) raise accuracy",
         citation="Chen et al., SEED-GRPO, arXiv 2505.12346, with its linear function",
-        verified="hand computation",
-        differs="clusters are equal answers, counted without their probabilities; alpha is 0.5, as no code states one",
+        verified="hand computation; entropies: jlko/semantic_uncertainty at a8d9aa8cecd5",
+        differs="equal final answers mean the same, unless recipe semantic_entropy asks a model; likelihoods are of a "
+        "token on average, and shares of the group; alpha 0.5 is ours, as no public code states one; no focal function",
     ),
     Objective(
         "aspo_tir",
@@ -567,8 +647,8 @@ ROWS: tuple[Objective, ...] = (
         claim="training on the samples of highest advantage variance and the most important tokens learns faster",
         citation="D3S, arXiv 2509.22115, on DAPO's loss",
         verified="hand computation",
-        differs="the rows of largest variance are those of each group, and all rows pass the policy; the shares are "
-        "examples, as no code states them, and grow with weight.relax_steps",
+        differs="the rows of largest variance are those of each group, as in the paper's intra-group form; the shares "
+        "are ours, as no public code states them, and grow with weight.relax_steps",
     ),
     Objective(
         "selfplay_winrate",

@@ -218,6 +218,8 @@ class Clip(Block):
     compares_rows: ClassVar[bool] = False
     """Whether the loss of a row depends on the other rows of its group. The group must then be scored together, and has
     a gradient even if all its advantages are 0."""
+    without_advantage: ClassVar[bool] = False
+    """Whether a row may have a gradient where its advantages are 0."""
 
     @property
     def reads_turns(self) -> bool:

@@ -9,6 +9,7 @@ Denominators still count all trained decisions, as in TRL, unless a block says o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,15 @@ class Weight(Block):
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """Weights (B, T), at least 0, of rollouts with advantages; no gradient, any value where nothing is trained."""
         raise NotImplementedError
+
+    def thinned(self, rollouts: Rollouts, state: Any) -> Rollouts:
+        """Take rows that the update will not learn from out of the mask, before the policy scores any; none here.
+
+        Args:
+            rollouts: Scored rows of whole groups, those of this process.
+            state: Memory of the block, not to be changed here; None without one.
+        """
+        return rollouts
 
 
 def quantile(x: Tensor, mask: Tensor, q: float) -> Tensor:

@@ -259,9 +259,9 @@ class Objective:
 
     @property
     def regularised(self) -> bool:
-        # a comparison of rows pulls on log-ratios even if all advantages are equal
         """Whether rows have a gradient even if all their advantages are 0."""
-        if self.compares_rows:
+        # a comparison of rows pulls on log-ratios even if all advantages are equal
+        if self.compares_rows or self.clip.without_advantage:
             return True
         # a divergence that is in the reward acts through the advantage, so it has no gradient by itself
         divergence = self.regularises and not self.kl_in_reward

@@ -193,7 +193,7 @@ class GenerationState:
         """Draw and record the next token of each row; rows that have ended get the pad token."""
         uniform = None if self.uniforms is None else self.uniforms[step][rows]
         # a number per (row, step), drawn before the loop: a row's tokens do not depend on the rows next to it
-        token, kept = choose_tokens(logp, uniform, self.config.top_p, self.config.top_k)
+        token, kept = choose_tokens(self.drawn_from(logp), uniform, self.config.top_p, self.config.top_k)
         # rows that have ended stay in the batch until it is compacted, and draw tokens that do not count
         token = token.where(running, self.policy.pad_id)
         # of the full distribution, not the truncated one: the update scores the same quantity
@@ -203,6 +203,10 @@ class GenerationState:
         self.logp[step].index_copy_(0, rows, chosen.where(running, 0.0))
         self.kept[step].index_copy_(0, rows, kept.where(running, 1.0))
         return token
+
+    def drawn_from(self, logp: Tensor) -> Tensor:
+        """Log-probabilities (b, V) that tokens are drawn from, of the policy's; those that are recorded stay `logp`."""
+        return logp
 
     def inputs(self, rows: Tensor, step: int, token: Tensor) -> Tensor:
         """Input of the model for the rows in this step: their tokens (b,), or embeddings (b, H)."""

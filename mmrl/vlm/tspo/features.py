@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.files import expanded, replaced
-from mmrl.hub.compat import ensure_torchvision, quiet_transformers
+from mmrl.hub.compat import LOADING_ERRORS, ensure_torchvision, quiet_transformers
 from mmrl.runs.export import foreign_model
 from mmrl.vlm.tspo.needle_tasks import Candidates
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 LOGGER = logging.getLogger("mmrl")
-LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError)
 
 
 class ClipEncoder:

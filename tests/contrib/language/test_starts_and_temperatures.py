@@ -1,8 +1,14 @@
-"""Rollouts from inside reference answers (DR-PO) and samples of another temperature (AEPO)."""
+"""Rollouts from inside reference answers (DR-PO), and samples of another temperature (AEPO, HAPO)."""
 
 import pytest
 import torch
 
+from mmrl.contrib.language.adaptive_temperature import (
+    AdaptiveSettings,
+    AdaptiveTemperatureConfig,
+    AdaptiveTemperatureRecipe,
+    tempered,
+)
 from mmrl.contrib.language.arbitrary_entropy import (
     TEMPERED,
     ArbitraryEntropyConfig,
@@ -10,6 +16,7 @@ from mmrl.contrib.language.arbitrary_entropy import (
     EntropySettings,
 )
 from mmrl.contrib.language.dataset_reset import DatasetResetConfig, DatasetResetRecipe, ResetSettings
+from mmrl.contrib.rows.adaptive import HapoClip
 from mmrl.errors import UserError
 from mmrl.fields import check_config
 from mmrl.rewards import RewardConfig
@@ -120,6 +127,53 @@ def test_old_log_probabilities_of_the_sampler_are_refused(opened):
     recipe = entropy(opened)
     recipe.config.trainer.old_logp = "sampler"
     with pytest.raises(ValueError, match="sampled at another temperature"):
+        recipe.config.validate()
+
+
+def adaptive(opened, **settings):
+    part = AdaptiveSettings(**settings)
+    objective = ObjectiveConfig(preset="hapo")
+    return opened(AdaptiveTemperatureRecipe, AdaptiveTemperatureConfig, adaptive=part, objective=objective)
+
+
+def test_uncertain_tokens_are_drawn_hotter_and_certain_ones_colder():
+    clip, even = HapoClip(), torch.zeros(1, 4)
+    logp = torch.cat([even, torch.tensor([[4.0, 0.0, -1.0, -float("inf")]])]).log_softmax(-1)
+    entropy = torch.special.entr(logp.exp()).sum(-1)
+    scale = clip.scale_of(torch.tensor([[0.5 * float(entropy[1]), 0.7, 0.8, float(entropy[0])]]), torch.ones(1, 4))
+    found = tempered(logp + 0.0, clip, scale, 0.5).exp()
+    torch.testing.assert_close(found[0], logp[0].exp())
+    assert float(found[1, 0]) > float(logp[1, 0].exp()), "colder: the likeliest token gains"
+    assert float(found[1, 3]) == 0.0
+    hot = torch.tensor([[1.0, 0.0, 0.0, 0.0]]).log_softmax(-1)
+    assert float(tempered(hot, clip, scale, 0.5).exp().max()) < float(hot.exp().max())
+    assert tempered(logp, clip, None, 0.5) is logp, "no step before"
+
+
+def test_recorded_log_probabilities_are_those_of_the_policy(opened):
+    recipe = adaptive(opened, tau=0.5)
+    first = recipe.rollout(recipe.policy, recipe.train_tasks[:4], Streams(0), Step())
+    entropy = torch.rand(first.mask.shape, generator=torch.Generator().manual_seed(0)) + 3.0
+    recipe.advantages(first.replace(reward=torch.arange(16.0), entropy=entropy), make_accelerator(), Step())
+    assert recipe.scale.numbers is not None
+    state = recipe.rollout_state([])
+    second = recipe.rollout(recipe.policy, recipe.train_tasks[:4], Streams(0), Step(1, 2))
+    assert not torch.equal(first.payload.response_ids, second.payload.response_ids), "drawn from another distribution"
+    with torch.no_grad():
+        plain = recipe.policy(second, temperature=1.0).logp
+    torch.testing.assert_close(plain, second.logp_old * second.mask, atol=1e-4, rtol=1e-3)
+    recipe.load_rollout_state(None)
+    again = recipe.rollout(recipe.policy, recipe.train_tasks[:4], Streams(0), Step(1, 2))
+    assert torch.equal(first.payload.response_ids, again.payload.response_ids)
+    recipe.load_rollout_state(state)
+    worker = recipe.rollout(recipe.policy, recipe.train_tasks[:4], Streams(0), Step(1, 2))
+    assert torch.equal(second.payload.response_ids, worker.payload.response_ids)
+
+
+def test_a_clip_without_entropies_is_refused(opened):
+    recipe = adaptive(opened)
+    recipe.config.objective.clip = {"kind": "ppo_clip"}
+    with pytest.raises(ValueError, match=r"objective\.clip is 'ppo_clip', but the temperature adapts by the entropies"):
         recipe.config.validate()
 
 

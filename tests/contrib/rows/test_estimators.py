@@ -2,13 +2,15 @@
 
 import statistics
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mmrl.contrib.rows.estimators import BetaNormalised, RegroupedByLength, VirtualBest, max_variance_rows
-from mmrl.core import Rollouts, get
+from mmrl.core import PolicyOutputs, Rollouts, get
 from mmrl.core.blocks.advantage import GroupMean
+from mmrl.training import processes
 
 NAN = float("nan")
 
@@ -83,9 +85,47 @@ def test_down_sampling_relaxes_to_all_decisions():
     batch = rollouts([0.0, 1.0, 0.3, 0.2, 0.9, 0.1, 0.6, 0.7, 0.5], GROUPS)
     batch = batch.replace(entropy=torch.rand(9, 5, generator=torch.Generator().manual_seed(0)).double())
     state, mask = objective.state(), batch.loss_mask
-    found = [objective.compute_advantages(batch, state).extras["weight"] for _ in range(4)]
-    kept = [int(((weight > 0) & (mask > 0)).sum()) for weight in found]
+    found = [objective.compute_advantages(batch, state) for _ in range(4)]
+    kept = [int(each.loss_mask.sum()) for each in found]
     assert kept[0] < kept[1] < kept[2] == kept[3] == int(mask.sum())
-    for weight in found:
-        assert float((weight * mask).sum()) == pytest.approx(float(mask.sum())), "a mean over what is kept"
-    torch.testing.assert_close(found[3] * mask, mask)
+    assert all(int(objective.denominators(each).tokens) == number for each, number in zip(found, kept, strict=True))
+    torch.testing.assert_close(found[3].mask, batch.mask)
+
+
+def test_down_sampling_leaves_rows_out_before_they_are_scored():
+    objective = get("d3s")
+    batch = rollouts([0.0, 1.0, 0.3, 0.2, 0.9, NAN, 0.6, 0.7, 0.5], GROUPS)
+    batch = batch.replace(entropy=torch.ones_like(batch.mask))
+    thinned = objective.weight.thinned(batch, objective.state().blocks["weight"])
+    assert thinned.mask.any(1).tolist() == [True, True, False, False, True, False, True, False, True]
+    early, late = (objective.compute_advantages(each) for each in (thinned, batch))
+    assert torch.equal(early.mask, late.mask), "the same rows, chosen once"
+    # advantages compare all rows of a group
+    assert float(early.advantage.max()) == pytest.approx(0.625 / statistics.stdev([0.0, 1.0, 0.3, 0.2]), abs=1e-5)
+
+
+def test_down_sampling_is_that_of_the_rows_of_all_processes(monkeypatch):
+    objective = get("d3s")
+    batch = rollouts([0.0, 1.0, 0.3, 0.2, 0.9, 0.1, 0.6, 0.7, 0.5], GROUPS)
+    batch = batch.replace(entropy=torch.rand(9, 5, generator=torch.Generator().manual_seed(0)).double())
+    first, second = batch.select_groups(torch.tensor([0])), batch.select_groups(torch.tensor([1, 2]))
+    monkeypatch.setattr(processes, "merge_lists", lambda own, accelerator: [first, *own])
+    accelerator = SimpleNamespace(num_processes=2, process_index=1, device="cpu")
+    found = processes.global_advantages(objective.compute_advantages, second, accelerator)
+    expected = objective.compute_advantages(batch)
+    assert torch.equal(found.mask, expected.mask[4:])
+    assert torch.equal(found.advantage, expected.advantage[4:])
+
+
+def test_copo_gives_groups_of_equal_rewards_a_gradient():
+    objective = get("copo")
+    batch = rollouts([1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, NAN], GROUPS)
+    batch = objective.compute_advantages(batch.replace(extras={"answer": torch.tensor([0] * 9)}))
+    assert objective.regularised, "an update may not skip groups by their own advantages"
+    assert not batch.advantage.any()
+    logp = torch.zeros_like(batch.mask).requires_grad_()
+    loss = objective.loss(PolicyOutputs(logp), batch, objective.denominators(batch)).loss
+    (gradient,) = torch.autograd.grad(loss, logp)
+    assert (gradient[:4][batch.mask[:4] > 0] < 0).all(), "towards the answers of the better group"
+    assert (gradient[4:8][batch.mask[4:8] > 0] > 0).all()
+    assert not gradient[8].any()

@@ -139,22 +139,6 @@ def aspo_tir() -> Made:
     return "ASPO, arXiv 2508.19201", inputs, [by_hand("section 3, equation 2, of the paper", **answer)]
 
 
-def copo() -> Made:
-    """COPO with the two advantages of its paper blended, where its repository (hijih/copo-code) blends two losses."""
-    # the answers of the first question differ, those of the second are one, and the third has two
-    inputs = batch() | {"extras": {"answer": [0, 1, 2, 3, 0, 0, 0, 0, 0, 1, 1, 0]}}
-    members = groups(inputs)
-    level = standardised([mean([inputs["reward"][i] for i in rows]) for rows in members.values()])
-    found = [0.0] * 12
-    for group, rows in members.items():
-        weight = 1 / (1 + math.exp(-20 * (entropy([inputs["extras"]["answer"][i] for i in rows]) - 1.5)))
-        local = standardised([inputs["reward"][i] for i in rows])
-        for i, a in zip(rows, local, strict=True):
-            found[i] = weight * a + (1 - weight) * level[group]
-    answer = token_loss(inputs, found, clipped(0.2, 0.28))
-    return "COPO, arXiv 2508.04138", inputs, [by_hand("sections 3.2 and 3.3 of the paper", **answer)]
-
-
 def variance(xs: tuple[float, ...]) -> float:
     return mean([(x - mean(xs)) ** 2 for x in xs])
 
@@ -175,7 +159,6 @@ def d3s() -> Made:
     best = sorted(places, key=score.__getitem__)[int(0.8 * (len(places) - 1)) + 1 :]
     chosen = [[float((i, t) in best) for t in range(6)] for i in range(12)]
     answer = token_loss(inputs | {"mask": chosen}, found, clipped(0.2, 0.28))
-    answer["advantage"] = spread(inputs, found)
     return "D3S, arXiv 2509.22115", inputs, [by_hand("section 3 of the paper", **answer)]
 
 
@@ -311,7 +294,8 @@ def seed_grpo() -> Made:
             for i, r in zip(rows, reward, strict=True):
                 found[i] = scale * (r - mean(reward))
         answer = token_loss(inputs, found, clipped(0.2, 0.2))
-        peers.append(by_hand("section 3 of the paper", changes={"advantage": {"alpha": alpha}}, **answer))
+        changes = {"advantage": {"alpha": alpha, "estimate": "counts"}}
+        peers.append(by_hand("section 3 of the paper", changes=changes, **answer))
     return "SEED-GRPO, arXiv 2505.12346", inputs, peers
 
 
@@ -349,7 +333,7 @@ def tppo() -> Made:
 ROWS = {
     row.__name__: row
     for row in (
-        *(direct_advantage, inpo, aspo_tir, copo, d3s, selfplay_winrate, demo_regularised),
+        *(direct_advantage, inpo, aspo_tir, d3s, selfplay_winrate, demo_regularised),
         *(fapo, gepo, p3o_joint, p3o_separate, seed_grpo, tppo),
     )
 }

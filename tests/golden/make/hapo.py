@@ -4,12 +4,14 @@ import math
 from collections import defaultdict
 
 import numpy as np
+import torch
 
 from tests.golden.make.forks import CORE, COUNT_EPS, fork_names, token_rewards
 from tests.golden.make.peers import Clone, Made, doubles, gradient, numbers, tensors
 from tests.golden.make.tokens import batch
 
 NAMES = ("floor", "ceil")
+SAMPLER = "vllm/v1/sample/sampler.py"
 
 
 def make(path: str) -> Made:
@@ -17,9 +19,23 @@ def make(path: str) -> Made:
     inputs = batch() | {"entropy_old": numbers(7, 12, 6, low=0.01, high=2.0)}
     # the short row of the first group has an advantage beyond 5 among its tokens, so that the group counts rows
     inputs["group"], inputs["reward"] = [0] * 8 + [1] * 4, [0.0, 0.0, 1.0, *[0.0] * 5, 0.0, 1.0, 1.0, 0.25]
+    # from a certain distribution to an even one, and entropies beyond those of the step
+    inputs["logits"] = [[scale * x for x in numbers(8, 5)] for scale in (0.0, 0.5, 2.0, 4.0, 9.0, 40.0)]
     with doubles():
-        peer = run(clone, inputs)
+        peer = run(clone, inputs) | temperatures(clone, inputs)
     return "HAPO, arXiv 2509.16591", inputs, [peer], clone
+
+
+def temperatures(clone: Clone, inputs: dict) -> dict:
+    """The temperature of each distribution by the entropies of the step, with its scale of them."""
+    b, names = tensors(inputs), {name: getattr(math, name) for name in NAMES}
+    names["torch_quantile"] = clone.function(CORE, "torch_quantile", **names)
+    level = clone.function(CORE, "compute_entropy_h", **names)
+    _, scale = level(b.entropy_old, response_mask=b.mask, entropy_pivot=0.8)
+    adapted = clone.lines(SAMPLER, 109, 134).compute_entropy_based_temperature
+    base = torch.ones(len(b.logits), dtype=torch.float64)
+    found = adapted(b.logits, base, adaptive_temperature=True, norm_entropys=scale)
+    return {"temperature": found}
 
 
 def run(clone: Clone, inputs: dict) -> dict:
