@@ -95,8 +95,8 @@ class TurnNormalised(InformationGain):
         mean = "mean log p(token of the answer | turns up to l)"
         gain = mean if self.log else f"exp({mean})"
         return (
-            f"A_ik = sum_(l>=k) {self.gamma:g}^(l-k) (r_il - mean r) / std r over {among}; r_il = reward + {gain} - "
-            "the same before turn l"
+            f"A_ik = sum_(l>=k) {self.gamma:g}^(l-k) (r_il - mean r) / (sqrt(var r + 1e-08) + 1e-06) over {among}, "
+            f"var with ddof 0; r_il = reward + {gain} - the same before turn l"
         )
 
 
@@ -170,7 +170,7 @@ class GroupBranches(GroupEstimator):
         return torch.where(trained, (total / count.clamp(min=1))[node].view(rows, width), 0.0)
 
     def rule(self) -> str:
-        return "mean over the rows that share decision t of (R_i - mean_g R) / (std_g R + 1e-06)"
+        return "mean over the rows that share decision t of (R_i - mean_g R) / (std_g R + 1e-06), std with ddof 1"
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class EntropyBalanced(Weight):
         return (1.0 + self.scale * centred / torch.where(deviation > 0, deviation, 1.0)).clamp(min=0.0)
 
     def formula(self) -> str:
-        return f"u_it = max(0, 1 + {self.scale:g} (H_it - mean H) / std H), over the step"
+        return f"u_it = max(0, 1 + {self.scale:g} (H_it - mean H) / std H), over the step, std with ddof 1"
 
 
 ROWS: tuple[Objective, ...] = (
@@ -234,7 +234,8 @@ ROWS: tuple[Objective, ...] = (
         claim="rewarding each turn by how much it raises the probability of the right answer gives dense turn rewards",
         citation="Wang et al., IGPO, arXiv 2510.14967; its public code (gamma 1, k3 0.001)",
         verified="debajoycs98/IGPO at 866019637ff3, GuoqingWang1/IGPO at bff163b72718",
-        differs="token mean, no entropy bonus (later code: sums per row, 0.001); a gain of 0 counts as a turn; no F1",
+        differs="token mean, no entropy bonus (later code: sums per row, 0.001); a gain of 0 counts as a turn; no F1; "
+        "ddof 0 and 1e-8 in the root are those of the later code, which GRPO has not",
     ),
     Objective(
         "explicit_strategy",

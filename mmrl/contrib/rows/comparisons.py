@@ -220,8 +220,10 @@ class GroupPreference(BoundedClip):
         return torch.where(both, self.variance * spread - functional.logsigmoid(ahead), 0.0)
 
     def formula(self) -> str:
-        preference = f"-log sigmoid(mean s_w - mean s_l) + {self.variance:g} Var(s_w)"
-        scores = f"s = {self.beta:g} sum_t (logp_t - logp_ref_t), w above and l below the mean reward of g"
+        preference = f"-log sigmoid(mean s_w - mean s_l) + {self.variance:g} var(s_w)"
+        scores = (
+            f"s = {self.beta:g} sum_t (logp_t - logp_ref_t), w above and l below the mean reward of g, var with ddof 0"
+        )
         return f"max(-A_it r_it, -A_it {self.clipped()}) + {self.coef:g} [{preference}], {scores}"
 
 

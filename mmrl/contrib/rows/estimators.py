@@ -73,7 +73,8 @@ class BetaNormalised(GroupEstimator):
     def rule(self) -> str:
         return (
             f"(s_i - p_g) / Beta(p_g; a, b), s = (R - {self.low:g}) / {self.high - self.low:g}, p_g = mean_g s, "
-            "c = (m (1 - m) / v - 1) / 3, a = max(1 + c m, 1), b = max(1 + c (1 - m), 1), m and v over the p of all g"
+            "c = (m (1 - m) / v - 1) / 3, a = max(1 + c m, 1), b = max(1 + c (1 - m), 1), m and v = mean and var of p "
+            "over all g, var with ddof 1"
         )
 
     def problems(self, where: str) -> Iterator[str]:
@@ -121,7 +122,8 @@ class VirtualBest(GroupEstimator):
         return joined[:size]
 
     def rule(self) -> str:
-        return f"(R_i - mean_g R') / (std_g R' + {self.eps:g}), R' = the rewards of g and {self.best:g}"
+        joined = f"R' = the rewards of g and {self.best:g}"
+        return f"(R_i - mean_g R') / (std_g R' + {self.eps:g}), {joined}, std with ddof 1"
 
 
 def upper_half(metric: Tensor, group: Tensor, valid: Tensor) -> Tensor:
@@ -247,7 +249,7 @@ class BudgetTarget(Advantage):
     def formula(self) -> str:
         return (
             f"A_it = (R_i - mean_g R) / (std_g R + {self.eps:g}) + {self.weight:g} (mean of R in g with the budget b_i "
-            f"- 4 cos(pi b_i / {self.length:g}))"
+            f"- 4 cos(pi b_i / {self.length:g})), std with ddof 1"
         )
 
 
@@ -298,7 +300,7 @@ class ConsistencyBlend(Advantage):
         return (
             f"A_it = w_g (R_i - mean_g R) / (std_g R + {self.eps:g}) + (1 - w_g) (m_g - mean m) / (std m + "
             f"{self.eps:g}), m_g = mean_g R, w_g = sigmoid({self.steepness:g} (H_g - {self.threshold:g})), H_g = "
-            "entropy of the answers in g"
+            "entropy of the answers in g, std with ddof 1"
         )
 
 
@@ -373,7 +375,7 @@ class EarlyCode(Advantage):
         return (
             f"A_it = a_i + clip({self.delta:g} (p_i - mean p) / mean length, -{self.bound:g} |a_i|, {self.bound:g} "
             f"|a_i|) in rows with code and R_i >= {self.solved:g}, p = where its code starts, means over such rows of "
-            f"g; a_i elsewhere; a_i = (R_i - mean_g R) / (std_g R + {self.eps:g})"
+            f"g; a_i elsewhere; a_i = (R_i - mean_g R) / (std_g R + {self.eps:g}), std with ddof 1"
         )
 
 

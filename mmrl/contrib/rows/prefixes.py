@@ -50,7 +50,7 @@ class SegmentDifference(Advantage):
         return torch.where(mask > 0, found.to(mask.dtype), 0.0)
 
     def formula(self) -> str:
-        over = " / (std of V over the segments that begin there + 1e-8)" if self.std else ""
+        over = " / (std of V over the segments that begin there + 1e-08), std with ddof 0" if self.std else ""
         return f"A_it = (V(end of t's segment) - V(its beginning)){over}"
 
 

@@ -368,11 +368,16 @@ class BundledRisk(Advantage):
 
     def formula(self) -> str:
         natural = " + a - b" if self.natural else ""
-        share = {"share": "times its share of R - mean_g R in the paper", "uniform": "", "deviation": "/ std_g R"}
+        share = {
+            "share": ", times its share of R - mean_g R in the paper",
+            "uniform": "",
+            "deviation": f", over std_g R + {EPS:g} (over 1 where std_g R is at most 0.001)",
+        }
         return (
             f"A_it = ((x - a)+ - (x - b)+{natural}) / {self.high - self.low:g} - {self.mix:g} (a - x)+ / {self.low:g}, "
-            f"over {1 + self.mix:g} std x, {share[self.credit]}; x = sum of R over a paper of {self.bundle} tasks, a "
-            f"and b = its quantiles {self.low:g} and {self.high:g}, tracked at rate {self.rate:g}"
+            f"over {1 + self.mix:g} (std x + {EPS:g}){share[self.credit]}, std with ddof 1; x = sum of R over a paper "
+            f"of {self.bundle} tasks, a and b = its quantiles {self.low:g} and {self.high:g}, tracked at rate "
+            f"{self.rate:g}"
         )
 
 

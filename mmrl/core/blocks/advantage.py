@@ -116,6 +116,13 @@ def whitening_factor(variance: Tensor, eps_to: str) -> Tensor:
     return torch.rsqrt(variance + WHITEN_EPS)
 
 
+def whitening(samples: str, eps_to: str = "variance") -> str:
+    """Explain `whiten` of a formula, which has these samples and adds 1e-8 to their variance or deviation."""
+    divisor = f"sqrt(var x + {WHITEN_EPS:g})" if eps_to == "variance" else f"(std x + {WHITEN_EPS:g})"
+    name = "var" if eps_to == "variance" else "std"
+    return f"whiten(x) = (x - mean x) / {divisor} over all trained {samples}, {name} with ddof 1"
+
+
 def _number_of_groups(group: Tensor) -> int:
     return int(group.max()) + 1 if len(group) else 0
 
@@ -340,7 +347,7 @@ class GroupMeanBatchStd(GroupEstimator):
         return group_mean(reward, group, valid=valid)
 
     def rule(self) -> str:
-        return "whiten_batch(R_i - mean_g R)"
+        return f"whiten(R_i - mean_g R), {whitening('decisions')}"
 
 
 @dataclass(frozen=True)
@@ -419,7 +426,7 @@ class AdvantageScaling(Block):
 
     def _steps(self) -> Iterator[str]:
         if self.whiten != "none":
-            yield f"; then whitened over all trained {self.whiten}"
+            yield f"; then whiten(A), {whitening(self.whiten, self.eps_to)}"
         if self.clip is not None:
             yield f"; then limited to +-{self.clip:g}"
         if self.scale != 1:

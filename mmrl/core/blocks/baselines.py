@@ -94,7 +94,8 @@ class BestOfGroup(GroupEstimator):
         return lead / torch.where(std > 0, std, 1.0)
 
     def rule(self) -> str:
-        return f"(R_i - second best R of the group) / (std_g R + {self.eps:g}) for the best row, 0 for all others"
+        lead = f"(R_i - second best R of the group) / (std_g R + {self.eps:g})"
+        return f"{lead} for the best row, 0 for all others, std with ddof 1"
 
 
 @dataclass(frozen=True)

@@ -506,7 +506,7 @@ class GroupRegression(Clip):
     def formula(self) -> str:
         centred = "(log r_i - mean_group log r)"
         if self.scale is None:
-            return f"(A_i - {centred} / (std_group log r + {self.eps:g}))^2"
+            return f"(A_i - {centred} / (std_group log r + {self.eps:g}))^2, std with ddof {self.ddof}"
         return f"(A_i - {self.scale:g} {centred})^2"
 
     def conflicts(self, ratio: Ratio) -> Iterator[str]:

@@ -160,11 +160,11 @@ class GroupInGroup(Advantage):
         return centred / (group_std(values, group, valid) + 1e-6) if self.std else centred
 
     def formula(self) -> str:
-        over = " / (std + 1e-6)" if self.std else ""
+        over, ddof = (" / (std + 1e-06)", ", std with ddof 1") if self.std else ("", "")
         return (
             f"A_ik = (R_i - mean_g R){over} + {self.weight:g} * (G_ik - mean of G from the same state){over}, "
-            f"G_ik = sum_(l>=k) {self.gamma:g}^(l-k) R_il, mean_g over {self.episode_mean}; the same for all decisions "
-            "of turn k"
+            f"G_ik = sum_(l>=k) {self.gamma:g}^(l-k) R_il, mean_g over {self.episode_mean}{ddof}; the same for all "
+            "decisions of turn k"
         )
 
 
