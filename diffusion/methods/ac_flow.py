@@ -71,7 +71,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from diffusion.data.prompts import DiffusionTask
-from diffusion.diffusion_config import OWN_LOSS, SCORES, DiffusionConfig, MatchingParts, refuse_blocks
+from diffusion.diffusion_config import OWN_LOSS, DiffusionConfig, MatchingParts, refuse_blocks
+from diffusion.entries import SCORES
 from diffusion.matching.losses import NoisyRows
 from diffusion.matching.times import TimestepConfig, draw_times
 from diffusion.matching.velocity import FlowMatching, NoisyVersions, matched_rollouts

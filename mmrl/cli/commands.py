@@ -27,7 +27,7 @@ from mmrl.compare.compare_commands import (
     compare,
     reproduce,
 )
-from mmrl.entries import load_target
+from mmrl.entries import import_later, load_target
 from mmrl.errors import RunError, UserError, require_packages
 from mmrl.recipes import world_table
 
@@ -173,6 +173,7 @@ def list_entries(args: argparse.Namespace) -> int:
     """List the recipes, objectives, rewards and model families with their sources."""
     from mmrl.cli.listings import markdown, paper_of, rows_of
 
+    import_later("torch")  # takes most of the time of a command that only prints
     kinds = [args.kind] if args.kind else list(LISTED)
     if args.markdown:
         for name in (name for kind in kinds for name in LISTED[kind]):
@@ -386,6 +387,7 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 def explain(args: argparse.Namespace) -> int:
     """Explain an objective or recipe: formula, sources, domains, checks of its numbers, results, how to use it."""
+    import_later("torch")
     from mmrl.cli.explain import explained
 
     say(explained(args.name))

@@ -43,6 +43,7 @@ from mmrl.training.processes import SimCounts, Streams
 from mmrl.training.recipe import LossTerm, NoUsableTasksError, Passes, Recipe, Step, opening
 from mmrl.training.run import train
 from mmrl.training.settings import RunConfig, TrainerConfig
+from robotics.entries import SCORES
 from robotics.episodes.collect import ActingSettings, Episodes, run_episodes, swap_layouts
 from robotics.episodes.episode_evaluation import PROTOCOLS, ReplayVideos, RobotEvaluationConfig, RobotMeasure
 from robotics.episodes.payload import (
@@ -101,8 +102,6 @@ class OldPolicy(LossTerm):
 
 LOGGER = logging.getLogger("mmrl")
 LEVELS = ("token", "chunk")
-SCORES = ("entropy", "entropy_old", "logp_ref", "logp_rollout", "durations", "kl_old")
-"""Scores of a robot policy in addition to log-probabilities."""
 DRAWING = ("tabletop", "gymnasium")
 """Simulators that `sim.randomization` is for."""
 SHOWN_TASKS = 12

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from mmrl.core.blocks.advantage import (
     Advantage,
@@ -24,6 +24,9 @@ from mmrl.core.objectives.objective import Objective
 from mmrl.core.returns import decision_rewards, returns_to_go, turn_starts, turn_sums
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

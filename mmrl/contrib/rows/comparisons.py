@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 
 from mmrl.core.blocks.advantage import GroupMean, GroupMeanStd, group_count, group_extremes, group_sum
 from mmrl.core.blocks.clip import (
@@ -32,6 +30,9 @@ from mmrl.core.loss import (
 from mmrl.core.objectives.objective import Objective
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOVED, ROWS_PER_DECISION = "divergence_old", "rows_per_decision"
 """Keys of `Rollouts.extras` (B,): divergence from the old policy and rows per decision, of an optimiser step."""
@@ -217,7 +218,7 @@ class GroupPreference(BoundedClip):
         ahead = mean(score, good) - mean(score, bad)
         spread = mean((score - mean(score, good)[group]).square(), good)
         both = (group_sum(good.long(), group, groups) > 0) & (group_sum(bad.long(), group, groups) > 0)
-        return torch.where(both, self.variance * spread - functional.logsigmoid(ahead), 0.0)
+        return torch.where(both, self.variance * spread - torch.nn.functional.logsigmoid(ahead), 0.0)
 
     def formula(self) -> str:
         preference = f"-log sigmoid(mean s_w - mean s_l) + {self.variance:g} var(s_w)"

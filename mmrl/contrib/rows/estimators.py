@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from mmrl.core.blocks.advantage import (
     Advantage,
@@ -30,6 +29,9 @@ from mmrl.core.objectives.objective import Objective
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Tally
 from mmrl.fields import bounded, rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LARGEST_WEIGHT = 1e6
 """Bound of BNPO's weight, which is infinite where the fitted density is 0."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 
 from mmrl.core.blocks.preference import MARGIN, BetaPair, MeanScore, PairLoss, Pairs, SumScore
 from mmrl.core.objectives.pairwise import PreferenceObjective
 from mmrl.fields import bounded, choice, rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class XpoPair(BetaPair):
     def __call__(self, pairs: Pairs) -> Tensor:
         assert pairs.own_w is not None
         other = torch.where(pairs.own_w, pairs.logp_l, pairs.logp_w)
-        return self.alpha * other - functional.logsigmoid(self.beta * pairs.margin)
+        return self.alpha * other - torch.nn.functional.logsigmoid(self.beta * pairs.margin)
 
     def formula(self) -> str:
         return f"-log sigmoid({self.beta:g} {MARGIN}) + {self.alpha:g} logp of the opponent's answer"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from mmrl.core.blocks.advantage import Advantage, AdvantageScaling, GroupMean, GroupMeanStd, group_mean
 from mmrl.core.blocks.clip import PpoClip
@@ -15,6 +15,9 @@ from mmrl.core.loss import SequenceSum, TokenMean, required
 from mmrl.core.objectives.objective import Objective
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from mmrl.contrib.rows.adaptive import bounded_loss
 from mmrl.core.block import unknown_name
@@ -30,6 +29,9 @@ from mmrl.core.objectives.objective import Objective
 from mmrl.core.rollouts import TASK, Rollouts
 from mmrl.core.state import ObjectiveState
 from mmrl.fields import bounded, choice, rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EPS = 1e-6
 
@@ -233,10 +235,9 @@ class Quantiles:
         rate: how far they move in a step.
     """
 
-    levels = torch.arange(1, 20, dtype=torch.float64) / 20
-
     def __init__(self, rate: float) -> None:
         self.rate = rate
+        self.levels = torch.arange(1, 20, dtype=torch.float64) / 20
         self.values: Tensor | None = None
 
     def at(self, level: float) -> Tensor | None:

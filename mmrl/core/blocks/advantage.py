@@ -9,15 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from mmrl.core.block import Block
 from mmrl.core.loss import masked_mean, masked_sum
 from mmrl.core.returns import turn_means
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WHITEN_EPS = 1e-8
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from mmrl.core.blocks.advantage import (
     Advantage,
@@ -20,6 +20,9 @@ from mmrl.core.loss import required
 from mmrl.core.returns import decision_rewards, returns_to_go
 from mmrl.core.rollouts import COLLISION, Rollouts
 from mmrl.fields import bounded, rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

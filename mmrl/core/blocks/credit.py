@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from mmrl.core.block import Block
 from mmrl.core.blocks.advantage import Advantage, masked_whiten, whitening
 from mmrl.core.returns import decision_rewards, gae, gae_over_turns, returns_to_go
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TRUNCATIONS = {
     "bootstrap": "bootstrapped at time limits",

@@ -9,9 +9,9 @@ Denominators still count all trained decisions, as in TRL, unless a block says o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from mmrl.core.block import Block
 from mmrl.core.blocks.advantage import Advantage, group_center, group_std
@@ -19,6 +19,9 @@ from mmrl.core.loss import masked_sum, required
 from mmrl.core.returns import decision_rewards, gae_over_turns, turn_starts
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DURATION = "duration"
 """Key of `Rollouts.extras` (B, T): the seconds of the action that each decision belongs to."""
