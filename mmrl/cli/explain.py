@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmrl.cli.listings import configurations
 from mmrl.cli.papers import OMITTED, PAPERS, Omitted, Paper, called, papers_of, spelled, status_of
@@ -53,7 +53,13 @@ GOLDEN_OF = {
     "vl_dac_repo": ("vl_dac",),
     "flow3d_awm": ("awm",),
 }
-"""Golden files of recipes that are not called like theirs."""
+"""Golden files of rows and recipes that are not called like theirs."""
+COVERED = ("advantage", "loss", "gradient")
+"""Numbers that golden files of most rows have."""
+NO_NUMBERS = {"program", "calls", "relative", "because", "changes", "options", "case", "labels", "names", "file"}
+"""Keys of a peer in a golden file that say how its numbers were made."""
+NEWLINE = "\n" + 14 * " "
+"""Between the lines of one entry."""
 
 
 class Domain(NamedTuple):
@@ -206,8 +212,8 @@ def _recipe_explained(entry: RecipeEntry) -> str:
     ]
     preset = _preset(entry)
     lines += [f"objective     {preset}; `objective.preset` takes another"] if preset else []
-    lines += [f"verified      {'; '.join(golden_sources(entry.name))}"] if golden_sources(entry.name) else []
     if entry.name not in ROWS:
+        lines += [f"verified      {NEWLINE.join(golden_sources(entry.name)) or 'no golden numbers'}"]
         lines += _papers_lines(entry.name)
         lines += ["", "results", *(list(results_of(entry.name)) or ["  not measured"])]
     files = configurations()[entry.name]
@@ -222,18 +228,41 @@ def _preset(entry: RecipeEntry) -> str:
 
 
 def golden_sources(name: str) -> list[str]:
-    """Programs that made the golden numbers of a recipe; none in an installed wheel."""
-    files = [GOLDEN / f"{stem}.json" for stem in GOLDEN_OF.get(name, (name,))]
-    read = [json.loads(path.read_text(encoding="utf-8")) for path in files if path.is_file()]
-    programs = (peer["program"].removeprefix("github.com/") for golden in read for peer in golden["peers"])
-    return list(dict.fromkeys(programs))
+    """Programs that made golden numbers of a row or recipe, and what they computed; none in an installed wheel."""
+    entries: dict[str, list[dict[str, Any]]] = {}
+    for path in (GOLDEN / f"{stem}.json" for stem in GOLDEN_OF.get(name, (name,))):
+        for peer in json.loads(path.read_text(encoding="utf-8"))["peers"] if path.is_file() else ():
+            program = peer["program"].removeprefix("github.com/")
+            by_hand = f" ({', '.join(peer['calls'])})" if program == "hand computation" else ""
+            entries.setdefault(program + by_hand, []).append(peer | {"file": path.stem})
+    return [f"{program}: {_covered(name, peers)}" for program, peers in entries.items()]
+
+
+def _covered(name: str, peers: list[dict[str, Any]]) -> str:
+    """Which numbers a program computed, and whether with the constants of the row."""
+    keys = dict.fromkeys(key for peer in peers for key in sorted(peer.keys() - NO_NUMBERS))
+    parts = [part for part in COVERED if any(part in key for key in keys)]
+    parts += [key for key in keys if not any(part in key for part in COVERED)]
+    if name not in ROWS:
+        return ", ".join(parts)
+    own = any(peer["file"] == name and _unchanged(ROWS[name], peer) for peer in peers)
+    return f"{', '.join(parts)} ({'its own' if own else 'other'} constants)"
+
+
+def _unchanged(row: Row, peer: dict[str, Any]) -> bool:
+    """Whether a peer's numbers were computed with the constants of a row."""
+    own = [vars(block) | {"kind": block.kind} for block in row.blocks.values()]
+    given = peer.get("options", {}).items()
+    return not peer.get("changes") and all(any(block.get(key) == value for block in own) for key, value in given)
 
 
 def _row_explained(row: Row) -> str:
     """Write the formula of an objective, the source of each part, its domains, its proof and how to use it."""
     lines = [row.describe(), "", "parts"]
     lines += [f"  {key:<12}{block.kind:<22}{_source(block)}" for key, block in row.blocks.items() if block.formula()]
-    lines += ["", f"promise       {row.claim}", f"verified      {row.verified or 'not yet'}"]
+    # an installed wheel has no golden numbers, only the programs' names
+    proof = golden_sources(row.name) or [row.verified]
+    lines += ["", f"promise       {row.claim}", f"verified      {NEWLINE.join(proof)}"]
     lines += [f"differs       {row.differs}"] if row.differs else []
     lines += _papers_lines(row.name)
     lines += ["", "domains"]

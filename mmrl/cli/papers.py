@@ -266,9 +266,7 @@ PAPERS = (
     Paper("SPPO", ("sppo",)),
     Paper("SRPO", ("srpo",)),
     Paper("T-PPO", ("tppo", "truncated"), ("truncated ppo",)),
-    Paper(
-        "TAPO", ("dapo",), code="mmrl.agents.environments.tools:ToolEnvironment", page="agents.md#tapo-dapo-with-tools"
-    ),
+    Paper("TAPO", code="mmrl.agents.environments.tools:ToolEnvironment", page="agents.md#tapo-dapo-with-tools"),
     Paper("TSPO", ("tspo",)),
     Paper(
         "VAS",
@@ -359,13 +357,13 @@ OMITTED = (
     Omitted(
         "Optimal sample efficiency of actor-critics",
         "regret bounds",
-        "theory, without a method to train",
+        "theory: no method to train",
         ("actor-critics with optimal sample efficiency",),
     ),
     Omitted(
         "Variance-reduced Halpern iteration",
         "sample complexity of average-reward MDPs",
-        "theory, without a method to train",
+        "theory: no method to train",
         ("halpern",),
     ),
     Omitted(
@@ -374,7 +372,7 @@ OMITTED = (
         "guidance, without a method; its options are those of `online_preference`",
         ("suboptimal on-policy data",),
     ),
-    Omitted("RL in the era of LLMs", "perspective", "a text"),
-    Omitted("RL foundations for deep research", "survey", "a survey", ("deep research survey",)),
+    Omitted("RL in the era of LLMs", "a perspective", "no method to train"),
+    Omitted("RL foundations for deep research", "a survey", "no method to train", ("deep research survey",)),
 )
 """Papers that are left out, those that are planned first."""

@@ -257,4 +257,4 @@ def test_the_deviation_of_segments_is_that_of_the_formula():
 def test_information_gain_says_that_its_divisor_is_its_authors():
     row = all_objectives()["information_gain"]
     assert "sqrt(var r + 1e-08) + 1e-06" in row.describe()
-    assert "ddof 0 and 1e-8 in the root are those of the later code" in row.differs
+    assert "ddof 0 and 1e-8 in the root, as in the later code" in row.differs

@@ -238,7 +238,7 @@ ROWS: tuple[Objective, ...] = (
         citation="Wang et al., IGPO, arXiv 2510.14967; its public code (gamma 1, k3 0.001)",
         verified="debajoycs98/IGPO at 866019637ff3, GuoqingWang1/IGPO at bff163b72718",
         differs="token mean, no entropy bonus (later code: sums per row, 0.001); a gain of 0 counts as a turn; no F1; "
-        "ddof 0 and 1e-8 in the root are those of the later code, which GRPO has not",
+        "the deviation has ddof 0 and 1e-8 in the root, as in the later code, not GRPO's ddof 1",
     ),
     Objective(
         "explicit_strategy",

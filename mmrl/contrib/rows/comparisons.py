@@ -256,7 +256,7 @@ ROWS: tuple[Objective, ...] = (
         GroupMeanStd(),
         GroupPreference(),
         SequenceMean(),
-        claim="preferences between groups of equivalent and other programs add a finer signal to unit-test rewards",
+        claim="a preference of a group's better answers to its worse ones adds a finer signal to unit-test rewards",
         citation="Wu et al., OORL with GEPO, arXiv 2505.12723 (weights 0.01 and 1)",
         verified="hand computation",
         differs="combined with GRPO, not REINFORCE++; the paper states neither beta nor the divisor of the variance",

@@ -196,7 +196,7 @@ ROWS: tuple[PreferenceObjective, ...] = (
         "direct_advantage",
         RegressionPair(beta=0.1),
         SumScore(),
-        claim="regressing on a critic's advantages of reasoning steps improves reasoning offline",
+        claim="regressing on the advantages of given answers improves reasoning offline",
         citation="Liu et al., Direct Advantage Policy Optimization, arXiv 2412.18279; beta 0.1",
         verified="hand computation",
         differs="the data's scores are the advantages, which the paper takes from a critic that is trained before; "
@@ -231,7 +231,7 @@ ROWS: tuple[PreferenceObjective, ...] = (
         "spc",
         ClippedRatioPair(clip=0.2),
         MeanScore(),
-        claim="a step critic improves by playing against a generator that hides errors",
+        claim="a critic improves by playing against a generator that hides errors",
         citation="Chen et al., SPC (self-play critic), arXiv 2504.19162; clip 0.2 of its public code",
         verified="chen-judge/SPC at e2d999d8335d",
         differs="right and wrong critiques in pairs; no supervised rows, which its script adds with weight 0.15",
