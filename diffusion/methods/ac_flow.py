@@ -1,4 +1,4 @@
-"""AC-Flow: an actor-critic for flow matching (arXiv 2510.18072). Reimplemented from the paper; no public code.
+"""AC-Flow: an actor-critic for flow matching (arXiv 2510.18072). Reconstructed from its abstract; no public code.
 
 From the abstract: shaped rewards that give the critic well-normalised targets, advantage clipping and a critic warm-up
 for stability, and a critic that generalises reward weighting, with Wasserstein regularisation; a cheap critic suffices.

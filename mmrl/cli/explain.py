@@ -101,13 +101,15 @@ def find_name(name: str) -> str | Paper | Omitted:
         return name if name in known else whole[0]
     papers: list[Paper | Omitted] = [*PAPERS, *OMITTED]
     found: list[str | Paper | Omitted] = [paper for paper in papers if spelled(name) in called(paper)]
+    # DR-PO and DRPO are compared alike
+    found = [paper for paper in papers if paper.name.lower() == name.lower()] or found
     found = found or [other for other in known if other.startswith(name)]
     found = found or [paper for paper in papers if any(other.startswith(spelled(name)) for other in called(paper))]
     if len(found) == 1:
         return found[0]
     if found:
         raise UserError(f"'{name}' may be {', '.join(map(_introduced, found))}")
-    raise UserError(f"There is no objective or recipe '{name}', and no paper; {_suggested(name)}`mmrl list` has all")
+    raise UserError(f"There is no objective, recipe or paper '{name}'; {_suggested(name)}`mmrl list` has all")
 
 
 def _introduced(found: str | Paper | Omitted) -> str:

@@ -79,7 +79,7 @@ PAPERS = (
         "Accelerated preference optimization",
         ("online_preference",),
         ("accelerated_po", "apo"),
-        code="mmrl.contrib.language.online_preference:OnlineConfig",
+        code="mmrl.contrib.language.online_preference:OnlineSettings",
         source="arXiv 2410.06293",
         page="methods.md#pairs-of-sampled-answers",
         lacking="extrapolated log-probabilities (`online.extrapolation` moves the weights instead), and golden numbers",
