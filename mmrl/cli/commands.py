@@ -173,8 +173,9 @@ def list_entries(args: argparse.Namespace) -> int:
     """List the recipes, objectives, rewards and model families with their sources."""
     from mmrl.cli.listings import markdown, paper_of, rows_of
 
-    import_later("torch")  # takes most of the time of a command that only prints
     kinds = [args.kind] if args.kind else list(LISTED)
+    if {"objectives", "families"} & {*kinds}:
+        import_later("torch")  # takes most of the time of a command that only prints
     if args.markdown:
         for name in (name for kind in kinds for name in LISTED[kind]):
             say(markdown(name))

@@ -74,7 +74,7 @@ DOMAINS = (
     Domain("language", {"vlm": "mmrl.vlm.entries:SCORES", "masked": "mmrl.masked.entries:SCORES"}),
     Domain("agents", {"agent": "mmrl.agents.entries:SCORES"}),
     Domain("images", {"flow_grpo": "diffusion.entries:SCORES"}),
-    Domain("robots", {"robot_grpo": "robotics.entries:SCORES", "robot_ppo": "robotics.entries:PPO_SCORES"}),
+    Domain("robots", {"robot_grpo": "robotics.methods:SCORES", "robot_ppo": "robotics.methods:PPO_SCORES"}),
 )
 """Text with or without images, agents and screens, images and videos, robots."""
 

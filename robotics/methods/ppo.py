@@ -52,9 +52,9 @@ from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.processes import from_all, make_generator
 from mmrl.training.recipe import LossTerm, Passes, Step
 from mmrl.training.settings import TrainerConfig
-from robotics.entries import PPO_SCORES
 from robotics.episodes.collect import Episodes
 from robotics.episodes.payload import EpisodePayload
+from robotics.methods import PPO_SCORES
 from robotics.methods.critic import CriticConfig, StateCritic, critic_inputs, last_inputs
 from robotics.methods.robot_recipe import RobotConfig, RobotRecipe
 from robotics.policies.base.action_policy import ActionChoice, ActionPolicy

@@ -43,7 +43,6 @@ from mmrl.training.processes import SimCounts, Streams
 from mmrl.training.recipe import LossTerm, NoUsableTasksError, Passes, Recipe, Step, opening
 from mmrl.training.run import train
 from mmrl.training.settings import RunConfig, TrainerConfig
-from robotics.entries import SCORES
 from robotics.episodes.collect import ActingSettings, Episodes, run_episodes, swap_layouts
 from robotics.episodes.episode_evaluation import PROTOCOLS, ReplayVideos, RobotEvaluationConfig, RobotMeasure
 from robotics.episodes.payload import (
@@ -54,6 +53,7 @@ from robotics.episodes.payload import (
     list_episodes,
     own_draw,
 )
+from robotics.methods import SCORES
 from robotics.policies.base.action_policy import ActionPolicy, PolicyInputs, open_policy
 from robotics.policies.base.saved import is_saved_policy
 from robotics.policies.policy_card import describe_policy, users_policy

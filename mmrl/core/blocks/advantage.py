@@ -429,7 +429,7 @@ class AdvantageScaling(Block):
 
     def _steps(self) -> Iterator[str]:
         if self.whiten != "none":
-            yield f"; then whiten(A), {whitening(self.whiten, self.eps_to)}"
+            yield f"; then whitened, {whitening(self.whiten, self.eps_to)}"
         if self.clip is not None:
             yield f"; then limited to +-{self.clip:g}"
         if self.scale != 1:
