@@ -10,6 +10,7 @@ import torch
 
 from diffusion.data.prompts import PromptConfig
 from diffusion.diffusion_evaluation import DiffusionEvaluationConfig
+from diffusion.entries import SCORES
 from diffusion.matching.times import TimestepConfig, check_times, sample_times
 from diffusion.models.diffusion_policy import PipelineConfig
 from diffusion.models.ema import EvalEmaConfig
@@ -27,8 +28,6 @@ from mmrl.training.objectives import ObjectiveConfig, check_objective, make_obje
 from mmrl.training.settings import BaseRunConfig, RunConfig, TrainerConfig
 
 COMBINATIONS = ("sum", "gdpo")
-SCORES = ("kl_ref", "kl_old")
-"""Scores of denoising steps in addition to log-probabilities: divergences between two Gaussians."""
 
 
 def image_trainer() -> TrainerConfig:

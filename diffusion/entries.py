@@ -89,6 +89,8 @@ RECIPES = (
         supervised=True,
     ),
 )
+SCORES = ("kl_ref", "kl_old")
+"""Scores of denoising steps in addition to log-probabilities: divergences between two Gaussians."""
 PLAN = "diffusion.diffusion_plan:footprint"
 PREVIEW = "diffusion.diffusion_plan:preview"
 READER = "diffusion.data.prompts:load_prompts"

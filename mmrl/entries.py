@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 MOVED = Path(__file__).resolve().with_name("workers") / "moved.json"
@@ -33,6 +36,24 @@ def lazy_names(
         return getattr(importlib.import_module(home[name]), name)
 
     return get, lambda: public, public
+
+
+class _Later(ModuleType):
+    """A module that is imported when it is first asked for something."""
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        # the attributes as well, so that this is called once
+        vars(self).update(vars(importlib.import_module(self.__name__)))
+        return vars(self)[name]
+
+
+def import_later(name: str) -> None:
+    """Let `import name` put the import off until the module is first asked for something."""
+    if name not in sys.modules:
+        sys.modules[name] = later = _Later(name)
+        later.__spec__ = PathFinder.find_spec(name)
 
 
 def renamed(stored: str) -> str:

@@ -22,6 +22,7 @@ import evidence  # beside this file
 
 from mmrl.cli.listings import LISTINGS, markdown, markdown_table
 from mmrl.cli.options import Option, options_of, select_options
+from mmrl.cli.papers import OMITTED, PAPERS
 from mmrl.core.block import Block
 from mmrl.core.blocks import BLOCKS, PREFERENCE_BLOCKS, all_kinds
 from mmrl.errors import UserError, did_you_mean
@@ -131,6 +132,23 @@ def _first_table(page: str) -> str:
     return re.sub(r"\]\(#", f"]({page}#", found[0])
 
 
+def _papers(which: str = "") -> str:
+    """The papers that the suite has, or the "partial" ones: other names, place and what is lacking."""
+    rows = []
+    for paper in (paper for paper in PAPERS if paper.lacking or which != "partial"):
+        page = f"[{paper.page.partition('#')[0]}](docs/{paper.page})" if paper.page else ""
+        code = f"`{paper.code.partition(':')[2]}`" if paper.code else ""
+        here = ", ".join(filter(None, (*(f"`{name}`" for name in paper.found), code, page)))
+        lacking = f"*partial*: lacks {paper.lacking}" if paper.lacking else ""
+        rows.append((paper.name, ", ".join(paper.names), here, lacking))
+    return markdown_table(("paper", "also known as", "here", "status"), rows)
+
+
+def _omitted() -> str:
+    """The papers that are left out, and why."""
+    return markdown_table(("paper", "about", "why it is left out"), [paper[:3] for paper in OMITTED])
+
+
 def _ways() -> str:
     """How far a run in each way is from the run of one process, as measured, and what the tests allow."""
     sys.path.insert(0, str(PROJECT))
@@ -206,7 +224,9 @@ TABLES: dict[str, Callable[..., str]] = {
     "blocks": _blocks,
     "contrib_blocks": _contrib_blocks,
     "evidence": evidence.table,
+    "omitted": _omitted,
     "options": _options,
+    "papers": _papers,
     "model_families": _model_families,
     "peers": _peers,
     "plans": _plans,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mmrl.cli.explain import ROWS, domains_of, golden_sources
 from mmrl.cli.listings import markdown_table
+from mmrl.cli.papers import status_of
 from mmrl.compare.evidence import VERDICTS, FindingConfig
 from mmrl.compare.experiment import ExperimentConfig
 from mmrl.compare.reproduce import evidence_of, findings_by_subject, measured
@@ -70,7 +71,7 @@ def _finding(name: str, stem: str, experiment: ExperimentConfig, found: FindingC
 
 def objectives() -> str:
     """Every row of the catalogue, by family: promise, code, source of the numbers, rooms and verdict."""
-    columns = ("objective", "paper", "promise", "code", "numbers from", "trains in", "measured here")
+    columns = ("objective", "paper", "promise", "code", "numbers from", "trains in", "status", "measured here")
     verdicts, sizes, own, headings = _verdicts(links=True), _row_lines(), _own_lines(), all_headings()
     text = ""
     for heading in dict.fromkeys(headings.values()):
@@ -80,14 +81,16 @@ def objectives() -> str:
                 file, lines = sizes[name]
                 code = f"[{file.name}](../{file}) {lines}{f' + {own[name]}' if own[name] else ''}"
                 here = "; ".join(verdicts.get(name, ["not measured"]))
-                rows.append((f"`{name}`", _paper(row.citation), row.claim, code, row.verified, domains_of(row), here))
+                proof = "; ".join(golden_sources(name)) or row.verified
+                about = (f"`{name}`", _paper(row.citation), row.claim, code, proof)
+                rows.append((*about, domains_of(row), status_of(name), here))
         text += f"### {heading}\n\n{markdown_table(columns, rows)}\n"
     return text
 
 
 def recipes() -> str:
     """Every recipe: what it does, code, source of the numbers and verdict."""
-    columns = ("recipe", "paper", "what it does", "code", "numbers from", "measured here")
+    columns = ("recipe", "paper", "what it does", "code", "numbers from", "status", "measured here")
     verdicts = _verdicts(links=True)
     rows = {
         name: (
@@ -95,7 +98,8 @@ def recipes() -> str:
             _paper(entry.citation),
             entry.summary,
             _recipe_code(entry),
-            ", ".join(golden_sources(name)) or "none",
+            "; ".join(golden_sources(name)) or "none",
+            status_of(name),
             "; ".join(verdicts.get(name, ["not measured"])),
         )
         for name, entry in all_recipes().items()

@@ -17,13 +17,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PATCH = 2
 """Size of an image token in latent pixels."""
@@ -114,11 +116,11 @@ def unpack_latents(tokens: Tensor, height: int, width: int) -> Tensor:
     return patches.permute(0, 3, 1, 4, 2, 5).reshape(rows, -1, height, width)
 
 
-Text = dict[str, Tensor]
+Text: TypeAlias = "dict[str, Tensor]"
 """Embeddings of prompts by name: "tokens", "pooled" if the model uses it, and other entries the family needs."""
-VelocityModel = Callable[[Tensor, Tensor, Text], Tensor]
+VelocityModel: TypeAlias = "Callable[[Tensor, Tensor, Text], Tensor]"
 """(latents (B, C, H, W), sigma (B,), text of B rows) -> velocity (B, C, H, W)."""
-Combine = Callable[[Tensor, Tensor, float, Tensor], Tensor]
+Combine: TypeAlias = "Callable[[Tensor, Tensor, float, Tensor], Tensor]"
 """(positive, negative, scale, sigma (B,)) -> guided velocity."""
 MASK = "_mask"
 """Suffix of the mask of a padded entry."""
@@ -558,13 +560,15 @@ def channels_last(samples: Tensor) -> Tensor:
     return (samples.float() / 2 + 0.5).movedim(1, -1)
 
 
-def blocks_of(network: nn.Module) -> dict[str, nn.Module]:
+def blocks_of(network: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Blocks of a network by name: the outermost entries of its module lists that contain linear layers."""
-    lists = [name for name, module in network.named_modules() if isinstance(module, nn.ModuleList)]
+    lists = [name for name, module in network.named_modules() if isinstance(module, torch.nn.ModuleList)]
     # lists inside a block's own submodules are part of that block
     outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     entries = itertools.chain.from_iterable(
         ((f"{name}.{key}", entry) for key, entry in network.get_submodule(name).named_children()) for name in outer
     )
     # lists without linear layers hold norms or embedders
-    return {name: entry for name, entry in entries if any(isinstance(part, nn.Linear) for part in entry.modules())}
+    return {
+        name: entry for name, entry in entries if any(isinstance(part, torch.nn.Linear) for part in entry.modules())
+    }

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from diffusion.families.base import (
     PATCH,
@@ -23,6 +22,9 @@ from diffusion.families.base import (
     unpack_latents,
 )
 from mmrl.fields import bounded
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass

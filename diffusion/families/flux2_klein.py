@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from diffusion.families.base import (
     PATCH,
@@ -21,6 +20,9 @@ from diffusion.families.base import (
     even_sigmas,
     grid_of,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 REFERENCE_TIME = 10
 """First coordinate of the tokens of an image to be edited."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from diffusion.families.base import MASK, Family, LatentSides, Text, TextPart, scheduler_grid
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 HEIGHT, WIDTH = 480, 832
 """Default size in pixels."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from diffusion.families.base import (
     MASK,
@@ -22,6 +21,9 @@ from diffusion.families.base import (
     scheduler_grid,
 )
 from mmrl.fields import bounded
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 HEIGHT, WIDTH = 512, 704
 """Default size in pixels, as in the pipeline's call."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from diffusion.families.base import (
     PATCH,
@@ -19,6 +18,9 @@ from diffusion.families.base import (
     scheduler_grid,
     unpack_latents,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class QwenImageFamily(ChannelwiseFamily):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from diffusion.families.base import MASK, Family, FamilyOptions, LatentSides, Text, TextPart, grid_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass

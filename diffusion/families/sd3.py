@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from diffusion.families.base import Family, KohyaNames, LatentSides, Text, TextPart, scheduler_grid
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 """Projections of the image stream and of the text stream.

@@ -16,14 +16,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from diffusion.families.base import Family, KohyaNames, LatentSides, Text, TextPart
 from mmrl.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NEAR = 0.05
 """Times within this distance of a training step, in steps, count as that step; the difference is rounding."""

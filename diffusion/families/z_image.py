@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from diffusion.families.base import PATCH, Family, KohyaNames, LatentSides, Text, TextPart, scheduler_grid
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DEFAULT_SIDE = 1024
 """Pixels on a side where none are asked for, as in the pipeline's call."""

@@ -1,4 +1,4 @@
-"""AC-Flow: an actor-critic for flow matching (arXiv 2510.18072). Reimplemented from the paper; no public code.
+"""AC-Flow: an actor-critic for flow matching (arXiv 2510.18072). Reconstructed from its abstract; no public code.
 
 From the abstract: shaped rewards that give the critic well-normalised targets, advantage clipping and a critic warm-up
 for stability, and a critic that generalises reward weighting, with Wasserstein regularisation; a cheap critic suffices.
@@ -71,7 +71,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from diffusion.data.prompts import DiffusionTask
-from diffusion.diffusion_config import OWN_LOSS, SCORES, DiffusionConfig, MatchingParts, refuse_blocks
+from diffusion.diffusion_config import OWN_LOSS, DiffusionConfig, MatchingParts, refuse_blocks
+from diffusion.entries import SCORES
 from diffusion.matching.losses import NoisyRows
 from diffusion.matching.times import TimestepConfig, draw_times
 from diffusion.matching.velocity import FlowMatching, NoisyVersions, matched_rollouts

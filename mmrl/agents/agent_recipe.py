@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.agents.agent_evaluation import AgentEvaluationConfig, AgentMeasure, about_episode
+from mmrl.agents.entries import SCORES
 from mmrl.agents.environments.agent_tasks import AgentTask, TaskSetConfig, check_splits, list_tasks
 from mmrl.agents.environments.env_pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.environment import FORMATS, ActionConfig
@@ -75,21 +76,6 @@ from mmrl.vlm.model.model_config import ModelConfig, check_critic, check_update_
 from mmrl.vlm.router_loss import router_terms
 
 LOGGER = logging.getLogger("mmrl")
-SCORES = (
-    "values",
-    "turns",
-    "anchors",
-    "information_gain",
-    "entropy",
-    "entropy_old",
-    "collision",
-    "logp_ref",
-    "logp_rollout",
-    "tokens",
-    "probabilities",
-    "durations",
-)
-"""Scores that an agent's policy gives besides log-probabilities."""
 
 
 @dataclass

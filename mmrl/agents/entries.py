@@ -37,6 +37,21 @@ RECIPES = (
         "Bai et al., DigiRL, arXiv 2406.11896",
     ),
 )
+SCORES = (
+    "values",
+    "turns",
+    "anchors",
+    "information_gain",
+    "entropy",
+    "entropy_old",
+    "collision",
+    "logp_ref",
+    "logp_rollout",
+    "tokens",
+    "probabilities",
+    "durations",
+)
+"""Scores that an agent's policy gives besides log-probabilities."""
 PLAN = "mmrl.vlm.vlm_plan:footprint"
 READER = "mmrl.agents.environments.agent_tasks:list_tasks"
 """Functions for `mmrl train --dry-run`."""

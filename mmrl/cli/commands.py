@@ -27,7 +27,7 @@ from mmrl.compare.compare_commands import (
     compare,
     reproduce,
 )
-from mmrl.entries import load_target
+from mmrl.entries import import_later, load_target
 from mmrl.errors import RunError, UserError, require_packages
 from mmrl.recipes import world_table
 
@@ -174,6 +174,8 @@ def list_entries(args: argparse.Namespace) -> int:
     from mmrl.cli.listings import markdown, paper_of, rows_of
 
     kinds = [args.kind] if args.kind else list(LISTED)
+    if {"objectives", "families"} & {*kinds}:
+        import_later("torch")  # takes most of the time of a command that only prints
     if args.markdown:
         for name in (name for kind in kinds for name in LISTED[kind]):
             say(markdown(name))
@@ -386,6 +388,7 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 def explain(args: argparse.Namespace) -> int:
     """Explain an objective or recipe: formula, sources, domains, checks of its numbers, results, how to use it."""
+    import_later("torch")
     from mmrl.cli.explain import explained
 
     say(explained(args.name))

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
+import importlib.util
 import inspect
 import json
 import re
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmrl.cli.listings import configurations
-from mmrl.core.block import Block, unknown_name
+from mmrl.cli.papers import OMITTED, PAPERS, Omitted, Paper, called, papers_of, spelled, status_of
+from mmrl.core.block import Block
 from mmrl.core.blocks.preference import DecisionScore
 from mmrl.core.catalogue import all_objectives, all_preferences, contrib_objectives, contrib_preferences
 from mmrl.core.objectives.objective import Objective
 from mmrl.core.objectives.pairwise import PreferenceObjective
 from mmrl.entries import RecipeEntry, load_target
 from mmrl.errors import UserError
+from mmrl.files import CONFIGS
 from mmrl.recipes import all_recipes, contrib_recipes
 from mmrl.training.objectives import SCORES
 
 if TYPE_CHECKING:
     from mmrl.compare.evidence import FindingConfig
-    from mmrl.compare.experiment import ExperimentConfig
 
 Row = Objective | PreferenceObjective
 ROWS: dict[str, Row] = {**all_objectives(), **all_preferences()}
@@ -50,7 +53,13 @@ GOLDEN_OF = {
     "vl_dac_repo": ("vl_dac",),
     "flow3d_awm": ("awm",),
 }
-"""Golden files of recipes that are not called like theirs."""
+"""Golden files of rows and recipes that are not called like theirs."""
+COVERED = ("advantage", "loss", "gradient")
+"""Numbers that golden files of most rows have."""
+NO_NUMBERS = {"program", "calls", "relative", "because", "changes", "options", "case", "labels", "names", "file"}
+"""Keys of a peer in a golden file that say how its numbers were made."""
+NEWLINE = "\n" + 14 * " "
+"""Between the lines of one entry."""
 
 
 class Domain(NamedTuple):
@@ -62,16 +71,10 @@ class Domain(NamedTuple):
 
 
 DOMAINS = (
-    Domain("language", {"vlm": "mmrl.vlm.vlm_config:SCORES", "masked": "mmrl.masked.masked_config:SCORES"}),
-    Domain("agents", {"agent": "mmrl.agents.agent_recipe:SCORES"}),
-    Domain("images", {"flow_grpo": "diffusion.diffusion_config:SCORES"}),
-    Domain(
-        "robots",
-        {
-            "robot_grpo": "robotics.methods.robot_recipe:SCORES",
-            "robot_ppo": "robotics.methods.ppo:RobotPpoConfig.scored_outputs",
-        },
-    ),
+    Domain("language", {"vlm": "mmrl.vlm.entries:SCORES", "masked": "mmrl.masked.entries:SCORES"}),
+    Domain("agents", {"agent": "mmrl.agents.entries:SCORES"}),
+    Domain("images", {"flow_grpo": "diffusion.entries:SCORES"}),
+    Domain("robots", {"robot_grpo": "robotics.methods:SCORES", "robot_ppo": "robotics.methods:PPO_SCORES"}),
 )
 """Text with or without images, agents and screens, images and videos, robots."""
 
@@ -86,20 +89,46 @@ class Place(NamedTuple):
     """Reason why the domain cannot use the objective."""
 
 
-def find_name(name: str) -> str:
-    """Look an objective or a recipe up by its name, or by the beginning of one.
+def find_name(name: str) -> str | Paper | Omitted:
+    """Look up an objective, a recipe or a paper by one of its names, or by the beginning of one.
 
     Raises:
-        UserError: No objective or recipe, or several, begin like this.
+        UserError: Nothing, or several things, are called like this.
     """
-    known = [*ROWS, *(recipe for recipe in all_recipes() if recipe not in ROWS)]
-    if name in known:
-        return name
-    found = [other for other in known if other.startswith(name)]
+    known = list(dict.fromkeys((*ROWS, *all_recipes())))
+    whole = [other for other in known if spelled(other) == spelled(name)]
+    if name in known or whole:
+        return name if name in known else whole[0]
+    papers: list[Paper | Omitted] = [*PAPERS, *OMITTED]
+    found: list[str | Paper | Omitted] = [paper for paper in papers if spelled(name) in called(paper)]
+    # DR-PO and DRPO are compared alike
+    found = [paper for paper in papers if paper.name.lower() == name.lower()] or found
+    found = found or [other for other in known if other.startswith(name)]
+    found = found or [paper for paper in papers if any(other.startswith(spelled(name)) for other in called(paper))]
     if len(found) == 1:
         return found[0]
-    unknown = re.sub(r"[;?]? available: .*", "", unknown_name(name, known, "objective or recipe"))
-    raise UserError(f"'{name}' may be {', '.join(found)}" if found else f"{unknown}; `mmrl list` has all")
+    if found:
+        raise UserError(f"'{name}' may be {', '.join(map(_introduced, found))}")
+    raise UserError(f"There is no objective, recipe or paper '{name}'; {_suggested(name)}`mmrl list` has all")
+
+
+def _introduced(found: str | Paper | Omitted) -> str:
+    """A name that `find_name` takes, and the paper behind it."""
+    if isinstance(found, str):
+        return found
+    return f"{found.found[0]} ({found.name})" if isinstance(found, Paper) and found.found else f"'{found.name}'"
+
+
+def _suggested(name: str) -> str:
+    """The closest name, or the rows whose citation has the word."""
+    names = {spelled(other): other for other in (*ROWS, *all_recipes())}
+    names = {other: paper.name for paper in (*PAPERS, *OMITTED) for other in called(paper)} | names
+    # names of four letters that end alike are close at the usual 0.6
+    close = difflib.get_close_matches(spelled(name), names, n=1, cutoff=0.75)
+    if close:
+        return f"did you mean '{names[close[0]]}'? "
+    cited = [row for row, entry in ROWS.items() if len(name) > 3 and name.lower() in entry.citation.lower()]
+    return f"cited by {', '.join(cited)}; " if cited else ""
 
 
 def places(row: Row) -> list[Place]:
@@ -122,11 +151,7 @@ def places(row: Row) -> list[Place]:
 def _place(row: Objective, domain: Domain) -> Place:
     lacking: list[str] = []
     for recipe, target in domain.recipes.items():
-        module, _, path = target.partition(":")
-        name, _, attribute = path.partition(".")
-        scores = load_target(f"{module}:{name}")
-        scores = getattr(scores, attribute) if attribute else scores
-        missing = sorted((row.needs & SCORES.keys()) - set(scores))
+        missing = sorted((row.needs & SCORES.keys()) - set(load_target(target)))
         if not missing:
             return Place(domain.name, recipe, "")
         lacking = lacking or missing
@@ -135,51 +160,113 @@ def _place(row: Objective, domain: Domain) -> Place:
 
 
 def explained(name: str) -> str:
-    """Explain an objective, a recipe, or both if they share a name."""
-    name, recipes = find_name(name), all_recipes()
-    parts = [_row_explained(ROWS[name])] if name in ROWS else []
-    parts += [_recipe_explained(recipes[name])] if name in recipes else []
-    if name in {**contrib_objectives(), **contrib_preferences(), **contrib_recipes()}:
-        parts[0] = f"contrib: {'; '.join(verdicts_of(name)) or 'not measured'}\n{parts[0]}"
+    """Explain an objective, a recipe, or both if they share a name; or a paper, by what the suite has of it."""
+    found, recipes = find_name(name), all_recipes()
+    if isinstance(found, Omitted):
+        return f"{found.name}: {found.about}\n  left out: {found.reason}; docs/papers.md has the others"
+    if isinstance(found, Paper):
+        parts = [_paper_explained(found), *([explained(found.found[0])] if found.found else [])]
+        return "\n\n".join(parts)
+    parts = [_row_explained(ROWS[found])] if found in ROWS else []
+    parts += [_recipe_explained(recipes[found])] if found in recipes else []
+    if found in {**contrib_objectives(), **contrib_preferences(), **contrib_recipes()}:
+        parts[0] = f"contrib: {'; '.join(verdicts_of(found)) or 'not measured'}\n{parts[0]}"
     return "\n\n".join(parts)
+
+
+def _paper_explained(paper: Paper) -> str:
+    """Write where the suite has a paper, and what is lacking."""
+    lines = [f"paper {paper.name}{f': {paper.source}' if paper.source else ''}"]
+    lines += [f"  {_documented(_docstring(paper.code))[0]}"] if paper.code else []
+    shown = {
+        "also known as": ", ".join(paper.names),
+        "objectives": ", ".join(name for name in paper.found if name in ROWS),
+        "recipes": ", ".join(name for name in paper.found if name in all_recipes()),
+        "code": paper.code,
+        "page": f"docs/{paper.page}" if paper.page else "",
+        "status": f"partial: lacks {paper.lacking}" if paper.lacking else "",
+    }
+    return "\n".join([*lines, "", *(f"{key:<14}{text}" for key, text in shown.items() if text)])
+
+
+def _papers_lines(name: str) -> list[str]:
+    """Write by which papers' names a row or recipe is found, and what it lacks of them."""
+    names = (name_ for paper in papers_of(name) for name_ in (paper.name, *paper.names))
+    also = dict.fromkeys(other for other in names if spelled(other) != spelled(name))
+    alike = [paper for paper in PAPERS if spelled(name) in called(paper) and name not in paper.found]
+    lines = [f"also known as {', '.join(also)}"] if also else []
+    lines += [f"same name     {', '.join(map(_introduced, alike))}"] if alike else []
+    return lines + ([f"status        {status_of(name).replace('*', '')}"] if status_of(name) else [])
 
 
 def _recipe_explained(entry: RecipeEntry) -> str:
     """Write what a recipe does, its source, code, configurations and results."""
-    recipe, config = entry.load_recipe_class(), entry.load_config_class()
-    first = _documented(recipe)[0].partition("; see ")[0]
+    target, _, config = entry.target.rpartition(":")
+    first = _documented(_docstring(target))[0].partition("; see ")[0]
     lines = [
         f"recipe {entry.name}: {entry.citation}",
         f"  {entry.summary}",
         f"  {first}",
         "",
-        f"code          {recipe.__module__}:{recipe.__name__}",
-        f"options       {config.__module__}:{config.__name__}; `mmrl options {entry.name}`",
+        f"code          {target}",
+        f"options       {target.partition(':')[0]}:{config}; `mmrl options {entry.name}`",
         f"learns from   {'given data' if entry.supervised else 'rewards'}",
     ]
-    objective = getattr(getattr(entry.default_config(), "objective", None), "preset", "")
-    lines += [f"objective     {objective}; `objective.preset` takes another"] if objective else []
-    lines += [f"verified      {'; '.join(golden_sources(entry.name))}"] if golden_sources(entry.name) else []
+    preset = _preset(entry)
+    lines += [f"objective     {preset}; `objective.preset` takes another"] if preset else []
     if entry.name not in ROWS:
+        lines += [f"verified      {NEWLINE.join(golden_sources(entry.name)) or 'no golden numbers'}"]
+        lines += _papers_lines(entry.name)
         lines += ["", "results", *(list(results_of(entry.name)) or ["  not measured"])]
     files = configurations()[entry.name]
     return "\n".join([*lines, "", "use it", *(f"  mmrl train {file}" for file in files[:6])])
 
 
+def _preset(entry: RecipeEntry) -> str:
+    """The row that a recipe takes by default: that of its name, for which no room is imported; empty without one."""
+    if entry.name in ROWS:
+        return "" if entry.name == "sft" else entry.name
+    return getattr(getattr(entry.default_config(), "objective", None), "preset", "")
+
+
 def golden_sources(name: str) -> list[str]:
-    """Programs that made the golden numbers of a recipe; none in an installed wheel."""
-    files = [GOLDEN / f"{stem}.json" for stem in GOLDEN_OF.get(name, (name,))]
-    read = [json.loads(path.read_text(encoding="utf-8")) for path in files if path.is_file()]
-    programs = (peer["program"].removeprefix("github.com/") for golden in read for peer in golden["peers"])
-    return list(dict.fromkeys(programs))
+    """Programs that made golden numbers of a row or recipe, and what they computed; none in an installed wheel."""
+    entries: dict[str, list[dict[str, Any]]] = {}
+    for path in (GOLDEN / f"{stem}.json" for stem in GOLDEN_OF.get(name, (name,))):
+        for peer in json.loads(path.read_text(encoding="utf-8"))["peers"] if path.is_file() else ():
+            program = peer["program"].removeprefix("github.com/")
+            by_hand = f" ({', '.join(peer['calls'])})" if program == "hand computation" else ""
+            entries.setdefault(program + by_hand, []).append(peer | {"file": path.stem})
+    return [f"{program}: {_covered(name, peers)}" for program, peers in entries.items()]
+
+
+def _covered(name: str, peers: list[dict[str, Any]]) -> str:
+    """Which numbers a program computed, and whether with the constants of the row."""
+    keys = dict.fromkeys(key for peer in peers for key in sorted(peer.keys() - NO_NUMBERS))
+    parts = [part for part in COVERED if any(part in key for key in keys)]
+    parts += [key for key in keys if not any(part in key for part in COVERED)]
+    if name not in ROWS:
+        return ", ".join(parts)
+    own = any(peer["file"] == name and _unchanged(ROWS[name], peer) for peer in peers)
+    return f"{', '.join(parts)} ({'its own' if own else 'other'} constants)"
+
+
+def _unchanged(row: Row, peer: dict[str, Any]) -> bool:
+    """Whether a peer's numbers were computed with the constants of a row."""
+    own = [vars(block) | {"kind": block.kind} for block in row.blocks.values()]
+    given = peer.get("options", {}).items()
+    return not peer.get("changes") and all(any(block.get(key) == value for block in own) for key, value in given)
 
 
 def _row_explained(row: Row) -> str:
     """Write the formula of an objective, the source of each part, its domains, its proof and how to use it."""
     lines = [row.describe(), "", "parts"]
     lines += [f"  {key:<12}{block.kind:<22}{_source(block)}" for key, block in row.blocks.items() if block.formula()]
-    lines += ["", f"promise       {row.claim}", f"verified      {row.verified or 'not yet'}"]
+    # an installed wheel has no golden numbers, only the programs' names
+    proof = golden_sources(row.name) or [row.verified]
+    lines += ["", f"promise       {row.claim}", f"verified      {NEWLINE.join(proof)}"]
     lines += [f"differs       {row.differs}"] if row.differs else []
+    lines += _papers_lines(row.name)
     lines += ["", "domains"]
     for place in places(row):
         lines += [f"  {place.domain:<12}{f'recipe: {place.recipe}' if place.recipe else f'no: {place.lacks}'}"]
@@ -209,20 +296,10 @@ def verdicts_of(name: str) -> list[str]:
 
 
 def _findings(name: str) -> Iterator[tuple[FindingConfig, str]]:
-    """Each measured difference about a name, with its page."""
-    from mmrl.compare.reproduce import evidence_of, findings_by_subject
+    """Each measured difference about a name, with its page; none in an installed wheel."""
+    from mmrl.compare.evidence import findings_about
 
-    known = _measured()
-    for stem, findings in findings_by_subject(known).get(name, {}).items():
-        yield from ((found, evidence_of(known[stem]).page) for found in findings)
-
-
-@cache
-def _measured() -> dict[str, ExperimentConfig]:
-    """Experiments with evidence; none in an installed wheel."""
-    from mmrl.compare.reproduce import EXPERIMENTS, measured
-
-    return measured() if EXPERIMENTS.is_dir() else {}
+    return findings_about(name, CONFIGS / "experiments")
 
 
 def domains_of(row: Row) -> str:
@@ -232,17 +309,28 @@ def domains_of(row: Row) -> str:
 
 def _source(block: Block) -> str:
     """Source in a block's docstring, or in that of the function it refers to; without one, its first sentence."""
-    first, sources = _documented(block)
+    first, sources = _documented(inspect.getdoc(block) or "")
     reference = re.search(r"; see `([\w.]+)`", first)
     if not sources and reference is not None:
         module, _, name = reference[1].rpartition(".")
-        sources = _documented(getattr(sys.modules[module or type(block).__module__], name))[1]
+        sources = _documented(inspect.getdoc(getattr(sys.modules[module or type(block).__module__], name)) or "")[1]
     return sources or re.sub(r"; see `.*", "", first)
 
 
-def _documented(thing: object) -> tuple[str, str]:
+def _docstring(target: str) -> str:
+    """Docstring of a `module:name`, read from its file: importing a room takes seconds."""
+    module, _, name = target.partition(":")
+    top, *rest = module.split(".")
+    spec = importlib.util.find_spec(top)
+    assert spec is not None
+    path = Path(next(iter(spec.submodule_search_locations or ()))).joinpath(*rest).with_suffix(".py")
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    found = [node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name]
+    return ast.get_docstring(found[0]) or ""
+
+
+def _documented(text: str) -> tuple[str, str]:
     """First paragraph and source of a docstring, without their full stops."""
-    text = inspect.cleandoc(thing.__doc__ or "")
     source = re.search(r"^Source: (.*?)(?:\n\n|\Z)", text, re.DOTALL | re.MULTILINE)
     parts = (text.partition("\n\n")[0], source[1] if source else "")
     first, found = (" ".join(part.split()).removesuffix(".") for part in parts)

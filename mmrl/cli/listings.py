@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mmrl.cli.papers import status_of
 from mmrl.entries import load_target
 from mmrl.files import CONFIGS
 
@@ -87,14 +88,17 @@ def markdown(name: str) -> str:
     """Write a list as a Markdown table; recipes with their configurations."""
     columns, rows = LISTINGS[name][1], [(f"`{row.name}`", row.summary, row.source) for row in rows_of(name)]
     if name in CATALOGUES:
-        differs = [(entry.differs,) for entry in _table(name).values()]
+        differs = [("; ".join(filter(None, (entry.differs, status_of(key)))),) for key, entry in _table(name).items()]
         return markdown_table((*columns, "differs"), [a + b for a, b in zip(rows, differs, strict=True)])
     if not name.endswith("recipes"):
         return markdown_table(columns, rows)
     files = {key: [f"`{Path(file).name}`" for file in found] for key, found in configurations().items()}
-    return markdown_table(
-        (*columns, "configurations"), [(*row, ", ".join(files.get(row[0].strip("`"), []))) for row in rows]
-    )
+    names = [row.name for row in rows_of(name)]
+    found = [
+        (shown, "; ".join(filter(None, (summary, status_of(key)))), source, ", ".join(files.get(key, [])))
+        for key, (shown, summary, source) in zip(names, rows, strict=True)
+    ]
+    return markdown_table((*columns, "configurations"), found)
 
 
 def configurations() -> dict[str | None, list[str]]:

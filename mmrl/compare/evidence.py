@@ -6,10 +6,13 @@ The page of evidence, `mmrl explain` and `mmrl reproduce` read them from here.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import MISSING
 
 from mmrl.errors import UserError, did_you_mean
@@ -110,6 +113,20 @@ class EvidenceConfig:
             _check_verdict(found, higher_is_better)
         for arm in self.chosen:
             _check_known("evidence.chosen: arm", arm, arms)
+
+
+def findings_about(name: str, folder: Path) -> Iterator[tuple[FindingConfig, str]]:
+    """The findings on a row or recipe, each with its page, of the experiments in a folder.
+
+    They are read as they are written, without the rest of the experiments and their checks, which take seconds.
+    """
+    for path in sorted(folder.glob("*.yaml")):
+        text = path.read_text(encoding="utf-8")
+        written = re.search(r"^evidence:\n(?:[ #].*\n|\n)*", text, re.MULTILINE)
+        if written is not None and re.search(rf"\b{re.escape(name)}\b", written[0]):
+            evidence = yaml.safe_load(written[0])["evidence"]
+            found = (FindingConfig(**finding) for finding in evidence["findings"])
+            yield from ((finding, evidence["page"]) for finding in found if name in finding.about)
 
 
 def signed(value: float, unit: str) -> str:

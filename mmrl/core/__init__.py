@@ -1,5 +1,8 @@
 """The policy-optimisation core: blocks, objectives and plain functions on tensors, without a model and without I/O."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from mmrl.core.blocks.advantage import (
     group_center,
     group_mean,
@@ -16,7 +19,6 @@ from mmrl.core.blocks.divergence import entropy_from_logits, entropy_sampled, k1
 from mmrl.core.blocks.filter import DynamicSamplingBuffer, FilterCounts, drop, zero_variance_groups
 from mmrl.core.blocks.preference import Pairs, pair_rows
 from mmrl.core.catalogue import CATALOGUE, PREFERENCES, all_objectives, all_preferences, get, get_preference
-from mmrl.core.logprobs import LogProbs, gaussian_step_logprob, linear_logprobs, logprobs_from_logits
 from mmrl.core.loss import (
     Denominators,
     LossOutput,
@@ -37,6 +39,17 @@ from mmrl.core.payload import Payload, nested, per_decision, per_group, per_row,
 from mmrl.core.returns import decision_rewards, gae, gae_over_turns, returns_to_go, turn_means, turn_starts
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import AdaptiveKL
+
+if TYPE_CHECKING:
+    from mmrl.core.logprobs import LogProbs, gaussian_step_logprob, linear_logprobs, logprobs_from_logits
+else:
+
+    def __getattr__(name: str) -> object:
+        # its autograd functions load torch, which a list of the catalogue does without
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module("mmrl.core.logprobs"), name)
+
 
 __all__ = [
     "CATALOGUE",

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from mmrl.core.block import Block
 from mmrl.core.payload import numbers
 from mmrl.core.rollouts import check_decisions
 from mmrl.fields import bounded, rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -218,7 +221,7 @@ def _join(first: Metric, second: Metric) -> Metric:
     if first.kind != second.kind:
         raise ValueError(f"Cannot merge a metric of kind '{first.kind}' with one of kind '{second.kind}'.")
     if first.kind == "max":
-        if isinstance(first.total, Tensor) and isinstance(second.total, Tensor):
+        if isinstance(first.total, torch.Tensor) and isinstance(second.total, torch.Tensor):
             # both on the device: comparing as floats would synchronise a GPU at every micro-batch
             return Metric(torch.where(first.total >= second.total, first.total, second.total), 1.0, "max")
         return first if float(first.total) >= float(second.total) else second

@@ -19,10 +19,12 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -49,8 +51,8 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 def numbers(values: Sequence[float | Tensor]) -> list[float]:
     """Convert scalars to Python numbers with one transfer."""
-    copied = iter(to_host([value for value in values if isinstance(value, Tensor)]))
-    return [float(next(copied) if isinstance(value, Tensor) else value) for value in values]
+    copied = iter(to_host([value for value in values if isinstance(value, torch.Tensor)]))
+    return [float(next(copied) if isinstance(value, torch.Tensor) else value) for value in values]
 
 
 def sum_of_bits(weight: torch.Tensor) -> torch.Tensor:
@@ -212,7 +214,7 @@ def move_fields(batch: Any, device: torch.device | str) -> dict[str, Any]:
     if torch.device(device).type == "cpu":
         leaves = [leaf for _, _, value in _values(batch) for leaf in (value if isinstance(value, list) else [value])]
         # a tensor that needs its gradient is moved by itself, since to_host detaches
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.requires_grad]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.requires_grad]
         copied = {id(tensor): copy for tensor, copy in zip(tensors, to_host(tensors), strict=True)}
     else:
         copied = {}
@@ -243,7 +245,7 @@ class _Index:
 
     def take(self, value: Any) -> Any:
         # the same index tensor for all fields on a device: one transfer instead of one per field
-        if isinstance(value, Tensor):
+        if isinstance(value, torch.Tensor):
             if value.device not in self._by_device:
                 self._by_device[value.device] = to_device(self.index, value.device)
             return value[self._by_device[value.device]]
@@ -335,7 +337,7 @@ def _join(values: Sequence[Any], layout: Layout, sizes: Sequence[int]) -> Any:
         return None
     if isinstance(first, list):
         return [entry for value in values for entry in value]
-    if isinstance(first, Tensor):
+    if isinstance(first, torch.Tensor):
         return torch.cat(_padded(list(values), layout))
     # through torch, which pads; numpy shares the memory both ways, so nothing is copied twice
     if _is_array(first):
@@ -364,7 +366,7 @@ def _move(value: Any, device: torch.device | str, copied: Mapping[int, Tensor]) 
     # by identity: the same tensor may be in several fields, and was copied once
     if id(value) in copied:
         return copied[id(value)]
-    if isinstance(value, Tensor):
+    if isinstance(value, torch.Tensor):
         return to_device(value, device)
     # strings, numbers and images without `to` stay where they are
     return value.to(device) if hasattr(value, "to") else value

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 
 from mmrl.core.rollouts import Rollouts, turns_before
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def explained_variance(returns: Tensor, values: Tensor) -> float:

@@ -16,11 +16,9 @@ import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 
 from mmrl.core.payload import (
     Payload,
@@ -35,14 +33,15 @@ from mmrl.core.payload import (
     trim_fields,
 )
 
-_FLOATS = (torch.float32, torch.float64)
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def check_rows(group: Tensor, reward: Tensor) -> int:
     """Check the two per-row fields that every `Rollouts` has and return B."""
     if group.dim() != 1 or group.dtype != torch.int64:
         raise ValueError(f"group must be (B,) int64; got {group.dtype} of shape {tuple(group.shape)}.")
-    if tuple(reward.shape) != tuple(group.shape) or reward.dtype not in _FLOATS:
+    if tuple(reward.shape) != tuple(group.shape) or reward.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"reward must be ({len(group)},) float32 or float64, one number a row of group; got "
             f"{reward.dtype} of shape {tuple(reward.shape)}."
@@ -69,7 +68,7 @@ def check_mask(mask: Tensor, rows: int) -> tuple[int, int]:
         raise ValueError(f"mask must be (B, T) with B = {rows} rows; got shape {tuple(mask.shape)}.")
     if mask.shape[1] < 1:
         raise ValueError("mask must have at least one decision; got T = 0.")
-    if mask.dtype not in _FLOATS:
+    if mask.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"mask must be float32 (0 or 1); got {mask.dtype}. mask.float() converts it.")
     return (rows, mask.shape[1])
 
@@ -89,7 +88,7 @@ def check_decisions(name: str, value: Tensor, shape: tuple[int, int], *, integer
         )
     if integer and value.dtype != torch.int64:
         raise ValueError(f"{name} must be int64; got {value.dtype}.")
-    if not integer and value.dtype not in _FLOATS:
+    if not integer and value.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"{name} must be float32 or float64, because ratios of log-probabilities are lost in "
             f"{value.dtype}. Convert the logits with .float() before the log-softmax."
@@ -101,7 +100,7 @@ def turns_before(trained: Tensor, turn: Tensor) -> Tensor:
     # turns never decrease along a row, so the running maximum is the last trained one
     latest = torch.where(trained, turn, -1).cummax(1).values
     # shifted by one: strictly before the decision
-    return functional.pad(latest[:, :-1], (1, 0), value=-1)
+    return torch.nn.functional.pad(latest[:, :-1], (1, 0), value=-1)
 
 
 def count_turns(mask: Tensor, turn: Tensor | None) -> Tensor:
@@ -396,7 +395,7 @@ class Rollouts:
         # each part numbers its groups from 0, so later parts are shifted
         groups = [part.host.group + offset for part, offset in zip(parts, offsets, strict=False)]
         width = max(part.num_decisions for part in parts)
-        masks = [functional.pad(part.host.mask, (0, width - part.num_decisions)) for part in parts]
+        masks = [torch.nn.functional.pad(part.host.mask, (0, width - part.num_decisions)) for part in parts]
         turns = [part.host.turns for part in parts]
         # turns are per row and need no padding; the host copies are joined without asking the device again
         return parts[0]._copied(join_fields(parts), OnHost(*map(torch.cat, (groups, masks, turns))))

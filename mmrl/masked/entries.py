@@ -20,6 +20,8 @@ RECIPES = (
     ),
 )
 
+SCORES = ("entropy", "entropy_old", "logp_ref", "probabilities", "budgets", "sources", "hints", "draws")
+"""Outputs of a masked-diffusion policy besides log-probabilities, and data of its answers."""
 PLAN = "mmrl.masked.masked_plan:footprint"
 PREVIEW = "mmrl.vlm.data.preview:preview"
 READER = "mmrl.vlm.data.dataset:load_tasks"

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from mmrl.core.objectives.objective import Objective
 from mmrl.errors import ConfigError
 from mmrl.fields import Unless, bounded, choice, only_with, rare
+from mmrl.masked.entries import SCORES
 from mmrl.masked.masked_sampler import MaskedSampling
 from mmrl.rewards import RewardConfig
 from mmrl.training.objectives import make_objective
@@ -15,8 +16,6 @@ from mmrl.vlm.methods.sft import SftConfig
 from mmrl.vlm.model.model_config import ModelConfig
 from mmrl.vlm.vlm_config import VlmConfig, VlmEvaluationConfig
 
-SCORES = ("entropy", "entropy_old", "logp_ref", "probabilities", "budgets", "sources", "hints", "draws")
-"""Outputs of a masked-diffusion policy besides log-probabilities, and data of its answers."""
 KINDS = ("auto", "one_step", "elbo")
 
 

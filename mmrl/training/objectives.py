@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from mmrl.core.blocks import BLOCKS, PREFERENCE_BLOCKS, all_kinds, kind_names
 from mmrl.core.blocks.preference import CHOSEN
@@ -17,6 +16,9 @@ from mmrl.core.objectives.objective import LossOutput, Objective, PolicyOutputs
 from mmrl.core.objectives.pairwise import PreferenceObjective
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import by_kind, rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PRESET = "the preset's"
 OBJECTIVE = get("sft")

@@ -61,6 +61,21 @@ RECIPES = (
         "Rafailov et al., DPO, arXiv 2305.18290; others: `mmrl list objectives`",
     ),
 )
+SCORES = (
+    "values",
+    "entropy",
+    "entropy_old",
+    "collision",
+    "logp_ref",
+    "logp_rollout",
+    "probabilities",
+    "tokens",
+    "answers",
+    "code_starts",
+    "budgets",
+    "greedy",
+)
+"""Policy outputs other than log-probabilities, and data about responses, that objectives can use."""
 PLAN = "mmrl.vlm.vlm_plan:footprint"
 PREVIEW = "mmrl.vlm.data.preview:preview"
 READER = "mmrl.vlm.data.dataset:load_tasks"

@@ -15,6 +15,7 @@ from mmrl.training.settings import EvaluationConfig, RunConfig
 from mmrl.vlm.data.dataset import OWN_OPTIONS, DataConfig
 from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.engine.vlm_sampler import AnswerSampling
+from mmrl.vlm.entries import SCORES
 from mmrl.vlm.inference.inference_sampler import EngineSamplerConfig
 from mmrl.vlm.model.model_config import ModelConfig, check_critic, check_update_precision
 
@@ -60,23 +61,6 @@ def default_evaluation() -> VlmEvaluationConfig:
     """The options with all extra measures; their room builds on this one, so it is found by name."""
     made: VlmEvaluationConfig = load_function("mmrl.vlm.critic.measures:CriticEvaluationConfig")()
     return made
-
-
-SCORES = (
-    "values",
-    "entropy",
-    "entropy_old",
-    "collision",
-    "logp_ref",
-    "logp_rollout",
-    "probabilities",
-    "tokens",
-    "answers",
-    "code_starts",
-    "budgets",
-    "greedy",
-)
-"""Policy outputs other than log-probabilities, and data about responses, that objectives can use."""
 
 
 @dataclass

@@ -54,8 +54,9 @@ from mmrl.training.recipe import LossTerm, Passes, Step
 from mmrl.training.settings import TrainerConfig
 from robotics.episodes.collect import Episodes
 from robotics.episodes.payload import EpisodePayload
+from robotics.methods import PPO_SCORES
 from robotics.methods.critic import CriticConfig, StateCritic, critic_inputs, last_inputs
-from robotics.methods.robot_recipe import SCORES, RobotConfig, RobotRecipe
+from robotics.methods.robot_recipe import RobotConfig, RobotRecipe
 from robotics.policies.base.action_policy import ActionChoice, ActionPolicy
 from robotics.policies.base.action_statistics import StateStatistics
 from robotics.policies.base.saved import read_weights, write_weights
@@ -193,7 +194,7 @@ class ChunkRewardConfig:
 class RobotPpoConfig(RobotConfig):
     """A PPO run of a robot policy."""
 
-    scored_outputs: ClassVar[tuple[str, ...]] = (*(name for name in SCORES if name != "kl_old"), "values", "turns")
+    scored_outputs: ClassVar[tuple[str, ...]] = PPO_SCORES
     reward: ChunkRewardConfig = field(default_factory=ChunkRewardConfig)
     """Reward of a chunk."""
     critic: CriticConfig = field(default_factory=CriticConfig)

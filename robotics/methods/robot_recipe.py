@@ -53,6 +53,7 @@ from robotics.episodes.payload import (
     list_episodes,
     own_draw,
 )
+from robotics.methods import SCORES
 from robotics.policies.base.action_policy import ActionPolicy, PolicyInputs, open_policy
 from robotics.policies.base.saved import is_saved_policy
 from robotics.policies.policy_card import describe_policy, users_policy
@@ -101,8 +102,6 @@ class OldPolicy(LossTerm):
 
 LOGGER = logging.getLogger("mmrl")
 LEVELS = ("token", "chunk")
-SCORES = ("entropy", "entropy_old", "logp_ref", "logp_rollout", "durations", "kl_old")
-"""Scores of a robot policy in addition to log-probabilities."""
 DRAWING = ("tabletop", "gymnasium")
 """Simulators that `sim.randomization` is for."""
 SHOWN_TASKS = 12

@@ -1,6 +1,8 @@
 """Explanations that `mmrl explain` gives of objectives and recipes."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,12 +10,18 @@ import yaml
 
 from mmrl.cli import main
 from mmrl.cli.explain import DOMAINS as GROUPS
-from mmrl.cli.explain import ROWS, explained, find_name, places, usage
+from mmrl.cli.explain import GOLDEN, GOLDEN_OF, ROWS, explained, find_name, golden_sources, places, usage
+from mmrl.cli.papers import OMITTED, PAPERS, called, spelled, status_of
+from mmrl.compare.evidence import findings_about
+from mmrl.compare.reproduce import evidence_of, findings_by_subject, measured
 from mmrl.core import CATALOGUE, PREFERENCES, all_objectives, get
+from mmrl.entries import load_target
 from mmrl.errors import UserError
+from mmrl.files import CONFIGS
 from mmrl.recipes import RECIPES, all_recipes
 from tests.contracts.domains import DOMAINS
 from tests.contracts.test_objectives import missing
+from tests.golden.numbers import load
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,7 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_every_objective_is_explained(name):
     text, row = explained(name), ROWS[name]
     assert row.citation in text
-    assert f"verified      {row.verified}" in text
+    proof = golden_sources(name)
+    assert f"verified      {proof[0] if proof else row.verified}" in text
     assert row.differs in text
     assert all(f" {block.kind} " in text for block in row.blocks.values() if block.formula())
     config = yaml.safe_load("\n".join(usage(row)))
@@ -72,7 +81,7 @@ def test_the_beginning_of_a_name_is_enough(capsys):
     assert find_name("dpo") == "dpo"  # a whole name is never ambiguous
     with pytest.raises(UserError, match="'dppo' may be dppo_tv, dppo_kl"):
         find_name("dppo")
-    with pytest.raises(UserError, match="There is no objective or recipe 'grop'; did you mean 'grpo'"):
+    with pytest.raises(UserError, match="There is no objective, recipe or paper 'grop'; did you mean 'grpo'"):
         find_name("grop")
 
 
@@ -81,3 +90,148 @@ def test_a_domain_that_cannot_use_an_objective_says_what_it_lacks():
     assert "images      no: it needs decisions with probabilities (tokens, picks)" in text
     assert "robots      recipe: robot_ppo" in explained("ppo")
     assert "docs/results/papo_vs_grpo.md" in explained("papo")
+
+
+HEAVY = ("torch.nn", "transformers", "diffusers", "accelerate", "mujoco")
+ROOMS = ("mmrl.vlm", "mmrl.masked", "mmrl.agents", "mmrl.gui", "mmrl.training.run", "mmrl.compare.experiment")
+ROOMS += ("diffusion.methods", "diffusion.diffusion_config", "robotics")
+MODULES = {"mmrl.training.run", "mmrl.compare.experiment", "diffusion.diffusion_config"}
+TABLES = {"entries", "toy", "scenes", "benchmarks", "gui_commands"}
+"""What a room has for lists and the command line."""
+
+
+def run_alone(code):
+    """What a fresh interpreter prints."""
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+@pytest.mark.parametrize(
+    "commands",
+    [[["list"], ["list", "--json"], ["list", "--markdown"]], [["explain", name] for name in (*ROWS, "lspo", "sac")]],
+    ids=["list", "explain"],
+)
+def test_printing_a_row_loads_neither_torch_nor_a_room(commands):
+    codes, _, modules = run_alone(
+        "import contextlib, io, sys; from mmrl.cli import main\n"
+        f"with contextlib.redirect_stdout(io.StringIO()): codes = {{main(words) for words in {commands!r}}}\n"
+        "print(codes, '|', *sys.modules)"
+    ).partition("|")
+    assert codes.strip() == "{0}"
+    loaded = modules.split()
+    assert [name for name in HEAVY if name in loaded] == []
+    inside = [name for name in loaded if name.startswith(tuple(f"{room}." for room in ROOMS)) or name in MODULES]
+    # robotics.methods itself is a table: the circle of the room's folders leaves it no other place
+    assert [name for name in inside if not TABLES & set(name.split("."))] in ([], ["robotics.methods"])
+
+
+def test_a_module_that_is_imported_later_is_itself_once_it_is_asked_for_something():
+    run_alone("""
+import sys
+from mmrl.entries import import_later
+import_later("decimal")
+import decimal
+later = sys.modules["decimal"]
+assert "Decimal" not in vars(decimal)
+assert decimal.Decimal(1) + 1 == 2
+from decimal import Decimal
+assert Decimal is decimal.Decimal and sys.modules["decimal"] is not later
+import_later("decimal")
+assert "Context" in vars(sys.modules["decimal"])
+import_later("xml")
+from xml.dom import minidom
+assert minidom.parseString("<a/>")
+""")
+
+
+LISTED = re.findall(
+    r"\S+",
+    """
+    3DFlowAction BAPO GRACE SPO EPO Scaf-GRPO APO View-R1 OORL GEPO ARPO PAPO Single-stream-PO InfiGUI-G1 AEPO SRPO
+    HBPO SofT-GRPO IGPO BGPO T-PPO FAPO DR-PO INPO RiskPO HAPO LSPO Werewolf P3O TAPO DRPO TSPO GTPO BNPO MDPO
+    Agentic-AEPO MPO DCPO GiGPO TGPO OPPO AMPO COPO SEED-GRPO REFUEL DAPO direct-advantage AC-Flow ReAd A2PR
+    Critique-RL CANON ESG-portfolio SAC Minimaximalist AILBoost DCG-MAP-Elites DigiRL SL-MGAC AWM
+    Adversarial-Cheap-Talk HNPG AutoMathCritique VL-DAC PMOE RLIF Nash-MP ArCHer MAMQL SLIM SPPO DRED ASPO
+    Understanding-TIR SEC BESO Practitioner-guide LLaVA-Critic-R1 LLaVA-Critic D3S PROPS Agent-R
+    Demonstration-regularised Accelerated-PO ARSQ DPA A-LoL Suboptimal-on-policy-data OTA VAS Critic-V NGRPO
+    DeepVideo-R1 MLE-agents Lipschitz Halpern SPC FiFA C-MORL RPO STAX RL-in-the-era-of-LLMs HPO-for-MORL
+    Deep-research-survey Two-stage-constrained Optimal-sample-efficiency Agentic-ARPO Segment-PO
+    """,
+)
+"""Usual names of the papers that the suite began with."""
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_a_paper_is_found_by_its_usual_name(name):
+    shared = [paper for paper in (*PAPERS, *OMITTED) if spelled(name) in called(paper)]
+    whole = {paper.name.lower() for paper in shared} | {*ROWS, *all_recipes()}
+    if len(shared) > 1 and name.lower() not in whole:
+        with pytest.raises(UserError, match=rf"'{name}' may be .+ \(.+\), .+ \(.+\)"):
+            find_name(name)
+    else:
+        assert find_name(name)
+
+
+@pytest.mark.parametrize("paper", PAPERS, ids=[paper.name for paper in PAPERS])
+def test_what_is_said_of_a_paper_exists(paper):
+    assert set(paper.found) <= {*ROWS, *all_recipes()}
+    assert paper.found or paper.page
+    assert not paper.code or load_target(paper.code)
+    page, _, place = paper.page.partition("#")
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8") if page else ""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    assert not place or place in [re.sub(r"[^\w-]", "", heading.lower().replace(" ", "-")) for heading in headings]
+    shown = explained(paper.name.partition(",")[0] if len(same_name(paper)) == 1 else paper.name)
+    for name in (name for name in paper.found[:1] if paper.lacking):
+        assert f"partial ({paper.name}): lacks {paper.lacking}" in shown
+        assert paper.lacking in status_of(name)
+    assert paper.lacking in shown
+    assert not paper.lacking.endswith(".")
+
+
+def same_name(paper):
+    first = spelled(paper.name.partition(",")[0])
+    return [other for other in (*PAPERS, *OMITTED) if first in called(other)] + [row for row in ROWS if row == first]
+
+
+def test_names_that_several_papers_share_say_so():
+    with pytest.raises(UserError, match=r"'epo' may be entropy_smoothing \(EPO, entropy-reg.*, explicit_strategy"):
+        find_name("epo")
+    assert "same name     direct_advantage (DAPO, direct advantage)" in explained("dapo")
+    assert "left out: not in this release" in explained("Soft Actor-Critic")
+
+
+def test_suggestions_are_close_or_cite_the_word():
+    with pytest.raises(UserError, match=r"'critc_v'; did you mean 'Critic-V'\?"):
+        find_name("critc_v")
+    with pytest.raises(UserError, match="cited by grpo"):
+        find_name("DeepSeekMath")
+    with pytest.raises(UserError, match="'xqzw'; `mmrl list` has all"):
+        find_name("xqzw")
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_proof_says_which_numbers_are_covered(name):
+    text = "\n".join(golden_sources(name))
+    for stem in GOLDEN_OF.get(name, (name,)):
+        for peer in load(stem).peers if (GOLDEN / f"{stem}.json").is_file() else ():
+            line = next(line for line in text.split("\n") if peer["program"].removeprefix("github.com/") in line)
+            assert all(part in line for part in ("advantage", "loss", "gradient") if part in peer)
+            assert re.search(r"\((its own|other) constants\)$", line)
+    if "hand computation" in text:
+        script = re.search(r"tests/golden/make/\w+\.py", text)
+        assert script, "the script of the computation"
+        assert (ROOT / script[0]).is_file()
+
+
+def test_constants_of_a_row_are_its_own():
+    assert golden_sources("flow_grpo_fast")[0].endswith("(other constants)")
+    assert "advantage (its own constants)" in golden_sources("information_gain")[1]
+    assert all("advantage" not in line for line in golden_sources("gpg"))
+
+
+def test_findings_are_read_as_the_experiments_hold_them():
+    for name, by_experiment in findings_by_subject(known := measured()).items():
+        whole = [(found, evidence_of(known[stem]).page) for stem, items in by_experiment.items() for found in items]
+        assert list(findings_about(name, CONFIGS / "experiments")) == whole

@@ -21,7 +21,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mmrl.agents.agent_recipe import SCORES, AgentConfig, AgentRecipe
+from mmrl.agents.agent_recipe import AgentConfig, AgentRecipe
+from mmrl.agents.entries import SCORES
 from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.rollout.episodes import AgentPayload, Episode, pack_groups
 from mmrl.agents.rollout.runner import Fork

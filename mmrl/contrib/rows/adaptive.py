@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from mmrl.core.blocks.advantage import (
     Advantage,
@@ -25,6 +25,9 @@ from mmrl.core.loss import PolicyOutputs, SequenceMean, TokenMean, masked_mean, 
 from mmrl.core.objectives.objective import Objective
 from mmrl.core.rollouts import TOKENS, Rollouts
 from mmrl.fields import bounded, choice, rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BOUNDS = ("clip_low", "clip_high")
 """Keys of `Rollouts.extras` (B,): bounds of the ratio that hold for an optimiser step."""

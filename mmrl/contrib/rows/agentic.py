@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from mmrl.core.blocks.advantage import (
     Advantage,
@@ -24,6 +24,9 @@ from mmrl.core.objectives.objective import Objective
 from mmrl.core.returns import decision_rewards, returns_to_go, turn_starts, turn_sums
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,8 @@ class TurnNormalised(InformationGain):
         mean = "mean log p(token of the answer | turns up to l)"
         gain = mean if self.log else f"exp({mean})"
         return (
-            f"A_ik = sum_(l>=k) {self.gamma:g}^(l-k) (r_il - mean r) / std r over {among}; r_il = reward + {gain} - "
-            "the same before turn l"
+            f"A_ik = sum_(l>=k) {self.gamma:g}^(l-k) (r_il - mean r) / (sqrt(var r + 1e-08) + 1e-06) over {among}, "
+            f"var with ddof 0; r_il = reward + {gain} - the same before turn l"
         )
 
 
@@ -170,7 +173,7 @@ class GroupBranches(GroupEstimator):
         return torch.where(trained, (total / count.clamp(min=1))[node].view(rows, width), 0.0)
 
     def rule(self) -> str:
-        return "mean over the rows that share decision t of (R_i - mean_g R) / (std_g R + 1e-06)"
+        return "mean over the rows that share decision t of (R_i - mean_g R) / (std_g R + 1e-06), std with ddof 1"
 
 
 @dataclass(frozen=True)
@@ -221,7 +224,7 @@ class EntropyBalanced(Weight):
         return (1.0 + self.scale * centred / torch.where(deviation > 0, deviation, 1.0)).clamp(min=0.0)
 
     def formula(self) -> str:
-        return f"u_it = max(0, 1 + {self.scale:g} (H_it - mean H) / std H), over the step"
+        return f"u_it = max(0, 1 + {self.scale:g} (H_it - mean H) / std H), over the step, std with ddof 1"
 
 
 ROWS: tuple[Objective, ...] = (
@@ -234,7 +237,8 @@ ROWS: tuple[Objective, ...] = (
         claim="rewarding each turn by how much it raises the probability of the right answer gives dense turn rewards",
         citation="Wang et al., IGPO, arXiv 2510.14967; its public code (gamma 1, k3 0.001)",
         verified="debajoycs98/IGPO at 866019637ff3, GuoqingWang1/IGPO at bff163b72718",
-        differs="token mean, no entropy bonus (later code: sums per row, 0.001); a gain of 0 counts as a turn; no F1",
+        differs="token mean, no entropy bonus (later code: sums per row, 0.001); a gain of 0 counts as a turn; no F1; "
+        "the deviation has ddof 0 and 1e-8 in the root, as in the later code, not GRPO's ddof 1",
     ),
     Objective(
         "explicit_strategy",

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from mmrl.core.blocks.advantage import GroupMeanStd
 from mmrl.core.blocks.clip import Clip, Loss
 from mmrl.core.loss import TokenMean
 from mmrl.core.objectives.objective import Objective
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 
 from mmrl.core.blocks.advantage import GroupMean, GroupMeanStd, group_count, group_extremes, group_sum
 from mmrl.core.blocks.clip import (
@@ -32,6 +30,9 @@ from mmrl.core.loss import (
 from mmrl.core.objectives.objective import Objective
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOVED, ROWS_PER_DECISION = "divergence_old", "rows_per_decision"
 """Keys of `Rollouts.extras` (B,): divergence from the old policy and rows per decision, of an optimiser step."""
@@ -217,11 +218,13 @@ class GroupPreference(BoundedClip):
         ahead = mean(score, good) - mean(score, bad)
         spread = mean((score - mean(score, good)[group]).square(), good)
         both = (group_sum(good.long(), group, groups) > 0) & (group_sum(bad.long(), group, groups) > 0)
-        return torch.where(both, self.variance * spread - functional.logsigmoid(ahead), 0.0)
+        return torch.where(both, self.variance * spread - torch.nn.functional.logsigmoid(ahead), 0.0)
 
     def formula(self) -> str:
-        preference = f"-log sigmoid(mean s_w - mean s_l) + {self.variance:g} Var(s_w)"
-        scores = f"s = {self.beta:g} sum_t (logp_t - logp_ref_t), w above and l below the mean reward of g"
+        preference = f"-log sigmoid(mean s_w - mean s_l) + {self.variance:g} var(s_w)"
+        scores = (
+            f"s = {self.beta:g} sum_t (logp_t - logp_ref_t), w above and l below the mean reward of g, var with ddof 0"
+        )
         return f"max(-A_it r_it, -A_it {self.clipped()}) + {self.coef:g} [{preference}], {scores}"
 
 
@@ -253,7 +256,7 @@ ROWS: tuple[Objective, ...] = (
         GroupMeanStd(),
         GroupPreference(),
         SequenceMean(),
-        claim="preferences between groups of equivalent and other programs add a finer signal to unit-test rewards",
+        claim="a preference of a group's better answers to its worse ones adds a finer signal to unit-test rewards",
         citation="Wu et al., OORL with GEPO, arXiv 2505.12723 (weights 0.01 and 1)",
         verified="hand computation",
         differs="combined with GRPO, not REINFORCE++; the paper states neither beta nor the divisor of the variance",

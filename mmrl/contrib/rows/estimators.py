@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from mmrl.core.blocks.advantage import (
     Advantage,
@@ -30,6 +29,9 @@ from mmrl.core.objectives.objective import Objective
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Tally
 from mmrl.fields import bounded, choice, rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LARGEST_WEIGHT = 1e6
 """Bound of BNPO's weight, which is infinite where the fitted density is 0."""
@@ -76,7 +78,8 @@ class BetaNormalised(GroupEstimator):
     def rule(self) -> str:
         return (
             f"(s_i - p_g) / Beta(p_g; a, b), s = (R - {self.low:g}) / {self.high - self.low:g}, p_g = mean_g s, "
-            "c = (m (1 - m) / v - 1) / 3, a = max(1 + c m, 1), b = max(1 + c (1 - m), 1), m and v over the p of all g"
+            "c = (m (1 - m) / v - 1) / 3, a = max(1 + c m, 1), b = max(1 + c (1 - m), 1), m and v = mean and var of p "
+            "over all g, var with ddof 1"
         )
 
     def problems(self, where: str) -> Iterator[str]:
@@ -124,7 +127,8 @@ class VirtualBest(GroupEstimator):
         return joined[:size]
 
     def rule(self) -> str:
-        return f"(R_i - mean_g R') / (std_g R' + {self.eps:g}), R' = the rewards of g and {self.best:g}"
+        joined = f"R' = the rewards of g and {self.best:g}"
+        return f"(R_i - mean_g R') / (std_g R' + {self.eps:g}), {joined}, std with ddof 1"
 
 
 def upper_half(metric: Tensor, group: Tensor, valid: Tensor) -> Tensor:
@@ -250,7 +254,7 @@ class BudgetTarget(Advantage):
     def formula(self) -> str:
         return (
             f"A_it = (R_i - mean_g R) / (std_g R + {self.eps:g}) + {self.weight:g} (mean of R in g with the budget b_i "
-            f"- 4 cos(pi b_i / {self.length:g}))"
+            f"- 4 cos(pi b_i / {self.length:g})), std with ddof 1"
         )
 
 
@@ -355,7 +359,7 @@ class ConsistencyBlend(StepClip):
         return (
             f"[w_i L(A_it) + (1 - w_i) L(A_g)], L(A) = max(-A r_it, -A {inside}){capped}, A_g = (m_g - mean m) / "
             f"(std m + {self.eps:g}), m_g = mean_g R{share}, w_i = sigmoid({self.steepness:g} (H_g - "
-            f"{self.threshold:g})){zeros}, H_g = entropy in bits of the answers in g"
+            f"{self.threshold:g})){zeros}, H_g = entropy in bits of the answers in g, std with ddof 1"
         )
 
 
@@ -444,7 +448,7 @@ class EarlyCode(Advantage):
         return (
             f"A_it = a_i + clip({self.delta:g} (p_i - mean p) / mean length, -{self.bound:g} |a_i|, {self.bound:g} "
             f"|a_i|) in rows with code and R_i >= {self.solved:g}, p = where its code starts, means over such rows of "
-            f"g; a_i elsewhere; a_i = (R_i - mean_g R) / (std_g R + {self.eps:g})"
+            f"g; a_i elsewhere; a_i = (R_i - mean_g R) / (std_g R + {self.eps:g}), std with ddof 1"
         )
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 
 from mmrl.core.blocks.preference import MARGIN, BetaPair, MeanScore, PairLoss, Pairs, SumScore
 from mmrl.core.objectives.pairwise import PreferenceObjective
 from mmrl.fields import bounded, choice, rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class XpoPair(BetaPair):
     def __call__(self, pairs: Pairs) -> Tensor:
         assert pairs.own_w is not None
         other = torch.where(pairs.own_w, pairs.logp_l, pairs.logp_w)
-        return self.alpha * other - functional.logsigmoid(self.beta * pairs.margin)
+        return self.alpha * other - torch.nn.functional.logsigmoid(self.beta * pairs.margin)
 
     def formula(self) -> str:
         return f"-log sigmoid({self.beta:g} {MARGIN}) + {self.alpha:g} logp of the opponent's answer"
@@ -195,7 +196,7 @@ ROWS: tuple[PreferenceObjective, ...] = (
         "direct_advantage",
         RegressionPair(beta=0.1),
         SumScore(),
-        claim="regressing on a critic's advantages of reasoning steps improves reasoning offline",
+        claim="regressing on the advantages of given answers improves reasoning offline",
         citation="Liu et al., Direct Advantage Policy Optimization, arXiv 2412.18279; beta 0.1",
         verified="hand computation",
         differs="the data's scores are the advantages, which the paper takes from a critic that is trained before; "
@@ -230,7 +231,7 @@ ROWS: tuple[PreferenceObjective, ...] = (
         "spc",
         ClippedRatioPair(clip=0.2),
         MeanScore(),
-        claim="a step critic improves by playing against a generator that hides errors",
+        claim="a critic improves by playing against a generator that hides errors",
         citation="Chen et al., SPC (self-play critic), arXiv 2504.19162; clip 0.2 of its public code",
         verified="chen-judge/SPC at e2d999d8335d",
         differs="right and wrong critiques in pairs; no supervised rows, which its script adds with weight 0.15",

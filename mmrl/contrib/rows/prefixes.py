@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from mmrl.core.blocks.advantage import Advantage, AdvantageScaling, GroupMean, GroupMeanStd, group_mean
 from mmrl.core.blocks.clip import PpoClip
@@ -15,6 +15,9 @@ from mmrl.core.loss import SequenceSum, TokenMean, required
 from mmrl.core.objectives.objective import Objective
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class SegmentDifference(Advantage):
         return torch.where(mask > 0, found.to(mask.dtype), 0.0)
 
     def formula(self) -> str:
-        over = " / (std of V over the segments that begin there + 1e-8)" if self.std else ""
+        over = " / (std of V over the segments that begin there + 1e-08), std with ddof 0" if self.std else ""
         return f"A_it = (V(end of t's segment) - V(its beginning)){over}"
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from mmrl.contrib.rows.adaptive import bounded_loss
 from mmrl.core.block import unknown_name
@@ -30,6 +29,9 @@ from mmrl.core.objectives.objective import Objective
 from mmrl.core.rollouts import TASK, Rollouts
 from mmrl.core.state import ObjectiveState
 from mmrl.fields import bounded, choice, rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EPS = 1e-6
 
@@ -233,10 +235,9 @@ class Quantiles:
         rate: how far they move in a step.
     """
 
-    levels = torch.arange(1, 20, dtype=torch.float64) / 20
-
     def __init__(self, rate: float) -> None:
         self.rate = rate
+        self.levels = torch.arange(1, 20, dtype=torch.float64) / 20
         self.values: Tensor | None = None
 
     def at(self, level: float) -> Tensor | None:
@@ -368,11 +369,16 @@ class BundledRisk(Advantage):
 
     def formula(self) -> str:
         natural = " + a - b" if self.natural else ""
-        share = {"share": "times its share of R - mean_g R in the paper", "uniform": "", "deviation": "/ std_g R"}
+        share = {
+            "share": ", times its share of R - mean_g R in the paper",
+            "uniform": "",
+            "deviation": f", over std_g R + {EPS:g} (over 1 where std_g R is at most 0.001)",
+        }
         return (
             f"A_it = ((x - a)+ - (x - b)+{natural}) / {self.high - self.low:g} - {self.mix:g} (a - x)+ / {self.low:g}, "
-            f"over {1 + self.mix:g} std x, {share[self.credit]}; x = sum of R over a paper of {self.bundle} tasks, a "
-            f"and b = its quantiles {self.low:g} and {self.high:g}, tracked at rate {self.rate:g}"
+            f"over {1 + self.mix:g} (std x + {EPS:g}){share[self.credit]}, std with ddof 1; x = sum of R over a paper "
+            f"of {self.bundle} tasks, a and b = its quantiles {self.low:g} and {self.high:g}, tracked at rate "
+            f"{self.rate:g}"
         )
 
 

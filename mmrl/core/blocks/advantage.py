@@ -9,15 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from mmrl.core.block import Block
 from mmrl.core.loss import masked_mean, masked_sum
 from mmrl.core.returns import turn_means
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WHITEN_EPS = 1e-8
 
@@ -114,6 +117,13 @@ def whitening_factor(variance: Tensor, eps_to: str) -> Tensor:
         # inside the root it would dominate a spread below 1e-4, which whitening then would not bring to 1
         return 1.0 / (variance.sqrt() + WHITEN_EPS)
     return torch.rsqrt(variance + WHITEN_EPS)
+
+
+def whitening(samples: str, eps_to: str = "variance") -> str:
+    """Explain `whiten` of a formula, which has these samples and adds 1e-8 to their variance or deviation."""
+    divisor = f"sqrt(var x + {WHITEN_EPS:g})" if eps_to == "variance" else f"(std x + {WHITEN_EPS:g})"
+    name = "var" if eps_to == "variance" else "std"
+    return f"whiten(x) = (x - mean x) / {divisor} over all trained {samples}, {name} with ddof 1"
 
 
 def _number_of_groups(group: Tensor) -> int:
@@ -340,7 +350,7 @@ class GroupMeanBatchStd(GroupEstimator):
         return group_mean(reward, group, valid=valid)
 
     def rule(self) -> str:
-        return "whiten_batch(R_i - mean_g R)"
+        return f"whiten(R_i - mean_g R), {whitening('decisions')}"
 
 
 @dataclass(frozen=True)
@@ -419,7 +429,7 @@ class AdvantageScaling(Block):
 
     def _steps(self) -> Iterator[str]:
         if self.whiten != "none":
-            yield f"; then whitened over all trained {self.whiten}"
+            yield f"; then whitened, {whitening(self.whiten, self.eps_to)}"
         if self.clip is not None:
             yield f"; then limited to +-{self.clip:g}"
         if self.scale != 1:

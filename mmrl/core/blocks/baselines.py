@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from mmrl.core.blocks.advantage import (
     Advantage,
@@ -20,6 +20,9 @@ from mmrl.core.loss import required
 from mmrl.core.returns import decision_rewards, returns_to_go
 from mmrl.core.rollouts import COLLISION, Rollouts
 from mmrl.fields import bounded, rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,8 @@ class BestOfGroup(GroupEstimator):
         return lead / torch.where(std > 0, std, 1.0)
 
     def rule(self) -> str:
-        return f"(R_i - second best R of the group) / (std_g R + {self.eps:g}) for the best row, 0 for all others"
+        lead = f"(R_i - second best R of the group) / (std_g R + {self.eps:g})"
+        return f"{lead} for the best row, 0 for all others, std with ddof 1"
 
 
 @dataclass(frozen=True)

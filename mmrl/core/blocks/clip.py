@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import torch
-from torch import Tensor
 
 from mmrl.core.block import Block
 from mmrl.core.blocks.advantage import Advantage, group_count, group_sum
 from mmrl.core.loss import PolicyOutputs, masked_mean, masked_sum, required, turn_segments
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -145,7 +147,7 @@ class SequenceProductRatio(Ratio):
         return "sum_t (logp_it - logp_old_it)"
 
 
-Loss = tuple[Tensor, dict[str, Tensor]]
+Loss: TypeAlias = "tuple[Tensor, dict[str, Tensor]]"
 """The loss (B, T), to be minimised, and (B, T) indicators to be averaged over the mask, by metric name."""
 
 
@@ -508,7 +510,7 @@ class GroupRegression(Clip):
     def formula(self) -> str:
         centred = "(log r_i - mean_group log r)"
         if self.scale is None:
-            return f"(A_i - {centred} / (std_group log r + {self.eps:g}))^2"
+            return f"(A_i - {centred} / (std_group log r + {self.eps:g}))^2, std with ddof {self.ddof}"
         return f"(A_i - {self.scale:g} {centred})^2"
 
     def conflicts(self, ratio: Ratio) -> Iterator[str]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from mmrl.core.block import Block
-from mmrl.core.blocks.advantage import Advantage, masked_whiten
+from mmrl.core.blocks.advantage import Advantage, masked_whiten, whitening
 from mmrl.core.returns import decision_rewards, gae, gae_over_turns, returns_to_go
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TRUNCATIONS = {
     "bootstrap": "bootstrapped at time limits",
@@ -46,7 +49,7 @@ class WhitenedReturns(Advantage):
         return masked_whiten(to_go, mask)
 
     def formula(self) -> str:
-        return f"A_it = whiten_batch(sum_(s>=t) {self.gamma:g}^(s-t) R_is)"
+        return f"A_it = whiten(sum_(s>=t) {self.gamma:g}^(s-t) R_is), {whitening('decisions')}"
 
 
 VALUE_BEFORE, VALUE_AFTER, VALUE_STD = "value_before", "value_after", "value_std"

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
-from torch import Tensor
 
 from mmrl.core.block import Block
 from mmrl.core.loss import Aggregation, PolicyOutputs, required
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EXPONENT_LIMIT = 20.0
 VALUE_LIMIT = 10.0

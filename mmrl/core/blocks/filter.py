@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from mmrl.core.block import Block, unknown_name
 from mmrl.core.blocks.advantage import Advantage, group_extremes, group_sum
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import ObjectiveState
 from mmrl.fields import bounded, rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from mmrl.core.blocks.clip import BoundedClip, Loss, clip_indicators, clipped_loss
 from mmrl.core.blocks.turns import Weight
 from mmrl.core.loss import PolicyOutputs, required
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SOURCE = "source"
 """Extra (B,) int64 of rollouts: 0 for samples of the policy, 1 for those behind a hint, 2 for answers of a teacher

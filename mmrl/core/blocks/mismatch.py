@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from mmrl.core.block import Block
 from mmrl.core.blocks.clip import LOG_RATIO_LIMIT
 from mmrl.core.loss import PolicyOutputs, masked_mean, masked_sum, required
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EXPONENTS = {"token": "d_it", "sequence": "sum_t d_it", "geometric": "mean_t d_it"}
 

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 
 from mmrl.core.blocks.preference import MARGIN, BetaPair, Pairs
 from mmrl.fields import bounded, rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class ExoPair(BetaPair):
 
     def __call__(self, pairs: Pairs) -> Tensor:
         x, wrong = self.beta * pairs.margin, self.label_smoothing
-        chosen = torch.sigmoid(x) * (functional.logsigmoid(x) - math.log1p(-wrong))
-        return chosen + torch.sigmoid(-x) * (functional.logsigmoid(-x) - math.log(wrong))
+        chosen = torch.sigmoid(x) * (torch.nn.functional.logsigmoid(x) - math.log1p(-wrong))
+        return chosen + torch.sigmoid(-x) * (torch.nn.functional.logsigmoid(-x) - math.log(wrong))
 
     def formula(self) -> str:
         wrong = self.label_smoothing
@@ -47,7 +48,8 @@ class NcaPair(BetaPair):
 
     def __call__(self, pairs: Pairs) -> Tensor:
         good, bad = self.beta * pairs.log_ratio_w, self.beta * pairs.log_ratio_l
-        return -functional.logsigmoid(good) - 0.5 * (functional.logsigmoid(-good) + functional.logsigmoid(-bad))
+        log_sigmoid = torch.nn.functional.logsigmoid
+        return -log_sigmoid(good) - 0.5 * (log_sigmoid(-good) + log_sigmoid(-bad))
 
     def formula(self) -> str:
         x, both = f"{self.beta:g} r_w", f"log sigmoid(-{self.beta:g} r_w) + log sigmoid(-{self.beta:g} r_l)"
@@ -62,7 +64,7 @@ class BcoPair(BetaPair):
 
     def __call__(self, pairs: Pairs) -> Tensor:
         good, bad = self.beta * pairs.log_ratio_w, self.beta * pairs.log_ratio_l
-        return -functional.logsigmoid(good) - functional.logsigmoid(-bad)
+        return -torch.nn.functional.logsigmoid(good) - torch.nn.functional.logsigmoid(-bad)
 
     def formula(self) -> str:
         return f"-log sigmoid({self.beta:g} r_w) - log sigmoid(-{self.beta:g} r_l), r = logp - logp_ref"
@@ -138,7 +140,8 @@ class DiscopopPair(BetaPair):
         x = self.beta * pairs.margin
         share = torch.sigmoid(x / self.tau)
         # share * exp(-x) in one exponential, since the two factors are 0 and inf far below 0
-        return -functional.logsigmoid(x) * (1 - share) + torch.exp(-x - functional.softplus(-x / self.tau))
+        exponential = torch.exp(-x - torch.nn.functional.softplus(-x / self.tau))
+        return -torch.nn.functional.logsigmoid(x) * (1 - share) + exponential
 
     def formula(self) -> str:
         x = f"{self.beta:g} {MARGIN}"
@@ -155,7 +158,7 @@ class ReferenceFreePair(BetaPair):
     """Target margin of the implicit rewards of w and l; 0 is CPO (arXiv 2401.08417, eq. 3)."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
-        return -functional.logsigmoid(self.beta * (pairs.logp_w - pairs.logp_l) - self.gamma)
+        return -torch.nn.functional.logsigmoid(self.beta * (pairs.logp_w - pairs.logp_l) - self.gamma)
 
     def formula(self) -> str:
         return f"-log sigmoid({self.beta:g} {MARGIN}{f' - {self.gamma:g}' if self.gamma else ''})"
@@ -174,7 +177,7 @@ class OddsRatioPair(BetaPair):
     """Weight of the loss relative to the likelihood of the preferred answers (the paper's lambda)."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
-        return -self.beta * functional.logsigmoid(_log_odds(pairs.logp_w) - _log_odds(pairs.logp_l))
+        return -self.beta * torch.nn.functional.logsigmoid(_log_odds(pairs.logp_w) - _log_odds(pairs.logp_l))
 
     def formula(self) -> str:
         return f"-{self.beta:g} log sigmoid(o_w - o_l), o = logp - log(1 - exp(logp))"

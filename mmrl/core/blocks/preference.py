@@ -6,16 +6,17 @@ With h = (logp_w - logp_ref_w) - (logp_l - logp_ref_l), the margin of a pair (`P
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 
 from mmrl.core.block import Block
 from mmrl.core.loss import masked_mean, masked_sum, required
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CHOSEN = "chosen"
 """Key of `Rollouts.extras` (B,): 1 on the preferred row of a group, 0 on the rejected one."""
@@ -172,7 +173,7 @@ class SigmoidPair(BetaPair):
     def __call__(self, pairs: Pairs) -> Tensor:
         # minus log-likelihood, with a share of the labels taken as swapped
         x, swapped = self.beta * pairs.margin, self.label_smoothing
-        return -(1 - swapped) * functional.logsigmoid(x) - swapped * functional.logsigmoid(-x)
+        return -(1 - swapped) * torch.nn.functional.logsigmoid(x) - swapped * torch.nn.functional.logsigmoid(-x)
 
     def formula(self) -> str:
         kept, swapped = f"log sigmoid({self.beta:g} {MARGIN})", self.label_smoothing
@@ -191,9 +192,9 @@ class RobustPair(BetaPair):
 
     def __call__(self, pairs: Pairs) -> Tensor:
         x, swapped = self.beta * pairs.margin, self.label_smoothing
-        clean = -(1 - swapped) * functional.logsigmoid(x)
+        clean = -(1 - swapped) * torch.nn.functional.logsigmoid(x)
         # the noise-corrected loss: its mean over swapped labels is the loss on clean ones
-        return (clean + swapped * functional.logsigmoid(-x)) / (1 - 2 * swapped)
+        return (clean + swapped * torch.nn.functional.logsigmoid(-x)) / (1 - 2 * swapped)
 
     def formula(self) -> str:
         swapped, x = self.label_smoothing, f"{self.beta:g} {MARGIN}"

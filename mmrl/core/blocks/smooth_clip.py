@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 
 from mmrl.core.blocks.clip import BoundedClip, Clip, Loss, Ratio, clip_indicators, clipped_loss
 from mmrl.core.loss import PolicyOutputs, masked_mean, required
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def by_sign(chosen: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
@@ -392,7 +394,7 @@ class StepRanking(Clip):
         # beyond the limit an advantage counts as a full preference, so that an outlier cannot rule the step
         wish = (advantage.detach() / self.limit).clamp(-1, 1)
         # by 4 beta (log r + D) = E- - E+, so the means of the Gaussians are not needed
-        loss = functional.softplus(-2 * self.beta * self.strength * wish * (log_ratio + moved))
+        loss = torch.nn.functional.softplus(-2 * self.beta * self.strength * wish * (log_ratio + moved))
         return loss, {"policy/divergence_old": moved.detach()}
 
     def formula(self) -> str:

@@ -9,10 +9,9 @@ Denominators still count all trained decisions, as in TRL, unless a block says o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from mmrl.core.block import Block
 from mmrl.core.blocks.advantage import Advantage, group_center, group_std
@@ -20,6 +19,9 @@ from mmrl.core.loss import masked_sum, required
 from mmrl.core.returns import decision_rewards, gae_over_turns, turn_starts
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DURATION = "duration"
 """Key of `Rollouts.extras` (B, T): the seconds of the action that each decision belongs to."""
@@ -170,11 +172,11 @@ class GroupInGroup(Advantage):
         return centred / (group_std(values, group, valid) + 1e-6) if self.std else centred
 
     def formula(self) -> str:
-        over = " / (std + 1e-6)" if self.std else ""
+        over, ddof = (" / (std + 1e-06)", ", std with ddof 1") if self.std else ("", "")
         return (
             f"A_ik = (R_i - mean_g R){over} + {self.weight:g} * (G_ik - mean of G from the same state){over}, "
-            f"G_ik = sum_(l>=k) {self.gamma:g}^(l-k) R_il, mean_g over {self.episode_mean}; the same for all decisions "
-            "of turn k"
+            f"G_ik = sum_(l>=k) {self.gamma:g}^(l-k) R_il, mean_g over {self.episode_mean}{ddof}; the same for all "
+            "decisions of turn k"
         )
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from mmrl.core.blocks.advantage import AdvantageScaling
 from mmrl.core.loss import masked_mean
 from mmrl.core.objectives.objective import Objective
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import ObjectiveState
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 STD_EPS = 1e-4
 

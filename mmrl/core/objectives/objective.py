@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import Tensor
 
 from mmrl.core.block import Block, unknown_name
 from mmrl.core.blocks import BLOCKS, PREFERENCE_BLOCKS, all_kinds, kind_names
@@ -37,6 +36,9 @@ from mmrl.core.returns import decision_rewards, turn_starts
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import ObjectiveState
 from mmrl.fields import bounds_of, hints_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def changed_blocks(current: Mapping[str, Any], changes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -159,7 +161,7 @@ SHOWN_AS = {
 """Prefix of each block in `Objective.parts`."""
 
 
-Term = tuple[Tensor | None, dict[str, Metric]]
+Term: TypeAlias = "tuple[Tensor | None, dict[str, Metric]]"
 """A loss term, or None, and its metrics."""
 
 

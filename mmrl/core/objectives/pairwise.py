@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from mmrl.core.block import Block
 from mmrl.core.blocks import PREFERENCE_BLOCKS
@@ -32,6 +31,9 @@ from mmrl.core.loss import Denominators, LossOutput, Metric, PolicyOutputs, coun
 from mmrl.core.objectives.objective import changed, weighted
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import ObjectiveState
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PAIRS, ANSWERS, DECISIONS = "pairs", "preferred_answers", "preferred_decisions"
 """Keys of `Denominators.others`."""

@@ -1,0 +1,378 @@
+"""Papers by their usual names: where each one is in the suite, what it lacks there, and which are left out.
+
+`mmrl explain` finds rows, recipes and functions by these names; docs/catalogue.md and docs/papers.md print the tables.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class Paper(NamedTuple):
+    """A paper of which the suite has something."""
+
+    name: str
+    """Its usual name."""
+    found: tuple[str, ...] = ()
+    """Rows and recipes, the one that `mmrl explain` shows first."""
+    names: tuple[str, ...] = ()
+    """Other names."""
+    code: str = ""
+    """`module:name` of a paper without a row or recipe of its own."""
+    source: str = ""
+    """Citation of such a paper; others have that of their row or recipe."""
+    page: str = ""
+    """Place in docs/ where the paper is described, if `found` does not tell."""
+    lacking: str = ""
+    """Parts of the paper that the suite lacks; empty for a whole one."""
+
+
+class Omitted(NamedTuple):
+    """A paper that the suite has nothing of."""
+
+    name: str
+    about: str
+    """Topic."""
+    reason: str
+    """Why it is left out."""
+    names: tuple[str, ...] = ()
+    """Other names."""
+
+
+def spelled(name: str) -> str:
+    """A name as it is compared: small letters and digits alone, so that Nash-MP is nash_mp."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def called(paper: Paper | Omitted) -> set[str]:
+    """The names of a paper as they are compared; "AEPO, agentic" is AEPO too."""
+    return {spelled(name) for name in (paper.name, paper.name.partition(",")[0], *paper.names)}
+
+
+def papers_of(name: str) -> list[Paper]:
+    """The papers that a row or recipe is of."""
+    return [paper for paper in PAPERS if name in paper.found]
+
+
+def status_of(name: str) -> str:
+    """Whether a row or recipe is a part of its paper, and what is lacking; empty for a whole one."""
+    partial = [paper for paper in PAPERS if paper.lacking and paper.found[:1] == (name,)]
+    return "; ".join(f"*partial* ({paper.name}): lacks {paper.lacking}" for paper in partial)
+
+
+PAPERS = (
+    Paper("3DFlowAction", ("flow3d", "flow3d_awm"), ("3d_flow_action",)),
+    Paper(
+        "A-LoL",
+        ("a_lol",),
+        ("advantage leftover lunch",),
+        lacking="the value head on the frozen model, and sampling in proportion to the advantage",
+    ),
+    Paper(
+        "AC-Flow",
+        ("ac_flow",),
+        ("actor-critic flow",),
+        lacking="certainty: it is a reconstruction from the abstract and the project page, which nothing confirms",
+    ),
+    Paper(
+        "Accelerated preference optimization",
+        ("online_preference",),
+        ("accelerated_po", "apo"),
+        code="mmrl.contrib.language.online_preference:OnlineSettings",
+        source="arXiv 2410.06293",
+        page="methods.md#pairs-of-sampled-answers",
+        lacking="extrapolated log-probabilities (`online.extrapolation` moves the weights instead), and golden numbers",
+    ),
+    Paper("AEPO, adaptive exploration", ("aepo",), ("infigui-g1",)),
+    Paper("AEPO, agentic", ("agentic_entropy_balanced", "agentic_branching"), ("agentic_aepo",)),
+    Paper("AEPO, arbitrary entropy", ("arbitrary_entropy",), ("arbitrary entropy policy optimization",)),
+    Paper(
+        "Agent-R",
+        ("agent_revision",),
+        lacking="the tree search that finds good episodes without an expert, the model's own judgement of its first "
+        "error, and the splice of a good episode onto a bad one",
+    ),
+    Paper("AMPO", ("multi_teacher",), ("adaptive multi-guidance policy optimization",)),
+    Paper("APO, View-R1", ("apo",), ("view_r1", "asymmetric policy optimization")),
+    Paper("ArCHer", ("archer",)),
+    Paper("ARPO, agentic", ("agentic_branching",), ("agentic_arpo", "agentic reinforced policy optimization")),
+    Paper("ARPO, GUI agents", ("arpo",), ("gui_arpo",)),
+    Paper("ASPO", ("aspo_tir",), ("understanding tool-integrated reasoning", "understanding_tir")),
+    Paper(
+        "AutoMathCritique",
+        (),
+        ("critique in the loop",),
+        code="mmrl.contrib.language.critique_loops:build_refinements",
+        source="arXiv 2411.16579",
+        page="critics.md#critics-that-make-their-own-data",
+        lacking="critiques by stronger models, critiques of single steps, and the second filter",
+    ),
+    Paper("AWM", ("awm",), ("advantage-weighted matching",)),
+    Paper("BAPO", ("bapo",)),
+    Paper("BGPO", ("bgpo", "masked")),
+    Paper("BNPO", ("bnpo",), lacking="the decomposition of the advantage for several rewards, which are added up here"),
+    Paper("CANON", ("canon_entropy", "canon_length")),
+    Paper("COPO", ("copo",)),
+    Paper(
+        "Critic-V",
+        code="mmrl.vlm.critic.critiques:build_pairs",
+        source="arXiv 2411.18203",
+        page="critics.md#finding-errors-in-an-answer-critic-v",
+    ),
+    Paper("Critique-RL", ("critique_rl",)),
+    Paper("D3S", ("d3s",)),
+    Paper("DAPO, decoupled clip", ("dapo",)),
+    Paper(
+        "DAPO, direct advantage",
+        ("direct_advantage",),
+        ("direct advantage policy optimization",),
+        lacking="the critic of reasoning steps: the data holds the advantages, of whole answers",
+    ),
+    Paper("DCPO", ("dcpo",)),
+    Paper("DeepVideo-R1", ("reg_grpo",)),
+    Paper("Demonstration-regularised RL", ("demo_regularised",), ("demonstration-regularized rl",)),
+    Paper("DigiRL", ("digirl",)),
+    Paper("DisCO", ("disco",)),
+    Paper(
+        "DPA",
+        (),
+        ("directional preference alignment",),
+        code="mmrl.contrib.language.directions:build_directed",
+        source="arXiv 2402.18571",
+        page="text.md#weights-in-the-prompt",
+    ),
+    Paper("DR-PO", ("dataset_reset",), ("dataset reset policy optimization",)),
+    Paper("DRPO", ("decoupled_reward", "disco"), ("decoupled reward policy optimization",)),
+    Paper(
+        "EPO, entropy-regularised", ("entropy_smoothing",), ("entropy-regularized policy optimization", "entropy_epo")
+    ),
+    Paper(
+        "EPO, explicit",
+        ("explicit_strategy",),
+        ("explicit policy optimization",),
+        page="agent_methods.md#epo-a-strategy-in-each-turn",
+        lacking="a judge of the whole dialogue (it sees one turn), and self-play against the policy of each iteration "
+        "(the partner is a fixed model)",
+    ),
+    Paper(
+        "FAPO",
+        ("fapo",),
+        ("flawed-aware policy optimization",),
+        lacking="the training of the generative reward model: any model at an endpoint judges",
+    ),
+    Paper(
+        "FiFA",
+        ("diffusion_dpo",),
+        code="diffusion.methods.fifa:select_pairs",
+        source="arXiv 2410.10166",
+        page="diffusion.md#pairs-of-images",
+    ),
+    Paper(
+        "GEPO in OORL",
+        ("gepo",),
+        ("oorl", "gepo"),
+        lacking="groups of intermediate representations and the code-translation task: preferences are among the "
+        "policy's own answers, on GRPO instead of REINFORCE++",
+    ),
+    Paper("GiGPO", ("gigpo",), ("group-in-group policy optimization",)),
+    Paper("GRACE", ("grace", "contrastive")),
+    Paper("GTPO", ("gtpo",)),
+    Paper("HAPO", ("hapo",)),
+    Paper("HBPO", ("hbpo",)),
+    Paper("HNPG", ("hnpg",), ("offline data enhanced policy gradient",)),
+    Paper("IGPO, information gain", ("information_gain",), ("information gain policy optimization",)),
+    Paper("IGPO, inpainting", ("inpainting_guided", "masked"), ("inpainting-guided policy optimization",)),
+    Paper("INPO", ("inpo", "online_preference")),
+    Paper(
+        "LLaVA-Critic-R1",
+        (),
+        ("llava_critic",),
+        code="mmrl.vlm.critic.questions:build_questions",
+        source="arXiv 2509.00676",
+        page="critics.md#comparing-answers-llava-critic-r1",
+    ),
+    Paper(
+        "LSPO",
+        (),
+        ("latent space policy optimization", "werewolf"),
+        code="mmrl.contrib.language.latent_strategies:build_strategy_pairs",
+        source="arXiv 2502.04686",
+        page="agent_methods.md#lspo-strategies-as-clusters-of-utterances",
+        lacking="Werewolf, and games of more than one move with counterfactual regret minimisation",
+    ),
+    Paper(
+        "MDPO",
+        ("mirror_descent",),
+        ("mirror descent policy optimization",),
+        lacking="the off-policy variant, and the critic of the on-policy one",
+    ),
+    Paper(
+        "MPO",
+        ("meta_reward",),
+        ("meta policy optimization",),
+        lacking="several rubrics: tasks are neither clustered nor prescreened, and rubrics are not merged",
+    ),
+    Paper(
+        "Nash-MP",
+        ("online_preference", "nash_md"),
+        ("nash mirror prox",),
+        source="arXiv 2410.16714",
+        page="methods.md#pairs-of-sampled-answers",
+        lacking="the two half steps of an iteration, which are one step, and golden numbers",
+    ),
+    Paper("NGRPO", ("ngrpo",)),
+    Paper("P3O", ("p3o_joint", "p3o_separate"), ("pairwise proximal policy optimization",)),
+    Paper("PAPO", ("papo",), ("perception-aware policy optimization",)),
+    Paper(
+        "Practitioner's guide to multi-turn agentic RL",
+        (),
+        ("practitioner guide", "practitioners_guide"),
+        source="arXiv 2510.01132",
+        page="agents.md#findings-on-multi-turn-training-as-options",
+        lacking="the paper's comparisons, which were not run again: its findings are a list of options",
+    ),
+    Paper("REFUEL", ("refuel",)),
+    Paper("RiskPO", ("riskpo",)),
+    Paper(
+        "RL for machine learning engineering agents",
+        (),
+        ("mle_agents", "duration"),
+        code="mmrl.core.blocks.turns:Duration",
+        source="arXiv 2509.01684",
+        page="catalogue.md#blocks",
+        lacking="a row and a configuration of its own, and rewards from instrumented environments",
+    ),
+    Paper("RPO", ("rpo",)),
+    Paper("Scaf-GRPO", ("scaffolded",)),
+    Paper("SEC", ("sec",), ("self-evolving curriculum",)),
+    Paper("SEED-GRPO", ("seed_grpo",)),
+    Paper("SofT-GRPO", ("soft_tokens",)),
+    Paper(
+        "SPC",
+        ("spc",),
+        ("self-play critic",),
+        code="mmrl.contrib.language.critique_loops:build_game",
+        page="critics.md#critics-that-make-their-own-data",
+        lacking="false steps hidden inside a solution: whole answers are altered",
+    ),
+    Paper(
+        "SPO, minimaximalist",
+        ("selfplay_winrate",),
+        ("minimaximalist", "self-play preference optimization (minimaximalist)"),
+    ),
+    Paper("SPO, segments", ("segment",), ("segment policy optimization", "spo_chain", "spo_tree")),
+    Paper("SPO, single stream", ("single_stream",), ("single-stream policy optimization",)),
+    Paper("SPPO", ("sppo",)),
+    Paper("SRPO", ("srpo",)),
+    Paper("T-PPO", ("tppo", "truncated"), ("truncated ppo",)),
+    Paper("TAPO", code="mmrl.agents.environments.tools:ToolEnvironment", page="agents.md#tapo-dapo-with-tools"),
+    Paper("TSPO", ("tspo",)),
+    Paper(
+        "VAS",
+        ("value_guided",),
+        ("value-augmented sampling",),
+        lacking="several rewards composed while sampling (personalisation), and models behind an API: the critic "
+        "reads the policy's states",
+    ),
+    Paper("VL-DAC", ("vl_dac", "vl_dac_repo")),
+)
+"""Papers that rows, recipes or functions implement, by name."""
+OMITTED = (
+    Omitted("SAC", "soft actor-critic, off-policy control", "not in this release", ("soft actor-critic",)),
+    Omitted(
+        "RLIF",
+        "rewards from the interventions of a person",
+        "not in this release",
+        ("reinforcement learning via intervention feedback",),
+    ),
+    Omitted(
+        "PMOE",
+        "a mixture of Gaussians as the policy of SAC or PPO",
+        "not in this release",
+        ("probabilistic mixture-of-experts",),
+    ),
+    Omitted("BESO", "goal-conditioned behaviour by score-based diffusion", "not in this release"),
+    Omitted(
+        "PROPS",
+        "on-policy data by correcting the sampling policy",
+        "not in this release",
+        ("proximal robust on-policy sampling",),
+    ),
+    Omitted(
+        "TGPO",
+        "robots with goals in signal temporal logic",
+        "not in this release",
+        ("temporal grounded policy optimization",),
+    ),
+    Omitted(
+        "ARSQ",
+        "value-based control in discretised actions",
+        "learns a value function for states of control benchmarks, not a policy over sequences",
+    ),
+    Omitted(
+        "OPPO",
+        "offline preferences that guide a policy, on D4RL",
+        "offline control benchmarks",
+        ("offline preference-guided policy optimization",),
+    ),
+    Omitted(
+        "A2PR",
+        "offline RL with an advantage-guided policy",
+        "learns a value function for states of control benchmarks, not a policy over sequences",
+    ),
+    Omitted(
+        "OTA",
+        "values for offline goal-conditioned RL",
+        "learns a value function for states of control benchmarks, not a policy over sequences",
+    ),
+    Omitted(
+        "Lipschitz-regularised model-based RL",
+        "robust world models for control",
+        "learns a value function for states of control benchmarks, not a policy over sequences",
+    ),
+    Omitted(
+        "SLIM",
+        "skills for manipulation from several critics",
+        "learns a value function for states of control benchmarks, not a policy over sequences",
+    ),
+    Omitted("AILBoost", "adversarial imitation by boosting", "off-policy imitation with discriminators"),
+    Omitted("MAMQL", "inverse RL of several agents", "multi-agent inverse RL"),
+    Omitted(
+        "ReAd", "advantages as feedback to a language model that plans", "a prompted planner: no policy is trained"
+    ),
+    Omitted("C-MORL", "sets of Pareto-optimal policies", "multi-objective control benchmarks"),
+    Omitted("HPO for MORL", "hyperparameters of multi-objective RL", "multi-objective control benchmarks"),
+    Omitted("DCG-MAP-Elites", "quality diversity with policy gradients", "evolution", ("map_elites",)),
+    Omitted("STAX", "novelty search in a learned space of behaviours", "evolution"),
+    Omitted("DRED", "design of levels for generalisation", "environment design for procedural games"),
+    Omitted("Adversarial Cheap Talk", "an adversary that writes into observations", "a study of attacks"),
+    Omitted(
+        "Two-stage constrained actor-critic",
+        "short-video recommendation",
+        "a recommender, which needs the logs of a service",
+    ),
+    Omitted("SL-MGAC", "allocation of live streams", "a recommender, which needs the logs of a service"),
+    Omitted("ESG portfolio", "portfolios with sustainability scores by A2C and PPO", "finance"),
+    Omitted(
+        "Optimal sample efficiency of actor-critics",
+        "regret bounds",
+        "theory: no method to train",
+        ("actor-critics with optimal sample efficiency",),
+    ),
+    Omitted(
+        "Variance-reduced Halpern iteration",
+        "sample complexity of average-reward MDPs",
+        "theory: no method to train",
+        ("halpern",),
+    ),
+    Omitted(
+        "Preference fine-tuning with suboptimal on-policy data",
+        "a comparison of existing methods",
+        "guidance, without a method; its options are those of `online_preference`",
+        ("suboptimal on-policy data",),
+    ),
+    Omitted("RL in the era of LLMs", "a perspective", "no method to train"),
+    Omitted("RL foundations for deep research", "a survey", "no method to train", ("deep research survey",)),
+)
+"""Papers that are left out, those that are planned first."""
