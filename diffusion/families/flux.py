@@ -29,7 +29,7 @@ from mmrl.fields import bounded
 class FluxOptions(FamilyOptions):
     """Options of FLUX."""
 
-    guidance_embedding: float = bounded(3.5, at_least=0, finite=True)
+    guidance_embedding: float = bounded(3.5, at_least=0)
     """Guidance scale, an input of guidance-distilled transformers."""
 
 

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import itertools
 import logging
+import math
 import os
 import shlex
 import signal
@@ -244,6 +245,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if surplus:
         usage = GONE.get(surplus[0].partition("=")[0]) or f"`mmrl {arguments[0]} --help` shows the usage"
         raise UserError(f"unknown arguments: {' '.join(surplus)}; {usage}")
+    for name, value in vars(args).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"--{name.replace('_', '-')} is {value}; must be finite")
     if args.takes_overrides:
         args.overrides = _checked_overrides([*args.overrides, *rest])
     return args
