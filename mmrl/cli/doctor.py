@@ -25,7 +25,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from mmrl.config import foreign_run
+from mmrl.config import as_override, escaped, foreign_run
 from mmrl.entries import load_target
 from mmrl.errors import UserError
 from mmrl.files import read_json_object
@@ -171,7 +171,8 @@ def _resume(run_dir: Path) -> list[Finding]:
     checkpoints = Checkpoints(run_dir / "checkpoints")
     steps = checkpoints.steps()
     whole = [step for step in steps if checkpoints.damage(checkpoints.path(step)) is None]
-    command = f"mmrl train {shlex.quote(str(run_dir / 'config.yaml'))} output_dir={shlex.quote(str(run_dir))} --resume"
+    folder = as_override("output_dir", escaped(str(run_dir)))
+    command = shlex.join(["mmrl", "train", str(run_dir / "config.yaml"), folder, "--resume"])
     result = run_dir / "result.json"
     if result.is_file() and read_json_object(result).get("status") in FINISHED:
         return [Finding(AREA, "resume", "ok", "the run is finished", f"to go on: {command} trainer.steps=<more>")]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mmrl.config import load_run
+from mmrl.config import as_override, escaped, load_run
 from mmrl.entries import load_target
 from mmrl.errors import RunError, UserError
 from mmrl.files import read_json_object
@@ -271,7 +271,7 @@ def evaluation_of(
 
 def finish_run(config: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Path:
     """Train a configuration: start it, continue it if it was interrupted, or return at once if it is finished."""
-    entry, options = load_run(config, [*overrides, f"output_dir={run_dir}"])
+    entry, options = load_run(config, [*overrides, as_override("output_dir", escaped(str(run_dir)))])
     # a finished run is not repeated, even if its settings have changed since
     if read_result(run_dir).get("status") in FINISHED:
         if changed := _changed_settings(run_dir, options):

@@ -261,7 +261,7 @@ def test_what_does_not_start_says_why(function, options, error, message):
         ({"step_timeout_s": 0.0}, "step_timeout_s is 0.0; must be positive"),
         ({"step_timeout_s": math.inf}, "step_timeout_s is inf"),
         ({"kwargs": {"x": object()}}, "environment.kwargs must be JSON"),
-        ({"adapter": {"x": math.nan}}, "environment.adapter must be JSON"),
+        ({"adapter": {"x": math.nan}}, "environment.adapter.x is nan; must be finite"),
     ],
 )
 def test_options_are_checked_before_a_process_starts(options, message):

@@ -63,6 +63,15 @@ def no_prompts(completions):
 
 def needs_colour(prompts, completions, colour):
     return [1.0] * len(completions)
+
+def with_token(prompts, completions, token):
+    assert token == "s3cr3t"
+    return [float(len(text)) for text in completions]
+
+def copied(path, source, token):
+    assert token == "s3cr3t"
+    import shutil
+    shutil.copytree(source, path.rpartition("/")[0], dirs_exist_ok=True)
 """
 
 
