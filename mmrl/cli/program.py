@@ -201,6 +201,20 @@ def _failed(error: Exception, arguments: list[str], run_dir: Path | None) -> int
 
 
 class _Parser(argparse.ArgumentParser):
+    """Takes options before, between and after the other arguments of a command."""
+
+    _mixing = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
+        # argparse itself calls this for the arguments of a command, and twice from the method below
+        if self._mixing or self._subparsers is not None:
+            return super().parse_known_args(args, namespace)
+        self._mixing = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._mixing = False
+
     def error(self, message: str) -> NoReturn:
         # as every other mistake: one line, code 2
         raise UserError(f"{message}; `{self.prog} --help` shows the usage")
@@ -234,22 +248,22 @@ def _described_commands() -> str:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     _check_command(arguments)
-    # argparse stops collecting `a.b=c` at an option, so `train x.yaml --resume a.b=c` leaves some over.
     args, rest = _build_parser().parse_known_args(arguments)
     if args.version:
         args.run = _version
         return args
     if not hasattr(args, "run"):
         raise UserError(f"a command is needed: {', '.join(COMMANDS)}; `mmrl --help` explains them")
-    surplus = [text for text in rest if text.startswith("-") or not args.takes_overrides]
-    if surplus:
+    if rest:
+        # an unknown option takes the overrides after it along
+        surplus = [text for text in rest if text.startswith("-") or not args.takes_overrides]
         usage = GONE.get(surplus[0].partition("=")[0]) or f"`mmrl {arguments[0]} --help` shows the usage"
         raise UserError(f"unknown arguments: {' '.join(surplus)}; {usage}")
     for name, value in vars(args).items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"--{name.replace('_', '-')} is {value}; must be finite")
     if args.takes_overrides:
-        args.overrides = _checked_overrides([*args.overrides, *rest])
+        args.overrides = _checked_overrides(args.overrides)
     return args
 
 

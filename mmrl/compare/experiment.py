@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -415,8 +414,6 @@ def _check_seeds(key: str, seeds: list[int]) -> None:
 def _check_number(key: str, value: str | int | float, word: str) -> None:
     if isinstance(value, str) and value != word:
         raise ValueError(f"`{key}` is '{value}'; allowed: {word} or a number")
-    if not isinstance(value, str) and not math.isfinite(value):
-        raise ValueError(f"`{key}` is {value}; allowed: {word} or a finite number")
 
 
 def _check_cost(name: str, weights: Mapping[str, float]) -> None:
@@ -430,7 +427,7 @@ def _check_cost(name: str, weights: Mapping[str, float]) -> None:
         if counter not in counters:
             hint = did_you_mean(counter, counters)
             raise ValueError(f"`work.costs.{name}` has no counter '{counter}'; {hint}counters: {', '.join(counters)}")
-        if not (weight > 0 and math.isfinite(weight)):
+        if weight <= 0:
             raise ValueError(f"`work.costs.{name}`: the weight of '{counter}' is {weight}; it must be positive")
 
 

@@ -89,7 +89,16 @@ def test_the_real_command_trains_with_the_overrides(lab):
 
 @pytest.mark.parametrize(
     "value",
-    [r"Pay \${price}", "$", "$5 {a}", r"C:\dir", r"\\\${x}", [r"\d ${a}"], [{"a": r"\d", "b": None}], "{output_dir} #1"],
+    [
+        r"Pay \${price}",
+        "$",
+        "$5 {a}",
+        r"C:\dir",
+        r"\\\${x}",
+        [r"\d ${a}"],
+        [{"a": r"\d", "b": None}],
+        "{output_dir} #1",
+    ],
 )
 def test_texts_with_dollars_reach_the_runs_of_an_experiment(lab, value):
     """Through the file, its overrides, and the copy that `mmrl reproduce` writes."""
