@@ -147,7 +147,7 @@ def _written(experiment: ExperimentConfig, output: Path) -> Path:
     from omegaconf import OmegaConf
 
     content = as_file(experiment)
-    for part in (content, *content["arms"].values(), *content["prepare"]):
+    for part in filter(None, (content, *content["arms"].values(), *content["prepare"])):
         for key in ("base", "config"):
             if part.get(key):
                 part[key] = str(Path(part[key]).resolve())

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from mmrl.errors import UserError
-from mmrl.files import remove_drafts
+from mmrl.files import output_folder, remove_drafts
 from mmrl.runs.records import STEP_NAME, read_jsonl
 
 EARLIER = "earlier"
@@ -97,6 +97,7 @@ class RunLock:
 
     def acquire(self) -> None:
         """Take the lock."""
+        output_folder(self.run_dir, "output_dir")
         try:
             self._made = not self.run_dir.exists()
             self.run_dir.mkdir(parents=True, exist_ok=True)

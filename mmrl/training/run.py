@@ -18,7 +18,7 @@ import torch
 from mmrl.config import as_override, escaped, load_run
 from mmrl.entries import load_target
 from mmrl.errors import RunError, UserError
-from mmrl.files import read_json_object
+from mmrl.files import output_folder, read_json_object
 from mmrl.recipes import plan_of, preview_of, reader_of
 from mmrl.runs.dry_run import DataRead, NotReadError, data_only
 from mmrl.runs.export import chosen_checkpoint
@@ -109,7 +109,7 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
     from mmrl.training.ray_rollers import open_rollers
 
     # before the model is loaded: a read-only folder would only fail at the end
-    _check_writable(Path(config.output_dir))
+    output_folder(config.output_dir, "output_dir")
     folder = None if run_dir is None else chosen_checkpoint(run_dir)
     with open_evaluation(entry, config, folder) as (recipe, accelerator, position), ExitStack() as stack:
         step = position.number
@@ -485,13 +485,6 @@ def _tracker(run_dir: Path, config: Any) -> Tracker:
         run_config=to_container(config),
         recipe=config.recipe,
     )
-
-
-def _check_writable(folder: Path) -> None:
-    """Refuse a folder that results cannot be written to, before a model is loaded."""
-    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not os.access(existing, os.W_OK):
-        raise UserError(f"{existing} cannot be written; choose another folder with output_dir=...")
 
 
 def _append_evaluation(folder: Path, step: int, split: str, metrics: dict[str, float]) -> None:

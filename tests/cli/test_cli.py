@@ -286,7 +286,7 @@ def test_a_folder_that_cannot_be_written_is_named(toy_config, recorded_train, tm
 def test_evaluate_refuses_a_folder_that_cannot_be_written_before_it_loads(toy_config, monkeypatch, capsys):
     monkeypatch.setattr(os, "access", lambda place, mode: False)
     assert main(["evaluate", str(toy_config)]) == 2
-    assert "cannot be written; choose another folder with output_dir=..." in one_error_line(capsys)
+    assert "cannot be written; choose another path" in one_error_line(capsys)
 
 
 def test_home_is_expanded_in_output_dir(toy_config, recorded_train, tmp_path, monkeypatch, capsys):
@@ -565,3 +565,52 @@ def test_init_takes_its_words_in_any_order(tmp_path, monkeypatch):
 def test_an_option_that_is_no_finite_number_is_refused(number, capsys):
     assert main(["train", "x.yaml", "--dry-run", f"--gpu-memory={number}"]) == 2
     assert f"--gpu-memory is {number}; must be finite" in one_error_line(capsys)
+
+
+OUTPUTS = (
+    ["init", "papo"],
+    ["export", ".", "--output"],
+    ["report", ".", "--output"],
+    ["select", "x.yaml", "--output"],
+    ["select", "x.yaml", "--output", "tasks.jsonl", "--record"],
+    ["compare", "x.yaml", "--output"],
+    ["reproduce", "x", "--output"],
+    ["demo", "--output"],
+    ["setup", "vllm", "--folder"],
+    ["sim", "setup", "libero", "--folder"],
+    ["sim", "play", "push", "--video"],
+    ["sim", "play", "push", "--strip"],
+    ["gui", "screens"],
+)
+"""Commands that write to a path, which comes last."""
+
+
+@pytest.mark.parametrize("words", OUTPUTS, ids=" ".join)
+def test_an_output_that_cannot_be_written_is_one_line_and_exit_2(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    Path("dangling").symlink_to("gone")
+    for path, message in (
+        ("dangling", "dangling is a link to gone, which does not exist"),
+        ("file/x", "file is not a folder"),
+        ("x" * 256, "has a name of 256 bytes; file systems allow 255"),
+    ):
+        assert main([*words, path]) == 2
+        assert message in one_error_line(capsys)
+    assert sorted(os.listdir()) == ["dangling", "file"]
+
+
+@pytest.mark.parametrize("words", [["train"], ["train", "--dry-run"], ["train", "--processes", "2"]], ids=" ".join)
+def test_a_run_folder_that_cannot_be_written_is_one_line_and_exit_2(words, toy_config, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone")
+    (tmp_path / "linked").symlink_to(tmp_path / "file")
+    for name, message in (
+        ("dangling", f"is a link to {tmp_path / 'gone'}, which does not exist"),
+        ("linked", "is not a folder; choose another path"),
+        ("file/x", f"{tmp_path / 'file'} is not a folder; choose another path"),
+    ):
+        assert main([*words, str(toy_config), f"output_dir={tmp_path / name}"]) == 2
+        line = one_error_line(capsys)
+        assert line.startswith(f"mmrl: error: output_dir {tmp_path / name}")
+        assert message in line

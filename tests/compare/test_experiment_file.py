@@ -95,7 +95,7 @@ def test_the_real_command_trains_with_the_overrides(lab):
         "$5 {a}",
         r"C:\dir",
         r"\\\${x}",
-        [r"\d ${a}"],
+        [r"\d \${a}"],
         [{"a": r"\d", "b": None}],
         "{output_dir} #1",
     ],
