@@ -109,7 +109,9 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
 
         # the same command, without the option that starts processes
         words = ["--resume"] * args.resume + ["--from-last-good"] * args.from_last_good
-        return launch(["train", str(args.config), *args.overrides, *words], args.processes)
+        name = "sft" if supervised_only else "train"
+        arguments = [name, str(args.config), *args.overrides, *words]
+        return launch(arguments, args.processes, Path(config.output_dir))
     from mmrl.runs.folder import NOTHING_LEARNED
     from mmrl.training.run import read_result, train
 

@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 from mmrl.cli.commands import COMMANDS, in_columns, is_first_process, say
-from mmrl.errors import RunError, RunStopped, UserError, did_you_mean
+from mmrl.errors import PeerLostError, RunError, RunStopped, UserError, did_you_mean
 from mmrl.findings import DISTRIBUTION
+from mmrl.runs.launch import LAST_WORDS
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -193,6 +194,10 @@ def _interrupted(arguments: list[str]) -> int:
 def _failed(error: Exception, arguments: list[str], run_dir: Path | None) -> int:
     if isinstance(error, UserError):
         return _complain(f"error: {error}", code=2)
+    if isinstance(error, PeerLostError):
+        begun = run_dir is not None and (run_dir / "config.yaml").is_file()
+        advice = f"{_how_to_continue(arguments, resumable=begun)}, by the launcher that started it"
+        return _complain(f"run failed: {error}; {advice}", code=1)
     if isinstance(error, RunError):
         return _complain(f"run failed: {error}", code=1)
     if isinstance(error, OSError) and error.errno in NOT_ALLOWED and error.filename is not None:
@@ -325,14 +330,21 @@ def _how_to_continue(arguments: list[str], *, resumable: bool = False) -> str:
     keeps_finished_parts = bool(arguments) and arguments[0] in ("compare", "demo", "reproduce")
     resume = ["--resume"] if resumable and not keeps_finished_parts and "--resume" not in arguments else []
     goes_on = resumable or keeps_finished_parts
-    return f"{'continue' if goes_on else 'start again'} with: {shlex.join(['mmrl', *arguments, *resume])}"
+    # of a process that `--processes` has started; other launchers are started again as they were
+    several = ["--processes", os.environ["WORLD_SIZE"]] if LAST_WORDS in os.environ else []
+    command = shlex.join(["mmrl", *arguments, *several, *resume])
+    return f"{'continue' if goes_on else 'start again'} with: {command}"
 
 
 def _complain(message: str, code: int) -> int:
     line = " ".join(message.split())
     if len(line) > LONGEST_LINE:  # a path or value of that length may be what is wrong
         line = f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
-    say(f"mmrl: {line}", sys.stderr)
+    if LAST_WORDS in os.environ:
+        with open(os.environ[LAST_WORDS], "w", encoding="utf-8", errors="backslashreplace") as file:
+            say(f"mmrl: {line}", file)
+    else:
+        say(f"mmrl: {line}", sys.stderr)
     return code
 
 
