@@ -40,6 +40,7 @@ tracking: {{quiet: true, tensorboard: false, strict: true}}
 
 # each fails for the question whose answer is 1, in a way of its own
 REWARDS = """
+import os
 import time
 
 def raises(prompts, completions, answer):
@@ -49,7 +50,9 @@ def raises(prompts, completions, answer):
 
 def hangs(prompts, completions, answer):
     if "1" in answer:
-        time.sleep(60)
+        with open(os.environ["MMRL_TEST_HANGING"], "a") as file:
+            file.write(f"{os.getpid()}\\n")
+        time.sleep(600)
     return [1.0] * len(completions)
 
 def gives_nan(prompts, completions, answer):
