@@ -47,7 +47,7 @@ def value_problems(key: str, hint: Any, value: Any) -> Iterator[str]:
     elif isinstance(value, int) and not -LARGEST - 1 <= value <= LARGEST:
         yield f"{key} is a whole number of {int(value.bit_length() * 0.30103) + 1} digits; must be at most {LARGEST}"
     elif isinstance(value, Real) and not isinstance(value, int) and not math.isfinite(value):
-        # no option has infinity for "without a limit": that is null
+        # "without a limit" is null
         yield f"{key} is {float(value)}; must be finite"
     elif isinstance(value, Mapping):
         for name, part in value.items():
@@ -85,7 +85,7 @@ FUNCTION = "module:function"
 
 @dataclass(frozen=True)
 class Bounds:
-    """Allowed values of a field, whose numbers are finite in any case; see `value_problems`.
+    """Allowed values of a field, whose numbers are finite unless `any_float` is set.
 
     None, where the type allows it, always passes; a list is checked entry by entry.
     """
@@ -95,6 +95,8 @@ class Bounds:
     at_most: float | None = None
     below: float | None = None
     multiple_of: int | None = None
+    any_float: bool = False
+    """Whether the number may also be infinite or NaN."""
     length: int | None = None
     """Entries of a list."""
     choices: Callable[[], Collection[Any]] | None = None
@@ -185,6 +187,7 @@ class NumberBounds(TypedDict, total=False):
     at_most: float
     below: float
     multiple_of: int
+    any_float: bool
     length: int
     unit: str
 
@@ -273,7 +276,8 @@ def field_problems(config: Any, where: str = "") -> Iterator[str]:
     for item in dataclasses.fields(config):
         key = f"{where}.{item.name}" if where else item.name
         value, bounds = getattr(config, item.name), bounds_of(item)
-        unusable = list(value_problems(key, hints[item.name], value))
+        free = bounds is not None and bounds.any_float and isinstance(value, float)
+        unusable = [] if free else list(value_problems(key, hints[item.name], value))
         yield from unusable
         # bounds of a value of the wrong type would only repeat the message
         if unusable:

@@ -47,6 +47,7 @@ class Whole:
     size: tuple[int, ...] = bounded((32, 64), multiple_of=32)
     offset: float = 0.5
     options: dict[str, Any] = field(default_factory=dict)
+    filler: float = bounded(math.nan, any_float=True)
     function: str = choice("a", lambda: TABLE, or_function=True)
     part: Part = field(default_factory=Part)
     named: dict[str, Part] = field(default_factory=dict)
@@ -101,6 +102,7 @@ def test_no_option_of_any_recipe_may_be_infinite_or_nan(name):
         ({"offset": math.inf}, "x.offset is inf; must be finite"),
         ({"offset": np.float32(-math.inf)}, "x.offset is -inf; must be finite"),
         ({"betas": [0.9, math.nan]}, "x.betas[1] is nan; must be finite"),
+        ({"filler": "x"}, "x.filler is 'x'; expected float"),
         ({"options": {"a": {"b": [0, math.inf]}}}, "x.options.a.b[1] is inf; must be finite"),
         ({"function": "z"}, "x.function is 'z'; allowed: a, b, or module:function"),
         ({"part": Part(rate=0.0)}, "x.part.rate is 0.0; must be in (0, 1]"),
@@ -166,7 +168,7 @@ def test_an_option_that_nothing_reads_is_refused(changes, problem):
 
 def test_values_inside_their_bounds_pass():
     check_config(Whole(steps=1, betas=[0.0, 0.5], function="mine:own", named={"a": Part(0.5)}))
-    check_config(Whole(steps=None))
+    check_config(Whole(steps=None, filler=-math.inf))
 
 
 def test_bounds_come_before_rules_between_fields():
