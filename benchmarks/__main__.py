@@ -12,6 +12,7 @@ from pathlib import Path
 from benchmarks import ROOMS, run
 from benchmarks.harness import BenchOptions
 from mmrl.errors import UserError
+from mmrl.files import output_file, output_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,13 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     families = ["qwen2_5_vl", "qwen3_vl", "smolvlm", "gemma3", "qwen3"]
     add("--family", choices=families, default="qwen2_5_vl", help="of the built model; the last three: --only step")
     add("--model", metavar="DIR", type=Path, help="model folder in place of a built one")
-    add("--folder", metavar="DIR", type=Path, default=BenchOptions.folder, help="where built things are kept")
-    add("--out", metavar="FILE", type=Path, help="write the JSON to a file as well")
+    add("--folder", metavar="DIR", type=output_folder, default=BenchOptions.folder, help="where built things are kept")
+    add("--out", metavar="FILE", type=output_file, help="write the JSON to a file as well")
     add("--quick", action="store_true", help="tiny sizes that only show that everything runs")
-    given = vars(parser.parse_args(argv))
-    room, out = given.pop("room"), given.pop("out")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
+        given = vars(parser.parse_args(argv))
+        room, out = given.pop("room"), given.pop("out")
         with contextlib.redirect_stdout(sys.stderr):  # what the arms print; standard output is the result's
             text, passed = run(room, BenchOptions(**given), out)
     except UserError as error:

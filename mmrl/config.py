@@ -6,8 +6,10 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import json
 import re
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +21,7 @@ from mmrl.fixed import Fixed, fixed_options
 from mmrl.trust import check_foreign, named_code, restricted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from mmrl.recipes import RecipeEntry
 
@@ -107,6 +109,25 @@ def escaped(values: Any) -> Any:
     return values
 
 
+def as_override(key: str, value: Any) -> str:
+    """A value of a configuration file as `a.b=c`, quoted where YAML would read something else; see `escaped`."""
+    from omegaconf import OmegaConf
+
+    text = value if isinstance(value, str) else _flow(value)
+    try:
+        same = OmegaConf.to_container(OmegaConf.from_dotlist([f"x={text}"])) == {"x": value}
+    except Exception:
+        same = False  # not YAML at all; quoting makes it a text
+    return f"{key}={text if same else json.dumps(value, ensure_ascii=False)}"
+
+
+def _flow(value: Any) -> str:
+    """YAML in one line."""
+    if isinstance(value, list):
+        return f"[{', '.join(as_override('', item)[1:] for item in value)}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+
+
 def save(config: Any, path: Path) -> None:
     """Write a configuration, as `load` returns it, to a YAML file."""
     from omegaconf import OmegaConf
@@ -117,7 +138,7 @@ def save(config: Any, path: Path) -> None:
 def to_container(config: Any) -> dict[str, Any]:
     """Plain nested dict of a configuration, as saved with the run and read again by `load_run`.
 
-    A text that was given with `${oc.env:NAME}` is saved as it was given, so that a secret is in no file of the run.
+    A value that was given with `${oc.env:NAME}` is saved as it was given, so that a secret is in no file of the run.
     """
     found: dict[str, Any] = escaped(dataclasses.asdict(config))
     # values that were read from the environment go back to their reference, so that a secret stays out of the file
@@ -128,6 +149,26 @@ def to_container(config: Any) -> dict[str, Any]:
         if place[last] == escaped(read):
             place[last] = given
     return found
+
+
+def as_given(content: Any) -> Any:
+    """Nested content made from a configuration, with `${oc.env:NAME}` for each text that was given so.
+
+    For files that hold single options, such as a protocol; a whole configuration is written by `to_container`.
+    """
+    if isinstance(content, Mapping):
+        return {key: as_given(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [as_given(value) for value in content]
+    return _READ[id(content)][1] if id(content) in _READ else content
+
+
+_READ: dict[int, tuple[str, str]] = {}
+"""Texts that configurations have read, kept alive, by their identity, and how each was given.
+
+By identity, since copies of a configuration and dictionaries made of it hold the same objects, while an equal text
+from elsewhere is no secret.
+"""
 
 
 def _merge_sources(path: Path, overrides: Sequence[str]) -> Any:
@@ -254,8 +295,11 @@ def _fill(defaults: Any, values: Any, where: str) -> Any:
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
     if "oc.env" in str(given):
+        found = tuple(_references(given, dataclasses.asdict(filled)))
         # object.__setattr__, since a configuration may be a frozen dataclass
-        object.__setattr__(filled, "_given", tuple(_references(given, dataclasses.asdict(filled))))
+        object.__setattr__(filled, "_given", found)
+        # Python has one object for all equal texts of a character, which may come from anywhere
+        _READ.update({id(read): (read, text) for _, text, read in found if isinstance(read, str) and len(read) > 1})
     return filled
 
 
@@ -320,9 +364,9 @@ def _check_builds(values: Any, merged: Any, where: str = "") -> None:
         raise ValueError(f"{where}build_options are set, but {where}build names no function; set it, or null")
 
 
-def _references(given: Any, read: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str, str]]:
+def _references(given: Any, read: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str, Any]]:
     """Path, given text and value of texts that refer to others, any of which may lead to an environment variable."""
-    if isinstance(given, str) and isinstance(read, str):
+    if isinstance(given, str):
         # the output folder names the run, and is saved as it was read
         if "${" in given and path != ("output_dir",):
             yield path, given, read
@@ -356,8 +400,12 @@ def _without_nulls(schema: type[Any], values: Any, where: str = "") -> Any:
             kept[name] = {}
         elif of_dicts and dataclasses.is_dataclass(typing.get_args(hint)[1]) and isinstance(part, DictConfig):
             # null removes an inherited entry; it is no entry without values
-            kept[name] = {key: each for key, each in part.items() if each is not None}
+            kept[name] = {key: each for key, each in part.items_ex(resolve=False) if not _is_null(each)}
     return kept
+
+
+def _is_null(node: Any) -> bool:
+    return node is None or bool(node._is_none())
 
 
 def _refuse_null_block(key: str, kinds: Any) -> None:
@@ -376,8 +424,10 @@ def _with_inherited(schema: type[Any], values: Any) -> Any:
         # only where both sides were given as mappings
         if inherited is None or not all(isinstance(kept.get(key), DictConfig) for key in (item.name, inherited[0])):
             continue
-        common = {key: value for key, value in kept[inherited[0]].items() if key not in inherited[1]}
-        parts = kept[item.name].items()
+        # as given, references and escaped dollars included: they are resolved where they end up
+        source = OmegaConf.to_container(kept[inherited[0]])
+        common = {key: value for key, value in source.items() if key not in inherited[1]}  # type: ignore[union-attr]
+        parts = kept[item.name].items_ex(resolve=False)
         kept[item.name] = {
             name: OmegaConf.merge(common, part) if isinstance(part, DictConfig) else part for name, part in parts
         }

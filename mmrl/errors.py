@@ -21,6 +21,10 @@ class RunError(Exception):
     """A run that could not continue; the message names the cause and where the evidence was saved."""
 
 
+class PeerLostError(RunError):
+    """A run that ended because another of its processes failed or vanished."""
+
+
 class RunStopped(Exception):  # noqa: N818 - not an error: the run did what the signal asked for
     """A run that ended because a signal asked for it."""
 

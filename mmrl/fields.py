@@ -46,6 +46,9 @@ def value_problems(key: str, hint: Any, value: Any) -> Iterator[str]:
         yield f"{key} is {value!r}; a text may hold no NUL and no half of a surrogate pair"
     elif isinstance(value, int) and not -LARGEST - 1 <= value <= LARGEST:
         yield f"{key} is a whole number of {int(value.bit_length() * 0.30103) + 1} digits; must be at most {LARGEST}"
+    elif isinstance(value, Real) and not isinstance(value, int) and not math.isfinite(value):
+        # "without a limit" is null
+        yield f"{key} is {float(value)}; must be finite"
     elif isinstance(value, Mapping):
         for name, part in value.items():
             yield from value_problems(f"{key}.{name}", _inner(hint, value), part)
@@ -82,15 +85,18 @@ FUNCTION = "module:function"
 
 @dataclass(frozen=True)
 class Bounds:
-    """Allowed values of a field. None, where the type allows it, always passes; a list is checked entry by entry."""
+    """Allowed values of a field, whose numbers are finite unless `any_float` is set.
+
+    None, where the type allows it, always passes; a list is checked entry by entry.
+    """
 
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
-    finite: bool = False
-    """Whether infinity is refused; NaN always is."""
     multiple_of: int | None = None
+    any_float: bool = False
+    """Whether the number may also be infinite or NaN."""
     length: int | None = None
     """Entries of a list."""
     choices: Callable[[], Collection[Any]] | None = None
@@ -110,7 +116,7 @@ class Bounds:
         if self.choices is not None:
             return f"one of {self._listed()}"
         multiple = "" if self.multiple_of is None else f"a multiple of {self.multiple_of}"
-        text = " and ".join(filter(None, (self._range(), multiple, "finite" if self.finite else "")))
+        text = " and ".join(filter(None, (self._range(), multiple)))
         if self.length is not None:
             text = f"a list of {self.length}{f', each {text}' if text else ''}"
         return f"{text}, in {self.unit}" if self.unit else text
@@ -151,14 +157,11 @@ class Bounds:
             # a user's own function is named module:function, and found when it is loaded
             return value in self.allowed or (self.or_function and ":" in str(value))
         return (
-            # NaN is not equal to itself, and never allowed
-            value == value
-            and (self.at_least is None or value >= self.at_least)
+            (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)
             and (self.at_most is None or value <= self.at_most)
             and (self.below is None or value < self.below)
             and (self.multiple_of is None or value % self.multiple_of == 0)
-            and not (self.finite and math.isinf(value))
         )
 
 
@@ -183,8 +186,8 @@ class NumberBounds(TypedDict, total=False):
     above: float
     at_most: float
     below: float
-    finite: bool
     multiple_of: int
+    any_float: bool
     length: int
     unit: str
 
@@ -273,7 +276,8 @@ def field_problems(config: Any, where: str = "") -> Iterator[str]:
     for item in dataclasses.fields(config):
         key = f"{where}.{item.name}" if where else item.name
         value, bounds = getattr(config, item.name), bounds_of(item)
-        unusable = list(value_problems(key, hints[item.name], value))
+        free = bounds is not None and bounds.any_float and isinstance(value, float)
+        unusable = [] if free else list(value_problems(key, hints[item.name], value))
         yield from unusable
         # bounds of a value of the wrong type would only repeat the message
         if unusable:

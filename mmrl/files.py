@@ -20,6 +20,8 @@ DRAFT = re.compile(r"\..*\.(\d+)\.partial(\..*)?", re.DOTALL)
 INSTALLED = Path(__file__).resolve().with_name("configs")
 CONFIGS = INSTALLED if INSTALLED.is_dir() else INSTALLED.parents[1] / "configs"
 """Configurations of the suite: inside the package of an installed wheel, at the root of a checkout."""
+LONGEST_NAME = 255
+"""Bytes of the name of a file or folder."""
 LARGEST_JSON = 64 * 2**20
 """Bytes of a file of settings."""
 
@@ -121,6 +123,41 @@ def is_file(path: Path | str) -> bool:
         return Path(path).is_file()
     except (OSError, ValueError):
         return False
+
+
+def output_folder(path: Path | str, what: str = "") -> Path:
+    """The path of a folder to write to, which need not exist; `what` names the option in messages.
+
+    Raises:
+        UserError: what stands in its way.
+    """
+    return _checked_output(Path(path), f"{what} " if what else "", folder=True)
+
+
+def output_file(path: Path | str) -> Path:
+    """The path of a file to write; raises UserError with what stands in its way."""
+    return _checked_output(Path(path), "", folder=False)
+
+
+def _checked_output(path: Path, what: str, *, folder: bool) -> Path:
+    longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
+    if longest > LONGEST_NAME:
+        raise UserError(f"{what}{path} has a name of {longest} bytes; file systems allow {LONGEST_NAME}")
+    try:
+        for place in (path, *path.absolute().parents):
+            if place.is_symlink() and not place.exists():
+                raise UserError(f"{what}{path}: {place} is a link to {os.readlink(place)}, which does not exist")
+            if place.exists():
+                break
+        if (folder or place != path) and not place.is_dir():
+            raise UserError(f"{what}{path}: {place} is not a folder; choose another path")
+        if not folder and place == path and not path.is_file():
+            raise UserError(f"{what}{path} is {'a folder' if path.is_dir() else 'no file'}; choose another path")
+        if not os.access(place, os.W_OK):
+            raise UserError(f"{what}{path}: {place} cannot be written; choose another path")
+    except OSError as error:  # such as a path that is too long as a whole
+        raise UserError(f"{what}{path}: {error.strerror}; choose another path") from error
+    return path
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -3,9 +3,11 @@ import gc
 import os
 import signal
 import tempfile
+import time
 
 import pytest
 
+from mmrl.workers.pool import Worker
 from tests.charts import draw_no_charts
 from tests.chat_server import running_chat_server
 
@@ -27,6 +29,33 @@ def chat_server():
     """A chat endpoint with `url`, `requests` and `answers`."""
     with running_chat_server() as server:
         yield server
+
+
+@pytest.fixture
+def hanging(monkeypatch, tmp_path_factory):
+    """Let only requests of worker processes run out of time that hang, however slow a busy machine makes the others.
+
+    A function that hangs adds its process's id to the file that MMRL_TEST_HANGING names, as the result does.
+    """
+    file = tmp_path_factory.mktemp("hanging") / "pids"
+    file.touch()
+    monkeypatch.setenv("MMRL_TEST_HANGING", str(file))
+
+    def only_of_hanging(limit):
+        def put_off(worker):
+            hangs = str(worker.handle.pid) in file.read_text().split()
+            return limit(worker) if hangs else max(limit(worker), time.monotonic() + 0.2)
+
+        return put_off
+
+    monkeypatch.setattr(Worker, "_deadline", only_of_hanging(Worker._deadline))
+    monkeypatch.setattr(Worker, "_last_beat_due", only_of_hanging(Worker._last_beat_due))
+
+    def hangs(pid):
+        with file.open("a") as pids:
+            pids.write(f"{pid}\n")
+
+    return hangs
 
 
 @pytest.fixture

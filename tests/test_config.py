@@ -1,9 +1,21 @@
+import copy
+import dataclasses
 import random
 
 import pytest
 from omegaconf import OmegaConf
 
-from mmrl.config import escaped, fill, from_values, load, load_run, save, to_container
+from mmrl.config import (
+    as_given,
+    as_override,
+    escaped,
+    fill,
+    from_values,
+    load,
+    load_run,
+    save,
+    to_container,
+)
 from mmrl.errors import UserError
 from mmrl.vlm.data.dataset import DataConfig
 from mmrl.vlm.methods.papo import PapoConfig
@@ -99,6 +111,12 @@ def test_values_of_the_environment_are_saved_as_references(write, tmp_path, monk
         ),
         (GOOD.replace("name: exact", "nam: exact"), [], "unknown key 'nam'; did you mean 'name'"),
         (GOOD, ["trainer.steps=many"], r"'trainer.steps'.*many.*default: 100"),
+        (GOOD, ["trainer.learning_rate=.inf"], "trainer.learning_rate is inf; must be finite"),
+        (GOOD, ["trainer.learning_rate=inf"], "trainer.learning_rate is inf; must be finite"),
+        (GOOD, ["trainer.learning_rate=.nan"], "trainer.learning_rate is nan; must be finite"),
+        (GOOD, ["objective.clip={high: .inf}"], "objective.clip.high is inf; must be finite"),
+        (GOOD, ["rewards=[{name: exact, weight: -.inf}]"], r"rewards\[0\].weight is -inf; must be finite"),
+        (GOOD, ["rewards=[{name: exact, options: {tolerance: .nan}}]"], r"options.tolerance is nan; must be finite"),
         (GOOD, ["trainer.steps=0"], "trainer.steps is 0; must be at least 1"),
         (GOOD, ["output_dir="], r"'output_dir': nothing is given; an empty text is \"''\" on the command line"),
         (GOOD, ["trainer.steps"], "not of the form a.b=c"),
@@ -193,3 +211,35 @@ def test_options_of_the_engines_are_gone_but_runs_that_stored_them_are_read(tmp_
         "sampler": {"max_new_tokens": 4},
         "data": {"build": "mmrl.vlm.toy.digits:build"},
     }
+
+
+DOLLARS = [r"Pay \${price}", "$", r"\${", "$5 {a}", r"C:\dir\new", "\\", r"\\\${x}", "a #b: 'c'", '"']
+"""Texts of a configuration file, in which a backslash before `${` makes it a plain text."""
+
+
+@pytest.mark.parametrize("text", DOLLARS)
+def test_a_text_with_dollars_reaches_the_splits_that_inherit_it(write, tmp_path, text):
+    more = {"eval_data": {"a": {"path": "p"}, "b": {"path": "q", "system_prompt": text}}}
+    path = write(OmegaConf.to_yaml(OmegaConf.create({**OmegaConf.create(GOOD), **more})))
+    _, config = load_run(path, [as_override("data.system_prompt", text)])
+    plain = OmegaConf.create({"x": text}).x
+    assert config.data.system_prompt == plain
+    assert [split.system_prompt for split in config.eval_data.values()] == [plain, plain]
+    save(config, tmp_path / "saved.yaml")
+    assert load_run(tmp_path / "saved.yaml")[1] == config
+
+
+def test_a_split_keeps_the_reference_that_it_inherits(write, monkeypatch):
+    monkeypatch.setenv("MMRL_TEST_TOKEN", "s3cr3t")
+    monkeypatch.setenv("MMRL_TEST_STEPS", "7")
+    data = "{path: d, system_prompt: '${oc.env:MMRL_TEST_TOKEN}', max_prompt_chars: '${oc.env:MMRL_TEST_STEPS}'}"
+    text = GOOD.replace("{path: d.jsonl}", data) + "eval_data: {a: {path: p}, b: null}\n"
+    _, config = load_run(write(text))
+    assert (config.eval_data["a"].system_prompt, config.eval_data["a"].max_prompt_chars) == ("s3cr3t", 7)
+    assert list(config.eval_data) == ["a"]
+    saved = to_container(config)
+    for part in (saved["data"], saved["eval_data"]["a"]):
+        assert part["system_prompt"] == "${oc.env:MMRL_TEST_TOKEN}"
+        assert part["max_prompt_chars"] == "${oc.env:MMRL_TEST_STEPS}"
+    copied = dataclasses.replace(copy.deepcopy(config).data, path="other")
+    assert as_given({"x": [copied.system_prompt, "s3cr" + "3t"]}) == {"x": ["${oc.env:MMRL_TEST_TOKEN}", "s3cr3t"]}

@@ -1,8 +1,12 @@
 """Bounds that dataclass fields declare."""
 
+import dataclasses
 import math
+import re
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import pytest
 
 from mmrl.errors import ConfigError, UserError
@@ -15,9 +19,13 @@ from mmrl.fields import (
     check_config,
     check_fields,
     choice,
+    default_of,
     field_problems,
+    hints_of,
     only_with,
+    part_of,
 )
+from mmrl.recipes import RECIPES
 
 TABLE: dict[str, int] = {}
 
@@ -37,7 +45,9 @@ class Whole:
     steps: int | None = bounded(None, at_least=1)
     betas: list[float] = bounded([0.9, 0.99], length=2, at_least=0, below=1)
     size: tuple[int, ...] = bounded((32, 64), multiple_of=32)
-    offset: float = bounded(0.5, finite=True)
+    offset: float = 0.5
+    options: dict[str, Any] = field(default_factory=dict)
+    filler: float = bounded(math.nan, any_float=True)
     function: str = choice("a", lambda: TABLE, or_function=True)
     part: Part = field(default_factory=Part)
     named: dict[str, Part] = field(default_factory=dict)
@@ -45,6 +55,41 @@ class Whole:
 
 
 TABLE |= {"a": 1, "b": 2}
+
+
+def schemas_of(schema, found):
+    """The dataclasses of a configuration, those of every kind of a part included."""
+    if schema in found:
+        return found
+    found.add(schema)
+    for item in dataclasses.fields(schema):
+        kinds, default = item.metadata.get("kinds"), default_of(item)
+        parts = [part_of(hints_of(schema)[item.name])[0], *(kinds.table().values() if kinds else ())]
+        parts += [type(default)] if dataclasses.is_dataclass(default) else []
+        for part in filter(None, parts):
+            schemas_of(part, found)
+    return found
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_option_of_any_recipe_may_be_infinite_or_nan(name):
+    defaults = RECIPES[name].load_defaults()
+    tried = 0
+    for schema in schemas_of(defaults if isinstance(defaults, type) else type(defaults), set()):
+        for item in dataclasses.fields(schema):
+            hint = str(hints_of(schema)[item.name])
+            if not re.search(r"float|Any", hint):
+                continue
+            for number in (math.inf, -math.inf, math.nan):
+                value = {"a": [number]} if "dict" in hint else [number] if re.search("list|tuple", hint) else number
+                config = object.__new__(schema)
+                for other in dataclasses.fields(schema):
+                    object.__setattr__(config, other.name, default_of(other))
+                object.__setattr__(config, item.name, value)
+                problem = rf"x\.{item.name}(\.a)?(\[0\])? is {number}; must be finite"
+                assert any(re.fullmatch(problem, found) for found in field_problems(config, "x")), (schema, item.name)
+                tried += 1
+    assert tried > 30
 
 
 @pytest.mark.parametrize(
@@ -55,9 +100,13 @@ TABLE |= {"a": 1, "b": 2}
         ({"betas": [0.9, 1.0]}, "x.betas is [0.9, 1.0]; must be a list of 2, each in [0, 1)"),
         ({"size": (32, 33)}, "x.size is (32, 33); must be a multiple of 32"),
         ({"offset": math.inf}, "x.offset is inf; must be finite"),
+        ({"offset": np.float32(-math.inf)}, "x.offset is -inf; must be finite"),
+        ({"betas": [0.9, math.nan]}, "x.betas[1] is nan; must be finite"),
+        ({"filler": "x"}, "x.filler is 'x'; expected float"),
+        ({"options": {"a": {"b": [0, math.inf]}}}, "x.options.a.b[1] is inf; must be finite"),
         ({"function": "z"}, "x.function is 'z'; allowed: a, b, or module:function"),
         ({"part": Part(rate=0.0)}, "x.part.rate is 0.0; must be in (0, 1]"),
-        ({"part": Part(rate=math.nan)}, "x.part.rate is nan; must be in (0, 1]"),
+        ({"part": Part(rate=math.nan)}, "x.part.rate is nan; must be finite"),
         (
             {"named": {"one": Part(kind="hein")}},
             "x.named.one.kind is 'hein'; did you mean 'heun'? allowed: euler, heun",
@@ -119,7 +168,7 @@ def test_an_option_that_nothing_reads_is_refused(changes, problem):
 
 def test_values_inside_their_bounds_pass():
     check_config(Whole(steps=1, betas=[0.0, 0.5], function="mine:own", named={"a": Part(0.5)}))
-    check_config(Whole(steps=None))
+    check_config(Whole(steps=None, filler=-math.inf))
 
 
 def test_bounds_come_before_rules_between_fields():
@@ -144,7 +193,6 @@ def test_a_mutable_default_is_not_shared():
         (Bounds(above=2.5), "above 2.5"),
         (Bounds(at_most=3), "at most 3"),
         (Bounds(below=1), "below 1"),
-        (Bounds(above=0, finite=True), "positive and finite"),
         (Bounds(at_least=32, multiple_of=32), "at least 32 and a multiple of 32"),
         (Bounds(length=2), "a list of 2"),
         (Bounds(at_least=0, unit="m"), "at least 0, in m"),

@@ -10,7 +10,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mmrl.files import CONFIGS, follow_umask, is_file, own_config, remove_drafts, replaced, write_atomically
+from mmrl.errors import UserError
+from mmrl.files import (
+    CONFIGS,
+    follow_umask,
+    is_file,
+    output_file,
+    output_folder,
+    own_config,
+    remove_drafts,
+    replaced,
+    write_atomically,
+)
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -136,3 +147,39 @@ def test_configurations_of_the_suite_are_found_from_any_folder(tmp_path, monkeyp
     name.parent.mkdir(parents=True)
     name.write_text("mine")
     assert own_config(name) == name
+
+
+def in_the_way(folder):
+    """Paths that cannot become an output, with what is said of each."""
+    (folder / "file").write_text("")
+    (folder / "dangling").symlink_to(folder / "gone")
+    (folder / "linked").symlink_to(folder / "file")
+    (folder / "round").symlink_to(folder / "round")
+    return {
+        folder / "dangling": f"is a link to {folder / 'gone'}, which does not exist",
+        folder / "dangling/inside": f"{folder / 'dangling'} is a link to {folder / 'gone'}, which does not exist",
+        folder / "round": "is a link to",
+        folder / "file/inside": f"{folder / 'file'} is not a folder",
+        folder / "linked/inside": f"{folder / 'linked'} is not a folder",
+        folder / ("x" * 256): "has a name of 256 bytes; file systems allow 255",
+        folder / ("ä" * 128): "has a name of 256 bytes; file systems allow 255",
+        folder / "/".join(["x" * 200] * 30): "File name too long",
+    }
+
+
+def test_paths_that_cannot_be_written_are_refused_with_a_reason(tmp_path, monkeypatch):
+    paths = in_the_way(tmp_path)
+    for kind, own in (
+        (output_folder, {tmp_path / "file": "is not a folder", tmp_path / "linked": "is not a folder"}),
+        (output_file, {tmp_path: "is a folder", Path("/dev/null"): "is no file"}),
+    ):
+        for path, message in (paths | own).items():
+            with pytest.raises(UserError, match=re.escape(message)):
+                kind(path)
+    assert output_folder(tmp_path / "a/b") == tmp_path / "a/b"
+    assert output_file(tmp_path / "linked") == tmp_path / "linked"
+    assert output_folder(".") == Path()
+    monkeypatch.setattr(os, "access", lambda place, mode: False)  # the superuser may write anywhere
+    for kind in (output_folder, output_file):
+        with pytest.raises(UserError, match=f"{tmp_path} cannot be written; choose another path"):
+            kind(tmp_path / "a/b")

@@ -162,6 +162,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--videos", type=int, default=1, help="of each task and actor")
     parser.add_argument("--backends", nargs="+", choices=list(BACKENDS), default=[], help="default: all")
     args = parser.parse_args(argv)
+    if broken := [noise for noise in args.noises if not np.isfinite(noise)]:
+        parser.error(f"--noises holds {broken[0]}; must be finite")
     rows = []
     for row in compare_extractors(args.sizes, args.noises, args.videos, args.backends):
         rows.append(row)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class FluxOptions(FamilyOptions):
     """Options of FLUX."""
 
-    guidance_embedding: float = bounded(3.5, at_least=0, finite=True)
+    guidance_embedding: float = bounded(3.5, at_least=0)
     """Guidance scale, an input of guidance-distilled transformers."""
 
 

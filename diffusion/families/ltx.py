@@ -33,7 +33,7 @@ HEIGHT, WIDTH = 512, 704
 class LtxOptions(FamilyOptions):
     """Options of LTX-Video."""
 
-    frame_rate: float = bounded(25.0, above=0, finite=True)
+    frame_rate: float = bounded(25.0, above=0)
     """Frames per second, used for the transformer's positions."""
 
 

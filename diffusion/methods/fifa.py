@@ -48,9 +48,9 @@ class PairFilterConfig:
     """none: all of them; fifa: the most important ones; random: as many drawn at random, to compare with."""
     keep: int | None = bounded(None, at_least=1)
     """Number of pairs kept; must be given for fifa and random."""
-    alpha: float = bounded(0.5, at_least=0, finite=True)
+    alpha: float = bounded(0.5, at_least=0)
     """Weight of the captions' quality; 0 = ignored."""
-    gamma: float = bounded(0.5, at_least=0, finite=True)
+    gamma: float = bounded(0.5, at_least=0)
     """Weight of the captions' diversity; 0 = ignored."""
     margin: str = rare(choice("absolute", ("absolute", "signed")))
     """absolute: distance of the two scores; signed: score of the preferred image minus that of the rejected one."""

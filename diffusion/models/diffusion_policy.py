@@ -93,7 +93,7 @@ class PipelineConfig(BuiltPath):
     """Number of frames of a video. Default: the family's. Not for image families."""
     networks: list[str] | None = rare(None)
     """Networks to train if the family has several. Default: all of them."""
-    guidance_embedding: float = rare(bounded(3.5, at_least=0, finite=True))
+    guidance_embedding: float = rare(bounded(3.5, at_least=0))
     """Guidance scale passed to guidance-distilled FLUX transformers; other models have no such input."""
     max_sequence_length: int | None = bounded(None, at_least=1)
     """Maximum number of tokens of the long text encoder. Default: the pipeline's own, 256 for Stable Diffusion 3 and

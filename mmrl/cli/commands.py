@@ -29,6 +29,7 @@ from mmrl.compare.compare_commands import (
 )
 from mmrl.entries import import_later, load_target
 from mmrl.errors import RunError, UserError, require_packages
+from mmrl.files import output_file, output_folder
 from mmrl.recipes import world_table
 
 DEMOS: dict[str, tuple[str, str]] = world_table("DEMOS")
@@ -95,6 +96,7 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
         raise UserError(f"{args.config}: '{entry.name}' only evaluates; use `mmrl evaluate {args.config}`")
     if supervised_only and not entry.supervised:
         raise UserError(f"{args.config}: recipe '{entry.name}' learns from rewards; use `mmrl train` for it")
+    output_folder(config.output_dir, "output_dir")  # before processes start that would all say so
     if args.dry_run:
         from mmrl.training.run import dry_run
 
@@ -107,7 +109,9 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
 
         # the same command, without the option that starts processes
         words = ["--resume"] * args.resume + ["--from-last-good"] * args.from_last_good
-        return launch(["train", str(args.config), *args.overrides, *words], args.processes)
+        name = "sft" if supervised_only else "train"
+        arguments = [name, str(args.config), *args.overrides, *words]
+        return launch(arguments, args.processes, Path(config.output_dir))
     from mmrl.runs.folder import NOTHING_LEARNED
     from mmrl.training.run import read_result, train
 
@@ -332,13 +336,13 @@ def select(args: argparse.Namespace) -> int:
 def _add_select_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", type=Path, help="YAML file of an agent's recipe")
     _add_overrides(parser)
-    parser.add_argument("--output", metavar="FILE", type=Path, required=True, help=".jsonl file to write")
+    parser.add_argument("--output", metavar="FILE", type=output_file, required=True, help=".jsonl file to write")
     parser.add_argument("--rollouts", metavar="N", type=int, default=16, help="episodes of each task; default: 16")
     parser.add_argument("--min-success", metavar="N", type=int, default=1, help="successes needed; default: 1")
     parser.add_argument(
         "--max-rate", metavar="SHARE", type=float, default=1.0, help="leave out tasks solved more often; default: 1"
     )
-    parser.add_argument("--record", metavar="DIR", type=Path, help="keep the episodes too, for digirl.path")
+    parser.add_argument("--record", metavar="DIR", type=output_folder, help="keep the episodes too, for digirl.path")
 
 
 def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
@@ -372,7 +376,7 @@ def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_folder", metavar="RUN_DIR", type=Path, help="folder of a run")
-    parser.add_argument("--output", metavar="DIR", type=Path, help="default: export/ in the run folder")
+    parser.add_argument("--output", metavar="DIR", type=output_folder, help="default: export/ in the run folder")
     parser.add_argument("--step", metavar="N", type=int, help="this checkpoint; default: the best one, else the newest")
     hub = "make and check a folder for this repository of the Hugging Face hub; uploads nothing"
     parser.add_argument("--to-hub", metavar="OWNER/NAME", default="", help=hub)
@@ -383,7 +387,8 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="folders of runs, in order")
-    parser.add_argument("--output", metavar="FILE.html", type=Path, help="default: report.html in the last folder")
+    text = "default: report.html in the last folder"
+    parser.add_argument("--output", metavar="FILE.html", type=output_file, help=text)
 
 
 def explain(args: argparse.Namespace) -> int:
@@ -432,13 +437,13 @@ def _add_demo_arguments(parser: argparse.ArgumentParser) -> None:
     first = next(iter(DEMOS))
     parser.add_argument("name", nargs="?", choices=list(DEMOS), default=first, help=f"default: {first}")
     folders = ", ".join(folder for _, folder in DEMOS.values())
-    parser.add_argument("--output", metavar="DIR", type=Path, help=f"default: {folders}; with a seed -seedN")
+    parser.add_argument("--output", metavar="DIR", type=output_folder, help=f"default: {folders}; with a seed -seedN")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of all stages; their data is the same")
 
 
 def _add_init_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", choices=STARTERS, help="the kind of run")
-    parser.add_argument("file", metavar="FILE", type=Path, nargs="?", help="default: the kind and .yaml")
+    parser.add_argument("file", metavar="FILE", type=output_file, nargs="?", help="default: the kind and .yaml")
     parser.add_argument("--model", metavar="M", help="folder or hub id; of robots the kind of policy")
     parser.add_argument("--data", metavar="D", help="file, folder or hub id; of agents the environment, module:Class")
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
@@ -456,7 +461,8 @@ def _add_sim_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         help="experts: fields of the simulator, such as tasks=[push]; play: such as arm=ur5e, layout=3, split=train",
     )
-    parser.add_argument("--folder", metavar="DIR", type=Path, help="setup: folder; default: MMRL_SUITES or the cache")
+    folder = "setup: folder; default: MMRL_SUITES or the cache"
+    parser.add_argument("--folder", metavar="DIR", type=output_folder, help=folder)
     parser.add_argument("--episodes", metavar="N", type=int, help="default: 5 of each task (experts), 1 (play)")
     replay = "experts: also replay each episode's actions in the others, without observing"
     parser.add_argument("--replay", action="store_true", help=replay)
@@ -464,14 +470,15 @@ def _add_sim_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy", metavar="P", default="expert", help="play: expert (default), random, or folder of a run or policy"
     )
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="play: draws the initial states; default: 0")
-    parser.add_argument("--video", metavar="FILE.mp4", type=Path, help="play: write a video and open no window")
-    parser.add_argument("--strip", metavar="FILE.png", type=Path, help="play: write rows of images and open no window")
+    writes = "play: write {} and open no window"
+    parser.add_argument("--video", metavar="FILE.mp4", type=output_file, help=writes.format("a video"))
+    parser.add_argument("--strip", metavar="FILE.png", type=output_file, help=writes.format("rows of images"))
     add_allow_argument(parser)
 
 
 def _add_setup_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", choices=["vllm"], help="the engine")
-    parser.add_argument("--folder", metavar="DIR", type=Path, help="default: MMRL_ENGINES or the cache")
+    parser.add_argument("--folder", metavar="DIR", type=output_folder, help="default: MMRL_ENGINES or the cache")
     parser.add_argument("--gpu", action="store_true", help="the build for NVIDIA GPUs; default: the one for CPUs")
     listen = "serve the installed engine to runs on other machines; they set sampler.vllm.address"
     parser.add_argument("--listen", metavar="HOST:PORT", help=listen)

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import itertools
 import logging
+import math
 import os
 import shlex
 import signal
@@ -26,8 +27,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 from mmrl.cli.commands import COMMANDS, in_columns, is_first_process, say
-from mmrl.errors import RunError, RunStopped, UserError, did_you_mean
+from mmrl.errors import PeerLostError, RunError, RunStopped, UserError, did_you_mean
 from mmrl.findings import DISTRIBUTION
+from mmrl.runs.launch import LAST_WORDS
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -192,6 +194,10 @@ def _interrupted(arguments: list[str]) -> int:
 def _failed(error: Exception, arguments: list[str], run_dir: Path | None) -> int:
     if isinstance(error, UserError):
         return _complain(f"error: {error}", code=2)
+    if isinstance(error, PeerLostError):
+        begun = run_dir is not None and (run_dir / "config.yaml").is_file()
+        advice = f"{_how_to_continue(arguments, resumable=begun)}, by the launcher that started it"
+        return _complain(f"run failed: {error}; {advice}", code=1)
     if isinstance(error, RunError):
         return _complain(f"run failed: {error}", code=1)
     if isinstance(error, OSError) and error.errno in NOT_ALLOWED and error.filename is not None:
@@ -200,6 +206,20 @@ def _failed(error: Exception, arguments: list[str], run_dir: Path | None) -> int
 
 
 class _Parser(argparse.ArgumentParser):
+    """Takes options before, between and after the other arguments of a command."""
+
+    _mixing = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
+        # argparse itself calls this for the arguments of a command, and twice from the method below
+        if self._mixing or self._subparsers is not None:
+            return super().parse_known_args(args, namespace)
+        self._mixing = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._mixing = False
+
     def error(self, message: str) -> NoReturn:
         # as every other mistake: one line, code 2
         raise UserError(f"{message}; `{self.prog} --help` shows the usage")
@@ -233,19 +253,22 @@ def _described_commands() -> str:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     _check_command(arguments)
-    # argparse stops collecting `a.b=c` at an option, so `train x.yaml --resume a.b=c` leaves some over.
     args, rest = _build_parser().parse_known_args(arguments)
     if args.version:
         args.run = _version
         return args
     if not hasattr(args, "run"):
         raise UserError(f"a command is needed: {', '.join(COMMANDS)}; `mmrl --help` explains them")
-    surplus = [text for text in rest if text.startswith("-") or not args.takes_overrides]
-    if surplus:
+    if rest:
+        # an unknown option takes the overrides after it along
+        surplus = [text for text in rest if text.startswith("-") or not args.takes_overrides]
         usage = GONE.get(surplus[0].partition("=")[0]) or f"`mmrl {arguments[0]} --help` shows the usage"
         raise UserError(f"unknown arguments: {' '.join(surplus)}; {usage}")
+    for name, value in vars(args).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"--{name.replace('_', '-')} is {value}; must be finite")
     if args.takes_overrides:
-        args.overrides = _checked_overrides([*args.overrides, *rest])
+        args.overrides = _checked_overrides(args.overrides)
     return args
 
 
@@ -307,14 +330,21 @@ def _how_to_continue(arguments: list[str], *, resumable: bool = False) -> str:
     keeps_finished_parts = bool(arguments) and arguments[0] in ("compare", "demo", "reproduce")
     resume = ["--resume"] if resumable and not keeps_finished_parts and "--resume" not in arguments else []
     goes_on = resumable or keeps_finished_parts
-    return f"{'continue' if goes_on else 'start again'} with: {shlex.join(['mmrl', *arguments, *resume])}"
+    # of a process that `--processes` has started; other launchers are started again as they were
+    several = ["--processes", os.environ["WORLD_SIZE"]] if LAST_WORDS in os.environ else []
+    command = shlex.join(["mmrl", *arguments, *several, *resume])
+    return f"{'continue' if goes_on else 'start again'} with: {command}"
 
 
 def _complain(message: str, code: int) -> int:
     line = " ".join(message.split())
     if len(line) > LONGEST_LINE:  # a path or value of that length may be what is wrong
         line = f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
-    say(f"mmrl: {line}", sys.stderr)
+    if LAST_WORDS in os.environ:
+        with open(os.environ[LAST_WORDS], "w", encoding="utf-8", errors="backslashreplace") as file:
+            say(f"mmrl: {line}", file)
+    else:
+        say(f"mmrl: {line}", sys.stderr)
     return code
 
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from mmrl.errors import UserError
-from mmrl.files import own_config
+from mmrl.files import output_folder, own_config
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -46,7 +46,7 @@ def reproduce(args: argparse.Namespace) -> int:
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `mmrl compare`."""
     parser.add_argument("experiment", metavar="EXPERIMENT.yaml", type=Path, help="arms, seeds and metric")
-    parser.add_argument("--output", metavar="DIR", type=Path, help="default: runs/ and the experiment's name")
+    parser.add_argument("--output", metavar="DIR", type=output_folder, help="default: runs/ and the experiment's name")
     parser.add_argument("--jobs", metavar="N", type=int, help="runs at a time; default: the file's")
     parser.add_argument("--only-report", action="store_true", help="only summarise finished runs")
     add_allow_argument(parser)
@@ -65,7 +65,7 @@ def add_reproduce_arguments(parser: argparse.ArgumentParser) -> None:
         "--list", action="store_true", help="list what was measured, with minutes for two seeds on one core"
     )
     parser.add_argument("--seeds", metavar="N", type=int, default=2, help="fresh seeds; default: 2")
-    parser.add_argument("--output", metavar="DIR", type=Path, help="default: runs/reproduce/ and the name")
+    parser.add_argument("--output", metavar="DIR", type=output_folder, help="default: runs/reproduce/ and the name")
     parser.add_argument("--jobs", metavar="N", type=int, help="runs at a time; default: the experiment's")
 
 

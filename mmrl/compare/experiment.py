@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import math
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -324,6 +323,7 @@ def load_experiment(path: Path) -> ExperimentConfig:
     from mmrl.config import load
 
     experiment = load(path, ExperimentConfig)
+    _keep_references(experiment)
     here = Path(path).parent
     if experiment.base is not None:
         experiment.base = str(_existing(experiment.base, here, f"{path}: base"))
@@ -337,31 +337,61 @@ def load_experiment(path: Path) -> ExperimentConfig:
     return experiment
 
 
+def _keep_references(experiment: ExperimentConfig) -> None:
+    """Set overrides back to the texts of the file: their references and escaped dollars are resolved by the runs.
+
+    So what an environment variable holds is in no command, marker or result.
+    """
+    from mmrl.config import to_container
+
+    given = to_container(experiment)
+    experiment.overrides = given["overrides"]
+    for arm, settings in experiment.arms.items():
+        if settings is not None:
+            settings.overrides = given["arms"][arm]["overrides"]
+    if experiment.sweep is not None:
+        experiment.sweep.values = given["sweep"]["values"]
+        experiment.sweep.overrides = given["sweep"]["overrides"]
+    for preparation, written in zip(experiment.prepare, given["prepare"], strict=True):
+        preparation.overrides = written["overrides"]
+
+
+def as_file(experiment: ExperimentConfig) -> dict[str, Any]:
+    """Content of a file of the experiment, whose overrides are the texts of a file already."""
+    from mmrl.config import escaped
+
+    content = dataclasses.asdict(experiment)
+    written: dict[str, Any] = escaped(content)
+    parts = [(written, content), *((written["arms"][arm], part) for arm, part in content["arms"].items())]
+    parts += [(written["sweep"], content["sweep"]), *zip(written["prepare"], content["prepare"], strict=True)]
+    for part, before in parts:
+        if part is not None:
+            part |= {key: before[key] for key in ("overrides", "values") if key in before}
+    return written
+
+
 def dotted_overrides(values: Mapping[str, Any], output_dir: Path, prefix: str = "") -> list[str]:
-    """Command-line form of nested values."""
+    """Command-line form of nested values, which are written as in a configuration file."""
+    from mmrl.config import as_override
+
     found = []
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             found += dotted_overrides(value, output_dir, f"{prefix}{key}.")
         else:
-            found.append(f"{prefix}{key}={_yaml_value(value, output_dir)}")
+            found.append(as_override(f"{prefix}{key}", _placed(value, output_dir)))
     return found
 
 
-def _yaml_value(value: Any, output_dir: Path) -> str:
-    from omegaconf import OmegaConf
+def _placed(value: Any, output_dir: Path) -> Any:
+    """A value with the experiment's folder for `{output_dir}` in its texts."""
+    from mmrl.config import escaped
 
-    if isinstance(value, str):
-        text = value.replace("{output_dir}", str(output_dir))
-        try:
-            # a text that YAML would read as something else is quoted
-            plain = OmegaConf.to_container(OmegaConf.from_dotlist([f"x={text}"])) == {"x": text}
-        except Exception:
-            plain = False  # not YAML at all; quoting makes it a text
-        return text if plain else json.dumps(text, ensure_ascii=False)
+    if isinstance(value, Mapping):
+        return {key: _placed(part, output_dir) for key, part in value.items()}
     if isinstance(value, list):
-        return "[" + ", ".join(_yaml_value(item, output_dir) for item in value) + "]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+        return [_placed(part, output_dir) for part in value]
+    return value.replace("{output_dir}", escaped(str(output_dir))) if isinstance(value, str) else value
 
 
 def _all_overrides(experiment: ExperimentConfig) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -384,8 +414,6 @@ def _check_seeds(key: str, seeds: list[int]) -> None:
 def _check_number(key: str, value: str | int | float, word: str) -> None:
     if isinstance(value, str) and value != word:
         raise ValueError(f"`{key}` is '{value}'; allowed: {word} or a number")
-    if not isinstance(value, str) and not math.isfinite(value):
-        raise ValueError(f"`{key}` is {value}; allowed: {word} or a finite number")
 
 
 def _check_cost(name: str, weights: Mapping[str, float]) -> None:
@@ -399,7 +427,7 @@ def _check_cost(name: str, weights: Mapping[str, float]) -> None:
         if counter not in counters:
             hint = did_you_mean(counter, counters)
             raise ValueError(f"`work.costs.{name}` has no counter '{counter}'; {hint}counters: {', '.join(counters)}")
-        if not (weight > 0 and math.isfinite(weight)):
+        if weight <= 0:
             raise ValueError(f"`work.costs.{name}`: the weight of '{counter}' is {weight}; it must be positive")
 
 

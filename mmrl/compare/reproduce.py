@@ -7,7 +7,6 @@ where it falls with 95 % probability if both come from the same distribution.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mmrl.compare.evidence import UNITS, EvidenceConfig, FindingConfig, signed
-from mmrl.compare.experiment import ArmConfig, ExperimentConfig, FigureConfig, load_experiment
+from mmrl.compare.experiment import ArmConfig, ExperimentConfig, FigureConfig, as_file, load_experiment
 from mmrl.compare.run import CommandBuilder, run_experiment, train_command
 from mmrl.compare.summary import summarise
 from mmrl.errors import RunError, UserError, did_you_mean
@@ -147,8 +146,8 @@ def _written(experiment: ExperimentConfig, output: Path) -> Path:
     """Write an experiment into its folder, with its configurations by their whole paths."""
     from omegaconf import OmegaConf
 
-    content = dataclasses.asdict(experiment)
-    for part in (content, *content["arms"].values(), *content["prepare"]):
+    content = as_file(experiment)
+    for part in filter(None, (content, *content["arms"].values(), *content["prepare"])):
         for key in ("base", "config"):
             if part.get(key):
                 part[key] = str(Path(part[key]).resolve())

@@ -235,8 +235,10 @@ CommandBuilder = Callable[[RunPlan, bool], Sequence[str]]
 
 def train_command(plan: RunPlan, resume: bool) -> list[str]:
     """Program and arguments that train one run, or continue it from its last checkpoint."""
+    from mmrl.config import as_override, escaped
+
     command = [sys.executable, "-m", "mmrl.cli", "train", str(plan.config), *plan.overrides]
-    return [*command, f"output_dir={plan.run_dir}", *(["--resume"] if resume else [])]
+    return [*command, as_override("output_dir", escaped(str(plan.run_dir))), *(["--resume"] if resume else [])]
 
 
 def run_experiment(

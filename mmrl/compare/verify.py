@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mmrl.config import drop_gone, foreign_run
+from mmrl.config import as_override, drop_gone, escaped, foreign_run
 from mmrl.entries import renamed
 from mmrl.errors import UserError
 from mmrl.files import write_atomically
@@ -101,7 +101,8 @@ def _configuration(ledger: Ledger, overrides: Sequence[str], allow: Sequence[str
     from omegaconf import OmegaConf
 
     with tempfile.TemporaryDirectory(prefix="verify-") as scratch:
-        given, overrides = Path(scratch, "config.yaml"), [*overrides, f"output_dir={scratch}/run"]
+        given, run_dir = Path(scratch, "config.yaml"), Path(scratch, "run")
+        overrides = [*overrides, as_override("output_dir", escaped(str(run_dir)))]
         stored = OmegaConf.create(ledger.about["config"])
         drop_gone(stored)
         write_atomically(given, renamed(OmegaConf.to_yaml(stored)))

@@ -16,6 +16,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from mmrl.config import as_given
 from mmrl.errors import UserError
 from mmrl.fields import rare
 from mmrl.files import expanded
@@ -135,7 +136,7 @@ def build_if_missing(config: BuiltPath, what: str = "data") -> None:
             log.info("building %s with %s", path, config.build)
             _call_build(function, path, config, what)
             if what != "model":
-                note_build(path, config.build, dict(config.build_options), new_folder=new)
+                note_build(path, config.build, as_given(config.build_options), new_folder=new)
     if not path.exists():
         raise UserError(f"{what}.build {config.build!r} returned without writing {path}")
 

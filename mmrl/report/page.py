@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from mmrl.config import as_override, escaped
 from mmrl.files import write_atomically
 from mmrl.report.curves import constants, curves
 from mmrl.report.folder import RunFolder, estimate, plain, read_run
@@ -101,7 +102,8 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
     rows.append(("machine", ", ".join(filter(None, machine))))
     rows.append(("versions", ", ".join(f"{name} {version}" for name, version in result.get("versions", {}).items())))
     if settings and run.metrics:
-        again = shlex.join(["mmrl", "train", str(run.folder / "config.yaml"), f"output_dir={run.folder}-again"])
+        folder = as_override("output_dir", escaped(f"{run.folder}-again"))
+        again = shlex.join(["mmrl", "train", str(run.folder / "config.yaml"), folder])
         rows.append(("to repeat", again))
     return [(name, text) for name, text in rows if text]
 

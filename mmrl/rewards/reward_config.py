@@ -26,7 +26,7 @@ class RewardConfig:
     function: str | None = rare(None)
     """The function, if `name` is only a label."""
 
-    weight: float = bounded(1.0, finite=True)
+    weight: float = 1.0
     """Factor of this term in the sum; 0 only logs it."""
 
     options: dict[str, Any] = field(default_factory=dict)

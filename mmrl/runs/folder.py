@@ -15,8 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from mmrl.config import as_override, escaped
 from mmrl.errors import UserError
-from mmrl.files import remove_drafts
+from mmrl.files import output_folder, remove_drafts
 from mmrl.runs.records import STEP_NAME, read_jsonl
 
 EARLIER = "earlier"
@@ -49,8 +50,8 @@ def has_begun(run_dir: Path) -> bool:
 
 def resume_command(run_dir: Path) -> str:
     """The command that continues a run."""
-    config, folder = shlex.quote(str(run_dir / "config.yaml")), shlex.quote(str(run_dir))
-    return f"mmrl train {config} output_dir={folder} --resume"
+    folder = as_override("output_dir", escaped(str(run_dir)))
+    return shlex.join(["mmrl", "train", str(run_dir / "config.yaml"), folder, "--resume"])
 
 
 def remove_partial(run_dir: Path) -> None:
@@ -104,6 +105,7 @@ class RunLock:
 
     def acquire(self) -> None:
         """Take the lock."""
+        output_folder(self.run_dir, "output_dir")
         try:
             self._made = not self.run_dir.exists()
             self.run_dir.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from mmrl.config import as_given
 from mmrl.errors import UserError
 from mmrl.files import read_json_object, write_atomically
 from mmrl.runs.fingerprint import content_digest
@@ -60,7 +61,9 @@ def protocol_of(recipe: Any, config: Any, step: Any) -> Row:
         about = {"tasks": len(tasks), "digest": content_digest(tasks), "chosen": _chosen(given)}
         splits[split] = {**about, "measures": measures}
     # through JSON and back, so that the protocol in memory equals the one that is read from the file
-    plain: Row = json.loads(json.dumps({"seed": config.seed, "splits": splits}, default=str), parse_float=_number)
+    plain: Row = json.loads(
+        json.dumps(as_given({"seed": config.seed, "splits": splits}), default=str), parse_float=_number
+    )
     return plain
 
 

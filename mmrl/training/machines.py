@@ -6,7 +6,9 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -19,8 +21,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from mmrl.errors import RunStopped, UserError
+from mmrl.errors import PeerLostError, RunStopped, UserError
 from mmrl.runs.checkpoint import MANIFEST, TEMPORARY_PREFIX
+from mmrl.runs.launch import LAST_WORDS
 from mmrl.training.processes import all_ranks, merge_lists
 
 BEAT_S = 2.0
@@ -72,7 +75,7 @@ class Watch:
         self._thread.join(SILENCE_S)
         with contextlib.suppress(RuntimeError):  # the store may be gone
             self._write(status, message)
-        if status == "failed":
+        if status == "failed" and LAST_WORDS not in os.environ:
             # long enough for the others to read why
             time.sleep(GRACE_S)
 
@@ -160,13 +163,37 @@ def watched(accelerator: Accelerator) -> Iterator[Watch | None]:
         watch.close("done")
         raise
     except Exception as error:
-        # a user's error is the same on all processes; any other may only follow from another's
-        found = None if isinstance(error, UserError) else watch.culprit()
+        # a launcher of ours has seen which process failed, and names it
+        with _without_sigterm():
+            found = watch.culprit() if _may_follow(error) and LAST_WORDS not in os.environ else None
         watch.close("failed", found or f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
         if found:
-            sys.stderr.write(f"mmrl: {found}\n")
+            raise PeerLostError(found) from error
         raise
     watch.close("done")
+
+
+@contextlib.contextmanager
+def _without_sigterm() -> Iterator[None]:
+    """Ignore SIGTERM, which torchrun sends to the processes that are left before they know which one was lost."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+FOLLOWS = re.compile(r"gloo|nccl|socket|connection|peer|store|timed? ?out", re.IGNORECASE)
+"""Words of errors of collective operations; gloo's are plain RuntimeErrors."""
+
+
+def _may_follow(error: Exception) -> bool:
+    """Whether an error may only follow from the end of another process."""
+    connections = (torch.distributed.DistError, ConnectionError, TimeoutError)
+    return isinstance(error, connections) or (isinstance(error, RuntimeError) and bool(FOLLOWS.search(str(error))))
 
 
 def in_first_process(accelerator: Accelerator | None, act: Callable[[], ResultT]) -> ResultT:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mmrl.config import load_run
+from mmrl.config import as_override, escaped, load_run
 from mmrl.entries import load_target
 from mmrl.errors import RunError, UserError
-from mmrl.files import read_json_object
+from mmrl.files import output_folder, read_json_object
 from mmrl.recipes import plan_of, preview_of, reader_of
 from mmrl.runs.dry_run import DataRead, NotReadError, data_only
 from mmrl.runs.export import chosen_checkpoint
@@ -109,7 +109,7 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
     from mmrl.training.ray_rollers import open_rollers
 
     # before the model is loaded: a read-only folder would only fail at the end
-    _check_writable(Path(config.output_dir))
+    output_folder(config.output_dir, "output_dir")
     folder = None if run_dir is None else chosen_checkpoint(run_dir)
     with open_evaluation(entry, config, folder) as (recipe, accelerator, position), ExitStack() as stack:
         step = position.number
@@ -271,7 +271,7 @@ def evaluation_of(
 
 def finish_run(config: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Path:
     """Train a configuration: start it, continue it if it was interrupted, or return at once if it is finished."""
-    entry, options = load_run(config, [*overrides, f"output_dir={run_dir}"])
+    entry, options = load_run(config, [*overrides, as_override("output_dir", escaped(str(run_dir)))])
     # a finished run is not repeated, even if its settings have changed since
     if read_result(run_dir).get("status") in FINISHED:
         if changed := _changed_settings(run_dir, options):
@@ -485,13 +485,6 @@ def _tracker(run_dir: Path, config: Any) -> Tracker:
         run_config=to_container(config),
         recipe=config.recipe,
     )
-
-
-def _check_writable(folder: Path) -> None:
-    """Refuse a folder that results cannot be written to, before a model is loaded."""
-    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not os.access(existing, os.W_OK):
-        raise UserError(f"{existing} cannot be written; choose another folder with output_dir=...")
 
 
 def _append_evaluation(folder: Path, step: int, split: str, metrics: dict[str, float]) -> None:

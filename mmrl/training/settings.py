@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mmrl.fields import SET, bounded, check_fields, choice, only_with, parts_of, rare
+from mmrl.files import LONGEST_NAME
 from mmrl.runs.tracking import TrackingConfig
 
-LONGEST_NAME = 255
 SCHEDULES = ("constant", "linear", "cosine")
 NONFINITE_POLICIES = ("skip", "stop")
 OLD_LOGP_SOURCES = ("recompute", "sampler", "auto")

@@ -79,11 +79,11 @@ class ProgressSettings:
     initial, else minmax)."""
     alpha: float = bounded(0.6, above=0, below=1)
     """Maximum reward of a failure; below 1, so that a near success is worth less than a success."""
-    steepness: float = rare(bounded(10.0, above=0, finite=True))
+    steepness: float = rare(bounded(10.0, above=0))
     """Slope of the sigmoid over the normalised distance; norms minmax and absolute."""
-    offset: float = rare(bounded(0.5, finite=True))
+    offset: float = rare(0.5)
     """Normalised distance with a reward of alpha / 2; norms minmax and absolute."""
-    eps: float = rare(bounded(0.5, above=0, finite=True))
+    eps: float = rare(bounded(0.5, above=0))
     """Radius of DBSCAN over the standardised successes; see `eps_mode`."""
     eps_mode: str | None = rare(choice(None, EPS_MODES))
     """per_sqrt_dim multiplies `eps` by the root of the number of entries that vary; absolute uses it unchanged; null =

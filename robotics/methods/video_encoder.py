@@ -81,13 +81,13 @@ class VideoTraining:
     """Trajectories per step."""
     frames: int = bounded(12, at_least=2)
     """Frames of each trajectory, at random times; every pair of them is one example."""
-    scale: float = bounded(4.0, above=0, finite=True)
+    scale: float = bounded(4.0, above=0)
     """Distance of the latents of the two ends of a trajectory."""
-    learning_rate: float = bounded(1e-3, at_least=0, finite=True)
+    learning_rate: float = bounded(1e-3, at_least=0)
     """Peak learning rate, after a warm-up of a tenth of the steps; then a cosine to 0."""
-    weight_decay: float = bounded(0.01, at_least=0, finite=True)
+    weight_decay: float = bounded(0.01, at_least=0)
     """Weight decay of AdamW."""
-    pixel_noise: float = bounded(0.05, at_least=0, finite=True)
+    pixel_noise: float = bounded(0.05, at_least=0)
     """Standard deviation of the noise added to the frames, pixels being in 0..1."""
     seed: int = 0
     """Seed of the weights, the choice of frames and the noise."""

@@ -71,7 +71,7 @@ class GaussianPolicyConfig:
     min_std: float = rare(bounded(0.05, above=0))
     """Minimum standard deviation. With smaller values, small changes of the mean change log-probabilities a lot, and a
     policy that was cloned for long hardly explores."""
-    max_std: float = rare(bounded(1.0, above=0, finite=True))
+    max_std: float = rare(bounded(1.0, above=0))
     """Maximum standard deviation."""
     cloning: str = rare(choice("likelihood", CLONING))
     """likelihood: negative log-density of the demonstrated actions, which trains mean and standard deviation; error:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from mmrl.config import as_given
 from mmrl.entries import load_target
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, only_with, rare
@@ -109,7 +110,9 @@ def open_sim(config: SimConfig) -> RobotSim:
     try:
         sim: RobotSim = function(config)
     except TypeError as error:  # it passes the options on
-        raise UserError(f"sim.kind {config.kind} with sim.options {dict(config.options)} failed: {error}") from error
+        raise UserError(
+            f"sim.kind {config.kind} with sim.options {as_given(config.options)} failed: {error}"
+        ) from error
     # a function of the user's may ignore `views`; the policy would get other cameras than it says
     if views_of(sim) != tuple(config.views):
         sim.close()

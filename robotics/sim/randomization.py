@@ -41,11 +41,11 @@ NO_DELAY = [0, 0]
 class LightRanges:
     """Lamps of the scene and the light at the camera."""
 
-    position_m: float = bounded(0.0, at_least=0, finite=True, unit="m")
+    position_m: float = bounded(0.0, at_least=0, unit="m")
     """Maximum shift of each lamp along each axis."""
     direction_rad: float = bounded(0.0, at_least=0, at_most=1.0, unit="rad")
     """Maximum turn of each lamp about each axis."""
-    brightness: list[float] = bounded(SAME, at_least=0, finite=True, length=2, unit="shares of the nominal")
+    brightness: list[float] = bounded(SAME, at_least=0, length=2, unit="shares of the nominal")
     """Minimum and maximum factor of all light."""
     colour: float = bounded(0.0, at_least=0, at_most=1, unit="shares of the nominal")
     """Maximum change of each colour channel of each light."""
@@ -55,7 +55,7 @@ class LightRanges:
 class CameraRanges:
     """Ranges of the cameras, drawn separately for each; one on the hand moves with the hand."""
 
-    position_m: float = bounded(0.0, at_least=0, finite=True, unit="m")
+    position_m: float = bounded(0.0, at_least=0, unit="m")
     """Maximum shift along each axis of the body that the camera is fixed to."""
     rotation_rad: float = bounded(0.0, at_least=0, at_most=1.0, unit="rad")
     """Maximum turn about each axis of the camera."""
@@ -89,15 +89,15 @@ class TextureRanges:
 class NoiseLevels:
     """Standard deviations of Gaussian noise, drawn at each control step."""
 
-    position_m: float = bounded(0.0, at_least=0, finite=True, unit="m")
+    position_m: float = bounded(0.0, at_least=0, unit="m")
     """Measured x, y, z of the grip."""
-    yaw_rad: float = bounded(0.0, at_least=0, finite=True, unit="rad")
+    yaw_rad: float = bounded(0.0, at_least=0, unit="rad")
     """Measured turn of the grip."""
-    opening_m: float = bounded(0.0, at_least=0, finite=True, unit="m")
+    opening_m: float = bounded(0.0, at_least=0, unit="m")
     """Measured opening of the gripper."""
-    pieces_m: float = rare(bounded(0.0, at_least=0, finite=True, unit="m"))
+    pieces_m: float = rare(bounded(0.0, at_least=0, unit="m"))
     """Measured positions of the pieces and travel of the drawer, if the full state is observed."""
-    pieces_rad: float = rare(bounded(0.0, at_least=0, finite=True, unit="rad"))
+    pieces_rad: float = rare(bounded(0.0, at_least=0, unit="rad"))
     """Measured turns of the pieces."""
     image: float = bounded(0.0, at_least=0, at_most=255, unit="grey levels of 255")
     """Each channel of each pixel of observed images."""
@@ -120,12 +120,12 @@ class RandomizationConfig:
     """Colours of things."""
     textures: TextureRanges = field(default_factory=TextureRanges)
     """Patterns on table and floor."""
-    friction: list[float] = bounded(SAME, above=0, finite=True, length=2, unit="shares of the nominal")
+    friction: list[float] = bounded(SAME, above=0, length=2, unit="shares of the nominal")
     """Minimum and maximum factor of all friction coefficients. All share one factor, because a contact uses the larger
     coefficients of its two sides."""
-    mass: list[float] = bounded(SAME, above=0, finite=True, length=2, unit="shares of the nominal")
+    mass: list[float] = bounded(SAME, above=0, length=2, unit="shares of the nominal")
     """Minimum and maximum factor of the mass and inertia of each piece."""
-    servo_gain: list[float] = bounded(SAME, above=0, finite=True, length=2, unit="shares of the nominal")
+    servo_gain: list[float] = bounded(SAME, above=0, length=2, unit="shares of the nominal")
     """Minimum and maximum factor of the stiffness and damping of each joint's servo; the gripper is not changed."""
     action_delay: list[int] = bounded(NO_DELAY, at_least=0, at_most=LARGEST_DELAY, length=2, unit="control steps")
     """Minimum and maximum delay of actions in control steps; until the first one arrives the arm holds still, with the

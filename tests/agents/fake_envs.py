@@ -14,6 +14,13 @@ from mmrl.errors import UserError
 HELD = []
 
 
+def hang():
+    """Never end, and say so to the fixture `hanging`."""
+    with open(os.environ.get("MMRL_TEST_HANGING", os.devnull), "a") as file:
+        file.write(f"{os.getpid()}\n")
+    time.sleep(600)
+
+
 class Fake:
     """Counts its steps; the action's name selects the fault."""
 
@@ -50,7 +57,7 @@ class Fake:
         raise UserError("there is no task 'unknown'; there is: well")
 
     def _begin_slowly(self):
-        time.sleep(60)
+        hang()
 
     def _begin_flaky(self):
         mark = Path(self.folder) / "begun"
@@ -68,7 +75,7 @@ class Fake:
         os._exit(3)
 
     def _act_hang(self):
-        time.sleep(60)
+        hang()
 
     def _act_eat(self):
         while True:
@@ -101,7 +108,7 @@ class Guide(Fake):
         if self.seed == 2:
             os._exit(3)
         if self.seed == 3:
-            time.sleep(60)
+            hang()
         self.length = 10**6 if self.seed == 5 else 3
         return "go" if self.seed == 4 else Action("go", {"x": self.steps})
 

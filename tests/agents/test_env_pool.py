@@ -3,7 +3,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -110,7 +109,7 @@ BAD_ACTIONS = {
 }
 
 
-def test_an_environment_that_fails_takes_only_its_row(tmp_path, caplog):
+def test_an_environment_that_fails_takes_only_its_row(tmp_path, caplog, hanging):
     names = [*BAD_ACTIONS, "print"]
     with EnvPool(config(workers=len(names), step_timeout_s=3.0), tmp_path / "failures") as pool:
         pool.reset(tasks(*["well"] * len(names)))
@@ -157,11 +156,9 @@ def test_an_episode_that_does_not_begin_is_tried_again_in_a_fresh_process(tmp_pa
         assert (counts["crashed"], counts["raised"], counts["dropped"]) == (1, 3, 1)
 
 
-def test_a_reset_has_its_own_time_limit():
+def test_a_reset_has_its_own_time_limit(hanging):
     with EnvPool(config(reset_timeout_s=0.5)) as pool:
-        begin = time.monotonic()
         assert pool.reset(tasks("slowly"))[0].failure.reason.startswith("no answer in 0.5 s")
-        assert time.monotonic() - begin < 60
 
 
 def test_restarts_without_an_episode_stop_the_run(monkeypatch):
@@ -261,7 +258,7 @@ def test_what_does_not_start_says_why(function, options, error, message):
         ({"step_timeout_s": 0.0}, "step_timeout_s is 0.0; must be positive"),
         ({"step_timeout_s": math.inf}, "step_timeout_s is inf"),
         ({"kwargs": {"x": object()}}, "environment.kwargs must be JSON"),
-        ({"adapter": {"x": math.nan}}, "environment.adapter must be JSON"),
+        ({"adapter": {"x": math.nan}}, "environment.adapter.x is nan; must be finite"),
     ],
 )
 def test_options_are_checked_before_a_process_starts(options, message):

@@ -40,6 +40,7 @@ tracking: {{quiet: true, tensorboard: false, strict: true}}
 
 # each fails for the question whose answer is 1, in a way of its own
 REWARDS = """
+import os
 import time
 
 def raises(prompts, completions, answer):
@@ -49,7 +50,9 @@ def raises(prompts, completions, answer):
 
 def hangs(prompts, completions, answer):
     if "1" in answer:
-        time.sleep(60)
+        with open(os.environ["MMRL_TEST_HANGING"], "a") as file:
+            file.write(f"{os.getpid()}\\n")
+        time.sleep(600)
     return [1.0] * len(completions)
 
 def gives_nan(prompts, completions, answer):
@@ -63,6 +66,15 @@ def no_prompts(completions):
 
 def needs_colour(prompts, completions, colour):
     return [1.0] * len(completions)
+
+def with_token(prompts, completions, token):
+    assert token == "s3cr3t"
+    return [float(len(text)) for text in completions]
+
+def copied(path, source, token):
+    assert token == "s3cr3t"
+    import shutil
+    shutil.copytree(source, path.rpartition("/")[0], dirs_exist_ok=True)
 """
 
 

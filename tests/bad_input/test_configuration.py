@@ -142,3 +142,31 @@ def test_image_runs_are_checked_before_a_model_is_loaded(recipe, override, messa
 )
 def test_values_that_no_configuration_can_hold(override, message, lab, refused):
     assert message in refused("train", lab.config, override)
+
+
+def test_what_the_environment_holds_is_in_no_file_of_a_run(lab, mmrl, monkeypatch, capsys):
+    monkeypatch.setenv("MMRL_TEST_TOKEN", "s3cr3t")
+    token = "token: '${oc.env:MMRL_TEST_TOKEN}'"
+    questions = lab.folder / "made/questions.jsonl"
+    overrides = [
+        f"data={{path: {questions}, build: '{lab.folder}/rewards.py:copied', "
+        f"build_options: {{source: {lab.folder}/data, {token}}}}}",
+        f"rewards=[{{name: keyed, function: '{lab.folder}/rewards.py:with_token', options: {{{token}}}}}]",
+        "evaluation.at_end=true",
+        f"eval_data.heldout.path={questions}",
+    ]
+    code, lines = mmrl("train", lab.config, *overrides)
+    assert code == 0, lines
+    assert mmrl("train", lab.run / "config.yaml", "--resume", "trainer.steps=3")[0] == 0
+    assert mmrl("evaluate", lab.run)[0] == 0
+    assert mmrl("report", lab.run)[0] == 0
+    assert mmrl("export", lab.run)[0] == 0
+    files = [path for folder in (lab.run, lab.folder / "made") for path in folder.rglob("*") if path.is_file()]
+    assert {"config.yaml", "protocol.json", "report.html", "README.md"} <= {path.name for path in files}
+    assert [str(path) for path in files if b"s3cr3t" in path.read_bytes()] == []
+    assert any(b"oc.env:MMRL_TEST_TOKEN" in path.read_bytes() for path in files if path.name == "protocol.json")
+    monkeypatch.delenv("MMRL_TEST_TOKEN")
+    for words in (["train", lab.run / "config.yaml", "--resume", "trainer.steps=4"], ["evaluate", lab.run]):
+        code, lines = mmrl(*words)
+        assert code == 2
+        assert "Environment variable 'MMRL_TEST_TOKEN' not found" in lines[-1]

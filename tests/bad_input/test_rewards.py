@@ -4,7 +4,7 @@ import pytest
 
 
 @pytest.mark.parametrize(("name", "kind"), [("raises", "raised"), ("hangs", "timeout"), ("gives_nan", "nan")])
-def test_a_failing_reward_costs_its_sample_only(name, kind, lab, mmrl):
+def test_a_failing_reward_costs_its_sample_only(name, kind, lab, mmrl, hanging):
     reward = f"{{name: mine, function: '{lab.folder}/rewards.py:{name}', timeout_s: 1}}"
     small = ["trainer.steps=1", "trainer.tasks_per_step=6", "accuracy_reward=exact"]
     code, lines = mmrl("train", lab.config, f"rewards=[{{name: exact, weight: 0}}, {reward}]", *small)

@@ -1,6 +1,8 @@
 """Commands, exit codes and messages of `mmrl`; the messages are part of the interface."""
 
+import argparse
 import errno
+import itertools
 import json
 import os
 import signal
@@ -14,6 +16,8 @@ import pytest
 from mmrl.cli import main
 from mmrl.cli.commands import COMMANDS
 from mmrl.cli.listings import LINE_WIDTH, paper_of
+from mmrl.cli.program import _build_parser, _parse
+from mmrl.config import load_run
 from mmrl.errors import RunError, RunStopped, UserError
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -282,7 +286,7 @@ def test_a_folder_that_cannot_be_written_is_named(toy_config, recorded_train, tm
 def test_evaluate_refuses_a_folder_that_cannot_be_written_before_it_loads(toy_config, monkeypatch, capsys):
     monkeypatch.setattr(os, "access", lambda place, mode: False)
     assert main(["evaluate", str(toy_config)]) == 2
-    assert "cannot be written; choose another folder with output_dir=..." in one_error_line(capsys)
+    assert "cannot be written; choose another path" in one_error_line(capsys)
 
 
 def test_home_is_expanded_in_output_dir(toy_config, recorded_train, tmp_path, monkeypatch, capsys):
@@ -506,3 +510,107 @@ def test_a_command_continues_when_its_output_cannot_be_written(words, code):
         assert (
             subprocess.run(command, stdout=full, stderr=full, cwd=PROJECT, timeout=120, check=False).returncode == code
         )
+
+
+def orders(positionals, options):
+    """Every order of a command's words: positionals keep theirs, an option keeps its value."""
+    count = len(positionals) + len(options)
+    for places in itertools.combinations(range(count), len(positionals)):
+        for mixed in itertools.permutations(options):
+            rest, given = iter(mixed), iter(positionals)
+            parts = [[next(given)] if place in places else next(rest) for place in range(count)]
+            yield list(itertools.chain(*parts))
+
+
+def leaves(parser, words=()):
+    """Every command of the parser with its words."""
+    (sub,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)] or [None]
+    for name, inner in sub.choices.items() if sub else ():
+        yield from leaves(inner, (*words, name))
+    if sub is None:
+        yield parser, words
+
+
+def value_of(action):
+    return str(next(iter(action.choices))) if action.choices else "x=1" if action.type in (None, Path) else "1"
+
+
+@pytest.mark.parametrize(
+    ("parser", "words"), [pytest.param(*leaf, id=" ".join(leaf[1])) for leaf in leaves(_build_parser())]
+)
+def test_options_and_other_arguments_come_in_any_order(parser, words):
+    positionals = [action for action in parser._actions if not action.option_strings]
+    options = [action for action in parser._actions if action.option_strings and action.dest != "help"]
+    options = sorted(options, key=lambda action: not action.required)[:3]  # of more there are too many orders
+    given = [value_of(action) for action in positionals for _ in range(1 if action.nargs in (None, "?") else 2)]
+    chosen = [[option.option_strings[0], *([] if option.nargs == 0 else [value_of(option)])] for option in options]
+    found = [vars(_parse([*words, *order])) for order in orders(given, chosen)]
+    assert all(each == found[0] for each in found)
+
+
+def test_init_takes_its_words_in_any_order(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = [["--model", "M"], ["--data", r"${D} \${x}"], ["--force"]]
+    texts = set()
+    for order in orders(["papo", "FILE"], options):
+        assert main(["init", *order]) == 0
+        texts.add((tmp_path / "FILE").read_text())
+        (tmp_path / "FILE").unlink()
+    (text,) = texts
+    (tmp_path / "FILE").write_text(text)
+    assert load_run(tmp_path / "FILE")[1].data.path == options[1][1]
+
+
+@pytest.mark.parametrize("number", ["inf", "nan", "-inf"])
+def test_an_option_that_is_no_finite_number_is_refused(number, capsys):
+    assert main(["train", "x.yaml", "--dry-run", f"--gpu-memory={number}"]) == 2
+    assert f"--gpu-memory is {number}; must be finite" in one_error_line(capsys)
+
+
+OUTPUTS = (
+    ["init", "papo"],
+    ["export", ".", "--output"],
+    ["report", ".", "--output"],
+    ["select", "x.yaml", "--output"],
+    ["select", "x.yaml", "--output", "tasks.jsonl", "--record"],
+    ["compare", "x.yaml", "--output"],
+    ["reproduce", "x", "--output"],
+    ["demo", "--output"],
+    ["setup", "vllm", "--folder"],
+    ["sim", "setup", "libero", "--folder"],
+    ["sim", "play", "push", "--video"],
+    ["sim", "play", "push", "--strip"],
+    ["gui", "screens"],
+)
+"""Commands that write to a path, which comes last."""
+
+
+@pytest.mark.parametrize("words", OUTPUTS, ids=" ".join)
+def test_an_output_that_cannot_be_written_is_one_line_and_exit_2(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    Path("dangling").symlink_to("gone")
+    for path, message in (
+        ("dangling", "dangling is a link to gone, which does not exist"),
+        ("file/x", "file is not a folder"),
+        ("x" * 256, "has a name of 256 bytes; file systems allow 255"),
+    ):
+        assert main([*words, path]) == 2
+        assert message in one_error_line(capsys)
+    assert sorted(os.listdir()) == ["dangling", "file"]
+
+
+@pytest.mark.parametrize("words", [["train"], ["train", "--dry-run"], ["train", "--processes", "2"]], ids=" ".join)
+def test_a_run_folder_that_cannot_be_written_is_one_line_and_exit_2(words, toy_config, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone")
+    (tmp_path / "linked").symlink_to(tmp_path / "file")
+    for name, message in (
+        ("dangling", f"is a link to {tmp_path / 'gone'}, which does not exist"),
+        ("linked", "is not a folder; choose another path"),
+        ("file/x", f"{tmp_path / 'file'} is not a folder; choose another path"),
+    ):
+        assert main([*words, str(toy_config), f"output_dir={tmp_path / name}"]) == 2
+        line = one_error_line(capsys)
+        assert line.startswith(f"mmrl: error: output_dir {tmp_path / name}")
+        assert message in line

@@ -1,8 +1,10 @@
 import json
+import math
 
 import pytest
 from PIL import Image
 
+from mmrl.compare import run
 from mmrl.compare.run import run_experiment
 from mmrl.errors import RunError, UserError
 from mmrl.runs.statistics import paired_difference
@@ -117,9 +119,12 @@ def test_a_failed_run_is_counted_and_its_pair_is_listed(lab, monkeypatch):
         ("silent", "'accuracy/greedy' is no number in its last evaluation, which has: n, split, step, tag"),
     ],
 )
-def test_every_kind_of_failure_is_named(lab, trouble, reason):
+def test_every_kind_of_failure_is_named(lab, trouble, reason, monkeypatch):
+    poll = run._poll
+    limit_s = {True: 0.1, False: math.inf}  # however slow the machine, only the run that hangs is out of time
+    monkeypatch.setattr(run, "_poll", lambda entry, _: poll(entry, limit_s["trouble1=hang" in entry.job.command]))
     arms = {"papo": {"overrides": {"trouble1": trouble}}, "grpo": {}}
-    result = lab.run(arms=arms, seeds=[1, 2], timeout_s=2.0)
+    result = lab.run(arms=arms, seeds=[1, 2])
     assert [failure["run"] for failure in result["failures"]] == ["runs/papo/seed-1"]
     assert reason in result["failures"][0]["reason"]
     assert result["differences"]["papo"]["missing_seeds"] == [1]

@@ -443,7 +443,7 @@ def test_names_at_the_ends_of_curves_do_not_overlap():
         ({"work": {"costs": {"images": {"cost/samples": 0}}}}, "must be positive"),
         ({"work": {"costs": {"images": 3}}}, r"work"),
         ({"work": {"costs": COSTS, "target": "final"}}, r"`work\.target` is 'final'; allowed: baseline_final or a"),
-        ({"work": {"costs": COSTS, "target": math.nan}}, "finite number"),
+        ({"work": {"costs": COSTS, "target": math.nan}}, "work.target is nan; must be finite"),
         ({"work": {"costs": COSTS, "target": True}}, r"work\.target"),
         ({"work": {"costs": COSTS, "targt": 1}}, "did you mean 'work.target'"),
         ({"work": {"costs": COSTS, "baseline_spends": "some"}}, "work.baseline_spends is 'some'; allowed: reach, all"),

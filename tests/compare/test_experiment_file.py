@@ -1,13 +1,20 @@
+import json
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 from mmrl.compare.experiment import dotted_overrides, load_experiment
-from mmrl.compare.plans import plan_arm_run
+from mmrl.compare.plans import MARKER, plan_arm_run, plan_preparations, plan_sweep
+from mmrl.compare.reproduce import _written
 from mmrl.compare.run import run_experiment, train_command
+from mmrl.config import load_run
 from mmrl.errors import RunError, UserError
+from tests.compare.lab import EXPERIMENT
+
+PREPARATION = {"config": "base.yaml", "run_dir": "first", "overrides": {"e": r"\${y}"}}
 
 
 def test_the_record_shows_the_command_that_a_user_would_type(lab):
@@ -78,3 +85,51 @@ def test_the_real_command_trains_with_the_overrides(lab):
     config = str(lab.folder / "base.yaml")
     folder = f"output_dir={lab.output}/runs/papo/seed-2"
     assert command == [*[sys.executable, "-m", "mmrl.cli", "train", config, "gain=0.05", "seed=2", folder, "--resume"]]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        r"Pay \${price}",
+        "$",
+        "$5 {a}",
+        r"C:\dir",
+        r"\\\${x}",
+        [r"\d \${a}"],
+        [{"a": r"\d", "b": None}],
+        "{output_dir} #1",
+    ],
+)
+def test_texts_with_dollars_reach_the_runs_of_an_experiment(lab, value):
+    """Through the file, its overrides, and the copy that `mmrl reproduce` writes."""
+    path = lab.folder / "experiment.yaml"
+    content = {**EXPERIMENT, "overrides": {"a": {"b": value}}, "prepare": [PREPARATION], "budget": r"\${5} a run"}
+    content |= {"sweep": {"parameter": "c", "values": [r"\${x}"], "seeds": [9], "overrides": {"d": value}}}
+    path.write_text(yaml.safe_dump(content))
+    wanted = json.loads(json.dumps(value).replace("{output_dir}", str(lab.output)))
+    for file in (path, _written(load_experiment(path), lab.folder / "copy")):
+        experiment = load_experiment(file)
+        assert experiment.budget == "${5} a run"
+        (plan, *_) = plan_sweep(experiment, lab.output)
+        read = OmegaConf.from_dotlist(list(plan.overrides))
+        assert OmegaConf.to_container(read)["a"]["b"] == wanted
+        assert OmegaConf.to_container(read)["d"] == wanted
+        assert read.c == "${x}"
+        (preparation,) = plan_preparations(experiment, lab.output)
+        assert OmegaConf.from_dotlist(list(preparation.overrides)).e == "${y}"
+
+
+def test_what_the_environment_holds_is_in_no_file_of_an_experiment(lab, monkeypatch):
+    monkeypatch.setenv("MMRL_TEST_TOKEN", "s3cr3t")
+    lab.run(overrides={"token": "${oc.env:MMRL_TEST_TOKEN}"}, seeds=[1], jobs=1)
+    files = [path for path in lab.output.rglob("*") if path.is_file()]
+    assert [str(path) for path in files if b"s3cr3t" in path.read_bytes()] == []
+    assert sum(b"oc.env:MMRL_TEST_TOKEN" in path.read_bytes() for path in files if path.name == MARKER) == 2
+
+
+def test_the_folder_of_an_experiment_may_have_any_name(lab):
+    lab.output = lab.folder / r"out #1: ${x} \${y}"
+    (plan, *_) = plan_preparations(load_experiment(lab.write(prepare=[PREPARATION])), lab.output)
+    needed = ["model.path=m", "data.path=d", "rewards=[{name: exact}]"]
+    _, config = load_run(lab.folder / "base.yaml", [*needed, train_command(plan, resume=False)[-1]])
+    assert config.output_dir == str(plan.run_dir)

@@ -13,6 +13,6 @@ def browser():
         require_chromium()
     except UserError as error:
         pytest.skip(str(error))
-    running = Browser(BrowserSettings(timeout_s=5))
+    running = Browser(BrowserSettings(timeout_s=60))
     yield running
     running.close()

@@ -112,12 +112,13 @@ def test_a_killed_driver_is_started_again_too(browser, page, closing):
 
 def test_a_script_that_never_returns_costs_the_browser(browser, page):
     page.load_html(HTML.format(""))
+    usual_s = browser.settings.timeout_s
     object.__setattr__(browser.settings, "timeout_s", 0.5)
     try:
         with pytest.raises(BrowserFailure, match="a script in the page failed"):
             page.evaluate("() => { while (true); }")
     finally:
-        object.__setattr__(browser.settings, "timeout_s", 5)
+        object.__setattr__(browser.settings, "timeout_s", usual_s)
     assert not browser.is_alive()
 
 

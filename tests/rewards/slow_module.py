@@ -2,5 +2,5 @@
 
 import time
 
-time.sleep(2.0)
+time.sleep(5.0)
 VALUE = 1.0

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -44,7 +43,7 @@ def score(rewards, rows=ROWS, **columns):
     ],
 )
 @pytest.mark.parametrize("rows", ["auto", "independent"])
-def test_only_the_offending_row_is_lost(make, function, kind, message, rows):
+def test_only_the_offending_row_is_lost(make, hanging, function, kind, message, rows):
     values, result = score(make(function, timeout_s=1.0, rows=rows))
     assert [values[0], *values[2:]] == [1.0, 1.0, 1.0]
     assert math.isnan(values[1])
@@ -134,10 +133,7 @@ def test_numpy_arrays_are_lists_too(make):
 
 @pytest.mark.slow
 def test_endless_hangs_end_within_bounds(make):
-    rewards = make("hangs_always", timeout_s=0.2)
-    start = time.monotonic()
-    values, result = score(rewards, ["x"] * 24)
-    assert time.monotonic() - start < 60.0, "the function alone sleeps longer than that"
+    values, result = score(make("hangs_always", timeout_s=0.2), ["x"] * 24)
     assert all(math.isnan(value) for value in values)
     assert result.errors == {"mine/timeout": 24}
 
@@ -158,9 +154,10 @@ def test_rows_are_spread_over_workers(make):
     assert len(set(score(make("pid", workers=2, rows="independent"), ["x"] * 64)[0])) == 2
 
 
-def test_a_stopped_worker_is_replaced(make):
-    rewards = make("pid", timeout_s=2.0, workers=1)
+def test_a_stopped_worker_is_replaced(make, hanging):
+    rewards = make("pid", timeout_s=1.0, workers=1)
     first = int(score(rewards)[0][0])
+    hanging(first)
     os.kill(first, signal.SIGSTOP)
     values, result = score(rewards)
     assert result.errors == {}
@@ -235,15 +232,17 @@ if sys.argv[2] == "hang":
 
 def test_no_worker_outlives_a_program_that_just_ends():
     command = [sys.executable, "-c", SCRIPT, USER, "end"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert not is_alive(int(done.stdout))
 
 
-def test_no_worker_outlives_a_killed_program_even_while_it_hangs():
+def test_no_worker_outlives_a_killed_program_even_while_it_hangs(tmp_path):
     command = [sys.executable, "-c", SCRIPT, USER, "hang"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+    marks = tmp_path / "pids"
+    variables = {**os.environ, "MMRL_TEST_HANGING": str(marks)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as program:
         pid = int(program.stdout.readline())
-        time.sleep(0.5)  # the worker is inside the hanging function by now
+        wait_until(lambda: marks.exists() and marks.read_text().endswith("\n"))
         assert is_alive(pid)
         program.kill()
     wait_until(lambda: not is_alive(pid))
@@ -259,20 +258,20 @@ def test_neither_rewards_nor_workers_import_torch():
 
 
 @pytest.mark.slow
-def test_hanging_rows_fail_alone_in_any_number(make):
+def test_hanging_rows_fail_alone_in_any_number(make, hanging):
     rows = [f"bad {row}" if row % 8 in (0, 3, 4) else "good" for row in range(32)]
     values, result = score(make("hangs_on_some", timeout_s=1.0), rows)
     assert sum(value == 1.0 for value in values) == 20
     assert result.errors == {"mine/timeout": 12}
 
 
-def test_a_batch_has_one_limit_in_which_good_rows_come_first(make):
+def test_a_batch_has_one_limit_in_which_good_rows_come_first(make, hanging):
     rows = ["good", *["bad"] * 6, *["good"] * 6]
-    started = time.monotonic()
-    values, result = score(make("hangs_on_some", timeout_s=1.0, batch_timeout_s=7.0), rows)
+    rewards = make("hangs_on_some", timeout_s=4.0, batch_timeout_s=12.0)
+    score(rewards, ["good"])  # the worker is started before the time of the batch begins
+    values, result = score(rewards, rows)
     assert sum(value == 1.0 for value in values) == 7
     assert result.errors == {"mine/timeout": 6}
-    assert time.monotonic() - started < 60.0
 
 
 @pytest.mark.parametrize(
@@ -307,12 +306,12 @@ def test_a_row_that_eats_memory_costs_itself_only(make):
 
 
 def test_imports_do_not_count_against_the_first_call(make):
-    assert score(make("imports_slowly", timeout_s=0.7))[1].errors == {}
+    assert score(make("imports_slowly", timeout_s=4.0))[1].errors == {}
 
 
 @pytest.mark.parametrize("end", ["fine", "crash", "hang"])
 def test_processes_left_in_a_separate_session_are_ended_too(make, end, tmp_path):
-    rewards = make("leaves_daemons", timeout_s=5.0)
+    rewards = make("leaves_daemons", timeout_s=5.0 if end == "hang" else 600.0)
     score(rewards, [end], pids=[str(tmp_path / "pids")])
     rewards.close()
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
@@ -331,7 +330,7 @@ rewards.score(["q"], ["hang"], {"pids": [sys.argv[2]]})
 def test_nothing_outlives_a_killed_program(tmp_path):
     pids = tmp_path / "pids"
     with subprocess.Popen([sys.executable, "-c", DAEMONS, USER, str(pids)]) as program:
-        wait_until(lambda: pids.exists() and pids.read_text(), 60.0)
+        wait_until(lambda: pids.exists() and pids.read_text())
         program.kill()
     wait_until(lambda: not any(is_alive(int(pid)) for pid in pids.read_text().split()))
 

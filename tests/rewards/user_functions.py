@@ -23,14 +23,21 @@ def raises_on_bad(prompts, completions, **columns):
     return [1.0] * len(completions)
 
 
+def hang():
+    """Never end, and say so to the fixture `hanging`."""
+    with open(os.environ.get("MMRL_TEST_HANGING", os.devnull), "a") as file:
+        file.write(f"{os.getpid()}\n")
+    time.sleep(600)
+
+
 def hangs_on_bad(prompts, completions, **columns):
     if "bad" in completions:
-        time.sleep(60)
+        hang()
     return [1.0] * len(completions)
 
 
 def hangs_always(prompts, completions, **columns):
-    time.sleep(60)
+    hang()
 
 
 def killed_on_bad(prompts, completions, **columns):
@@ -147,7 +154,7 @@ class Unsendable:
 
 def hangs_on_some(prompts, completions, **columns):
     if any(text.startswith("bad") for text in completions):
-        time.sleep(600)
+        hang()
     return [1.0] * len(completions)
 
 

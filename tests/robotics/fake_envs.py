@@ -16,6 +16,12 @@ TASKS |= {"nan": "turn to NaN at step 3", "lock": "keep Python's lock", "chatty"
 TASKS |= {"parent": "start a process", "stop": "stop itself", "flaky": "begin at the second attempt"}
 
 
+def _note_hanging():
+    """Say to the fixture `hanging` that this process answers no more."""
+    with open(os.environ.get("MMRL_TEST_HANGING", os.devnull), "a") as file:
+        file.write(f"{os.getpid()}\n")
+
+
 class Fake:
     """Counts; the state is (steps, task number, layout, sum of actions)."""
 
@@ -78,15 +84,18 @@ class Fake:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _hang(self):
+        _note_hanging()
         time.sleep(1000)
 
     def _raise(self):
         raise ValueError("the hinge\nbroke")
 
     def _lock(self):
+        _note_hanging()
         ctypes.PyDLL(None).sleep(1000)
 
     def _stop(self):
+        _note_hanging()
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def _chatty(self):

@@ -91,14 +91,12 @@ def test_only_recorded_rows_and_the_ends_of_chunks_are_drawn():
         assert sim.step_chunk(zeros(sim), record=[0]).frames[0].shape == (4, 6, 8, 3)
 
 
-def test_three_workers_break_down_and_the_others_continue():
+def test_three_workers_break_down_and_the_others_continue(hanging):
     tasks = ("die", "walk", "hang", "raise", "walk")
     with SubprocessSim(settings(count=5, call_timeout_s=1.5)) as sim:
         old = sim.processes()
         sim.reset(specs(*tasks))
-        start = time.monotonic()
         chunk = sim.step_chunk(zeros(sim))
-        assert time.monotonic() - start < 1000.0, "the hanging worker was not waited for"
         assert chunk.failed.tolist() == [True, False, True, True, False]
         assert np.isnan(chunk.rewards[chunk.failed]).all()
         np.testing.assert_array_equal(chunk.rewards[~chunk.failed], [[1, 2, 3, 4]] * 2)
@@ -124,8 +122,8 @@ def test_three_workers_break_down_and_the_others_continue():
 
 
 @pytest.mark.parametrize("task", ["lock", "stop"])
-def test_a_worker_without_heartbeat_is_given_up_before_the_time_of_a_call_is_over(task):
-    with SubprocessSim(settings(call_timeout_s=100.0, heartbeat_timeout_s=1.0)) as sim:
+def test_a_worker_without_heartbeat_is_given_up_before_the_time_of_a_call_is_over(task, hanging):
+    with SubprocessSim(settings(call_timeout_s=1000.0, heartbeat_timeout_s=1.0)) as sim:
         sim.reset(specs(task))
         chunk = sim.step_chunk(zeros(sim))
         assert chunk.reasons[0].startswith("hung: no sign of life for 1 s")
@@ -133,12 +131,12 @@ def test_a_worker_without_heartbeat_is_given_up_before_the_time_of_a_call_is_ove
 
 
 def test_a_slow_step_with_a_heartbeat_does_not_count_as_hung():
-    with SubprocessSim(settings(call_timeout_s=2.2, heartbeat_timeout_s=1.6)) as sim:
+    with SubprocessSim(settings(call_timeout_s=6.2, heartbeat_timeout_s=5.0)) as sim:
         sim.reset(specs("hang"))
         start = time.monotonic()
         chunk = sim.step_chunk(zeros(sim))
-        assert time.monotonic() - start >= 2.2
-        assert chunk.reasons[0].startswith("hung: no answer in 2.2 s")
+        assert time.monotonic() - start >= 6.2
+        assert chunk.reasons[0].startswith("hung: no answer in 6.2 s")
 
 
 def test_prints_do_not_touch_the_messages(calm):

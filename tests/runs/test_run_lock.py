@@ -61,7 +61,7 @@ def test_file_without_a_lock_is_free_whatever_it_says(tmp_path, text):
 
 def test_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written"):
+    with pytest.raises(UserError, match="file is not a folder; choose another path"):
         RunLock(tmp_path / "file" / "run").acquire()
 
 

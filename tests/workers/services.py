@@ -9,6 +9,12 @@ import sys
 import time
 
 
+def _note_hanging():
+    """Say to the fixture `hanging` that this process answers no more."""
+    with open(os.environ.get("MMRL_TEST_HANGING", os.devnull), "a") as file:
+        file.write(f"{os.getpid()}\n")
+
+
 class TiredError(Exception):
     for_user = True
 
@@ -46,10 +52,13 @@ class Service:
         return {"loaded": sorted(set(fields["names"]) & set(sys.modules)), "path": sys.path}, {}
 
     def sleep(self, fields, arrays):
+        if fields["seconds"] >= 60:
+            _note_hanging()
         time.sleep(fields["seconds"])
         return {}, {}
 
     def lock(self, fields, arrays):
+        _note_hanging()
         ctypes.PyDLL(None).sleep(1000)
 
     def complain(self, fields, arrays):

@@ -50,7 +50,7 @@ def is_gone(pid):
 
 class TestMap:
     @pytest.mark.parametrize("size", [1, 2])
-    def test_a_failure_is_charged_to_the_running_request_and_queued_ones_continue(self, make, size):
+    def test_a_failure_is_charged_to_the_running_request_and_queued_ones_continue(self, make, hanging, size):
         pool = make(size)
         names = ["echo"] * 3 + ["complain"] + ["echo"] * 3 + ["die"] + ["echo"] * 12 + ["sleep", "echo"]
         expected = list(range(len(names)))
@@ -77,16 +77,15 @@ class TestMap:
         assert max(counts.values()) < 40
 
     def test_a_limit_is_for_each_request_not_for_those_in_front_of_it(self, make):
-        answers = make().map(lambda row: do("sleep", seconds=0.3), 6, 1.2)
+        answers = make().map(lambda row: do("sleep", seconds=0.5), 8, 3.5)
         assert all(isinstance(answer, Message) for answer in answers)
 
     def test_the_rest_is_given_up_when_all_together_took_too_long(self, make):
         pool = make()
-        start = time.monotonic()
-        answers = pool.map(lambda row: do("sleep", seconds=0.0 if row < 3 else 60.0), 6, 20.0, total_s=1.5)
-        assert time.monotonic() - start < 60.0, "not one of the sleeping requests was waited for"
+        pool.start()
+        answers = pool.map(lambda row: do("sleep", seconds=0.0 if row < 3 else 600.0), 6, 1000.0, total_s=4.0)
         assert all(isinstance(answer, Message) for answer in answers[:3])
-        assert {(answer.kind, answer.stage, answer.limit_s) for answer in answers[3:]} == {("hung", "total", 1.5)}
+        assert {(answer.kind, answer.stage, answer.limit_s) for answer in answers[3:]} == {("hung", "total", 4.0)}
         assert pool.processes() == []
         assert run(pool, ["echo"]) == [0]
 
@@ -274,7 +273,7 @@ class TestStart:
 
 
 class TestHeartbeat:
-    def test_code_that_keeps_pythons_lock_is_found_before_the_time_of_a_call_is_over(self, make):
+    def test_code_that_keeps_pythons_lock_is_found_before_the_time_of_a_call_is_over(self, make, hanging):
         pool = make(heartbeat_timeout_s=1.0)
         pool.start()
         answer = pool.ask({0: do("lock")}, 100.0)[0]
@@ -288,9 +287,9 @@ class TestHeartbeat:
         assert time.monotonic() - start >= 1.5
 
     def test_a_slow_answer_with_a_heartbeat_does_not_count_as_hung(self, make):
-        pool = make(heartbeat_timeout_s=1.6)
+        pool = make(heartbeat_timeout_s=5.0)
         pool.start()
-        assert isinstance(pool.ask({0: do("sleep", seconds=2.5)}, 20.0)[0], Message)
+        assert isinstance(pool.ask({0: do("sleep", seconds=6.0)}, 60.0)[0], Message)
 
 
 class TestTrust:
@@ -388,12 +387,10 @@ if fork == 0:
 print(*pool.processes(), fork, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-        done = subprocess.run(
-            [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=60, check=False
-        )
+        done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=False)
         *workers, fork = map(int, done.stdout.split())
         try:
-            wait_until(lambda: all(map(is_gone, workers)), 15.0)
+            wait_until(lambda: all(map(is_gone, workers)))
             assert not is_gone(fork)
         finally:
             os.kill(fork, signal.SIGKILL)
@@ -410,7 +407,5 @@ if fork == 0:
 os.waitpid(fork, 0)
 print(isinstance(pool.ask({{0: Request({{"do": "echo"}})}}, 20.0)[0], Message))
 """
-        done = subprocess.run(
-            [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=60, check=True
-        )
+        done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True)
         assert done.stdout.strip() == "True"

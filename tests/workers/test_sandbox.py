@@ -157,7 +157,7 @@ def test_it_reads_no_secret_of_this_process_or_of_another(run, monkeypatch):
         """
         try:
             # from here it can be read, as soon as the program has started
-            wait_until(lambda: b"sesame" in Path(f"/proc/{other.pid}/environ").read_bytes(), 20.0)
+            wait_until(lambda: b"sesame" in Path(f"/proc/{other.pid}/environ").read_bytes())
             assert run(source).stdout == "False\n"
         finally:
             other.kill()
@@ -298,7 +298,7 @@ def test_nothing_outlives_it(run):
         time.sleep(0.3)
     """
     run(source)
-    wait_until(lambda: not any(mark[:15] in _name(pid) for pid in os.listdir("/proc") if pid.isdigit()), 20.0)
+    wait_until(lambda: not any(mark[:15] in _name(pid) for pid in os.listdir("/proc") if pid.isdigit()))
 
 
 ABANDONED = """
@@ -325,9 +325,9 @@ time.sleep(600)
 
     variables = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", ABANDONED, source], env=variables) as caller:
-        wait_until(running_ones, 20.0)
+        wait_until(running_ones)
         caller.kill()
-    wait_until(lambda: not running_ones(), 20.0)
+    wait_until(lambda: not running_ones())
     assert not list(tmp_path.iterdir())
 
 

@@ -94,7 +94,7 @@ def test_discrete_actions_and_tuples_are_those_of_processes():
 
 @pytest.mark.parametrize("breaks", ["raise", "die", "hang", "reward"])
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_an_environment_that_breaks_ends_its_own_episode(breaks, mode, closing):
+def test_an_environment_that_breaks_ends_its_own_episode(breaks, mode, closing, hanging):
     settings = VectorSettings(workers=2, step_timeout_s=1.5 if breaks == "hang" else 60.0)
     kwargs = [{"limit": 30}, {"limit": 30, "breaks": breaks}]
     envs = closing(PoolVectorEnv(WALK, 2, kwargs=kwargs, autoreset_mode=mode, settings=settings))

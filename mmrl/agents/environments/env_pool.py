@@ -53,13 +53,13 @@ class EnvironmentConfig:
     do not hold, and one that hangs or ends its process takes the run with it."""
     variables: dict[str, str] = rare(only_with(field(default_factory=dict), isolate=True))
     """Environment variables of the processes, on top of this one's."""
-    start_timeout_s: float = rare(only_with(bounded(180.0, above=0, finite=True), isolate=True))
+    start_timeout_s: float = rare(only_with(bounded(180.0, above=0), isolate=True))
     """Seconds for imports and construction."""
-    reset_timeout_s: float = rare(only_with(bounded(120.0, above=0, finite=True), isolate=True))
+    reset_timeout_s: float = rare(only_with(bounded(120.0, above=0), isolate=True))
     """Seconds for starting an episode."""
-    step_timeout_s: float = rare(only_with(bounded(60.0, above=0, finite=True), isolate=True))
+    step_timeout_s: float = rare(only_with(bounded(60.0, above=0), isolate=True))
     """Seconds for an action."""
-    memory_mb: float | None = rare(only_with(bounded(None, above=0, finite=True), isolate=True))
+    memory_mb: float | None = rare(only_with(bounded(None, above=0), isolate=True))
     """MiB that a process and its children may hold; its episode fails beyond that. Empty = any."""
 
     def validate(self) -> None:

@@ -61,11 +61,11 @@ class ReplayConfig:
     """Whether successes are kept and replayed; false is plain GRPO over trajectories."""
     size: int = rare(bounded(8, at_least=1))
     """Maximum number of trajectories per task; the oldest is removed first."""
-    threshold: float = rare(bounded(0.1, finite=True))
+    threshold: float = rare(0.1)
     """Sum of the environment's rewards above which a trajectory is kept."""
     max_std: float = rare(bounded(0.05, at_least=0))
     """Replay into a group only if the population standard deviation of its trajectories' rewards is below this."""
-    max_mean: float = rare(bounded(0.2, finite=True))
+    max_mean: float = rare(0.2)
     """Replay into a group only if the mean of its trajectories' rewards is below this."""
     correction: str = rare(choice("recompute", CORRECTIONS))
     """Old log-probs of replayed trajectories: recompute (of the policy before the update, so that the ratio begins at 1

@@ -96,7 +96,7 @@ class DigirlSettings(BuiltPath):
     """Whether episodes are filtered."""
     quantile: float = only_with(bounded(0.9, at_least=0, at_most=1), instruction_filter=True)
     """Episodes that score at least this quantile of all are kept."""
-    min_score: float | None = only_with(bounded(None, finite=True), instruction_filter=True)
+    min_score: float | None = only_with(None, instruction_filter=True)
     """Further bound on the score of a kept episode: a reward offline, an advantage afterwards; null = none."""
     clamp: bool = rare(True)
     """Whether token probabilities are kept within 0.001 and 0.99, beyond which a token has no gradient."""

@@ -68,7 +68,7 @@ class OnlineSettings:
     start of the iteration."""
     iteration: int = bounded(1, at_least=1)
     """Steps of an iteration."""
-    extrapolation: float = rare(bounded(0.0, at_least=0, finite=True))
+    extrapolation: float = rare(bounded(0.0, at_least=0))
     """Extra step at the end of an iteration, as a fraction of the change of the weights during it."""
 
 

@@ -46,7 +46,7 @@ VALUES = frozenset({"values"})
 class GuidanceConfig:
     """Decoding with values; the defaults are those of the public code."""
 
-    beta: float = bounded(3.0, at_least=0, finite=True)
+    beta: float = bounded(3.0, at_least=0)
     """Weight of a value that is added to a log-probability."""
     top_k: int = bounded(20, at_least=1)
     """Likeliest tokens whose values are computed; the others keep their log-probabilities."""

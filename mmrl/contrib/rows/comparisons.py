@@ -188,11 +188,11 @@ class GroupPreference(BoundedClip):
     reads_sum = True
     compares_rows = True
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref"})
-    coef: float = rare(bounded(0.01, at_least=0, finite=True))
+    coef: float = rare(bounded(0.01, at_least=0))
     """Weight of the preference."""
-    beta: float = rare(bounded(0.1, above=0, finite=True))
+    beta: float = rare(bounded(0.1, above=0))
     """Score of a nat of log-ratio to the reference."""
-    variance: float = rare(bounded(1.0, at_least=0, finite=True))
+    variance: float = rare(bounded(1.0, at_least=0))
     """Weight of the variance of the better rows' scores."""
 
     def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:

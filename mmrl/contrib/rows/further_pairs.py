@@ -22,7 +22,7 @@ class InpoPair(BetaPair):
 
     kind = "inpo"
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref", "logp_previous"})
-    beta: float = rare(bounded(7.5e-3, above=0, finite=True))
+    beta: float = rare(bounded(7.5e-3, above=0))
     """The paper's eta: the margin is drawn to 1 / (2 beta)."""
     previous: float = rare(bounded(2 / 3, at_least=0, at_most=1))
     """Weight of the previous policy in the policy that the margin is measured from (1 - tau / eta)."""
@@ -45,7 +45,7 @@ class XpoPair(BetaPair):
     kind = "xpo"
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref", "own_answers"})
     opponent: ClassVar[str] = "reference"
-    alpha: float = rare(bounded(1e-5, at_least=0, finite=True))
+    alpha: float = rare(bounded(1e-5, at_least=0))
     """Weight of the log-probability of the opponent's answer."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
@@ -158,7 +158,7 @@ class RefuelPair(PairLoss):
 
     kind = "refuel"
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref", "pair_scores"})
-    eta: float = rare(bounded(1.0, above=0, finite=True))
+    eta: float = rare(bounded(1.0, above=0))
     """Nats that a difference of 1 in the scores is worth; the public runs use 1000 with normalised rewards."""
 
     def __call__(self, pairs: Pairs) -> Tensor:

@@ -6,7 +6,6 @@ credit along a row (GAE, returns) are in `mmrl/core/blocks/credit.py`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -408,7 +407,7 @@ class AdvantageScaling(Block):
     """Largest size of an advantage; larger ones are set to +-clip. None does not clip."""
     eps_to: str = rare(choice("variance", ("variance", "deviation")))
     """Whitening adds 1e-8 to the "variance", inside the root (verl), or to the standard "deviation" (VL-DAC)."""
-    scale: float = rare(bounded(1.0, above=0, below=math.inf))
+    scale: float = rare(bounded(1.0, above=0))
     """Factor, after clipping (AWM: 0.2 after a clip of 5, so that advantages stay within +-1)."""
 
     def __call__(self, advantage: Tensor, rollouts: Rollouts) -> Tensor:

@@ -80,9 +80,9 @@ class KtoPair(BetaPair):
     kind = "kto"
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref", "kl_baseline"})
     paired: ClassVar[bool] = False
-    desirable: float = rare(bounded(1.0, at_least=0, finite=True))
+    desirable: float = rare(bounded(1.0, at_least=0))
     """Weight of preferred answers (the paper's lambda_D)."""
-    undesirable: float = rare(bounded(1.0, at_least=0, finite=True))
+    undesirable: float = rare(bounded(1.0, at_least=0))
     """Weight of rejected answers (lambda_U)."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
@@ -133,7 +133,7 @@ class DiscopopPair(BetaPair):
     """Logistic loss where the margin is negative, exponential where it is positive (DiscoPOP, arXiv 2406.08414)."""
 
     kind = "discopop"
-    tau: float = rare(bounded(0.05, above=0, finite=True))
+    tau: float = rare(bounded(0.05, above=0))
     """Width of the change from one to the other, in implicit reward."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
@@ -154,7 +154,7 @@ class ReferenceFreePair(BetaPair):
 
     kind = "reference_free"
     needs: ClassVar[frozenset[str]] = frozenset()
-    gamma: float = rare(bounded(0.0, at_least=0, finite=True))
+    gamma: float = rare(bounded(0.0, at_least=0))
     """Target margin of the implicit rewards of w and l; 0 is CPO (arXiv 2401.08417, eq. 3)."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
@@ -173,7 +173,7 @@ class OddsRatioPair(BetaPair):
 
     kind = "odds_ratio"
     needs: ClassVar[frozenset[str]] = frozenset()
-    beta: float = rare(bounded(0.1, above=0, finite=True))
+    beta: float = rare(bounded(0.1, above=0))
     """Weight of the loss relative to the likelihood of the preferred answers (the paper's lambda)."""
 
     def __call__(self, pairs: Pairs) -> Tensor:

@@ -154,7 +154,7 @@ class PairLoss(Block):
 class BetaPair(PairLoss):
     """Loss of beta times log-ratios."""
 
-    beta: float = rare(bounded(0.1, above=0, finite=True))
+    beta: float = rare(bounded(0.1, above=0))
     """Strength of the pull to the reference: an answer's implicit reward is beta times its log-ratio."""
 
     @property
@@ -239,7 +239,7 @@ class SppoPair(PairLoss):
 
     kind = "sppo"
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref", "pair_scores"})
-    beta: float = rare(bounded(1e-3, above=0, finite=True))
+    beta: float = rare(bounded(1e-3, above=0))
     """The paper's 1 / eta: the log-ratios are drawn to (P - 1/2) / beta."""
 
     def win_probability(self, pairs: Pairs) -> Tensor:
@@ -352,7 +352,7 @@ class ChosenLikelihood(Block):
     """Negative log-likelihood of the preferred answers as a further term (RPO, arXiv 2405.16436)."""
 
     kind = "nll"
-    coef: float = bounded(0.0, at_least=0, finite=True)
+    coef: float = bounded(0.0, at_least=0)
     """Weight of the term."""
     average: str = rare(choice("answers", ("answers", "decisions")))
     """answers: mean over answers of each one's mean; decisions: mean over all decisions of the step (TRL)."""

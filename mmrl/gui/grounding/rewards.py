@@ -39,12 +39,12 @@ class AnswerRules:
     gets the answer without its thinking and returns its points."""
     collinear_scope: str = rare(choice("total", COLLINEAR_SCOPES))
     """Penalty of three points on a line: total, the whole score is -1; accuracy, the format is still rewarded."""
-    collinear_tol_px: float = rare(bounded(0.0, at_least=0, finite=True))
+    collinear_tol_px: float = rare(bounded(0.0, at_least=0))
     """Three points are on a line where the height of their triangle is below this, in pixels of the original image; 0
     is the exact test on the numbers as written, which a jitter of a pixel evades."""
     max_answers: int = bounded(0, at_least=0)
     """More answers are a wrong format; 0 is no limit, which rewards a model for guessing on."""
-    dedupe_px: float = rare(bounded(0.0, at_least=0, finite=True))
+    dedupe_px: float = rare(bounded(0.0, at_least=0))
     """Answers within this of an earlier one, in pixels of the original image, do not count; 0 counts every one, which
     rewards repeating a wrong point."""
     empty_is_malformed: bool = rare(False)

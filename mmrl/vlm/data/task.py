@@ -266,7 +266,7 @@ def splits_by_key(splits: Mapping[str, Sequence[VlmTask]]) -> dict[str, Sequence
 class VideoOptions:
     """Which frames of a video file the model sees; options in a row override these."""
 
-    fps: float | None = rare(only_with(bounded(None, above=0, finite=True), nframes=UNSET))
+    fps: float | None = rare(only_with(bounded(None, above=0), nframes=UNSET))
     """Frames a second; empty: 2, as qwen-vl-utils."""
     nframes: int | None = rare(bounded(None, at_least=2))
     """Number of frames, rounded to an even number; replaces `fps`."""

@@ -28,7 +28,7 @@ class AugmentationSettings:
     """Samples of each question that `measure: probe` draws."""
     window: int = rare(bounded(100, at_least=1))
     """Last samples whose mean reward a question is compared with."""
-    hint_scale: float = bounded(1.0, at_least=0, finite=True)
+    hint_scale: float = bounded(1.0, at_least=0)
     """Share of a trace that is given for a difficulty of 1, in units of the reward; 0 = no hints."""
     hint_max: float = rare(bounded(0.5, above=0, at_most=1))
     """Largest share of a trace that is given."""
@@ -47,9 +47,9 @@ class AugmentationSettings:
     """Text that a response's reasoning begins with."""
     think_end: str = rare("</think>")
     """Text that a response's reasoning ends with."""
-    noise_scale: float = bounded(0.5, at_least=0, finite=True)
+    noise_scale: float = bounded(0.5, at_least=0)
     """Standard deviation of the noise, as a share of full contrast, for a difficulty of -1; 0 = no noise."""
-    noise_max: float = rare(bounded(0.3, above=0, finite=True))
+    noise_max: float = rare(bounded(0.3, above=0))
     """Largest standard deviation of the noise."""
 
     @property

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmrl.config import as_given
 from mmrl.errors import UserError
 from mmrl.files import expanded, follow_umask, read_json_object
 from mmrl.hub.building import base_entries, base_path, check_finite, first_line, may_be_hub_id, sort_header
@@ -165,7 +166,8 @@ def build_model_if_missing(config: FrozenModelConfig) -> None:
     if config.build is None:
         return
     folder = expanded(config.path)
-    recipe = json.dumps({"build": config.build, "options": config.build_options}, sort_keys=True, default=str)
+    options = as_given(config.build_options)
+    recipe = json.dumps({"build": config.build, "options": options}, sort_keys=True, default=str)
     if (folder / "config.json").is_file():
         file = folder / BUILD_FILE
         if file.is_file() and (built := file.read_text(encoding="utf-8")) != recipe:

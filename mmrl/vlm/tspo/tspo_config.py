@@ -29,7 +29,7 @@ class FeatureConfig(BuiltPath):
 
     path: str = MISSING
     """CLIP folder or hub id, such as openai/clip-vit-large-patch14."""
-    fps: float = bounded(1.0, at_least=0, finite=True)
+    fps: float = bounded(1.0, at_least=0)
     """Candidate frames a second; 0 or more than a video has: all its frames."""
     max_frames: int = bounded(0, at_least=0)
     """Most candidates of a video, evenly spaced where there would be more; 0 = no limit."""
@@ -139,9 +139,9 @@ class TspoConfig(RunConfig):
     """Draws of frames."""
     answerer: AnswererConfig = field(default_factory=AnswererConfig)
     """Answers from the picked frames."""
-    accuracy_weight: float = bounded(1.0, at_least=0, finite=True)
+    accuracy_weight: float = bounded(1.0, at_least=0)
     """Weight of R_A, 1 for a right answer."""
-    locating_weight: float = bounded(1.0, at_least=0, finite=True)
+    locating_weight: float = bounded(1.0, at_least=0)
     """Weight of R_T, the share of the picks in the needle; 1 for questions without one."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="tspo"))
     """The objective."""

@@ -49,7 +49,7 @@ class VectorSettings(RowLimits):
     workers: int | None = bounded(None, at_least=1)
     """Processes; as many as there are usable cores when None, at most one an environment. The environments of a process
     step one after the other and break together; a process each is `workers=num_envs`."""
-    failed_reward: float = math.nan
+    failed_reward: float = bounded(math.nan, any_float=True)
     """Reward of the step in which an environment broke. It has none, so this is NaN; a training loop that cannot leave
     such a step out needs a number."""
     step_timeout_s: float = bounded(120.0, above=0)

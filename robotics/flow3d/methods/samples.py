@@ -38,9 +38,9 @@ from robotics.flow3d.model.world_model import FlowWorldModel
 class ExplorationConfig:
     """Random rigid perturbation of training samples; those of evaluations are never perturbed."""
 
-    shift_cm: float = bounded(0.0, at_least=0, finite=True)
+    shift_cm: float = bounded(0.0, at_least=0)
     """Standard deviation along each axis of the shift in the last frame, in centimetres."""
-    turn_deg: float = rare(bounded(0.0, at_least=0, finite=True))
+    turn_deg: float = rare(bounded(0.0, at_least=0))
     """Standard deviation about each axis of the rotation in the last frame, in degrees."""
 
     @property

@@ -90,7 +90,7 @@ class WeightedVerifierConfig(VerifierConfig):
     kind: str = choice("oracle", JUDGES, or_function=True)
     """oracle: the criterion of the suite's scenes on the predicted final pose; geometric; vlm: a local model; endpoint:
     one behind a chat server; always; or module:function(**options) that returns a `Verifier`."""
-    weight: float = bounded(1.0, finite=True)
+    weight: float = 1.0
     """Weight of its value in the reward."""
     value: str = choice("ok", VALUES)
     """ok: 1 for an accepted flow, else 0; score: the verifier's score of 0 to 1."""

@@ -115,7 +115,7 @@ class FlowRewardConfig:
     """T of the true flow; a world model has its own."""
     grid: int = rare(bounded(4, at_least=1))
     """N, points per side of the true flow; a world model has its own."""
-    beta_per_m: float = rare(bounded(BETA_PER_M, at_least=0, finite=True))
+    beta_per_m: float = rare(bounded(BETA_PER_M, at_least=0))
     """Penalty per metre between the object and the flow."""
     distance: str = rare(choice("mean", DISTANCES))
     """mean: average the distance over the chunks of an episode; sum: add it up."""

@@ -49,8 +49,7 @@ def test_the_page_follows_a_run(server, page, tmp_path):
     page.keyboard.press("ArrowLeft")
     page.get_by_text("early").wait_for()
     page.locator("#samples img").scroll_into_view_if_needed()
-    page.wait_for_timeout(300)
-    assert page.locator("#samples img").evaluate("image => image.naturalWidth") == 8
+    page.wait_for_function("document.querySelector('#samples img').naturalWidth == 8")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert page.title() == "mmrl watch"
     assert page.problems == []

@@ -10,7 +10,7 @@ from mmrl.cli.watch.server import HOST, PAGE
 
 
 def ask(server, path, token=None, method="GET", **headers):
-    connection = http.client.HTTPConnection(HOST, server.server_port, timeout=5)
+    connection = http.client.HTTPConnection(HOST, server.server_port, timeout=60)
     cookie = {} if token is None else {"Cookie": f"{server.cookie}={token}"}
     connection.request(method, path, headers={**cookie, **headers})
     response = connection.getresponse()

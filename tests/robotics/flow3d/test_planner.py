@@ -294,7 +294,7 @@ def test_a_simulator_draws_the_outcome_and_its_errors_end_nothing():
 def test_an_endpoint_that_is_down_refuses_or_talks_nonsense_ends_the_loop(chat_server, answer, ok, failure):
     chat_server.answers += [answer] * 2
     config = PlannerConfig(samples=2, when_rejected="stop")
-    verifier = VlmVerifier(ChatEndpoint(chat_server.url, "judge", timeout_s=5.0))
+    verifier = VlmVerifier(ChatEndpoint(chat_server.url, "judge", timeout_s=60.0))
     robot = FakeRobot(BenchArm("panda"))
     result = planner(StraightModel(GOAL), config=config, verifier=verifier).run(robot)
     assert result.failure is failure

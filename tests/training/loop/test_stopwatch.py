@@ -27,12 +27,13 @@ def test_stages_add_up_and_a_part_counts_in_its_whole():
 
 
 def test_a_stage_that_fails_is_counted_and_the_watch_is_put_away():
-    watch = Stopwatch(torch.device("cpu"))
+    watch, started_s = Stopwatch(torch.device("cpu")), time.perf_counter()
     with pytest.raises(ValueError, match="no"), watch.running(), stopwatch("score"):
         raise ValueError("no")
+    taken_s = time.perf_counter() - started_s
     with stopwatch("score"):
         time.sleep(0.2)
-    assert 0 < watch.take()["score"] < 0.2
+    assert 0 < watch.take()["score"] <= taken_s
 
 
 def test_watches_do_not_see_one_another():

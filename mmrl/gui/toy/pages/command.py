@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 
 from mmrl.errors import UserError
+from mmrl.files import output_folder
 
 
 def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("folder", metavar="DIR", type=Path, help="gets SPLIT.jsonl and a folder of images")
+    parser.add_argument("folder", metavar="DIR", type=output_folder, help="gets SPLIT.jsonl and a folder of images")
     parser.add_argument("--count", metavar="N", type=int, default=1000, help="instructions; default 1000")
     parser.add_argument(
         "--split",

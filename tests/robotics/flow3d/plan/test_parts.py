@@ -12,7 +12,7 @@ from tests.robotics.flow3d.drawn import CENTRE, RADIUS_M, drawn_sphere
 
 def test_the_chosen_mark_is_a_point_on_the_object(chat_server):
     observation = drawn_sphere()
-    find = AskedPart(ChatEndpoint(chat_server.url, "chooser", timeout_s=5.0), marks=6)
+    find = AskedPart(ChatEndpoint(chat_server.url, "chooser", timeout_s=60.0), marks=6)
     chat_server.answers += [json.dumps({"mark": mark, "why": "it is near"}) for mark in range(1, 7)]
     places = np.stack([find(observation, observation.mask) for _ in range(6)])
     np.testing.assert_allclose(np.linalg.norm(places - CENTRE, axis=-1), RADIUS_M, atol=1e-6)
@@ -28,7 +28,7 @@ def test_the_chosen_mark_is_a_point_on_the_object(chat_server):
 
 def test_no_answer_and_nonsense_have_names(chat_server):
     observation = drawn_sphere()
-    find = AskedPart(ChatEndpoint(chat_server.url, "chooser", timeout_s=5.0))
+    find = AskedPart(ChatEndpoint(chat_server.url, "chooser", timeout_s=60.0))
     chat_server.answers += [{"content": None, "refusal": "no"}, 503, "the handle"]
     for reason in ("refused", "down", "unusable answer"):
         with pytest.raises(NoAnswer, match=reason):
