@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import re
@@ -17,7 +16,7 @@ from omegaconf import MISSING
 
 from mmrl.errors import UserError, did_you_mean
 from mmrl.fields import bounded, rare
-from mmrl.files import expanded, is_file
+from mmrl.files import LARGEST_LINES, LONGEST_LINE, expanded, is_file, parse_json, read_file, read_lines
 from mmrl.hub.building import BuiltPath, build_if_missing
 from mmrl.runs.dry_run import fetch_follows
 
@@ -26,8 +25,6 @@ TaskT = TypeVar("TaskT")
 LOGGER = logging.getLogger("mmrl")
 BAD_ROWS = ("error", "skip")
 """Treatments of bad rows, `on_bad_row`."""
-MAX_LINE_MB = 32
-"""Longest line of a .jsonl file in 10^6 bytes; a longer one is a damaged file, or holds images that belong in files."""
 PUBLISHED = "docs/data.md has the columns, and where published sets are"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -168,7 +165,7 @@ def read_rows(path: str, split: str, subset: str | None) -> Iterator[DataRow]:
         if not is_file(file):
             raise UserError(_missing(file))
         if file.suffix.lower() == LINES:
-            yield from _read_jsonl(file, int(MAX_LINE_MB * 1e6))
+            yield from _read_jsonl(file, LONGEST_LINE)
         else:
             yield from READERS[file.suffix.lower()](file)
     elif file.exists():
@@ -208,30 +205,22 @@ def _missing(file: Path) -> str:
 
 
 def _read_jsonl(file: Path, longest: int) -> Iterator[DataRow]:
-    with file.open("rb") as content:
-        # numbered from 1, as editors count lines
-        for number in itertools.count(1):
-            # one byte more than allowed shows that a line is too long, without reading the rest
-            line = content.readline(longest + 1)
-            place = f"{file.name} line {number}"
-            if not line:
-                return
-            if len(line) > longest:
-                # skip to the end of the line: the next row must be read as a row
-                while line and not line.endswith(b"\n"):
-                    line = content.readline(2**20)
-                yield DataRow(place, {}, f"the line has more than {longest / 1e6:g} MB")
-            elif line.strip():
-                yield _json_row(line, place)
+    # numbered from 1, as editors count lines; a data set may be larger than any file of a run
+    for number, line in enumerate(read_lines(file, None, longest), start=1):
+        place = f"{file.name} line {number}"
+        if len(line) > longest:
+            yield DataRow(place, {}, f"the line has more than {longest / 1e6:g} MB")
+        elif line.strip():
+            yield _json_row(line, place)
 
 
 def _json_row(line: bytes, place: str) -> DataRow:
     try:
         # with a byte-order mark, which some programs write
-        value = json.loads(line.decode("utf-8-sig"))
+        value = parse_json(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         return DataRow(place, {}, f"not UTF-8 ({error.reason} at byte {error.start})")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return DataRow(place, {}, f"not valid JSON ({error})")
     return _object_row(value, place)
 
@@ -255,8 +244,8 @@ def _unusable_text(cells: dict[str, Any]) -> str | None:
 
 def _read_json(file: Path) -> Iterator[DataRow]:
     try:
-        rows = json.loads(file.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
+        rows = parse_json(read_file(file, LARGEST_LINES).decode("utf-8-sig"))
+    except ValueError as error:
         raise UserError(f"{file} is not valid JSON ({error}); one object a line belongs into .jsonl") from None
     if not isinstance(rows, list):
         raise UserError(f"{file}: expected a JSON list of objects, found {type(rows).__name__}")
