@@ -26,7 +26,7 @@ CONFIGS = INSTALLED if INSTALLED.is_dir() else INSTALLED.parents[1] / "configs"
 LARGEST_TEXT = 64 * 2**20
 """Bytes of a file that is read as a whole, such as settings or a log."""
 LARGEST_YAML = 2**21
-LARGEST_LINES = 2**31
+LARGEST_LINES = 2**30
 """Bytes of a JSON Lines file of a run."""
 LONGEST_LINE = 32_000_000
 """Bytes of a line of a JSON Lines file; a longer one is damaged, or holds images that belong in files."""
@@ -120,14 +120,16 @@ def last_line(path: Path | str) -> str:
 
 
 def parse_json(text: str | bytes, **options: Any) -> Any:
-    """Parse JSON, with options of `json.loads`; raises ValueError, also for content that is nested too deeply."""
+    """Parse JSON, with options of `json.JSONDecoder`; raises ValueError, also for content that is nested too deeply."""
+    if isinstance(text, bytes):
+        text = text.decode(json.detect_encoding(text))
     try:
-        content = json.loads(text, parse_int=_whole_number, **options)
+        # one decoder for all lines of a file: json.loads would make one for each
+        content = (json.JSONDecoder(parse_int=_whole_number, **options) if options else DECODER).decode(text)
     except RecursionError:
         raise ValueError(f"it is nested more than {DEEPEST} levels deep") from None
-    marks = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
     # counted first: almost no text has so many brackets, and a walk takes longer
-    if sum(text.count(mark) for mark in marks) > DEEPEST and _is_deep(content):  # type: ignore[arg-type]
+    if text.count("[") + text.count("{") > DEEPEST and _is_deep(content):
         raise ValueError(f"it is nested more than {DEEPEST} levels deep")
     return content
 
@@ -139,6 +141,9 @@ def _whole_number(text: str) -> int:
     return int(text)
 
 
+DECODER = json.JSONDecoder(parse_int=_whole_number)
+
+
 def _is_deep(content: Any) -> bool:
     level = [content]
     for _ in range(DEEPEST + 1):
@@ -148,7 +153,7 @@ def _is_deep(content: Any) -> bool:
 
 
 def read_json_object(path: Path, **options: Any) -> dict[str, Any]:
-    """Read a JSON file of settings, which a user may have edited, with options of `json.loads`."""
+    """Read a JSON file of settings, which a user may have edited, with options of `json.JSONDecoder`."""
     if not os.path.exists(path):
         raise UserError(f"there is no file {path}")
     try:
