@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -36,6 +37,8 @@ MOST_DIGITS = 300
 MOST_NODES = 100_000
 """Keys and values of a YAML file, with those that an alias repeats, and one more for each 64 characters of a text."""
 
+LONGEST_LABEL = 100
+"""Bytes of a name that names of files are made of, which file systems limit to 255."""
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Formats of images, as Pillow names them. Its decoders of others, some of which start programs, see no file."""
 
@@ -46,6 +49,24 @@ def without_scheme(path: str) -> str:
         return path
     plain = path.removeprefix("file://").removeprefix("localhost")
     return plain if os.path.exists(plain) else unquote(plain)
+
+
+def label_problem(name: str) -> str:
+    """Reason why a name cannot be a part of names of files; empty if it can."""
+    if not name.strip() or name.startswith("."):
+        return "it must not be empty or begin with a dot"
+    if found := re.search(r"[/\\\x00-\x1f\x7f\ud800-\udfff]", name):
+        return f"it must not have {found[0]!a}"
+    length = len(os.fsencode(name))
+    return f"it has {length} bytes; {LONGEST_LABEL} are allowed" if length > LONGEST_LABEL else ""
+
+
+def shortened_name(name: str, most: int = LONGEST_LABEL) -> str:
+    """A part of a file's name of at most so many bytes; a longer one is cut and ends in a digest of all of it."""
+    content = name.encode("utf-8", "surrogatepass")
+    if len(content) <= most:
+        return name
+    return f"{content[: most - 9].decode('utf-8', 'ignore')}-{hashlib.sha256(content).hexdigest()[:8]}"
 
 
 def own_config(path: Path) -> Path:
@@ -263,7 +284,7 @@ def open_image_file(source: BinaryIO, formats: Sequence[str] = IMAGE_FORMATS) ->
 def replaced(path: Path) -> Iterator[Path]:
     """Put a file or folder in place at once, so that a reader or a kill never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.stem[:200]}.{os.getpid()}.partial{path.suffix}")  # as in DRAFT
+    draft = path.with_name(f".{shortened_name(path.stem, 200)}.{os.getpid()}.partial{path.suffix}")  # as in DRAFT
     _remove(draft)
     try:
         yield draft

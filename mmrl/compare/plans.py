@@ -16,7 +16,7 @@ from typing import Any
 from mmrl.compare.experiment import ExperimentConfig, dotted_overrides
 from mmrl.config import load_omega
 from mmrl.errors import UserError
-from mmrl.files import LARGEST_YAML, read_file, read_json_object, write_atomically
+from mmrl.files import LARGEST_YAML, read_file, read_json_object, shortened_name, write_atomically
 from mmrl.runs.folder import FINISHED, owner_of
 
 
@@ -79,7 +79,8 @@ def plan_arm_run(
 
 def sweep_label(arm: str, value: Any, seed: int) -> str:
     """Label of an arm's run with one value of the swept parameter."""
-    return f"sweep/{arm}/{re.sub(r'[^A-Za-z0-9_.-]+', '_', str(value))}/seed-{seed}"
+    name = shortened_name(re.sub(r"[^A-Za-z0-9_.-]+", "_", str(value)))
+    return f"sweep/{arm}/{name}/seed-{seed}"
 
 
 def plan_sweep(experiment: ExperimentConfig, output_dir: Path) -> list[RunPlan]:

@@ -32,7 +32,7 @@ from mmrl.compare.plans import RunPlan, forget_digests, plan_arm_run, plan_prepa
 from mmrl.compare.results import Comparison, comparison_lines, failure_text
 from mmrl.compare.summary import chosen_values, plan_comparison, summarise
 from mmrl.errors import RunError, UserError
-from mmrl.files import last_line, read_text, write_atomically
+from mmrl.files import last_line, read_text, shortened_name, write_atomically
 from mmrl.runs.records import finite_or_none
 from mmrl.training.settings import RollersConfig
 from mmrl.trust import check_foreign, restricted
@@ -391,7 +391,7 @@ class _Session:
         return reason
 
     def _log(self, plan: RunPlan) -> Path:
-        return self.folder / "logs" / f"{plan.label.replace('/', '_')}.log"
+        return self.folder / "logs" / f"{shortened_name(plan.label.replace('/', '_'), 200)}.log"
 
 
 def _checked_configurations(experiment: ExperimentConfig, folder: Path) -> list[Any]:
