@@ -5,6 +5,8 @@ from omegaconf import OmegaConf
 
 from mmrl.config import escaped, fill, from_values, load, load_run, save, to_container
 from mmrl.errors import UserError
+from mmrl.recipes import RECIPES
+from mmrl.training.settings import BaseRunConfig
 from mmrl.vlm.data.dataset import DataConfig
 from mmrl.vlm.methods.papo import PapoConfig
 
@@ -193,3 +195,13 @@ def test_options_of_the_engines_are_gone_but_runs_that_stored_them_are_read(tmp_
         "sampler": {"max_new_tokens": 4},
         "data": {"build": "mmrl.vlm.toy.digits:build"},
     }
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_a_split_whose_name_no_file_can_have_is_refused(recipe):
+    config = RECIPES[recipe].load_defaults()
+    config = config() if isinstance(config, type) else config
+    for name in ("x" * 101, "漢" * 40, "a/b", ".hidden"):
+        config.eval_data = {name: None}
+        with pytest.raises(ValueError, match=r"eval_data names a split '.*', which becomes a name of files: it "):
+            BaseRunConfig.validate(config)

@@ -276,9 +276,8 @@ def _read_parquet(file: Path) -> Iterator[DataRow]:
         with ParquetFile(file) as opened:
             plain = [name for name in opened.schema_arrow.names if name not in images]
             batches = opened.iter_batches(_rows_at_once(metadata), columns=plain)
-            yield from _arrow_rows(
-                map(pa.Table.from_batches, ([batch] for batch in batches)), stored, images, file.name
-            )
+            batched = (pa.Table.from_batches([batch]) for batch in batches)
+            yield from _arrow_rows(batched, stored, images, file.name)
     except UserError:
         raise
     except Exception as error:
