@@ -103,11 +103,14 @@ def _kind_of(mode: int) -> str:
 def read_file(path: Path | str, most: int = LARGEST_TEXT) -> bytes:
     """Read a file of at most so many bytes; raises UserError and OSError as `open_file` does."""
     with open_file(path, most) as file:
-        # files of /proc and those that still grow are longer than their size says
-        content = file.read(most + 1)
-    if len(content) > most:
+        # files of /proc and those that still grow are longer than their size says; read(most) would take it all at once
+        parts, size = [], 0
+        while size <= most and (part := file.read(min(2**20, most + 1 - size))):
+            parts.append(part)
+            size += len(part)
+    if size > most:
         raise UserError(f"{path} has more than {most} bytes; such a file may have at most that many")
-    return content
+    return b"".join(parts)
 
 
 def read_text(path: Path | str, most: int = LARGEST_TEXT, errors: str = "strict") -> str:
