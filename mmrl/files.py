@@ -271,7 +271,7 @@ def open_image_file(source: BinaryIO, formats: Sequence[str] = IMAGE_FORMATS) ->
     from PIL import Image, UnidentifiedImageError
 
     try:
-        return Image.open(source, formats=formats)
+        return Image.open(source, formats=tuple(formats))
     except UnidentifiedImageError:
         source.seek(0)
         start = source.read(16)
