@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import io
 import json
 import re
 import typing
@@ -16,12 +17,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mmrl.entries import renamed
 from mmrl.errors import UserError, did_you_mean
 from mmrl.fields import check_fields, default_of, hints_of, part_of
-from mmrl.files import expanded, is_file, own_config, write_atomically
+from mmrl.files import expanded, is_file, own_config, read_text, read_yaml_text, write_atomically
 from mmrl.fixed import Fixed, fixed_options
 from mmrl.trust import check_foreign, named_code, restricted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from mmrl.recipes import RecipeEntry
 
@@ -48,7 +49,7 @@ def foreign_run(
     # what the user types on the command line is the user's own decision
     own = named_code(OmegaConf.to_container(_with_overrides({}, overrides)))
     file = written or own_config(Path(path))
-    text = file.read_text(encoding="utf-8", errors="surrogateescape")
+    text = read_text(file, errors="surrogateescape")
     # checked on the merged values: a base file may name code too
     names = check_foreign(OmegaConf.to_container(merged), text, str(file), [*allow, *own])
     with restricted(names):
@@ -220,7 +221,7 @@ def _empty(base: Any, changes: Any) -> None:
 
 
 def _read_yaml(path: Path, parents: tuple[Path, ...]) -> Any:
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import DictConfig
     from omegaconf.errors import OmegaConfBaseException
 
     path = own_config(path)
@@ -230,10 +231,7 @@ def _read_yaml(path: Path, parents: tuple[Path, ...]) -> Any:
     if path.resolve() in parents:
         raise UserError(f"{path}: `extends:` leads back to itself")
     stored = path.name == "config.yaml" and any((path.parent / name).exists() for name in SIGNS_OF_A_RUN)
-    try:
-        content = OmegaConf.create(renamed(path.read_text(encoding="utf-8"))) if stored else OmegaConf.load(path)
-    except Exception as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    content = load_omega(path, renamed if stored else str)
     if not isinstance(content, DictConfig):
         raise UserError(f"{path} holds a list; expected keys and values")
     if stored:
@@ -246,6 +244,17 @@ def _read_yaml(path: Path, parents: tuple[Path, ...]) -> Any:
         return _merged(_read_yaml(path.parent / str(base), (*parents, path.resolve())), content)
     except (OmegaConfBaseException, TypeError, ValueError) as error:  # omegaconf passes some of Python's own errors on
         raise UserError(f"{path} does not fit the file that it extends: {_first_line(error)}") from error
+
+
+def load_omega(path: Path, change: Callable[[str], str] = str) -> Any:
+    """Values of a YAML file in OmegaConf's form, its text changed before; raises as `read_yaml_text` does."""
+    from omegaconf import OmegaConf
+
+    text = change(read_yaml_text(path))
+    try:
+        return OmegaConf.load(io.StringIO(text))
+    except Exception as error:  # those of the parser, of OmegaConf, and Python's own of dates and numbers
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def drop_gone(stored: Any) -> None:

@@ -1,19 +1,23 @@
-"""Atomic writes, and checks of paths that never raise."""
+"""Files that somebody else may have written are read within bounds; the suite's own are written atomically."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import unquote
 
 from mmrl.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 DRAFT = re.compile(r"\..*\.(\d+)\.partial(\..*)?", re.DOTALL)
 """Names that `replaced` writes to, with the number of the process."""
@@ -22,8 +26,23 @@ CONFIGS = INSTALLED if INSTALLED.is_dir() else INSTALLED.parents[1] / "configs"
 """Configurations of the suite: inside the package of an installed wheel, at the root of a checkout."""
 LONGEST_NAME = 255
 """Bytes of the name of a file or folder."""
-LARGEST_JSON = 64 * 2**20
-"""Bytes of a file of settings."""
+LARGEST_TEXT = 64 * 2**20
+"""Bytes of a file that is read as a whole, such as settings or a log."""
+LARGEST_YAML = 2**21
+LARGEST_LINES = 2**30
+"""Bytes of a JSON Lines file of a run."""
+LONGEST_LINE = 32_000_000
+"""Bytes of a line of a JSON Lines file; a longer one is damaged, or holds images that belong in files."""
+DEEPEST = 100
+"""Levels of nested JSON or YAML."""
+MOST_DIGITS = 300
+MOST_NODES = 100_000
+"""Keys and values of a YAML file, with those that an alias repeats, and one more for each 64 characters of a text."""
+
+LONGEST_LABEL = 100
+"""Bytes of a name that names of files are made of, which file systems limit to 255."""
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""Formats of images, as Pillow names them. Its decoders of others, some of which start programs, see no file."""
 
 
 def without_scheme(path: str) -> str:
@@ -34,33 +53,243 @@ def without_scheme(path: str) -> str:
     return plain if os.path.exists(plain) else unquote(plain)
 
 
+def label_problem(name: str) -> str:
+    """Reason why a name cannot be a part of names of files; empty if it can."""
+    if not name.strip() or name.startswith("."):
+        return "it must not be empty or begin with a dot"
+    if found := re.search(r"[/\\\x00-\x1f\x7f\ud800-\udfff]", name):
+        return f"it must not have {found[0]!a}"
+    length = len(os.fsencode(name))
+    return f"it has {length} bytes; {LONGEST_LABEL} are allowed" if length > LONGEST_LABEL else ""
+
+
+def shortened_name(name: str, most: int = LONGEST_LABEL) -> str:
+    """A part of a file's name of at most so many bytes; a longer one is cut and ends in a digest of all of it."""
+    content = name.encode("utf-8", "surrogatepass")
+    if len(content) <= most:
+        return name
+    return f"{content[: most - 9].decode('utf-8', 'ignore')}-{hashlib.sha256(content).hexdigest()[:8]}"
+
+
 def own_config(path: Path) -> Path:
     """A path as it is, but the suite's own file where `configs/...` is not in the working folder."""
     own = CONFIGS.joinpath(*path.parts[1:])
     return own if path.parts[:1] == ("configs",) and not path.exists() and own.exists() else path
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file of settings, which a user may have edited."""
-    if not is_file(path):
+def open_file(path: Path | str, most: int | None = None) -> BinaryIO:
+    """Open a file for reading, in binary mode.
+
+    Args:
+        path: of a regular file; pipes, devices and sockets, which may never end, are refused.
+        most: largest size in bytes; None for any.
+
+    Raises:
+        UserError: it is no regular file, or larger.
+        OSError: it is missing or cannot be read.
+    """
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise UserError(f"{path} is {_kind_of(found.st_mode)}, not a file")
+    if most is not None and found.st_size > most:
+        raise UserError(f"{path} has {found.st_size} bytes; such a file may have at most {most}")
+    # a pipe that takes the file's place between the two calls must not block
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))
+
+
+def _kind_of(mode: int) -> str:
+    kinds = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def read_file(path: Path | str, most: int = LARGEST_TEXT) -> bytes:
+    """Read a file of at most so many bytes; raises UserError and OSError as `open_file` does."""
+    with open_file(path, most) as file:
+        # files of /proc and those that still grow are longer than their size says; read(most) would take it all at once
+        parts, size = [], 0
+        while size <= most and (part := file.read(min(2**20, most + 1 - size))):
+            parts.append(part)
+            size += len(part)
+    if size > most:
+        raise UserError(f"{path} has more than {most} bytes; such a file may have at most that many")
+    return b"".join(parts)
+
+
+def read_text(path: Path | str, most: int = LARGEST_TEXT, errors: str = "strict") -> str:
+    """Read a UTF-8 file of at most so many bytes, with the line ends of Unix; raises as `open_file` does."""
+    try:
+        text = read_file(path, most).decode("utf-8", errors)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_lines(path: Path | str, most: int | None = LARGEST_LINES, longest: int = LONGEST_LINE) -> Iterator[bytes]:
+    """Lines of a file; of one with more than `longest` bytes only the start, which is one byte longer than that."""
+    with open_file(path, most) as file:
+        while line := file.readline(longest + 1):
+            yield line
+            while len(line) > longest and not line.endswith(b"\n"):
+                if not (rest := file.readline(2**20)) or rest.endswith(b"\n"):
+                    break
+
+
+def last_line(path: Path | str) -> str:
+    """The last line of a log that is not empty; a sentence if there is none."""
+    try:
+        with open_file(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 2**16))
+            lines = file.read(2**16).decode("utf-8", "replace").splitlines()
+    except (OSError, UserError) as error:
+        return f"it cannot be read ({error})"
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it is empty")
+
+
+def parse_json(text: str | bytes, **options: Any) -> Any:
+    """Parse JSON, with options of `json.JSONDecoder`; raises ValueError, also for content that is nested too deeply."""
+    if isinstance(text, bytes):
+        text = text.decode(json.detect_encoding(text))
+    try:
+        # one decoder for all lines of a file: json.loads would make one for each
+        content = (json.JSONDecoder(parse_int=_whole_number, **options) if options else DECODER).decode(text)
+    except RecursionError:
+        raise ValueError(f"it is nested more than {DEEPEST} levels deep") from None
+    # counted first: almost no text has so many brackets, and a walk takes longer
+    if text.count("[") + text.count("{") > DEEPEST and _is_deep(content):
+        raise ValueError(f"it is nested more than {DEEPEST} levels deep")
+    return content
+
+
+def _whole_number(text: str) -> int:
+    """A whole number that a float can be made of, which is no limit for what the suite writes."""
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"it holds a number of {len(text)} digits")
+    return int(text)
+
+
+DECODER = json.JSONDecoder(parse_int=_whole_number)
+
+
+def _is_deep(content: Any) -> bool:
+    level = [content]
+    for _ in range(DEEPEST + 1):
+        parts = [part for part in level if isinstance(part, dict | list)]
+        level = [each for part in parts for each in (part.values() if isinstance(part, dict) else part)]
+    return bool(level)
+
+
+def read_json_object(path: Path, **options: Any) -> dict[str, Any]:
+    """Read a JSON file of settings, which a user may have edited, with options of `json.JSONDecoder`."""
+    if not os.path.exists(path):
         raise UserError(f"there is no file {path}")
     try:
-        size = path.stat().st_size
-        if size > LARGEST_JSON:
-            raise UserError(f"{path} has {size} bytes; no such file of settings is that large")
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = parse_json(read_file(path), **options)
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read, it is not valid JSON: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} must hold an object, it holds a {type(content).__name__}")
     return content
 
 
+def read_yaml_text(path: Path | str, errors: str = "strict") -> str:
+    """Text of a YAML file that can be parsed within bounds.
+
+    Raises:
+        UserError: the file is no regular file, too large, not YAML, nested too deeply, or grows with its aliases.
+        OSError: it is missing or cannot be read.
+    """
+    text = read_text(path, LARGEST_YAML, errors)
+    check_yaml(text, path)
+    return text
+
+
+def read_yaml(path: Path | str, errors: str = "strict") -> Any:
+    """Plain content of a YAML file; raises UserError and OSError as `read_yaml_text` does."""
+    return parse_yaml(read_text(path, LARGEST_YAML, errors), path)
+
+
+def parse_yaml(text: str, place: Path | str) -> Any:
+    """Plain content of YAML that `check_yaml` accepts, read from `place`; raises UserError."""
+    import yaml
+
+    check_yaml(text, place)
+    try:
+        # in C where there is one: a comparison has many files
+        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    # a date such as 2024-99-99 is Python's own error
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{place} is not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def check_yaml(text: str, place: Path | str) -> None:
+    """Refuse text that is not YAML, or whose content is too large once its aliases are written out."""
+    import yaml
+
+    try:
+        problem = _yaml_problem(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{place} is not valid YAML: {' '.join(str(error).split())}") from error
+    if problem:
+        raise UserError(f"{place} cannot be read: {problem}")
+
+
+def _yaml_problem(text: str) -> str:
+    """Reason why YAML is not parsed, empty if there is none; reads its events, so that nothing is expanded."""
+    import yaml
+
+    count, sizes, parents = 0, {}, []
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        if isinstance(event, yaml.CollectionStartEvent):
+            parents.append((event.anchor, count))
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = parents.pop()
+            sizes[anchor] = count - before
+        elif isinstance(event, yaml.AliasEvent):
+            if any(anchor == event.anchor for anchor, _ in parents):
+                return f"the anchor &{event.anchor} holds an alias of itself"
+            count += sizes.get(event.anchor, 0)
+        elif isinstance(event, yaml.ScalarEvent):
+            # a long text counts as several, or many aliases of it would grow unnoticed
+            sizes[event.anchor] = len(event.value) // 64
+            count += sizes[event.anchor]
+        count += isinstance(event, yaml.NodeEvent)
+        if count > MOST_NODES:
+            return f"it has more than {MOST_NODES} keys and values, with those that aliases repeat"
+        if len(parents) > DEEPEST:
+            return f"it is nested more than {DEEPEST} levels deep"
+    return ""
+
+
+def open_image_file(source: BinaryIO, formats: Sequence[str] = IMAGE_FORMATS) -> Image.Image:
+    """Read the header of an image; its pixels are read when they are needed.
+
+    Args:
+        source: the file or its content.
+        formats: allowed ones, as Pillow names them.
+
+    Raises:
+        OSError: the image has another format, which the message names if it is known.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        return Image.open(source, formats=tuple(formats))
+    except UnidentifiedImageError:
+        source.seek(0)
+        start = source.read(16)
+    Image.init()
+    # these look at the first bytes alone; formats without such a mark cannot be named
+    known = (name for name, (_, accepts) in Image.OPEN.items() if accepts and accepts(start))
+    name = next((name for name in known if name not in formats), None)
+    problem = "it is damaged or no image" if name is None else f"it is a {name} image"
+    raise UnidentifiedImageError(f"{problem}; allowed formats are {', '.join(formats)}")
+
+
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """Put a file or folder in place at once, so that a reader or a kill never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.stem[:200]}.{os.getpid()}.partial{path.suffix}")  # as in DRAFT
+    draft = path.with_name(f".{shortened_name(path.stem, 200)}.{os.getpid()}.partial{path.suffix}")  # as in DRAFT
     _remove(draft)
     try:
         yield draft

@@ -17,6 +17,8 @@ from mmrl.config import (
     to_container,
 )
 from mmrl.errors import UserError
+from mmrl.recipes import RECIPES
+from mmrl.training.settings import BaseRunConfig
 from mmrl.vlm.data.dataset import DataConfig
 from mmrl.vlm.methods.papo import PapoConfig
 
@@ -243,3 +245,13 @@ def test_a_split_keeps_the_reference_that_it_inherits(write, monkeypatch):
         assert part["max_prompt_chars"] == "${oc.env:MMRL_TEST_STEPS}"
     copied = dataclasses.replace(copy.deepcopy(config).data, path="other")
     assert as_given({"x": [copied.system_prompt, "s3cr" + "3t"]}) == {"x": ["${oc.env:MMRL_TEST_TOKEN}", "s3cr3t"]}
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_a_split_whose_name_no_file_can_have_is_refused(recipe):
+    config = RECIPES[recipe].load_defaults()
+    config = config() if isinstance(config, type) else config
+    for name in ("x" * 101, "漢" * 40, "a/b", ".hidden"):
+        config.eval_data = {name: None}
+        with pytest.raises(ValueError, match=r"eval_data names a split '.*', which becomes a name of files: it "):
+            BaseRunConfig.validate(config)

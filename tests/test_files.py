@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +14,23 @@ from safetensors.torch import save_file
 from mmrl.errors import UserError
 from mmrl.files import (
     CONFIGS,
+    LONGEST_LABEL,
     follow_umask,
     is_file,
+    label_problem,
+    last_line,
+    open_file,
     output_file,
     output_folder,
     own_config,
+    parse_json,
+    read_json_object,
+    read_lines,
+    read_text,
+    read_yaml,
     remove_drafts,
     replaced,
+    shortened_name,
     write_atomically,
 )
 
@@ -183,3 +194,116 @@ def test_paths_that_cannot_be_written_are_refused_with_a_reason(tmp_path, monkey
     for kind in (output_folder, output_file):
         with pytest.raises(UserError, match=f"{tmp_path} cannot be written; choose another path"):
             kind(tmp_path / "a/b")
+
+
+def test_only_regular_files_are_opened(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    for name, kind in (("pipe", "a named pipe"), ("device", "a device"), (".", "a folder")):
+        with pytest.raises(UserError, match=f"is {kind}, not a file"):
+            open_file(tmp_path / name)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket"))
+        with pytest.raises(UserError, match="is a socket, not a file"):
+            read_json_object(tmp_path / "socket")
+    assert last_line(tmp_path / "pipe").endswith("is a named pipe, not a file)")
+
+
+def test_a_file_is_read_up_to_its_limit(tmp_path):
+    path = tmp_path / "log.txt"
+    path.write_bytes(b"one\r\ntwo\n\n")
+    assert read_text(path, 10) == "one\ntwo\n\n"
+    with pytest.raises(UserError, match=r"log\.txt has 10 bytes; such a file may have at most 9"):
+        read_text(path, 9)
+    assert last_line(path) == "two"
+    # files of /proc have no size
+    with pytest.raises(UserError, match="more than 3 bytes"):
+        read_text("/proc/self/status", 3)
+
+
+def test_of_a_long_line_only_its_start_is_kept(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"12345\n" + b"x" * 3_000_000 + b"\n123456\nlast")
+    assert list(read_lines(path, longest=6)) == [b"12345\n", b"xxxxxxx", b"123456\n", b"last"]
+    path.write_bytes(b"x" * 3_000_000)
+    assert list(read_lines(path, longest=6)) == [b"xxxxxxx"]
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, "[" * 300 + "]" * 300, '{"a":' * 300 + "1" + "}" * 300, "1" * 301])
+def test_json_is_neither_deep_nor_has_it_endless_numbers(text):
+    with pytest.raises(ValueError, match=r"nested more than 100 levels deep|a number of 301 digits"):
+        parse_json(text)
+    with pytest.raises(ValueError, match=r"nested more than 100 levels deep|a number of 301 digits"):
+        parse_json(text.encode())
+
+
+def test_json_that_is_wide_and_not_deep_is_read():
+    assert parse_json("[" + ",".join(["[]"] * 500) + "]") == [[]] * 500
+    assert parse_json("[" * 100 + "]" * 100)
+    assert parse_json(b"9" * 300) == int("9" * 300)
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+YAMLS = {
+    BOMB: "more than 100000 keys and values, with those that aliases repeat",
+    f"a: &a {'x' * 600_000}\nb: [{', '.join(['*a'] * 20)}]": "more than 100000 keys and values",
+    "a: &a [1, *a]": "the anchor &a holds an alias of itself",
+    "a: &a {b: {<<: *a}}": "the anchor &a holds an alias of itself",
+    "[" * 200 + "]" * 200: "nested more than 100 levels deep",
+    "[" * 5000: "nested|nesting depth",
+    "a: b: c": "not valid YAML: mapping values are not allowed",
+    "a: *b": "not valid YAML: .*undefined alias",
+    "a: 2024-99-99": "not valid YAML: month must be in 1..12",
+    "? [a]\n: b": "not valid YAML: .*unhashable key",
+    "a: !!python/object/apply:os.getpid []": "could not determine a constructor",
+    "a: \0": "not valid YAML",
+    "- x\n" * 600_000: "such a file may have at most",
+}
+
+
+@pytest.mark.parametrize("text", list(YAMLS), ids=range(len(YAMLS)))
+def test_yaml_that_grows_or_is_none_is_refused(text, tmp_path):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(UserError, match=f"config.yaml .*({YAMLS[text]})"):
+        read_yaml(tmp_path / "config.yaml")
+
+
+def test_yaml_with_a_few_aliases_is_read(tmp_path):
+    (tmp_path / "config.yaml").write_text("a: &a {b: 1}\nc: {<<: *a, d: 2}\ne: [*a, *a]\n")
+    assert read_yaml(tmp_path / "config.yaml") == {"a": {"b": 1}, "c": {"b": 1, "d": 2}, "e": [{"b": 1}, {"b": 1}]}
+
+
+def test_long_names_are_cut_and_stay_different(tmp_path):
+    assert shortened_name("a" * LONGEST_LABEL) == "a" * LONGEST_LABEL
+    names = {shortened_name("é漢字" * 90 + end) for end in "ab"} | {shortened_name("x" * 500)}
+    assert len(names) == 3
+    assert all(LONGEST_LABEL - 3 <= len(name.encode()) <= LONGEST_LABEL for name in names)
+    write_atomically(tmp_path / ("漢" * 80 + ".txt"), "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["漢" * 80 + ".txt"]
+
+
+@pytest.mark.parametrize("name", ["", " ", ".hidden", "a/b", "a\\b", "a\0b", "a\nb", "\ud800", "a" * 101, "漢" * 40])
+def test_names_that_files_cannot_have_are_told(name):
+    assert label_problem(name)
+    assert not label_problem("held_out") + label_problem("a b.c=1-é")
+
+
+READERS = {
+    "yaml.load(": {"mmrl/files.py"},
+    "yaml.safe_load(": set(),
+    "OmegaConf.load(": {"mmrl/config.py"},
+    "metadata_load(": set(),
+    "Image.open(": {"mmrl/files.py"},
+    ".readline(": {"mmrl/files.py"},
+}
+"""Ways to read a file, and the files that use them within bounds; others call these."""
+
+
+@pytest.mark.parametrize("call", list(READERS))
+def test_every_room_reads_files_within_bounds(call):
+    packages = [PROJECT / name for name in ("mmrl", "diffusion", "robotics")]
+    paths = [path for package in packages for path in package.rglob("*.py")]
+    found = {path.relative_to(PROJECT).as_posix() for path in paths if call in path.read_text(encoding="utf-8")}
+    assert found == READERS[call]

@@ -15,7 +15,7 @@ from omegaconf import MISSING
 
 from mmrl.errors import UserError
 from mmrl.fields import choice, rare
-from mmrl.files import expanded, is_file
+from mmrl.files import LONGEST_LINE, expanded, is_file, read_lines
 from mmrl.hub.foreign import MalformedError, to_rgb
 from mmrl.hub.images import ImageError, decode_image, image_pixels_option, read_image_file
 from mmrl.hub.tables import BAD_ROWS, BadRowError, DataRow, LoadedRows, RowsConfig, built_path, check_split, rows
@@ -145,12 +145,12 @@ def _rows(config: PromptConfig) -> Iterator[DataRow]:
     # a text file has no splits, so another one than train is a mistake
     check_split(config.path, config.split, config.subset)
     try:
-        with path.open(encoding="utf-8-sig") as file:  # splitlines() would also cut at U+2028 and form feeds
-            lines = [line.removesuffix("\n") for line in file]
+        for number, line in enumerate(read_lines(path, None), start=1):
+            problem = f"the line has more than {LONGEST_LINE / 1e6:g} MB" if len(line) > LONGEST_LINE else None
+            text = "" if problem else line.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
+            yield DataRow(f"{path.name} line {number}", {config.prompt_key: text}, problem)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        yield DataRow(f"{path.name} line {number}", {config.prompt_key: line})
 
 
 def _task(row: DataRow, config: PromptConfig, too_long: Callable[[str], str | None]) -> DiffusionTask:

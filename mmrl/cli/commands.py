@@ -132,6 +132,8 @@ def evaluate(args: argparse.Namespace) -> int:
 
     if args.verify:
         return int(load_target("mmrl.compare.compare_commands:verify")(args))
+    if args.rows is not None or args.row:
+        raise UserError("--rows and --row choose rows of a ledger to repeat; they need --verify")
     if not args.target.is_dir():
         return _evaluate(args, *load_run(args.target, args.overrides), None)
     run_dir = _existing_run(args.target)

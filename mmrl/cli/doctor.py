@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from mmrl.config import foreign_run
 from mmrl.entries import load_target
 from mmrl.errors import UserError
-from mmrl.files import read_json_object
+from mmrl.files import read_json_object, read_lines
 from mmrl.findings import DISTRIBUTION, PROJECT_DIR, Finding, install_command, one_line
 from mmrl.hub.building import base_path
 from mmrl.runs.checkpoint import Checkpoints
@@ -108,11 +108,13 @@ def _evaluations(run_dir: Path) -> list[Finding]:
 
 def _lines(path: Path) -> list[Finding]:
     """A finding if some lines are not records."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    count = sum(bool(line.strip()) for line in text.split("\n")) - len(read_jsonl(path))
+    lines, last = 0, b"\n"
+    for last in read_lines(path) if path.exists() else ():
+        lines += bool(last.strip())
+    count = lines - len(read_jsonl(path))
     if not count:
         return []
-    torn = count == 1 and not text.endswith("\n")
+    torn = count == 1 and not last.endswith(b"\n")
     advice = "" if torn else "a resume keeps a copy of the file and drops them"
     return [Finding(AREA, path.name, "note" if torn else "warn", f"{count} lines cannot be read", advice)]
 

@@ -81,14 +81,17 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `mmrl evaluate --verify`."""
     text = "check a ledger and repeat some of its rows; exit code 1 if one differs"
     parser.add_argument("--verify", action="store_true", help=text)
-    text = "with --verify: rows to repeat, drawn at random; 0 = only check; default: 10"
-    parser.add_argument("--rows", metavar="N", type=int, default=10, help=text)
+    text = "with --verify: rows to repeat, drawn at random; 0 = only check; default: 10, or all of fewer"
+    parser.add_argument("--rows", metavar="N", type=int, help=text)
     text = "with --verify: repeat these rows, counted from 1"
     parser.add_argument("--row", metavar="I,J", type=_numbers, default=[], help=text)
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected numbers of rows such as 4,60, got {text!r}") from None
 
 
 def _check_at_least_one(option: str, value: int | None) -> None:

@@ -14,7 +14,7 @@ from omegaconf import MISSING
 from mmrl.compare.evidence import EvidenceConfig, check_subjects
 from mmrl.errors import UserError, did_you_mean
 from mmrl.fields import bounded, choice, only_with
-from mmrl.files import is_file, own_config
+from mmrl.files import is_file, label_problem, own_config
 
 BASELINE_FINAL = "baseline_final"
 MIN_OF_ARMS_FINAL = "min_of_arms_final"
@@ -264,6 +264,8 @@ class ExperimentConfig:
         for arm in self.arms:
             if not _NAME.fullmatch(arm):
                 raise ValueError(f"arm name '{arm}' is a folder name; use letters, digits, '.', '_' and '-'")
+            if problem := label_problem(arm):
+                raise ValueError(f"arm name '{arm:.130}' is a folder name; {problem}")
             self._check_runs_of(arm)
             if self.arm(self.source(arm)).config is None and self.base is None:
                 raise ValueError(f"arm '{arm}' has no `config` and there is no `base`")

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.compare.experiment import ExperimentConfig, dotted_overrides
+from mmrl.config import load_omega
 from mmrl.errors import UserError
-from mmrl.files import read_json_object, write_atomically
+from mmrl.files import LARGEST_YAML, read_file, read_json_object, shortened_name, write_atomically
 from mmrl.runs.folder import FINISHED, owner_of
 
 
@@ -78,7 +79,8 @@ def plan_arm_run(
 
 def sweep_label(arm: str, value: Any, seed: int) -> str:
     """Label of an arm's run with one value of the swept parameter."""
-    return f"sweep/{arm}/{re.sub(r'[^A-Za-z0-9_.-]+', '_', str(value))}/seed-{seed}"
+    name = shortened_name(re.sub(r"[^A-Za-z0-9_.-]+", "_", str(value)))
+    return f"sweep/{arm}/{name}/seed-{seed}"
 
 
 def plan_sweep(experiment: ExperimentConfig, output_dir: Path) -> list[RunPlan]:
@@ -117,8 +119,8 @@ def _digest(config: Path) -> str:
     digest = hashlib.sha256()
     path: Path | None = config
     while path is not None:
-        digest.update(path.read_bytes())
-        content = OmegaConf.to_container(OmegaConf.load(path))
+        digest.update(read_file(path, LARGEST_YAML))
+        content = OmegaConf.to_container(load_omega(path))
         parent = content.get("extends") if isinstance(content, dict) else None
         path = None if parent is None else path.parent / str(parent)
     return digest.hexdigest()
@@ -190,14 +192,13 @@ def _same_run(plan: RunPlan, marker: Mapping[str, Any]) -> bool:
 
 
 def _agrees_with_config(plan: RunPlan) -> bool:
-    import yaml
     from omegaconf import OmegaConf
 
     try:
-        saved = OmegaConf.to_container(OmegaConf.load(plan.run_dir / "config.yaml"))
-    except (OSError, ValueError, yaml.YAMLError):
+        saved = OmegaConf.to_container(load_omega(plan.run_dir / "config.yaml"))
+    except (OSError, UserError):
         return False
-    given = OmegaConf.merge(OmegaConf.load(plan.config), OmegaConf.from_dotlist(list(plan.overrides)))
+    given = OmegaConf.merge(load_omega(plan.config), OmegaConf.from_dotlist(list(plan.overrides)))
     wanted = OmegaConf.to_container(given)
     if not isinstance(saved, dict) or not isinstance(wanted, dict):
         return False

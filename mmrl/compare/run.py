@@ -32,7 +32,7 @@ from mmrl.compare.plans import RunPlan, forget_digests, plan_arm_run, plan_prepa
 from mmrl.compare.results import Comparison, comparison_lines, failure_text
 from mmrl.compare.summary import chosen_values, plan_comparison, summarise
 from mmrl.errors import RunError, UserError
-from mmrl.files import write_atomically
+from mmrl.files import last_line, read_text, shortened_name, write_atomically
 from mmrl.runs.records import finite_or_none
 from mmrl.training.settings import RollersConfig
 from mmrl.trust import check_foreign, restricted
@@ -75,7 +75,7 @@ class JobResult:
             return f"stopped after {self.seconds:.0f} s, its time limit"
         if self.returncode == 0:
             return None
-        return f"exit code {self.returncode}: {_last_line(self.job.log)}"
+        return f"exit code {self.returncode}: {last_line(self.job.log)}"
 
 
 @dataclass
@@ -171,14 +171,6 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             continue
         return
-
-
-def _last_line(log: Path) -> str:
-    try:
-        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    except OSError as error:
-        return f"no log ({error})"
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")
 
 
 class SharedRay:
@@ -295,7 +287,7 @@ def _allowed_code(
     from mmrl.config import given_values
 
     content = {plan.label: given_values(plan.config, plan.overrides) for _, plan in _plans(experiment, folder)}
-    return check_foreign(content, path.read_text(encoding="utf-8"), str(path), allow)
+    return check_foreign(content, read_text(path), str(path), allow)
 
 
 @dataclass
@@ -401,7 +393,7 @@ class _Session:
         return reason
 
     def _log(self, plan: RunPlan) -> Path:
-        return self.folder / "logs" / f"{plan.label.replace('/', '_')}.log"
+        return self.folder / "logs" / f"{shortened_name(plan.label.replace('/', '_'), 200)}.log"
 
 
 def _checked_configurations(experiment: ExperimentConfig, folder: Path) -> list[Any]:

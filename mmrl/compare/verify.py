@@ -8,7 +8,9 @@ repeated; every other difference is one.
 from __future__ import annotations
 
 import math
+import os
 import random
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +23,7 @@ from mmrl.config import as_override, drop_gone, escaped, foreign_run
 from mmrl.entries import renamed
 from mmrl.errors import UserError
 from mmrl.files import write_atomically
-from mmrl.runs.ledger import PROTOCOL, RESULT, Ledger, digest, read_ledger
+from mmrl.runs.ledger import PROTOCOL, RESULT, Entry, Ledger, check_entries, digest, read_ledger
 from mmrl.runs.records import finite_or_none
 from mmrl.training.evaluation import Row, batch_of, ledger_rows
 from mmrl.training.recipe import Step
@@ -31,6 +33,11 @@ TOLERANCE = 1e-3
 """Relative difference of numbers that another machine or version may cause."""
 NAMED = ("task", "state", "seed")
 """Columns that say what was run, where a domain has them."""
+DRAWN = 10
+"""Rows that are repeated by default."""
+FALSE_SHARE = 0.02
+"""Share of false rows for which the chance to notice one is shown."""
+SURE = 0.95
 UNEQUAL = (
     "two repetitions of it here differ too; something is drawn that no seed sets, for instance by an environment whose "
     "reset(seed) does not seed all its generators"
@@ -41,7 +48,7 @@ Say = Callable[[str], None]
 def verify(
     path: Path,
     say: Say,
-    rows: int,
+    rows: int | None,
     chosen: Sequence[int],
     overrides: Sequence[str],
     allow: Sequence[str] = (),
@@ -51,7 +58,7 @@ def verify(
     Args:
         path: the ledger, or its folder.
         say: gets the lines of the result.
-        rows: number of rows to repeat, drawn at random.
+        rows: number of rows to repeat, drawn at random; None for 10, or all of a ledger that has fewer.
         chosen: numbers of rows to repeat instead, from 1.
         overrides: options of the configuration for this machine, such as `model.path=...`.
         allow: code outside the suite that the protocol may name, see `mmrl.trust`.
@@ -68,10 +75,37 @@ def verify(
     say(f"{len(ledger.rows)} rows, protocol {_short(ledger.about)}, policy {_short(ledger.about['policy'])}")
     for rate in ledger.success_rates():
         say(f"  {rate}")
-    numbers = list(chosen) or sorted(random.sample(range(1, len(ledger.rows) + 1), min(rows, len(ledger.rows))))
-    if wrong := [number for number in numbers if not 1 <= number <= len(ledger.rows)]:
-        raise UserError(f"there is no row {wrong[0]}; {path} has rows 1 to {len(ledger.rows)}")
+    count = len(ledger.rows)
+    rows = min(DRAWN, count) if rows is None else rows
+    if not 0 <= rows <= count:
+        raise UserError(f"--rows is {rows}; {path} has {count} rows, so give 0 to {count}")
+    numbers = list(dict.fromkeys(chosen)) or sorted(random.sample(range(1, count + 1), rows))
+    if wrong := [number for number in numbers if not 1 <= number <= count]:
+        raise UserError(f"there is no row {wrong[0]}; {path} has rows 1 to {count}")
+    if not chosen and 0 < rows < count:
+        say(f"  {power(count, rows)}")
     return _repeat(ledger, numbers, overrides, allow, say) if numbers else 0
+
+
+def power(count: int, rows: int) -> str:
+    """Say how likely it is that rows drawn at random show a ledger of `count` rows to hold false ones."""
+    false = max(1, round(FALSE_SHARE * count))
+    needed = next(number for number in range(count + 1) if chance(count, false, number) >= SURE)
+    whom = f"a ledger with {false} false of its {count} rows ({false / count:.0%})"
+    return (
+        f"{rows} rows drawn at random notice {whom} with a probability of {chance(count, false, rows):.0%}; "
+        f"--rows {needed} would with {SURE:.0%}"
+    )
+
+
+def chance(count: int, false: int, drawn: int) -> float:
+    """Probability that at least one of the `false` rows of `count` is among those drawn without putting back.
+
+    Source: the hypergeometric distribution, 1 - P(X = 0).
+    """
+    # the distribution is the same with both exchanged; the shorter product is taken
+    few, many = sorted((false, drawn))
+    return 1 - math.prod((count - many - number) / (count - number) for number in range(few))
 
 
 def _short(about: Any) -> str:
@@ -79,8 +113,12 @@ def _short(about: Any) -> str:
 
 
 def _repeat(ledger: Ledger, numbers: Sequence[int], overrides: Sequence[str], allow: Sequence[str], say: Say) -> int:
+    check_entries(ledger.folder / PROTOCOL, _needed(ledger.about))
     policy = ledger.about["policy"]
-    folder = None if policy["checkpoint"] is None else ledger.folder / policy["checkpoint"]
+    folder = None if policy.get("checkpoint") is None else ledger.folder / policy["checkpoint"]
+    # os.path: a name that no file can have is no folder either
+    if folder is not None and not (re.fullmatch(r"step-\d{1,15}", folder.name) and os.path.isdir(folder)):
+        raise UserError(f"{ledger.folder / PROTOCOL} names the checkpoint {str(folder)!r:.200}, which is not there")
     with (
         _configuration(ledger, overrides, allow) as (entry, config),
         open_evaluation(entry, config, folder) as (recipe, accelerator, step),
@@ -95,17 +133,30 @@ def _repeat(ledger: Ledger, numbers: Sequence[int], overrides: Sequence[str], al
             return _compare(ledger, numbers, Repeater(recipe, ledger, step), bool(other), say)
 
 
+def _needed(about: Any) -> Iterator[Entry]:
+    """Entries of protocol.json that a repetition needs."""
+    yield "config", about.get("config"), (dict,), 0
+    yield "machine", about.get("machine"), (dict,), 0
+    yield "machine.processes", about["machine"].get("processes"), (int,), 1
+    yield "policy.checkpoint", about["policy"].get("checkpoint"), (str, type(None)), 0
+
+
 @contextmanager
 def _configuration(ledger: Ledger, overrides: Sequence[str], allow: Sequence[str]) -> Iterator[tuple[Any, Any]]:
     """The configuration of the evaluation, with results into a folder that is deleted."""
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     with tempfile.TemporaryDirectory(prefix="verify-") as scratch:
         given, run_dir = Path(scratch, "config.yaml"), Path(scratch, "run")
         overrides = [*overrides, as_override("output_dir", escaped(str(run_dir)))]
-        stored = OmegaConf.create(ledger.about["config"])
-        drop_gone(stored)
-        write_atomically(given, renamed(OmegaConf.to_yaml(stored)))
+        try:
+            stored = OmegaConf.create(ledger.about["config"])
+            drop_gone(stored)
+            write_atomically(given, renamed(OmegaConf.to_yaml(stored)))
+        except OmegaConfBaseException as error:
+            reason = " ".join(str(error).split())
+            raise UserError(f"the config in {ledger.folder / PROTOCOL} cannot be read: {reason}") from error
         with foreign_run(given, overrides, allow, ledger.folder / PROTOCOL) as found:
             yield found
 

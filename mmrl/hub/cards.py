@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmrl.files import expanded, is_file, write_atomically
+from mmrl.errors import UserError
+from mmrl.files import LARGEST_YAML, expanded, is_file, parse_json, parse_yaml, read_lines, read_text, write_atomically
 
 CARD = "README.md"
 MARK = "<!-- Written by mmrl, which keeps it up to date; without this line it is yours. -->"
@@ -76,13 +76,17 @@ def hub_id_of(path: str) -> str:
 
 def head_of(path: str) -> dict[str, Any]:
     """Metadata in the card of a model or data set, from its folder or the hub's cache; empty without one."""
-    from huggingface_hub import metadata_load, try_to_load_from_cache
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     found = try_to_load_from_cache(path, CARD) if hub_id_of(path) else str(expanded(path) / CARD)
     try:
-        return (metadata_load(found) or {}) if isinstance(found, str) and Path(found).is_file() else {}
-    except (ValueError, OSError):  # no head, or a damaged one
+        text = read_text(found, LARGEST_YAML, errors="replace") if isinstance(found, str) else ""
+        block = REGEX_YAML_BLOCK.search(text.removeprefix("\ufeff"))
+        head = parse_yaml(block[2], found) if block else None
+    except (OSError, UserError):  # no card, or a damaged head
         return {}
+    return head if isinstance(head, dict) else {}
 
 
 def card_text(head: Any, lines: Iterable[str]) -> str:
@@ -110,7 +114,7 @@ def note_build(path: Path, build: str, options: Mapping[str, Any], *, new_folder
     made = f"Made by {code(portable(build))}" + (f" with {code(portable(dict(options)))}." if options else ".")
     folder = path if path.is_dir() else path.parent
     card = folder / CARD
-    known = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    known = read_text(card, errors="replace") if card.is_file() else ""
     if path.is_dir():
         if MARK in known:
             write_atomically(card, known.replace(MARK, f"{made}\n\n{MARK}"))
@@ -131,11 +135,11 @@ def _contents(path: Path) -> dict[str, Any]:
     """Rows and columns of a file of JSON lines; nothing of others."""
     if path.suffix != ".jsonl":
         return {}
-    with path.open(encoding="utf-8", errors="replace") as rows:
-        first = next(rows, "")
-        count = int(bool(first.strip())) + sum(1 for row in rows if row.strip())
+    rows = read_lines(path, None)
+    first = next(rows, b"")
+    count = int(bool(first.strip())) + sum(1 for row in rows if row.strip())
     try:
-        columns = json.loads(first)
+        columns = parse_json(first)
     except ValueError:
         columns = {}
     return {"rows": count, "columns": ", ".join(map(code, columns)) if isinstance(columns, dict) else ""}

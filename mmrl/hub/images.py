@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mmrl.errors import UserError
 from mmrl.fields import bounded
+from mmrl.files import IMAGE_FORMATS, open_image_file, read_file
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -42,7 +45,9 @@ def check_pixels(width: int, height: int, max_pixels: int, option: str = "") -> 
         raise ImageError(f"it has {width} x {height} pixels, more than {max_pixels}{tip}; make it smaller")
 
 
-def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS, option: str = "") -> Image.Image:
+def decode_image(
+    content: bytes, max_pixels: int = MAX_IMAGE_PIXELS, option: str = "", formats: Sequence[str] = IMAGE_FORMATS
+) -> Image.Image:
     """Decode the content of an image file, upright, unless its header announces more than `max_pixels`."""
     from PIL import Image, UnidentifiedImageError
 
@@ -50,15 +55,15 @@ def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS, option: str
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of large images, whose limit is here, and of damage that can be decoded
             # reads the header only
-            image = Image.open(io.BytesIO(content))
+            image = open_image_file(io.BytesIO(content), formats)
             check_pixels(image.width, image.height, max_pixels, option)
             # pixels are read here, so that damage shows now and not in a training step
             image.load()
         return upright(image)
     except ImageError:
         raise
-    except UnidentifiedImageError:
-        raise ImageError("it is in no image format that Pillow knows") from None
+    except UnidentifiedImageError as error:
+        raise ImageError(str(error)) from None
     except Image.DecompressionBombError as error:
         raise ImageError(f"it has more pixels than {max_pixels}: {error}") from None
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error, EOFError, ...
@@ -75,11 +80,11 @@ def upright(image: Image.Image) -> Image.Image:
 
 def read_image_file(path: Path, max_pixels: int = MAX_IMAGE_PIXELS) -> bytes:
     """Read an image file, unless it is longer than an image of `max_pixels` can be."""
-    size = path.stat().st_size
     # before it is read: a file that is no image may have any size
-    if size > max_pixels * BYTES_PER_PIXEL + 2**20:
-        raise ImageError(f"it has {size} bytes, more than an image of {max_pixels} pixels can have")
-    return path.read_bytes()
+    try:
+        return read_file(path, max_pixels * BYTES_PER_PIXEL + 2**20)
+    except UserError as error:
+        raise ImageError(f"{error}, as an image of {max_pixels} pixels") from None
 
 
 def resize_image(image: Image.Image, size: tuple[int, int]) -> Image.Image:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
+import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,17 +17,21 @@ from omegaconf import MISSING
 
 from mmrl.errors import UserError, did_you_mean
 from mmrl.fields import bounded, rare
-from mmrl.files import expanded, is_file
+from mmrl.files import LARGEST_LINES, LONGEST_LINE, expanded, is_file, open_file, parse_json, read_file, read_lines
 from mmrl.hub.building import BuiltPath, build_if_missing
 from mmrl.runs.dry_run import fetch_follows
 
 ItemT = TypeVar("ItemT")
 TaskT = TypeVar("TaskT")
 LOGGER = logging.getLogger("mmrl")
+BATCH = 1024
+"""Rows of a table that are turned into cells at a time."""
+MOST_UNPACKED, MOST_PACKED = 2**28, 200
+"""Bytes of a column of a row group of a parquet file that is not large itself, and times the file's size of others."""
+MOST_DECODED = 2**29
+"""Bytes of a batch if each of its values were all that its column chunk stores."""
 BAD_ROWS = ("error", "skip")
 """Treatments of bad rows, `on_bad_row`."""
-MAX_LINE_MB = 32
-"""Longest line of a .jsonl file in 10^6 bytes; a longer one is a damaged file, or holds images that belong in files."""
 PUBLISHED = "docs/data.md has the columns, and where published sets are"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -168,7 +172,7 @@ def read_rows(path: str, split: str, subset: str | None) -> Iterator[DataRow]:
         if not is_file(file):
             raise UserError(_missing(file))
         if file.suffix.lower() == LINES:
-            yield from _read_jsonl(file, int(MAX_LINE_MB * 1e6))
+            yield from _read_jsonl(file, LONGEST_LINE)
         else:
             yield from READERS[file.suffix.lower()](file)
     elif file.exists():
@@ -208,30 +212,22 @@ def _missing(file: Path) -> str:
 
 
 def _read_jsonl(file: Path, longest: int) -> Iterator[DataRow]:
-    with file.open("rb") as content:
-        # numbered from 1, as editors count lines
-        for number in itertools.count(1):
-            # one byte more than allowed shows that a line is too long, without reading the rest
-            line = content.readline(longest + 1)
-            place = f"{file.name} line {number}"
-            if not line:
-                return
-            if len(line) > longest:
-                # skip to the end of the line: the next row must be read as a row
-                while line and not line.endswith(b"\n"):
-                    line = content.readline(2**20)
-                yield DataRow(place, {}, f"the line has more than {longest / 1e6:g} MB")
-            elif line.strip():
-                yield _json_row(line, place)
+    # numbered from 1, as editors count lines; a data set may be larger than any file of a run
+    for number, line in enumerate(read_lines(file, None, longest), start=1):
+        place = f"{file.name} line {number}"
+        if len(line) > longest:
+            yield DataRow(place, {}, f"the line has more than {longest / 1e6:g} MB")
+        elif line.strip():
+            yield _json_row(line, place)
 
 
 def _json_row(line: bytes, place: str) -> DataRow:
     try:
         # with a byte-order mark, which some programs write
-        value = json.loads(line.decode("utf-8-sig"))
+        value = parse_json(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         return DataRow(place, {}, f"not UTF-8 ({error.reason} at byte {error.start})")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return DataRow(place, {}, f"not valid JSON ({error})")
     return _object_row(value, place)
 
@@ -255,8 +251,8 @@ def _unusable_text(cells: dict[str, Any]) -> str | None:
 
 def _read_json(file: Path) -> Iterator[DataRow]:
     try:
-        rows = json.loads(file.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
+        rows = parse_json(read_file(file, LARGEST_LINES).decode("utf-8-sig"))
+    except ValueError as error:
         raise UserError(f"{file} is not valid JSON ({error}); one object a line belongs into .jsonl") from None
     if not isinstance(rows, list):
         raise UserError(f"{file}: expected a JSON list of objects, found {type(rows).__name__}")
@@ -266,18 +262,57 @@ def _read_json(file: Path) -> Iterator[DataRow]:
 
 def _read_parquet(file: Path) -> Iterator[DataRow]:
     datasets = _import_datasets(file)
-    from pyarrow.parquet import read_metadata
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
 
     try:
-        if read_metadata(file).num_rows == 0:
+        metadata = check_parquet(file)
+        if metadata.num_rows == 0:
             return
+        images = _image_columns(metadata.schema.to_arrow_schema())
+        # images are read one by one, in any order, from a memory-mapped copy; the rest as far as it is asked for
         with _quiet(datasets):
-            dataset = datasets.Dataset.from_parquet(str(file))
+            stored = datasets.Dataset.from_parquet(str(file), columns=images).with_format("arrow") if images else None
+        with ParquetFile(file) as opened:
+            plain = [name for name in opened.schema_arrow.names if name not in images]
+            batches = opened.iter_batches(_rows_at_once(metadata), columns=plain)
+            batched = (pa.Table.from_batches([batch]) for batch in batches)
+            yield from _arrow_rows(batched, stored, images, file.name)
+    except UserError:
+        raise
     except Exception as error:
         # the cause says what is wrong with the file
         cause = error.__cause__ or error
         raise UserError(f"{file} cannot be read as parquet: {type(cause).__name__}: {cause}") from None
-    yield from _arrow_rows(dataset, file.name)
+
+
+def check_parquet(file: Path) -> Any:
+    """Metadata of a parquet file; raises UserError if a column unpacks to far more than the file has bytes."""
+    from pyarrow.parquet import read_metadata
+
+    with open_file(file) as content:
+        size, metadata = os.fstat(content.fileno()).st_size, read_metadata(content)
+    for number, column in _column_chunks(metadata):
+        unpacked = column.total_uncompressed_size
+        if unpacked > max(MOST_UNPACKED, MOST_PACKED * size):
+            raise UserError(
+                f"{file} has {size} bytes, but its column {column.path_in_schema} unpacks to {unpacked} in row group "
+                f"{number}; at most {MOST_UNPACKED} may be unpacked at once. If the file is sound, write it with "
+                "smaller row groups, such as pyarrow.parquet.write_table(table, file, row_group_size=1000)"
+            )
+    return metadata
+
+
+def _column_chunks(metadata: Any) -> Iterator[tuple[int, Any]]:
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        yield from ((number, group.column(index)) for index in range(group.num_columns))
+
+
+def _rows_at_once(metadata: Any) -> int:
+    """Rows of a batch; few where a long text, stored once, may be the value of every row."""
+    largest = max((column.total_uncompressed_size for _, column in _column_chunks(metadata)), default=1)
+    return max(1, min(BATCH, MOST_DECODED // max(largest, 1)))
 
 
 def _read_folder(folder: Path, split: str) -> Iterator[DataRow]:
@@ -285,14 +320,18 @@ def _read_folder(folder: Path, split: str) -> Iterator[DataRow]:
     # save_to_disk writes its own files next to the data
     saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
     try:
+        for file in () if saved else sorted(folder.rglob("*.parquet")):
+            check_parquet(file)
         with _quiet(datasets):
             found = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(str(folder))
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(
             f"{folder} is neither a folder written by datasets.save_to_disk nor one of data files: "
             f"{type(error).__name__}: {error}"
         ) from None
-    yield from _arrow_rows(_pick_split(found, split, str(folder)), folder.name)
+    yield from _dataset_rows(_pick_split(found, split, str(folder)), folder.name)
 
 
 def _read_hub(name: str, split: str, subset: str | None) -> Iterator[DataRow]:
@@ -304,7 +343,7 @@ def _read_hub(name: str, split: str, subset: str | None) -> Iterator[DataRow]:
         raise UserError(
             f"no such file or folder: {name}; as a hub data set it failed: {type(error).__name__}: {error}"
         ) from None
-    yield from _arrow_rows(_pick_split(found, split, name), name)
+    yield from _dataset_rows(_pick_split(found, split, name), name)
 
 
 def _pick_split(found: Any, split: str, name: str) -> Any:
@@ -335,22 +374,32 @@ def _quiet(datasets: Any) -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _arrow_rows(dataset: Any, name: str) -> Iterator[DataRow]:
-    """Turn a data set's columns into cells, images left in the memory-mapped table as `ArrowImage`."""
+def _dataset_rows(dataset: Any, name: str) -> Iterator[DataRow]:
     stored = dataset.with_format("arrow")
-    image_columns = [column.name for column in stored.features.arrow_schema if _is_image(column.type)]
+    images = _image_columns(stored.features.arrow_schema)
     # rows at a time: a table may be larger than memory
-    step = 1024
-    for start in range(0, len(dataset), step):
-        table = stored[start : min(start + step, len(dataset))]
-        plain = table.drop_columns(image_columns).to_pylist()
-        counts = {key: _image_counts(table.column(key)) for key in image_columns}
-        for offset in range(table.num_rows):
+    tables = (stored[start : min(start + BATCH, len(dataset))] for start in range(0, len(dataset), BATCH))
+    yield from _arrow_rows((table.drop_columns(images) for table in tables), stored, images, name)
+
+
+def _image_columns(schema: Any) -> list[str]:
+    return [column.name for column in schema if _is_image(column.type)]
+
+
+def _arrow_rows(tables: Iterable[Any], stored: Any, images: Sequence[str], name: str) -> Iterator[DataRow]:
+    """Turn columns into cells, images left in the memory-mapped table `stored` as `ArrowImage`."""
+    start = 0
+    for table in tables:
+        plain, rows = table.to_pylist(), range(start, start + table.num_rows)
+        of_images = stored[rows.start : rows.stop] if images else None
+        counts = {key: _image_counts(of_images.column(key)) for key in images}
+        for offset, row in enumerate(rows):
             # a table of images alone has no plain columns
             cells = plain[offset] if plain else {}
-            for key in image_columns:
-                cells[key] = _image_cell(stored, start + offset, key, counts[key][offset])
-            yield DataRow(f"{name} row {start + offset + 1}", cells)
+            for key in images:
+                cells[key] = _image_cell(stored, row, key, counts[key][offset])
+            yield DataRow(f"{name} row {row + 1}", cells)
+        start = rows.stop
 
 
 def _is_image(kind: Any) -> bool:

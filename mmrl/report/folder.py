@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.files import read_json_object
+from mmrl.files import LARGEST_YAML, read_json_object, read_text
 from mmrl.runs.records import Outcome, read_outcomes
 from mmrl.runs.tracking import describe_metric, metric_definitions, read_evaluations, read_metrics
 
@@ -53,6 +53,13 @@ class RunFolder:
         """Sentence that defines a metric of the run; empty without one."""
         return describe_metric(metric, metric_definitions(self.result.get("recipe", ""))) or ""
 
+    def text(self, name: str) -> str:
+        """Content of one of its files; empty if it is missing or too large to be shown."""
+        try:
+            return read_text(self.folder / name, LARGEST_YAML, errors="replace")
+        except (OSError, UserError):
+            return ""
+
     @property
     def splits(self) -> list[str]:
         """Held-out splits, the headline first."""
@@ -67,11 +74,6 @@ class RunFolder:
     def of_split(self, split: str) -> list[dict[str, Any]]:
         """Evaluations of one split in the order of steps."""
         return [record for record in self.evaluations if record.get("split", "") == split]
-
-    def text(self, name: str) -> str:
-        """Content of one of its files; empty if missing."""
-        path = self.folder / name
-        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 @dataclass(frozen=True)

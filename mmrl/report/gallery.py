@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mmrl.files import is_file, read_file
 from mmrl.report.charts import save_png
 from mmrl.report.folder import read_run, repeated_end
 from mmrl.runs.records import FILM_RATE, STEP_NAME, SampleRecord, film_frames, read_samples, sample_steps
@@ -54,7 +55,7 @@ FILE_IMAGE_INCHES = 0.75
 
 def videos_of(folder: Path) -> list[dict[str, Any]]:
     """The videos of a run's first and last evaluation that kept some."""
-    files = sorted(path for path in folder.glob("videos/*.mp4") if STEP_NAME.match(path.name))
+    files = sorted(path for path in folder.glob("videos/*.mp4") if STEP_NAME.match(path.name) and is_file(path))
     steps = sorted({_step(path) for path in files})
     kept = [path for path in files if _step(path) in (steps[0], steps[-1])]
     shown, left = [], VIDEO_BYTES
@@ -73,7 +74,7 @@ def _step(path: Path) -> int:
 
 
 def _embedded(path: Path) -> str:
-    return f"data:video/mp4;base64,{base64.b64encode(path.read_bytes()).decode()}"
+    return f"data:video/mp4;base64,{base64.b64encode(read_file(path)).decode()}"
 
 
 def sample_gallery(run_dir: Path) -> list[dict[str, Any]]:

@@ -12,10 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mmrl.config import as_override, escaped
-from mmrl.files import write_atomically
+from mmrl.errors import UserError
+from mmrl.files import read_yaml, write_atomically
 from mmrl.report.curves import constants, curves
 from mmrl.report.folder import RunFolder, estimate, plain, read_run
 from mmrl.report.gallery import before_after, image_grid, sample_gallery, videos_of
@@ -111,8 +110,8 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
 def settings_of(run: RunFolder) -> dict[str, Any]:
     """The resolved configuration of a run; empty if it cannot be read."""
     try:
-        found = yaml.safe_load(run.text("config.yaml"))
-    except yaml.YAMLError:
+        found = read_yaml(run.folder / "config.yaml", errors="replace")
+    except (OSError, UserError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -17,7 +17,7 @@ from typing import Self
 
 from mmrl.config import as_override, escaped
 from mmrl.errors import UserError
-from mmrl.files import output_folder, remove_drafts
+from mmrl.files import output_folder, read_text, remove_drafts
 from mmrl.runs.records import STEP_NAME, read_jsonl
 
 EARLIER = "earlier"
@@ -154,7 +154,7 @@ def owner_of(run_dir: Path) -> str | None:
     """Name the running process that uses a run folder; None if there is none."""
     path = run_dir / LOCK_FILE
     try:
-        handle = os.open(path, os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe would wait for its writer
     except OSError:
         return None
     try:
@@ -177,4 +177,7 @@ def take_lock(handle: int) -> bool:
 
 
 def _owner(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace").strip() or "another process"
+    try:
+        return read_text(path, errors="replace").strip() or "another process"
+    except (OSError, UserError):  # gone by now, or no file
+        return "another process"

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
+import math
+import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,9 +24,9 @@ import numpy as np
 
 from mmrl.config import as_given
 from mmrl.errors import UserError
-from mmrl.files import read_json_object, write_atomically
+from mmrl.files import LONGEST_LINE, parse_json, read_json_object, read_lines, write_atomically
 from mmrl.runs.fingerprint import content_digest
-from mmrl.runs.records import LEDGER, finite_or_none, read_jsonl
+from mmrl.runs.records import LEDGER, finite_or_none
 from mmrl.runs.statistics import with_interval
 from mmrl.trust import remember
 
@@ -35,6 +38,16 @@ SETTING = ("suite", "version", "chosen", "horizon", "replan")
 RESULT = ("success", "return", "length", "ending", "scores", "output")
 """Columns that a repetition compares; `output` is a digest of actions, text or pixels."""
 COLUMNS = (*KEY, "step", *SETTING, "task", "state", "seed", *RESULT, "parts", "policy", "protocol")
+WHOLE, NUMBER, TEXT = (int,), (int, float, type(None)), (str, type(None))
+TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("split", "decoding"), (str,)),
+    **dict.fromkeys(("measure", "index", "repeat", "answer"), WHOLE),
+    **dict.fromkeys(("task", "state", "ending", "output", "policy", "protocol"), TEXT),
+    **dict.fromkeys(("return", "length"), NUMBER),
+    "success": (bool, *NUMBER),
+    **dict.fromkeys(("scores", "parts"), (dict, type(None))),
+}
+"""Columns that every row has, and their types; those of `SETTING` are what the protocol says."""
 FIRST = "accuracy/first"
 """Score of a benchmark of screens that is its success; the first point counts."""
 SHOWN = 8
@@ -104,7 +117,7 @@ def write_ledger(folder: Path, rows: Sequence[Row], about: Row) -> Path:
     known = {_key(row): row for row in rows}
     lines = []
     # in the order of the protocol, not in that of the rows
-    for key in ledger.expected:
+    for key in ledger.expected():
         row = known.get(key) or {**dict(zip(KEY, key, strict=True)), "ending": "left out"}
         # later ones win: what a row says of itself over what the protocol fixes
         full = {"seed": about["protocol"]["seed"], **ledger.setting(row), **row, **same}
@@ -121,15 +134,103 @@ def read_ledger(path: Path) -> Ledger:
     """Read a ledger, named by its file or folder."""
     folder = path if path.is_dir() else path.parent
     for file in (folder / LEDGER, folder / PROTOCOL):
-        if not file.is_file():
+        if not file.exists():
             raise UserError(f"there is no {file}; `mmrl evaluate` writes it")
-    ledger = Ledger(folder, read_jsonl(folder / LEDGER), read_json_object(folder / PROTOCOL))
-    try:
-        # touched once: a file that lacks a part fails here, with its name
-        _ = ledger.expected, ledger.about["policy"]["sha256"], ledger.about["sha256"]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{folder / PROTOCOL} is not a protocol that `mmrl evaluate` wrote: {error!r}") from None
-    return ledger
+    about = read_json_object(folder / PROTOCOL, **STRICT)
+    check_entries(folder / PROTOCOL, _entries(about))
+    ledger = Ledger(folder, [], about)
+    # one row too many shows that a row is there twice or should not be there; a file may hold any number
+    most = min(ledger.size + 1, sys.maxsize)
+    return dataclasses.replace(ledger, rows=list(itertools.islice(_rows(folder / LEDGER), most)))
+
+
+def _rows(file: Path) -> Iterator[Row]:
+    for number, line in enumerate(read_lines(file), 1):
+        if not line.strip():
+            continue
+        try:
+            if len(line) > LONGEST_LINE:
+                raise ValueError(f"it has more than {LONGEST_LINE} bytes")
+            yield _checked(parse_json(line.decode("utf-8").strip(), **STRICT))
+        except ValueError as error:
+            raise UserError(f"{file} line {number} is no row that `mmrl evaluate` wrote: {error}") from None
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> Row:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"{twice!r:.60} is there twice")
+    return found
+
+
+def _refused(name: str) -> float:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+STRICT: dict[str, Any] = {"object_pairs_hook": _unique, "parse_constant": _refused}
+"""Options with which the same file has one reading only."""
+
+
+def _checked(row: Any) -> Row:
+    """A row whose columns have the types that are written; raises ValueError."""
+    if not isinstance(row, dict):
+        raise ValueError(f"it holds a {type(row).__name__}")
+    if missing := [name for name in TYPES if name not in row]:
+        raise ValueError(f"it lacks {', '.join(missing[:SHOWN])}")
+    for name, kinds in TYPES.items():
+        _check_type(name, row[name], kinds)
+    for column, kinds in (("scores", NUMBER), ("parts", (str, bool, *NUMBER))):
+        for name, value in (row[column] or {}).items():
+            _check_type(f"{column}.{name}", value, kinds)
+    return row
+
+
+def _check_type(name: str, value: Any, kinds: tuple[type, ...]) -> None:
+    # type(), not isinstance: True is an int
+    if type(value) not in kinds:
+        raise ValueError(f"{name:.60} is {value!r:.60}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name:.60} is larger than any number")
+
+
+Entry = tuple[str, Any, tuple[type, ...], int]
+"""Place, value, allowed types and lowest whole number of an entry of a file."""
+
+
+def check_entries(file: Path, entries: Iterable[Entry]) -> None:
+    """Refuse entries of a protocol that have a type or a value which is never written."""
+    for place, value, kinds, least in entries:
+        if type(value) not in kinds or (type(value) is int and value < least):
+            wanted = " or ".join("null" if kind is type(None) else NAMES[kind] for kind in kinds)
+            wanted += f" of at least {least}" if int in kinds else ""
+            found = f"{place:.200} is {value!r:.60}, expected {wanted}"
+            raise UserError(f"{file} is not a protocol that `mmrl evaluate` wrote: {found}")
+
+
+NAMES = {str: "a text", int: "a whole number", dict: "an object", list: "a list"}
+
+
+def _entries(about: Row) -> Iterator[Entry]:
+    """Entries that rows are compared with; each is checked before its parts are asked for."""
+    yield "protocol", about.get("protocol"), (dict,), 0
+    yield "sha256", about.get("sha256"), (str,), 0
+    yield "policy", about.get("policy"), (dict,), 0
+    yield "policy.sha256", about["policy"].get("sha256"), (str,), 0
+    yield "protocol.seed", about["protocol"].get("seed"), WHOLE, 0
+    yield "protocol.splits", about["protocol"].get("splits"), (dict,), 0
+    for split, given in about["protocol"]["splits"].items():
+        place = f"protocol.splits.{split}"
+        yield place, given, (dict,), 0
+        yield f"{place}.tasks", given.get("tasks"), WHOLE, 0
+        yield f"{place}.measures", given.get("measures"), (list,), 0
+        for number, measure in enumerate(given["measures"]):
+            yield f"{place}.measures.{number}", measure, (dict,), 0
+            yield f"{place}.measures.{number}.repeats", measure.get("repeats"), WHOLE, 1
+            yield f"{place}.measures.{number}.decodings", measure.get("decodings"), (dict,), 0
+            yield f"{place}.measures.{number}.bootstrap", measure.get("bootstrap", 0), WHOLE, 0
+            for decoding, answers in measure["decodings"].items():
+                yield f"{place}.measures.{number}.decodings.{decoding}", answers, WHOLE, 1
 
 
 @dataclass(frozen=True)
@@ -146,11 +247,9 @@ class Ledger:
         """The part that the hash covers."""
         return self.about["protocol"]  # type: ignore[no-any-return]
 
-    @cached_property
-    def expected(self) -> dict[tuple[Any, ...], None]:
-        """Keys of the rows that the protocol asks for, in order."""
-        # a dictionary for its order and quick look-ups; the values mean nothing
-        return dict.fromkeys(
+    def expected(self) -> Iterator[tuple[Any, ...]]:
+        """Keys of the rows that the protocol asks for, in order; a protocol may ask for any number."""
+        return (
             (split, number, index, repeat, decoding, answer)
             for split, given in self.protocol["splits"].items()
             for number, measure in enumerate(given["measures"])
@@ -159,6 +258,24 @@ class Ledger:
             for decoding, answers in measure["decodings"].items()
             for answer in range(answers)
         )
+
+    @cached_property
+    def size(self) -> int:
+        """Number of rows that the protocol asks for."""
+        return sum(
+            given["tasks"] * measure["repeats"] * sum(measure["decodings"].values())
+            for given in self.protocol["splits"].values()
+            for measure in given["measures"]
+        )
+
+    def _asks_for(self, key: tuple[Any, ...]) -> bool:
+        split, number, index, repeat, decoding, answer = key
+        given = self.protocol["splits"].get(split)
+        if given is None or not 0 <= number < len(given["measures"]):
+            return False
+        measure = given["measures"][number]
+        within = 0 <= index < given["tasks"] and 0 <= repeat < measure["repeats"]
+        return within and 0 <= answer < measure["decodings"].get(decoding, 0)
 
     def setting(self, row: Row) -> Row:
         """Columns of a row that the protocol fixes."""
@@ -177,14 +294,15 @@ class Ledger:
         # a repeated row would count twice in every rate
         twice = [number for number, row in enumerate(self.rows, 1) if counts[_key(row)] > 1]
         found += [f"{_named(twice)} there more than once"] if twice else []
-        if missing := [key for key in self.expected if key not in counts]:
-            listed = ", ".join(f"{key[0]} {key[2]}" for key in missing[:SHOWN])
-            found.append(f"{len(missing)} of {len(self.expected)} rows of the protocol are missing: {listed}")
+        if missing := self.size - sum(map(self._asks_for, counts)):
+            first = itertools.islice((key for key in self.expected() if key not in counts), SHOWN)
+            listed = ", ".join(f"{key[0]} {key[2]}" for key in first)
+            found.append(f"{missing} of {self.size} rows of the protocol are missing: {listed}")
         return found + [f"row {number}: {text}" for number, row in enumerate(self.rows, 1) for text in self._wrong(row)]
 
     def _wrong(self, row: Row) -> Iterator[str]:
         """Contradictions within a row, or between it and the protocol."""
-        if _key(row) not in self.expected:
+        if not self._asks_for(_key(row)):
             yield f"the protocol asks for no {', '.join(f'{name} {row.get(name)}' for name in KEY)}"
             return
         for name, value in self.setting(row).items():

@@ -10,13 +10,13 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from mmrl.errors import UserError
-from mmrl.files import replaced, write_atomically
+from mmrl.files import LONGEST_LINE, open_image_file, parse_json, read_file, read_lines, replaced, write_atomically
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,6 +40,10 @@ FILM_FRAMES = 32
 FILM_SIDE = 256
 FILM_RATE = 8
 """Frames a second."""
+LARGEST_IMAGE = 2**30
+"""Bytes of an image file."""
+LARGEST_FILM = 180_000_000
+"""Pixels of an image, or of all frames of a film, from which on it is not shown."""
 
 
 class JsonLines:
@@ -84,32 +88,36 @@ class JsonLines:
     def _rewrite(self, keep: Callable[[dict[str, Any]], bool]) -> None:
         if not self.path.exists():
             return
-        # replace: bytes of a torn character must not hide the whole lines
-        old = self.path.read_text(encoding="utf-8", errors="replace")
-        parsed = _parsed_lines(old)
-        new = "".join(line + "\n" for line, record in parsed if keep(record))
+        old = list(read_lines(self.path))
+        parsed = [(line, record) for line in old if (record := parsed_line(line)) is not None]
+        new = [line.rstrip(b"\n") + b"\n" for line, record in parsed if keep(record)]
         # untouched unless something changes, since a rewrite moves the file under readers
         if new != old:
             self._keep_unreadable(old, len(parsed))
-            write_atomically(self.path, new)
+            with replaced(self.path) as draft, draft.open("wb") as file:
+                file.writelines(new)
 
-    def _keep_unreadable(self, old: str, readable: int) -> None:
+    def _keep_unreadable(self, old: Sequence[bytes], readable: int) -> None:
         """Keep a copy of a file with lines that are not records; a killed writer leaves one such line, the last."""
         # without the text after the last newline, which is the torn line of a kill
-        whole = [line for line in old.split("\n")[:-1] if line.strip()]
-        if len(whole) <= readable:
+        whole = sum(bool(line.strip()) for line in old) - (not old[-1].endswith(b"\n"))
+        if whole <= readable:
             return
         copy = self.path.with_name(f"{self.path.name}.unreadable-{time.strftime('%Y%m%d-%H%M%S')}")
         shutil.copy2(self.path, copy)
-        count = len(whole) - readable
+        count = whole - readable
         LOGGER.warning("%s has %d lines that cannot be read; the file as it was is kept as %s", self.path, count, copy)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Read every whole record of a JSON Lines file in order; a torn line is skipped, a missing file has none."""
-    if not path.exists():
-        return []
-    return [record for _, record in _parsed_lines(path.read_text(encoding="utf-8", errors="replace"))]
+    return list(iterate_jsonl(path))
+
+
+def iterate_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of `read_jsonl` one by one."""
+    lines = read_lines(path) if path.exists() else ()
+    return (record for line in lines if (record := parsed_line(line)) is not None)
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
@@ -137,16 +145,16 @@ def finite_or_none(value: Any) -> Any:
     return value
 
 
-def _parsed_lines(text: str) -> list[tuple[str, dict[str, Any]]]:
-    parsed = []
-    for line in text.split("\n"):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            parsed.append((line, record))
-    return parsed
+def parsed_line(line: bytes) -> dict[str, Any] | None:
+    """The record in a line of a JSON Lines file; None if the line is damaged or longer than any that is written."""
+    if len(line) > LONGEST_LINE:
+        return None
+    try:
+        # replace: a line may hold half a character and be sound otherwise
+        record = parse_json(line.decode("utf-8", "replace"))
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
 
 
 class ResumableRows:
@@ -243,7 +251,7 @@ def read_outcomes(run_dir: Path, step: int, split: str) -> dict[str, Outcome]:
     path = _path(run_dir, step, split)
     # an evaluation by `mmrl evaluate` has a ledger and no outcomes
     if not path.is_file():
-        rows = [{**row, "id": row.get("state")} for row in read_jsonl(Path(run_dir) / LEDGER)]
+        rows = ({**row, "id": row.get("state")} for row in iterate_jsonl(Path(run_dir) / LEDGER))
         own = [row for row in rows if (row.get("step"), row.get("split")) == (step, split)]
         found = mean_outcomes(_outcome(row) for row in own if isinstance(row["id"], str))
         return {outcome.id: outcome for outcome in found}
@@ -313,20 +321,24 @@ def film(frames: np.ndarray) -> Image:
             frame.thumbnail((FILM_SIDE, FILM_SIDE))
     data = io.BytesIO()
     _save_png(kept, data)
-    return Image.open(data)
+    return open_image_file(data)
 
 
 def film_frames(image: Image) -> list[Image]:
     """The frames of a film, each shown for 1/8 second; a still image is a single frame."""
-    frames = []
+    frames: list[Image] = []
     count = getattr(image, "n_frames", 1) if image.format == "PNG" else 1
     for index in range(count if count > 1 else 0):
+        # `film` keeps no more; a file from elsewhere may hold any number
+        if len(frames) >= FILM_FRAMES:
+            break
         image.seek(index)
         # frames like the one before are stored as its longer duration
-        frames += [image.copy()] * max(1, round(float(image.info.get("duration", 0)) * FILM_RATE / 1000))
+        repeats = max(1.0, min(float(image.info.get("duration", 0)) * FILM_RATE / 1000, FILM_FRAMES))
+        frames += [image.copy()] * round(repeats)
     if count > 1:
         image.seek(0)
-    return frames or [image.copy()]
+    return frames[:FILM_FRAMES] or [image.copy()]
 
 
 def write_samples(run_dir: Path, step: int, split: str, records: Sequence[SampleRecord]) -> Path:
@@ -417,12 +429,10 @@ def _save_png(frames: Sequence[Image], file: Path | io.BytesIO) -> None:
 
 
 def _load_image(path: Path) -> Image | None:
-    from PIL import Image
-
     try:
         # from memory, so that the file can be replaced while the image is in use
-        image = Image.open(io.BytesIO(path.read_bytes()))
-        frames = film_frames(image)  # reads all of it
-        return image if len(frames) > 1 else frames[0]
-    except (OSError, ValueError, EOFError):  # ValueError: a name that no file can have
+        image = open_image_file(io.BytesIO(read_file(path, LARGEST_IMAGE)), ["PNG"])
+        frames = film_frames(image) if getattr(image, "n_frames", 1) * image.width * image.height < LARGEST_FILM else []
+        return image if len(frames) > 1 else frames[0] if frames else None
+    except Exception:  # Pillow's decoders raise OSError, SyntaxError, struct.error, DecompressionBombError, ...
         return None

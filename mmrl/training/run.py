@@ -18,7 +18,7 @@ import torch
 from mmrl.config import as_override, escaped, load_run
 from mmrl.entries import load_target
 from mmrl.errors import RunError, UserError
-from mmrl.files import output_folder, read_json_object
+from mmrl.files import output_folder, read_json_object, read_text
 from mmrl.recipes import plan_of, preview_of, reader_of
 from mmrl.runs.dry_run import DataRead, NotReadError, data_only
 from mmrl.runs.export import chosen_checkpoint
@@ -429,13 +429,13 @@ def _changed_settings(run_dir: Path, config: Any) -> dict[str, tuple[Any, Any]]:
     """Old and new value of each setting that differs from the run's; another recipe cannot continue it."""
     from omegaconf import OmegaConf
 
-    from mmrl.config import to_container, without_fixed
+    from mmrl.config import load_omega, to_container, without_fixed
 
     path = run_dir / "config.yaml"
     if not path.is_file():
         return {}
     try:
-        stored = OmegaConf.load(path)
+        stored = load_omega(path)
         old = _flat(OmegaConf.to_container(stored))
     except Exception as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
@@ -469,7 +469,7 @@ def _save_config(run_dir: Path, config: Any) -> None:
     file = run_dir / "config.yaml"
     try:
         save(config, file)
-        remember(to_container(config), file.read_text(encoding="utf-8", errors="surrogateescape"))
+        remember(to_container(config), read_text(file, errors="surrogateescape"))
     except OSError as error:
         raise UserError(f"output_dir {run_dir} cannot be written: {error}") from error
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mmrl.fields import SET, bounded, check_fields, choice, only_with, parts_of, rare
-from mmrl.files import LONGEST_NAME
+from mmrl.files import LONGEST_NAME, label_problem
 from mmrl.runs.tracking import TrackingConfig
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -223,6 +223,9 @@ class BaseRunConfig:
         """Check the bounds of all fields and the rules of all parts; a subclass adds the rules between its parts."""
         check_fields(self)
         self._check_output_dir()
+        for name in getattr(self, "eval_data", None) or {}:
+            if problem := label_problem(name):
+                raise ValueError(f"eval_data names a split {name!r:.130}, which becomes a name of files: {problem}")
         for part in parts_of(self):
             if hasattr(part, "validate"):
                 part.validate()

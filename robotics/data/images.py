@@ -101,7 +101,7 @@ def encode_png(frame: NDArray[np.uint8]) -> bytes:
 
 
 def decode_png(content: bytes, size: Sequence[int]) -> NDArray[np.uint8] | None:
-    """Image (H, W, 3) uint8 of any file that Pillow reads; None if it cannot be read or has a different size (H, W)."""
+    """Image (H, W, 3) uint8 of an image file; None if it cannot be read or has a different size (H, W)."""
     try:
         frame = np.asarray(to_rgb(decode_image(content, size[0] * size[1])))
     except (OSError, ValueError):
@@ -112,7 +112,7 @@ def decode_png(content: bytes, size: Sequence[int]) -> NDArray[np.uint8] | None:
 def decode_depth(content: bytes, size: Sequence[int]) -> NDArray[Any] | None:
     """Depth (H, W) in its stored unit and type from a TIFF or 16-bit PNG; None if it is neither."""
     try:
-        depth = np.asarray(decode_image(content, size[0] * size[1]))
+        depth = np.asarray(decode_image(content, size[0] * size[1], formats=("TIFF", "PNG")))
     except (OSError, ValueError):
         return None
     return depth if depth.shape == tuple(size) and depth.dtype.itemsize >= 2 else None

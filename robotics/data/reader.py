@@ -14,6 +14,7 @@ import numpy as np
 
 from mmrl.errors import UserError, require_packages
 from mmrl.files import read_json_object
+from mmrl.hub.images import ImageError, read_image_file
 from robotics.data.features import (
     ACTION,
     BOOKKEPT,
@@ -361,7 +362,11 @@ class LeRobotReader:
     def _contents(self, cells: Sequence[Mapping[str, Any]]) -> list[bytes]:
         def stored(path: str) -> bytes:
             # braces in a stored path are no placeholders
-            return dataset_file(self.folder, path.replace("{", "{{").replace("}", "}}")).read_bytes()
+            file = dataset_file(self.folder, path.replace("{", "{{").replace("}", "}}"))
+            try:
+                return read_image_file(file)
+            except ImageError as error:
+                raise UserError(f"{file} cannot be read: {error}") from None
 
         # images are stored in the table or as files next to it
         return [cell["bytes"] or stored(cell["path"]) for cell in cells]

@@ -12,6 +12,7 @@ import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.files import is_file, replaced
+from mmrl.hub.tables import check_parquet
 from robotics.data.images import encode_png, encode_tiff
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def read_table(path: Path, **options: Any) -> pa.Table:
     import pyarrow.parquet as pq
 
     with _named_errors(path):
+        check_parquet(path)
         # folder names such as a=b would otherwise become columns
         return pq.read_table(path, partitioning=None, **options)
 

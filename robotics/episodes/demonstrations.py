@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
-from mmrl.files import expanded
+from mmrl.files import expanded, shortened_name
 from mmrl.hub.building import BuiltPath, build_if_missing
 from mmrl.runs.fingerprint import content_digest
 from robotics.data import EpisodeData, LeRobotReader
@@ -262,7 +262,8 @@ def _images(episode: EpisodeData, reader: LeRobotReader, config: DemonstrationCo
         return episode.images[camera]
     # named by a digest of the dataset's metadata: a different dataset at the same path gets a different folder
     about = json.dumps([str(reader.folder.absolute()), camera, reader.info], sort_keys=True)
-    folder = expanded(config.cache) / f"{reader.folder.name}-{hashlib.sha256(about.encode()).hexdigest()[:12]}"
+    digest = hashlib.sha256(about.encode()).hexdigest()[:12]
+    folder = expanded(config.cache) / f"{shortened_name(reader.folder.name)}-{digest}"
     path = folder / f"episode-{episode.number:06d}.npy"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from mmrl.errors import RunError
 from mmrl.fields import bounded, rare
+from mmrl.files import shortened_name
 from mmrl.hub.video_writing import write_mp4
 from mmrl.runs.fingerprint import weights_digest
 from mmrl.runs.records import Outcome, ResumableRows, SampleRecord, short_digest
@@ -95,7 +96,8 @@ class ReplayVideos:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         ending = "success" if row["success"] else "failure"
-        name = f"{self.label}-{ending}-{row['task'].replace('/', '.')}-{row['layout']}.mp4"
+        task = shortened_name(row["task"].replace("/", "."))
+        name = f"{self.label}-{ending}-{task}-{row['layout']}.mp4"
         about = sim.describe()
         if about.get("look") == "film":
             write_mp4(self.folder / name, _captioned(frames, row, about["control_hz"], self.fps), self.fps)

@@ -60,3 +60,11 @@ def test_the_report_finds_the_videos(tmp_path):
     shown = videos_of(tmp_path)
     assert len(shown) == 4
     assert all(video["source"].startswith("data:video/mp4;base64,") for video in shown)
+
+
+def test_a_long_task_has_a_file_of_a_shorter_name(tmp_path):
+    pytest.importorskip("av", reason="needs pip install 'mmrl-suite[vlm]'")
+    videos = [video("漢" * 200 + end, success=True) for end in "ab"]
+    paths = write_videos(tmp_path, f"step-000010-{'x' * 100}", videos, count=2)
+    assert len({path.name for path in paths}) == 2
+    assert all(len(path.name.encode()) < 255 for path in paths)

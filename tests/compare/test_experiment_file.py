@@ -35,6 +35,7 @@ def test_the_record_shows_the_command_that_a_user_would_type(lab):
         ({"baseline": "grop"}, "did you mean 'grpo'"),
         ({"arms": {"grpo": {}}}, "at least two"),
         ({"arms": {"a/b": {}, "grpo": {}}}, "folder name"),
+        ({"arms": {"a" * 101: {}, "grpo": {}}}, "is a folder name; it has 101 bytes; 100 are allowed"),
         ({"arms": {"a": {"runs_of": "b"}, "grpo": {}}}, "arms with runs: grpo"),
         ({"arms": {"a": {"runs_of": "grpo"}, "grpo": {}}}, "with which `metrics` it differs"),
         ({"arms": {"a": {"runs_of": "grpo", "overrides": {"gain": 1}}, "grpo": {}}}, "no config and no overrides"),

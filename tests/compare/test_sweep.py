@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from mmrl.compare.plans import sweep_label
 from mmrl.errors import RunError
 
 
@@ -55,3 +56,9 @@ def test_the_sweep_survives_failed_runs_and_says_when_nothing_is_left(lab):
     with pytest.raises(RunError, match="sweep of arm 'papo'"):
         lab.run(arms=arms, sweep={**sweep, "seeds": [11]})
     assert lab.result()["status"] == "failed"
+
+
+def test_long_values_have_short_folders_of_their_own():
+    labels = {sweep_label("arm", "x" * 300 + end, 1) for end in "ab"}
+    assert len(labels) == 2
+    assert all(len(part) <= 100 for label in labels for part in label.split("/"))

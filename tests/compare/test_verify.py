@@ -1,5 +1,6 @@
 """`mmrl evaluate --verify`: rows are repeated alone, and another row, weight or protocol is found."""
 
+import itertools
 import json
 import os
 import re
@@ -7,10 +8,11 @@ import re
 import pytest
 import torch
 
-from mmrl.compare.verify import UNEQUAL, Repeater, verify
+from mmrl.cli.program import main
+from mmrl.compare.verify import UNEQUAL, Repeater, chance, power, verify
 from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
-from mmrl.runs.ledger import read_ledger
+from mmrl.runs.ledger import read_ledger, write_ledger
 from mmrl.runs.records import read_jsonl
 from mmrl.training.run import evaluate, train
 from mmrl.trust import named_code
@@ -100,6 +102,51 @@ def test_another_policy_or_protocol_is_refused(evaluated, said):
     (run / "protocol.json").write_text(json.dumps(dict(about) | {"policy": policy}))
     with pytest.raises(UserError, match=rf"the policy here has SHA-256 \w+, the ledger's {policy['sha256']}"):
         verify(run, said.append, 1, (), (), named_code(about["config"]))
+
+
+def test_the_check_says_how_likely_its_sample_shows_false_rows(evaluated, said):
+    assert verify(evaluated[0], said.append, 2, (), ()) == 0
+    (line,) = (line for line in said if "probability" in line)
+    assert line == f"  {power(24, 2)}"
+    assert verify(evaluated[0], said.append, 0, [3, 3], ()) == 0
+    assert said[-1] == "1 of 1 rows are the same: --row 3"
+    assert sum("probability" in line for line in said) == 1
+
+
+def test_chances_are_those_of_counting_all_samples():
+    for count, false, drawn in itertools.product((1, 5, 8), (0, 1, 3), range(6)):
+        if false <= count and drawn <= count:
+            samples = list(itertools.combinations(range(count), drawn))
+            share = sum(any(row < false for row in sample) for sample in samples) / len(samples)
+            assert chance(count, false, drawn) == pytest.approx(share)
+    # SciPy 1.17.1: 1 - scipy.stats.hypergeom.pmf(0, 250, 5, [10, 111, 112])
+    golden = [0.18600197392071316, 0.9485643735365368, 0.9504145759273088]
+    assert [chance(250, 5, drawn) for drawn in (10, 111, 112)] == pytest.approx(golden)
+    assert power(250, 10) == (
+        "10 rows drawn at random notice a ledger with 5 false of its 250 rows (2%) with a probability of 19%; "
+        "--rows 112 would with 95%"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--verify", "--rows", "-1"], "--rows is -1; {run} has 24 rows, so give 0 to 24"),
+        (["--verify", "--rows", "25"], "--rows is 25; {run} has 24 rows, so give 0 to 24"),
+        (["--verify", "--rows", "abc"], "argument --rows: invalid int value: 'abc'"),
+        (["--verify", "--rows", "1.5"], "argument --rows: invalid int value: '1.5'"),
+        (["--verify", "--row", "abc"], "argument --row: expected numbers of rows such as 4,60, got 'abc'"),
+        (["--verify", "--row", "0"], "there is no row 0; {run} has rows 1 to 24"),
+        (["--rows", "3"], "--rows and --row choose rows of a ledger to repeat; they need --verify"),
+        (["--row", "3"], "--rows and --row choose rows of a ledger to repeat; they need --verify"),
+    ],
+)
+def test_counts_that_no_ledger_has_are_refused(options, problem, tmp_path, capsys):
+    measure = {"repeats": 6, "decodings": {"greedy": 1}}
+    protocol = {"seed": 0, "splits": {"all": {"tasks": 4, "measures": [measure]}}}
+    write_ledger(tmp_path, [], {"protocol": protocol, "policy": {"sha256": "p", "step": 3}})
+    assert main(["evaluate", str(tmp_path), *options]) == 2
+    assert problem.format(run=tmp_path) in capsys.readouterr().err
 
 
 HOSTILE = {

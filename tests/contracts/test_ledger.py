@@ -31,4 +31,4 @@ def test_rows_of_an_evaluation_can_be_repeated(name, tmp_path):
     protocol = json.loads((tmp_path / "run" / "protocol.json").read_text())["protocol"]
     assert str(tmp_path) not in json.dumps(protocol)  # nor does the hash depend on a folder
     assert metrics[f"{rows[0]['split']}/n"] <= len(rows)
-    assert verify(tmp_path / "run", print, 6, (), ()) == 0
+    assert verify(tmp_path / "run", print, min(6, len(rows)), (), ()) == 0

@@ -100,7 +100,7 @@ def test_rows_whose_image_cannot_be_used_are_left_out_or_named(tmp_path, caplog)
     assert loaded.tasks[0].columns == {}
     assert loaded.skipped == {"image": 4}
     assert "line 2: the image of column 'image' cannot be used: there is no such file: " in caplog.text
-    named = {2: "no such file", 3: "Error", 4: "no image format", 5: "not int"}
+    named = {2: "no such file", 3: "Error", 4: "no image;", 5: "not int"}
     for line, reason in named.items():
         path.write_text("\n" * (line - 1) + json.dumps({"prompt": "make it red", "image": cells[line - 1]}))
         with pytest.raises(UserError, match=rf"edits\.jsonl line {line}: the image of column 'image' .*{reason}"):

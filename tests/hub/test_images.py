@@ -1,13 +1,17 @@
 """Untrusted images: the header decides whether a pixel is decoded."""
 
 import io
+import os
 import struct
 import zlib
 
 import pytest
 from PIL import Image, ImageFile
 
+from mmrl.files import IMAGE_FORMATS
+from mmrl.gui.grounding.samples import image_size
 from mmrl.hub.images import MAX_IMAGE_PIXELS, ImageError, check_pixels, decode_image, read_image_file
+from mmrl.vlm.data.task import TaskError, open_image
 
 
 def png(width, height, pixels=b""):
@@ -64,3 +68,47 @@ def test_a_file_longer_than_any_such_image_is_not_read(tmp_path):
         file.truncate(2**40)  # takes no space
     with pytest.raises(ImageError, match="1099511627776 bytes"):
         read_image_file(path)
+
+
+def encoded(form, **options):
+    buffer = io.BytesIO()
+    Image.new("RGB", (6, 5), "red").save(buffer, form, **options)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("form", IMAGE_FORMATS)
+def test_allowed_formats_are_decoded(form):
+    assert decode_image(encoded(form)).size == (6, 5)
+
+
+FOREIGN = {form: encoded(form) for form in ("TIFF", "PPM", "ICO", "EPS", "PCX", "SGI", "JPEG2000", "DDS", "ICNS")}
+FOREIGN |= {"PSD": b"8BPS\0\1" + b"\0" * 60, "FLI": b"\0\0\0\0\x11\xaf" + b"\0" * 122}
+
+
+@pytest.mark.parametrize("form", FOREIGN)
+def test_other_formats_are_named_and_no_decoder_of_theirs_runs(form, monkeypatch, tmp_path):
+    Image.init()
+
+    def refuse(*arguments):
+        raise AssertionError("a decoder ran")
+
+    monkeypatch.setitem(Image.OPEN, form, (refuse, Image.OPEN[form][1]))
+    sentence = f"it is a {form} image; allowed formats are PNG, JPEG, WEBP, GIF, BMP"
+    with pytest.raises(ImageError, match=sentence):
+        decode_image(FOREIGN[form])
+    (tmp_path / "image.png").write_bytes(FOREIGN[form])
+    with pytest.raises(OSError, match=sentence):
+        image_size(tmp_path / "image.png")
+    with pytest.raises(TaskError, match=sentence):
+        open_image(FOREIGN[form], "task")
+
+
+def test_what_is_no_image_is_not_called_one():
+    with pytest.raises(ImageError, match="it is damaged or no image; allowed formats are PNG"):
+        decode_image(b"no image at all")
+
+
+def test_no_pipe_is_read_as_an_image(tmp_path):
+    os.mkfifo(tmp_path / "image.png")
+    with pytest.raises(ImageError, match="a named pipe, not a file"):
+        read_image_file(tmp_path / "image.png")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmrl.agents.environments.environment import Observation
+from mmrl.files import shortened_name
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -102,7 +103,7 @@ def write_videos(folder: Path, label: str, videos: Sequence[Video], count: int) 
     for success in (True, False):
         for video in [video for video in videos if video.success is success and video.frames][:count]:
             # task ids may contain slashes and spaces
-            name = re.sub(r"[^\w.-]+", ".", video.task)[:80]
+            name = shortened_name(re.sub(r"[^\w.-]+", ".", video.task), 80)
             path = folder / f"{label}-{'success' if success else 'failure'}-{name}.mp4"
             paths.append(write_mp4(path, draw_frames(video), FRAMES_PER_SECOND))
     return paths

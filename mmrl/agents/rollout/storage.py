@@ -30,6 +30,7 @@ from mmrl.agents.rollout.runner import note_overflow
 from mmrl.errors import UserError
 from mmrl.files import replaced
 from mmrl.hub.foreign import MalformedError, as_flag, as_image
+from mmrl.hub.images import ImageError, decode_image, read_image_file
 from mmrl.hub.tables import DataRow, good_rows
 from mmrl.vlm.data.prompt import Context, Insert, Prompt
 from mmrl.vlm.data.task import TaskError
@@ -328,10 +329,8 @@ def _rewards(row: DataRow, turns: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def _observation(turn: Mapping[str, Any], folder: Path, row: DataRow) -> Observation:
-    from PIL import Image
-
     try:
-        images = tuple(as_image(Image.open(folder / name)) for name in turn.get("images") or ())
-    except (OSError, MalformedError) as error:
+        images = tuple(as_image(decode_image(read_image_file(folder / name))) for name in turn.get("images") or ())
+    except (OSError, ImageError, MalformedError) as error:
         raise UserError(f"{row.place}: an image cannot be read: {error}") from error
     return Observation(str(turn.get("text") or ""), images)

@@ -48,11 +48,16 @@ class WatchedFolders:
 
     def comparisons(self) -> list[dict[str, Any]]:
         """Queue and results so far of each folder of `mmrl compare`."""
-        return [
-            self._comparison(folder, content)
-            for folder in self.folders
-            if (content := json_object(folder / "comparison.json"))
-        ]
+        contents = [(folder, json_object(folder / "comparison.json")) for folder in self.folders]
+        return [self._comparison_or_problem(folder, content) for folder, content in contents if content]
+
+    def _comparison_or_problem(self, folder: Path, content: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return self._comparison(folder, content)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:  # a file that was edited
+            problem = f"{folder.name}: comparison.json cannot be read ({type(error).__name__}: {error})"
+            nothing: dict[str, Any] = {"queue": [], "arms": [], "counts": Counter()}
+            return {"name": problem, "metric": "", "difference": "difference", **nothing}
 
     def _comparison(self, folder: Path, content: dict[str, Any]) -> dict[str, Any]:
         names = {run.folder.relative_to(folder).as_posix(): run for run in self._below(folder)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -12,18 +11,18 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from mmrl.errors import UserError
-from mmrl.files import is_file, read_json_object
+from mmrl.files import LONGEST_LINE, is_file, last_line, open_file, read_json_object, read_text, read_yaml
 from mmrl.report.gallery import readable
 from mmrl.runs.folder import DONE, LOCK_FILE, NOTHING_LEARNED
 from mmrl.runs.metrics import STAGES, STAGES_BETWEEN, label, measured
-from mmrl.runs.records import STEP_NAME, read_jsonl
+from mmrl.runs.records import STEP_NAME, iterate_jsonl, parsed_line
 from mmrl.runs.statistics import HEADLINES, SHARES
 
 CHUNK = 2**22
@@ -41,41 +40,45 @@ class Tail:
         self.path = path
         self.behind = False
         """Whether the file goes on after what the last look took."""
-        self._inode = 0
-        self._offset = 0
-        self._rest = b""
+        self.damaged = 0
+        """Lines so far that cannot be read."""
+        self._forget(0)
 
     def read(self) -> tuple[bool, list[dict[str, Any]]]:
         """Whether the records of earlier looks no longer count, and the new ones."""
         try:
-            with self.path.open("rb") as file:
+            with open_file(self.path) as file:
                 found = os.fstat(file.fileno())
                 anew = found.st_ino != self._inode or found.st_size < self._offset
                 if anew:
-                    self._inode = found.st_ino
-                    self._offset = 0
-                    self._rest = b""
+                    self._forget(found.st_ino)
                 file.seek(self._offset)
                 data = file.read(CHUNK)
-        except OSError:  # not there yet, or moved aside by a run that starts again
+        except (OSError, UserError):  # not there yet, moved aside by a run that starts again, or no file
             anew = self._inode != 0
-            self._inode = 0
-            self._offset = 0
-            self._rest = b""
+            self._forget(0)
             self.behind = False
             return anew, []
         self._offset += len(data)
         self.behind = self._offset < found.st_size
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return anew, [record for line in lines if (record := _record(line)) is not None]
+        *lines, rest = (self._rest + data).split(b"\n")
+        # what follows this byte is no JSON: of a line that is too long nothing needs to be kept
+        self._rest = rest if len(rest) <= LONGEST_LINE else b"\0"
+        records = [record for line in lines if (record := _record(line)) is not None]
+        self.damaged += sum(bool(line.strip()) for line in lines) - len(records)
+        return anew, records
+
+    def _forget(self, inode: int) -> None:
+        """Start again with another file, or with none."""
+        self._inode = inode
+        self._offset = 0
+        self._rest = b""
+        self.damaged = 0
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    step = record.get("step") if isinstance(record, dict) else None
+    record = parsed_line(line)
+    step = record.get("step") if record is not None else None
     return record if type(step) is int and 0 <= step < LARGEST_STEP else None
 
 
@@ -147,6 +150,8 @@ RECENT_STEPS = 100
 SERVED = re.compile(r"samples/step-\d+/[\w-]+\.png|videos/step-\d+[\w.=-]*\.mp4")
 """Files of a run folder that the page may ask for."""
 MOST_SAMPLES = 32
+MOST_ROWS = 1000
+"""Warnings or samples that are read from a file."""
 SUMMED = ("reward/errors", "rollers/lost", "rollers/again")
 """Counts of single steps; those below count from the start of the run."""
 COUNTED = ("checkpoint/failed", "optim/skipped", "optim/overflows", "data/skipped", "sim/")
@@ -219,9 +224,8 @@ class WatchedRun:
 
     def notes(self) -> list[str]:
         """Warnings, counts of what failed, and the reasons of failed environments."""
-        notes = [
-            readable(str(row["message"])) for row in read_jsonl(self.folder / "warnings.jsonl") if "message" in row
-        ]
+        notes = [readable(str(row["message"])) for row in _rows(self.folder / "warnings.jsonl") if "message" in row]
+        notes += [f"{tail.path.name}: {tail.damaged} lines cannot be read" for tail in self._tails if tail.damaged]
         for name in self.metrics.names():
             if name.startswith(SUMMED) and (total := float(_sum(self.metrics, name))) > 0:
                 notes.append(f"{name}: {total:g} in {len(self.metrics)} steps")
@@ -238,7 +242,7 @@ class WatchedRun:
     def samples(self, step: int) -> dict[str, Any]:
         """Samples and videos of one step."""
         folder = self.folder / "samples" / f"step-{step:06d}"
-        splits = {path.stem: read_jsonl(path)[:MOST_SAMPLES] for path in sorted(folder.glob("*.jsonl"))}
+        splits = {path.stem: _rows(path)[:MOST_SAMPLES] for path in sorted(folder.glob("*.jsonl"))}
         videos = [f"videos/{path.name}" for path in sorted((self.folder / "videos").glob(f"step-{step:06d}*.mp4"))]
         return {
             "step": step,
@@ -329,8 +333,8 @@ def _is_locked(lock: Path) -> bool:
     The lock itself is not tried: a run that starts at that moment would find it taken.
     """
     try:
-        found = LOCK_TEXT.match(lock.read_text(encoding="utf-8", errors="replace"))
-    except OSError:
+        found = LOCK_TEXT.match(read_text(lock, errors="replace"))
+    except (OSError, UserError):
         return False
     if found is None or found[2] != socket.gethostname():
         return True
@@ -366,10 +370,8 @@ def _json_object(path: str, stamp: float) -> dict[str, Any]:
 @lru_cache(maxsize=256)
 def _yaml_object(path: str, stamp: float) -> dict[str, Any]:
     try:
-        text = Path(path).read_text(encoding="utf-8", errors="replace")
-        # in C where there is one: a comparison has many files
-        found = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text).get_single_data()
-    except (OSError, yaml.YAMLError):
+        found = read_yaml(path, errors="replace")
+    except (OSError, UserError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -388,8 +390,12 @@ def _sum(metrics: Columns, name: str) -> float:
 
 
 def _last_line(path: Path) -> str:
+    return readable(last_line(path)[:300])
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """The first records of a JSON Lines file that a page shows; none if it cannot be read."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    except OSError as error:
-        return str(error)
-    return next((readable(line.strip()[:300]) for line in reversed(lines) if line.strip()), "empty")
+        return list(islice(iterate_jsonl(path), MOST_ROWS))
+    except (OSError, UserError):
+        return []

@@ -25,6 +25,7 @@ import numpy as np
 
 from mmrl.cli.watch.folders import WatchedFolders
 from mmrl.cli.watch.runs import WatchedRun, short
+from mmrl.files import open_file
 from mmrl.report.charts import COLOURS
 from mmrl.report.curves import CHARTS, LOGARITHMIC, UNCHARTED, UNITS, by_kind, subjects
 from mmrl.runs.metrics import label, measured
@@ -231,7 +232,7 @@ class _Handler(BaseHTTPRequestHandler):
         if place is None:
             self._refuse(404, "no such file")
             return
-        with place.open("rb") as file:
+        with open_file(place) as file:
             size = file.seek(0, 2)
             file.seek(0)
             self._head(200, {"Content-Type": MEDIA[place.suffix], "Content-Length": str(size)})

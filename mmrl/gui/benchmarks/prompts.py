@@ -75,12 +75,14 @@ class BenchmarkPrompt:
 
 def preset_of_run(model_path: str) -> PromptPreset:
     """The question that a run was trained with, from its config.yaml."""
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import DictConfig
+
+    from mmrl.config import load_omega
 
     file = Path(model_path).expanduser() / "config.yaml"
     if not is_file(file):
         raise UserError(f"prompt.preset=run needs the folder of a run as model.path; {model_path} has no config.yaml")
-    content: Any = OmegaConf.load(file)
+    content: Any = load_omega(file)
     values = content.get("grounding") if isinstance(content, DictConfig) else None
     if not isinstance(values, DictConfig):
         raise UserError(f"{file} has no part 'grounding': the run was not trained on screens; choose a prompt.preset")

@@ -26,6 +26,7 @@ from urllib.request import url2pathname
 
 import numpy as np
 
+from mmrl.files import open_image_file
 from mmrl.gui.browser.browser import Browser
 from mmrl.gui.grounding.coords import Box, Point
 
@@ -172,10 +173,8 @@ def _frames(page: Page) -> list[Frame]:
 
 
 def _screenshot(page: Page) -> NDArray[Any]:
-    from PIL import Image
-
     content = page.screenshot(caret="hide", animations="disabled", scale="device")
-    return np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
+    return np.asarray(open_image_file(io.BytesIO(content), ["PNG"]).convert("RGB"))
 
 
 ADDRESS = "http://page.invalid/"
@@ -288,12 +287,10 @@ class GuardedPage:
 
     def screenshot(self) -> NDArray[np.uint8]:
         """The visible part as (H, W, 3) uint8 RGB."""
-        from PIL import Image
-
         with self.browser.limited("a screenshot"):
             # the protocol's own captureScreenshot is 10 ms faster, but ignores the scale
             content = self._page.screenshot(caret="hide", animations="disabled", scale="device")
-        return np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
+        return np.asarray(open_image_file(io.BytesIO(content), ["PNG"]).convert("RGB"))
 
     def take_events(self) -> list[str]:
         """Blocked attempts by the page since the last call, such as "dialog: Really?" or "download: a.zip"."""

@@ -125,7 +125,7 @@ def _size(task: VlmTask) -> Size:
     if isinstance(source, str) and not source.startswith("data:"):
         try:
             size = image_size(Path(source))
-        except OSError as error:
+        except Exception as error:  # Pillow raises OSError, ValueError, SyntaxError, DecompressionBombError, ...
             raise TaskError("unreadable_image", task.id, f"cannot read {source}: {error}") from None
     elif given is not None:  # not decoded here
         size = (int(given[0]), int(given[1]))

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from PIL import Image
 
 from mmrl.errors import UserError
+from mmrl.files import open_file, open_image_file
 from mmrl.gui.grounding.coords import Box, CoordinateSpace, Point, Resize, Size, from_original, to_original
 from mmrl.hub.images import ORIENTATION, resize_image
 
@@ -111,10 +112,10 @@ class GroundingSample:
 
     def load_image(self) -> Image.Image:
         """The original image as upright RGB."""
-        from mmrl.vlm.data.task import open_image
+        from mmrl.vlm.data.task import open_image_file
 
         source = str(self.image) if isinstance(self.image, Path) else self.image
-        image = open_image(source, self._name)
+        image = open_image_file(source, self._name)
         # coordinates of a sample are pixels of exactly this size
         if image.size != tuple(self.original_wh):
             found, expected = (f"{w} x {h}" for w, h in (image.size, self.original_wh))
@@ -208,9 +209,8 @@ def image_size(image: Image.Image | bytes | str | Path) -> Size:
     """Width and height of a PIL image, file content or path once upright, from its header alone; raises OSError."""
     if isinstance(image, Image.Image):
         return _upright_size(image)
-    source = io.BytesIO(image) if isinstance(image, bytes) else image
-    with Image.open(source) as opened:
-        return _upright_size(opened)
+    with io.BytesIO(image) if isinstance(image, bytes) else open_file(image) as source:
+        return _upright_size(open_image_file(source))
 
 
 def _upright_size(image: Image.Image) -> Size:

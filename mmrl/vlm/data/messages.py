@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.files import expanded, is_file, without_scheme
+from mmrl.files import expanded, is_file, read_text, without_scheme
 from mmrl.hub.tables import ArrowImage
 from mmrl.vlm.data.task import ImageSource, TaskError, VideoClip, VlmTask, no_such_file, read_video_cell
 
@@ -130,7 +130,7 @@ def read_template(template: str, option: str = "data.format_prompt") -> str:
         return template
     if not is_file(expanded(template)):
         raise UserError(f"{option} names the file {template}, which does not exist")
-    return expanded(template).read_text(encoding="utf-8")
+    return read_text(expanded(template))
 
 
 def make_template(

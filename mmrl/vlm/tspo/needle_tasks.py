@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmrl.files import without_scheme
+from mmrl.files import open_file, without_scheme
 from mmrl.hub.images import MAX_IMAGE_PIXELS
 from mmrl.hub.tables import LoadedRows
 from mmrl.hub.video_reading import ROUNDING_S, VideoError, VideoIndex, decode_frames, read_index
@@ -132,7 +132,7 @@ def needle_mask(candidates: Candidates, needle: Sequence[tuple[int, int]], place
 @functools.lru_cache(maxsize=65536)
 def _file_digest(path: str, size: int, modified: int) -> str:
     """Digest of a file's bytes, read again when its size or the time of its last change differ."""
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 

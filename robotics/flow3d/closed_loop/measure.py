@@ -16,6 +16,7 @@ import numpy as np
 from torch import nn
 
 from mmrl.fields import bounded
+from mmrl.files import shortened_name
 from mmrl.runs.fingerprint import content_digest
 from mmrl.runs.records import Outcome, ResumableRows, SampleRecord, short_digest
 from mmrl.runs.statistics import mean_or_nan, with_interval
@@ -150,7 +151,7 @@ class FlowLoopMeasure(EpisodeMeasure[FlowEpisode]):
         self._recorded[kind] += 1
         if self._recorded[kind] > self.evaluation.videos:
             return None
-        return self.run_dir / "videos" / f"step-000000-{self.split}-{episode.id.replace('/', '-')}.mp4"
+        return self.run_dir / "videos" / f"step-000000-{self.split}-{shortened_name(episode.id.replace('/', '-'))}.mp4"
 
 
 @contextmanager

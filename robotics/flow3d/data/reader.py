@@ -14,6 +14,7 @@ import numpy as np
 
 from mmrl.errors import UserError, did_you_mean
 from mmrl.files import expanded
+from mmrl.hub.tables import check_parquet
 from robotics.data.layout import named_errors
 from robotics.flow3d.clip import FlowClip, FlowEncoding
 from robotics.flow3d.data.format import DatasetInfo, clip_of, rows_of
@@ -154,10 +155,8 @@ class FlowReader(Sequence[FlowClip]):
                 yield from ((row, path) for row in rows_of(table) if self._is_wanted(row))
 
     def _tables(self, path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, pa.Table]]:
-        import pyarrow.parquet as pq
-
         with shard_errors(path):
-            groups = pq.read_metadata(path).num_row_groups
+            groups = check_parquet(path).num_row_groups
         return ((group, read_group(path, group, columns)) for group in range(groups))
 
     def _clip(self, row: dict[str, Any], path: Path) -> FlowClip:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields
 from mmrl.files import expanded, is_file, remove_drafts, replaced, write_atomically
+from mmrl.hub.tables import check_parquet
 from robotics.data.layout import hold_folder, named_errors
 from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.data.format import INFO, ClipTally, DatasetInfo, clip_schema, dataset_card, row_of, rows_of
@@ -78,10 +79,8 @@ def write_shard(path: Path, batches: Sequence[pa.RecordBatch], tally: ClipTally,
 
 def read_tally(path: Path) -> ClipTally:
     """Counts of a shard's clips, from its metadata."""
-    import pyarrow.parquet as pq
-
     with shard_errors(path):
-        metadata = pq.read_schema(path).metadata or {}
+        metadata = check_parquet(path).schema.to_arrow_schema().metadata or {}
         if TALLY not in metadata:
             raise UserError(f"{path} is parquet, but not a shard of 3D flow: its metadata has no {TALLY.decode()!r}")
         return ClipTally.from_json(json.loads(metadata[TALLY]))
@@ -91,6 +90,8 @@ def read_group(path: Path, number: int, columns: Sequence[str] | None = None) ->
     """One row group of a shard; raises UserError if it is damaged."""
     import pyarrow.parquet as pq
 
+    with shard_errors(path):
+        check_parquet(path)
     with shard_errors(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
         return file.read_row_group(number, columns=None if columns is None else list(columns))
 

@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, rare
-from mmrl.files import write_atomically
+from mmrl.files import parse_json, read_file, write_atomically
 from robotics.policies.base.action_policy import PolicyInputs
 from robotics.policies.base.action_statistics import STATE_LIMIT, ActionRange, ActionStatistics, StateStatistics
 from robotics.policies.base.saved import (
@@ -116,8 +116,8 @@ class Vocabulary:
         if not Path(path).is_file():
             raise UserError(f"there is no vocabulary {path}")
         try:
-            words = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            words = parse_json(read_file(path))
+        except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read: {error}") from error
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise UserError(f"{path} must hold a list of words")

@@ -90,3 +90,36 @@ def test_a_long_curve_is_drawn_from_bucket_means_with_their_extremes():
     spike = columns.thinned("b", 100)
     assert (max(spike["high"]), spike["high"].index(7)) == (7, 54)  # one step of 20,000 is still seen
     assert spike["mean"][54] == pytest.approx(0.035)
+
+
+def test_a_line_without_end_is_dropped_and_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(tails, "CHUNK", 64)
+    monkeypatch.setattr(tails, "LONGEST_LINE", 200)
+    file = tmp_path / "metrics.jsonl"
+    append(file, {"step": 1}, {"step": 2, "padding": "x" * 5000}, {"step": 3})
+    tail = Tail(file)
+    found = []
+    while not found or tail.behind:
+        found += steps(tail.read())
+        assert len(tail._rest) <= 200
+    assert found == [1, 3]
+    assert tail.damaged == 1
+
+
+def test_damaged_lines_are_shown(tmp_path):
+    append(tmp_path / "metrics.jsonl", {"step": 1}, {"step": 2})
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": -1}\n\n\xff\xfe\n{"step": 3}\n')
+    run = tails.WatchedRun(tmp_path, "run")
+    run.refresh(math.inf)
+    assert run.notes() == ["metrics.jsonl: 2 lines cannot be read"]
+
+
+def test_a_file_that_becomes_a_pipe_has_no_records(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    append(file, {"step": 1})
+    tail = Tail(file)
+    assert steps(tail.read()) == [1]
+    file.unlink()
+    os.mkfifo(file)
+    assert tail.read() == (True, [])

@@ -399,7 +399,7 @@ def test_rows_that_no_model_can_read(change, kind, part, folder):
 
 
 def test_a_long_line_never_comes_into_memory(folder, monkeypatch):
-    monkeypatch.setattr(tables, "MAX_LINE_MB", 1.5)
+    monkeypatch.setattr(tables, "LONGEST_LINE", 1_500_000)
     long = json.dumps({**EASYR1, "padding": "x" * 3_000_000})
     kind, message = problem_of(long)
     assert kind == "invalid_json"
