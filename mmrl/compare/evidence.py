@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import MISSING
 
 from mmrl.errors import UserError, did_you_mean
 from mmrl.fields import bounded, choice
+from mmrl.files import parse_yaml, read_text
 
 VERDICTS = ("holds", "holds in part", "not here", "negative")
 """The claim was seen; a part of it was; nothing was seen or the setting cannot show it; the opposite was seen."""
@@ -121,10 +121,10 @@ def findings_about(name: str, folder: Path) -> Iterator[tuple[FindingConfig, str
     They are read as they are written, without the rest of the experiments and their checks, which take seconds.
     """
     for path in sorted(folder.glob("*.yaml")):
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         written = re.search(r"^evidence:\n(?:[ #].*\n|\n)*", text, re.MULTILINE)
         if written is not None and re.search(rf"\b{re.escape(name)}\b", written[0]):
-            evidence = yaml.safe_load(written[0])["evidence"]
+            evidence = parse_yaml(written[0], path)["evidence"]
             found = (FindingConfig(**finding) for finding in evidence["findings"])
             yield from ((finding, evidence["page"]) for finding in found if name in finding.about)
 
