@@ -239,6 +239,8 @@ def _agents(name: str, folder: Path) -> Any:
         config.evaluation.sampler = AnswerSampling(max_new_tokens=4, stop=[*"aeiou"])
     if hasattr(config, "branching"):
         config.branching.initial = 1  # of the three
+    if hasattr(config, "refuel"):
+        config.trainer.samples_per_task = 2
     if hasattr(config, "digirl"):
         config.digirl.threshold = "-2"  # below every advantage, so that each step has something to learn from
         config.digirl.batch_episodes = 2

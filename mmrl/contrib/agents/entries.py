@@ -32,6 +32,12 @@ RECIPES = (
         "Zhou et al., ArCHer, arXiv 2402.19446",
     ),
     RecipeEntry(
+        "refuel",
+        "mmrl.contrib.agents.refuel:RefuelRecipe:RefuelConfig",
+        "dialogues resampled from a random turn on; regression on the difference of their future rewards (REFUEL)",
+        "Gao et al., REFUEL, arXiv 2410.04612",
+    ),
+    RecipeEntry(
         "hnpg",
         "mmrl.contrib.agents.hnpg:HnpgRecipe:HnpgConfig",
         "natural-gradient steps with critics of whole answers that learn from own and from recorded episodes",
