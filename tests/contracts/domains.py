@@ -155,6 +155,8 @@ def _vlm(name: str, folder: Path) -> Any:
         config.critique.discrimination_steps, config.trainer.tasks_per_step = 0, 4
         config.evaluation.samples = 0
         config.evaluation.revision = RevisionConfig(critique_template="{{ answer }}! {{ question }}")
+    if hasattr(config, "hierarchy"):
+        config.hierarchy.budgets, config.trainer.samples_per_task = [3, 1], 4
     if name == "online_preference":
         config.trainer.samples_per_task = 2
     if name == "preference":
