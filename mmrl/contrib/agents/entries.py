@@ -26,6 +26,13 @@ RECIPES = (
         preset="mmrl.contrib.agents.vl_dac_repo:repo_preset",
     ),
     RecipeEntry(
+        "tapo",
+        "mmrl.agents.agent_recipe:AgentRecipe:AgentConfig",
+        "DAPO on answers that search and run programs in tags, with the reward of the whole text (TAPO)",
+        "Wu et al., TAPO, arXiv 2510.07038; Goer17/TAPO recipe/tapo",
+        preset="mmrl.contrib.agents.tapo:tapo_preset",
+    ),
+    RecipeEntry(
         "archer",
         "mmrl.contrib.agents.archer:ArcherRecipe:ArcherConfig",
         "off-policy critics of whole answers with target networks; a token-level actor answers stored turns again",
