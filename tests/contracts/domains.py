@@ -321,6 +321,7 @@ def _robotics(name: str, folder: Path) -> Any:
     from robotics.episodes.payload import EpisodeSetConfig
     from robotics.policies.policy_loading import ActionPolicyConfig
     from robotics.sim.opening import SimConfig
+    from tests.robotics.line_demos import BLIND
 
     trainer = TrainerConfig(steps=2, tasks_per_step=2, samples_per_task=4, learning_rate=0.02, threads=1)
     settings = {
@@ -340,6 +341,9 @@ def _robotics(name: str, folder: Path) -> Any:
         config.reward = "potential"
     if name == "robot_distil":
         config.teacher = dataclasses.replace(config.model, options={"bias": 0.6})
+    if hasattr(config, "tgpo"):
+        config.tgpo.formula = "eventually[2:12](abs(state_0 - state_1) < 0.1) and always(state_0 < 9)"
+        config.model = ActionPolicyConfig(kind="gaussian", chunk=2, options={"encoder": BLIND})
     if name == "robot_ppo":
         config.reward.success, config.reward.potential = 1.0, 1.0
     if hasattr(config, "latent"):
