@@ -95,9 +95,9 @@ def budget_reward(
     """Give a right answer of n tokens with the budget b the smaller of u(n) - |b - n| / longest and u(b).
 
     u(n) = 4 cos(pi n / half_period). With `piecewise`, as in the paper, answers of up to b tokens get u(b) itself; the
-    released code pays a short answer less, the farther it is below its budget. Wrong answers, and those of more than `longest` tokens, get 0; a right answer
-    without a budget gets u(n). `check` names the reward that says whether an answer is right, which gets the further
-    options.
+    released code pays a short answer less, the farther it is below its budget. Wrong answers, and those of more than
+    `longest` tokens, get 0; a right answer without a budget gets u(n). `check` names the reward that says whether an
+    answer is right, which gets the further options.
 
     Source: HBPO, arXiv 2507.15844; ZJU-REAL/HBPO rllm/rewards/math_reward.py.
     """

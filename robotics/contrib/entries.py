@@ -12,5 +12,4 @@ RECIPES = (
         "Meng et al., TGPO, arXiv 2510.00225",
     ),
 )
-EXTENDS = "robotics.methods"
-"""Package whose runs its recipes take."""
+EXTENDS = "robotics"

@@ -7,9 +7,9 @@ Formulas are Python expressions: comparisons of signals and numbers with `and`, 
 `always[a:b](p)`, `eventually[a:b](p)`, `until[a:b](p, q)` over the control steps t + a to t + b, both included; without
 bounds, to the end of the episode. Signals are added, multiplied and put into abs, norm, min and max.
 
-Robustness (Donze and Maler, 2010): of f > c it is f - c, of f < c it is c - f; `and` and `always` take the minimum, `or`
-and `eventually` the maximum, `not` changes the sign, and p until[a:b] q at t is the maximum over t' in t + a .. t + b of
-min(q at t', minimum of p over t .. t' - 1). An episode that ends early keeps its last values.
+Robustness (Donze and Maler, 2010): of f > c it is f - c, of f < c it is c - f; `and` and `always` take the minimum,
+`or` and `eventually` the maximum, `not` changes the sign, and p until[a:b] q at t is the maximum over t' in t + a ..
+t + b of min(q at t', minimum of p over t .. t' - 1). An episode that ends early keeps its last values.
 
 `ground` makes a plan of a formula: times for its subgoals and intervals for its invariants. A trace that satisfies a
 plan satisfies the formula, and the best plan of a trace has its robustness.

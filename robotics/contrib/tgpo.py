@@ -17,10 +17,10 @@ shares of the episode). The reward is dense: a control step earns
     - violation / n at each of the n control steps of an invariant that is broken,
     satisfaction with the last control step, if the whole formula holds (robustness above 0).
 
-In training the plan of an episode comes from a Metropolis-Hastings chain under the critic: a plan z' drawn anew, uniform
-in the windows of the formula, replaces z with probability min(1, exp((V(s_0, z') - V(s_0, z)) / temperature)), `draws`
-times; `search: uniform` draws one plan without the critic. A share `explore` of the episodes is uniform anyway. In
-evaluation, `candidates` plans are drawn and the critic chooses the best. Success is that of the formula.
+In training the plan of an episode comes from a Metropolis-Hastings chain under the critic: a plan z' drawn anew,
+uniform in the windows of the formula, replaces z with probability min(1, exp((V(s_0, z') - V(s_0, z)) / temperature)),
+`draws` times; `search: uniform` draws one plan without the critic. A share `explore` of the episodes is uniform anyway.
+In evaluation, `candidates` plans are drawn and the critic chooses the best. Success is that of the formula.
 
 The authors' code is not public, and the reward's exact terms and constants are not in what we could read of the paper:
 decomposition, dense stage-wise rewards, time-conditioned PPO, chain and choice of the best plan follow its abstract and

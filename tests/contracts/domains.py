@@ -49,7 +49,8 @@ def domain_of(recipe: str) -> Domain:
     target = find_recipe(recipe).target
     for package in CONTRIB:
         if target.startswith(f"{package}."):
-            target = f"{importlib.import_module(f'{package}.entries').EXTENDS}."
+            extended = importlib.import_module(f"{package}.entries").EXTENDS
+            target = f"{extended}." if extended in rooms else f"{extended}.methods."
     return rooms[max((room for room in rooms if target.startswith(f"{room}.")), key=len)]
 
 

@@ -9,8 +9,8 @@ first two in <response>, at most `calls` times; the next turn must give the answ
 of the row and not trained, and the length penalty counts the policy's own tokens alone. The reward is that of the whole
 text: -1 if it is not made of these tags with an answer at its end, else how right the answer is (`score_answer`).
 
-The preset has the constants of the public code: clip 0.2/0.28, dual clip 10, token mean, no KL, groups whose rewards are
-all equal are sampled again. Add the reward `overlong` with your limits (1,024 tokens of buffer in the code).
+The preset has the constants of the public code: clip 0.2/0.28, dual clip 10, token mean, no KL, and groups whose
+rewards are all equal are sampled again. Add the reward `overlong` with your limits (a buffer of 1,024 tokens there).
 
 Differences from the public code: programs run in the sandbox, and no search engine is part of the suite; a group is
 sampled again where its rewards are equal, in the code where its answers are all right or all wrong (they differ for

@@ -10,8 +10,8 @@ of the task, and `seed`. `user` returns the next message, or None to end the dia
 unless the task has a `question`. `reward` returns the score of the dialogue so far, such as that of a reward model; a
 turn earns what it adds to the score, so that the rewards of a dialogue add up to its last score.
 
-Recipes that repeat dialogues, such as `refuel`, need a user that says the same to the same messages, task and seed: pass
-the seed on to the endpoint, or sample greedily.
+Recipes that repeat dialogues, such as `refuel`, need a user that says the same to the same messages, task and seed:
+pass the seed on to the endpoint, or sample greedily.
 
 Source: the protocol of REFUEL, arXiv 2410.04612, setting one (Llama-3.1-70B-it as the user, 5 turns, ArmoRM);
 ZhaolinGao/REFUEL setting_one/{generate,rank}.py.

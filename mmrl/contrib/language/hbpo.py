@@ -1,17 +1,17 @@
 """HBPO: the answers to a question begin with different budgets of tokens, and are compared in one group.
 
 The `trainer.samples_per_task` answers to a question are divided among `hierarchy.budgets`. Each answer begins with a
-sentence that states its budget, behind the tag that opens the reasoning; the sentence belongs to the prompt, so that the
-loss leaves it out and `rewards` see it. The reward `budget` pays a right answer by the budget that its row states, and
-the objective `hbpo` adds two advantages of a row: its reward compared with all answers to the question, and the mean
-reward of the answers of its budget compared with what that budget allows,
+sentence that states its budget, behind the tag that opens the reasoning; the sentence belongs to the prompt, so that
+the loss leaves it out and `rewards` see it. The reward `budget` pays a right answer by the budget that its row states,
+and the objective `hbpo` adds two advantages of a row: its reward compared with all answers to the question, and the
+mean reward of the answers of its budget compared with what that budget allows,
 
     A_ij = (R_ij - mean_g R) / std_g R + (mean_j R_ij - u(b_i)).
 
 Evaluations state no budget: the policy chooses how long it thinks (natural reasoning in the paper).
 
-Differences from ZJU-REAL/HBPO: the code reads the budget out of the answer's text, and takes 4,096 where it states none;
-here it is known. The code pays an answer below its budget less the shorter it is, and the paper does not: option
+Differences from ZJU-REAL/HBPO: the code reads the budget out of the answer's text, and takes 4,096 where it states
+none; here it is known. The code pays an answer below its budget less the shorter it is, and the paper does not: option
 `piecewise` of the reward `budget` chooses. The paper's second setting of evaluation, "with minimal tokens", is a prompt
 of the data.
 
@@ -99,7 +99,9 @@ class HbpoRecipe(VlmRecipe):
         places = [streams.places[n // len(budgets)] * len(budgets) + n % len(budgets) for n in range(len(asked))]
         rollouts = super().rollout(policy, asked, Streams(streams.seed, places, streams.draw), step)
         found = {id(task): group for group, task in enumerate(VlmPayload.of(rollouts).tasks)}
-        groups = [[found.get(id(each)) for each in asked[n : n + len(budgets)]] for n in range(0, len(asked), len(budgets))]
+        groups = [
+            [found.get(id(each)) for each in asked[n : n + len(budgets)]] for n in range(0, len(asked), len(budgets))
+        ]
         whole = [n for n, own in enumerate(groups) if None not in own]
         if not whole:
             raise NoUsableTasksError("no question fits into the model with each of hierarchy.budgets")
@@ -112,7 +114,9 @@ class HbpoRecipe(VlmRecipe):
         tasks = [payload.tasks[group] for group in rollouts.host.group.tolist()]
         budgets = rollouts.extras[BUDGET].tolist()
         # one object for the rows of a budget, whose images are opened once
-        known = {(id(task), budget): self._with_budget(task, budget) for task, budget in zip(tasks, budgets, strict=True)}
+        known = {
+            (id(task), budget): self._with_budget(task, budget) for task, budget in zip(tasks, budgets, strict=True)
+        }
         prompts = [context[-1].prompt.text for context in payload.contexts]
         return [known[id(task), budget] for task, budget in zip(tasks, budgets, strict=True)], prompts
 

@@ -278,7 +278,7 @@ ROWS: tuple[Objective, ...] = (
         claim="DAPO with searches and programs inside the answer learns when to call a tool and when to think",
         citation="Wu et al., TAPO, arXiv 2510.07038; clip 0.2/0.28, dual clip 10 and resampled groups of its scripts",
         verified="Goer17/TAPO at 81cfe3980d95",
-        differs="the loss alone: tags, tools and reward belong to recipe tapo; groups of equal rewards are resampled, in "
-        "the code those of equal correctness",
+        differs="the loss alone: tags, tools and reward belong to recipe tapo; groups of equal rewards are resampled, "
+        "in the code those of equal correctness",
     ),
 )

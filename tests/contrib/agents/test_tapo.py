@@ -7,7 +7,15 @@ from mmrl.agents.agent_recipe import AgentRecipe
 from mmrl.agents.environments.agent_tasks import TaskSetConfig
 from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import Action
-from mmrl.contrib.agents.tapo import ENDS, TaggedTools, edit_distance, final_answer, score_answer, score_text, tapo_preset
+from mmrl.contrib.agents.tapo import (
+    ENDS,
+    TaggedTools,
+    edit_distance,
+    final_answer,
+    score_answer,
+    score_text,
+    tapo_preset,
+)
 from mmrl.contrib.agents.toy_lookup import FRUIT, Lookup, build_model, search
 from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
@@ -70,7 +78,11 @@ def test_an_error_of_a_tool_is_text_for_the_policy():
 def test_programs_run_in_the_sandbox(monkeypatch):
     from mmrl.workers.run_code import CodeResult
 
-    results = [CodeResult(0, "42\n", "", 0.1), CodeResult(1, "", "ZeroDivisionError: x", 0.1), CodeResult(-9, "", "", 5, "timeout")]
+    results = [
+        CodeResult(0, "42\n", "", 0.1),
+        CodeResult(1, "", "ZeroDivisionError: x", 0.1),
+        CodeResult(-9, "", "", 5, "timeout"),
+    ]
     monkeypatch.setattr("mmrl.contrib.agents.tapo.run_code", lambda source, timeout_s: results.pop(0))
     tools = TaggedTools()
     tools.reset({"question": "?", "answer": "42"}, 0)
@@ -106,7 +118,7 @@ def test_what_a_tool_returned_is_not_trained(tmp_path, monkeypatch, closing):
     assert set(trained.tolist()) == set(tags)
     scored = recipe.score(rollouts, Step())
     assert scored.reward.tolist() == [-1.0] * 4, "a search where an answer is due"
-    assert {turn for turn in rollouts.turn[rollouts.mask > 0].tolist()} == {0, 1, 2}
+    assert set(rollouts.turn[rollouts.mask > 0].tolist()) == {0, 1, 2}
     assert set(ENDS) <= set(config.sampler.stop)
 
 

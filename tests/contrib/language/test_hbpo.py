@@ -16,7 +16,10 @@ from tests.vlm.runs import run_config
 
 def stated(prompts, completions, *, budget=None, **columns):
     """The budget that the column holds, if the answer begins with it; evaluations have none."""
-    return [float(given) * (f"within {given} tokens" in text) for text, given in zip(completions, budget or [0] * len(completions), strict=True)]
+    return [
+        float(given) * (f"within {given} tokens" in text)
+        for text, given in zip(completions, budget or [0] * len(completions), strict=True)
+    ]
 
 
 def hbpo_config(folder, model, budgets=(3, 1), samples=4) -> HbpoConfig:

@@ -7,7 +7,7 @@ from mmrl.errors import UserError
 from robotics.contrib.stl import ground, parse, subgoals
 from robotics.contrib.stl_sim import StlSim, open_stl
 from robotics.sim.episodes import EpisodeSpec
-from robotics.sim.opening import SimConfig
+from robotics.sim.opening import SimConfig, open_sim
 from tests.golden.numbers import load
 from tests.robotics.line_sim import LineSim
 
@@ -140,9 +140,33 @@ def test_rows_that_fail_have_no_reward_and_frames_are_those_of_every_step():
 def test_a_formula_fits_the_episodes():
     with pytest.raises(UserError, match="looks 13 control steps ahead, but an episode has 12"):
         StlSim(LineSim(), "eventually[0:13](state_0 > 1)")
-    with pytest.raises(UserError, match="sim.options lacks formula"):
+    with pytest.raises(UserError, match="lacks formula, such as"):
         open_stl(SimConfig(kind="robotics.contrib.stl_sim:open_stl"))
     options = {"kind": "tests.robotics.line_sim:open_line", "formula": "eventually(gap < 0.1)", "signals": NEAR}
     sim = open_stl(SimConfig(kind="robotics.contrib.stl_sim:open_stl", options=options))
     assert isinstance(sim, StlSim)
     sim.close()
+
+
+def test_the_reward_agrees_with_the_success_of_a_task_in_mujoco():
+    touch = {"gap": "norm(grip_x - first_x, grip_y - first_y, grip_z - first_z)"}
+    config = SimConfig(kind="tabletop", tasks=["reach"], state="full", image_size=0, horizon=25, workers=1)
+    plain, sim = open_sim(config), StlSim(open_sim(config), "eventually(gap < 0.035)", touch)
+    episodes = [EpisodeSpec("reach", "", layout) for layout in range(6)]
+    for each in (plain, sim):
+        each.reset(episodes)
+    earned, solved = np.zeros(6), np.zeros((2, 6), bool)
+    while len(sim.live):
+        at = np.array([sim._traces[row][-1] for row in sim.live.tolist()])
+        # half of the rows go to the cube
+        ways = np.clip(40 * (at[:, 10:13] - at[:, :3]), -1, 1) * (sim.live % 2 == 0)[:, None]
+        actions = np.concatenate([ways, np.zeros((len(ways), 2))], 1)[:, None]
+        for number, each in enumerate((plain, sim)):
+            result = each.step_chunk(actions)
+            solved[number, result.rows] |= result.success
+        earned[result.rows] += result.rewards.sum(1)
+    plain.close()
+    sim.close()
+    assert solved[0].tolist() == [True, False] * 3
+    np.testing.assert_array_equal(solved[1], solved[0])
+    np.testing.assert_array_equal(earned > 0, solved[0])

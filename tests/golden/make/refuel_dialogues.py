@@ -41,7 +41,11 @@ class Letters:
 def dialogue(answers: list[str]) -> list[dict[str, str]]:
     """Answers of a dialogue, each after a question."""
     pairs = ((f"{'xyzvw'[turn]}", answer) for turn, answer in enumerate(answers))
-    return [{"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair)]
+    return [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
 
 
 def make(path: str) -> Made:

@@ -1,9 +1,9 @@
-"""TAPO by its public code: GRPO of its fork of verl with the constants of its scripts, and the reward of whole texts."""
+"""TAPO by its public code: GRPO of its fork of verl with the constants of its scripts, and the reward of texts."""
 
 import random
 import re
 from collections import defaultdict
-from typing import Any, Dict, List, Optional  # noqa: UP035 - names that the code's annotations read
+from typing import Any
 
 import Levenshtein
 
@@ -46,7 +46,6 @@ def make(path: str) -> Made:
     advantage = estimate(token_rewards(inputs), tensors(inputs).mask, tensors(inputs).group.numpy())[0]
     answer = {"advantage": advantage} | fork_loss(clone, inputs, advantage, "token-mean", 0.2, 0.28, 10.0)
     names: dict[str, Any] = {"re": re, "random": random, "Levenshtein": Levenshtein}
-    names |= {"List": List, "Optional": Optional, "Dict": Dict, "Any": Any}
     for name in ("normalize_answer", "_check_score", "_get_score", "check_format", "compute_score"):
         names[name] = clone.function(REWARD, name, **names)
     scores = [names["compute_score"](text, truth, data_source=source)["score"] for text, truth, source in TEXTS]
