@@ -38,6 +38,7 @@ FUNCTIONS: dict[str, Callable[..., NDArray[np.float64]]] = {
     "min": lambda *parts: np.minimum.reduce(np.broadcast_arrays(*parts)),
     "max": lambda *parts: np.maximum.reduce(np.broadcast_arrays(*parts)),
 }
+WINDOW = "is no window; its bounds are whole control steps a <= b, as in always[0:10](p)"
 TIMED = {"always": 1, "eventually": 1, "until": 2}
 """Operators over time, with the number of their formulas."""
 
@@ -385,13 +386,19 @@ def _window(node: ast.expr) -> tuple[str, int, int | None]:
         return node.id, 0, None
     if not (isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and isinstance(node.slice, ast.Slice)):
         raise _wrong(node, "is no operator; write it with a window, such as always[0:10](p)")
-    ends = [node.slice.lower, node.slice.upper]
-    found = [end.value if isinstance(end, ast.Constant) else None for end in ends]
-    whole = [end is None or (type(value) is int and value >= 0) for end, value in zip(ends, found, strict=True)]
-    first, final = found[0] or 0, found[1]
-    if not all(whole) or node.slice.step is not None or (final is not None and final < first):
-        raise _wrong(node, "is no window; its bounds are whole control steps a <= b, as in always[0:10](p)")
-    return node.value.id, int(first), final
+    first, final = _bound(node, node.slice.lower), _bound(node, node.slice.upper)
+    if node.slice.step is not None or (final is not None and final < (first or 0)):
+        raise _wrong(node, WINDOW)
+    return node.value.id, first or 0, final
+
+
+def _bound(node: ast.expr, end: ast.expr | None) -> int | None:
+    """A bound of the window of an operator; None without one."""
+    if end is None:
+        return None
+    if not isinstance(end, ast.Constant) or type(end.value) is not int:
+        raise _wrong(node, WINDOW)
+    return end.value
 
 
 def _wrong(node: ast.expr, why: str) -> UserError:

@@ -50,7 +50,8 @@ from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from robotics.contrib.stl import Formula, Plan, ground, subgoals
 from robotics.contrib.stl_sim import StlSim
-from robotics.methods.ppo import ChunkRewardConfig, RobotPpoConfig, RobotPpoRecipe
+from robotics.methods.ppo import ChunkRewardConfig, RobotPpoParts, RobotPpoRecipe
+from robotics.methods.robot_recipe import RobotConfig
 from robotics.policies.base.action_policy import ActionPolicy
 from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotSim
 from robotics.sim.opening import open_sim
@@ -105,7 +106,7 @@ class TgpoSettings:
 
 
 @dataclass
-class TgpoConfig(RobotPpoConfig):
+class TgpoConfig(RobotPpoParts, RobotConfig):
     """A TGPO run."""
 
     tgpo: TgpoSettings = field(default_factory=TgpoSettings)

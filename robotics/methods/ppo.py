@@ -190,8 +190,8 @@ class ChunkRewardConfig:
 
 
 @dataclass
-class RobotPpoConfig(RobotConfig):
-    """A PPO run of a robot policy."""
+class RobotPpoParts:
+    """Options of PPO; to be inherited before `RobotConfig`."""
 
     scored_outputs: ClassVar[tuple[str, ...]] = (*(name for name in SCORES if name != "kl_old"), "values", "turns")
     reward: ChunkRewardConfig = field(default_factory=ChunkRewardConfig)
@@ -209,14 +209,14 @@ class RobotPpoConfig(RobotConfig):
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
-        super().validate()
+        super().validate()  # type: ignore[misc]
         treatment = getattr(make_objective(self.objective).advantage, "truncation", "terminate")
         if self.shuffle_success and treatment != "terminate":
             raise ValueError(
                 f"shuffle_success pays as if every episode ended at the horizon, but objective.advantage.truncation is "
                 f"'{treatment}'; set it to terminate"
             )
-        weights = self.reward.weights(self.sim.kind)
+        weights = self.reward.weights(self.sim.kind)  # type: ignore[attr-defined]
         real = {"environment": weights.environment, "potential": weights.potential}
         for name, weight in real.items():
             if self.shuffle_success and weight:
@@ -224,6 +224,11 @@ class RobotPpoConfig(RobotConfig):
                     f"shuffle_success shuffles successes, but reward.{name} is {weight:g} and would still pay what the "
                     "episodes really did; set reward.success alone"
                 )
+
+
+@dataclass
+class RobotPpoConfig(RobotPpoParts, RobotConfig):
+    """A PPO run of a robot policy."""
 
 
 class ChunkCritic(LossTerm):
@@ -262,10 +267,10 @@ class ChunkCritic(LossTerm):
 class RobotPpoRecipe(RobotRecipe):
     """Rewards by chunk and a critic; see the module."""
 
-    config: RobotPpoConfig
+    config: Any
     policy: PolicyWithCritic
 
-    def __init__(self, config: RobotPpoConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
+    def __init__(self, config: Any, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
         super().__init__(config, policy, sim)
         self._weights = config.reward.weights(config.sim.kind)
         if self._weights.environment:
