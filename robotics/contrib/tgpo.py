@@ -106,7 +106,7 @@ class TgpoSettings:
 
 
 @dataclass
-class TgpoConfig(RobotPpoParts, RobotConfig):
+class TgpoConfig(RobotPpoParts, RobotConfig):  # type: ignore[misc]
     """A TGPO run."""
 
     tgpo: TgpoSettings = field(default_factory=TgpoSettings)
@@ -218,7 +218,8 @@ class GroundedSim(StlSim):
 
     def _full_state(self) -> NDArray[np.float32]:
         """Full state of the live rows."""
-        return np.concatenate([self._sim.full_state(), self._seen(self._sim.live.tolist())], 1)
+        inner: Any = self._sim
+        return np.concatenate([inner.full_state(), self._seen(inner.live.tolist())], 1)
 
 
 class TgpoRecipe(RobotPpoRecipe):

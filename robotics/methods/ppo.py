@@ -227,7 +227,7 @@ class RobotPpoParts:
 
 
 @dataclass
-class RobotPpoConfig(RobotPpoParts, RobotConfig):
+class RobotPpoConfig(RobotPpoParts, RobotConfig):  # type: ignore[misc]
     """A PPO run of a robot policy."""
 
 
