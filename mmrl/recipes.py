@@ -16,7 +16,7 @@ from mmrl.workers.loading import LoadError, check_allowed
 
 PACKAGES = ("mmrl.vlm", "mmrl.masked", "mmrl.agents", "mmrl.gui", "diffusion", "robotics")
 """Packages with recipes, in the order of lists; each builds on earlier ones alone."""
-CONTRIB = ("mmrl.contrib.language", "mmrl.contrib.agents", "diffusion.contrib")
+CONTRIB = ("mmrl.contrib.language", "mmrl.contrib.agents", "diffusion.contrib", "robotics.contrib")
 """Packages with recipes that the library does not promise everything for. Their `entries` are read when the library
 has no recipe of a name; EXTENDS there names the package whose plan, preview, reader and metrics they share."""
 WORLDS = ("toy", "scenes")

@@ -73,6 +73,8 @@ def test_config_builds_and_takes_two_steps(path, tmp_path, tiny):
     overrides = [*SMALL, f"output_dir={tmp_path / 'run'}", f"data.path={questions}", f"model.path={tiny[family]}"]
     overrides += [f"eval_data.{name}.path={questions}" for name in whole.eval_data]
     overrides += [group_size(whole, 2)]
+    if hasattr(whole, "hierarchy"):
+        overrides.append("hierarchy.budgets=[8, 16]")
     revision = getattr(whole.evaluation, "revision", None)
     if revision is not None and revision.reasoner is not None:
         overrides.append(f"evaluation.revision.reasoner.path={tiny[family]}")

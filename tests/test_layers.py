@@ -42,6 +42,7 @@ MAY_IMPORT = {room: ROOMS[:place] for place, room in enumerate(ROOMS)}
 MAY_IMPORT |= {
     "mmrl.contrib": ROOMS[: ROOMS.index("diffusion")],
     "diffusion.contrib": ROOMS[: ROOMS.index("robotics")],
+    "robotics.contrib": ROOMS,
 }
 # The command line imports everything; no room may import it.
 TOP = ("mmrl.cli",)

@@ -142,6 +142,15 @@ class AgentConfig(AgentParts, RunConfig):
         super().validate()
         self.check_parts(self.trainer.learning_rate)
         check_names(self.rewards)
+        self.check_objective()
+
+    def made_objective(self) -> Any:
+        """The objective of the run."""
+        # the maximum length of a response, which some objectives divide by
+        return make_objective(self.objective, self.sampler.max_new_tokens * self.episode.max_turns)
+
+    def check_objective(self) -> None:
+        """Check that model and rewards serve the objective; raises ValueError."""
         objective = make_objective(self.objective)
         terms = (*OWN_TERMS, *(reward.name for reward in self.rewards))
         check_objective(objective, self.scored_outputs, self.trainer.samples_per_task, terms, self.trainer.old_logp)
@@ -360,12 +369,11 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
 
     def __init__(self, config: AgentConfig) -> None:
         super().__init__(config)
-        # the maximum length of a response, which some objectives divide by
-        self.objective = make_objective(config.objective, config.sampler.max_new_tokens * config.episode.max_turns)
+        self.objective = config.made_objective()
         check_engine(config.sampler, config.rollers)
-        if isinstance(self.objective.advantage, InformationGain):
+        if isinstance(self._advantage, InformationGain):
             # before the model is loaded
-            check_answers(list_tasks(config.data), self.objective.advantage)
+            check_answers(list_tasks(config.data), self._advantage)
         self.open(config, config.sampler, rewards=config.rewards, value_head=self.objective.needs_values)
         self.alarms = agent_alarms(config)
         self._engine = open_engine(config.sampler, self.policy)
@@ -388,10 +396,10 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
             self._engine.load(policy, step.number)
         groups = self.draw_groups(policy, tasks, streams)
         episodes = [episode for group in groups for episode in group]
-        if isinstance(self.objective.advantage, InformationGain):
+        if isinstance(self._advantage, InformationGain):
             with stopwatch("score"):
                 rows = self.config.sampler.batch_rows
-                add_gains(episodes, self.objective.advantage, policy, lambda x: self._logp(policy, x), rows)
+                add_gains(episodes, self._advantage, policy, lambda x: self._logp(policy, x), rows)
         self._note(episodes)
         count_below_silence(self._seen, episodes, self.config)
         # a group needs one result at least; rows without a result are masked later
@@ -483,15 +491,19 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         return self.scores(policy, rollouts, frozenset({"logp"})).logp
 
     @property
+    def _advantage(self) -> Any:
+        """The estimator of advantages; None where the objective compares the two episodes of a pair instead."""
+        return getattr(self.objective, "advantage", None)
+
+    @property
     def _bootstraps(self) -> bool:
         """Whether the critic is asked for the value of the states that truncated episodes end in."""
-        advantage = self.objective.advantage
-        return isinstance(advantage, CriticAdvantage) and advantage.truncation == "bootstrap"
+        return isinstance(self._advantage, CriticAdvantage) and self._advantage.truncation == "bootstrap"
 
     def _alone(self, rollouts: Rollouts, reward: Tensor) -> Tensor:
         """(B,) bool, rows of groups with a single result, which there is nothing to compare with."""
         # critics and raw rewards need no second row
-        if "samples" not in self.objective.advantage.needs:
+        if "samples" not in getattr(self._advantage, "needs", ()):
             return torch.zeros_like(reward, dtype=torch.bool)
         count = group_sum(torch.isfinite(reward).long(), rollouts.group, rollouts.num_groups)
         return count[rollouts.group] < 2

@@ -89,26 +89,31 @@ def budget_reward(
     check: str = "exact",
     half_period: float = 8192,
     longest: int = 4096,
+    piecewise: bool = False,
     **options: Any,
 ) -> list[float]:
     """Give a right answer of n tokens with the budget b the smaller of u(n) - |b - n| / longest and u(b).
 
-    u(n) = 4 cos(pi n / half_period). Wrong answers, and those of more than `longest` tokens, get 0; a right answer
-    without a budget gets u(n). `check` names the reward that says whether an answer is right, which gets the further
-    options.
+    u(n) = 4 cos(pi n / half_period). With `piecewise`, as in the paper, answers of up to b tokens get u(b) itself; the
+    released code pays a short answer less, the farther it is below its budget. Wrong answers, and those of more than
+    `longest` tokens, get 0; a right answer without a budget gets u(n). `check` names the reward that says whether an
+    answer is right, which gets the further options.
 
     Source: HBPO, arXiv 2507.15844; ZJU-REAL/HBPO rllm/rewards/math_reward.py.
     """
     right = right_answers("budget", check, prompts, completions, answer=answer, **options)
     given = [None] * len(right) if budget is None else budget
     rows = zip(right, completion_lengths, given, strict=True)
-    return [_value(int(n), b, half_period, longest) if one == 1 else 0.0 for one, n, b in rows]
+    return [_value(int(n), b, half_period, longest, piecewise) if one == 1 else 0.0 for one, n, b in rows]
 
 
-def _value(length: int, budget: int | None, half_period: float, longest: int) -> float:
+def _value(length: int, budget: int | None, half_period: float, longest: int, piecewise: bool) -> float:
     if length > longest:
         return 0.0
     earned = 4 * math.cos(math.pi * length / half_period)
     if budget is None:
         return earned
-    return min(earned - abs(budget - length) / longest, 4 * math.cos(math.pi * budget / half_period))
+    allowed = 4 * math.cos(math.pi * budget / half_period)
+    if piecewise and length <= budget:
+        return allowed
+    return min(earned - abs(budget - length) / longest, allowed)

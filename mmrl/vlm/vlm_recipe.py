@@ -337,12 +337,22 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         """The sampler that draws from the policy itself."""
         return PolicySampler(self.config.sampler, self._keep_prefill())
 
+    @property
+    def samples_per_prompt(self) -> int:
+        """Responses that `rollout` samples to each question."""
+        return int(self.config.trainer.samples_per_task)
+
+    def asked(self, rollouts: Rollouts) -> tuple[list[VlmTask], list[str]]:
+        """Question of each row, and its prompt as text."""
+        payload, groups = VlmPayload.of(rollouts), rollouts.group.tolist()
+        return [payload.tasks[group] for group in groups], [payload.prompts[group].text for group in groups]
+
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
         """Sample G responses to each question; count and skip questions that cannot be encoded."""
         with stopwatch("encode"):
             usable, prompts = self.encode(policy, tasks)
         # a question keeps its own stream even if others before it were skipped
-        size, streams = self.config.trainer.samples_per_task, streams.among(tasks, usable)
+        size, streams = self.samples_per_prompt, streams.among(tasks, usable)
         # with the weights of before the step, which the sampler below uses too
         greedy = self._greedy_answers(policy, prompts)
         self.sampler.load(policy, step.number)
@@ -374,8 +384,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
         """Weighted sum of the reward functions; a row with a failed term gets NaN and is excluded from the loss."""
         payload = VlmPayload.of(rollouts)
-        groups = rollouts.group.tolist()
-        tasks, prompts = [payload.tasks[group] for group in groups], [payload.prompts[group].text for group in groups]
+        tasks, prompts = self.asked(rollouts)
         tokens = payload.sampled_tokens(rollouts.mask)
         result = self.score_texts(tasks, prompts, payload.texts, tokens, step)
         self.errors.count(result)

@@ -191,8 +191,8 @@ class ChunkRewardConfig:
 
 
 @dataclass
-class RobotPpoConfig(RobotConfig):
-    """A PPO run of a robot policy."""
+class RobotPpoParts:
+    """Options of PPO; to be inherited before `RobotConfig`."""
 
     scored_outputs: ClassVar[tuple[str, ...]] = PPO_SCORES
     reward: ChunkRewardConfig = field(default_factory=ChunkRewardConfig)
@@ -210,14 +210,14 @@ class RobotPpoConfig(RobotConfig):
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
-        super().validate()
+        super().validate()  # type: ignore[misc]
         treatment = getattr(make_objective(self.objective).advantage, "truncation", "terminate")
         if self.shuffle_success and treatment != "terminate":
             raise ValueError(
                 f"shuffle_success pays as if every episode ended at the horizon, but objective.advantage.truncation is "
                 f"'{treatment}'; set it to terminate"
             )
-        weights = self.reward.weights(self.sim.kind)
+        weights = self.reward.weights(self.sim.kind)  # type: ignore[attr-defined]
         real = {"environment": weights.environment, "potential": weights.potential}
         for name, weight in real.items():
             if self.shuffle_success and weight:
@@ -225,6 +225,11 @@ class RobotPpoConfig(RobotConfig):
                     f"shuffle_success shuffles successes, but reward.{name} is {weight:g} and would still pay what the "
                     "episodes really did; set reward.success alone"
                 )
+
+
+@dataclass
+class RobotPpoConfig(RobotPpoParts, RobotConfig):  # type: ignore[misc]
+    """A PPO run of a robot policy."""
 
 
 class ChunkCritic(LossTerm):
@@ -263,10 +268,10 @@ class ChunkCritic(LossTerm):
 class RobotPpoRecipe(RobotRecipe):
     """Rewards by chunk and a critic; see the module."""
 
-    config: RobotPpoConfig
+    config: Any
     policy: PolicyWithCritic
 
-    def __init__(self, config: RobotPpoConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
+    def __init__(self, config: Any, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
         super().__init__(config, policy, sim)
         self._weights = config.reward.weights(config.sim.kind)
         if self._weights.environment:

@@ -49,7 +49,8 @@ def domain_of(recipe: str) -> Domain:
     target = find_recipe(recipe).target
     for package in CONTRIB:
         if target.startswith(f"{package}."):
-            target = f"{importlib.import_module(f'{package}.entries').EXTENDS}."
+            extended = importlib.import_module(f"{package}.entries").EXTENDS
+            target = f"{extended}." if extended in rooms else f"{extended}.methods."
     return rooms[max((room for room in rooms if target.startswith(f"{room}.")), key=len)]
 
 
@@ -157,6 +158,8 @@ def _vlm(name: str, folder: Path) -> Any:
         config.critique.discrimination_steps, config.trainer.tasks_per_step = 0, 4
         config.evaluation.samples = 0
         config.evaluation.revision = RevisionConfig(critique_template="{{ answer }}! {{ question }}")
+    if hasattr(config, "hierarchy"):
+        config.hierarchy.budgets, config.trainer.samples_per_task = [3, 1], 4
     if name == "online_preference":
         config.trainer.samples_per_task = 2
     if name == "preference":
@@ -241,6 +244,8 @@ def _agents(name: str, folder: Path) -> Any:
         config.evaluation.sampler = AnswerSampling(max_new_tokens=4, stop=[*"aeiou"])
     if hasattr(config, "branching"):
         config.branching.initial = 1  # of the three
+    if hasattr(config, "refuel"):
+        config.trainer.samples_per_task = 2
     if hasattr(config, "digirl"):
         config.digirl.threshold = "-2"  # below every advantage, so that each step has something to learn from
         config.digirl.batch_episodes = 2
@@ -319,6 +324,7 @@ def _robotics(name: str, folder: Path) -> Any:
     from robotics.episodes.payload import EpisodeSetConfig
     from robotics.policies.policy_loading import ActionPolicyConfig
     from robotics.sim.opening import SimConfig
+    from tests.robotics.line_demos import BLIND
 
     trainer = TrainerConfig(steps=2, tasks_per_step=2, samples_per_task=4, learning_rate=0.02, threads=1)
     settings = {
@@ -338,6 +344,9 @@ def _robotics(name: str, folder: Path) -> Any:
         config.reward = "potential"
     if name == "robot_distil":
         config.teacher = dataclasses.replace(config.model, options={"bias": 0.6})
+    if hasattr(config, "tgpo"):
+        config.tgpo.formula = "eventually[2:12](abs(state_0 - state_1) < 0.1) and always(state_0 < 9)"
+        config.model = ActionPolicyConfig(kind="gaussian", chunk=2, options={"encoder": BLIND})
     if name == "robot_ppo":
         config.reward.success, config.reward.potential = 1.0, 1.0
     if hasattr(config, "latent"):

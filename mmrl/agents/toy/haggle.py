@@ -8,7 +8,7 @@ rewards the turn in which the price falls.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,28 @@ def is_critical(before: str, strategy: str, after: str) -> float:
     """The judge: 1 for a turn in which the price falls."""
     prices = [re.findall(r"\d+", text) for text in (before, after)]
     return float(all(prices) and int(prices[1][-1]) < int(prices[0][-1]))
+
+
+def _sell(messages: Sequence[Mapping[str, str]], seed: int) -> tuple[str, float, bool]:
+    """The seller's last line, the share of the price that was saved, and whether the dialogue is over."""
+    seller = Seller()
+    found: tuple[str, float, bool] = (seller.reset({}, seed), 0.0, False)
+    for message in messages:
+        if message["role"] == "assistant" and not found[2]:
+            name = next((name for name in LINES if name in message["content"]), "")
+            found = seller.step(Action("say", {"text": reply("", name)}))
+    return found
+
+
+def seller_turn(*, messages: Sequence[Mapping[str, str]], seed: int, **about: Any) -> str | None:
+    """The seller as a simulated user: the next line, None after the end."""
+    line, _, over = _sell(messages, seed)
+    return None if over else line
+
+
+def saved_share(*, messages: Sequence[Mapping[str, str]], seed: int, **about: Any) -> float:
+    """Score of a dialogue with the seller: the share of the price that was saved, 0 before the sale."""
+    return _sell(messages, seed)[1]
 
 
 BEATS = {("firm", "warm"), ("warm", "quick"), ("quick", "firm")}

@@ -26,10 +26,23 @@ RECIPES = (
         preset="mmrl.contrib.agents.vl_dac_repo:repo_preset",
     ),
     RecipeEntry(
+        "tapo",
+        "mmrl.agents.agent_recipe:AgentRecipe:AgentConfig",
+        "DAPO on answers that search and run programs in tags, with the reward of the whole text (TAPO)",
+        "Wu et al., TAPO, arXiv 2510.07038; Goer17/TAPO recipe/tapo",
+        preset="mmrl.contrib.agents.tapo:tapo_preset",
+    ),
+    RecipeEntry(
         "archer",
         "mmrl.contrib.agents.archer:ArcherRecipe:ArcherConfig",
         "off-policy critics of whole answers with target networks; a token-level actor answers stored turns again",
         "Zhou et al., ArCHer, arXiv 2402.19446",
+    ),
+    RecipeEntry(
+        "refuel",
+        "mmrl.contrib.agents.refuel:RefuelRecipe:RefuelConfig",
+        "dialogues resampled from a random turn on; regression on the difference of their future rewards (REFUEL)",
+        "Gao et al., REFUEL, arXiv 2410.04612",
     ),
     RecipeEntry(
         "hnpg",

@@ -18,6 +18,12 @@ RECIPES: tuple[RecipeEntry, ...] = (
         "Chang et al., DR-PO, arXiv 2404.08495",
     ),
     RecipeEntry(
+        "hbpo",
+        "mmrl.contrib.language.hbpo:HbpoRecipe:HbpoConfig",
+        "answers to a question begin with different budgets of tokens, compared in one group (HBPO)",
+        "Lyu et al., HBPO, arXiv 2507.15844",
+    ),
+    RecipeEntry(
         "segment",
         "mmrl.contrib.language.segment:SegmentRecipe:SegmentConfig",
         "advantages of segments of answers, by Monte Carlo values of cuts or in trees (SPO-chain, SPO-tree)",

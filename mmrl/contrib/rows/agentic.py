@@ -18,6 +18,7 @@ from mmrl.core.blocks.advantage import (
 )
 from mmrl.core.blocks.clip import BoundedClip, Loss, PolicyGradient, PpoClip
 from mmrl.core.blocks.divergence import K3
+from mmrl.core.blocks.filter import ResampleGroups
 from mmrl.core.blocks.turns import PARENT, SHARED, InformationGain, Weight
 from mmrl.core.loss import TokenMean, TurnMean, masked_sum, required
 from mmrl.core.objectives.objective import Objective
@@ -271,5 +272,17 @@ ROWS: tuple[Objective, ...] = (
         citation="Dong et al., Agentic Entropy-Balanced PO (AEPO), arXiv 2510.14545; its public scripts (no KL)",
         verified="mowenruan/ARPO at 410211f8a3ea",
         differs="entropies of the policy before the update, compared over the step; no weight below 0",
+    ),
+    Objective(
+        "tapo",
+        GroupMeanStd(),
+        PpoClip(high=0.28, dual=10.0),
+        TokenMean(),
+        filter=ResampleGroups(),
+        claim="DAPO with searches and programs inside the answer learns when to call a tool and when to think",
+        citation="Wu et al., TAPO, arXiv 2510.07038; clip 0.2/0.28, dual clip 10 and resampled groups of its scripts",
+        verified="Goer17/TAPO at 81cfe3980d95",
+        differs="the loss alone: tags, tools and reward belong to recipe tapo; groups of equal rewards are resampled, "
+        "in the code those of equal correctness",
     ),
 )

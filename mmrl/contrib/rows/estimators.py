@@ -609,8 +609,8 @@ ROWS: tuple[Objective, ...] = (
         claim="subgroups with different token budgets teach a model to fit its reasoning length to the question",
         citation="HBPO, arXiv 2507.15844; clip 0.2/0.28 and dual clip 3 as in its code",
         verified="ZJU-REAL/HBPO at 5c8991d66483",
-        differs="the code adds the budget's term twice and fails on groups of one; a question has one budget, while "
-        "the paper samples all four in one group",
+        differs="the code adds the budget's term twice and fails on groups of one; the loss alone: several budgets in "
+        "one group belong to recipe hbpo",
     ),
     Objective(
         "copo",

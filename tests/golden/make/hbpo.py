@@ -1,5 +1,6 @@
 """HBPO by its public code: lines of its estimator, and the policy loss of its fork of verl with its own constants."""
 
+import re
 from collections import defaultdict
 
 import torch
@@ -8,12 +9,24 @@ from tests.golden.make.forks import CORE, fork_loss, token_rewards
 from tests.golden.make.peers import Clone, Made, tensors
 from tests.golden.make.tokens import batch
 
+REWARD, LENGTHS, BUDGETS = "rllm/rewards/math_reward.py", [100, 512, 600, 2048, 3000, 4096], [512, 2048]
 PI = {"relative": 1e-5, "because": "it writes pi as 3.1416"}
+
+
+def rewards(clone: Clone) -> list[list[float]]:
+    """Of right answers, for each budget at each length."""
+
+    def earned(budget: int, length: int) -> float:
+        match = re.match("([0-9]+)", str(budget))
+        return float(clone.lines(REWARD, 103, 109, valid_response_length=length, match=match).retval)
+
+    return [[earned(budget, length) for length in LENGTHS] for budget in BUDGETS]
 
 
 def make(path: str) -> Made:
     clone = Clone(path, "ZJU-REAL/HBPO", "5c8991d66483202d8c30b6f76e2aff7a7d561351")
     inputs = batch() | {"extras": {"budget": [512, 2048] * 4 + [1024, 1024, 2560, 2560]}}
+    inputs |= {"lengths": LENGTHS, "budgets": BUDGETS}
     peers = []
     # the last line adds the term of the budget once more
     for last, changes in ((192, {}), (193, {"advantage": {"weight": 2.0}})):
@@ -29,6 +42,7 @@ def make(path: str) -> Made:
         )
         advantage = found.scores[:, None] * tensors(inputs).mask
         loss = fork_loss(clone, inputs, advantage, "token-mean", 0.2, 0.28, 3.0)
-        calls = [f"{CORE}:127-{last}", f"{CORE}:compute_policy_loss"]
-        peers.append({"program": clone.name, "calls": calls, **PI, "changes": changes, "advantage": advantage} | loss)
+        calls = [f"{CORE}:127-{last}", f"{CORE}:compute_policy_loss", f"{REWARD}:103-109"]
+        peer = {"program": clone.name, "calls": calls, **PI, "changes": changes, "advantage": advantage}
+        peers.append(peer | loss | {"rewards": rewards(clone)})
     return "HBPO, arXiv 2507.15844", inputs, peers, clone

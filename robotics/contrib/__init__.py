@@ -1,0 +1,1 @@
+"""Methods of single papers for robots."""
