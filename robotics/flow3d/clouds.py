@@ -26,6 +26,8 @@ TRUNCATION = 4.0
 """Half the width of the distance field around a surface in voxels; it must exceed the noise of the depth."""
 VIEW_M = 0.004
 """Spacing of the scene's points in the viewer."""
+AROUND_M = 0.5
+"""Distance from the middle of the flow up to which the viewer shows the scene."""
 PATH_M = 0.001
 """Spacing of the points along a path in a PLY file."""
 
@@ -265,11 +267,13 @@ def write_flow_page(path: Path | str, clip: FlowClip, moved_m: FloatArray | None
     load_open3d("the viewer of point clouds")
     from plotly import graph_objects, offline
 
-    place, points = expanded(Path(path)), world_points(clip.observation)
-    scene = point_cloud(points[0][points[1]], clip.observation.rgb[points[1]]).voxel_down_sample(VIEW_M)
-    traces = [_dots("scene", np.asarray(scene.points), colours_of(scene), 2), _path_lines(clip)]
+    place, (points, known) = expanded(Path(path)), world_points(clip.observation)
+    middle = np.concatenate([clip.points_world_m[None], clip.flow_world_m]).mean((0, 1))
+    known &= np.linalg.norm(points - middle, axis=-1) < AROUND_M
+    scene = point_cloud(points[known], clip.observation.rgb[known]).voxel_down_sample(VIEW_M)
+    traces = [_dots("scene", np.asarray(scene.points), colours_of(scene)), _path_lines(clip)]
     if moved_m is not None:
-        traces.append(_dots("object at the end", moved_m, path_colours(np.ones(len(moved_m))), 2, 0.5))
+        traces.append(_dots("object at the end", moved_m, path_colours(np.ones(len(moved_m))), 0.5))
     view = {"aspectmode": "data", "camera": _eye(clip.observation, np.asarray(scene.points))}
     view |= {f"{axis}axis": {"title": f"{axis}, m", "showbackground": False} for axis in "xyz"}
     figure = graph_objects.Figure([each.to_plotly_json() for each in traces])
@@ -281,11 +285,11 @@ def write_flow_page(path: Path | str, clip: FlowClip, moved_m: FloatArray | None
     return place
 
 
-def _dots(name: str, points_m: FloatArray, rgb: ImageArray, size_px: int, opacity: float = 1.0) -> Any:
+def _dots(name: str, points_m: FloatArray, rgb: ImageArray, opacity: float = 1.0) -> Any:
     from plotly import graph_objects
 
-    marker = {"size": size_px, "opacity": opacity, "color": [f"#{r:02x}{g:02x}{b:02x}" for r, g, b in rgb.tolist()]}
     x, y, z = points_m.astype(np.float32).T
+    marker = {"size": 2, "opacity": opacity, "color": _hex(rgb)}
     return graph_objects.Scatter3d(x=x, y=y, z=z, mode="markers", marker=marker, name=name, hoverinfo="skip")
 
 
@@ -293,21 +297,19 @@ def _path_lines(clip: FlowClip) -> Any:
     """The paths of all points as one trace; a gap (NaN) ends each path."""
     from plotly import graph_objects
 
-    paths = np.concatenate(
-        [clip.points_world_m[None], clip.flow_world_m, np.full((1, len(clip.points_world_m), 3), np.nan)]
-    )
+    start, flow = clip.points_world_m[None], clip.flow_world_m
+    paths = np.concatenate([start, flow, np.full_like(start, np.nan)])
     x, y, z = paths.swapaxes(0, 1).reshape(-1, 3).T
-    frames = np.tile(np.arange(len(paths)), paths.shape[1])
-    scale = [[0, _css(path_colours(np.zeros(1)))], [1, _css(path_colours(np.ones(1)))]]
-    line = {"width": 5, "color": frames, "colorscale": scale, "cmin": 0, "cmax": len(clip.flow)}
+    frames = np.tile(np.arange(len(paths)), len(clip.points_world_m))
+    line = {"width": 5, "color": _hex(path_colours(np.minimum(frames / len(flow), 1)))}
     text = "frame %{customdata}<extra>flow</extra>"
     return graph_objects.Scatter3d(
         x=x, y=y, z=z, mode="lines", line=line, name="flow", customdata=frames, hovertemplate=text
     )
 
 
-def _css(rgb: ImageArray) -> str:
-    return "rgb({},{},{})".format(*rgb[0].tolist())
+def _hex(rgb: ImageArray) -> list[str]:
+    return [f"#{r:02x}{g:02x}{b:02x}" for r, g, b in rgb.tolist()]
 
 
 def _eye(observation: Observation, points_m: FloatArray) -> dict[str, Any]:
