@@ -269,7 +269,9 @@ def write_flow_page(path: Path | str, clip: FlowClip, moved_m: FloatArray | None
 
     place, (points, known) = expanded(Path(path)), world_points(clip.observation)
     middle = np.concatenate([clip.points_world_m[None], clip.flow_world_m]).mean((0, 1))
-    known &= np.linalg.norm(points - middle, axis=-1) < AROUND_M
+    near = known & (np.linalg.norm(points - middle, axis=-1) < AROUND_M)
+    # a wrong prediction may leave the scene
+    known = near if near.any() else known
     scene = point_cloud(points[known], clip.observation.rgb[known]).voxel_down_sample(VIEW_M)
     traces = [_dots("scene", np.asarray(scene.points), colours_of(scene)), _path_lines(clip)]
     if moved_m is not None:
@@ -304,7 +306,7 @@ def _path_lines(clip: FlowClip) -> Any:
     line = {"width": 5, "color": _hex(path_colours(np.minimum(frames / len(flow), 1)))}
     text = "frame %{customdata}<extra>flow</extra>"
     return graph_objects.Scatter3d(
-        x=x, y=y, z=z, mode="lines", line=line, name="flow", customdata=frames, hovertemplate=text
+        x=x, y=y, z=z, mode="lines", line=line, name="flow, blue to red", customdata=frames, hovertemplate=text
     )
 
 

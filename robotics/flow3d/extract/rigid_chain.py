@@ -143,7 +143,7 @@ def _plane_step(points: FloatArray, targets: FloatArray, normals: FloatArray) ->
     jacobian = np.concatenate([np.cross((points - centre) / size, normals), normals], -1)
     residual = ((targets - points) * normals).sum(-1)
     values, directions = np.linalg.eigh(jacobian.T @ jacobian)
-    # a pseudo-inverse: no step in directions that the surface leaves open
+    # a pseudo-inverse: no step in directions that the surface leaves open, in which open3d's ICP drifts
     shares = np.where(values > MIN_EIGENVALUE * values.max(), 1 / np.maximum(values, 1e-12), 0.0)
     twist = directions @ (shares * (directions.T @ (jacobian.T @ residual)))
     turn = Rotation.from_rotvec(twist[:3] / size).as_matrix()

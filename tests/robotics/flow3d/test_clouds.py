@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 import numpy as np
+import open3d
 import pytest
 
 from mmrl.errors import UserError
@@ -25,7 +26,6 @@ from robotics.flow3d.plan.rendering import find_object, hidden_points, scene_clo
 from tests.programs import run_after_torch
 from tests.robotics.flow3d.drawn import CENTRE, RADIUS_M, drawn_sphere
 
-open3d = pytest.importorskip("open3d", reason="needs pip install 'mmrl-suite[flow3d]'")
 EYES = ((1.1, 0.1, 0.6), (-0.1, 0.1, 0.6), (0.5, 0.7, 0.6), (0.5, -0.7, 0.6))
 
 
@@ -229,6 +229,8 @@ def test_the_page_of_a_flow_needs_no_network(tmp_path):
     assert not re.search(r'(src|href)="(https?:)?//', text)
     assert (page.parent / "plotly.min.js").stat().st_size > 1_000_000
     assert len(text) < 1_000_000
+    far = clip.with_flow(clip.flow + np.array([0, 0, 9.0, 0]))
+    assert write_flow_page(page, far).stat().st_size > 10_000, "also of a flow that leaves the scene"
 
 
 def test_missing_open3d_is_named_with_the_extra(monkeypatch):

@@ -9,8 +9,6 @@ from robotics.flow3d.clouds import draw_points
 from robotics.flow3d.geometry import apply_pose, inverse_pose, make_pose
 from robotics.flow3d.plan.planner_config import PlannerConfig
 from robotics.flow3d.plan.rendering import render_outcome, scene_cloud
-
-pytest.importorskip("open3d", reason="needs pip install 'mmrl-suite[flow3d]'")
 from tests.robotics.flow3d.drawn import CENTRE, drawn_sphere
 
 WAY = np.array([0.02, 0.12, 0.0])
@@ -38,7 +36,6 @@ def test_near_points_hide_far_ones():
 
 
 def test_moved_object_is_drawn_where_it_would_be_seen():
-    pytest.importorskip("cv2")
     before, truth = drawn_sphere(), drawn_sphere(CENTRE + WAY)
     after = render_outcome(before, before.mask, make_pose(np.eye(3), WAY))
     red = (after[..., 0] > 160) & (after[..., 1] < 80)
@@ -52,7 +49,6 @@ def test_moved_object_is_drawn_where_it_would_be_seen():
 
 
 def test_objects_pass_behind_nearer_ones():
-    pytest.importorskip("cv2")
     before = drawn_sphere()
     far_below = render_outcome(before, before.mask, make_pose(np.eye(3), np.array([-0.1, 0.1, -0.5])))
     assert not ((far_below[..., 0] > 160) & (far_below[..., 1] < 80)).any()
