@@ -24,6 +24,8 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from packaging.requirements import Requirement as Declared
+
 from mmrl.config import foreign_run
 from mmrl.entries import load_target
 from mmrl.errors import UserError
@@ -389,11 +391,16 @@ def check_packages(
 
 
 def read_requirements(lines: Iterable[str] | None = None) -> list[Requirement]:
-    """Parse the suite's requirement strings."""
+    """Parse those of the suite's requirement strings that apply to this platform."""
     declared = _declared_requirements() if lines is None else lines
-    matches = [match for match in map(REQUIREMENT.match, declared) if match]
+    matches = [match for match in map(REQUIREMENT.match, declared) if match and _applies(match)]
     parsed = [Requirement(match["name"], match["floor"] or "", match["extra"] or "") for match in matches]
     return [item for item in parsed if item.name != DISTRIBUTION and item.extra not in ("dev", "all")]
+
+
+def _applies(match: re.Match[str]) -> bool:
+    marker = Declared(match.string).marker
+    return marker is None or marker.evaluate({"extra": match["extra"] or ""})
 
 
 def _declared_requirements() -> list[str]:
@@ -408,8 +415,14 @@ def _declared_requirements() -> list[str]:
     extras = project.get("optional-dependencies", {})
     return [
         *project["dependencies"],
-        *(f"{line}; extra == '{extra}'" for extra, lines in extras.items() for line in lines),
+        *(_of_extra(line, extra) for extra, lines in extras.items() for line in lines),
     ]
+
+
+def _of_extra(line: str, extra: str) -> str:
+    """A requirement of an extra as in the metadata of a wheel."""
+    package, _, marker = line.partition(";")
+    return f"{package}; {f'({marker.strip()}) and ' if marker else ''}extra == '{extra}'"
 
 
 def _check_requirement(requirement: Requirement, lookup: Callable[[str], str]) -> Finding:

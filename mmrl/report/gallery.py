@@ -6,10 +6,12 @@ import base64
 import io
 import itertools
 import math
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from mmrl.files import is_file, read_file
 from mmrl.report.charts import save_png
@@ -55,9 +57,7 @@ FILE_IMAGE_INCHES = 0.75
 
 def videos_of(folder: Path) -> list[dict[str, Any]]:
     """The videos of a run's first and last evaluation that kept some."""
-    files = sorted(path for path in folder.glob("videos/*.mp4") if STEP_NAME.match(path.name) and is_file(path))
-    steps = sorted({_step(path) for path in files})
-    kept = [path for path in files if _step(path) in (steps[0], steps[-1])]
+    kept = _first_and_last(folder.glob("videos/*.mp4"))
     shown, left = [], VIDEO_BYTES
     for path in kept[:MOST_VIDEOS]:
         size = path.stat().st_size
@@ -65,6 +65,23 @@ def videos_of(folder: Path) -> list[dict[str, Any]]:
         left -= size if fits else 0
         shown.append({"title": path.stem.replace("-", " "), "source": _embedded(path) if fits else None})
     return shown
+
+
+def clouds_of(folder: Path, page: Path) -> list[dict[str, str]]:
+    """Links from a page to the point clouds of a run's first and last evaluation that kept some."""
+    kept = _first_and_last(folder.glob("clouds/*.html"))
+    start = page.parent.resolve()
+    return [
+        {"title": path.stem.replace("-", " "), "link": quote(Path(os.path.relpath(path.resolve(), start)).as_posix())}
+        for path in kept
+    ]
+
+
+def _first_and_last(paths: Iterable[Path]) -> list[Path]:
+    """The files of the first and the last step among those named after a step."""
+    files = sorted(path for path in paths if STEP_NAME.match(path.name) and is_file(path))
+    steps = sorted({_step(path) for path in files})
+    return [path for path in files if _step(path) in (steps[0], steps[-1])]
 
 
 def _step(path: Path) -> int:

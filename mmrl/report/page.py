@@ -17,7 +17,7 @@ from mmrl.errors import UserError
 from mmrl.files import read_yaml, write_atomically
 from mmrl.report.curves import constants, curves
 from mmrl.report.folder import RunFolder, estimate, plain, read_run
-from mmrl.report.gallery import before_after, image_grid, sample_gallery, videos_of
+from mmrl.report.gallery import before_after, clouds_of, image_grid, sample_gallery, videos_of
 from mmrl.report.report_tables import (
     DIVERSITY_LOSS,
     JUDGED,
@@ -219,6 +219,7 @@ def write_report(
     earlier = [*chain, *([] if before is None else [before])]
     runs = [read_run(Path(folder)) for folder in (*earlier, run_dir)]
     run = runs[-1]
+    path = output or run.folder / "report.html"
     content = {
         "title": run.title,
         "tab": " · ".join(filter(None, (run.name, short_outcome(runs)))),
@@ -235,13 +236,13 @@ def write_report(
         "charts": curves(run),
         "constants": constants(run),
         "videos": videos_of(run.folder),
+        "clouds": clouds_of(run.folder, path),
         "grid": image_grid([(run.name, run.folder) for run in runs]),
         "comparison": before_after([(run.name, run.folder) for run in runs]),
         "rollouts": sample_gallery(run.folder),
         "files": [(name, run.text(name)) for name in ("config.yaml", "result.json") if run.text(name)],
     }
     content["contents"] = [(anchor, title) for anchor, title, key in _sections(content) if content[key]]
-    path = output or run.folder / "report.html"
     write_atomically(path, _render(content))
     return path
 
@@ -255,6 +256,7 @@ def _sections(content: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         ("numbers", "Numbers of the run", "numbers"),
         ("curves", "Curves", "charts"),
         ("videos", "Episodes", "videos"),
+        ("clouds", "Point clouds", "clouds"),
         ("images", "Images", "grid"),
         ("before-after", "Before and after", "comparison"),
         ("rollouts", "Sample rollouts", "rollouts"),

@@ -107,15 +107,3 @@ def angle_rad(first: FloatArray, second: FloatArray) -> FloatArray:
     # by the chord: the arc cosine of the trace loses all digits near 0
     chord = np.linalg.norm(between - np.eye(3), axis=(-2, -1)) / (2 * math.sqrt(2))
     return 2 * np.arcsin(np.clip(chord, 0.0, 1.0))
-
-
-def farthest_points(points_m: FloatArray, count: int, first: int = 0) -> IndexArray:
-    """Indices of points (n, 3) that are spread out: each is the farthest from those before."""
-    count = min(count, len(points_m))
-    chosen = np.zeros(count, dtype=np.intp)
-    distance = np.full(len(points_m), np.inf)
-    for number in range(count):
-        chosen[number] = first if number == 0 else int(np.argmax(distance))
-        # to the nearest chosen point so far, kept up to date instead of recomputed
-        distance = np.minimum(distance, ((points_m - points_m[chosen[number]]) ** 2).sum(-1))
-    return chosen

@@ -46,12 +46,17 @@ def draw_paths(pen: ImageDraw, points: FloatArray, flow: FloatArray, scale: floa
     """Draw the paths of points (N, N, 3) along a flow (T, N, N, 4) at a scale of the original image."""
     paths, frames = _paths(points, flow, scale), len(flow)
     seen = flow[..., VISIBLE].reshape(frames, len(paths)) > 0.5
+    colours = path_colours(np.arange(frames) / max(frames - 1, 1)).tolist()
     for index, path in enumerate(paths):
-        for frame in range(frames):
-            share = frame / max(frames - 1, 1)
-            colour = tuple(int(part) for part in (1 - share) * FIRST + share * LAST)
-            pen.line([tuple(path[frame]), tuple(path[frame + 1])], fill=colour, width=2 if seen[frame, index] else 1)
+        for frame, colour in enumerate(colours):
+            line = [tuple(path[frame]), tuple(path[frame + 1])]
+            pen.line(line, fill=tuple(colour), width=2 if seen[frame, index] else 1)
         pen.ellipse([*(path[-1] - 2.5), *(path[-1] + 2.5)], fill=tuple(LAST.tolist()))
+
+
+def path_colours(shares: FloatArray) -> ImageArray:
+    """(n, 3) colours of moments (n,), from 0 at the start of a flow to 1 at its end."""
+    return ((1 - shares[:, None]) * FIRST + shares[:, None] * LAST).astype(np.uint8)
 
 
 def _paths(points: FloatArray, flow: FloatArray, scale: float) -> FloatArray:

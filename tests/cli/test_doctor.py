@@ -36,12 +36,15 @@ def test_requirement_strings():
         'mmrl-suite[vlm,diffusion]; extra == "all"',
         'ruff>=0.9; extra == "dev"',
         'jinja2>=3.1,<4; python_version >= "3.11" and extra == "vlm"',
+        'open3d>=0.20; sys_platform == "another" and extra == "robotics"',
+        'open3d-cpu>=0.20; (sys_platform != "another" or platform_machine == "x") and extra == "robotics"',
     ]
     assert doctor.read_requirements(lines) == [
         Requirement("torch", "2.6", ""),
         Requirement("transformers", "5.0", "vlm"),
         Requirement("torchvision", "", "vlm"),
         Requirement("jinja2", "3.1", "vlm"),
+        Requirement("open3d-cpu", "0.20", "robotics"),
     ]
 
 

@@ -202,3 +202,20 @@ def test_videos_beyond_what_a_page_holds_are_named_only(tmp_path, monkeypatch):
         (folder / f"step-00000{number and 9}-{number}.mp4").write_bytes(b"x" * size)
     monkeypatch.setattr(gallery, "VIDEO_BYTES", 100)
     assert [video["source"] is not None for video in gallery.videos_of(tmp_path)] == [True, False, True]
+
+
+def test_the_page_links_point_clouds_of_the_first_and_last_evaluation_from_where_it_is(tmp_path):
+    folder = tmp_path / "run" / "clouds"
+    folder.mkdir(parents=True)
+    for step in (0, 10, 20):
+        (folder / f"step-{step:06d}-arms-place red-3.html").write_text("<p>")
+    (folder / "notes.html").write_text("<p>")
+    found = gallery.clouds_of(folder.parent, tmp_path / "run" / "report.html")
+    assert [each["link"] for each in found] == [
+        "clouds/step-000000-arms-place%20red-3.html",
+        "clouds/step-000020-arms-place%20red-3.html",
+    ]
+    assert found[0]["title"] == "step 000000 arms place red 3"
+    elsewhere = gallery.clouds_of(folder.parent, tmp_path / "pages" / "one.html")
+    assert elsewhere[0]["link"] == "../run/clouds/step-000000-arms-place%20red-3.html"
+    assert gallery.clouds_of(tmp_path / "nothing", tmp_path / "report.html") == []

@@ -53,7 +53,7 @@ class LoopEvaluationConfig(SampledEvaluationConfig):
     """Evaluation in closed loop: each episode once."""
 
     videos: int = bounded(2, at_least=0)
-    """Number of episodes per task and arm to record as video, starting with the first; 0 = none."""
+    """Number of episodes per task and arm to record as video and point cloud, starting with the first; 0 = none."""
 
 
 @dataclass
@@ -84,6 +84,8 @@ class FlowLoopMeasure(EpisodeMeasure[FlowEpisode]):
         for trial in batch:
             video = self._video(trial.task)
             row = {"index": trial.index, "repeat": trial.repeat, **self.runner.run(trial.task, video)}
+            if video is not None:
+                self.runner.write_cloud(self.run_dir / "clouds" / f"{video.stem}.html")
             row["video"] = str(video.relative_to(self.run_dir)) if video is not None and video.is_file() else None
             # images are kept only for the report's samples
             if trial.index < self.evaluation.records:

@@ -17,6 +17,7 @@ from mmrl.fields import check_config
 from mmrl.hub.video_writing import write_mp4
 from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.closed_loop.flow_episodes import FlowEpisode, LoopConfig, verifier_in
+from robotics.flow3d.clouds import write_flow_page
 from robotics.flow3d.flow_model import FlowModel
 from robotics.flow3d.geometry import ImageArray
 from robotics.flow3d.metrics import draw_flow, draw_paths, flow_errors, goal_reached
@@ -82,12 +83,10 @@ def _overlay(result: PlanResult, width_px: int) -> Image.Image | None:
     """About 4 x 4 paths of the first plan's flow on a transparent image."""
     from PIL import Image, ImageDraw
 
-    if not result.rounds or not result.rounds[0].tries:
+    first = result.rounds[0] if result.rounds else None
+    if first is None or first.shown is None:
         return None
-    first = result.rounds[0]
-    flow = (first.chosen or first.tries[0]).flow
-    if not len(flow):
-        return None
+    flow = first.shown.flow
     image, every = Image.new("RGBA", (SIDE_PX, SIDE_PX)), max(1, len(first.points) // 4)
     pen = ImageDraw.Draw(image)
     draw_paths(pen, first.points[::every, ::every], flow[:, ::every, ::every], SIDE_PX / width_px)
@@ -158,7 +157,7 @@ class FlowEpisodeRunner:
     def images(self) -> list[Image.Image]:
         """Images of the last episode: its flow over the first image, and the predicted outcome."""
         first = self._last.rounds[0] if self._last is not None and self._last.rounds else None
-        if first is None or not first.tries or not len((chosen := first.chosen or first.tries[0]).flow):
+        if first is None or (chosen := first.shown) is None:
             return []
         from PIL import Image
 
@@ -166,6 +165,14 @@ class FlowEpisodeRunner:
         if chosen.after is not None:
             found.append(Image.fromarray(chosen.after).resize(found[0].size, Image.Resampling.NEAREST))
         return found
+
+    def write_cloud(self, path: Path) -> None:
+        """Write a page with scene, flow and predicted outcome of the last episode; nothing without a usable flow."""
+        first = self._last.rounds[0] if self._last is not None and self._last.rounds else None
+        if first is None or (chosen := first.shown) is None or chosen.motion is None:
+            return
+        clip = FlowClip(first.observation, first.points, chosen.flow)
+        write_flow_page(path, clip, chosen.motion.moved_world_m[-1], first.observation.instruction)
 
     def close(self) -> None:
         """Free all renderers."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from robotics.flow3d.clouds import depth_points, draw_points
 from robotics.flow3d.extract.depth import depth_noise_m
 from robotics.flow3d.geometry import (
     BoolArray,
@@ -20,8 +21,6 @@ from robotics.flow3d.geometry import (
     IndexArray,
     apply_pose,
     inverse_pose,
-    lift,
-    project,
 )
 from robotics.flow3d.video import RgbdVideo
 
@@ -139,15 +138,9 @@ def _splat(rgb: ImageArray, depth_m: DepthArray, T: FloatArray, K: FloatArray) -
     """Project the pixels of a frame into another camera; gaps of one pixel take their nearest neighbour."""
     import cv2
 
-    height, width = depth_m.shape
-    v, u = np.mgrid[:height, :width] + 0.5
-    known = np.isfinite(depth_m)
-    uvz = project(apply_pose(T, lift(np.stack([u, v, depth_m], -1)[known].astype(np.float64), K)), K)
-    inside = np.isfinite(uvz[:, 0]) & (uvz[:, :2] >= 0).all(-1) & (uvz[:, 0] < width) & (uvz[:, 1] < height)
-    order = np.flatnonzero(inside)[np.argsort(-uvz[inside, 2], kind="stable")]  # the nearest are written last
-    columns, rows = uvz[order, 0].astype(int), uvz[order, 1].astype(int)
-    drawn, z = np.zeros_like(rgb), np.full((height, width), FAR_M, np.float32)
-    drawn[rows, columns], z[rows, columns] = rgb[known][order], uvz[order, 2]
+    points, known = depth_points(depth_m, K)
+    drawn, far = draw_points(apply_pose(T, points[known]), rgb[known], K, depth_m.shape[::-1])
+    z = np.minimum(far, FAR_M).astype(np.float32)
     # Where pixels spread apart, gaps of one pixel open; they take the neighbour nearest to the camera.
     near = np.asarray(cv2.erode(z, np.ones((3, 3), np.uint8), borderType=cv2.BORDER_REPLICATE))
     around = np.asarray(cv2.dilate(drawn, np.ones((3, 3), np.uint8)))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmrl.fields import bounded
+from robotics.flow3d.clouds import depth_points
 from robotics.flow3d.extract.backends import Tracks
 from robotics.flow3d.extract.camera import grey_frames, klt_step
 from robotics.flow3d.extract.depth import depth_noise_m, resting_depth
@@ -71,8 +72,7 @@ def warped_image(
     import cv2
 
     height, width = now.shape
-    v, u = np.mgrid[:height, :width] + 0.5
-    there = lift(np.stack([u, v, depth_m], -1).astype(np.float64).reshape(-1, 3), K)
+    there = depth_points(depth_m, K)[0].reshape(-1, 3)
     back = project(apply_pose(inverse_pose(T), there), K)
     # OpenCV's first pixel center is at 0, ours at 0.5; holes go far outside the image, where nothing is inside the mask
     at = np.nan_to_num(back[:, :2] - 0.5, nan=-9.0, posinf=-9.0, neginf=-9.0).clip(-9, 2**14).astype(np.float32)
@@ -86,8 +86,7 @@ def warped_image(
 def surface_normals(depth_m: DepthArray, K: FloatArray) -> FloatArray:
     """(H, W, 3) unit normals towards the camera of depth (H, W), NaN at the border, in holes and at edges."""
     height, width = depth_m.shape
-    v, u = np.mgrid[:height, :width] + 0.5
-    points = lift(np.stack([u, v, depth_m], -1).astype(np.float64), K)
+    points, _ = depth_points(depth_m, K)
     normals = np.full((height, width, 3), np.nan)
     # central differences: over two pixels, noise of the depth tilts a normal half as much
     across, down = points[1:-1, 2:] - points[1:-1, :-2], points[2:, 1:-1] - points[:-2, 1:-1]
@@ -144,7 +143,7 @@ def _plane_step(points: FloatArray, targets: FloatArray, normals: FloatArray) ->
     jacobian = np.concatenate([np.cross((points - centre) / size, normals), normals], -1)
     residual = ((targets - points) * normals).sum(-1)
     values, directions = np.linalg.eigh(jacobian.T @ jacobian)
-    # a pseudo-inverse: no step in directions that the surface leaves open
+    # a pseudo-inverse: no step in directions that the surface leaves open, in which open3d's ICP drifts
     shares = np.where(values > MIN_EIGENVALUE * values.max(), 1 / np.maximum(values, 1e-12), 0.0)
     twist = directions @ (shares * (directions.T @ (jacobian.T @ residual)))
     turn = Rotation.from_rotvec(twist[:3] / size).as_matrix()

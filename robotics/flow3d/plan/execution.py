@@ -10,6 +10,7 @@ import numpy as np
 
 from mmrl.fields import bounded, choice, rare
 from robotics.flow3d.clip import Observation
+from robotics.flow3d.clouds import distances_m
 from robotics.flow3d.geometry import BoolArray, FloatArray, apply_pose
 from robotics.flow3d.kinematics import ArmIk, FlowRobot
 from robotics.flow3d.plan.reach import STANDOFF_M, STEP_M, GraspPlan, different_plans
@@ -166,11 +167,9 @@ class Executor:
 
 def drift_of(seen_m: FloatArray, predicted_m: FloatArray) -> float:
     """Median distance between the seen surface (n, 3) of an object and the predicted one (m, 3)."""
-    from scipy.spatial import cKDTree
-
     # each surface may show only part of the other, so the smaller of the two distances counts
-    there = np.median(cKDTree(predicted_m).query(seen_m)[0])
-    back = np.median(cKDTree(seen_m).query(predicted_m)[0])
+    there = np.median(distances_m(seen_m, predicted_m))
+    back = np.median(distances_m(predicted_m, seen_m))
     return float(min(there, back))
 
 

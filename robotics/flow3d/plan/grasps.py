@@ -12,7 +12,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from robotics.flow3d.geometry import FloatArray, farthest_points, make_pose
+from robotics.flow3d.clouds import farthest_points
+from robotics.flow3d.geometry import FloatArray, make_pose
 
 FINGER_M = 0.025
 """Reach of the fingertips below the top of an object."""

@@ -17,7 +17,7 @@ from robotics.flow3d.objects.flow_tasks import FLOW_TASKS
 from robotics.flow3d.objects.scene import NOBODY, FlowScene
 from robotics.flow3d.plan.planner_config import PlannerConfig
 from robotics.flow3d.plan.prediction import Predictor
-from robotics.flow3d.plan.rendering import render_outcome
+from robotics.flow3d.plan.rendering import POINTS, REPLAY, render_outcome
 from robotics.flow3d.plan.result import (
     AlwaysVerifier,
     GeometricLimits,
@@ -133,6 +133,8 @@ class FlowJudge:
         self.config = config or PlannerConfig()
         self._oracle: SceneOracle | None = None
         self._renders = any(each.kind not in BLIND for each in configs)
+        if self._renders and self.config.renderer == REPLAY:
+            raise UserError(f"the renderer {REPLAY} needs a scene, which a judge of flows lacks; use {POINTS}")
         self._verifiers = {each.label: self._opened(each) for each in configs}
 
     def judge(self, clip: FlowClip, flows: FloatArray) -> list[dict[str, Verdict]]:
@@ -168,7 +170,7 @@ class FlowJudge:
             return dict.fromkeys(verifiers, Verdict(False, 0.0, f"{found.failure}: {found.detail}"))
         motion = found.motion
         # rendering is slow, so it is skipped if no verifier looks at the outcome
-        after = render_outcome(seen, mask, motion.T_t_0_world[-1], self.config.renderer) if self._renders else seen.rgb
+        after = render_outcome(seen, mask, motion.T_t_0_world[-1]) if self._renders else seen.rgb
         facts = PlanFacts(motion, self.config.support_z_m)
         return {name: judged(each, seen.rgb, after, seen.instruction, facts) for name, each in verifiers.items()}
 

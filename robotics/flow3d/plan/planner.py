@@ -20,9 +20,10 @@ from functools import partial
 
 import numpy as np
 
-from mmrl.errors import UserError
+from mmrl.errors import UserError, require_packages
 from mmrl.fields import check_config
 from robotics.flow3d.clip import FlowClip, Observation
+from robotics.flow3d.clouds import normals_towards
 from robotics.flow3d.flow_model import FlowModel
 from robotics.flow3d.geometry import BoolArray, FloatArray, ImageArray
 from robotics.flow3d.kinematics import ArmIk, FlowArm, FlowRobot
@@ -31,14 +32,7 @@ from robotics.flow3d.plan.grasps import PROPOSERS, Grasp, GraspProposer, ObjectS
 from robotics.flow3d.plan.planner_config import PlannerConfig
 from robotics.flow3d.plan.prediction import Predictor, one_line
 from robotics.flow3d.plan.reach import ArmClearance, GraspPlan, Obstacles, ReachChecks, choose_grasps, held_path
-from robotics.flow3d.plan.rendering import (
-    REPLAY,
-    check_renderer,
-    hidden_points,
-    normals_towards,
-    render_outcome,
-    scene_cloud,
-)
+from robotics.flow3d.plan.rendering import REPLAY, hidden_points, render_outcome, scene_cloud
 from robotics.flow3d.plan.result import (
     Failure,
     PlanFacts,
@@ -179,7 +173,7 @@ class FlowPlanner:
             `replay`.
 
     Raises:
-        UserError: a setting is out of range, there is no such proposer, or the renderer lacks what it needs.
+        UserError: a setting is out of range, there is no such proposer, or a package or argument is missing.
     """
 
     def __init__(
@@ -196,6 +190,8 @@ class FlowPlanner:
     ) -> None:
         self.config = config or PlannerConfig()
         check_config(self.config, "planner")
+        # before a robot moves: errors in a run end as failures of the plan
+        require_packages("planning", ["open3d"], "flow3d")
         self.predictor = Predictor(flow, self.config, locate)
         self.arm = arm
         self.verifier = verifier
@@ -348,5 +344,5 @@ def _find_renderer(
         if replay is None:
             raise UserError("the renderer replay needs the argument replay, such as the `replay` of a FlowScene")
         return lambda observation, mask, T_t_0_world: replay(T_t_0_world)
-    check_renderer(renderer)
-    return partial(render_outcome, renderer=renderer)
+    require_packages("rendering a predicted outcome", ["cv2"], "flow3d")
+    return render_outcome

@@ -8,7 +8,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from robotics.flow3d.plan.execution import ExecutionSettings
 from robotics.flow3d.plan.reach import ReachSettings
-from robotics.flow3d.plan.rendering import RENDERERS, REPLAY
+from robotics.flow3d.plan.rendering import POINTS, RENDERERS
 from robotics.flow3d.rigid_motion import ESTIMATORS, IN_SPACE
 
 
@@ -28,8 +28,8 @@ class PlannerConfig:
     """Distance at which a point counts half in the fit: 0.03 for a model's flow, 0.01 for measured flow."""
     from_first_predicted: bool = rare(False)
     """Measure motions from the first predicted frame, as the public viewer does."""
-    renderer: str = rare(choice("numpy", lambda: (*RENDERERS, REPLAY)))
-    """Renderer of the predicted outcome: points with numpy or open3d, or the simulator with `replay`."""
+    renderer: str = rare(choice(POINTS, RENDERERS))
+    """Renderer of the predicted outcome: the image's points with open3d, or the simulator with `replay`."""
     when_rejected: str = rare(choice("best", ("best", "stop")))
     """If no plan is accepted, execute the one with the highest score (best), or stop."""
     when_unverified: str = rare(choice("stop", ("best", "stop")))

@@ -14,7 +14,8 @@ import numpy as np
 
 from mmrl.fields import bounded, check_config
 from mmrl.files import replaced
-from robotics.flow3d.clip import Observation
+from robotics.flow3d.clip import FlowClip, Observation
+from robotics.flow3d.clouds import flow_cloud, write_ply
 from robotics.flow3d.geometry import BoolArray, FloatArray, ImageArray, angle_rad
 from robotics.flow3d.plan.reach import GraspPlan
 from robotics.flow3d.rigid_motion import ObjectMotion
@@ -243,6 +244,12 @@ class PlanRound:
     plan: GraspPlan | None = None
     """Plan of the last grasp that was tried."""
 
+    @property
+    def shown(self) -> PlanTry | None:
+        """The executed prediction, or the first one if none was executed; None without any flow."""
+        found = self.chosen or (self.tries[0] if self.tries else None)
+        return found if found is not None and len(found.flow) else None
+
 
 @dataclass
 class PlanResult:
@@ -287,7 +294,7 @@ class PlanResult:
         }
 
     def save(self, folder: Path | str) -> Path:
-        """Write plan.json, the images as PNG, and plan.npz with flows, poses and joint paths."""
+        """Write plan.json, images as PNG, plan.npz with flows, poses and joint paths, and scene and flow as PLY."""
         # written as a whole or not at all
         with replaced(Path(folder)) as draft:
             draft.mkdir()
@@ -301,6 +308,9 @@ class PlanResult:
         for number, round_ in enumerate(self.rounds):
             Image.fromarray(round_.observation.rgb).save(draft / f"round_{number}_before.png")
             arrays[f"points_{number}"] = round_.points
+            if round_.shown is not None and round_.shown.motion is not None:
+                clip = FlowClip(round_.observation, round_.points, round_.shown.flow)
+                write_ply(draft / f"round_{number}.ply", *flow_cloud(clip))
             if round_.plan is not None:
                 arrays[f"T_world_grip_{number}"] = round_.plan.T_world_grip
             for k, each in enumerate(round_.tries):

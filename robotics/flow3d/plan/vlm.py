@@ -14,8 +14,8 @@ import numpy as np
 from mmrl.errors import UserError
 from mmrl.hub.chat_endpoint import ModelRefused, ask_chat, check_url
 from robotics.flow3d.clip import Observation
-from robotics.flow3d.geometry import BoolArray, FloatArray, ImageArray, IndexArray, farthest_points
-from robotics.flow3d.plan.rendering import world_points
+from robotics.flow3d.clouds import farthest_points, world_points
+from robotics.flow3d.geometry import BoolArray, FloatArray, ImageArray, IndexArray
 from robotics.flow3d.plan.result import PlanFacts, Verdict
 
 if TYPE_CHECKING:

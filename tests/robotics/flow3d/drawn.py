@@ -16,10 +16,10 @@ def look_at(eye, target):
     return make_pose(np.stack([right, np.cross(forward, right), forward], -1), eye)
 
 
-def drawn_sphere(centre=CENTRE, instruction="move the ball", side_px=SIDE_PX):
+def drawn_sphere(centre=CENTRE, instruction="move the ball", side_px=SIDE_PX, eye=(1.1, 0.1, 0.6)):
     """The observation, rays cast in closed form."""
     K = intrinsics((side_px, side_px), fov_y_rad=0.5)
-    T = look_at(np.array([1.1, 0.1, 0.6]), np.array([0.5, 0.0, 0.03]))
+    T = look_at(np.array(eye), np.array([0.5, 0.0, 0.03]))
     v, u = np.meshgrid(np.arange(side_px) + 0.5, np.arange(side_px) + 0.5, indexing="ij")
     rays_cam = np.stack([(u - K[0, 2]) / K[0, 0], (v - K[1, 2]) / K[1, 1], np.ones_like(u)], -1)
     rays, eye = rays_cam @ T[:3, :3].T, T[:3, 3]

@@ -11,7 +11,6 @@ from robotics.flow3d.geometry import (
     angle_rad,
     apply_pose,
     depth_at,
-    farthest_points,
     intrinsics,
     inverse_pose,
     lift,
@@ -84,10 +83,3 @@ def test_the_angle_between_orientations(angle):
     base, axis = Rotation.random(random_state=rng), rng.normal(size=3)
     turned = base * Rotation.from_rotvec(angle * axis / np.linalg.norm(axis))
     assert angle_rad(base.as_matrix(), turned.as_matrix()) == pytest.approx(angle, abs=2e-7 if angle > 3 else 1e-12)
-
-
-def test_farthest_points_of_a_line():
-    line = np.linspace(0, 1, 11)[:, None] * [1.0, 0, 0]
-    assert farthest_points(line, 3).tolist() == [0, 10, 5]
-    assert len(farthest_points(line, 50)) == 11
-    assert len(farthest_points(line, 0)) == 0

@@ -75,6 +75,7 @@ def test_object_gets_where_the_flow_ends_with_proposed_grasps(name, tmp_path):
     with np.load(folder / "plan.npz") as arrays:
         assert arrays["T_world_grip_0"].shape == (8, 4, 4)
         assert arrays["flow_0_0"].shape == (8, 4, 4, 4)
+    assert (folder / "round_0.ply").read_bytes().startswith(b"ply\n")
 
 
 def test_a_given_flow_is_carried_out_as_clip_array_or_points_in_space():

@@ -214,6 +214,9 @@ def test_mmrl_evaluate_writes_videos_and_a_report_and_runs_no_episode_twice(tmp_
     assert "<html" in (folder / "report.html").read_text(encoding="utf-8")
     (video,) = (folder / "videos").glob("step-000000-arms-place_red-free_gripper-*.mp4")
     assert video.stat().st_size > 10_000
+    cloud = folder / "clouds" / f"{video.stem}.html"
+    assert cloud.is_file()
+    assert f'href="clouds/{cloud.name}"' in (folder / "report.html").read_text(encoding="utf-8")
     (episodes,) = (folder / "episodes").glob("arms-*.jsonl")
     assert json.loads(episodes.read_text())["video"] == f"videos/{video.name}"
     assert verify(folder, lines.append, 1, (), ()) == 0

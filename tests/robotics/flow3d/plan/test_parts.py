@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from robotics.flow3d.plan.rendering import world_points
+from robotics.flow3d.clouds import world_points
 from robotics.flow3d.plan.vlm import AskedPart, ChatEndpoint, NoAnswer, draw_marks, read_part
 from tests.robotics.flow3d.drawn import CENTRE, RADIUS_M, drawn_sphere
 

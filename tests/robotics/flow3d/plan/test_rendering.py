@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
+from mmrl.fields import check_config
+from robotics.flow3d.clouds import draw_points
 from robotics.flow3d.geometry import apply_pose, inverse_pose, make_pose
-from robotics.flow3d.plan.rendering import draw_with_numpy, render_outcome, scene_cloud
+from robotics.flow3d.plan.planner_config import PlannerConfig
+from robotics.flow3d.plan.rendering import render_outcome, scene_cloud
 from tests.robotics.flow3d.drawn import CENTRE, drawn_sphere
 
 WAY = np.array([0.02, 0.12, 0.0])
@@ -15,7 +18,7 @@ def test_rendering_all_points_of_a_scene_reproduces_its_image():
     observation = drawn_sphere()
     everything = scene_cloud(observation, np.zeros_like(observation.mask))
     points = apply_pose(inverse_pose(observation.T_world_cam), everything.rest_m)
-    image, depth = draw_with_numpy(points, everything.rest_rgb, observation)
+    image, depth = draw_points(points, everything.rest_rgb, observation.K, observation.size_px)
     np.testing.assert_array_equal(image, observation.rgb)
     np.testing.assert_allclose(depth, observation.depth_m, rtol=1e-6)
 
@@ -24,19 +27,17 @@ def test_near_points_hide_far_ones():
     observation = drawn_sphere()
     points = np.array([[0.0, 0, 0.5], [0.0, 0, 1.0], [0.0, 0, 0.7], [0, 0, -1], [9, 9, 1.0]])
     colours = np.arange(5, dtype=np.uint8)[:, None].repeat(3, 1) + 1
-    image, depth = draw_with_numpy(points, colours, observation)
+    image, depth = draw_points(points, colours, observation.K, observation.size_px)
     assert image.max(-1)[64, 64] == 1
     assert np.isfinite(depth).sum() == 1
     assert depth[64, 64] == pytest.approx(0.5)
+    nothing, _ = draw_points(points[3:4], colours[3:4], observation.K, observation.size_px)
+    assert not nothing.any(), "points behind the camera are not drawn"
 
 
-@pytest.mark.parametrize("renderer", ["numpy", "open3d"])
-def test_moved_object_is_drawn_where_it_would_be_seen(renderer):
-    if renderer == "open3d":
-        pytest.importorskip("open3d")
-    pytest.importorskip("cv2")
+def test_moved_object_is_drawn_where_it_would_be_seen():
     before, truth = drawn_sphere(), drawn_sphere(CENTRE + WAY)
-    after = render_outcome(before, before.mask, make_pose(np.eye(3), WAY), renderer)
+    after = render_outcome(before, before.mask, make_pose(np.eye(3), WAY))
     red = (after[..., 0] > 160) & (after[..., 1] < 80)
     overlap = (red & truth.mask).sum() / (red | truth.mask).sum()
     assert overlap > 0.8
@@ -48,13 +49,11 @@ def test_moved_object_is_drawn_where_it_would_be_seen(renderer):
 
 
 def test_objects_pass_behind_nearer_ones():
-    pytest.importorskip("cv2")
     before = drawn_sphere()
     far_below = render_outcome(before, before.mask, make_pose(np.eye(3), np.array([-0.1, 0.1, -0.5])))
     assert not ((far_below[..., 0] > 160) & (far_below[..., 1] < 80)).any()
 
 
 def test_unknown_renderers_are_named():
-    observation = drawn_sphere()
-    with pytest.raises(UserError, match="'blender'; there are numpy, open3d"):
-        render_outcome(observation, observation.mask, np.eye(4), "blender")
+    with pytest.raises(UserError, match=r"'numpy'.*open3d, replay"):
+        check_config(PlannerConfig(renderer="numpy"), "planner")
