@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -172,11 +172,11 @@ def _seen(*rows: Tensor) -> Iterable[Tensor]:
     return (each[..., :2].nan_to_num(-1.0) for each in rows)
 
 
-def measure_processes(recipes: Iterable[str]) -> None:
-    """Append the settings that are not measured yet, one after the other."""
-    for name in recipes:
-        for setting in settings_of(name):
-            if setting in read_processes().get(name, {}):
+def measure_processes(recipes: Sequence[str]) -> None:
+    """Append what is not measured yet, the first setting of every recipe before the second of any."""
+    for setting in SETTINGS:
+        for name in recipes:
+            if setting not in settings_of(name) or setting in read_processes().get(name, {}):
                 continue
             found = measure(name, setting)
             numbers = {way: [float(f"{number:.1e}") for number in found[way]] for way in PROCESSES}
