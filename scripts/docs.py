@@ -134,9 +134,9 @@ def _first_table(page: str) -> str:
 def _processes() -> str:
     """How far runs in several processes are from the run of one: the worst of the settings measured."""
     sys.path.insert(0, str(PROJECT))
-    from tests.contracts.record import PROCESSES, Distance, read_processes
+    from tests.contracts.record import PROCESSES, Distance, Setting, read_processes
 
-    def row(name: str, settings: Mapping[Any, Mapping[str, Distance]]) -> tuple[str, ...]:
+    def row(name: str, settings: Mapping[Setting, Mapping[str, Distance]]) -> tuple[str, ...]:
         ways = [[each[way] for each in settings.values()] for way in PROCESSES]
         every = [distance for way in ways for distance in way]
         gradient = max(distance.gradient for distance in every)

@@ -20,11 +20,14 @@ class _Doubles(TorchFunctionMode):
     """Takes float64 wherever code asks for float32 or reads it from a file or an array."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         # attributes, such as a weight's gradient, stay the object that they are
-        if getattr(func, "__name__", "") in ("__get__", "__set__"):
-            return func(*args, **(kwargs or {}))
+        if name in ("__get__", "__set__"):
+            return func(*args, **kwargs)
         func = Tensor.double if func is Tensor.float else func
-        args, kwargs = tree_map(_doubled, (args, kwargs or {}))
+        # the bytes of a file keep their meaning
+        if name not in ("view", "frombuffer"):
+            args, kwargs = tree_map(_doubled, (args, kwargs))
         return tree_map(_doubled, func(*args, **kwargs))
 
 
