@@ -134,7 +134,7 @@ def _first_table(page: str) -> str:
 def _processes() -> str:
     """How far runs in several processes are from the run of one: the worst of the settings measured."""
     sys.path.insert(0, str(PROJECT))
-    from tests.contracts.record import PROCESSES, Distance, Setting, read_processes
+    from tests.contracts.record import OBJECTIVES, PROCESSES, Distance, Setting, read_processes
 
     def row(name: str, settings: Mapping[Setting, Mapping[str, Distance]]) -> tuple[str, ...]:
         ways = [[each[way] for each in settings.values()] for way in PROCESSES]
@@ -143,7 +143,8 @@ def _processes() -> str:
         cells = [f"{max(d.update for d in way):.0e}, {max(d.weight for d in way):.0e}" for way in ways]
         return f"`{name}`", f"{gradient:.0e}", *cells, f"{min(d.same_samples for d in every):.0%}", str(len(settings))
 
-    rows = [row(name, settings) for name, settings in read_processes().items()]
+    found = read_processes()
+    rows = [row(name, found[name]) for name in (*RECIPES, *OBJECTIVES) if name in found]
     heads = ("recipe", "gradient", "2 processes", "3 processes", "FSDP2", "equal samples", "settings")
     return f"{markdown_table(heads, rows)}\n"
 
