@@ -61,6 +61,8 @@ def launch(arguments: Sequence[str], count: int, run_dir: Path) -> int:
                 process.wait()
         if failed is None:
             return 0
+        if signals:  # all have ended as they were asked to, and the first process says so, not the first to end
+            failed = _first_failed(ranks, words) or 0
         _say(_read(words[failed]))
         code = ranks[failed].returncode
         # a mistake, and a run that has been stopped, have said all in their own line

@@ -143,7 +143,8 @@ def test_an_error_of_one_process_is_said_once(tmp_path):
 def test_a_signal_to_all_is_one_line_with_the_command_that_resumes(tmp_path):
     with begun(tmp_path, STEPS, "--processes", "2") as (program, _, everything):
         program.terminate()
-        (line,) = program.communicate()[1].splitlines()
+        asked, line = program.communicate()[1].splitlines()
+    assert "stopping when this step is done" in asked
     assert program.returncode == 143
     assert psutil.wait_procs(everything, timeout=60)[1] == []
     resumed(tmp_path, line.partition("; continue with: ")[2])
