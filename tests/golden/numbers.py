@@ -1,6 +1,7 @@
 """Reading the golden files, and comparing with them as exactly as their peers computed."""
 
 import json
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,19 @@ PAPERS = sorted(path.stem for path in FOLDER.glob("*.json"))
 
 def load(paper: str) -> SimpleNamespace:
     """A golden file: citation, command, inputs and peers."""
-    return SimpleNamespace(**json.loads((FOLDER / f"{paper}.json").read_text(encoding="utf-8")))
+    return SimpleNamespace(**_parsed(paper))
 
 
-def inputs_of(paper: str) -> SimpleNamespace:
-    """The inputs of a file, floats as float64 tensors."""
-    return SimpleNamespace(**{key: tensor(value) for key, value in load(paper).inputs.items()})
+@cache
+def _parsed(paper: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((FOLDER / f"{paper}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def inputs_of(paper: str, peer: dict[str, Any] | None = None) -> SimpleNamespace:
+    """The inputs of a file, with those of a peer where it has its own; floats as float64 tensors."""
+    given = load(paper).inputs | (peer or {}).get("inputs", {})
+    return SimpleNamespace(**{key: tensor(value) for key, value in given.items()})
 
 
 def tensor(value: Any) -> Any:

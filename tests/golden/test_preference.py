@@ -67,7 +67,7 @@ def compute(paper: str, options: dict, b: SimpleNamespace) -> tuple[LossOutput, 
 
 @pytest.mark.parametrize(("paper", "peer"), CASES, ids=[f"{paper}-{peer['options']}" for paper, peer in CASES])
 def test_losses_are_those_of_the_public_code(paper, peer):
-    output, gradient = compute(paper, peer["options"], inputs_of(paper))
+    output, gradient = compute(paper, peer["options"], inputs_of(paper, peer))
     factor = 2.0 if peer["options"].get("kind") == "sppo_hard" else 1.0  # TRL leaves out the paper's 1/2
     assert_agrees(factor * output.loss, peer, "loss")
     assert_agrees(factor * gradient, peer, "gradient")
@@ -78,7 +78,7 @@ def test_losses_are_those_of_the_public_code(paper, peer):
 
 @pytest.mark.parametrize("peer", load("diffusion_dpo").peers, ids=lambda peer: peer["predicts"])
 def test_diffusion_dpo_is_that_of_the_public_code(peer):
-    b = inputs_of("diffusion_dpo")
+    b = inputs_of("diffusion_dpo", peer)
     target = b.noise if peer["predicts"] == "noise" else b.noise - b.latents
     prediction = b.prediction.requires_grad_()
 

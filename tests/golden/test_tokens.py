@@ -15,6 +15,10 @@ CASES = [(name, i) for name in METHODS for i in range(len(load(name).peers))]
 GIVEN = ("logp_ref", "logp_rollout", "values", "turn")
 
 
+PROGRESS = 0.25
+"""Share of a run's steps that lies behind: a weight that changes over the run has changed."""
+
+
 def compute(name, changes, inputs=None):
     """Advantages, loss and gradients of a row of the catalogue, with changes, on inputs, by default its golden file's.
 
@@ -27,7 +31,7 @@ def compute(name, changes, inputs=None):
     fields = {key: b[key] for key in GIVEN if key in b}
     standard = (b[key] for key in ("group", "mask", "logp_old", "reward"))
     rollouts = Rollouts(*standard, entropy=b.get("entropy_old"), **named, **fields)
-    objective = get(name).override(changes)
+    objective = get(name).override(changes).at(PROGRESS)
     state = objective.state()
     for step, reward in enumerate(b.get("before", ())):
         entropy = b["entropy_before"][step] if "entropy_before" in b else rollouts.entropy
@@ -49,7 +53,7 @@ def compute(name, changes, inputs=None):
 @pytest.mark.parametrize(("name", "number"), CASES)
 def test_a_method_is_its_peers(name, number):
     peer = load(name).peers[number]
-    found = compute(name, peer.get("changes", {}))
+    found = compute(name, peer.get("changes", {}), vars(inputs_of(name, peer)))
     compared = [key for key in found if key in peer]
     assert compared
     for key in compared:
