@@ -37,6 +37,13 @@ def tensor(value: Any) -> Any:
     return value
 
 
+def group_numbers(prompts: list[str]) -> torch.Tensor:
+    """The number of each row's prompt (B,)."""
+    return torch.from_numpy(np.unique(np.array(prompts), return_inverse=True)[1])
+
+
+PROGRESS = 0.25
+"""Share of a run's steps that lies behind: a weight that changes over the run has changed."""
 FLOAT32 = 2.0**-22
 """Two units in the last place of float32, for what is computed in it here."""
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmrl.core import PolicyOutputs, Rollouts, all_objectives, get
-from tests.golden.numbers import PAPERS, assert_agrees, inputs_of, load, tensor
+from tests.golden.numbers import PAPERS, PROGRESS, assert_agrees, inputs_of, load, tensor
 
 OWN_TESTS = {"papo", "apo", "srpo", "icepop"}
 """Rows whose recipes do a part of the computation, or whose files hold more than the row."""
@@ -13,11 +13,6 @@ STANDARD = [name for name in PAPERS if load(name).inputs.keys() >= TOKENS]
 METHODS = [name for name in all_objectives() if name in STANDARD and name not in OWN_TESTS]
 CASES = [(name, i) for name in METHODS for i in range(len(load(name).peers))]
 GIVEN = ("logp_ref", "logp_rollout", "values", "turn")
-
-
-PROGRESS = 0.25
-"""Share of a run's steps that lies behind: a weight that changes over the run has changed."""
-
 
 def compute(name, changes, inputs=None):
     """Advantages, loss and gradients of a row of the catalogue, with changes, on inputs, by default its golden file's.
