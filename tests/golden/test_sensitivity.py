@@ -38,9 +38,9 @@ def each(test: Callable[..., None], *cases: object) -> list[Test]:
 
 
 OWN: dict[str, list[Test]] = {
-    "icepop": [test_mismatch.test_icepop_is_verls],
+    "icepop": each(test_mismatch.test_icepop_is_verls, *(peer for peer in load("icepop").peers if "row" in peer)),
     "papo": each(test_perception.test_papo_is_its_public_code, *load("papo").peers),
-    "apo": [test_apo.test_the_loss_is_that_of_the_public_code],
+    "apo": each(test_apo.test_the_loss_is_that_of_the_public_code, *load("apo").peers),
     "srpo": [test_robot_srpo.test_the_loss_is_that_of_the_public_code],
     "tspo": [test_tspo.test_the_loss_of_the_catalogue_is_that_of_the_public_trainer],
     "vl_dac": each(test_vl_dac.test_an_update_is_that_of_the_public_code, *test_vl_dac.CASES),

@@ -7,7 +7,7 @@ import numpy as np
 
 from tests.golden.make.forks import CORE, COUNT_EPS, fork_names, token_rewards
 from tests.golden.make.peers import Clone, Made, doubles, gradient, numbers, tensors
-from tests.golden.make.tokens import batch
+from tests.golden.make.tokens import batch, far
 
 NAMES = ("floor", "ceil")
 
@@ -18,8 +18,9 @@ def make(path: str) -> Made:
     # the short row of the first group has an advantage beyond 5 among its tokens, so that the group counts rows
     inputs["group"], inputs["reward"] = [0] * 8 + [1] * 4, [0.0, 0.0, 1.0, *[0.0] * 5, 0.0, 1.0, 1.0, 0.25]
     with doubles():
-        peer = run(clone, inputs)
-    return "HAPO, arXiv 2509.16591", inputs, [peer], clone
+        beyond = far(inputs)
+        peers = [run(clone, inputs), {"inputs": beyond} | run(clone, inputs | beyond)]
+    return "HAPO, arXiv 2509.16591", inputs, peers, clone
 
 
 def run(clone: Clone, inputs: dict) -> dict:
