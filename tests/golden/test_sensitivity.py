@@ -11,6 +11,7 @@ from mmrl.core.catalogue import PREFERENCES
 from mmrl.core.objectives.objective import Objective
 from mmrl.core.objectives.pairwise import PreferenceObjective
 from tests.golden import (
+    test_adaptive,
     test_apo,
     test_image_steps,
     test_matching,
@@ -52,13 +53,20 @@ OWN: dict[str, list[Test]] = {
     "step_nft": each(test_image_steps.test_ranked_steps_of_pi_step_nft, *load("step_nft").peers),
     "awm": [partial(test_matching.test_awm_update, *case) for case in test_matching.AWM],
     "sft": [test_supervised.test_sft_is_the_loss_of_transformers],
-    "sec": each(test_tracked.test_the_bandit_of_sec_is_its_code, True),
-    "segment_tree": each(test_segments.test_advantages_of_trees, 0, 1),
+    "sec": [
+        *each(test_tracked.test_the_loss_of_sec_is_that_of_grpo, *load("grpo").peers),
+        *each(test_tracked.test_the_bandit_of_sec_is_its_code, True, False),
+    ],
+    "segment_tree": each(test_segments.test_trees_have_the_loss_of_chains, *load("segment_chain").peers),
     "kto": each(test_preference.test_kto_is_that_of_trl_with_and_without_pairs, *load("kto").peers),
     "diffusion_dpo": each(test_preference.test_diffusion_dpo_is_that_of_the_public_code, *load("diffusion_dpo").peers),
 }
 """Golden tests of rows that are neither in `test_tokens` nor in the table of `test_preference`."""
-ORDERED = {"single_stream": [test_tracked.test_single_stream_prefers_uncertain_tasks_as_its_code_does]}
+FURTHER: dict[str, list[Test]] = {
+    "single_stream": [test_tracked.test_single_stream_prefers_uncertain_tasks_as_its_code_does],
+    "bapo": each(test_adaptive.test_the_bounds_of_bapo_are_those_of_its_code, *load("bapo").peers),
+}
+"""Tests of what the others of a row do not compute."""
 
 
 def golden_tests(name: str) -> list[Test]:
@@ -69,7 +77,7 @@ def golden_tests(name: str) -> list[Test]:
         for case in test_preference.CASES
         if case[0] == name
     ]
-    return [*tokens, *pairs, *OWN.get(name, []), *ORDERED.get(name, [])]
+    return [*tokens, *pairs, *OWN.get(name, []), *FURTHER.get(name, [])]
 
 
 def numeric_options(name: str) -> Iterator[tuple[str, str]]:

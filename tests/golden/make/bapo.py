@@ -1,6 +1,7 @@
 """BAPO by its public code, with the ranges of its README and of its script, and the lower bound first."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -49,9 +50,11 @@ def run(clone: Clone, inputs: dict, advantage: torch.Tensor, options: dict) -> d
     )
     loss = loss_of(b.logp_old, logp, advantage, b.mask, config=config)[0]
     (found,) = settings._bapo_metrics_buffer
-    changes = dict(zip(("lower", "lower_max"), lower, strict=False))  # the steps between change nothing
-    changes |= dict(zip(("upper", "upper_max", "upper_step"), upper, strict=True))
-    changes |= {"target": options["target"], "order": "low_first"}
+    changes: dict[str, Any] = {"order": "low_first"}
+    if upper != README["upper"]:  # which are the row's
+        changes |= dict(zip(("lower", "lower_max"), lower, strict=False))  # the steps between change nothing
+        changes |= dict(zip(("upper", "upper_max", "upper_step"), upper, strict=True))
+    changes |= {} if options["target"] == README["target"] else {"target": options["target"]}
     return {
         "program": clone.name,
         "calls": [f"{FILE}:compute_policy_loss_bapo"],

@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any
 
+import mpmath
+
 from tests.golden.make.pairs import PAIRS, TOKENS, pairs
 from tests.golden.make.peers import Made, numbers
-from tests.golden.make.tokens import batch
+from tests.golden.make.tokens import batch, far, far_reference
 
 BY_HAND = "hand computation"
 REPEATED = "repeated independently by somebody who had read neither this row's script nor its blocks"
@@ -164,11 +166,21 @@ def d3s() -> Made:
     # no subset but one has the largest variance
     rewards = [1.0, 0.0, 0.1, 0.7, 0.3, 0.2, 0.9, 0.75, 0.0, 1.0, 0.95, 0.25]
     inputs = batch() | {"reward": rewards, "entropy_old": numbers(8, 12, 6, low=0.1, high=2.0)}
+    # a group of twelve, after an earlier step; the decisions of highest entropy have ratios below the lower bound
+    high = [[2.0 if place == 2 else x for place, x in enumerate(row)] for row in inputs["entropy_old"]]
+    other = far(inputs) | {"group": [0] * 12, "entropy_old": high, "before": [rewards]}
+    peers = [of_best(inputs, 2), {"inputs": other} | of_best(inputs | other, 6)]
+    return "D3S, arXiv 2509.22115", inputs, peers
+
+
+def of_best(inputs: dict[str, Any], size: int) -> dict[str, Any]:
+    """Advantages, and the loss of the best decisions of `size` rows of each group."""
+    rewards = inputs["reward"]
     mask, entropy, found, kept = inputs["mask"], inputs["entropy_old"], [0.0] * 12, set()
     for rows in groups(inputs).values():
         for i, a in zip(rows, standardised([rewards[i] for i in rows]), strict=True):
             found[i] = a
-        kept |= set(max(combinations(rows, 2), key=lambda pair: variance(tuple(found[i] for i in pair))))
+        kept |= set(max(combinations(rows, size), key=lambda pair: variance(tuple(found[i] for i in pair))))
     places = [(i, t) for i in sorted(kept) for t in range(6) if mask[i][t]]
     score = {(i, t): abs(found[i]) * entropy[i][t] for i, t in places}
     # a fifth of the decisions, as the quantile that interpolates linearly has it
@@ -176,7 +188,7 @@ def d3s() -> Made:
     chosen = [[float((i, t) in best) for t in range(6)] for i in range(12)]
     answer = token_loss(inputs | {"mask": chosen}, found, clipped(0.2, 0.28))
     answer["advantage"] = spread(inputs, found)
-    return "D3S, arXiv 2509.22115", inputs, [by_hand("section 3 of the paper", **answer)]
+    return by_hand("section 3 of the paper", **answer)
 
 
 def centred(inputs: dict) -> list[float]:
@@ -198,15 +210,17 @@ def selfplay_winrate() -> Made:
 
 def demo_regularised() -> Made:
     """Demonstration-regularised RL: a clipped loss and 0.05 times the divergence k3 from the cloned policy."""
-    inputs = batch()
-    answer = token_loss(inputs, centred(inputs), clipped(0.2, 0.2))
-    number = sum(map(sum, inputs["mask"]))
-    for i, mask in enumerate(inputs["mask"]):
-        for t, trained in enumerate(mask):
-            d = inputs["logp_ref"][i][t] - inputs["logp"][i][t]
-            answer["loss"] += 0.05 * trained * (math.exp(d) - d - 1) / number
-            answer["gradient"][i][t] += 0.05 * trained * (1 - math.exp(d)) / number
-    peers = [by_hand("section 3 of the paper", **answer)]
+    inputs, peers = batch(), []
+    for changed in ({}, far_reference(inputs)):
+        given = inputs | changed
+        answer = token_loss(given, centred(given), clipped(0.2, 0.2))
+        number = sum(map(sum, given["mask"]))
+        for i, mask in enumerate(given["mask"]):
+            for t, trained in enumerate(mask):
+                d = given["logp_ref"][i][t] - given["logp"][i][t]
+                answer["loss"] += 0.05 * trained * (math.exp(d) - d - 1) / number
+                answer["gradient"][i][t] += 0.05 * trained * (1 - math.exp(d)) / number
+        peers.append(({"inputs": changed} if changed else {}) | by_hand("section 3 of the paper", **answer))
     return "Demonstration-regularised RL, arXiv 2310.17303", inputs, peers
 
 
@@ -311,7 +325,7 @@ def seed_grpo() -> Made:
             for i, r in zip(rows, reward, strict=True):
                 found[i] = scale * (r - mean(reward))
         answer = token_loss(inputs, found, clipped(0.2, 0.2))
-        peers.append(by_hand("section 3 of the paper", changes={"advantage": {"alpha": alpha}}, **answer))
+        peers.append(by_hand("section 3 of the paper", changes={"advantage": {"alpha": alpha}} if alpha != 0.5 else {}, **answer))
     return "SEED-GRPO, arXiv 2505.12346", inputs, peers
 
 
@@ -346,11 +360,58 @@ def tppo() -> Made:
     return "T-PPO, arXiv 2506.15050", inputs, [by_hand("EGAE of the paper's section 3", **answer)]
 
 
+def reg_grpo() -> Made:
+    """Regressive GRPO by section 3.2 of its paper and the k3 estimator; slopes are differences at 40 digits."""
+    inputs, peers = batch(), []
+    for changed in ({}, far_reference(inputs)):
+        given = inputs | changed
+        rows = [0.0] * 12
+        for own in groups(given).values():
+            for i, a in zip(own, standardised([given["reward"][i] for i in own], 1e-4), strict=True):
+                rows[i] = a
+        with mpmath.workdps(40):
+            new = [[mpmath.mpf(x) for x in row] for row in given["logp"]]
+            total, slopes = regression(given, rows, new), [[0.0] * 6 for _ in range(12)]
+            for i, t in ((i, t) for i, mask in enumerate(given["mask"]) for t in range(6) if mask[t]):
+                slopes[i][t] = float(slope(lambda: regression(given, rows, new), new[i], t))
+        answer = {"advantage": spread(given, rows), "loss": float(total), "gradient": slopes}
+        calls = "section 3.2 of the paper, with deviations as in TRL, and 0.1 k3"
+        entry = {"program": BY_HAND, "calls": [calls], "relative": 1e-12}
+        peers.append(({"inputs": changed} if changed else {}) | entry | answer)
+    return "DeepVideo-R1, arXiv 2506.07464", inputs, peers
+
+
+def slope(function: Callable[[], Any], at: list[Any], place: int, step: str = "1e-15") -> Any:
+    """Derivative of a function of one number in a list, by the difference of both sides."""
+    middle, width, sides = at[place], mpmath.mpf(step), []
+    for move in (width, -width):
+        at[place] = middle + move
+        sides.append(function())
+    at[place] = middle
+    return (sides[0] - sides[1]) / (2 * width)
+
+
+def regression(inputs: dict[str, Any], rows: Numbers, new: list[list[Any]]) -> Any:
+    """Mean over answers of (A - (rho - mean rho) / (std rho + eps))^2 and of 0.1 k3, rho the log-ratio of an answer."""
+    mask, total = inputs["mask"], mpmath.mpf(0)
+    rho = [
+        sum((n - o) for n, o, m in zip(*row, strict=True) if m) for row in zip(new, inputs["logp_old"], mask, strict=True)
+    ]
+    for own in groups(inputs).values():
+        centre = sum(rho[i] for i in own) / len(own)
+        deviation = mpmath.sqrt(sum((rho[i] - centre) ** 2 for i in own) / (len(own) - 1))
+        total += sum((rows[i] - (rho[i] - centre) / (deviation + mpmath.mpf(1e-4))) ** 2 for i in own) / 12
+    for row in zip(inputs["logp_ref"], new, mask, strict=True):
+        apart = [f - n for f, n, m in zip(*row, strict=True) if m]
+        total += mpmath.mpf(0.1) * sum(mpmath.exp(d) - d - 1 for d in apart) / len(apart) / 12
+    return total
+
+
 ROWS = {
     row.__name__: row
     for row in (
         *(direct_advantage, inpo, aspo_tir, copo, d3s, selfplay_winrate, demo_regularised),
-        *(fapo, gepo, p3o_joint, p3o_separate, seed_grpo, tppo),
+        *(fapo, gepo, p3o_joint, p3o_separate, seed_grpo, tppo, reg_grpo),
     )
 }
 """Golden files that are computed here."""
