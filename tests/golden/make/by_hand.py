@@ -325,7 +325,9 @@ def seed_grpo() -> Made:
             for i, r in zip(rows, reward, strict=True):
                 found[i] = scale * (r - mean(reward))
         answer = token_loss(inputs, found, clipped(0.2, 0.2))
-        peers.append(by_hand("section 3 of the paper", changes={"advantage": {"alpha": alpha}} if alpha != 0.5 else {}, **answer))
+        peers.append(
+            by_hand("section 3 of the paper", changes={"advantage": {"alpha": alpha}} if alpha != 0.5 else {}, **answer)
+        )
     return "SEED-GRPO, arXiv 2505.12346", inputs, peers
 
 
@@ -395,7 +397,8 @@ def regression(inputs: dict[str, Any], rows: Numbers, new: list[list[Any]]) -> A
     """Mean over answers of (A - (rho - mean rho) / (std rho + eps))^2 and of 0.1 k3, rho the log-ratio of an answer."""
     mask, total = inputs["mask"], mpmath.mpf(0)
     rho = [
-        sum((n - o) for n, o, m in zip(*row, strict=True) if m) for row in zip(new, inputs["logp_old"], mask, strict=True)
+        sum((n - o) for n, o, m in zip(*row, strict=True) if m)
+        for row in zip(new, inputs["logp_old"], mask, strict=True)
     ]
     for own in groups(inputs).values():
         centre = sum(rho[i] for i in own) / len(own)

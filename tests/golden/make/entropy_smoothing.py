@@ -38,9 +38,11 @@ def make(path: str) -> Made:
     advantage = estimate(token_rewards(inputs), b.mask, inputs["group"], list(range(12)))[0] * b.mask
     compute = clone.function(CORE, "compute_policy_loss", **names)
     logp, peers = b.logp.requires_grad_(), []
-    cases = ((0.0, 2.0, None, {}), (0.8, 1.2, None, {}), (0.8, 1.2, 10, {}), (0.0, 2.0, None, far_reference(inputs)))
+    other = far_reference(inputs) | {"entropy": [[0.05, *row[1:]] for row in inputs["entropy"]]}  # far below the usual
+    cases = ((0.0, 2.0, None, {}), (0.8, 1.2, None, {}), (0.8, 1.2, 10, {}), (0.0, 2.0, None, other))
     for low, high, epochs, changed in cases:
-        b.logp_ref = tensors(inputs | changed).logp_ref
+        own_inputs = tensors(inputs | changed)
+        b.logp_ref, b.entropy = own_inputs.logp_ref, own_inputs.entropy
         policy = compute(b.logp_old, logp, advantage, b.mask, cliprange=0.2, clip_ratio_c=3.0)[0]
         kl = clone.function(CORE, "kl_penalty")(logp, b.logp_ref, "low_var_kl")
         usual = np.mean(np.array(history), axis=0)

@@ -379,7 +379,9 @@ def xpo(inputs: Inputs) -> list[Peer]:
 def all_unlikely(inputs: Inputs) -> Inputs:
     """Rows of six tokens that have all become less likely by more than the limit of a row's log-ratio."""
     fallen = numbers(13, 12, 6, low=-3.9, high=-3.5)
-    new = [[round(a + b, 3) for a, b in zip(*rows, strict=True)] for rows in zip(inputs["logp_old"], fallen, strict=True)]
+    new = [
+        [round(a + b, 3) for a, b in zip(*rows, strict=True)] for rows in zip(inputs["logp_old"], fallen, strict=True)
+    ]
     return {"mask": [[1.0] * 6] * 12, "logp": new}
 
 
@@ -542,7 +544,12 @@ TABLE: dict[str, tuple[str, Callable[[], Inputs], *tuple[Call, ...]]] = {
     "tool_output": ("REINFORCE++, arXiv 2501.03262", tool_output_inputs, tool_output),
     "remax": ("ReMax, arXiv 2310.10505", remax_inputs, remax),
     "rloo": ("RLOO, arXiv 2402.14740", batch, rloo),
-    "ppo": ("PPO, arXiv 1707.06347", batch, lambda inputs: ppo(inputs, 3.0, 1.1), on(far, lambda inputs: ppo(inputs, 3.0))),
+    "ppo": (
+        "PPO, arXiv 1707.06347",
+        batch,
+        lambda inputs: ppo(inputs, 3.0, 1.1),
+        on(far, lambda inputs: ppo(inputs, 3.0)),
+    ),
     "optimal_token_baseline": ("OTB, arXiv 2602.07078", baseline_inputs, optimal_token_baseline),
     "maxrl": ("MaxRL, arXiv 2602.02710", batch, maxrl),
     "kl_estimators": ("Schulman, Approximating KL divergence (2020)", kl_estimators_inputs, kl_estimators),
