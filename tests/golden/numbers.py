@@ -1,6 +1,7 @@
 """Reading the golden files, and comparing with them as exactly as their peers computed."""
 
 import json
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,19 @@ PAPERS = sorted(path.stem for path in FOLDER.glob("*.json"))
 
 def load(paper: str) -> SimpleNamespace:
     """A golden file: citation, command, inputs and peers."""
-    return SimpleNamespace(**json.loads((FOLDER / f"{paper}.json").read_text(encoding="utf-8")))
+    return SimpleNamespace(**_parsed(paper))
 
 
-def inputs_of(paper: str) -> SimpleNamespace:
-    """The inputs of a file, floats as float64 tensors."""
-    return SimpleNamespace(**{key: tensor(value) for key, value in load(paper).inputs.items()})
+@cache
+def _parsed(paper: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((FOLDER / f"{paper}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def inputs_of(paper: str, peer: dict[str, Any] | None = None) -> SimpleNamespace:
+    """The inputs of a file, with those of a peer where it has its own; floats as float64 tensors."""
+    given = load(paper).inputs | (peer or {}).get("inputs", {})
+    return SimpleNamespace(**{key: tensor(value) for key, value in given.items()})
 
 
 def tensor(value: Any) -> Any:
@@ -29,6 +37,13 @@ def tensor(value: Any) -> Any:
     return value
 
 
+def group_numbers(prompts: list[str]) -> torch.Tensor:
+    """The number of each row's prompt (B,)."""
+    return torch.from_numpy(np.unique(np.array(prompts), return_inverse=True)[1])
+
+
+PROGRESS = 0.25
+"""Share of a run's steps that lies behind: a weight that changes over the run has changed."""
 FLOAT32 = 2.0**-22
 """Two units in the last place of float32, for what is computed in it here."""
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from mmrl.contrib.language.adaptive_temperature import tempered
-from mmrl.contrib.rows.adaptive import BOUNDS, Bapo, HapoClip
+from mmrl.contrib.rows.adaptive import BOUNDS, HapoClip
 from mmrl.contrib.rows.tracked import DcpoClip
-from mmrl.core import Objective, PolicyOutputs, Rollouts
+from mmrl.core import Objective, PolicyOutputs, Rollouts, get
 from tests.golden.numbers import assert_agrees, inputs_of, load, tensor
 
 
@@ -29,7 +29,7 @@ def test_the_clip_of_dcpo_is_its_code(peer):
 @pytest.mark.parametrize("peer", load("bapo").peers, ids=lambda peer: str(peer["bounds"]))
 def test_the_bounds_of_bapo_are_those_of_its_code(peer):
     b = inputs_of("bapo")
-    objective = Objective("mine", clip=Bapo(**peer["changes"]["clip"]))
+    objective = get("bapo").override(peer["changes"])
     rollouts = rollouts_of(b, tensor(peer["advantage"]))
     parts = [rollouts.select_groups(torch.tensor(groups)) for groups in ([0, 2], [1])]
     rows = [(rollouts.group != 1), (rollouts.group == 1)]
@@ -39,7 +39,7 @@ def test_the_bounds_of_bapo_are_those_of_its_code(peer):
 
 
 def test_the_temperature_of_hapo_is_that_of_its_code():
-    b, (peer,) = inputs_of("hapo"), load("hapo").peers
+    b, peer = inputs_of("hapo"), load("hapo").peers[0]
     clip = HapoClip(**peer["changes"]["clip"])
     scale, logp = clip.scale_of(b.entropy_old, b.mask), b.logits.log_softmax(-1)
     drawn = tempered(logp, clip, scale, 0.05)

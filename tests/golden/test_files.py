@@ -6,7 +6,6 @@ from importlib.util import find_spec
 import pytest
 
 from mmrl.core import all_objectives, all_preferences
-from tests.core import reference
 from tests.golden.make.by_hand import ROWS as BY_HAND
 from tests.golden.make.packages import TABLE
 from tests.golden.numbers import FOLDER, PAPERS, load
@@ -15,21 +14,16 @@ from tests.peers.adaptor import made_by_packages
 from tests.peers.record import RECORD, read_record
 
 ROWS = all_objectives() | all_preferences()
-SHARED = {"flow_grpo_fast": "flow_grpo"}
-"""Rows that differ from another one in constants only."""
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_every_row_of_the_catalogue_has_a_file(name):
-    paper, verified = SHARED.get(name, name), ROWS[name].verified
-    if verified == "hand computation" and paper not in PAPERS:
-        assert name in reference.METHODS, f"tests/golden/{paper}.json is missing: see tests/golden/README.md"
-        return
-    assert paper in PAPERS, f"tests/golden/{paper}.json is missing: see tests/golden/README.md"
-    programs = {peer["program"].removeprefix("github.com/") for peer in load(paper).peers}
+    verified = ROWS[name].verified
+    assert name in PAPERS, f"tests/golden/{name}.json is missing: see tests/golden/README.md"
+    programs = {peer["program"].removeprefix("github.com/") for peer in load(name).peers}
     assert [program for program in programs if program not in verified] == [], f"`verified` of the row: {verified!r}"
     read = [path.read_text(encoding="utf-8") for path in FOLDER.glob("test_*.py")]
-    assert paper in METHODS or any(f'"{paper}"' in text for text in read), f"no test reads tests/golden/{paper}.json"
+    assert name in METHODS or any(f'"{name}"' in text for text in read), f"no test reads tests/golden/{name}.json"
 
 
 @pytest.mark.parametrize("paper", PAPERS)

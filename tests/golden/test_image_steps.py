@@ -15,12 +15,15 @@ from diffusion.sampling.steps import (
     guard_log_ratio,
 )
 from mmrl.core import PolicyOutputs, Rollouts, get
-from tests.golden.numbers import assert_agrees, inputs_of, load, tensor
+from tests.golden.numbers import PROGRESS, assert_agrees, group_numbers, inputs_of, load, tensor
+
+UPDATES = ("flow_grpo", "flow_grpo_fast", "ddpo", "dance_grpo")
+"""Rows whose files hold advantages and loss of an update."""
 
 
 def agrees(kernel, paper, start, end, prefix="step_", names=("mean", "drawn")):
     """Mean, log-probability of the step's result, and its gradient with respect to the model's output."""
-    b, (peer,) = inputs_of(paper), load(paper).peers
+    b, peer = inputs_of(paper), load(paper).peers[0]
     mean_key, drawn_key = names
     velocity = b.velocity.requires_grad_()
     mean, std = kernel.transition(velocity, b.latents, start, end)
@@ -33,7 +36,7 @@ def agrees(kernel, paper, start, end, prefix="step_", names=("mean", "drawn")):
 
 
 def test_flow_grpo_steps():
-    b, (peer,) = inputs_of("flow_grpo"), load("flow_grpo").peers
+    b, peer = inputs_of("flow_grpo"), load("flow_grpo").peers[0]
     start, end = b.sigmas[b.indices], b.sigmas[b.indices + 1]
     kernel = FlowSdeStep(sigma_max=float(b.sigmas[1]), noise_level=b.noise_level)
     std = agrees(kernel, "flow_grpo", start, end)
@@ -41,7 +44,7 @@ def test_flow_grpo_steps():
 
 
 def test_dance_grpo_steps():
-    b, (peer,) = inputs_of("dance_grpo"), load("dance_grpo").peers
+    b, peer = inputs_of("dance_grpo"), load("dance_grpo").peers[0]
     kernel = DanceSdeStep(b.eta)
     velocity = b.velocity.requires_grad_()
     mean, std = kernel.transition(velocity, b.latents, b.sigmas[b.index], b.sigmas[b.index + 1])
@@ -55,7 +58,7 @@ def test_dance_grpo_steps():
 
 
 def test_ddpo_steps():
-    b, (peer,) = inputs_of("ddpo"), load("ddpo").peers
+    b, peer = inputs_of("ddpo"), load("ddpo").peers[0]
     signal, spread = b.alphas.sqrt(), (1 - b.alphas).sqrt()  # before and after each step
     scale = (signal + spread)[:, :, None, None, None]
     noise = b.velocity.requires_grad_()
@@ -115,21 +118,24 @@ def test_grpo_guard_ratio_and_loss():
 
 def test_the_history_of_prompts():
     file = load("ddpo")
-    (peer,) = file.peers
+    peer = file.peers[0]
     history = PromptHistory(buffer_size=6, min_count=4)
     for rollout, expected in zip(file.inputs["later"], peer["later_advantages"], strict=True):
         found = history.normalise(rollout["prompts"], rollout["reward"])
         torch.testing.assert_close(found, tensor(expected), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["flow_grpo", "ddpo", "dance_grpo"])
-def test_advantages_and_loss_of_an_update(name):
-    file, b = load(name), inputs_of(name)
-    (peer,) = file.peers
-    objective, logp = get(name), b.logp.requires_grad_()
-    rollouts = Rollouts(torch.arange(12) // 4, torch.ones(12, 3, dtype=torch.float64), b.logp_old, b.reward)
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("name", UPDATES)
+def test_advantages_and_loss_of_an_update(name, number):
+    peer = load(name).peers[number]
+    b = inputs_of(name, peer)
+    objective, logp = get(name).at(PROGRESS), b.logp.requires_grad_()
+    rollouts = Rollouts(group_numbers(b.prompts), torch.ones_like(b.logp), b.logp_old, b.reward)
     rollouts = objective.compute_advantages(rollouts)
-    assert_agrees(rollouts.advantage[:, 0], peer, "advantage", relative=1e-12)
+    # the codes limit advantages in the loss
+    limited = tensor(peer["advantage"]).clamp(-5, 5).tolist()
+    assert_agrees(rollouts.advantage[:, 0], peer | {"advantage": limited}, "advantage", relative=1e-12)
     means = b.means.requires_grad_() if name == "flow_grpo" else None
     kl = None if means is None else released_kl(means, b.std)
     loss = objective.loss(PolicyOutputs(logp, kl_ref=kl), rollouts, objective.denominators(rollouts)).loss
@@ -146,9 +152,8 @@ def test_advantages_and_loss_of_an_update(name):
 def released_kl(means, std):
     """Flow-GRPO's divergence for three steps whose times are 1 apart, so that sqrt(-dt) is 1."""
     sigma, sigma_next = torch.tensor(1.0, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64)
-    columns = [
-        flow_grpo_head_kl(means[0, :, j], means[1, :, j], std[j].expand(12), sigma, sigma_next) for j in range(3)
-    ]
+    spread = std[:, None].expand(-1, means.shape[1])
+    columns = [flow_grpo_head_kl(means[0, :, j], means[1, :, j], spread[j], sigma, sigma_next) for j in range(3)]
     return torch.stack(columns, 1)
 
 
@@ -162,17 +167,13 @@ def test_flow_dppo_loss():
     )
     flat = [part.flatten(0, 1) for part in (mean, b.means)]
     divergence = gaussian_kl(*flat, b.std.repeat(6)).view(6, 3)
-    objective = get("flow_dppo").override({"clip": {"limit": b.limit}})
-    rollouts = Rollouts(
-        group=torch.arange(6),
-        mask=torch.ones(6, 3, dtype=torch.float64),
-        logp_old=logp_old,
-        reward=torch.zeros(6, dtype=torch.float64),
-        advantage=b.advantage[:, None].expand(-1, 3),
-    )
+    objective = get("flow_dppo")
+    rollouts = Rollouts(b.group, torch.ones(6, 3, dtype=torch.float64), logp_old, b.reward)
+    rollouts = objective.compute_advantages(rollouts)
+    assert_agrees(rollouts.advantage[:, 0], peer, "advantage")
     found = objective.loss(PolicyOutputs(logp, kl_old=divergence), rollouts, objective.denominators(rollouts))
     (gradient,) = torch.autograd.grad(found.loss, mean)
-    assert_agrees(found.loss, peer, "loss", size=float(b.advantage.abs().mean()))
+    assert_agrees(found.loss, peer, "loss", size=float(rollouts.advantage.abs().mean()))
     assert_agrees(gradient, peer, "gradient", relative=1e-11)
     metrics = {"divergence_old": "divergence", "clip_fraction_high": "above", "clip_fraction_low": "below"}
     for own, theirs in metrics.items():
@@ -194,8 +195,9 @@ def test_places_of_mix_grpo():
         assert [[*moving_window(done, **places, **sizes)] for done in range(len(windows))] == windows
 
 
-def test_ranked_steps_of_pi_step_nft():
-    b, (peer,) = inputs_of("step_nft"), load("step_nft").peers
+@pytest.mark.parametrize("peer", load("step_nft").peers, ids=["row", "others"])
+def test_ranked_steps_of_pi_step_nft(peer):
+    b = inputs_of("step_nft")
     times = torch.linspace(1, 0, b.steps + 1, dtype=torch.float64)
     kernel = FlowSdeStep(float(times[1]), b.noise_level)
     velocity = (b.velocity_old + b.moved).requires_grad_()
@@ -205,10 +207,9 @@ def test_ranked_steps_of_pi_step_nft():
     std = (std.square() + 1e-4).sqrt()  # the floor of the code
     reached = torch.tensor(peer["reached"], dtype=torch.float64)
     logp, logp_old = (kernel.log_prob(reached, middle, std)[:, None] for middle in (mean, old))
-    changes = {"beta": b.beta, "strength": b.strength, "limit": b.limit}
-    objective = get("step_nft").override({"clip": changes})
-    mask, reward = torch.ones(6, 1, dtype=torch.float64), torch.zeros(6, dtype=torch.float64)
-    rollouts = Rollouts(torch.arange(6), mask, logp_old.detach(), reward, advantage=b.advantage[:, None])
+    objective, mask = get("step_nft").override(peer.get("changes", {})), torch.ones(6, 1, dtype=torch.float64)
+    rollouts = objective.compute_advantages(Rollouts(b.group, mask, logp_old.detach(), b.reward))
+    assert_agrees(rollouts.advantage[:, 0], peer, "advantage")
     outputs = PolicyOutputs(logp, kl_old=gaussian_kl(mean, old, std)[:, None])
     found = objective.loss(outputs, rollouts, objective.denominators(rollouts))
     (gradient,) = torch.autograd.grad(found.loss, velocity)

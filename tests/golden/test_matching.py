@@ -11,7 +11,7 @@ from diffusion.models.ema import eval_ema_decay, nft_old_decay
 from diffusion.sampling.steps import velocity_kl
 from diffusion.sampling.trajectories import TrainedDecisions
 from mmrl.core import PolicyOutputs, Rollouts, get
-from tests.golden.numbers import FLOAT32, assert_agrees, inputs_of, load
+from tests.golden.numbers import FLOAT32, PROGRESS, assert_agrees, group_numbers, inputs_of, load
 
 
 def matching_error(b):
@@ -21,25 +21,29 @@ def matching_error(b):
 
 @pytest.mark.parametrize("weighting", load("awm").peers[0]["likelihood"])
 def test_awm_likelihoods(weighting):
-    b, (peer,) = inputs_of("awm"), load("awm").peers
+    b, peer = inputs_of("awm"), load("awm").peers[0]
     found = pseudo_log_likelihood(matching_error(b), b.sigma.repeat_interleave(12), weighting, 0.25)
     assert_agrees(found, peer["likelihood"] | {"relative": 1e-12, "program": peer["program"]}, weighting)
 
 
-@pytest.mark.parametrize(("average", "level"), [("exp_first", "token"), ("sum_first", "sequence_full")])
-def test_awm_update(average, level):
-    b, (peer,) = inputs_of("awm"), load("awm").peers
-    velocity, sigma = b.velocity.requires_grad_(), b.sigma.repeat_interleave(12)
-    logp = pseudo_log_likelihood(matching_error(b), sigma, "ghuber", 0.25).reshape(2, 12).T
-    objective = get("awm").override({"ratio": {"kind": level}})
-    mask = torch.ones(12, 2, dtype=torch.float64)
-    rollouts = Rollouts(torch.arange(12) // 4, mask, (logp + b.logp_old_shift.T).detach(), b.reward)
+AWM = [("exp_first", "token", 0), ("sum_first", "sequence_full", 0), ("exp_first", "token", 1)]
+
+
+@pytest.mark.parametrize(("average", "level", "number"), AWM)
+def test_awm_update(average, level, number):
+    peer = load("awm").peers[number]
+    b = inputs_of("awm", peer)
+    rows = len(b.reward)
+    velocity, sigma = b.velocity.requires_grad_(), b.sigma.repeat_interleave(rows)
+    logp = pseudo_log_likelihood(matching_error(b), sigma, "ghuber", 0.25).reshape(2, rows).T
+    objective = get("awm").override({"ratio": {"kind": level}}).at(PROGRESS)
+    rollouts = Rollouts(group_numbers(b.prompts), torch.ones_like(logp), (logp + b.logp_old_shift.T).detach(), b.reward)
     rollouts = objective.compute_advantages(rollouts)
     limited = torch.tensor(peer["advantage"], dtype=torch.float64).clamp(-5, 5) / 5
-    torch.testing.assert_close(rollouts.advantage, limited[:, None].expand(12, 2), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(rollouts.advantage, limited[:, None].expand(rows, 2), rtol=1e-12, atol=1e-12)
 
     def distance(anchor, kind):
-        return velocity_kl(velocity.flatten(0, 1), anchor.flatten(0, 1), sigma, kind).reshape(2, 12).T
+        return velocity_kl(velocity.flatten(0, 1), anchor.flatten(0, 1), sigma, kind).reshape(2, rows).T
 
     outputs = PolicyOutputs(logp, kl_ref=distance(b.velocity_ref, "uniform"))
     loss = objective.loss(outputs, rollouts, objective.denominators(rollouts)).loss

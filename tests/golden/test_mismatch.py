@@ -29,8 +29,9 @@ def name_of(peer):
     return "-".join([peer["program"].split()[0], *map(str, options.values())])
 
 
-def test_icepop_is_verls():
-    b, (peer,) = inputs_of("icepop"), [peer for peer in PEERS if "row" in peer]
+@pytest.mark.parametrize("peer", [peer for peer in PEERS if "row" in peer], ids=["out of bounds", "near bounds"])
+def test_icepop_is_verls(peer):
+    b = inputs_of("icepop", peer)
     rollouts = get("icepop").compute_advantages(rollouts_of(b))
     loss, gradient, metrics = evaluated(get("icepop"), rollouts, b.logp)
     assert_agrees(rollouts.advantage, peer, "advantage")

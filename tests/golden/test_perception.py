@@ -8,7 +8,7 @@ import torch
 from mmrl.core import PolicyOutputs, Rollouts, get
 from mmrl.training.recipe import LossTerm, Step
 from mmrl.vlm.methods.papo import CorrectLikelihood, PapoSettings, Perception, gamma_at
-from tests.golden.numbers import assert_agrees, inputs_of, load
+from tests.golden.numbers import PROGRESS, assert_agrees, inputs_of, load
 
 STEPS = 4
 
@@ -33,7 +33,7 @@ def terms_of(options) -> tuple[list[LossTerm], Step]:
 
 @pytest.mark.parametrize("peer", load("papo").peers, ids=lambda peer: peer["case"])
 def test_papo_is_its_public_code(peer):
-    b, (terms, step) = inputs_of("papo"), terms_of(peer["options"])
+    b, (terms, step) = inputs_of("papo", peer), terms_of(peer["options"])
     logp = b.logp.requires_grad_()
     rollouts = Rollouts(
         group=b.group,
@@ -41,11 +41,12 @@ def test_papo_is_its_public_code(peer):
         logp_old=b.logp_old,
         reward=b.reward,
         logp_ref=b.logp_ref,
-        advantage=b.advantage,
         reward_terms={"exact": b.correct},
         extras={"papo_weight": b.weight, "logp_masked": b.logp_masked},
     )
-    outputs, objective = PolicyOutputs(logp), get("papo")
+    outputs, objective = PolicyOutputs(logp), get("papo").at(PROGRESS)
+    rollouts = objective.compute_advantages(rollouts)
+    assert_agrees(rollouts.advantage, peer, "advantage")
     counts = {name: number for term in terms for name, number in term.counts(rollouts).items()}
     denominators = dataclasses.replace(objective.denominators(rollouts), others=counts)
     loss = objective.loss(outputs, rollouts, denominators).loss

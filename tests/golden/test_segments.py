@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mmrl.contrib.language.segment import bounds, chain_cuts, tree_values
-from tests.golden.numbers import assert_agrees, load
+from tests.golden.numbers import assert_agrees, inputs_of, load
+from tests.golden.test_tokens import compare
 
 INPUTS = load("segment_chain").inputs
 PARTS = INPUTS["parts"]
@@ -21,6 +22,11 @@ def test_cuts_and_advantages_of_chains():
         uncertain = torch.tensor(probability) <= 0.9
         expected = torch.tensor(PARTS["advantage"][row][:length])
         torch.testing.assert_close((after - before) * uncertain, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("peer", load("segment_chain").peers, ids=["near", "far"])
+def test_trees_have_the_loss_of_chains(peer):
+    compare("segment_tree", peer, inputs_of("segment_chain", peer))
 
 
 @pytest.mark.parametrize("number", [0, 1])

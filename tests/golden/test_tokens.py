@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmrl.core import PolicyOutputs, Rollouts, all_objectives, get
-from tests.golden.numbers import PAPERS, assert_agrees, inputs_of, load, tensor
+from tests.golden.numbers import PAPERS, PROGRESS, assert_agrees, inputs_of, load, tensor
 
 OWN_TESTS = {"papo", "apo", "srpo", "icepop"}
 """Rows whose recipes do a part of the computation, or whose files hold more than the row."""
@@ -27,7 +27,7 @@ def compute(name, changes, inputs=None):
     fields = {key: b[key] for key in GIVEN if key in b}
     standard = (b[key] for key in ("group", "mask", "logp_old", "reward"))
     rollouts = Rollouts(*standard, entropy=b.get("entropy_old"), **named, **fields)
-    objective = get(name).override(changes)
+    objective = get(name).override(changes).at(PROGRESS)
     state = objective.state()
     for step, reward in enumerate(b.get("before", ())):
         entropy = b["entropy_before"][step] if "entropy_before" in b else rollouts.entropy
@@ -49,7 +49,12 @@ def compute(name, changes, inputs=None):
 @pytest.mark.parametrize(("name", "number"), CASES)
 def test_a_method_is_its_peers(name, number):
     peer = load(name).peers[number]
-    found = compute(name, peer.get("changes", {}))
+    compare(name, peer, inputs_of(name, peer))
+
+
+def compare(name, peer, inputs):
+    """Compare a row with a peer on these inputs."""
+    found = compute(name, peer.get("changes", {}), vars(inputs))
     compared = [key for key in found if key in peer]
     assert compared
     for key in compared:

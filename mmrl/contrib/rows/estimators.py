@@ -680,7 +680,7 @@ ROWS: tuple[Objective, ...] = (
         GroupMean(),
         PpoClip(),
         TokenMean(),
-        kl=K3(0.05),
+        kl=K3(0.05, clamp=False),
         claim="a KL to a cloned policy provably lowers the number of samples, the more demonstrations the lower",
         citation="Tiapkin et al., Demonstration-Regularized RL, arXiv 2310.17303, starting from a cloned policy",
         verified="hand computation",

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 
 from tests.golden.make.peers import Clone, Made, doubles, gradient, tensors
-from tests.golden.make.tokens import batch
+from tests.golden.make.tokens import batch, far_reference
 
 COMMIT = "093f2d82eee37e76594486831c122d7d19161c07"
 
@@ -17,13 +17,20 @@ def make(path: str) -> Made:
     # One question without a right answer; lengths are those of the rows, thousands of tokens where it matters.
     inputs["reward"] = [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
     inputs["lengths"] = [600, 4000, 12000, 900, 30, 4000, 80, 900, 20000, 150, 1000, 300]
+    reference = far_reference(inputs)
+    peers = [update(clone, inputs), {"inputs": reference} | update(clone, inputs | reference)]
+    return "APO, arXiv 2506.21655", inputs, peers, clone
+
+
+def update(clone: Clone, inputs: dict) -> dict:
+    """Factors and loss of a batch."""
     found, b = factors(clone, inputs), tensors(inputs)
     b.logp.requires_grad_()
     advantage = (found.rewards * found.neg_diff_weights).reshape(-1, 1) * b.mask
     weights = kl_weights(clone, advantage, found.difficulties.reshape(-1))
     with doubles():
         loss = actor_loss(clone, b, advantage, weights)
-    peer = {
+    return {
         "program": clone.name,
         "calls": [
             "openrlhf/trainer/ppo_utils/experience_maker.py:551-567",
@@ -38,7 +45,6 @@ def make(path: str) -> Made:
         "loss": loss.detach(),
         "gradient": gradient(loss, b.logp),
     }
-    return "APO, arXiv 2506.21655", inputs, [peer], clone
 
 
 def factors(clone: Clone, inputs: dict) -> SimpleNamespace:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.golden.make.images import update
+from tests.golden.make.images import outlier, update
 from tests.golden.make.peers import Clone, Made, doubles, gradient, numbers, tensors
 
 COMMIT = "be5137232e33a21b449ed65a533211d0deb97ed8"
@@ -29,16 +29,9 @@ CONFIG = {
 
 def make(path: str) -> Made:
     clone = Clone(path, "scxue/advantage_weighted_matching", COMMIT)
-    kept = ("prompts", "reward")
-    inputs = {key: value for key, value in update().items() if key in kept}
-    inputs |= {
-        "clean": numbers(70, 12, 2, 3, 3, low=-2, high=2),
-        "noise": numbers(71, DRAWS, 12, 2, 3, 3, low=-2, high=2),
-    }
-    inputs |= {"velocity": numbers(72, DRAWS, 12, 2, 3, 3, low=-2, high=2), "sigma": [0.35, 0.8]}
-    inputs |= {"velocity_ref": numbers(73, DRAWS, 12, 2, 3, 3, low=-2, high=2)}
-    inputs |= {"velocity_ema": numbers(74, DRAWS, 12, 2, 3, 3, low=-2, high=2)}
-    inputs |= {"logp_old_shift": numbers(75, DRAWS, 12, low=-1.2, high=0.6), "config": CONFIG}
+    inputs = images(update(), 2, 3, 3) | {"sigma": [0.35, 0.8], "config": CONFIG}
+    beyond = images(outlier(), 1, 2, 2)
+    beyond["logp_old_shift"][0][0] = 2.5  # a ratio below 0.1, where the advantage is negative
     with doubles():
         likelihood = {name: pseudo(clone, inputs, name)[0].detach() for name in WEIGHTINGS}
         losses = {name: loss(clone, inputs, name) for name in ("exp_first", "sum_first")}
@@ -50,7 +43,20 @@ def make(path: str) -> Made:
         "likelihood": likelihood,
         "losses": losses,
     }
-    return "AWM, arXiv 2509.25050", inputs, [peer], clone
+    second = {key: peer[key] for key in ("program", "calls", "relative")} | {"inputs": beyond}
+    with doubles():
+        second |= {"losses": {"exp_first": loss(clone, inputs | beyond, "exp_first")}}
+    second["advantage"] = advantages(clone, beyond)
+    return "AWM, arXiv 2509.25050", inputs, [peer, second], clone
+
+
+def images(rows: dict[str, Any], *shape: int) -> dict[str, Any]:
+    """Prompts, rewards and images of rows, and what the model predicts for two noisy versions of each."""
+    number = len(rows["reward"])
+    found = {key: rows[key] for key in ("prompts", "reward")} | {"clean": numbers(70, number, *shape, low=-2, high=2)}
+    for seed, name in enumerate(("noise", "velocity", "velocity_ref", "velocity_ema"), 71):
+        found[name] = numbers(seed, DRAWS, number, *shape, low=-2, high=2)
+    return found | {"logp_old_shift": numbers(75, DRAWS, number, low=-1.2, high=0.6)}
 
 
 def advantages(clone: Clone, inputs: dict[str, Any]) -> torch.Tensor:
@@ -67,7 +73,7 @@ def pseudo(clone: Clone, inputs: dict[str, Any], weighting: str) -> tuple[torch.
         lambda **_: (velocity,),
         None,
         None,
-        b.sigma.repeat_interleave(12).reshape(-1, 1, 1, 1),
+        b.sigma.repeat_interleave(len(b.clean)).reshape(-1, 1, 1, 1),
         None,
         None,
         SimpleNamespace(train=train),
@@ -82,15 +88,16 @@ def pseudo(clone: Clone, inputs: dict[str, Any], weighting: str) -> tuple[torch.
 def loss(clone: Clone, inputs: dict[str, Any], kind: str) -> dict[str, torch.Tensor]:
     b = tensors(inputs)
     logp, output, deviation, velocity = pseudo(clone, inputs, "ghuber")
-    logp = logp.reshape(DRAWS, 12)
+    rows = len(b.clean)
+    logp = logp.reshape(DRAWS, rows)
     sample = {
         "advantages": advantages(clone, inputs)[:, None],
         "log_probs": logp,
         "old_log_probs": (logp + b.logp_old_shift).detach(),
-        "model_output": output.reshape(DRAWS, 12, *output.shape[1:]),
+        "model_output": output.reshape(DRAWS, rows, *output.shape[1:]),
         "model_output_ref": b.velocity_ref,
         "model_output_ema": b.velocity_ema,
-        "std_dev_t": deviation.reshape(DRAWS, 12, 1, 1, 1),
+        "std_dev_t": deviation.reshape(DRAWS, rows, 1, 1, 1),
     }
     config = SimpleNamespace(train=SimpleNamespace(**CONFIG, loss_type=kind))
     names = {"accelerator": SimpleNamespace(is_main_process=False), "info": defaultdict(list)}

@@ -5,12 +5,15 @@ Nothing of the suite is used. `token_loss` and its gradient by the log-probabili
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import combinations
 from typing import Any
 
+import mpmath
+
 from tests.golden.make.pairs import PAIRS, TOKENS, pairs
 from tests.golden.make.peers import Made, numbers
-from tests.golden.make.tokens import batch
+from tests.golden.make.tokens import batch, far, far_reference
 
 BY_HAND = "hand computation"
 EVALUATED = "evaluated in float64 by tests/golden/make/by_hand.py, in plain Python without the suite"
@@ -148,18 +151,28 @@ def d3s() -> Made:
     # no subset but one has the largest variance
     rewards = [1.0, 0.0, 0.1, 0.7, 0.3, 0.2, 0.9, 0.75, 0.0, 1.0, 0.95, 0.25]
     inputs = batch() | {"reward": rewards, "entropy_old": numbers(8, 12, 6, low=0.1, high=2.0)}
+    # a group of twelve, after an earlier step; the decisions of highest entropy have ratios below the lower bound
+    high = [[2.0 if place == 2 else x for place, x in enumerate(row)] for row in inputs["entropy_old"]]
+    other = far(inputs) | {"group": [0] * 12, "entropy_old": high, "before": [rewards]}
+    peers = [of_best(inputs, 2), {"inputs": other} | of_best(inputs | other, 6)]
+    return "D3S, arXiv 2509.22115", inputs, peers
+
+
+def of_best(inputs: dict[str, Any], size: int) -> dict[str, Any]:
+    """Advantages, and the loss of the best decisions of `size` rows of each group."""
+    rewards = inputs["reward"]
     mask, entropy, found, kept = inputs["mask"], inputs["entropy_old"], [0.0] * 12, set()
     for rows in groups(inputs).values():
         for i, a in zip(rows, standardised([rewards[i] for i in rows]), strict=True):
             found[i] = a
-        kept |= set(max(combinations(rows, 2), key=lambda pair: variance(tuple(found[i] for i in pair))))
+        kept |= set(max(combinations(rows, size), key=lambda pair: variance(tuple(found[i] for i in pair))))
     places = [(i, t) for i in sorted(kept) for t in range(6) if mask[i][t]]
     score = {(i, t): abs(found[i]) * entropy[i][t] for i, t in places}
     # a fifth of the decisions, as the quantile that interpolates linearly has it
     best = sorted(places, key=score.__getitem__)[int(0.8 * (len(places) - 1)) + 1 :]
     chosen = [[float((i, t) in best) for t in range(6)] for i in range(12)]
     answer = token_loss(inputs | {"mask": chosen}, found, clipped(0.2, 0.28))
-    return "D3S, arXiv 2509.22115", inputs, [by_hand("section 3 of the paper", **answer)]
+    return by_hand("section 3 of the paper", **answer)
 
 
 def centred(inputs: dict) -> list[float]:
@@ -181,15 +194,18 @@ def selfplay_winrate() -> Made:
 
 def demo_regularised() -> Made:
     """Demonstration-regularised RL: a clipped loss and 0.05 times the divergence k3 from the cloned policy."""
-    inputs = batch()
-    answer = token_loss(inputs, centred(inputs), clipped(0.2, 0.2))
-    number = sum(map(sum, inputs["mask"]))
-    for i, mask in enumerate(inputs["mask"]):
-        for t, trained in enumerate(mask):
-            d = inputs["logp_ref"][i][t] - inputs["logp"][i][t]
-            answer["loss"] += 0.05 * trained * (math.exp(d) - d - 1) / number
-            answer["gradient"][i][t] += 0.05 * trained * (1 - math.exp(d)) / number
-    peers = [by_hand("section 3 of the paper", **answer)]
+    inputs, peers = batch(), []
+    for changed in ({}, far_reference(inputs)):
+        given = inputs | changed
+        answer = token_loss(given, centred(given), clipped(0.2, 0.2))
+        number = sum(map(sum, given["mask"]))
+        for i, mask in enumerate(given["mask"]):
+            for t, trained in enumerate(mask):
+                d = given["logp_ref"][i][t] - given["logp"][i][t]
+                answer["loss"] += 0.05 * trained * (math.exp(d) - d - 1) / number
+                answer["gradient"][i][t] += 0.05 * trained * (1 - math.exp(d)) / number
+        peer = by_hand("section 3 of the paper", **answer)
+        peers.append(({"inputs": changed} if changed else {}) | peer)
     return "Demonstration-regularised RL, arXiv 2310.17303", inputs, peers
 
 
@@ -330,11 +346,58 @@ def tppo() -> Made:
     return "T-PPO, arXiv 2506.15050", inputs, [by_hand("EGAE of the paper's section 3", **answer)]
 
 
+def reg_grpo() -> Made:
+    """Regressive GRPO by section 3.2 of its paper and the k3 estimator; slopes are differences at 40 digits."""
+    inputs, peers = batch(), []
+    for changed in ({}, far_reference(inputs)):
+        given = inputs | changed
+        rows = [0.0] * 12
+        for own in groups(given).values():
+            for i, a in zip(own, standardised([given["reward"][i] for i in own], 1e-4), strict=True):
+                rows[i] = a
+        answer = {"advantage": spread(given, rows)} | with_slopes(partial(regression, given, rows), given)
+        calls = "section 3.2 of the paper, with deviations as in TRL, and 0.1 k3"
+        peers.append(({"inputs": changed} if changed else {}) | by_hand(calls, **answer))
+    return "DeepVideo-R1, arXiv 2506.07464", inputs, peers
+
+
+def with_slopes(function: Callable[[list[list[Any]]], Any], inputs: dict[str, Any]) -> dict[str, Any]:
+    """A loss of log-probabilities, and its derivative by each trained one: the difference of both sides."""
+    with mpmath.workdps(40):
+        at, width = [[mpmath.mpf(x) for x in row] for row in inputs["logp"]], mpmath.mpf("1e-15")
+        answer: dict[str, Any] = {"loss": float(function(at)), "gradient": [[0.0] * len(row) for row in at]}
+        for i, t in ((i, t) for i, mask in enumerate(inputs["mask"]) for t, trained in enumerate(mask) if trained):
+            middle, sides = at[i][t], []
+            for move in (width, -width):
+                at[i][t] = middle + move
+                sides.append(function(at))
+            at[i][t] = middle
+            answer["gradient"][i][t] = float((sides[0] - sides[1]) / (2 * width))
+    return answer
+
+
+def regression(inputs: dict[str, Any], rows: Numbers, new: list[list[Any]]) -> Any:
+    """Mean over answers of (A - (rho - mean rho) / (std rho + eps))^2 and of 0.1 k3, rho the log-ratio of an answer."""
+    mask, total = inputs["mask"], mpmath.mpf(0)
+    rho = [
+        sum((n - o) for n, o, m in zip(*row, strict=True) if m)
+        for row in zip(new, inputs["logp_old"], mask, strict=True)
+    ]
+    for own in groups(inputs).values():
+        centre = sum(rho[i] for i in own) / len(own)
+        deviation = mpmath.sqrt(sum((rho[i] - centre) ** 2 for i in own) / (len(own) - 1))
+        total += sum((rows[i] - (rho[i] - centre) / (deviation + mpmath.mpf(1e-4))) ** 2 for i in own) / 12
+    for row in zip(inputs["logp_ref"], new, mask, strict=True):
+        apart = [f - n for f, n, m in zip(*row, strict=True) if m]
+        total += mpmath.mpf(0.1) * sum(mpmath.exp(d) - d - 1 for d in apart) / len(apart) / 12
+    return total
+
+
 ROWS = {
     row.__name__: row
     for row in (
         *(direct_advantage, inpo, aspo_tir, d3s, selfplay_winrate, demo_regularised),
-        *(fapo, gepo, p3o_joint, p3o_separate, seed_grpo, tppo),
+        *(fapo, gepo, p3o_joint, p3o_separate, seed_grpo, tppo, reg_grpo),
     )
 }
 """Golden files that are computed here."""

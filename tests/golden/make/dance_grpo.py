@@ -4,7 +4,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
-from tests.golden.make.images import STEPS, latents, mean_of_steps, update
+from tests.golden.make.images import STEPS, latents, mean_of_steps, outlier, update
 from tests.golden.make.peers import Clone, Made, gradient, tensors
 
 COMMIT = "15cc71d53cc2e6e18a68ee607d5fb6ba9a99e344"
@@ -22,7 +22,9 @@ def make(path: str) -> Made:
         "relative": 1e-6,
         "because": "it takes the log-probability of a step in float32",
     }
-    return "DanceGRPO, arXiv 2505.07818", inputs, [peer | step(clone, inputs) | loss(clone, inputs)], clone
+    beyond = outlier()
+    peers = [peer | step(clone, inputs) | loss(clone, inputs), peer | {"inputs": beyond} | loss(clone, beyond)]
+    return "DanceGRPO, arXiv 2505.07818", inputs, peers, clone
 
 
 def step(clone: Clone, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -40,7 +42,7 @@ def step(clone: Clone, inputs: dict[str, Any]) -> dict[str, Any]:
 def loss(clone: Clone, inputs: dict[str, Any]) -> dict[str, Any]:
     b = tensors(inputs)
     b.logp.requires_grad_()
-    options = {"use_group": True, "num_generations": 4, "gradient_accumulation_steps": 1}
+    options = {"use_group": True, "num_generations": inputs["prompts"].count("fox"), "gradient_accumulation_steps": 1}
     args, samples = SimpleNamespace(**options), {"rewards": b.reward}
     advantage = clone.lines(FILE, 534, 545, args=args, samples=samples).samples["advantages"]
     steps = []

@@ -2,13 +2,14 @@
 
 from collections import defaultdict
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 
 from tests.golden.make.forks import CORE, fork_names, token_rewards
 from tests.golden.make.peers import Clone, Made, gradient, tensors
-from tests.golden.make.tokens import batch
+from tests.golden.make.tokens import batch, far
 
 
 class Options(SimpleNamespace):
@@ -39,13 +40,21 @@ def make(path: str) -> Made:
     names["agg_loss"] = clone.function(CORE, "agg_loss", **names)
     names["get_clip_low_high"] = clone.function(CORE, "get_clip_low_high")
     compute = clone.function(CORE, "compute_policy_loss_dcpo", AlgoConfig=type("AlgoConfig", (), {}), **names)
-    logp, peers = b.logp.requires_grad_(), []
+    peers: list[dict[str, Any]] = []
     functions = ("compute_dcpo_outcome_advantage", "compute_policy_loss_dcpo")
     program = {"program": clone.name, "calls": [f"{CORE}:{name}" for name in functions]}
     config = Options(clip_type="dynamic", clip_ratio=0.2, clip_ratio_low=0.16, clip_ratio_high=0.2, clip_ratio_c=10.0)
-    for average, ours in (("seq-mean-token-mean", "sequence_mean"), ("only-token-mean", "token_mean")):
-        loss = compute(b.logp_old, logp, found["advantages"], b.mask, average, config)[0]
+    beyond = far(inputs)
+    # so unlikely a token that its upper bound would be 12, and a ratio beyond it
+    beyond["logp_old"][0][0], beyond["logp"][0][0] = -6.5, -3.2
+    # so likely a token that its lower bound is above 0.5, and a ratio below it
+    beyond["logp_old"][8][2], beyond["logp"][8][2] = -0.1, -1.5
+    means = {"seq-mean-token-mean": {}, "only-token-mean": {"changes": {"aggregation": {"kind": "token_mean"}}}}
+    for average, changed in (*((name, {}) for name in means), ("seq-mean-token-mean", beyond)):
+        own = tensors(inputs | changed)
+        logp = own.logp.requires_grad_()
+        loss = compute(own.logp_old, logp, found["advantages"], b.mask, average, config)[0]
         answer = {"advantage": found["advantages"], "loss": loss.detach(), "gradient": gradient(loss, logp)}
         exact = {"relative": 1e-8, "because": "it adds 1e-8 to the number of tokens that a mean is taken over"}
-        peers.append(program | exact | {"changes": {"aggregation": {"kind": ours}}} | answer)
+        peers.append(program | exact | ({"inputs": changed} if changed else means[average]) | answer)
     return "DCPO, arXiv 2509.02333", inputs, peers, clone

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.golden.make.images import STEPS, latents, mean_of_steps, update
+from tests.golden.make.images import STEPS, latents, mean_of_steps, outlier, update
 from tests.golden.make.peers import Clone, Made, gradient, package, tensors
 
 COMMIT = "1958463f020112c9a7bc85768d296daacc2e1b4b"
@@ -31,7 +31,9 @@ def make(path: str) -> Made:
         "because": "it adds log(sqrt(2 pi)) in float32",
         "later_advantages": history(clone, inputs),
     }
-    return "DDPO, arXiv 2305.13301", inputs, [peer | answers], clone
+    beyond = outlier()
+    second = {"inputs": beyond} | loss(clone, inputs | beyond)
+    return "DDPO, arXiv 2305.13301", inputs, [peer | answers, peer | second], clone
 
 
 def step(clone: Clone, inputs: dict[str, Any]) -> dict[str, Any]:

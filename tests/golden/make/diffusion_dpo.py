@@ -24,7 +24,10 @@ def make(*paths: str) -> Made:
         "prediction_ref": numbers(33, *SHAPE, low=-2.0, high=2.0),
         "beta": 4.0,
     }
+    near = (0.999 * torch.tensor(inputs["prediction"]) + 0.001 * torch.tensor(inputs["prediction_ref"])).tolist()
+    given = {"prediction_ref": near, "beta": 5000.0}  # the row's beta is for policies near their reference
     peers = [by_noise(clones[0], inputs), by_velocity(clones[1], inputs)]
+    peers += [{"inputs": given} | by_noise(clones[0], inputs | given)]
     return "Diffusion-DPO, arXiv 2311.12908", inputs, peers, *clones
 
 

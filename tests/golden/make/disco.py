@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from tests.golden.make.forks import fork_names
 from tests.golden.make.peers import Clone, Made, gradient, tensors
@@ -20,13 +21,14 @@ def moved() -> dict[str, Any]:
     return inputs
 
 
-def answer(clone: Clone, inputs: dict[str, Any], name: str, **given: Any) -> dict[str, Any]:
-    """The gradient of one of its losses; the value that it reports has another constant."""
+def answer(clone: Clone, inputs: dict[str, Any], name: str, room: int = 0, **given: Any) -> dict[str, Any]:
+    """The gradient of one of its losses, with `room` for further tokens; the value it reports has another constant."""
     b = tensors(inputs)
     logp, names = b.logp.requires_grad_(), fork_names(clone, "verl/")
     compute = clone.function(CORE, name, **names)
-    options = {"uid": b.group, "seq_level_rewards": b.reward, "eos_mask": b.mask} | CONSTANTS | given
-    loss = compute(old_log_prob=b.logp_old, log_prob=logp, **options)[0]
+    old, new, mask = (functional.pad(x, (0, room)) for x in (b.logp_old, logp, b.mask))
+    options = {"uid": b.group, "seq_level_rewards": b.reward, "eos_mask": mask} | CONSTANTS | given
+    loss = compute(old_log_prob=old, log_prob=new, **options)[0]
     return {"program": clone.name, "calls": [f"{CORE}:{name}"], **FLOOR, "gradient": gradient(loss, logp)}
 
 

@@ -8,7 +8,7 @@ from tests.golden.make.sppo import COMMIT, fork
 def make(path: str) -> Made:
     clone = Clone(path, "uclaml/SPPO", COMMIT)
     inputs = pairs()
-    peers = [trl(inputs, ["sigmoid"], [1.0], beta=0.1, smoothing=0.0) | {"options": {"beta": 0.1}}]
+    peers = [trl(inputs, ["sigmoid"], [1.0], beta=0.1, smoothing=0.0) | {"options": {}}]
     for smoothing in (0.0, 0.2):
         found = fork(clone, inputs, loss_type="sigmoid", beta=0.3, label_smoothing=smoothing)
         peers.append(found | {"options": {"beta": 0.3, "label_smoothing": smoothing}})

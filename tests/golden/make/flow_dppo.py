@@ -1,5 +1,6 @@
 """Flow-DPPO's loss by its public code."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from tests.golden.make.peers import Clone, Made, doubles, gradient, numbers, ten
 
 COMMIT = "1a7b501e8fe8517b432a130220d2ff462f9b5afa"
 FILE = "unirl/algorithms/flowdppo.py"
+TRACK = "unirl/types/rollout_resp.py"
 LIMIT = 1e-5
 
 
@@ -19,16 +21,40 @@ def make(path: str) -> Made:
         "moved": (1e-3 * torch.tensor(numbers(71, *shape, low=-5, high=5), dtype=torch.float64)).tolist(),
         "noise": numbers(72, *shape, low=-2, high=2),
         "std": [0.9, 0.7, 0.4],
-        "advantage": [1.5, -0.7, 0.0, 2.0, -1.1, -0.3],
-        "limit": LIMIT,
+        "group": [0, 0, 0, 1, 1, 1],
+        "reward": [0.9, 0.1, 0.5, 1.0, 0.2, 0.3],
     }
+    # the first step moves along its noise, to a divergence a little beyond the limit, and its advantage is positive
+    noise = torch.tensor(inputs["noise"][0][0], dtype=torch.float64)
+    moved = inputs["std"][0] * (2 * 1.05 * LIMIT / noise.square().mean()).sqrt() * noise
+    inputs["moved"][0][0] = moved.tolist()
+    advantage = advantages(clone, inputs)
     with doubles():
-        answers = loss(clone, inputs)
-    peer = {"program": clone.name, "calls": [f"{FILE}:_flowdppo_kl_adv_loss"], "relative": 1e-12}
+        answers = {"advantage": advantage} | loss(clone, inputs, advantage)
+    peer = {"program": clone.name, "relative": 1e-12}
+    peer["calls"] = [f"{TRACK}:314-332", f"{FILE}:_flowdppo_kl_adv_loss"]
     return "Flow-DPPO, arXiv 2606.11025", inputs, [peer | answers], clone
 
 
-def loss(clone: Clone, inputs: dict[str, Any]) -> dict[str, Any]:
+def advantages(clone: Clone, inputs: dict[str, Any]) -> torch.Tensor:
+    """Advantages (B,) by the lines of `RolloutTrack.compute_advantages` for groups of one size."""
+    b = tensors(inputs)
+    found = clone.lines(
+        TRACK,
+        314,
+        332,
+        torch=SimpleNamespace(float32=torch.float64),
+        rewards_local=b.reward,
+        n_groups=len(b.group.unique()),
+        branch=len(b.group) // len(b.group.unique()),
+        normalize=True,
+        use_global_std=True,
+        eps=1e-8,
+    )
+    return found.adv.flatten()
+
+
+def loss(clone: Clone, inputs: dict[str, Any], advantage: torch.Tensor) -> dict[str, Any]:
     b = tensors(inputs)
     mean = (b.means + b.moved).requires_grad_()
     std = b.std.reshape(1, 3, 1, 1, 1)
@@ -40,7 +66,7 @@ def loss(clone: Clone, inputs: dict[str, Any]) -> dict[str, Any]:
         old_logp=old,
         new_means=mean,
         old_means=b.means,
-        advantages=b.advantage[:, None].expand(-1, 3),
+        advantages=advantage[:, None].expand(-1, 3),
         sigma_t=std,
         kl_mask_threshold=LIMIT,
     )

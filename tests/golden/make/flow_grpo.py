@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.golden.make.images import STEPS, latents, mean_of_steps, update
+from tests.golden.make.images import STEPS, latents, mean_of_steps, outlier, update
 from tests.golden.make.peers import Clone, Made, doubles, gradient, numbers, package, tensors
 
 COMMIT = "ac4c86e8cae021841f1fde853d340e0db67690dd"
@@ -22,6 +22,8 @@ def make(path: str) -> Made:
     with doubles():
         stepped, sigmas = step(clone, inputs)
         answers = stepped | loss(clone, inputs) | {"decay": decays(clone)}
+        beyond = outlier() | {"means": numbers(35, 2, 30, STEPS, 1, 1, 1)}
+        second = {"inputs": beyond} | loss(clone, inputs | beyond)
     peer = {
         "program": f"{clone.name}, {package('diffusers')}",
         "calls": [
@@ -34,7 +36,7 @@ def make(path: str) -> Made:
         "because": "it adds log(sqrt(2 pi)) in float32",
     }
     inputs |= {"sigmas": sigmas, "indices": INDICES, "noise_level": NOISE_LEVEL}
-    return "Flow-GRPO, arXiv 2505.05470", inputs, [peer | answers], clone
+    return "Flow-GRPO, arXiv 2505.05470", inputs, [peer | answers, peer | second], clone
 
 
 def step(clone: Clone, inputs: dict[str, Any]) -> tuple[dict[str, Any], list[float]]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tests.golden.make.peers import Clone, Made, gradient, numbers, tensors
-from tests.golden.make.tokens import batch
+from tests.golden.make.tokens import batch, far_reference
 
 REPOSITORY, COMMIT = "langfengQ/DrMAS", "1bc15d2e5756feab090fc3ba015f285dab9ee166"
 GIGPO, CORE, MASKED = "gigpo/core_gigpo.py", "verl/trainer/ppo/core_algos.py", "verl/utils/torch_functional.py"
@@ -26,6 +26,8 @@ def make(path: str) -> Made:
         run(clone, inputs, "mean_std_norm", over_turns=False)
         | {"changes": {"advantage": {"std": True, "episode_mean": "episodes"}}},
     ]
+    reference = far_reference(inputs)
+    peers.append({"inputs": reference} | run(clone, inputs | reference, "mean_norm", over_turns=True))
     return "GiGPO, arXiv 2505.10978", inputs, peers, clone
 
 

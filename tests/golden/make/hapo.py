@@ -8,7 +8,7 @@ import torch
 
 from tests.golden.make.forks import CORE, COUNT_EPS, fork_names, token_rewards
 from tests.golden.make.peers import Clone, Made, doubles, gradient, numbers, tensors
-from tests.golden.make.tokens import batch
+from tests.golden.make.tokens import batch, far
 
 NAMES = ("floor", "ceil")
 SAMPLER = "vllm/v1/sample/sampler.py"
@@ -22,8 +22,9 @@ def make(path: str) -> Made:
     # from a certain distribution to an even one, and entropies beyond those of the step
     inputs["logits"] = [[scale * x for x in numbers(8, 5)] for scale in (0.0, 0.5, 2.0, 4.0, 9.0, 40.0)]
     with doubles():
-        peer = run(clone, inputs) | temperatures(clone, inputs)
-    return "HAPO, arXiv 2509.16591", inputs, [peer], clone
+        beyond = far(inputs)
+        peers = [run(clone, inputs) | temperatures(clone, inputs), {"inputs": beyond} | run(clone, inputs | beyond)]
+    return "HAPO, arXiv 2509.16591", inputs, peers, clone
 
 
 def temperatures(clone: Clone, inputs: dict) -> dict:

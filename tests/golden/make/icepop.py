@@ -1,6 +1,7 @@
 """IcePop by verl, and the other weights and gates between sampler and trainer by verl and TRL."""
 
 import inspect
+import math
 import textwrap
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,11 @@ FIRST, LAST = "per_token_logps_diff = (old_per_token_logps", "# Compute the per-
 
 def make() -> Made:
     inputs = batch() | {"logp_rollout": rollout_logps(batch()["logp_old"])}
-    peers = [icepop(inputs)]
+    # weights of 0.52 and 4.8, a little inside the bounds of 0.5 and 5
+    near = {"logp_rollout": [[*row] for row in inputs["logp_rollout"]]}
+    for row, weight in ((0, 0.52), (3, 4.8)):
+        near["logp_rollout"][row][0] = round(inputs["logp_old"][row][0] - math.log(weight), 4)
+    peers = [icepop(inputs), {"inputs": near} | icepop(inputs | near)]
     peers += [weights(inputs, level, bounds) for level in ("token", "sequence") for bounds in (2.0, "0.5_5.0")]
     gates = {"token_k1": (0.5, 2.0), "seq_sum_k1": (0.5, 2.0), "seq_mean_k1": (0.9, 1.2)}
     peers += [gate(inputs, kind, low, high) for kind, (low, high) in gates.items()]

@@ -34,6 +34,19 @@ def update(spread: float = 2e-4) -> dict[str, Any]:
     }
 
 
+def outlier(spread: float = 2e-4) -> dict[str, Any]:
+    """Thirty images of a prompt, one of them so good that its advantage is beyond 5; see `update`."""
+    old = torch.tensor(numbers(33, 30, STEPS, low=-1.5, high=-0.5), dtype=torch.float64)
+    moved = old + spread * torch.tensor(numbers(34, 30, STEPS), dtype=torch.float64)
+    moved[-1] = old[-1] + 0.2 * spread  # within the bounds, so that its loss depends on its advantage
+    return {
+        "prompts": ["fox"] * 30,
+        "reward": [0.0] * 29 + [1.0],
+        "logp_old": old.tolist(),
+        "logp": moved.tolist(),
+    }
+
+
 def mean_of_steps(losses: list[Tensor]) -> Tensor:
     """The codes make one backward pass a step; their optimiser sees the mean."""
     return torch.stack(losses).mean()

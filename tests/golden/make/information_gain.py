@@ -5,8 +5,10 @@ from collections import defaultdict
 import numpy as np
 import torch
 
+from tests.golden.make.forks import COUNT_EPS, fork_names
 from tests.golden.make.gigpo import make_inputs, turns_of
-from tests.golden.make.peers import Clone, Made, numbers, tensors
+from tests.golden.make.peers import Clone, Made, gradient, numbers, tensors
+from tests.golden.make.tokens import far
 
 FIRST = "GuoqingWang1/IGPO", "bff163b72718a8b8f9175ce019ec7114ad6bd59a"
 LATER = "debajoycs98/IGPO", "866019637ff3cc61fd093b0e7acbdd2442af0733"
@@ -24,6 +26,9 @@ def make(*paths: str) -> Made:
         run(clones[1], inputs, gamma=GAMMA, info_gain_norm_mode="separate")
         | {"changes": {"advantage": {"gamma": GAMMA, "apart": True}}},
     ]
+    beyond = far(inputs)
+    whole = run(clones[1], inputs)
+    peers.append({"inputs": beyond} | whole | actor(clones[1], inputs | beyond, whole["advantage"]))
     return "IGPO, arXiv 2510.14967", inputs, peers, *clones
 
 
@@ -41,6 +46,18 @@ def with_gains(inputs: dict) -> dict:
     turn = np.where(np.arange(6) < width[:, None], [0, 0, 1, 1, 2, 2], -1)
     extras = {"information_gain": gains.tolist(), "decision_reward": received.tolist()}
     return inputs | {"reward": received.sum(1).tolist(), "turn": turn.tolist(), "extras": extras}
+
+
+def actor(clone: Clone, inputs: dict, advantage: torch.Tensor) -> dict:
+    """Loss of their actor with the constants of train.sh and the defaults of its configuration."""
+    b, names = tensors(inputs), fork_names(clone)
+    logp, names["agg_loss"] = b.logp.requires_grad_(), clone.function(CORE, "agg_loss", **names)
+    compute = clone.function(CORE, "compute_policy_loss", **names)
+    policy = compute(b.logp_old, logp, advantage, b.mask, cliprange=0.2, clip_ratio_c=3.0)[0]
+    divergence = clone.function(CORE, "kl_penalty")(logp, b.logp_ref, "low_var_kl")
+    loss = policy + 0.001 * names["agg_loss"](divergence, b.mask, "token-mean")
+    calls = [f"{CORE}:{name}" for name in (NAME, "compute_policy_loss", "kl_penalty")]
+    return {"calls": calls, **COUNT_EPS, "loss": loss.detach(), "gradient": gradient(loss, logp)}
 
 
 def run(clone: Clone, inputs: dict, **options) -> dict:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from tests.golden.make.peers import Clone, Made, gradient, numbers, tensors
-from tests.golden.make.tokens import batch
+from tests.golden.make.tokens import batch, far
 
 TRAINER = "trainer_igpo.py"
 
@@ -21,6 +21,10 @@ def make(path: str) -> Made:
     inputs["extras"] = {"hinted": hinted.tolist()}
     peers = [update(clone, inputs, hinted, 0.2, 0.0), update(clone, inputs, hinted * 0, 0.2, 0.01)]
     peers += [update(clone, inputs, hinted, 0.5, 0.0)]
+    beyond = far(inputs)
+    # ratios of whole answers below the lower bound, too
+    beyond["logp"][1::2] = [[round(x - 1.0, 3) for x in row] for row in beyond["logp"][1::2]]
+    peers += [{"inputs": beyond} | update(clone, inputs | beyond, hinted, 0.2, 0.01)]
     return "IGPO (inpainting), arXiv 2509.10396", inputs, peers, clone
 
 
@@ -57,7 +61,7 @@ def update(clone: Clone, inputs: dict, hinted: np.ndarray, share: float, beta: f
         print=lambda *_: None,
     )
     loss = (found.per_token_loss * kept).sum() / kept.sum()
-    changes: dict[str, Any] = {"kl": {"coef": beta}, "weight": {"share": share}}
+    changes: dict[str, Any] = {} if share == 0.2 else {"weight": {"share": share}}
     if not hinted.any():
         changes["weight"] = {"kind": "none"}
     return {

@@ -1,11 +1,14 @@
 """Mirror descent policy optimisation by its public code, with the exact divergence, after half of its steps."""
 
+import math
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
+from tests.golden.make.by_hand import by_hand, centred, spread
 from tests.golden.make.peers import Clone, Made, gradient, numbers, tensors
-from tests.golden.make.tokens import Verl, batch
+from tests.golden.make.tokens import Verl, batch, far
 
 
 def make(path: str) -> Made:
@@ -30,4 +33,23 @@ def make(path: str) -> Made:
     # the row's own divergence is an estimate of the exact one, and its coefficient after half of the run is 1 / 0.5
     peer |= {"changes": {"kl": {"kind": "full", "coef": 2.0, "importance": False, "anneal": False}}}
     peer |= {"loss": loss.detach(), "gradient": gradient(loss, logp)}
-    return "MDPO, arXiv 2005.09814", inputs, [peer], clone
+    given = far(inputs)
+    return "MDPO, arXiv 2005.09814", inputs, [peer, {"inputs": given} | estimated(inputs | given)], clone
+
+
+def estimated(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Equation 9 with the divergence estimated on the decisions taken, r k3 = 1 - r + r log r, after a quarter of K.
+
+    Its slope by the log-probability is -A r + r log r / t with t = 1 - k / K.
+    """
+    number, share = sum(map(sum, inputs["mask"])), 0.75
+    rows, total, slopes = centred(inputs), 0.0, []
+    for a, mask, new, old in zip(rows, inputs["mask"], inputs["logp"], inputs["logp_old"], strict=True):
+        slopes.append([0.0] * len(mask))
+        for place, (d, trained) in enumerate(zip((n - o for n, o in zip(new, old, strict=True)), mask, strict=True)):
+            r = math.exp(d)
+            total += trained * (-a * r + (1 - r + r * d) / share) / number
+            slopes[-1][place] = trained * (-a * r + r * d / share) / number
+    return by_hand(
+        "equation 9 of the paper", repeated=False, advantage=spread(inputs, rows), loss=total, gradient=slopes
+    )

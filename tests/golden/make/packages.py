@@ -1,7 +1,9 @@
 """Golden numbers that verl, TRL, SkyRL or transformers compute, one row a file: citation, inputs and calls."""
 
+import copy
 import pkgutil
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,7 @@ from tests.golden.make import pairs
 from tests.golden.make.icepop import rollout_logps
 from tests.golden.make.pairs import OWN, PAIRS
 from tests.golden.make.peers import Made, gradient, numbers, package, tensors
-from tests.golden.make.tokens import COUNT_EPS, SkyRl, Trl, Verl, batch, ensure_torchvision, near
+from tests.golden.make.tokens import COUNT_EPS, SkyRl, Trl, Verl, batch, ensure_torchvision, far, near
 
 Inputs = dict[str, Any]
 Peer = dict[str, Any]
@@ -20,8 +22,9 @@ Call = Callable[[Inputs], list[Peer]]
 
 COUNT_EPS_FLOAT32 = COUNT_EPS | {"relative": 3e-8}
 LOSS_AND_LIKELIHOOD = (["sigmoid", "sft"], [1.0, 0.005])
-WIDE_BAND = {"share": 1.0, "cov_low": 0.1, "cov_high": 5.0, "low": 0.2, "high": 0.2}
-"""Covariances of Clip-Cov that are left out as a whole."""
+WIDE_BAND = {"share": 0.36, "cov_low": 0.1, "cov_high": 5.0, "low": 0.2, "high": 0.2}
+"""Covariances of Clip-Cov that are left out as a whole, without one to spare."""
+VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
 ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3", "k1p": "k1+", "k3p": "k3+"}
 JENSEN_SHANNON = {"betas": [0.0, 0.1, 0.5, 1.0], "temperature": 0.9}
 
@@ -73,6 +76,16 @@ def trl(loss: str, *, scaled: bool = True, answer: Peer | None = None, kind: str
     return call
 
 
+def on(change: Callable[[Inputs], Inputs], *calls: Call) -> Call:
+    """Calls on a batch of which some inputs are others."""
+
+    def call(inputs: Inputs) -> list[Peer]:
+        changed = change(inputs)
+        return [{"inputs": changed} | peer for one in calls for peer in one(inputs | changed)]
+
+    return call
+
+
 def dpo(kind: str, beta: float = 0.1, smoothing: float = 0.0) -> Call:
     """A loss of TRL's DPO trainer."""
     return lambda inputs: [pairs.trl(inputs, [kind], [1.0], beta, smoothing) | {"options": {}}]
@@ -118,31 +131,55 @@ def rloo(inputs: Inputs) -> list[Peer]:
     return [peer.only(advantage), Trl(inputs).rloo(advantage[:, 0])]
 
 
-def ppo(inputs: Inputs) -> list[Peer]:
-    """GAE, dual clip and the clipped loss of the critic; the row's dual clip is 3, which nothing here reaches."""
+def ppo(inputs: Inputs, duals: tuple[float, ...] = (3.0,)) -> list[Peer]:
+    """GAE, dual clip and the clipped loss of the critic."""
     found = []
-    for dual in (3.0, 1.1):
+    for dual in duals:
         peer = Verl(inputs)
         advantage, returns = peer.gae(1.0, 0.95, kl_ratio=0.05)
         policy = peer.policy_loss("vanilla", advantage, "token-mean", 0.2, 0.2, dual=dual)
         value = peer.value_loss(returns, 0.2)
         more = {"returns": returns, "gradient_values": gradient(0.1 * value, peer.b.values_new)}
-        more["changes"] = {"clip": {"dual": dual}}
+        more |= {} if dual == 3.0 else changed(clip={"dual": dual})
         found.append(peer.answer(advantage, policy + 0.1 * value.detach(), **more, **COUNT_EPS))
     return found
 
 
-def clip_cov(inputs: Inputs) -> list[Peer]:
-    """A band of covariances that holds one decision, and a wide one."""
-    found = []
-    for share, least, most, low, high in ((2e-4, 1.0, 5.0, 1.0, 1.0), WIDE_BAND.values()):
-        peer = Verl(inputs)
-        advantage = grpo_advantage(peer)
-        mode = {"clip_cov_ratio": share, "clip_cov_lb": least, "clip_cov_ub": most}
-        losses = [peer.policy_loss("clip_cov", advantage, "token-mean", low, high, mode=mode) for _ in range(5)]
-        assert all(loss == losses[0] for loss in losses), "which decisions are left out must not depend on the draw"
-        found.append(peer.answer(advantage, losses[0]))
-    return [found[0], found[1] | {"changes": {"clip": WIDE_BAND}}]
+def one_covariance(wanted: float) -> Callable[[Inputs], Inputs]:
+    """The one decision with a covariance in the band of Clip-Cov gets another one there.
+
+    A covariance is the advantage less its mean, times the log-probability less its mean.
+    """
+
+    def change(inputs: Inputs) -> Inputs:
+        b, advantage = tensors(inputs), grpo_advantage(Verl(inputs))
+        trained = b.mask > 0
+        lead, number = advantage - advantage[trained].mean(), trained.sum()
+        covariance = torch.where(trained, lead * (b.logp - b.logp[trained].mean()), 0.0)
+        row, place = divmod(int(covariance.argmax()), trained.shape[1])
+        others = (b.logp[trained].sum() - b.logp[row, place]) / number
+        new = copy.deepcopy(inputs["logp"])
+        new[row][place] = round(float((wanted / lead[row, place] + others) / (1 - 1 / number)), 4)
+        return {"logp": new}
+
+    return change
+
+
+def clip_cov(
+    inputs: Inputs,
+    share: float = 2e-4,
+    cov_low: float = 1.0,
+    cov_high: float = 5.0,
+    low: float = 1.0,
+    high: float = 1.0,
+) -> list[Peer]:
+    """A band whose covariances are all left out: a draw of some would depend on chance."""
+    peer, given = Verl(inputs), {key: value for key, value in locals().items() if key != "inputs"}
+    advantage = grpo_advantage(peer)
+    mode = {"clip_cov_ratio": share, "clip_cov_lb": cov_low, "clip_cov_ub": cov_high}
+    losses = [peer.policy_loss("clip_cov", advantage, "token-mean", low, high, mode=mode) for _ in range(5)]
+    assert all(loss == losses[0] for loss in losses), "which decisions are left out must not depend on the draw"
+    return [peer.answer(advantage, losses[0]) | (changed(clip=given) if given["share"] != 2e-4 else {})]
 
 
 def baseline_inputs() -> Inputs:
@@ -178,10 +215,13 @@ def tool_output(inputs: Inputs) -> list[Peer]:
 
 
 def dppo(kind: str, *limits: float) -> Call:
-    """verl's loss, and SkyRL's gradient, whose loss is -A r; with the row's bound and with a tighter one."""
+    """verl's loss, and SkyRL's gradient, whose loss is -A r; with the row's bound, the first, and with a tighter one.
+
+    On the far batch, where verl limits a ratio, only the row's bound.
+    """
 
     def one(inputs: Inputs, bound: float) -> list[Peer]:
-        changes = {"changes": {"clip": {"low": bound, "high": bound}}}
+        changes = changed(clip={"low": bound, "high": bound}) if bound != limits[0] else {}
         peer, sky = Verl(inputs), SkyRl(inputs)
         advantage = grpo_advantage(peer)
         loss = peer.policy_loss(f"dppo_{kind}", advantage, "token-mean", bound, bound, dual=20.0)
@@ -190,7 +230,12 @@ def dppo(kind: str, *limits: float) -> Call:
         del other["loss"]
         return [peer.answer(advantage, loss) | changes, other | changes]
 
-    return lambda inputs: [peer for bound in limits for peer in one(inputs, bound)]
+    def call(inputs: Inputs) -> list[Peer]:
+        there = far(inputs)
+        beyond = {"inputs": there} | one(inputs | there, limits[0])[0]
+        return [*(peer for bound in limits for peer in one(inputs, bound)), beyond]
+
+    return call
 
 
 def maxrl(inputs: Inputs) -> list[Peer]:
@@ -332,8 +377,23 @@ def xpo(inputs: Inputs) -> list[Peer]:
     return peers
 
 
+def all_unlikely(inputs: Inputs) -> Inputs:
+    """Rows of six tokens that have all become less likely by more than the limit of a row's log-ratio."""
+    fallen = numbers(13, 12, 6, low=-3.9, high=-3.5)
+    new = [
+        [round(a + b, 3) for a, b in zip(*rows, strict=True)] for rows in zip(inputs["logp_old"], fallen, strict=True)
+    ]
+    return {"mask": [[1.0] * 6] * 12, "logp": new}
+
+
 def rollout_inputs() -> Inputs:
     return batch() | {"logp_rollout": rollout_logps(batch()["logp_old"])}
+
+
+def drifted(inputs: Inputs) -> Inputs:
+    """A row worse than its group is a little further from the sampler's policy than the limit of 0.5."""
+    far_row = [round(value + 0.52, 3) for value in inputs["logp"][1]]
+    return {"logp_rollout": [far_row if row == 1 else own for row, own in enumerate(inputs["logp_rollout"])]}
 
 
 def entropy_inputs() -> Inputs:
@@ -360,6 +420,7 @@ TABLE: dict[str, tuple[str, Callable[[], Inputs], *tuple[Call, ...]]] = {
         batch,
         verl("vanilla", "seq-mean-token-mean", 0.2, 0.2, kl=(0.04, "k3"), answer=COUNT_EPS),
         trl("grpo", beta=0.04),
+        on(far, trl("grpo", beta=0.04)),
     ),
     "dr_grpo": (
         "Dr. GRPO, arXiv 2503.20783",
@@ -378,8 +439,9 @@ TABLE: dict[str, tuple[str, Callable[[], Inputs], *tuple[Call, ...]]] = {
     "cispo": (
         "CISPO, arXiv 2506.13585",
         batch,
-        verl("cispo", "token-mean", 1.0, 4.0, answer=changed(clip={"low": 1.0, "high": 4.0})),
+        verl("cispo", "token-mean", 1.0, 4.0),
         trl("cispo", high=5.0),
+        on(far, verl("cispo", "token-mean", 1.0, 4.0)),
         verl("cispo", "token-mean", 0.2, 0.3, answer=changed(clip={"low": 0.2, "high": 0.3})),
     ),
     "gspo": (
@@ -410,20 +472,21 @@ TABLE: dict[str, tuple[str, Callable[[], Inputs], *tuple[Call, ...]]] = {
     "vespo": (
         "VESPO, arXiv 2602.10693",
         batch,
-        trl("vespo", vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0),
+        *(trl("vespo", **VESPO), on(all_unlikely, trl("vespo", **VESPO))),
     ),
     "off_policy_mask": (
         "DeepSeek-V3.2, arXiv 2512.02556",
         rollout_inputs,
-        *(trl("grpo", scaled=False, threshold=limit, answer=changed(gate={"limit": limit})) for limit in (0.5, 0.05)),
+        trl("grpo", scaled=False, threshold=0.5),
+        trl("grpo", scaled=False, threshold=0.05, answer=changed(gate={"limit": 0.05})),
+        on(drifted, trl("grpo", scaled=False, threshold=0.5)),
     ),
     "high_entropy_tokens": (
         "Beyond the 80/20 Rule, arXiv 2506.01939",
         entropy_inputs,
-        *(
-            trl("dapo", high=high, top_entropy=share, answer=changed(clip={"high": high}, weight={"share": share}))
-            for high, share in ((0.28, 0.2), (0.05, 0.45))
-        ),
+        trl("dapo", high=0.28, top_entropy=0.2),
+        trl("dapo", high=0.05, top_entropy=0.45, answer=changed(clip={"high": 0.05}, weight={"share": 0.45})),
+        on(far, trl("dapo", high=0.28, top_entropy=0.2)),
     ),
     "kl_cov": (
         "KL-Cov, arXiv 2505.22617",
@@ -436,7 +499,13 @@ TABLE: dict[str, tuple[str, Callable[[], Inputs], *tuple[Call, ...]]] = {
             answer=changed(clip={"share": 0.2}),
         ),
     ),
-    "clip_cov": ("Clip-Cov, arXiv 2505.22617", batch, clip_cov),
+    "clip_cov": (
+        "Clip-Cov, arXiv 2505.22617",
+        batch,
+        clip_cov,
+        lambda inputs: clip_cov(inputs, **WIDE_BAND),
+        *(on(one_covariance(wanted), clip_cov) for wanted in (1.05, 4.8)),
+    ),
     "dppo_kl": ("DPPO, arXiv 2602.04879", batch, dppo("kl", 0.05, 0.02)),
     "dppo_tv": ("DPPO, arXiv 2602.04879", batch, dppo("tv", 0.2, 0.1)),
     "dro": ("DRO, arXiv 2405.19107", batch, verl("dro", "token-mean", mode={"dro_beta": 0.05})),
@@ -476,7 +545,7 @@ TABLE: dict[str, tuple[str, Callable[[], Inputs], *tuple[Call, ...]]] = {
     "tool_output": ("REINFORCE++, arXiv 2501.03262", tool_output_inputs, tool_output),
     "remax": ("ReMax, arXiv 2310.10505", remax_inputs, remax),
     "rloo": ("RLOO, arXiv 2402.14740", batch, rloo),
-    "ppo": ("PPO, arXiv 1707.06347", batch, ppo),
+    "ppo": ("PPO, arXiv 1707.06347", batch, partial(ppo, duals=(3.0, 1.1)), on(far, ppo)),
     "optimal_token_baseline": ("OTB, arXiv 2602.07078", baseline_inputs, optimal_token_baseline),
     "maxrl": ("MaxRL, arXiv 2602.02710", batch, maxrl),
     "kl_estimators": ("Schulman, Approximating KL divergence (2020)", kl_estimators_inputs, kl_estimators),

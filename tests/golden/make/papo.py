@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 
 from tests.golden.make.peers import Clone, Made, doubles, gradient, numbers, tensors
-from tests.golden.make.tokens import COUNT_EPS, Verl, batch
+from tests.golden.make.tokens import COUNT_EPS, Verl, batch, far
 
 COMMIT = "fb63bf4533b78da5a2bb17bc812375dcb620887d"
 SCRIPT = {
@@ -50,7 +50,9 @@ def make(path: str) -> Made:
     with doubles():
         peers = [run(clone, inputs, advantage, {}, 0.02) | {"case": "script"}]
         peers += [run(clone, inputs, advantage, more, 0.01) | {"case": case} for case, more in cases.items()]
-    return "PAPO, arXiv 2507.06448", inputs | {"advantage": advantage.tolist()}, peers, clone
+        beyond = far(inputs)
+        peers.append({"inputs": beyond} | run(clone, inputs | beyond, advantage, {}, 0.02) | {"case": "far"})
+    return "PAPO, arXiv 2507.06448", inputs, peers, clone
 
 
 def run(clone: Clone, inputs: dict, advantage: torch.Tensor, options: dict, coef: float) -> dict:
@@ -85,6 +87,7 @@ def run(clone: Clone, inputs: dict, advantage: torch.Tensor, options: dict, coef
         "calls": ["verl/workers/actor/dp_actor.py:299-398"],
         **COUNT_EPS,
         "options": options | {"coef": coef},
+        "advantage": advantage,
         "loss": found.pg_loss.detach(),
         "gradient": gradient(found.pg_loss, b.logp),
     }

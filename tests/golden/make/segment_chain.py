@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from tests.golden.make.peers import Clone, Made, gradient, numbers, tensors
-from tests.golden.make.tokens import batch
+from tests.golden.make.tokens import batch, far_reference
 
 EPISODES = "src/treetune/episode_generators/math_episode_generator_with_mc_advantages.py"
 CHAIN = "MathEpisodeGeneratorWithMCAdvantages"
@@ -44,7 +44,11 @@ def make(path: str) -> Made:
     before, after = values_around(cuts, b.cut_value.tolist(), inputs["reward"], lengths)
     inputs |= {"extras": {"value_before": before, "value_after": after}}
     inputs["parts"] = {"lengths": lengths, "cuts": cuts, "advantage": advantage.tolist()}
-    return "SPO-chain, arXiv 2505.23564", inputs, [chain], clone
+    changed = far_reference(inputs)
+    own = tensors(inputs | changed)
+    loss = actor_loss(clone, with_mean, own.logp.requires_grad_(), trained, own, white)
+    other = {"inputs": changed} | chain | {"loss": loss.detach(), "gradient": gradient(loss, own.logp)}
+    return "SPO-chain, arXiv 2505.23564", inputs, [chain, other], clone
 
 
 def of_segments(clone, probability, cuts, values, reward):

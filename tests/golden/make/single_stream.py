@@ -8,7 +8,7 @@ import torch
 
 from tests.golden.make.forks import CORE, COUNT_EPS, fork_loss
 from tests.golden.make.peers import Clone, Made, tensors
-from tests.golden.make.tokens import batch
+from tests.golden.make.tokens import batch, far
 
 GITHUB = "github.com/"
 FILE = "spo/spo_ray_trainer.py"
@@ -55,4 +55,6 @@ def make(*paths: str) -> Made:
     }
     answer = {"advantage": advantage, "weights": list(scope["prompt2weight"].values())}
     answer |= fork_loss(fork, inputs, advantage, "token-mean", 0.2, 0.28, 10.0)
-    return "SPO, arXiv 2509.13232", inputs, [program | COUNT_EPS | answer], clone, fork
+    beyond = far(inputs)
+    second = {"inputs": beyond} | fork_loss(fork, inputs | beyond, advantage, "token-mean", 0.2, 0.28, 10.0)
+    return "SPO, arXiv 2509.13232", inputs, [program | COUNT_EPS | one for one in (answer, second)], clone, fork

@@ -1,11 +1,12 @@
 """SPC's clipped loss by its public code, with rewards of 1 and -1."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-from tests.golden.make.pairs import PAIRS, pairs
-from tests.golden.make.peers import Clone, Made, gradient, tensors
+from tests.golden.make.pairs import PAIRS, TOKENS, pairs
+from tests.golden.make.peers import Clone, Made, gradient, numbers, tensors
 
 COMMIT = "e2d999d8335d48fca4a5654ce6da52692726ca02"
 FILE = "src/trainers.py"
@@ -15,7 +16,13 @@ FIRST, LAST = 73, 103
 
 def make(path: str) -> Made:
     clone = Clone(path, "chen-judge/SPC", COMMIT)
-    inputs = pairs()
+    inputs, far = pairs(), {"logp": numbers(27, 2 * PAIRS, TOKENS, low=-1.0, high=0.0)}  # ratios beyond both bounds
+    far["logp"][PAIRS:] = numbers(28, PAIRS, TOKENS, low=-4.0, high=-3.0)
+    peers = [update(clone, inputs), {"inputs": far} | update(clone, inputs | far)]
+    return "SPC, arXiv 2504.19162", inputs, peers, clone
+
+
+def update(clone: Clone, inputs: dict[str, Any]) -> dict[str, Any]:
     b = tensors(inputs)
     logp = b.logp.requires_grad_()
     rewards = torch.tensor([1.0] * PAIRS + [-1.0] * PAIRS, dtype=torch.float64)
@@ -33,4 +40,4 @@ def make(path: str) -> Made:
     )
     peer = {"program": clone.name, "calls": [f"{FILE}:{FIRST}-{LAST}"], "relative": 1e-12, "options": {}}
     loss = found.weighted_loss
-    return "SPC, arXiv 2504.19162", inputs, [peer | {"loss": loss.detach(), "gradient": gradient(loss, logp)}], clone
+    return peer | {"loss": loss.detach(), "gradient": gradient(loss, logp)}

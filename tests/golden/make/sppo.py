@@ -19,6 +19,7 @@ def make(path: str) -> Made:
     inputs = pairs()
     peers = [
         fork(clone, inputs, loss_type="sppo", beta=0.05) | {"options": {"beta": 0.05}},
+        fork(clone, inputs, loss_type="sppo", beta=0.001) | {"options": {}},
         trl(inputs, ["sppo_hard"], [1.0], beta=0.05, smoothing=0.0) | {"options": {"kind": "sppo_hard", "beta": 0.05}},
     ]
     return "SPPO, arXiv 2405.00675", inputs, peers, clone

@@ -1,5 +1,7 @@
 """Inputs of the methods whose decisions are tokens, and the programs that compute their numbers."""
 
+import copy
+import math
 import warnings
 from collections import defaultdict
 from types import SimpleNamespace
@@ -47,6 +49,34 @@ def near() -> dict[str, Any]:
     inputs = batch()
     pairs = [zip(*rows, strict=True) for rows in zip(inputs["logp_old"], inputs["logp"], strict=True)]
     return inputs | {"logp": [[round(a + 0.002 * (b - a), 6) for a, b in row] for row in pairs]}
+
+
+FAR = {0: 3.219, 1: 2.485, 2: -2.996}
+"""Log-ratios of the first tokens of a row in the far batch: ratios of 25, 12 and 0.05."""
+NEAR_BOUNDS = {(0, 3): (0.4, 0.61), (9, 3): (0.4, 0.56), (8, 3): (0.6, 0.39), (8, 4): (0.6, 0.44)}
+"""Probabilities before and after the update that have a divergence a little beyond the bounds of DPPO."""
+
+
+def far(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Log-probabilities that go beyond the limits of ratios, losses and divergences."""
+    old, new, ref = (copy.deepcopy(inputs[key]) for key in ("logp_old", "logp", "logp_ref"))
+    for row in range(len(old)):
+        for place, move in FAR.items():
+            old[row][place] = -1.0 if move < 0 else -4.0
+            new[row][place] = round(old[row][place] + move, 3)
+        for place in (1, 4):
+            ref[row][place] = round(new[row][place] + 3.0, 3)  # k3 is 16 there, more than 10
+    for (row, place), pair in NEAR_BOUNDS.items():
+        old[row][place], new[row][place] = (round(math.log(p), 6) for p in pair)
+    return {"logp_old": old, "logp": new, "logp_ref": ref}
+
+
+def far_reference(inputs: dict[str, Any]) -> dict[str, Any]:
+    """A reference that finds a token of most rows so much likelier that k3 is 16 there, more than its limit of 10."""
+    ref = copy.deepcopy(inputs["logp_ref"])
+    for row, new in zip(ref, inputs["logp"], strict=True):
+        row[1] = round(new[1] + 3.0, 3)
+    return {"logp_ref": ref}
 
 
 class Verl:

@@ -13,6 +13,8 @@ from tests.golden.make.peers import Clone, Made, numbers
 COMMIT = "5da27838c5735b565aa55b1d312654e6da9e130c"
 CONSTANTS = {"clip_param": 0.1, "value_loss_coef": 0.5, "kl_beta": 0.04, "gamma": 0.9, "gae_lambda": 0.95}
 """Constants of configs/miniworld_qwen2vl.yaml."""
+ROW = {"clip_param": 0.1, "value_loss_coef": 0.15, "kl_beta": 0.05, "gamma": 0.99, "gae_lambda": 0.95}
+"""Constants of the paper's appendix."""
 TOKENS = [[2, 4, 3], [5, 1], [3, 2, 4]]
 """Tokens of each turn of three episodes; the second one ends by a time limit, the third one is cut off in one case."""
 
@@ -24,6 +26,9 @@ def make(path: str) -> Made:
     peers = [run(clone, inputs, cut_off=False) | {"case": "time limit"}]
     peers.append(run(clone, inputs, cut_off=True) | {"case": "cut off"})
     peers.append(run(clone, inputs, cut_off=False, warmup=True) | {"case": "warm-up"})
+    # a ratio between the limit of 10 and 11
+    near = {"logp": [round(x - 0.15 * (place == 16), 3) for place, x in enumerate(inputs["logp"])]}
+    peers.append({"inputs": near} | run(clone, inputs | near, cut_off=False, constants=ROW) | {"case": "row"})
     return "VL-DAC, arXiv 2508.04280", inputs, peers, clone
 
 
@@ -46,15 +51,15 @@ def make_inputs() -> dict:
     }
 
 
-def run(clone: Clone, inputs: dict, *, cut_off: bool, warmup: bool = False) -> dict:
+def run(clone: Clone, inputs: dict, *, cut_off: bool, warmup: bool = False, constants: dict = CONSTANTS) -> dict:
     """Fill the storage step by step, let it compute the returns, and update once over all steps."""
     rollouts = fill(clone, inputs, cut_off)
     rollouts.compute_returns(
-        torch.tensor([[inputs["next_value"]]]), True, CONSTANTS["gamma"], CONSTANTS["gae_lambda"], True
+        torch.tensor([[inputs["next_value"]]]), True, constants["gamma"], constants["gae_lambda"], True
     )
     logp, values = (torch.tensor(inputs[name], requires_grad=True) for name in ("logp", "values_new"))
     losses: list[Tensor] = []
-    agent = make_agent(clone, logp, values, inputs["tokens"], losses)
+    agent = make_agent(clone, logp, values, inputs["tokens"], losses, constants)
     agent.update(rollouts, only_value_loss=warmup, kl=True)
     loss = torch.stack(losses).mean()  # accelerate divides by the number of steps that it adds up
     slopes = torch.autograd.grad(loss, [logp, values], materialize_grads=True)
@@ -90,7 +95,7 @@ def fill(clone: Clone, inputs: dict, cut_off: bool):
     return rollouts
 
 
-def make_agent(clone: Clone, logp: Tensor, values: Tensor, tokens: list[int], losses: list[Tensor]):
+def make_agent(clone: Clone, logp: Tensor, values: Tensor, tokens: list[int], losses: list[Tensor], constants: dict):
     """The agent, with leaf tensors instead of a model and a list instead of accumulated gradients."""
     quiet = {"tqdm": lambda x, **_: x, "print": lambda *_: None, "nn": nn}
     ppo = clone.function("a2c_ppo_acktr/algo/ppo.py", "PPO", **quiet)
@@ -101,5 +106,5 @@ def make_agent(clone: Clone, logp: Tensor, values: Tensor, tokens: list[int], lo
     )
     nothing = SimpleNamespace(step=lambda: None, zero_grad=lambda: None)
     accelerator = SimpleNamespace(accumulate=lambda _: nullcontext(), backward=losses.append, sync_gradients=False)
-    constants = {name: CONSTANTS[name] for name in ("clip_param", "value_loss_coef", "kl_beta")}
-    return ppo(model, nothing, accelerator, ppo_epoch=1, mini_batch_size=1, entropy_coef=0.01, **constants)
+    own = {name: constants[name] for name in ("clip_param", "value_loss_coef", "kl_beta")}
+    return ppo(model, nothing, accelerator, ppo_epoch=1, mini_batch_size=1, entropy_coef=0.01, **own)
