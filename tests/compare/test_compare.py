@@ -122,7 +122,9 @@ def test_a_failed_run_is_counted_and_its_pair_is_listed(lab, monkeypatch):
 def test_every_kind_of_failure_is_named(lab, trouble, reason, monkeypatch):
     poll = run._poll
     limit_s = {True: 0.1, False: math.inf}  # however slow the machine, only the run that hangs is out of time
-    monkeypatch.setattr(run, "_poll", lambda entry, _: poll(entry, limit_s["trouble1=hang" in entry.job.command]))
+    monkeypatch.setattr(
+        run, "_poll", lambda entry, _: poll(entry, limit_s[{"trouble1=hang", "seed=1"} <= {*entry.job.command}])
+    )
     arms = {"papo": {"overrides": {"trouble1": trouble}}, "grpo": {}}
     result = lab.run(arms=arms, seeds=[1, 2])
     assert [failure["run"] for failure in result["failures"]] == ["runs/papo/seed-1"]
