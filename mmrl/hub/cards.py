@@ -83,7 +83,7 @@ def head_of(path: str) -> dict[str, Any]:
     try:
         text = read_text(found, LARGEST_YAML, errors="replace") if isinstance(found, str) else ""
         block = REGEX_YAML_BLOCK.search(text.removeprefix("\ufeff"))
-        head = parse_yaml(block[2], found) if block else None
+        head = parse_yaml(block[2], str(found)) if block else None
     except (OSError, UserError):  # no card, or a damaged head
         return {}
     return head if isinstance(head, dict) else {}

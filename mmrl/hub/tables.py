@@ -391,8 +391,8 @@ def _arrow_rows(tables: Iterable[Any], stored: Any, images: Sequence[str], name:
     start = 0
     for table in tables:
         plain, rows = table.to_pylist(), range(start, start + table.num_rows)
-        of_images = stored[rows.start : rows.stop] if images else None
-        counts = {key: _image_counts(of_images.column(key)) for key in images}
+        columns = stored[rows.start : rows.stop] if images else {}
+        counts = {key: _image_counts(columns[key]) for key in images}
         for offset, row in enumerate(rows):
             # a table of images alone has no plain columns
             cells = plain[offset] if plain else {}
