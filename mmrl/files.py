@@ -17,6 +17,8 @@ from urllib.parse import unquote
 from mmrl.errors import UserError
 
 if TYPE_CHECKING:
+    from io import BufferedReader
+
     from PIL import Image
 
 DRAFT = re.compile(r"\..*\.(\d+)\.partial(\..*)?", re.DOTALL)
@@ -77,7 +79,7 @@ def own_config(path: Path) -> Path:
     return own if path.parts[:1] == ("configs",) and not path.exists() and own.exists() else path
 
 
-def open_file(path: Path | str, most: int | None = None) -> BinaryIO:
+def open_file(path: Path | str, most: int | None = None) -> BufferedReader:
     """Open a file for reading, in binary mode.
 
     Args:

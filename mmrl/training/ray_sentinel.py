@@ -38,9 +38,9 @@ def watch(raylet: str, gcs: str) -> str:
     """Cause of the end of the training process, from which of the two ends first; empty if it ended by itself."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         link.connect(raylet)
-        ready, _, _ = select.select([0, link], [], [])
+        ready, _, _ = select.select([0, link.fileno()], [], [])
         # all of Ray ends soon after the training process, so this cannot be asked later
-        lost = ("gcs_server" if is_lost(gcs) else "raylet") if ready == [link] else ""
+        lost = ("gcs_server" if is_lost(gcs) else "raylet") if ready == [link.fileno()] else ""
     if os.read(0, 1):
         return ""
     if lost:

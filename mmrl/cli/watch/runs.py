@@ -42,6 +42,7 @@ class Tail:
         """Whether the file goes on after what the last look took."""
         self.damaged = 0
         """Lines so far that cannot be read."""
+        self._rest = b""
         self._forget(0)
 
     def read(self) -> tuple[bool, list[dict[str, Any]]]:

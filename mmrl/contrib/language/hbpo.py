@@ -138,7 +138,7 @@ class HbpoRecipe(VlmRecipe):
     def _joined(self, rollouts: Rollouts, tasks: Sequence[VlmTask]) -> Rollouts:
         """Rows whose groups are those of the questions, and which are read behind the prompts of their budgets."""
         count, payload, own = len(self.config.hierarchy.budgets), VlmPayload.of(rollouts), rollouts.host.group
-        contexts = [(Context(0, payload.prompts[group]),) for group in own.tolist()]
+        contexts: list[tuple[Context, ...]] = [(Context(0, payload.prompts[group]),) for group in own.tolist()]
         budgets = torch.tensor([payload.tasks[group].columns[BUDGET] for group in own.tolist()])
         joined = rollouts.regrouped(own // count, torch.arange(0, len(payload.tasks), count))
         given = dataclasses.replace(VlmPayload.of(joined), tasks=list(tasks), contexts=contexts)

@@ -112,10 +112,10 @@ class GroundingSample:
 
     def load_image(self) -> Image.Image:
         """The original image as upright RGB."""
-        from mmrl.vlm.data.task import open_image_file
+        from mmrl.vlm.data.task import open_image
 
         source = str(self.image) if isinstance(self.image, Path) else self.image
-        image = open_image_file(source, self._name)
+        image = open_image(source, self._name)
         # coordinates of a sample are pixels of exactly this size
         if image.size != tuple(self.original_wh):
             found, expected = (f"{w} x {h}" for w, h in (image.size, self.original_wh))

@@ -301,17 +301,23 @@ def p3o_separate() -> Made:
 def seed_grpo() -> Made:
     """SEED-GRPO by the formulas of its paper: its repository holds a text only."""
     inputs = batch() | {"extras": {"answer": [0, 1, 2, 0, 0, 0, 0, 0, 3, 1, 1, 0]}}
-    peers = []
-    for alpha in (0.5, 1.0):
+    answer, peers = inputs["extras"]["answer"], []
+    # the length-normalised likelihood of each row
+    likely = [
+        math.exp(math.fsum(x * m for x, m in zip(logp, mask, strict=True)) / sum(mask))
+        for logp, mask in zip(inputs["logp_old"], inputs["mask"], strict=True)
+    ]
+    for alpha, weights, estimate in ((0.5, [1.0] * 12, "counts"), (1.0, [1.0] * 12, "counts"), (0.5, likely, "")):
         found = [0.0] * 12
         for rows in groups(inputs).values():
-            reward = [inputs["reward"][i] for i in rows]
-            scale = 1 - alpha * entropy([inputs["extras"]["answer"][i] for i in rows]) / math.log(len(rows))
+            total, reward = sum(weights[i] for i in rows), [inputs["reward"][i] for i in rows]
+            share = [sum(weights[i] for i in rows if answer[i] == a) / total for a in {answer[i] for i in rows}]
+            scale = 1 + alpha * math.fsum(p * math.log(p) for p in share) / math.log(len(rows))
             for i, r in zip(rows, reward, strict=True):
                 found[i] = scale * (r - mean(reward))
-        answer = token_loss(inputs, found, clipped(0.2, 0.2))
-        changes = {"advantage": {"alpha": alpha, "estimate": "counts"}}
-        peers.append(by_hand("section 3 of the paper", changes=changes, **answer))
+        changes = {"advantage": {"alpha": alpha, "estimate": estimate}} if estimate else {}
+        loss = token_loss(inputs, found, clipped(0.2, 0.2))
+        peers.append(by_hand("section 3 of the paper", changes=changes, **loss))
     return "SEED-GRPO, arXiv 2505.12346", inputs, peers
 
 

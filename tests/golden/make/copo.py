@@ -22,8 +22,11 @@ def make(path: str) -> Made:
     clone = Clone(path, "hijih/copo-code", "f66883fb89271d4664bfdd9ca98acf6d28d3887b")
     # the answers of the first question differ, those of the second are one, and the third has two
     inputs = batch() | {"extras": {"answer": [0, 1, 2, 3, 0, 0, 0, 0, 0, 1, 1, 0]}}
+    # rewards so near that the number added to their deviation shows
+    near = {"reward": [round(0.5 + 1e-4 * reward, 6) for reward in inputs["reward"]]}
     with doubles():
         peers = [run(clone, inputs), run(clone, inputs, **OTHERS) | {"changes": CHANGES}]
+        peers.append({"inputs": near} | run(clone, inputs | near))
     return "COPO, arXiv 2508.04138", inputs, peers, clone
 
 

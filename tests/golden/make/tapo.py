@@ -9,7 +9,7 @@ import Levenshtein
 
 from tests.golden.make.forks import CORE, COUNT_EPS, fork_loss, fork_names, token_rewards
 from tests.golden.make.peers import Clone, Made, package, tensors
-from tests.golden.make.tokens import batch
+from tests.golden.make.tokens import batch, far
 
 NAME, REWARD = "compute_grpo_outcome_advantage", "verl/utils/reward_score/tool_dapo.py"
 FOUND = "<search>capital of Peru</search>\n\n<response>Lima</response>\n\n"
@@ -43,12 +43,16 @@ def make(path: str) -> Made:
     clone = Clone(path, "Goer17/TAPO", "81cfe3980d9545df7a8fce1e1fae6007bd694fb3")
     inputs = batch() | {"texts": [dict(zip(("text", "truth", "source"), row, strict=True)) for row in TEXTS]}
     estimate = clone.function(CORE, NAME, defaultdict=defaultdict, **fork_names(clone))
-    advantage = estimate(token_rewards(inputs), tensors(inputs).mask, tensors(inputs).group.numpy())[0]
-    answer = {"advantage": advantage} | fork_loss(clone, inputs, advantage, "token-mean", 0.2, 0.28, 10.0)
+    answers = []
+    for given in (inputs, inputs | far(inputs)):
+        b = tensors({key: value for key, value in given.items() if key != "texts"})
+        advantage = estimate(token_rewards(given), b.mask, b.group.numpy())[0]
+        answers.append({"advantage": advantage} | fork_loss(clone, given, advantage, "token-mean", 0.2, 0.28, 10.0))
     names: dict[str, Any] = {"re": re, "random": random, "Levenshtein": Levenshtein}
     for name in ("normalize_answer", "_check_score", "_get_score", "check_format", "compute_score"):
         names[name] = clone.function(REWARD, name, **names)
     scores = [names["compute_score"](text, truth, data_source=source)["score"] for text, truth, source in TEXTS]
     calls = [f"{CORE}:{NAME}", f"{CORE}:compute_policy_loss", f"{REWARD}:compute_score"]
-    peer = {"program": clone.name, "calls": calls, "with": package("Levenshtein")} | COUNT_EPS | answer
-    return "TAPO, arXiv 2510.07038", inputs, [peer | {"scores": scores}], clone
+    peer = {"program": clone.name, "calls": calls, "with": package("Levenshtein")} | COUNT_EPS
+    peers = [peer | answers[0] | {"scores": scores}, {"inputs": far(inputs)} | peer | answers[1]]
+    return "TAPO, arXiv 2510.07038", inputs, peers, clone
