@@ -123,8 +123,8 @@ def group_mean_batch_std(group, mask, reward):
     return whiten(group_mean(group, mask, reward), loss_mask(mask, reward))
 
 
-def group_mean_global_std(group, mask, reward, eps=1e-6, singleton="zero"):
-    overall = std([r for r in reward if math.isfinite(r)], 0)
+def group_mean_global_std(group, mask, reward, eps=1e-6, singleton="zero", ddof=0):
+    overall = std([r for r in reward if math.isfinite(r)], ddof)
     rows = []
     for i, r in enumerate(reward):
         xs = members(group, reward, i)
@@ -353,8 +353,7 @@ def method_loss(name, b, lp):
         exact = table(lambda i, t: 0.5 * (lp[i][t] - ref[i][t]) ** 2, valid)
         return token_mean(policy, valid) + kl_coef * token_mean(exact, valid)
     if name == "flow_dppo":
-        a = group_mean_global_std(group, mask, reward, 1e-4)
-        a = table(lambda i, t: clip(a[i][t], -5, 5), valid)
+        a = group_mean_global_std(group, mask, reward, 1e-8, ddof=1)
         far = table(lambda i, t: 0.5 * (lp[i][t] - ol[i][t]) ** 2 >= 1e-5, valid)
         left = table(lambda i, t: far[i][t] and (ratio(i, t) - 1) * a[i][t] > 0, valid)
         return token_mean(table(lambda i, t: 0.0 if left[i][t] else -a[i][t] * ratio(i, t), valid), valid)

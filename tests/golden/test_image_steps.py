@@ -152,9 +152,8 @@ def test_advantages_and_loss_of_an_update(name, number):
 def released_kl(means, std):
     """Flow-GRPO's divergence for three steps whose times are 1 apart, so that sqrt(-dt) is 1."""
     sigma, sigma_next = torch.tensor(1.0, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64)
-    columns = [
-        flow_grpo_head_kl(means[0, :, j], means[1, :, j], std[j].expand(means.shape[1]), sigma, sigma_next) for j in range(3)
-    ]
+    spread = std[:, None].expand(-1, means.shape[1])
+    columns = [flow_grpo_head_kl(means[0, :, j], means[1, :, j], spread[j], sigma, sigma_next) for j in range(3)]
     return torch.stack(columns, 1)
 
 

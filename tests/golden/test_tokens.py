@@ -14,6 +14,7 @@ METHODS = [name for name in all_objectives() if name in STANDARD and name not in
 CASES = [(name, i) for name in METHODS for i in range(len(load(name).peers))]
 GIVEN = ("logp_ref", "logp_rollout", "values", "turn")
 
+
 def compute(name, changes, inputs=None):
     """Advantages, loss and gradients of a row of the catalogue, with changes, on inputs, by default its golden file's.
 

@@ -377,7 +377,7 @@ ROWS: tuple[Objective, ...] = (
         kl=K3(1.0, to="old", anneal=True, importance=True, clamp=False),
         claim="mirror descent, a proximal KL instead of the clip, matches or beats TRPO and PPO",
         citation="Tomar et al., Mirror Descent Policy Optimization, arXiv 2005.09814, eq. 9 (t_k = 1 - k/K)",
-        verified="manantomar/Mirror-Descent-Policy-Optimization at c9bd3ba080e3, mdpo_on/mdpo.py",
+        verified="manantomar/Mirror-Descent-Policy-Optimization at c9bd3ba080e3, mdpo_on/mdpo.py; hand computation",
         differs="KL estimated on the decisions taken, r k3, without every logit; t_k at least 0.05; no critic",
     ),
     Objective(

@@ -199,13 +199,13 @@ class Divergence(Block):
         # at most 20 times the coefficient, at the end of the run
         return self.replace(coef=self.coef / max(1.0 - progress, 0.05)) if self.anneal else self
 
-    def terms(self) -> str:
-        """Weight and formula of the term in the loss."""
+    def terms(self, factor: str = "") -> str:
+        """Weight and formula of the term in the loss, with a further factor of each decision."""
         weight = f"{self.coef:g}{' / max(1 - k/K, 0.05)' if self.anneal else ''}"
         divergence = self.formula()
         if self.to == "old":
             divergence = divergence.replace("logp_ref_it", "logp_old_it").replace("|| reference", "|| old policy")
-        return f"{weight} * mean {'r_it ' if self.importance else ''}{divergence}"
+        return f"{weight} * mean {factor}{'r_it ' if self.importance else ''}{divergence}"
 
     def reference(self, rollouts: Rollouts) -> Tensor:
         """Log-probabilities under the policy that is compared with; raises ValueError if there are none."""

@@ -70,6 +70,7 @@ class HintedEntropy(Weight):
 
     kind = "hinted_entropy"
     needs = frozenset({"entropy_old", "hints"})
+    weighs_kl = True
     share: float = bounded(0.2, above=0, at_most=1)
     """Share of a row's hinted decisions that is kept, at least one of them."""
 

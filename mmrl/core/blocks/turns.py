@@ -9,6 +9,7 @@ Denominators still count all trained decisions, as in TRL, unless a block says o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ WEIGHT = "weight"
 @dataclass(frozen=True)
 class Weight(Block):
     """Factor of each decision's policy loss."""
+
+    weighs_kl: ClassVar[bool] = False
+    """Whether it is also the factor of each decision's divergence in the loss."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """Weights (B, T), at least 0, of rollouts with advantages; no gradient, any value where nothing is trained."""

@@ -579,6 +579,8 @@ class Objective:
             return None, metrics
         # `kl_weight` of a row, 1 unless a recipe sets it
         weighted = divergence * row_weights(rollouts)
+        if self.weight is not None and self.weight.weighs_kl:
+            weighted = weighted * rollouts.extras[WEIGHT]
         if self.kl.importance:
             # KL under the current policy, from samples of the old one: DeepSeek-V3.2, arXiv 2512.02556
             weighted = weighted * self.ratio(outputs.logp, rollouts.logp_old.detach(), mask).exp()
@@ -648,7 +650,8 @@ class Objective:
 
     def _term_formulas(self) -> Iterator[str]:
         if self.kl is not None and self.regularises and not self.kl.in_reward:
-            yield self.kl.terms()
+            weighs = self.weight is not None and self.weight.weighs_kl
+            yield self.kl.terms("u_it " if weighs else "")
         if self.entropy is not None and self.entropy.coef:
             yield f"({-self.entropy.coef:g}) * mean {self.entropy.formula()}"
         if isinstance(self.value, ValueLoss) and self.needs_values:

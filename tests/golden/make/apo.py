@@ -46,6 +46,7 @@ def update(clone: Clone, inputs: dict) -> dict:
         "gradient": gradient(loss, b.logp),
     }
 
+
 def factors(clone: Clone, inputs: dict) -> SimpleNamespace:
     """Rows of the four answers of each question, as the experience maker holds them."""
     reward, lengths = (torch.tensor(inputs[key], dtype=torch.float64).reshape(3, 4) for key in ("reward", "lengths"))

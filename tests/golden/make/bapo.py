@@ -11,17 +11,21 @@ from tests.golden.make.tokens import Verl, batch
 
 FILE = "recipe/bapo/policy_loss.py"
 README = {"lower": (0.6, 0.9, 0.05), "upper": (1.2, 3.0, 0.05), "target": 1.0}
+REWARD = [0.15, 0.74, 0.26, 0.53, 0.01, 0.92, 0.9, 0.03, 0.96, 0.14, 0.28, 0.61]
+"""Rewards with which the README's target of 1 moves the upper bound half-way."""
 SCRIPT = {"lower": (0.8, 0.95, 0.05), "upper": (1.2, 2.0, 0.1), "target": 0.5}
 
 
 def make(path: str) -> Made:
     clone = Clone(path, "WooooDyy/BAPO", "7287044444d5d578529ea464b45f090a36e8da3a")
     inputs = batch()
-    advantage = Verl(inputs).advantage("compute_grpo_outcome_advantage")
+    balanced = {"reward": REWARD}
+    advantage, other = (Verl(x).advantage("compute_grpo_outcome_advantage") for x in (inputs, inputs | balanced))
     with doubles():
         # the first bounds are enough; the upper one moves half-way; no bounds are enough
-        cases = (README, SCRIPT, README | {"target": 1.21}, SCRIPT | {"target": 1.6})
+        cases = (README, SCRIPT, README | {"target": 1.25}, README | {"target": 1.6}, SCRIPT | {"target": 1.6})
         peers = [run(clone, inputs, advantage, options) for options in cases]
+        peers.append({"inputs": balanced} | run(clone, inputs | balanced, other, README))
     return "BAPO, arXiv 2510.18927", inputs, peers, clone
 
 

@@ -5,6 +5,7 @@ Nothing of the suite is used. `token_loss` and its gradient by the log-probabili
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -75,9 +76,10 @@ def token_loss(inputs: dict[str, Any], rows: Numbers, loss: Callable[[float, flo
     return {"advantage": spread(inputs, rows), "loss": total, "gradient": gradient}
 
 
-def by_hand(calls: str, **answer: Any) -> dict[str, Any]:
-    """The recorded entry of a computation."""
-    return {"program": BY_HAND, "calls": [calls, REPEATED], "relative": 1e-12} | answer
+def by_hand(calls: str, *, repeated: bool = True, **answer: Any) -> dict[str, Any]:
+    """The recorded entry of a computation, and whether somebody else has repeated it."""
+    steps = [calls, REPEATED] if repeated else [calls]
+    return {"program": BY_HAND, "calls": steps, "relative": 1e-12} | answer
 
 
 BETA = 0.1
@@ -169,11 +171,11 @@ def d3s() -> Made:
     # a group of twelve, after an earlier step; the decisions of highest entropy have ratios below the lower bound
     high = [[2.0 if place == 2 else x for place, x in enumerate(row)] for row in inputs["entropy_old"]]
     other = far(inputs) | {"group": [0] * 12, "entropy_old": high, "before": [rewards]}
-    peers = [of_best(inputs, 2), {"inputs": other} | of_best(inputs | other, 6)]
+    peers = [of_best(inputs, 2), {"inputs": other} | of_best(inputs | other, 6, repeated=False)]
     return "D3S, arXiv 2509.22115", inputs, peers
 
 
-def of_best(inputs: dict[str, Any], size: int) -> dict[str, Any]:
+def of_best(inputs: dict[str, Any], size: int, *, repeated: bool = True) -> dict[str, Any]:
     """Advantages, and the loss of the best decisions of `size` rows of each group."""
     rewards = inputs["reward"]
     mask, entropy, found, kept = inputs["mask"], inputs["entropy_old"], [0.0] * 12, set()
@@ -188,7 +190,7 @@ def of_best(inputs: dict[str, Any], size: int) -> dict[str, Any]:
     chosen = [[float((i, t) in best) for t in range(6)] for i in range(12)]
     answer = token_loss(inputs | {"mask": chosen}, found, clipped(0.2, 0.28))
     answer["advantage"] = spread(inputs, found)
-    return by_hand("section 3 of the paper", **answer)
+    return by_hand("section 3 of the paper", repeated=repeated, **answer)
 
 
 def centred(inputs: dict) -> list[float]:
@@ -220,7 +222,8 @@ def demo_regularised() -> Made:
                 d = given["logp_ref"][i][t] - given["logp"][i][t]
                 answer["loss"] += 0.05 * trained * (math.exp(d) - d - 1) / number
                 answer["gradient"][i][t] += 0.05 * trained * (1 - math.exp(d)) / number
-        peers.append(({"inputs": changed} if changed else {}) | by_hand("section 3 of the paper", **answer))
+        peer = by_hand("section 3 of the paper", repeated=not changed, **answer)
+        peers.append(({"inputs": changed} if changed else {}) | peer)
     return "Demonstration-regularised RL, arXiv 2310.17303", inputs, peers
 
 
@@ -325,7 +328,9 @@ def seed_grpo() -> Made:
             for i, r in zip(rows, reward, strict=True):
                 found[i] = scale * (r - mean(reward))
         answer = token_loss(inputs, found, clipped(0.2, 0.2))
-        peers.append(by_hand("section 3 of the paper", changes={"advantage": {"alpha": alpha}} if alpha != 0.5 else {}, **answer))
+        peers.append(
+            by_hand("section 3 of the paper", changes={"advantage": {"alpha": alpha}} if alpha != 0.5 else {}, **answer)
+        )
     return "SEED-GRPO, arXiv 2505.12346", inputs, peers
 
 
@@ -369,33 +374,33 @@ def reg_grpo() -> Made:
         for own in groups(given).values():
             for i, a in zip(own, standardised([given["reward"][i] for i in own], 1e-4), strict=True):
                 rows[i] = a
-        with mpmath.workdps(40):
-            new = [[mpmath.mpf(x) for x in row] for row in given["logp"]]
-            total, slopes = regression(given, rows, new), [[0.0] * 6 for _ in range(12)]
-            for i, t in ((i, t) for i, mask in enumerate(given["mask"]) for t in range(6) if mask[t]):
-                slopes[i][t] = float(slope(lambda: regression(given, rows, new), new[i], t))
-        answer = {"advantage": spread(given, rows), "loss": float(total), "gradient": slopes}
+        answer = {"advantage": spread(given, rows)} | with_slopes(partial(regression, given, rows), given)
         calls = "section 3.2 of the paper, with deviations as in TRL, and 0.1 k3"
-        entry = {"program": BY_HAND, "calls": [calls], "relative": 1e-12}
-        peers.append(({"inputs": changed} if changed else {}) | entry | answer)
+        peers.append(({"inputs": changed} if changed else {}) | by_hand(calls, repeated=False, **answer))
     return "DeepVideo-R1, arXiv 2506.07464", inputs, peers
 
 
-def slope(function: Callable[[], Any], at: list[Any], place: int, step: str = "1e-15") -> Any:
-    """Derivative of a function of one number in a list, by the difference of both sides."""
-    middle, width, sides = at[place], mpmath.mpf(step), []
-    for move in (width, -width):
-        at[place] = middle + move
-        sides.append(function())
-    at[place] = middle
-    return (sides[0] - sides[1]) / (2 * width)
+def with_slopes(function: Callable[[list[list[Any]]], Any], inputs: dict[str, Any]) -> dict[str, Any]:
+    """A loss of log-probabilities, and its derivative by each trained one: the difference of both sides."""
+    with mpmath.workdps(40):
+        at, width = [[mpmath.mpf(x) for x in row] for row in inputs["logp"]], mpmath.mpf("1e-15")
+        answer: dict[str, Any] = {"loss": float(function(at)), "gradient": [[0.0] * len(row) for row in at]}
+        for i, t in ((i, t) for i, mask in enumerate(inputs["mask"]) for t, trained in enumerate(mask) if trained):
+            middle, sides = at[i][t], []
+            for move in (width, -width):
+                at[i][t] = middle + move
+                sides.append(function(at))
+            at[i][t] = middle
+            answer["gradient"][i][t] = float((sides[0] - sides[1]) / (2 * width))
+    return answer
 
 
 def regression(inputs: dict[str, Any], rows: Numbers, new: list[list[Any]]) -> Any:
     """Mean over answers of (A - (rho - mean rho) / (std rho + eps))^2 and of 0.1 k3, rho the log-ratio of an answer."""
     mask, total = inputs["mask"], mpmath.mpf(0)
     rho = [
-        sum((n - o) for n, o, m in zip(*row, strict=True) if m) for row in zip(new, inputs["logp_old"], mask, strict=True)
+        sum((n - o) for n, o, m in zip(*row, strict=True) if m)
+        for row in zip(new, inputs["logp_old"], mask, strict=True)
     ]
     for own in groups(inputs).values():
         centre = sum(rho[i] for i in own) / len(own)

@@ -47,6 +47,8 @@ def make(path: str) -> Made:
     beyond = far(inputs)
     # so unlikely a token that its upper bound would be 12, and a ratio beyond it
     beyond["logp_old"][0][0], beyond["logp"][0][0] = -6.5, -3.2
+    # so likely a token that its lower bound is above 0.5, and a ratio below it
+    beyond["logp_old"][8][2], beyond["logp"][8][2] = -0.1, -1.5
     means = {"seq-mean-token-mean": {}, "only-token-mean": {"changes": {"aggregation": {"kind": "token_mean"}}}}
     for average, changed in (*((name, {}) for name in means), ("seq-mean-token-mean", beyond)):
         own = tensors(inputs | changed)

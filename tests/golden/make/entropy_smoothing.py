@@ -38,9 +38,10 @@ def make(path: str) -> Made:
     advantage = estimate(token_rewards(inputs), b.mask, inputs["group"], list(range(12)))[0] * b.mask
     compute = clone.function(CORE, "compute_policy_loss", **names)
     logp, peers = b.logp.requires_grad_(), []
-    cases = ((0.0, 2.0, None, {}), (0.8, 1.2, None, {}), (0.8, 1.2, 10, {}), (0.0, 2.0, None, far_reference(inputs)))
+    other = far_reference(inputs) | {"entropy": [[0.05, *row[1:]] for row in inputs["entropy"]]}  # far below the usual
+    cases = ((0.0, 2.0, None, {}), (0.8, 1.2, None, {}), (0.8, 1.2, 10, {}), (0.0, 2.0, None, other))
     for low, high, epochs, changed in cases:
-        b.logp_ref = tensors(inputs | changed).logp_ref
+        vars(b).update(vars(tensors(changed)))
         policy = compute(b.logp_old, logp, advantage, b.mask, cliprange=0.2, clip_ratio_c=3.0)[0]
         kl = clone.function(CORE, "kl_penalty")(logp, b.logp_ref, "low_var_kl")
         usual = np.mean(np.array(history), axis=0)
@@ -49,10 +50,14 @@ def make(path: str) -> Made:
         bonus, cost, divergence = (names["agg_loss"](x, b.mask, "token-mean") for x in (b.entropy, penalty, kl))
         loss = policy - (bonus - cost * 1.0) * 0.001 + divergence * 0.01
         changes = {"penalty": "indicator", "phase_steps": epochs} | ({"low": low, "high": high} if low else {})
-        own = {"inputs": changed} if changed else {}
         calls = [f"{ACTOR}:{first}-{last}" for first, last in (PENALTY, PHASE)]
         calls += [f"{CORE}:{name}" for name in ("compute_grpo_outcome_advantage", "compute_policy_loss", "kl_penalty")]
         found = {"advantage": advantage, "loss": loss.detach(), "gradient": gradient(loss, logp)}
-        peers.append(own | {"program": clone.name, "calls": calls, "changes": {"entropy": changes}} | COUNT_EPS | found)
+        peers.append(
+            ({"inputs": changed} if changed else {})
+            | {"program": clone.name, "calls": calls, "changes": {"entropy": changes}}
+            | COUNT_EPS
+            | found
+        )
     peers[2]["phase"] = [phase(None, step, 15) for step in range(17)]
     return "EPO, arXiv 2509.22576", inputs, peers, clone

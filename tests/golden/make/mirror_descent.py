@@ -50,4 +50,6 @@ def estimated(inputs: dict[str, Any]) -> dict[str, Any]:
             r = math.exp(d)
             total += trained * (-a * r + (1 - r + r * d) / share) / number
             slopes[-1][place] = trained * (-a * r + r * d / share) / number
-    return by_hand("equation 9 of the paper", advantage=spread(inputs, rows), loss=total, gradient=slopes)
+    return by_hand(
+        "equation 9 of the paper", repeated=False, advantage=spread(inputs, rows), loss=total, gradient=slopes
+    )

@@ -3,6 +3,7 @@
 import copy
 import pkgutil
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,7 +131,7 @@ def rloo(inputs: Inputs) -> list[Peer]:
     return [peer.only(advantage), Trl(inputs).rloo(advantage[:, 0])]
 
 
-def ppo(inputs: Inputs, *duals: float) -> list[Peer]:
+def ppo(inputs: Inputs, duals: tuple[float, ...] = (3.0,)) -> list[Peer]:
     """GAE, dual clip and the clipped loss of the critic."""
     found = []
     for dual in duals:
@@ -379,7 +380,9 @@ def xpo(inputs: Inputs) -> list[Peer]:
 def all_unlikely(inputs: Inputs) -> Inputs:
     """Rows of six tokens that have all become less likely by more than the limit of a row's log-ratio."""
     fallen = numbers(13, 12, 6, low=-3.9, high=-3.5)
-    new = [[round(a + b, 3) for a, b in zip(*rows, strict=True)] for rows in zip(inputs["logp_old"], fallen, strict=True)]
+    new = [
+        [round(a + b, 3) for a, b in zip(*rows, strict=True)] for rows in zip(inputs["logp_old"], fallen, strict=True)
+    ]
     return {"mask": [[1.0] * 6] * 12, "logp": new}
 
 
@@ -542,7 +545,7 @@ TABLE: dict[str, tuple[str, Callable[[], Inputs], *tuple[Call, ...]]] = {
     "tool_output": ("REINFORCE++, arXiv 2501.03262", tool_output_inputs, tool_output),
     "remax": ("ReMax, arXiv 2310.10505", remax_inputs, remax),
     "rloo": ("RLOO, arXiv 2402.14740", batch, rloo),
-    "ppo": ("PPO, arXiv 1707.06347", batch, lambda inputs: ppo(inputs, 3.0, 1.1), on(far, lambda inputs: ppo(inputs, 3.0))),
+    "ppo": ("PPO, arXiv 1707.06347", batch, partial(ppo, duals=(3.0, 1.1)), on(far, ppo)),
     "optimal_token_baseline": ("OTB, arXiv 2602.07078", baseline_inputs, optimal_token_baseline),
     "maxrl": ("MaxRL, arXiv 2602.02710", batch, maxrl),
     "kl_estimators": ("Schulman, Approximating KL divergence (2020)", kl_estimators_inputs, kl_estimators),

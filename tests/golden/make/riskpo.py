@@ -70,5 +70,8 @@ def questions() -> dict[str, Any]:
     """Ten questions of two answers, in bundles of five."""
     rows = {"reward": numbers(40, 20, low=0.0), "before": numbers(41, 2, 20, low=0.0)}
     rows |= {key: numbers(seed, 20, 6, low=-3.0, high=-0.3) for seed, key in ((42, "logp_old"), (43, "logp"))}
-    rows |= {key: numbers(44, 20, 6) for key in ("values", "values_new")} | {"logp_ref": numbers(45, 20, 6)}
-    return rows | {"group": [row // 2 for row in range(20)], "mask": [[1.0] * (1 + row % 6) + [0.0] * (5 - row % 6) for row in range(20)]}
+    rows |= {key: numbers(44, 20, 6) for key in ("values", "values_new", "logp_ref")}
+    return rows | {
+        "group": [row // 2 for row in range(20)],
+        "mask": [[1.0] * (1 + row % 6) + [0.0] * (5 - row % 6) for row in range(20)],
+    }
