@@ -106,7 +106,7 @@ METRICS = {
     "loss/kl_ema": "AWM's distance to the moving average of past policies, coefficient included.",
     "policy/kl_ema": "Mean squared distance between the velocities of policy and moving average.",
     "awm/error": "Mean matching error of the policy's velocity on its own images.",
-    "awm/velocity_norm": "Norm of the policy's velocities relative to the reference's.",
+    "awm/velocity_norm": "Mean over noisy versions of the norm of the policy's velocity relative to the reference's.",
     "matching/error": "Mean matching error of the policy's velocity.",
     "matching/weight": "Mean weight of the matching errors.",
     "critic/explained/noisy": "Fraction of the variance explained at states with time above 0.5; NaN without any.",

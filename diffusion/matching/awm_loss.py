@@ -21,7 +21,7 @@ from diffusion.matching.velocity import VelocityMatching
 from diffusion.models.ema import EMAWeights, kl_ema_decay
 from diffusion.sampling.steps import VELOCITY_KLS
 from diffusion.sampling.trajectories import mean_over_decisions
-from mmrl.core.loss import Denominators, Metric, mean_metric
+from mmrl.core.loss import Denominators, Metric, mean_metric, row_metric
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, only_with, rare
@@ -70,7 +70,7 @@ class AwmScores(PolicyOutputs):
     error: Tensor
     """(B, T), matching errors, without gradient."""
     velocity_norm: Metric | None
-    """Norm of the velocity relative to the reference's."""
+    """Norm of each velocity relative to the reference's."""
 
 
 class AwmLoss(LossTerm):
@@ -162,8 +162,9 @@ def with_ratio(objective: ObjectiveConfig, settings: AwmSettings) -> ObjectiveCo
 
 def _norm_ratio(velocity: Tensor, reference: Tensor) -> Metric:
     # how far the velocity has grown: rows with negative advantage push it away without bound
-    size, base = (x.detach().float().square().mean().sqrt() for x in (velocity, reference))
-    return Metric(float(size / base.clamp(min=1e-8)), 1.0)
+    size, base = (x.detach().float().flatten(1).norm(dim=1) for x in (velocity, reference))
+    # a mean over noisy versions: one quotient of sums would differ between micro-batches and between processes
+    return row_metric(size / base.clamp(min=1e-8))
 
 
 AVERAGING: dict[str, dict[str, dict[str, str]]] = {

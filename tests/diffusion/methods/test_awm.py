@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from diffusion.sampling.latent_sampler import row_noise, text_of, times_of
+from mmrl.core.loss import merge_metrics, metric_values
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
@@ -147,6 +148,30 @@ def test_gradient_does_not_depend_on_the_micro_batch(name, tmp_path):
         # terms of size 1 and of both signs, each rounded to 2^-24
         assert loss == pytest.approx(whole_loss, rel=1e-5, abs=2**-22)
         assert_same_gradient(parts, whole)
+
+
+@pytest.mark.parametrize("name", ["awm", "diffusion_nft", "orw_cfm_w2", "ac_flow"])
+def test_metrics_do_not_depend_on_the_micro_batch(name, tmp_path):
+    """Processes, too, each measure a part of the rows."""
+    config = run_config(name, tmp_path)
+    config.objective.kl = {"coef": 0.5}
+    if name == "ac_flow":
+        config.critic.warmup_updates = 0
+    recipe = build(config)
+    rollouts = collected(recipe)
+    disturb(recipe.policy, 0.3)
+    counts = count_denominators(recipe, rollouts)
+
+    def metrics(rows):
+        chunks = rollouts.micro_batches(rows)
+        with torch.no_grad():
+            parts = [recipe.loss(recipe.policy, chunk, counts, Step()).metrics for chunk in chunks]
+        return metric_values(merge_metrics(parts))
+
+    whole = metrics(rollouts.num_rows)
+    assert ("awm/velocity_norm" in whole) == (name == "awm")
+    for rows in (3, 1):
+        assert metrics(rows) == pytest.approx(whole, rel=1e-4, abs=1e-5, nan_ok=True)
 
 
 def test_old_likelihoods_must_be_recomputed(tmp_path):
