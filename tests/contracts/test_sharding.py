@@ -13,8 +13,7 @@ from mmrl.training.processes import make_accelerator, merge_lists
 from mmrl.training.sharding import is_part, saving
 from mmrl.training.trainer import Trainer
 from tests.contracts.options import with_changes
-from tests.contracts.record import note
-from tests.contracts.test_two_processes import STEPS, assert_same, make, train, train_in_two
+from tests.contracts.test_two_processes import STEPS, assert_same, make, train, train_in_double, train_in_two
 
 FSDP2 = {"trainer.sharding": "fsdp2"}
 GATHERED = {
@@ -51,8 +50,8 @@ def every() -> list[Any]:
 @pytest.mark.parametrize("name", every())
 def test_weights_in_parts_learn_what_whole_ones_do(name, tmp_path):
     config = configured(name, tmp_path)
-    whole = train(config, tmp_path / "one")
-    note("fsdp2", name, assert_same(train_in_two(with_changes(config, FSDP2), tmp_path / "two"), whole))
+    whole = train_in_double(config, tmp_path / "one")
+    assert_same(train_in_two(with_changes(config, FSDP2), tmp_path / "two", run=train_in_double), whole)
 
 
 def one_step(config: Any, folder: Path) -> dict[str, Any]:

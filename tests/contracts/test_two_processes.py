@@ -1,4 +1,4 @@
-"""A run in two processes is the run in one: the same samples, weights and metrics up to the rounding of sums."""
+"""A run in two processes is the run in one: the same samples, weights and metrics up to rounding, in float64."""
 
 import contextlib
 import json
@@ -20,11 +20,11 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunStopped
 from mmrl.recipes import RECIPES
 from mmrl.runs.tracking import build_tracker
-from mmrl.training.processes import make_accelerator, merge_in_order
+from mmrl.training.processes import make_accelerator, merge_in_order, sum_gradients
 from mmrl.training.trainer import StopSignals, Trainer
 from tests.contracts.domains import domain_of, weights
+from tests.contracts.double import ROUNDING, computes_in_double, in_double
 from tests.contracts.options import with_changes
-from tests.contracts.record import note
 from tests.programs import fork_context
 
 STEPS, LIMIT_S = 3, 240
@@ -36,12 +36,8 @@ CONTROLS = {
 }
 """Further runs: a recipe and its options."""
 RELATIVE = 1e-3
-"""Of the largest number of its kind: float32 (6e-8) through some hundred operations, three steps and the quotients of
-advantages; measured are up to 3e-5."""
-LESS_EXACT = {"flow3d_awm": 1e-2, "ac_flow": 1e-2}
-"""Instead, for advantages and weights: gradients that cancel in a group (measured 4.4e-3 of the move), and advantages
-that a trained critic shapes (1.0e-3 of the largest)."""
-
+"""Share of the largest number of its kind that float32 may differ by: 6e-8 through some hundred operations, three steps
+and the quotients of advantages."""
 OF_ONE_PROCESS = {
     "time/": "seconds of the first process",
     "memory/": "bytes of a process, which holds its share of the tasks",
@@ -50,11 +46,6 @@ OF_ONE_PROCESS = {
     "tspo/videos_embedded": "the second run finds the features of the first in its folder",
 }
 """Beginnings of the names of metrics that hang on the number of processes, and the reason."""
-ABSOLUTE = 1e-4
-"""Of a metric: means of numbers that cancel, such as advantages and the losses made of them, over the three steps."""
-
-FIRST_STEP = ("flow3d_awm",)
-"""Recipes whose gradients cancel: their metrics are compared after the first step alone, before rounding grows."""
 
 
 class StopAfter(StopSignals):
@@ -70,6 +61,12 @@ class StopAfter(StopSignals):
         return self.trainer is not None and self.trainer.step >= self.step
 
 
+def train_in_double(*arguments: Any) -> dict[str, Any]:
+    """`train` in float64."""
+    with in_double():
+        return train(*arguments)
+
+
 def train(config: Any, folder: Path, until: int = STEPS, resume: bool = False) -> dict[str, Any]:
     """Weights before and after a run, and the rows of each step: length, reward and mean advantage, group by group.
 
@@ -77,6 +74,8 @@ def train(config: Any, folder: Path, until: int = STEPS, resume: bool = False) -
     """
     stop = StopAfter(until) if until < config.trainer.steps else None
     recipe = RECIPES[config.recipe].load_recipe_class()(config)
+    if computes_in_double():
+        recipe.policy.double()
     accelerator = make_accelerator(config.trainer.mixed_precision)
     folder.mkdir(exist_ok=True)
     writes = accelerator.is_main_process
@@ -171,17 +170,20 @@ def make(name: str, folder: Path, tasks: int = 4) -> Any:
     return config
 
 
-def assert_same(found: dict[str, Any], whole: dict[str, Any], least: float = RELATIVE) -> float:
+def assert_same(found: dict[str, Any], whole: dict[str, Any], relative: float | None = None) -> None:
     """The same samples, and numbers up to rounding, over the last steps of a run.
 
-    Returns:
-        The largest difference of a weight, as a share of the largest move.
+    Args:
+        found: of `train` or `train_in_double`.
+        whole: of the same function.
+        relative: allowed difference of numbers as a share of the largest, and of a weight of the largest move.
     """
-    relative = max(LESS_EXACT.get(whole["name"], RELATIVE), least)
+    double = whole["weights"].dtype is torch.float64
+    relative = relative or (ROUNDING if double else RELATIVE)
     rows, expected = torch.cat(found["rows"]), torch.cat(whole["rows"][-len(found["rows"]) :])
     every = torch.cat(whole["rows"])
     assert rows.shape == expected.shape
-    for column, tolerance in enumerate((0.0, RELATIVE, relative)):
+    for column, tolerance in enumerate((0.0, min(relative, RELATIVE), relative)):
         size = float(every[..., column].abs().nan_to_num(0.0).max())
         torch.testing.assert_close(
             rows[..., column], expected[..., column], rtol=0.0, atol=tolerance * size, equal_nan=True
@@ -189,24 +191,19 @@ def assert_same(found: dict[str, Any], whole: dict[str, Any], least: float = REL
     moved = float((whole["weights"] - whole["begin"]).abs().max())
     assert moved > 0
     # of a weight itself each step, and of the gradients; other samples would differ by about as much as they move
-    rounding = torch.finfo(torch.float32).eps * whole["weights"].abs() * STEPS
+    rounding = torch.finfo(whole["weights"].dtype).eps * whole["weights"].abs() * STEPS
     difference = (found["weights"] - whole["weights"]).abs()
-    allowed = relative * moved
-    share = float(difference.max()) / moved
-    assert bool((difference <= allowed + rounding).all()), share
-    return share
+    assert bool((difference <= relative * moved + rounding).all()), float(difference.max()) / moved
 
 
-def assert_same_metrics(found: Path, whole: Path, recipe: str) -> None:
-    """Every number that two runs logged is the same up to rounding, but for those of `OF_ONE_PROCESS`."""
-    relative, last = LESS_EXACT.get(recipe, RELATIVE), 1 if recipe in FIRST_STEP else STEPS
+def assert_same_metrics(found: Path, whole: Path) -> None:
+    """Every number that two runs in float64 logged is the same up to rounding, but for those of `OF_ONE_PROCESS`."""
     for name in ("metrics.jsonl", "evaluations.jsonl"):
-        runs = [[row for row in read_rows(folder / name) if row["step"] <= last] for folder in (found, whole)]
-        own, expected = ([without(row) for row in rows] for rows in runs)
+        own, expected = ([without(row) for row in read_rows(folder / name)] for folder in (found, whole))
         assert len(own) == len(expected)
         assert own or name != "metrics.jsonl"
         for one, other in zip(own, expected, strict=True):
-            assert one == pytest.approx(other, rel=relative, abs=ABSOLUTE, nan_ok=True), name
+            assert one == pytest.approx(other, rel=ROUNDING, abs=ROUNDING, nan_ok=True), name
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -230,9 +227,9 @@ def every(quick: tuple[str, ...]) -> list[Any]:
 @pytest.mark.parametrize("name", every(QUICK))
 def test_two_processes_sample_and_learn_what_one_does(name, tmp_path):
     config = make(name, tmp_path)
-    whole = train(config, tmp_path / "one")
-    note("two", name, assert_same(train_in_two(config, tmp_path / "two"), whole))
-    assert_same_metrics(tmp_path / "two", tmp_path / "one", name)
+    whole = train_in_double(config, tmp_path / "one")
+    assert_same(train_in_two(config, tmp_path / "two", run=train_in_double), whole)
+    assert_same_metrics(tmp_path / "two", tmp_path / "one")
 
 
 @pytest.mark.slow
@@ -241,19 +238,42 @@ def test_three_processes_sample_and_learn_what_one_does(name, tmp_path):
     config = make(name, tmp_path, tasks=6)
     if name == "digirl":
         config.digirl.batch_episodes = 3
-    whole = train(config, tmp_path / "one")
-    note("three", name, assert_same(train_in_two(config, tmp_path / "three", processes=3), whole))
-    assert_same_metrics(tmp_path / "three", tmp_path / "one", name)
+    whole = train_in_double(config, tmp_path / "one")
+    assert_same(train_in_two(config, tmp_path / "three", processes=3, run=train_in_double), whole)
+    assert_same_metrics(tmp_path / "three", tmp_path / "one")
+
+
+def train_with_a_flaw(*arguments: Any) -> dict[str, Any]:
+    """`train_in_double`, but the gradients of the second process count a millionth more."""
+
+    def flawed(parameters: Any, accelerator: Any) -> None:
+        for parameter in parameters:
+            if accelerator.process_index == 1 and parameter.grad is not None:
+                parameter.grad *= 1 + 1e-6
+        sum_gradients(parameters, accelerator)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mmrl.training.update.sum_gradients", flawed)
+        return train_in_double(*arguments)
+
+
+def test_a_gradient_that_is_off_by_a_millionth_in_one_process_is_found(tmp_path):
+    """In float32 it would be lost in rounding."""
+    config = make("robot_ppo", tmp_path)
+    whole = train_in_double(config, tmp_path / "one")
+    flawed = train_in_two(config, tmp_path / "two", run=train_with_a_flaw)
+    with pytest.raises(AssertionError):
+        assert_same(flawed, whole)
 
 
 @pytest.mark.parametrize("name", every(QUICK[-1:]))
 def test_a_run_that_is_resumed_in_another_number_of_processes_ends_as_one_that_never_stopped(name, tmp_path):
     config = make(name, tmp_path)
-    whole = train(config, tmp_path / "whole")
-    train(config, tmp_path / "more", STEPS - 1)
-    assert_same(train_in_two(config, tmp_path / "more", STEPS, True), whole)
-    train_in_two(config, tmp_path / "fewer", STEPS - 1)
-    assert_same(train(config, tmp_path / "fewer", STEPS, True), whole)
+    whole = train_in_double(config, tmp_path / "whole")
+    train_in_double(config, tmp_path / "more", STEPS - 1)
+    assert_same(train_in_two(config, tmp_path / "more", STEPS, True, run=train_in_double), whole)
+    train_in_two(config, tmp_path / "fewer", STEPS - 1, run=train_in_double)
+    assert_same(train_in_double(config, tmp_path / "fewer", STEPS, True), whole)
 
 
 @pytest.mark.slow
