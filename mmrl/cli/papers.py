@@ -121,7 +121,7 @@ PAPERS = (
         page="critics.md#finding-errors-in-an-answer-critic-v",
     ),
     Paper("Critique-RL", ("critique_rl",)),
-    Paper("D3S", ("d3s",)),
+    Paper("D3S", ("d3s",), lacking="its form across groups, of which no public text gives the shares"),
     Paper("DAPO, decoupled clip", ("dapo",)),
     Paper(
         "DAPO, direct advantage",
@@ -178,7 +178,7 @@ PAPERS = (
     Paper("GiGPO", ("gigpo",), ("group-in-group policy optimization",)),
     Paper("GRACE", ("grace", "contrastive")),
     Paper("GTPO", ("gtpo",)),
-    Paper("HAPO", ("hapo",)),
+    Paper("HAPO", ("hapo", "adaptive_temperature")),
     Paper("HBPO", ("hbpo",)),
     Paper("HNPG", ("hnpg",), ("offline data enhanced policy gradient",)),
     Paper("IGPO, information gain", ("information_gain",), ("information gain policy optimization",)),
@@ -246,7 +246,7 @@ PAPERS = (
     Paper("RPO", ("rpo",)),
     Paper("Scaf-GRPO", ("scaffolded",)),
     Paper("SEC", ("sec",), ("self-evolving curriculum",)),
-    Paper("SEED-GRPO", ("seed_grpo",)),
+    Paper("SEED-GRPO", ("seed_grpo", "semantic_entropy"), lacking="its focal function of the entropy"),
     Paper("SofT-GRPO", ("soft_tokens",)),
     Paper(
         "SPC",
@@ -266,7 +266,13 @@ PAPERS = (
     Paper("SPPO", ("sppo",)),
     Paper("SRPO", ("srpo",)),
     Paper("T-PPO", ("tppo", "truncated"), ("truncated ppo",)),
-    Paper("TAPO", code="mmrl.agents.environments.tools:ToolEnvironment", page="agents.md#tapo-dapo-with-tools"),
+    Paper("TAPO", ("tapo",), page="agents.md#tapo-dapo-with-tools"),
+    Paper(
+        "TGPO",
+        ("tgpo",),
+        ("temporal grounded policy optimization",),
+        lacking="weights and terms of its rewards, which no public text states: those here are ours",
+    ),
     Paper("TSPO", ("tspo",)),
     Paper(
         "VAS",
@@ -298,12 +304,6 @@ OMITTED = (
         "on-policy data by correcting the sampling policy",
         "not in this release",
         ("proximal robust on-policy sampling",),
-    ),
-    Omitted(
-        "TGPO",
-        "robots with goals in signal temporal logic",
-        "not in this release",
-        ("temporal grounded policy optimization",),
     ),
     Omitted(
         "ARSQ",

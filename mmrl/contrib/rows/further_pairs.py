@@ -151,7 +151,7 @@ class ClippedRatioPair(PairLoss):
 
 @dataclass(frozen=True)
 class RefuelPair(PairLoss):
-    """Squared distance of the margin to the difference of the two scores (REFUEL, arXiv 2410.04612, one turn).
+    """Squared distance of the margin to the difference of the two scores (REFUEL, arXiv 2410.04612).
 
     The reference is the policy that drew the answers.
     """
