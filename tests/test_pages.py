@@ -216,7 +216,7 @@ def test_configurations_shown_load(page, block, tmp_path, monkeypatch):
         for key in dotted({name: value for name, value in values.items() if name != "extends"}):
             assert any(field_of(schema, key) is not None for schema in schemas().values()), key
     if "objective" in values:
-        if values.get("recipe") in ("preference", "online_preference", "diffusion_dpo"):
+        if values.get("recipe") in ("preference", "online_preference", "refuel", "diffusion_dpo"):
             make_preference(PreferenceConfig(**values["objective"]))
         else:
             make_objective(ObjectiveConfig(**values["objective"]))

@@ -16,7 +16,6 @@ from tests.golden.make.peers import Made, numbers
 from tests.golden.make.tokens import batch, far, far_reference
 
 BY_HAND = "hand computation"
-EVALUATED = "evaluated in float64 by tests/golden/make/by_hand.py, in plain Python without the suite"
 Numbers = list[float]
 
 
@@ -76,9 +75,10 @@ def token_loss(inputs: dict[str, Any], rows: Numbers, loss: Callable[[float, flo
     return {"advantage": spread(inputs, rows), "loss": total, "gradient": gradient}
 
 
-def by_hand(calls: str, **answer: Any) -> dict[str, Any]:
-    """The recorded entry of a computation."""
-    return {"program": BY_HAND, "calls": [calls, EVALUATED], "relative": 1e-12} | answer
+def by_hand(calls: str, script: str = "by_hand", **answer: Any) -> dict[str, Any]:
+    """The recorded entry of a computation, and the script that makes it."""
+    how = f"evaluated in float64 by tests/golden/make/{script}.py, in plain Python without the suite"
+    return {"program": BY_HAND, "calls": [calls, how], "relative": 1e-12} | answer
 
 
 BETA = 0.1

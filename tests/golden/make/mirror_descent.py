@@ -51,5 +51,5 @@ def estimated(inputs: dict[str, Any]) -> dict[str, Any]:
             total += trained * (-a * r + (1 - r + r * d) / share) / number
             slopes[-1][place] = trained * (-a * r + r * d / share) / number
     return by_hand(
-        "equation 9 of the paper", repeated=False, advantage=spread(inputs, rows), loss=total, gradient=slopes
+        "equation 9 of the paper", "mirror_descent", advantage=spread(inputs, rows), loss=total, gradient=slopes
     )
