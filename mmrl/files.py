@@ -215,12 +215,15 @@ def parse_yaml(text: str, place: Path | str) -> Any:
     import yaml
 
     check_yaml(text, place)
+    # in C where there is one: a comparison has many files
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
     try:
-        # in C where there is one: a comparison has many files
-        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        return loader.get_single_data()
     # a date such as 2024-99-99 is Python's own error
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{place} is not valid YAML: {' '.join(str(error).split())}") from error
+    finally:
+        loader.dispose()
 
 
 def check_yaml(text: str, place: Path | str) -> None:

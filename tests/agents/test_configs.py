@@ -43,8 +43,13 @@ RECORDED = [
 @pytest.mark.parametrize("path", first_of_each_recipe(RUNS))
 def test_config_builds_and_takes_two_steps(path, tmp_path, tiny_folders):
     _, whole = load_run(path)
-    overrides = [*SMALL, f"output_dir={tmp_path / 'run'}", f"model.path={tiny_folders['qwen2_5_vl']}"]
+    # these have an environment of free texts, the small grid's actions cannot be written
+    own = ("environment.factory", "environment.adapter") if whole.actions.format == "text" else ()
+    overrides = [each for each in SMALL if not each.startswith(own)] if own else SMALL
+    overrides = [*overrides, f"output_dir={tmp_path / 'run'}", f"model.path={tiny_folders['qwen2_5_vl']}"]
     overrides += [group_size(whole, 2)]
+    if whole.recipe == "tapo":  # a tiny random model earns -1 in every row
+        overrides += ["objective.filter.kind=none"]
     if hasattr(whole, "branching"):
         overrides += ["branching.initial=1"]
     if hasattr(whole, "digirl"):

@@ -1,6 +1,5 @@
 """Python functions as tools of an agent: described by the chat template, called, their exceptions as text."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from mmrl.agents.methods.clone import AgentCloneConfig
 from mmrl.agents.methods.digirl import DigirlConfig
 from mmrl.agents.rollout.episodes import ConversationConfig, Writer
 from mmrl.errors import UserError
-from mmrl.rewards.reward_loading import load_function
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.training.settings import TrainerConfig
@@ -125,17 +123,3 @@ def test_several_calls_of_an_answer_are_all_shown(tmp_path, tiny_folders, monkey
         assert (
             "<|im_start|>tool\n2<|im_end|>\n<|im_start|>tool\n22<|im_end|>" in episode.trajectory.inserts[0].prompt.text
         )
-
-
-def test_tools_and_rewards_of_the_documents(tmp_path):
-    text = (Path(__file__).parents[2] / "docs/agents.md").read_text()
-    (block,) = re.findall(r"```python\n# my_python\.py\n(.*?)```", text, re.DOTALL)
-    (tmp_path / "my_python.py").write_text(block)
-    names = {name: f"{tmp_path}/my_python.py:{name}" for name in ("python", "reward", "calls")}
-    env = ToolEnvironment([names["python"]], names["reward"])
-    assert env.actions == {"python": "Run a Python program."}
-    env.reset(TASK, 0)
-    assert env.step(Action("say", {"text": "5"}))[1:3] == (1.0, True)
-    results = (["6\n", "ProgramError: no"], ["TypeError: x"], [])
-    completions = [[{"role": "tool", "content": result} for result in own] for own in results]
-    assert load_function(names["calls"], what="reward")([""] * 3, completions) == [0.5, 0.0, 0.0]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mmrl.contrib.language.segment import tree_values
+from mmrl.contrib.rows.estimators import GROUP_ADVANTAGE
 from mmrl.core import all_objectives, all_preferences
 from mmrl.core.blocks import BLOCKS, PREFERENCE_BLOCKS, all_kinds
 from mmrl.fields import bounds_of
@@ -73,12 +74,8 @@ def repeated(counts, ddof):
 
 
 def blended(block, ddof):
-    answers = ROLLOUTS.extras["answer"].view(3, 4).numpy()
-    shares = [np.unique(row, return_counts=True)[1] / 4 for row in answers]
-    entropy = np.array([-(share * np.log(share)).sum() for share in shares])
-    weight = (1 / (1 + np.exp(-block.steepness * (entropy - block.threshold)))).repeat(4)
-    level = by_group(R.mean(1)[None], ddof).repeat(4)
-    return weight * by_group(R, ddof) + (1 - weight) * level
+    """The group's advantage among all groups (B,)."""
+    return by_group(R.mean(1)[None], ddof).repeat(4)
 
 
 def risk(block, ddof):
@@ -167,7 +164,7 @@ ROWS = {
         ({"limit": 1e-9}, lambda _, ddof: by_group(R, ddof)),
     ],
     "budget_target": [({"weight": 0.0}, lambda _, ddof: by_group(R, ddof))],
-    "consistency_blend": [({"threshold": 0.6}, blended)],
+    "consistency_blend": [({}, blended)],
     "early_code": [({"bound": 0.0}, lambda _, ddof: by_group(R, ddof))],
     "smooth_std": [({}, lambda _, ddof: by_group(R, ddof, 0.0))],
     "bundled_risk": [({"credit": credit, "bundle": 3}, risk) for credit in ("uniform", "deviation")],
@@ -194,6 +191,8 @@ def computed(part, block):
         return block(ROLLOUTS.extras["noise"], ROLLOUTS)
     if block.kind == "group_preference":
         return block.preference(ROLLOUTS.logp_old - 0.1, ROLLOUTS)
+    if block.kind == "consistency_blend":
+        return block.constants(ROLLOUTS)[GROUP_ADVANTAGE]
     log_ratio = ROLLOUTS.extras["noise"][:, :1].expand(12, 6)
     return block(log_ratio, log_ratio, torch.from_numpy(COEFS)[:, None].expand(12, 6))[0]
 

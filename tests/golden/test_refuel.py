@@ -48,7 +48,7 @@ def test_the_trained_answers_and_their_scores_are_those_of_the_public_code():
     )
     recipe = SimpleNamespace(noted={})
     pairs = RefuelRecipe.estimate(recipe, rollouts, None, Step())
-    assert recipe.noted["pairs/learnt"].value == np.mean(PEER["kept"])
+    assert recipe.noted["refuel/learnt"].value == np.mean(PEER["kept"])
     for side, mark in (("chosen", 1.0), ("reject", 0.0)):
         rows = torch.nonzero(pairs.extras[CHOSEN] == mark).flatten().tolist()
         trained = [table.ids[row][pairs.mask[row] > 0].tolist() for row in rows]

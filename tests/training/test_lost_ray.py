@@ -47,7 +47,7 @@ class Services:
 def test_the_sentinel_names_what_has_died_and_the_command_that_continues(tmp_path):
     """The raylet's end is seen before that of the training process."""
     run = f"{tmp_path}/my run"
-    end = f"on here; continue with: mmrl train '{run}/config.yaml' output_dir='{run}' --resume\n"
+    end = f"on here; continue with: mmrl train '{run}/config.yaml' 'output_dir={run}' --resume\n"
     died = "has died (killed, or out of memory), and Ray has ended the training process"
     services = Services(tmp_path)
     services.die()

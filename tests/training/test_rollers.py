@@ -17,7 +17,7 @@ from mmrl.entries import RecipeEntry
 from mmrl.errors import RunError, UserError
 from mmrl.fields import check_config
 from mmrl.training.processes import SimCounts, Streams, make_accelerator
-from mmrl.training.ray_rollers import RayRollers, check_processes, open_rollers
+from mmrl.training.ray_rollers import RayLink, RayRollers, check_processes, open_rollers
 from mmrl.training.recipe import NoUsableTasksError, Step
 from mmrl.training.rollers import (
     Dealer,
@@ -180,7 +180,7 @@ def ray_rollers(recipe: ToyRecipe, lost: Counter[int], monkeypatch) -> RayRoller
     errors = SimpleNamespace(ObjectStoreFullError=MemoryError, OutOfDiskError=OSError)
     ray = SimpleNamespace(put=lambda content: content, exceptions=errors)
     monkeypatch.setitem(sys.modules, "ray", ray)
-    for name, stand_in in (("_connect", lambda *_: False), ("_check_room", lambda _: None)):
+    for name, stand_in in (("_connect", lambda *_: RayLink(owned=False)), ("_check_room", lambda _: None)):
         monkeypatch.setattr(f"mmrl.training.ray_rollers.{name}", stand_in)
     monkeypatch.setattr("mmrl.training.ray_rollers.RayCrew", lambda *_: TrialCrew(lost))
     config = dataclasses.replace(recipe.config, rollers=RollersConfig(engine="ray"))

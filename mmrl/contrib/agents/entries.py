@@ -54,6 +54,7 @@ RECIPES = (
 EXTENDS = "mmrl.agents"
 
 METRICS = {
+    "refuel/learnt": "Fraction of the step's pairs of dialogues that are trained: both rewards are known.",
     "revision/failed": "Fraction of the step's tasks that the policy failed in at least one attempt.",
     "episode/branched": "Fraction of the step's episodes that branched from another one.",
     "archer/stored": "Episodes that are stored.",

@@ -186,7 +186,7 @@ class RefuelRecipe(AgentRecipe):
         mask = mask * known.repeat_interleave(2)[:, None]
         better = reward[:, 0] > reward[:, 1]
         marks = torch.stack([better, ~better], 1).flatten().to(mask.dtype)
-        self.noted["pairs/learnt"] = Metric(known.double().sum(), float(len(known)))
+        self.noted["refuel/learnt"] = Metric(known.double().sum(), float(len(known)))
         extras = rollouts.extras | {CHOSEN: marks, SCORE: rollouts.reward.nan_to_num()}
         return rollouts.replace(mask=mask, advantage=(2 * marks - 1)[:, None] * mask, extras=extras)
 

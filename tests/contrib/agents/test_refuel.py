@@ -71,7 +71,7 @@ def test_a_pair_shares_its_beginning_and_only_the_answers_of_its_turn_are_traine
         better = one.total > other.total
         assert pairs.extras[CHOSEN][row : row + 2].tolist() == [float(better), float(not better)]
     assert pairs.extras[SCORE].tolist() == [episode.total for episode in episodes]
-    assert 0 < recipe.noted["pairs/learnt"].value <= 1
+    assert 0 < recipe.noted["refuel/learnt"].value <= 1
 
 
 def test_rewards_after_the_sampled_length_do_not_count(tmp_path, folder, closing):
