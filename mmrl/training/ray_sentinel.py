@@ -18,6 +18,10 @@ import sys
 
 WAIT_S = 2.0
 """Seconds within which a service on the network has to accept a connection."""
+LOOK_S = 5.0
+"""Seconds between two looks at the cluster's state process, which Ray waits a minute for."""
+EXITING = 0x4
+"""Flag of a process of Linux that has begun to exit, in the seventh field after the name in /proc/PID/stat."""
 
 
 def is_lost(address: str) -> bool:
@@ -34,18 +38,35 @@ def is_lost(address: str) -> bool:
     return False
 
 
+def is_exiting(process: int) -> bool:
+    """Whether a process is on its way out, or gone."""
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return True
+    return bool(int(fields[6]) & EXITING)
+
+
 def watch(raylet: str, gcs: str) -> str:
-    """Cause of the end of the training process, from which of the two ends first; empty if it ended by itself."""
+    """Cause of the end of the training process; empty if it ended by itself."""
+    training, lost, sure = os.getppid(), "", False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         link.connect(raylet)
-        ready, _, _ = select.select([0, link.fileno()], [], [])
-        # all of Ray ends soon after the training process, so this cannot be asked later
-        lost = ("gcs_server" if is_lost(gcs) else "raylet") if ready == [link.fileno()] else ""
+        while not lost:
+            ready, _, _ = select.select([0, link.fileno()], [], [], LOOK_S)
+            if 0 in ready:
+                break
+            # all of Ray ends soon after the training process, so this cannot be asked later
+            lost = "gcs_server" if is_lost(gcs) else "raylet" if ready else ""
+            # the system kills the raylet of a dying process before it closes its files
+            sure = bool(lost) and not is_exiting(training)
     if os.read(0, 1):
         return ""
-    if lost:
+    if sure:
         return f"Ray's {lost} has died (killed, or out of memory), and Ray has ended the training process"
-    return "the training process was killed"
+    together = ", or a process of Ray was and took it along" if lost else ""
+    return f"the training process was killed{together}"
 
 
 def main(job: dict[str, str]) -> None:
