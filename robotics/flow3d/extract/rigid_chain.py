@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmrl.fields import bounded
-from robotics.flow3d.clouds import depth_points
+from robotics.flow3d.clouds import FAR_M, depth_points, normals_towards
 from robotics.flow3d.extract.backends import Tracks
 from robotics.flow3d.extract.camera import grey_frames, klt_step
 from robotics.flow3d.extract.depth import depth_noise_m, resting_depth
 from robotics.flow3d.extract.simulated import rigid_tracks
 from robotics.flow3d.geometry import (
+    EDGE_M,
     BoolArray,
     DepthArray,
     FloatArray,
@@ -46,7 +47,9 @@ DAMPING = 1e-6
 SIGMA_PX = 0.5
 """Standard deviation of optical flow."""
 SMOOTH_M = 0.002
-"""With more depth noise, normals from neighbouring pixels are meaningless."""
+"""With more depth noise, normals from neighbouring pixels are meaningless, so planes are fitted to more of them."""
+PLANE_PIXELS, PLANE_MARGIN_PX = 30, 12
+"""Pixels that a plane is fitted to, and the border around the object in which planes are fitted."""
 LEAST_SUPPORT = 0.7
 """Fraction of the previous pose's support that a new pose must have."""
 MIN_POINTS = 6
@@ -97,6 +100,28 @@ def surface_normals(depth_m: DepthArray, K: FloatArray) -> FloatArray:
     # NaN holes make NaN normals, which the alignment drops
     length = np.linalg.norm(cross, axis=-1, keepdims=True)
     normals[1:-1, 1:-1] = np.where(smooth[..., None], cross / np.where(length > 0, length, np.nan), np.nan)
+    return normals
+
+
+def fitted_normals(depth_m: DepthArray, K: FloatArray, uv_px: FloatArray, noise_m: float) -> FloatArray:
+    """(H, W, 3) normals as of `surface_normals` of noisy depth, only around pixels (n, 2), from planes through many."""
+    import cv2
+
+    height, width = depth_m.shape
+    normals, uv = np.full((height, width, 3), np.nan), uv_px[np.isfinite(uv_px[:, 0])]
+    points, known = depth_points(depth_m, K)
+    # an object that left the image has an empty box
+    low, high = uv.min(0, initial=width + height) - PLANE_MARGIN_PX, uv.max(0, initial=0) + PLANE_MARGIN_PX + 1
+    left, top, right, bottom = np.clip([*low, *high], 0, [width, height] * 2).astype(int)
+    box = np.s_[top:bottom, left:right]
+    if known[box].sum() < PLANE_PIXELS:
+        return normals
+    inside = np.full((*known[box].shape, 3), np.nan)
+    inside[known[box]] = normals_towards(points[box][known[box]], np.zeros(3), PLANE_PIXELS)
+    # a larger step between neighbours than noise explains is an edge between two surfaces
+    filled, square = np.where(known, depth_m, np.float32(FAR_M))[box], np.ones((3, 3), np.uint8)
+    step = np.asarray(cv2.dilate(filled, square)) - np.asarray(cv2.erode(filled, square))
+    normals[box] = np.where((step > max(2 * EDGE_M, 6 * noise_m))[..., None], np.nan, inside)
     return normals
 
 
@@ -279,9 +304,8 @@ class _Chain:
             T = self._supported(T, moved, frame)
             if self.settings.correct_texture:
                 T = self._against_first(T, frame)
-            if self.settings.correct_surface and self.noise_m < SMOOTH_M:
-                normals = surface_normals(self.depth_m[frame], self.K)
-                T = align_to_surface(T, self.model, self.depth_m[frame], normals, self.K, self.agree_m)
+            if self.settings.correct_surface:
+                T = self._against_surface(T, frame)
             # the order matters: the step by flow brings the object close enough for the two corrections to find it
             poses.append(T)
         return np.stack(poses), lost
@@ -298,6 +322,15 @@ class _Chain:
         # a longer correction would mean that the warped frame was wrong
         near = good & (np.linalg.norm(there - uv, axis=-1) < self.settings.window_px / 2)
         return self._supported(T, self._fit(seen[near], there[near], frame), frame)
+
+    def _against_surface(self, T: FloatArray, frame: int) -> FloatArray:
+        """T aligned with the measured surface."""
+        depth_m = self.depth_m[frame]
+        if self.noise_m < SMOOTH_M:
+            return align_to_surface(T, self.model, depth_m, surface_normals(depth_m, self.K), self.K, self.agree_m)
+        uv = project(apply_pose(T, self.model), self.K)[:, :2]
+        normals = fitted_normals(depth_m, self.K, uv, self.noise_m)
+        return self._supported(T, align_to_surface(T, self.model, depth_m, normals, self.K, self.agree_m), frame)
 
     def _supported(self, T: FloatArray, other: FloatArray | None, frame: int) -> FloatArray:
         """The other pose, unless the depth image contradicts it: optical flow may have followed a hand instead."""
