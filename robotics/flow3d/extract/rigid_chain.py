@@ -11,6 +11,7 @@ association, Chen & Medioni 1992, Newcombe et al. 2011 (KinectFusion).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -37,9 +38,9 @@ from robotics.flow3d.geometry import (
 from robotics.flow3d.rigid_motion import ransac_kabsch
 from robotics.flow3d.video import RejectedVideo, RgbdVideo
 
-MIN_EIGENVALUE = 0.02
+MIN_EIGENVALUE, NOISY_EIGENVALUE = 0.02, 0.1
 """Fraction of the largest eigenvalue below which the surface does not determine a motion, like the rotation of a round
-object about its axis; in these directions the pose stays as it is."""
+object about its axis; in these directions the pose stays as it is. The second one is for noisy depth."""
 MIN_SURFACE_POINTS = 12
 """With fewer visible points the pose stays as it is."""
 DAMPING = 1e-6
@@ -133,6 +134,7 @@ def align_to_surface(
     K: FloatArray,
     agree_m: float,
     iterations: int = 3,
+    min_eigenvalue: float = MIN_EIGENVALUE,
 ) -> FloatArray:
     """Adjust T (4, 4) so that the visible points of the object are on the measured surface.
 
@@ -153,11 +155,11 @@ def align_to_surface(
             return T
         # projective association: the measured point on the same ray, without a search for the nearest one
         target = lift(np.concatenate([uvz[near, :2], depth[near, None]], -1), K)
-        T = _plane_step(moved[near], target, normal) @ T
+        T = _plane_step(moved[near], target, normal, min_eigenvalue) @ T
     return T
 
 
-def _plane_step(points: FloatArray, targets: FloatArray, normals: FloatArray) -> FloatArray:
+def _plane_step(points: FloatArray, targets: FloatArray, normals: FloatArray, min_eigenvalue: float) -> FloatArray:
     """Small motion towards the planes at the targets, in the directions that the surface determines."""
     from scipy.spatial.transform import Rotation
 
@@ -169,7 +171,7 @@ def _plane_step(points: FloatArray, targets: FloatArray, normals: FloatArray) ->
     residual = ((targets - points) * normals).sum(-1)
     values, directions = np.linalg.eigh(jacobian.T @ jacobian)
     # a pseudo-inverse: no step in directions that the surface leaves open, in which open3d's ICP drifts
-    shares = np.where(values > MIN_EIGENVALUE * values.max(), 1 / np.maximum(values, 1e-12), 0.0)
+    shares = np.where(values > min_eigenvalue * values.max(), 1 / np.maximum(values, 1e-12), 0.0)
     twist = directions @ (shares * (directions.T @ (jacobian.T @ residual)))
     turn = Rotation.from_rotvec(twist[:3] / size).as_matrix()
     return make_pose(turn, centre + twist[3:] - turn @ centre)
@@ -326,11 +328,12 @@ class _Chain:
     def _against_surface(self, T: FloatArray, frame: int) -> FloatArray:
         """T aligned with the measured surface."""
         depth_m = self.depth_m[frame]
+        align = partial(align_to_surface, T, self.model, depth_m, K=self.K, agree_m=self.agree_m)
         if self.noise_m < SMOOTH_M:
-            return align_to_surface(T, self.model, depth_m, surface_normals(depth_m, self.K), self.K, self.agree_m)
+            return align(normals=surface_normals(depth_m, self.K))
         uv = project(apply_pose(T, self.model), self.K)[:, :2]
         normals = fitted_normals(depth_m, self.K, uv, self.noise_m)
-        return self._supported(T, align_to_surface(T, self.model, depth_m, normals, self.K, self.agree_m), frame)
+        return self._supported(T, align(normals=normals, min_eigenvalue=NOISY_EIGENVALUE), frame)
 
     def _supported(self, T: FloatArray, other: FloatArray | None, frame: int) -> FloatArray:
         """The other pose, unless the depth image contradicts it: optical flow may have followed a hand instead."""
