@@ -11,16 +11,18 @@ association, Chen & Medioni 1992, Newcombe et al. 2011 (KinectFusion).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from mmrl.fields import bounded
-from robotics.flow3d.clouds import depth_points
+from robotics.flow3d.clouds import FAR_M, depth_points, normals_towards
 from robotics.flow3d.extract.backends import Tracks
 from robotics.flow3d.extract.camera import grey_frames, klt_step
 from robotics.flow3d.extract.depth import depth_noise_m, resting_depth
 from robotics.flow3d.extract.simulated import rigid_tracks
 from robotics.flow3d.geometry import (
+    EDGE_M,
     BoolArray,
     DepthArray,
     FloatArray,
@@ -36,9 +38,9 @@ from robotics.flow3d.geometry import (
 from robotics.flow3d.rigid_motion import ransac_kabsch
 from robotics.flow3d.video import RejectedVideo, RgbdVideo
 
-MIN_EIGENVALUE = 0.02
+MIN_EIGENVALUE, NOISY_EIGENVALUE = 0.02, 0.1
 """Fraction of the largest eigenvalue below which the surface does not determine a motion, like the rotation of a round
-object about its axis; in these directions the pose stays as it is."""
+object about its axis; in these directions the pose stays as it is. The second one is for noisy depth."""
 MIN_SURFACE_POINTS = 12
 """With fewer visible points the pose stays as it is."""
 DAMPING = 1e-6
@@ -46,7 +48,9 @@ DAMPING = 1e-6
 SIGMA_PX = 0.5
 """Standard deviation of optical flow."""
 SMOOTH_M = 0.002
-"""With more depth noise, normals from neighbouring pixels are meaningless."""
+"""With more depth noise, normals from neighbouring pixels are meaningless, so planes are fitted to more of them."""
+PLANE_PIXELS, PLANE_MARGIN_PX = 30, 12
+"""Pixels that a plane is fitted to, and the border around the object in which planes are fitted."""
 LEAST_SUPPORT = 0.7
 """Fraction of the previous pose's support that a new pose must have."""
 MIN_POINTS = 6
@@ -100,6 +104,28 @@ def surface_normals(depth_m: DepthArray, K: FloatArray) -> FloatArray:
     return normals
 
 
+def fitted_normals(depth_m: DepthArray, K: FloatArray, uv_px: FloatArray, noise_m: float) -> FloatArray:
+    """(H, W, 3) normals as of `surface_normals` of noisy depth, only around pixels (n, 2), from planes through many."""
+    import cv2
+
+    height, width = depth_m.shape
+    normals, uv = np.full((height, width, 3), np.nan), uv_px[np.isfinite(uv_px[:, 0])]
+    points, known = depth_points(depth_m, K)
+    # an object that left the image has an empty box
+    low, high = uv.min(0, initial=width + height) - PLANE_MARGIN_PX, uv.max(0, initial=0) + PLANE_MARGIN_PX + 1
+    left, top, right, bottom = np.clip([*low, *high], 0, [width, height] * 2).astype(int)
+    box = np.s_[top:bottom, left:right]
+    if known[box].sum() < PLANE_PIXELS:
+        return normals
+    inside = np.full((*known[box].shape, 3), np.nan)
+    inside[known[box]] = normals_towards(points[box][known[box]], np.zeros(3), PLANE_PIXELS)
+    # a larger step between neighbours than noise explains is an edge between two surfaces
+    filled, square = np.where(known, depth_m, np.float32(FAR_M))[box], np.ones((3, 3), np.uint8)
+    step = np.asarray(cv2.dilate(filled, square)) - np.asarray(cv2.erode(filled, square))
+    normals[box] = np.where((step > max(2 * EDGE_M, 6 * noise_m))[..., None], np.nan, inside)
+    return normals
+
+
 def align_to_surface(
     T: FloatArray,
     model_cam_m: FloatArray,
@@ -108,6 +134,7 @@ def align_to_surface(
     K: FloatArray,
     agree_m: float,
     iterations: int = 3,
+    min_eigenvalue: float = MIN_EIGENVALUE,
 ) -> FloatArray:
     """Adjust T (4, 4) so that the visible points of the object are on the measured surface.
 
@@ -128,11 +155,11 @@ def align_to_surface(
             return T
         # projective association: the measured point on the same ray, without a search for the nearest one
         target = lift(np.concatenate([uvz[near, :2], depth[near, None]], -1), K)
-        T = _plane_step(moved[near], target, normal) @ T
+        T = _plane_step(moved[near], target, normal, min_eigenvalue) @ T
     return T
 
 
-def _plane_step(points: FloatArray, targets: FloatArray, normals: FloatArray) -> FloatArray:
+def _plane_step(points: FloatArray, targets: FloatArray, normals: FloatArray, min_eigenvalue: float) -> FloatArray:
     """Small motion towards the planes at the targets, in the directions that the surface determines."""
     from scipy.spatial.transform import Rotation
 
@@ -144,7 +171,7 @@ def _plane_step(points: FloatArray, targets: FloatArray, normals: FloatArray) ->
     residual = ((targets - points) * normals).sum(-1)
     values, directions = np.linalg.eigh(jacobian.T @ jacobian)
     # a pseudo-inverse: no step in directions that the surface leaves open, in which open3d's ICP drifts
-    shares = np.where(values > MIN_EIGENVALUE * values.max(), 1 / np.maximum(values, 1e-12), 0.0)
+    shares = np.where(values > min_eigenvalue * values.max(), 1 / np.maximum(values, 1e-12), 0.0)
     twist = directions @ (shares * (directions.T @ (jacobian.T @ residual)))
     turn = Rotation.from_rotvec(twist[:3] / size).as_matrix()
     return make_pose(turn, centre + twist[3:] - turn @ centre)
@@ -279,9 +306,8 @@ class _Chain:
             T = self._supported(T, moved, frame)
             if self.settings.correct_texture:
                 T = self._against_first(T, frame)
-            if self.settings.correct_surface and self.noise_m < SMOOTH_M:
-                normals = surface_normals(self.depth_m[frame], self.K)
-                T = align_to_surface(T, self.model, self.depth_m[frame], normals, self.K, self.agree_m)
+            if self.settings.correct_surface:
+                T = self._against_surface(T, frame)
             # the order matters: the step by flow brings the object close enough for the two corrections to find it
             poses.append(T)
         return np.stack(poses), lost
@@ -298,6 +324,16 @@ class _Chain:
         # a longer correction would mean that the warped frame was wrong
         near = good & (np.linalg.norm(there - uv, axis=-1) < self.settings.window_px / 2)
         return self._supported(T, self._fit(seen[near], there[near], frame), frame)
+
+    def _against_surface(self, T: FloatArray, frame: int) -> FloatArray:
+        """T aligned with the measured surface."""
+        depth_m = self.depth_m[frame]
+        align = partial(align_to_surface, T, self.model, depth_m, K=self.K, agree_m=self.agree_m)
+        if self.noise_m < SMOOTH_M:
+            return align(normals=surface_normals(depth_m, self.K))
+        uv = project(apply_pose(T, self.model), self.K)[:, :2]
+        normals = fitted_normals(depth_m, self.K, uv, self.noise_m)
+        return self._supported(T, align(normals=normals, min_eigenvalue=NOISY_EIGENVALUE), frame)
 
     def _supported(self, T: FloatArray, other: FloatArray | None, frame: int) -> FloatArray:
         """The other pose, unless the depth image contradicts it: optical flow may have followed a hand instead."""

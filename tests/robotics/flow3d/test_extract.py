@@ -29,7 +29,7 @@ from robotics.flow3d.extract import (
 )
 from robotics.flow3d.extract.camera import klt_tracks
 from robotics.flow3d.extract.depth import depth_noise_m
-from robotics.flow3d.extract.rigid_chain import align_to_surface, surface_normals
+from robotics.flow3d.extract.rigid_chain import align_to_surface, fitted_normals, surface_normals
 from robotics.flow3d.geometry import angle_rad, apply_pose, intrinsics, make_pose, project
 from robotics.flow3d.metrics import draw_flow, flow_strip
 from tests.robotics.flow3d.rgbd_scene import rgbd_video
@@ -120,6 +120,35 @@ def test_surface_alignment_undoes_a_small_motion():
     assert np.linalg.norm(apply_pose(found, points) - points, axis=-1).mean() < 5e-4
     assert angle_rad(found, np.eye(4)) < 5e-3
     assert size == (80, 80)
+
+
+def test_planes_through_noisy_depth_have_the_normals_of_the_surface():
+    K = intrinsics((80, 60), fov_y_rad=0.8)
+    v, u = np.mgrid[:60, :80] + 0.5
+    rays = np.stack([(u - K[0, 2]) / K[0, 0], (v - K[1, 2]) / K[1, 1], np.ones_like(u)], -1)
+    slope = np.array([0.3, -0.2, -1.0]) / np.linalg.norm([0.3, -0.2, -1.0])
+    depth = -0.8 * np.linalg.norm([0.3, -0.2, -1.0]) ** -1 / (rays @ slope)
+    depth[:, 60:] += 0.2
+    noisy = (depth + np.random.default_rng(0).normal(0, 0.008, depth.shape)).astype(np.float32)
+    noisy[5, 5] = np.nan
+    around = np.array([[10.0, 10.0], [62.0, 40.0], [np.nan, np.nan]])
+    found = fitted_normals(noisy, K, around, 0.008)
+    error = np.degrees(np.arccos(np.clip(found[:52, 2:56] @ slope, -1, 1)))
+    plain = np.degrees(np.arccos(np.clip(surface_normals(noisy, K)[1:51, 2:56] @ slope, -1, 1)))
+    assert np.nanmedian(error) < 0.5 * np.nanmedian(plain)
+    assert np.isnan(found[20, 59:61]).all(), "no normal at an edge"
+    assert np.isnan(found[5, 5]).all(), "nor in a hole"
+    assert np.isnan(found[55:]).all(), "nor far from the object"
+    assert np.isnan(fitted_normals(noisy, K, around[2:], 0.008)).all()
+
+
+def test_noisy_depth_also_corrects_the_rotation(video):
+    """Without any correction the rotation at the end is off by 10 degrees or more."""
+    errors = np.random.default_rng(7).standard_normal(video.depth_m.shape, dtype=np.float32)
+    noisy = dataclasses.replace(video, depth_m=video.depth_m * (1 + np.float32(0.01) * errors))
+    corrected = score_tracker(RigidChain(), noisy)
+    without = score_tracker(RigidChain(correct_surface=False), noisy)
+    assert corrected.final_rotation_deg < without.final_rotation_deg
 
 
 def test_noise_of_depth_is_estimated():
