@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 MOVED = Path(__file__).resolve().with_name("workers") / "moved.json"
 """Old names of modules and classes, and the new ones."""
@@ -62,6 +62,37 @@ def renamed(stored: str) -> str:
         if old in stored:
             stored = re.sub(rf"(?<![\w./]){re.escape(old)}(?=:[A-Za-z_])", new, stored)
     return stored
+
+
+class Paper(NamedTuple):
+    """A paper of which the suite has something."""
+
+    name: str
+    """Its usual name."""
+    found: tuple[str, ...] = ()
+    """Rows and recipes, the one that `mmrl explain` shows first."""
+    names: tuple[str, ...] = ()
+    """Other names."""
+    code: str = ""
+    """`module:name` of a paper without a row or recipe of its own."""
+    source: str = ""
+    """Citation of such a paper; others have that of their row or recipe."""
+    page: str = ""
+    """Place in docs/ where the paper is described, if `found` does not tell."""
+    lacking: str = ""
+    """Parts of the paper that the suite lacks; empty for a whole one."""
+
+
+class Omitted(NamedTuple):
+    """A paper that the suite has nothing of."""
+
+    name: str
+    about: str
+    """Topic."""
+    reason: str
+    """Why it is left out."""
+    names: tuple[str, ...] = ()
+    """Other names."""
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmrl.cli.listings import configurations
-from mmrl.cli.papers import OMITTED, PAPERS, Omitted, Paper, called, papers_of, spelled, status_of
+from mmrl.cli.papers import OMITTED, PAPERS, called, papers_of, spelled, status_of
 from mmrl.core.block import Block
 from mmrl.core.blocks.preference import DecisionScore
 from mmrl.core.catalogue import all_objectives, all_preferences, contrib_objectives, contrib_preferences
 from mmrl.core.objectives.objective import Objective
 from mmrl.core.objectives.pairwise import PreferenceObjective
-from mmrl.entries import RecipeEntry, load_target
+from mmrl.entries import Omitted, Paper, RecipeEntry, load_target
 from mmrl.errors import UserError
 from mmrl.files import CONFIGS
 from mmrl.recipes import all_recipes, contrib_recipes

@@ -6,38 +6,9 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
-
-class Paper(NamedTuple):
-    """A paper of which the suite has something."""
-
-    name: str
-    """Its usual name."""
-    found: tuple[str, ...] = ()
-    """Rows and recipes, the one that `mmrl explain` shows first."""
-    names: tuple[str, ...] = ()
-    """Other names."""
-    code: str = ""
-    """`module:name` of a paper without a row or recipe of its own."""
-    source: str = ""
-    """Citation of such a paper; others have that of their row or recipe."""
-    page: str = ""
-    """Place in docs/ where the paper is described, if `found` does not tell."""
-    lacking: str = ""
-    """Parts of the paper that the suite lacks; empty for a whole one."""
-
-
-class Omitted(NamedTuple):
-    """A paper that the suite has nothing of."""
-
-    name: str
-    about: str
-    """Topic."""
-    reason: str
-    """Why it is left out."""
-    names: tuple[str, ...] = ()
-    """Other names."""
+from mmrl.entries import Omitted, Paper
+from mmrl.recipes import CONTRIB, package_tables
 
 
 def spelled(name: str) -> str:
@@ -61,7 +32,11 @@ def status_of(name: str) -> str:
     return "; ".join(f"*partial* ({paper.name}): lacks {paper.lacking}" for paper in partial)
 
 
-PAPERS = (
+def _sort_key(paper: Paper) -> str:
+    return paper.name.lower()
+
+
+OWN = (
     Paper("3DFlowAction", ("flow3d", "flow3d_awm"), ("3d_flow_action",)),
     Paper(
         "A-LoL",
@@ -74,15 +49,6 @@ PAPERS = (
         ("ac_flow",),
         ("actor-critic flow",),
         lacking="certainty: it is a reconstruction from the abstract and the project page, which nothing confirms",
-    ),
-    Paper(
-        "Accelerated preference optimization",
-        ("online_preference",),
-        ("accelerated_po", "apo"),
-        code="mmrl.contrib.language.online_preference:OnlineSettings",
-        source="arXiv 2410.06293",
-        page="methods.md#pairs-of-sampled-answers",
-        lacking="extrapolated log-probabilities (`online.extrapolation` moves the weights instead), and golden numbers",
     ),
     Paper("AEPO, adaptive exploration", ("aepo",), ("infigui-g1",)),
     Paper("AEPO, agentic", ("agentic_entropy_balanced", "agentic_branching"), ("agentic_aepo",)),
@@ -99,15 +65,6 @@ PAPERS = (
     Paper("ARPO, agentic", ("agentic_branching",), ("agentic_arpo", "agentic reinforced policy optimization")),
     Paper("ARPO, GUI agents", ("arpo",), ("gui_arpo",)),
     Paper("ASPO", ("aspo_tir",), ("understanding tool-integrated reasoning", "understanding_tir")),
-    Paper(
-        "AutoMathCritique",
-        (),
-        ("critique in the loop",),
-        code="mmrl.contrib.language.critique_loops:build_refinements",
-        source="arXiv 2411.16579",
-        page="critics.md#critics-that-make-their-own-data",
-        lacking="critiques by stronger models, critiques of single steps, and the second filter",
-    ),
     Paper("AWM", ("awm",), ("advantage-weighted matching",)),
     Paper("BAPO", ("bapo",)),
     Paper("BGPO", ("bgpo", "masked")),
@@ -134,14 +91,6 @@ PAPERS = (
     Paper("Demonstration-regularised RL", ("demo_regularised",), ("demonstration-regularized rl",)),
     Paper("DigiRL", ("digirl",)),
     Paper("DisCO", ("disco",)),
-    Paper(
-        "DPA",
-        (),
-        ("directional preference alignment",),
-        code="mmrl.contrib.language.directions:build_directed",
-        source="arXiv 2402.18571",
-        page="text.md#weights-in-the-prompt",
-    ),
     Paper("DR-PO", ("dataset_reset",), ("dataset reset policy optimization",)),
     Paper("DRPO", ("decoupled_reward", "disco"), ("decoupled reward policy optimization",)),
     Paper(
@@ -193,15 +142,6 @@ PAPERS = (
         page="critics.md#comparing-answers-llava-critic-r1",
     ),
     Paper(
-        "LSPO",
-        (),
-        ("latent space policy optimization", "werewolf"),
-        code="mmrl.contrib.language.latent_strategies:build_strategy_pairs",
-        source="arXiv 2502.04686",
-        page="agent_methods.md#lspo-strategies-as-clusters-of-utterances",
-        lacking="Werewolf, and games of more than one move with counterfactual regret minimisation",
-    ),
-    Paper(
         "MDPO",
         ("mirror_descent",),
         ("mirror descent policy optimization",),
@@ -249,14 +189,6 @@ PAPERS = (
     Paper("SEED-GRPO", ("seed_grpo", "semantic_entropy"), lacking="its focal function of the entropy"),
     Paper("SofT-GRPO", ("soft_tokens",)),
     Paper(
-        "SPC",
-        ("spc",),
-        ("self-play critic",),
-        code="mmrl.contrib.language.critique_loops:build_game",
-        page="critics.md#critics-that-make-their-own-data",
-        lacking="false steps hidden inside a solution: whole answers are altered",
-    ),
-    Paper(
         "SPO, minimaximalist",
         ("selfplay_winrate",),
         ("minimaximalist", "self-play preference optimization (minimaximalist)"),
@@ -283,6 +215,8 @@ PAPERS = (
     ),
     Paper("VL-DAC", ("vl_dac", "vl_dac_repo")),
 )
+OF_CONTRIB = (paper for table in package_tables("PAPERS", CONTRIB) for paper in table)
+PAPERS = tuple(sorted((*OWN, *OF_CONTRIB), key=_sort_key))
 """Papers that rows, recipes or functions implement, by name."""
 OMITTED = (
     Omitted("SAC", "soft actor-critic, off-policy control", "not in this release", ("soft actor-critic",)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmrl.entries import RecipeEntry
+from mmrl.entries import Paper, RecipeEntry
 
 RECIPES: tuple[RecipeEntry, ...] = (
     RecipeEntry(
@@ -91,6 +91,52 @@ RECIPES: tuple[RecipeEntry, ...] = (
     ),
 )
 EXTENDS = "mmrl.vlm"
+PAPERS = (
+    Paper(
+        "Accelerated preference optimization",
+        ("online_preference",),
+        ("accelerated_po", "apo"),
+        code="mmrl.contrib.language.online_preference:OnlineSettings",
+        source="arXiv 2410.06293",
+        page="methods.md#pairs-of-sampled-answers",
+        lacking="extrapolated log-probabilities (`online.extrapolation` moves the weights instead), and golden numbers",
+    ),
+    Paper(
+        "AutoMathCritique",
+        (),
+        ("critique in the loop",),
+        code="mmrl.contrib.language.critique_loops:build_refinements",
+        source="arXiv 2411.16579",
+        page="critics.md#critics-that-make-their-own-data",
+        lacking="critiques by stronger models, critiques of single steps, and the second filter",
+    ),
+    Paper(
+        "DPA",
+        (),
+        ("directional preference alignment",),
+        code="mmrl.contrib.language.directions:build_directed",
+        source="arXiv 2402.18571",
+        page="text.md#weights-in-the-prompt",
+    ),
+    Paper(
+        "LSPO",
+        (),
+        ("latent space policy optimization", "werewolf"),
+        code="mmrl.contrib.language.latent_strategies:build_strategy_pairs",
+        source="arXiv 2502.04686",
+        page="agent_methods.md#lspo-strategies-as-clusters-of-utterances",
+        lacking="Werewolf, and games of more than one move with counterfactual regret minimisation",
+    ),
+    Paper(
+        "SPC",
+        ("spc",),
+        ("self-play critic",),
+        code="mmrl.contrib.language.critique_loops:build_game",
+        page="critics.md#critics-that-make-their-own-data",
+        lacking="false steps hidden inside a solution: whole answers are altered",
+    ),
+)
+"""Papers whose functions are here; others are found by their rows and recipes."""
 
 METRICS = {
     "pairs/learnt": "Fraction of the step's pairs that are trained: their rewards differ, or the loss reads rewards.",
