@@ -101,7 +101,7 @@ def test_random_actions_replace_the_experts(tmp_path, folder, recipes):
     assert not all(episode.success for episode in first.episodes)
 
 
-def test_an_expert_that_fails_costs_its_episode_and_not_the_run(tmp_path, folder, recipes, monkeypatch):
+def test_an_expert_that_fails_costs_its_episode_and_not_the_run(tmp_path, folder, recipes, monkeypatch, hanging):
     monkeypatch.setattr(experts, "MOST_TURNS", 20)
     guide = f"{Path(__file__).with_name('fake_envs.py')}:Guide"
     config = make_config(tmp_path, folder, factory=guide, kwargs={})

@@ -19,7 +19,7 @@ POLICIES = "tests.robotics.fake_policies:make_blind"
 
 
 @pytest.mark.slow
-def test_killed_hanging_and_raising_environments_cost_their_groups_only(tmp_path, monkeypatch):
+def test_killed_hanging_and_raising_environments_cost_their_groups_only(tmp_path, monkeypatch, hanging):
     monkeypatch.setattr(subprocess_sim, "find_backend", lambda preferred: None)
     limits = {"call_timeout_s": 3.0, "heartbeat_timeout_s": 20.0, "start_timeout_s": 30.0}
     config = RobotGrpoConfig(

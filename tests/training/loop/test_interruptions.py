@@ -19,7 +19,7 @@ from mmrl.training.run import train
 from mmrl.training.saving import RunSaver
 from mmrl.training.trainer import Trainer
 from tests.faults.sameness import differences
-from tests.programs import Program
+from tests.programs import Program, wait_until
 
 CONFIG = """
 recipe: tests.training.toy:ToyRecipe:ToyConfig
@@ -266,13 +266,20 @@ def test_stop_in_the_first_evaluation_keeps_it(config, monkeypatch):
 
 
 STUCK = """
-import sys, time
+import math, sys, time
+from pathlib import Path
+from mmrl.training import trainer
 from tests.training.toy import ToyRecipe, main
 
+trainer.ECHO_S = math.inf
+
 def stuck(self, rollouts, step):
-    open(sys.argv[1] + ".stuck", "w").close()
     while True:
-        time.sleep(0.05)
+        with open(sys.argv[1] + ".rounds", "a") as rounds:
+            rounds.write(".")
+        if Path(sys.argv[1] + ".late").exists():
+            trainer.ECHO_S = 0.0
+        time.sleep(0.02)
 
 ToyRecipe.score = stuck
 main()
@@ -281,14 +288,21 @@ main()
 
 def test_second_ctrl_c_ends_at_once_without_a_traceback(config):
     process = Program(["-c", STUCK, str(config), f"output_dir={config.parent / 'run'}"])
-    deadline = time.monotonic() + 600
-    while not Path(f"{config}.stuck").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    rounds = Path(f"{config}.rounds")
+    wait_until(lambda: rounds.exists())
+
+    def wait_rounds():
+        """Two further rounds: signals that were sent before have been handled."""
+        before = rounds.stat().st_size
+        wait_until(lambda: rounds.stat().st_size > before + 1 or not process.running())
+
     process.send_signal(signal.SIGINT)
-    time.sleep(0.2)
+    wait_rounds()
     process.send_signal(signal.SIGINT)  # the echo of a launcher
-    time.sleep(1.5)
+    wait_rounds()
     assert process.running()
+    Path(f"{config}.late").touch()
+    wait_rounds()
     process.send_signal(signal.SIGINT)
     code, _, errors = process.wait()
     assert code == 130
