@@ -17,6 +17,13 @@ def compare(args: argparse.Namespace) -> int:
     _check_at_least_one("jobs", args.jobs)
     from mmrl.compare.run import run_experiment, say
 
+    if args.plan:
+        from mmrl.compare.experiment import load_experiment
+        from mmrl.compare.plans import plan_lines
+
+        for line in plan_lines(load_experiment(args.experiment)):
+            say(line)
+        return 0
     output = args.output or Path("runs") / args.experiment.stem
     args.run_dir = output
     options = {"jobs": args.jobs, "only_report": args.only_report, "allow": args.allow}
@@ -48,6 +55,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("experiment", metavar="EXPERIMENT.yaml", type=Path, help="arms, seeds and metric")
     parser.add_argument("--output", metavar="DIR", type=output_folder, help="default: runs/ and the experiment's name")
     parser.add_argument("--jobs", metavar="N", type=int, help="runs at a time; default: the file's")
+    parser.add_argument("--plan", action="store_true", help="print the number of runs and their CPU hours, run nothing")
     parser.add_argument("--only-report", action="store_true", help="only summarise finished runs")
     add_allow_argument(parser)
 

@@ -15,11 +15,13 @@ from typing import Any
 from omegaconf import MISSING
 
 from mmrl.errors import UserError, did_you_mean
-from mmrl.fields import bounded, choice
+from mmrl.fields import choice
 from mmrl.files import parse_yaml, read_text
+from mmrl.runs.statistics import verdict
 
-VERDICTS = ("holds", "holds in part", "not here", "negative")
-"""The claim was seen; a part of it was; nothing was seen or the setting cannot show it; the opposite was seen."""
+VERDICTS = ("holds", "holds in part", "no effect within the margin", "inconclusive", "not here", "negative")
+"""The claim was seen; a part of it was; no difference that matters exists; the interval allows both; without a margin,
+nothing was seen or the setting cannot show it; the opposite was seen."""
 UNITS = {"points": (100.0, 1), "tokens": (1.0, 1), "cm": (1.0, 2), "score": (1.0, 3)}
 """Unit of a difference to its factor from the metric, and to its decimals."""
 
@@ -94,12 +96,15 @@ class EvidenceConfig:
     """Differences between arms."""
     chosen: dict[str, Any] = field(default_factory=dict)
     """Value of the swept parameter that the sweep chose, by arm; a repetition sweeps again where it is missing."""
-    prepare_minutes: float = bounded(0.0, at_least=0)
-    """Minutes of one core for the preparations."""
-    run_minutes: float = bounded(1.0, above=0)
-    """Minutes of one core for a run."""
 
-    def check(self, arms: Collection[str], baseline: str, metrics: Sequence[str], higher_is_better: bool) -> None:
+    def check(
+        self,
+        arms: Collection[str],
+        baseline: str,
+        metrics: Sequence[str],
+        higher_is_better: bool,
+        margin: float | None = None,
+    ) -> None:
         """Check against an experiment's arms and metrics, its own first; raises ValueError naming the culprit."""
         if not self.findings:
             raise ValueError("`evidence.findings` is empty; give the differences between arms, or remove `evidence`")
@@ -110,7 +115,7 @@ class EvidenceConfig:
             if found.arm == (found.against or baseline):
                 raise ValueError(f"evidence.findings compares arm '{found.arm}' with itself")
             _check_known("evidence.findings: metric", found.metric or metrics[0], metrics)
-            _check_verdict(found, higher_is_better)
+            _check_verdict(found, higher_is_better, margin if found.metric in (None, metrics[0]) else None)
         for arm in self.chosen:
             _check_known("evidence.chosen: arm", arm, arms)
 
@@ -152,9 +157,14 @@ def _check_known(what: str, name: str, known: Collection[str]) -> None:
         raise ValueError(f"{what} '{name}' is not in the experiment; {hint}it has: {', '.join(known)}")
 
 
-def _check_verdict(found: FindingConfig, higher_is_better: bool) -> None:
-    """Check the verdict against the interval: "holds" needs one above zero, "negative" one below; raises ValueError."""
+def _check_verdict(found: FindingConfig, higher_is_better: bool, margin: float | None) -> None:
+    """Check the verdict against the interval and, where one was stated, the margin; raises ValueError."""
     higher = higher_is_better if found.higher_is_better is None else found.higher_is_better
     low, high = (found.low, found.high) if higher else (-found.high, -found.low)
-    if (found.verdict.startswith("holds") and low <= 0) or (found.verdict == "negative" and high >= 0):
+    if margin is not None:
+        right = verdict(low, high, margin * UNITS[found.unit][0])
+        if found.verdict != right:
+            reason = f"{found.shown} with the margin {margin:g} is '{right}', not '{found.verdict}'"
+            raise ValueError(f"finding on arm '{found.arm}': {reason}")
+    elif (found.verdict.startswith("holds") and low <= 0) or (found.verdict == "negative" and high >= 0):
         raise ValueError(f"finding on arm '{found.arm}': the verdict '{found.verdict}' contradicts {found.shown}")

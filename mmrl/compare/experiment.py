@@ -65,6 +65,8 @@ class SweepConfig:
     """Seeds of the sweep; none may be a seed of the comparison."""
     metric: str | None = None
     """Metric that picks the value; null takes the experiment's."""
+    extend: int = bounded(0, at_least=0)
+    """Values that may be added for an arm beyond the edge at which it is best, each at the distance of the last two."""
     shared: bool = False
     """Choose one value for all arms, that of the best mean over them, instead of one for each: where seeds differ more
     than values do, the best of each arm is a matter of luck."""
@@ -214,8 +216,15 @@ class ExperimentConfig:
     """Task set whose evaluation counts; null takes the first one."""
     higher_is_better: bool = True
     """Whether a larger metric is better; decides the sweep and which pairs are wins."""
+    margin: float | None = bounded(None, above=0)
+    """Smallest difference of the metric that matters, in its own unit, stated before the runs; each difference then has
+    a verdict: holds, no effect within the margin, inconclusive or negative. Null gives none."""
     budget: str = ""
     """Budget of every arm, in words."""
+    prepare_minutes: float = bounded(0.0, at_least=0)
+    """Minutes of one core for the preparations."""
+    run_minutes: float | None = bounded(None, above=0)
+    """Minutes of one core for a run of an arm, from a pilot; null if not known."""
     jobs: int = bounded(2, at_least=1)
     """Runs at a time, one thread each."""
     timeout_s: float = bounded(7200.0, above=0)
@@ -251,7 +260,9 @@ class ExperimentConfig:
         if self.evidence is not None:
             # evidence may only speak of what is measured
             metrics = [self.metric, *self.secondary_metrics]
-            self.evidence.check(self.arms, self.baseline, metrics, self.higher_is_better)
+            self.evidence.check(self.arms, self.baseline, metrics, self.higher_is_better, self.margin)
+            if self.run_minutes is None:
+                raise ValueError("`evidence` needs `run_minutes`, from which `mmrl reproduce` says how long it takes")
 
     def source(self, name: str) -> str:
         """Arm whose runs an arm reads: its own, or those of `runs_of`."""
@@ -293,6 +304,9 @@ class ExperimentConfig:
         _check_seeds("sweep.seeds", self.sweep.seeds)
         if not self.sweep.values:
             raise ValueError("`sweep.values` is empty; give the values to try, or remove `sweep`")
+        numbers = [value for value in self.sweep.values if isinstance(value, int | float) and value > 0]
+        if self.sweep.extend and (self.sweep.shared or len(set(numbers)) < max(2, len(self.sweep.values))):
+            raise ValueError("`sweep.extend` needs two or more different positive numbers, and no `sweep.shared`")
         # a value chosen on a seed must not be judged on it
         shared = sorted(set(self.sweep.seeds) & set(self.seeds))
         if shared:

@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -83,18 +83,52 @@ def sweep_label(arm: str, value: Any, seed: int) -> str:
     return f"sweep/{arm}/{name}/seed-{seed}"
 
 
-def plan_sweep(experiment: ExperimentConfig, output_dir: Path) -> list[RunPlan]:
-    """Every run of the sweep, seeds outermost; none without a sweep."""
+def plan_sweep(
+    experiment: ExperimentConfig, output_dir: Path, values: Mapping[str, Sequence[Any]] | None = None
+) -> list[RunPlan]:
+    """Every run of the sweep, seeds outermost, at the experiment's values or each arm's own; none without a sweep."""
     sweep = experiment.sweep
     if sweep is None:
         return []
+    values = values or dict.fromkeys(running_arms(experiment), sweep.values)
     return [
         plan_arm_run(experiment, output_dir, arm, seed, value, sweeping=True)
         for seed in sweep.seeds
-        for value in sweep.values
-        for arm in experiment.arms
-        if experiment.source(arm) == arm
+        # arms next to each other at the same value
+        for value in dict.fromkeys(itertools.chain(*values.values()))
+        for arm in values
+        if value in values[arm]
     ]
+
+
+def running_arms(experiment: ExperimentConfig) -> list[str]:
+    """Arms that have runs of their own."""
+    return [arm for arm in experiment.arms if experiment.source(arm) == arm]
+
+
+def plan_lines(experiment: ExperimentConfig) -> Iterator[str]:
+    """Yield how many runs an experiment has, their time on one core, and which difference would matter."""
+    arms, sweep = len(running_arms(experiment)), experiment.sweep
+    runs = arms * len(experiment.seeds)
+    tried = 0 if sweep is None else arms * len(sweep.values) * len(sweep.seeds)
+    text = f"plan: {len(experiment.prepare)} preparation(s), {tried} runs of the sweep, {runs} of the comparison"
+    if experiment.run_minutes is not None:
+        minutes = experiment.prepare_minutes + experiment.run_minutes * (runs + tried * _sweep_share(experiment))
+        text += f"; about {minutes / 60:.1f} CPU hours"
+        if sweep is not None and sweep.extend:
+            each = experiment.run_minutes * _sweep_share(experiment) * len(sweep.seeds)
+            text += f", and {each:.2g} minutes for each value beyond an edge"
+    yield text
+    if experiment.margin is not None:
+        yield f"margin: a difference in {experiment.metric} matters from {experiment.margin:g} on"
+
+
+def _sweep_share(experiment: ExperimentConfig) -> float:
+    """Length of the sweep's runs as a share of the comparison's, by their numbers of steps."""
+    short = {} if experiment.sweep is None else experiment.sweep.overrides
+    given = [dotted_overrides(overrides, Path()) for overrides in (experiment.overrides, short)]
+    steps = [float(text.partition("=")[2]) for texts in given for text in texts if text.startswith("trainer.steps=")]
+    return steps[1] / steps[0] if len(steps) == 2 else 1.0
 
 
 def _effective(overrides: Sequence[str]) -> list[str]:

@@ -67,7 +67,7 @@ def minutes(experiment: ExperimentConfig, findings: Sequence[FindingConfig], see
     runs = {experiment.source(arm) for arm in _arms(experiment, findings)}
     sweep = experiment.sweep
     tried = len(sweep.seeds) * len(sweep.values) if sweep and not runs <= evidence.chosen.keys() else 0
-    return evidence.prepare_minutes + len(runs) * (seeds + tried) * evidence.run_minutes
+    return experiment.prepare_minutes + len(runs) * (seeds + tried) * (experiment.run_minutes or 1.0)
 
 
 def listed(folder: Path = EXPERIMENTS) -> list[str]:

@@ -54,6 +54,8 @@ class Difference:
     """Pairs."""
     wins: int = 0
     """Pairs in which the arm is better than the baseline."""
+    verdict: str = ""
+    """One of `mmrl.runs.statistics.VERDICTS` by the experiment's margin; empty without one."""
 
 
 @dataclass
@@ -209,6 +211,8 @@ class Comparison:
     at: EqualCostResult | None
     collapse: CollapseResult | None
     failures: list[RunFailure] = field(default_factory=list)
+    margin: float | None = None
+    """Smallest difference of the metric that matters."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as saved; a section that the experiment does not have is empty."""
@@ -244,7 +248,8 @@ def _difference_lines(differences: Mapping[str, Difference], baseline: str) -> I
         pair = f"{arm} - {baseline}"
         if found.n:
             interval = "" if found.n < 2 else f", 95 % [{found.low:+.4f}, {found.high:+.4f}]"
-            yield f"{pair}: {found.mean:+.4f}{interval}, {found.wins} wins in {found.n} pairs"
+            verdict = f": {found.verdict}" if found.verdict else ""
+            yield f"{pair}: {found.mean:+.4f}{interval}, {found.wins} wins in {found.n} pairs{verdict}"
         if found.missing_seeds:
             yield f"{pair}: no pair for seeds {_listed(found.missing_seeds)}"
 

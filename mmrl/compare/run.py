@@ -28,9 +28,9 @@ from typing import Any
 from mmrl.compare import plans as run_status
 from mmrl.compare.experiment import ExperimentConfig, load_experiment
 from mmrl.compare.figures import draw
-from mmrl.compare.plans import RunPlan, forget_digests, plan_arm_run, plan_preparations, plan_sweep
+from mmrl.compare.plans import RunPlan, forget_digests, plan_arm_run, plan_lines, plan_preparations, plan_sweep
 from mmrl.compare.results import Comparison, comparison_lines, failure_text
-from mmrl.compare.summary import chosen_values, plan_comparison, summarise
+from mmrl.compare.summary import chosen_values, plan_comparison, summarise, sweep_values
 from mmrl.errors import RunError, UserError
 from mmrl.files import last_line, read_text, shortened_name, write_atomically
 from mmrl.runs.records import finite_or_none
@@ -262,6 +262,8 @@ def run_experiment(
         ray = SharedRay(configs, jobs or experiment.jobs)
         session = _Session(experiment, folder, invocation, ray, command, announce or say)
         if not only_report:
+            for line in plan_lines(experiment):
+                session.announce(line)
             # Ray is stopped with the call, also after an error
             with closing(ray):
                 session.prepare()
@@ -313,7 +315,10 @@ class _Session:
         if self.experiment.sweep is None:
             return
         shared = self.experiment.sweep.shared
-        self.run(plan_sweep(self.experiment, self.folder))
+        values: dict[str, list[Any]] = {}
+        # again with what the finished runs add beyond an edge
+        while values != (values := sweep_values(self.experiment, self.folder)):
+            self.run(plan_sweep(self.experiment, self.folder, values))
         for arm, value in chosen_values(self.experiment, self.folder).items():
             if value is None:
                 text = failure_text(self.write("failed").failures)

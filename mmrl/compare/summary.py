@@ -25,7 +25,7 @@ from mmrl.compare.curves import (
     work_metric,
 )
 from mmrl.compare.experiment import BASELINE_FINAL, ExperimentConfig
-from mmrl.compare.plans import RunPlan, failure_of, is_finished, plan_arm_run, plan_sweep
+from mmrl.compare.plans import RunPlan, failure_of, is_finished, plan_arm_run, plan_sweep, running_arms
 from mmrl.compare.results import (
     ArmResult,
     CollapseArm,
@@ -50,6 +50,7 @@ from mmrl.runs.statistics import (
     ratio_bounds,
     ratio_interval,
     value_at,
+    verdict,
 )
 
 Plans = Mapping[str, Mapping[int, RunPlan]]
@@ -83,11 +84,12 @@ def summarise(experiment: ExperimentConfig, folder: Path, status: str = "done", 
         budget=experiment.budget,
         metric=experiment.metric,
         higher_is_better=experiment.higher_is_better,
+        margin=experiment.margin,
         baseline=experiment.baseline,
         seeds=experiment.seeds,
         sweep=sweep_result(experiment, folder),
         arms=_arms(experiment, folder, plans, values),
-        differences=_differences(experiment, values, experiment.higher_is_better),
+        differences=_judged(experiment, _differences(experiment, values, experiment.higher_is_better)),
         work=_work(experiment, curves),
         at=_at_equal_cost(experiment, curves),
         collapse=_collapse(experiment, plans),
@@ -101,37 +103,61 @@ def sweep_result(experiment: ExperimentConfig, folder: Path) -> SweepResult | No
     if sweep is None:
         return None
     metric = sweep.metric or experiment.metric
-    own = [arm for arm in experiment.arms if experiment.source(arm) == arm]
-    arms = {arm: _sweep_rows(experiment, folder, arm, metric) for arm in own}
+    arms = {arm: _sweep_rows(experiment, folder, arm, metric) for arm in running_arms(experiment)}
     joint = _mean_rows(arms) if sweep.shared else []
     best = {arm: _best_value(joint or rows, experiment.higher_is_better) for arm, rows in arms.items()}
     # the value of the arm whose runs are read
     chosen = {arm: best[experiment.source(arm)] for arm in experiment.arms}
-    # an edge says that a better value may be outside
-    numbers = len(sweep.values) > 1 and all(isinstance(value, int | float) for value in sweep.values)
-    edges = (min(sweep.values), max(sweep.values)) if numbers else ()
     return SweepResult(
         parameter=sweep.parameter,
         seeds=sweep.seeds,
         overrides=sweep.overrides,
         metric=metric,
         chosen=chosen,
-        arms={arm: SweepArm(rows, at_edge=chosen[arm] in edges) for arm, rows in arms.items()},
+        # a better value may be outside
+        arms={arm: SweepArm(rows, at_edge=_edge(rows, chosen[arm]) is not None) for arm, rows in arms.items()},
     )
 
 
+def sweep_values(experiment: ExperimentConfig, folder: Path) -> dict[str, list[Any]]:
+    """Values that each arm tries, as far as its finished runs say; none without a sweep."""
+    found = sweep_result(experiment, folder)
+    return {} if found is None else {arm: [row.value for row in table.rows] for arm, table in found.arms.items()}
+
+
+def _edge(rows: Sequence[SweepRow], value: Any) -> float | None:
+    """Where the sweep would go on beyond a value at its edge; None for values inside, and for other than numbers."""
+    if len(rows) < 2 or not all(isinstance(row.value, int | float) for row in rows):
+        return None
+    numbers = sorted(float(row.value) for row in rows)
+    for edge, inner in ((numbers[0], numbers[1]), (numbers[-1], numbers[-2])):
+        if value == edge:
+            # as far as from the one before; short, since it names a folder
+            return float(f"{edge * edge / inner:.4g}") if inner else edge
+    return None
+
+
 def _sweep_rows(experiment: ExperimentConfig, folder: Path, arm: str, metric: str) -> list[SweepRow]:
-    assert experiment.sweep is not None
-    rows = []
-    for value in experiment.sweep.values:
-        plans = {
-            seed: plan_arm_run(experiment, folder, arm, seed, value, sweeping=True) for seed in experiment.sweep.seeds
-        }
-        finished = last_values(experiment, plans, metric)
-        # over the finished seeds; the table shows which are missing
-        mean = sum(finished.values()) / len(finished) if finished else None
-        rows.append(SweepRow(value, {seed: finished.get(seed) for seed in plans}, mean))
+    sweep = experiment.sweep
+    assert sweep is not None
+    rows = [_sweep_row(experiment, folder, arm, value, metric) for value in sweep.values]
+    for _ in range(sweep.extend):
+        beyond = _edge(rows, _best_value(rows, experiment.higher_is_better))
+        # an edge is one only when every value that was tried has its runs
+        if beyond is None or any(value is None for row in rows for value in row.values.values()):
+            break
+        rows.append(_sweep_row(experiment, folder, arm, beyond, metric))
     return rows
+
+
+def _sweep_row(experiment: ExperimentConfig, folder: Path, arm: str, value: Any, metric: str) -> SweepRow:
+    assert experiment.sweep is not None
+    seeds = experiment.sweep.seeds
+    plans = {seed: plan_arm_run(experiment, folder, arm, seed, value, sweeping=True) for seed in seeds}
+    finished = last_values(experiment, plans, metric)
+    # over the finished seeds; the table shows which are missing
+    mean = sum(finished.values()) / len(finished) if finished else None
+    return SweepRow(value, {seed: finished.get(seed) for seed in plans}, mean)
 
 
 def _mean_rows(arms: Mapping[str, list[SweepRow]]) -> list[SweepRow]:
@@ -182,6 +208,19 @@ def _differences(
     baseline = values[experiment.baseline]
     others = [arm for arm in experiment.arms if arm != experiment.baseline]
     return {arm: _difference(experiment.seeds, values[arm], baseline, higher_is_better) for arm in others}
+
+
+def _judged(experiment: ExperimentConfig, differences: dict[str, Difference]) -> dict[str, Difference]:
+    """The differences with their verdicts, where the experiment has stated a margin."""
+    if experiment.margin is None:
+        return differences
+    judged = {}
+    for arm, found in differences.items():
+        if found.low is not None and found.high is not None:
+            ends = (found.low, found.high) if experiment.higher_is_better else (-found.high, -found.low)
+            found = replace(found, verdict=verdict(*ends, experiment.margin))
+        judged[arm] = found
+    return judged
 
 
 def _difference(
@@ -340,7 +379,7 @@ def _collapse(experiment: ExperimentConfig, plans: Plans) -> CollapseResult | No
 def _failures(experiment: ExperimentConfig, folder: Path, plans: Plans) -> list[RunFailure]:
     compared = [plan for by_seed in plans.values() for plan in by_seed.values()]
     failures = []
-    for plan in (*plan_sweep(experiment, folder), *compared):
+    for plan in (*plan_sweep(experiment, folder, sweep_values(experiment, folder)), *compared):
         reason = failure_of(plan) or _no_value(experiment, plan)
         if reason is not None:
             failures.append(RunFailure(plan.label, reason))

@@ -22,6 +22,9 @@ HEADLINES = (*SHARES, "score/")
 PASS_AT = (2, 4, 8, 16, 32, 64)
 """Numbers of answers that pass@k is reported for."""
 
+VERDICTS = ("holds", "no effect within the margin", "inconclusive", "negative")
+"""Outcomes of a comparison whose margin was stated before it ran, see `verdict`."""
+
 _RESAMPLED_CELLS = 4_000_000  # indices held at once by the bootstrap, 32 MB
 
 
@@ -133,6 +136,26 @@ def paired_difference(a: Sequence[float], b: Sequence[float], confidence: float 
     # differences first: what pairs share cancels
     difference = _finite(a) - _finite(b)
     return PairedDifference(*mean_interval(difference.tolist(), confidence), int((difference > 0).sum()))
+
+
+def verdict(low: float, high: float, margin: float) -> str:
+    """Return one of `VERDICTS` for the interval of a difference.
+
+    An interval inside (-margin, margin) shows that there is no effect that matters, even where it excludes zero
+    (equivalence test of two one-sided tests). Any other interval above zero holds, one below is negative, and one that
+    contains zero is inconclusive.
+
+    Args:
+        low: Lower end of the interval; larger is better.
+        high: Upper end.
+        margin: Smallest difference that matters, positive.
+
+    Returns:
+        The verdict; "inconclusive" where an end is NaN.
+    """
+    if -margin < low and high < margin:
+        return VERDICTS[1]
+    return VERDICTS[0] if low > 0 else VERDICTS[3] if high < 0 else VERDICTS[2]
 
 
 def first_reach(costs: Sequence[float], values: Sequence[float], target: float) -> tuple[float, float]:

@@ -20,11 +20,13 @@ from mmrl.compare.figures import (
     stored_figure,
     work_figure,
 )
-from mmrl.compare.results import ArmResult, Comparison, Difference
+from mmrl.compare.plans import plan_lines
+from mmrl.compare.results import ArmResult, Comparison, Difference, comparison_lines
 from mmrl.compare.run import run_experiment
 from mmrl.compare.summary import plan_comparison, summarise
 from mmrl.errors import UserError
 from mmrl.report.charts import COLOURS
+from mmrl.runs.statistics import verdict
 
 COSTS = {
     "model_evaluations": {"cost/forward_rows": 1, "cost/train_rows": 3},
@@ -468,3 +470,42 @@ def test_names_at_the_ends_of_curves_do_not_overlap():
 def test_bad_sections_are_refused_by_name(lab, changes, message):
     with pytest.raises(UserError, match=message):
         lab.experiment(**changes)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.01, 0.09, "holds"),
+        (-0.02, 0.02, "no effect within the margin"),
+        # not zero, but nothing that matters
+        (0.01, 0.02, "no effect within the margin"),
+        (-0.02, 0.09, "inconclusive"),
+        (-0.09, -0.01, "negative"),
+        (math.nan, math.nan, "inconclusive"),
+    ],
+)
+def test_a_margin_tells_no_effect_from_too_few_seeds(low, high, expected):
+    assert verdict(low, high, 0.03) == expected
+
+
+def test_a_comparison_with_a_margin_has_a_verdict_for_each_arm(lab):
+    plan = {"prepare_minutes": 6, "run_minutes": 9, "sweep": {"values": [1, 2], "seeds": [5]}}
+    experiment = lab.experiment(margin=0.03, metric="score/shapes", work=None)
+    lab.fill({"flow": FLOW, "awm": {1: [0.0, 0.42], 2: [0.0, 0.315]}}, experiment)
+    comparison = summarise(experiment, lab.output)
+    assert comparison.differences["awm"].mean == pytest.approx(0.0175)
+    # two seeds, 1.5 and 2 points: the interval is as wide as +-5 points
+    assert comparison.differences["awm"].verdict == "inconclusive"
+    assert list(comparison_lines(comparison))[-1].endswith("2 wins in 2 pairs: inconclusive")
+    first, second = plan_lines(lab.experiment(margin=0.03, **plan))
+    assert first == "plan: 0 preparation(s), 4 runs of the sweep, 4 of the comparison; about 1.3 CPU hours"
+    assert second == "margin: a difference in heldout/eye matters from 0.03 on"
+
+
+def test_the_verdict_of_a_finding_is_that_of_its_margin(lab):
+    finding = {"about": ["grpo"], "arm": "awm", "difference": 0.5, "low": -1, "high": 2, "verdict": "not here"}
+    evidence = {"page": "page", "setting": "setting", "findings": [finding]}
+    with pytest.raises(UserError, match="is 'no effect within the margin', not 'not here'"):
+        lab.experiment(margin=0.03, run_minutes=1, evidence=evidence)
+    with pytest.raises(UserError, match="needs `run_minutes`"):
+        lab.experiment(evidence=evidence)

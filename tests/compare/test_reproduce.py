@@ -27,7 +27,7 @@ def stored(lab, **changes):
     """Folder with the lab's experiment alone."""
     folder = lab.folder / "experiments"
     folder.mkdir(exist_ok=True)
-    lab.write(base=str(lab.folder / "base.yaml"), **changes).rename(folder / "experiment.yaml")
+    lab.write(base=str(lab.folder / "base.yaml"), **{"run_minutes": 1, **changes}).rename(folder / "experiment.yaml")
     return folder
 
 
@@ -109,12 +109,12 @@ def test_the_range_for_fresh_seeds_is_the_prediction_interval_of_their_mean():
 )
 def test_a_finding_that_cannot_be_right_is_refused(changes, message, lab):
     with pytest.raises(UserError, match=message):
-        load_experiment(lab.write(evidence=evidence(**changes)))
+        load_experiment(lab.write(run_minutes=1, evidence=evidence(**changes)))
 
 
 def test_an_unknown_arm_with_a_chosen_value_is_refused(lab):
     with pytest.raises(UserError, match=r"evidence.chosen: arm 'gropo' is not in the experiment"):
-        load_experiment(lab.write(evidence=evidence({"gropo": 1})))
+        load_experiment(lab.write(run_minutes=1, evidence=evidence({"gropo": 1})))
 
 
 def test_a_name_without_an_experiment_names_the_nearest(lab, capsys):
@@ -130,10 +130,10 @@ def test_a_name_without_an_experiment_names_the_nearest(lab, capsys):
 
 
 def test_what_was_measured_is_listed_with_minutes(lab):
-    (line,) = listed(stored(lab, evidence={**evidence(), "prepare_minutes": 3, "run_minutes": 2}))
+    (line,) = listed(stored(lab, evidence=evidence(), prepare_minutes=3, run_minutes=2))
     assert line.split() == ["experiment", "11", "min", "papo"]
 
 
 def test_a_lower_metric_can_be_the_better_one(lab):
-    path = lab.write(evidence=evidence(difference=-2.0, low=-3.0, high=-1.0, higher_is_better=False))
+    path = lab.write(run_minutes=1, evidence=evidence(difference=-2.0, low=-3.0, high=-1.0, higher_is_better=False))
     check_config(load_experiment(path).evidence)

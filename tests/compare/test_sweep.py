@@ -3,7 +3,7 @@ import json
 import pytest
 
 from mmrl.compare.plans import sweep_label
-from mmrl.errors import RunError
+from mmrl.errors import RunError, UserError
 
 
 def test_the_sweep_chooses_a_value_for_each_arm(lab):
@@ -34,6 +34,24 @@ def test_a_shared_sweep_leaves_out_values_that_an_arm_did_not_finish(lab):
     arms = {"papo": {"overrides": {"trouble12": "crash"}}, "grpo": {}}
     with pytest.raises(RunError, match="no value of the sweep finished in all arms"):
         lab.run(arms=arms, sweep=sweep)
+
+
+def test_a_sweep_goes_on_beyond_an_edge_until_its_best_value_is_inside(lab):
+    """0.01 is best: an arm that starts above it comes down to it, one that starts around it tries nothing more."""
+    sweep = {"values": [0.1, 1.0], "seeds": [11], "extend": 3}
+    result = lab.run(sweep=sweep, seeds=[1])
+    assert result["sweep"]["chosen"] == {"papo": 0.01, "grpo": 0.01}
+    assert [row["value"] for row in result["sweep"]["arms"]["papo"]["rows"]] == [0.1, 1.0, 0.01, 0.001]
+    assert result["sweep"]["arms"]["papo"]["at_edge"] is False
+    # as often as the file allows, and it says that a better value may be outside
+    short = lab.run(sweep={**sweep, "extend": 1}, seeds=[1])["sweep"]["arms"]["papo"]
+    assert ([row["value"] for row in short["rows"]], short["at_edge"]) == ([0.1, 1.0, 0.01], True)
+
+
+@pytest.mark.parametrize("change", [{"values": [0.1]}, {"values": ["a", "b"]}, {"shared": True}])
+def test_a_sweep_that_cannot_go_on_says_so(lab, change):
+    with pytest.raises(UserError, match=r"sweep\.extend"):
+        lab.run(sweep={"values": [0.1, 1.0], "seeds": [11], "extend": 1, **change}, seeds=[1])
 
 
 def test_runs_of_the_sweep_may_be_shorter(lab):
