@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from mmrl.runs.folder import resume_command
 from mmrl.training import ray_sentinel
 from tests.compare.test_shared_ray import BASE
-from tests.programs import Program, wait_until
+from tests.programs import Program, is_alive, wait_until
 
 SCRIPT = str(ray_sentinel.__file__)
 
@@ -101,12 +101,15 @@ class Run:
 def test_a_run_whose_ray_is_killed_says_so_and_goes_on(name, reason, tmp_path):
     pytest.importorskip("ray")
     run = Run(tmp_path)
+    sentinel = next(child for child in run.children if SCRIPT in child.cmdline())
     # nothing is open to other machines
     assert run.ports() == {"127.0.0.1"}
     if name == "training":
         os.kill(run.program.pid, signal.SIGKILL)
     else:
         run.kill(name)
+    # it speaks after the end of the training process
+    sentinel.wait(240)
     code, _, errors = run.program.wait()
     assert code != 0
     lines = [line for line in errors.splitlines() if "--resume" in line]
@@ -115,7 +118,7 @@ def test_a_run_whose_ray_is_killed_says_so_and_goes_on(name, reason, tmp_path):
     assert "Traceback" not in errors
     _, left = psutil.wait_procs(run.children, timeout=60)
     # Ray's own agents look for their raylet now and then, and take minutes on a busy machine
-    assert [process for process in left if "Agent" not in process.name()] == []
+    assert [process for process in left if is_alive(process.pid) and "Agent" not in process.name()] == []
     done = json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
     words = ["train", str(run.folder / "config.yaml"), f"output_dir={run.folder}", "--resume"]
     code, _, errors = Program(["-m", "mmrl.cli", *words, f"trainer.steps={done + 2}"]).wait()
