@@ -24,6 +24,8 @@ from mmrl.trust import check_foreign, named_code, restricted
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from omegaconf import DictConfig
+
     from mmrl.recipes import RecipeEntry
 
 ConfigT = TypeVar("ConfigT")
@@ -409,11 +411,12 @@ def _without_nulls(schema: type[Any], values: Any, where: str = "") -> Any:
             kept[name] = {}
         elif of_dicts and dataclasses.is_dataclass(typing.get_args(hint)[1]) and isinstance(part, DictConfig):
             # null removes an inherited entry; it is no entry without values
-            kept[name] = {key: each for key, each in part.items_ex(resolve=False) if not _is_null(each)}
+            kept[name] = {key: each for key, each in part.items_ex(resolve=False) if not _is_null(part, key)}
     return kept
 
 
-def _is_null(node: Any) -> bool:
+def _is_null(part: DictConfig, key: Any) -> bool:
+    node = part._get_node(key)
     return node is None or bool(node._is_none())
 
 

@@ -1,6 +1,8 @@
+import contextlib
 import copy
 import dataclasses
 import random
+import typing
 
 import pytest
 from omegaconf import OmegaConf
@@ -17,6 +19,7 @@ from mmrl.config import (
     to_container,
 )
 from mmrl.errors import UserError
+from mmrl.fields import hints_of
 from mmrl.recipes import RECIPES
 from mmrl.training.settings import BaseRunConfig
 from mmrl.vlm.data.dataset import DataConfig
@@ -255,3 +258,34 @@ def test_a_split_whose_name_no_file_can_have_is_refused(recipe):
         config.eval_data = {name: None}
         with pytest.raises(ValueError, match=r"eval_data names a split '.*', which becomes a name of files: it "):
             BaseRunConfig.validate(config)
+
+
+def containers(schema, seen, path=()):
+    """Paths of the options that hold dataclasses, each class's once."""
+    for item in dataclasses.fields(schema):
+        hint, here = hints_of(schema)[item.name], (*path, item.name)
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            if hint not in seen:
+                seen.add(hint)
+                yield here
+                yield from containers(hint, seen, here)
+        elif dataclasses.is_dataclass((typing.get_args(hint) or (None,))[-1]) and (schema, item.name) not in seen:
+            seen.add((schema, item.name))
+            yield here
+
+
+SEEN: set = set()
+CONTAINERS = {name: list(containers(RECIPES[name].load_config_class(), SEEN)) for name in RECIPES}
+
+
+@pytest.mark.parametrize("wrong", [5, {"a": "text"}], ids=repr)
+def test_an_entry_of_a_wrong_kind_is_named(wrong):
+    """A scalar as an entry of `eval_data` ended in an AttributeError."""
+    for recipe, paths in CONTAINERS.items():
+        for path in paths:
+            content = copy.deepcopy(wrong)
+            for key in reversed(path):
+                content = {key: content}
+            # a few are right, such as texts for a list of them
+            with contextlib.suppress(UserError):
+                from_values(RECIPES[recipe].load_defaults(), content, recipe)
