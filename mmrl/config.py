@@ -114,14 +114,21 @@ def escaped(values: Any) -> Any:
 
 def as_override(key: str, value: Any) -> str:
     """A value of a configuration file as `a.b=c`, quoted where YAML would read something else; see `escaped`."""
+    text = value if isinstance(value, str) else _flow(value)
+    same = _reads_as(text) == (value,)
+    return f"{key}={text if same else json.dumps(value, ensure_ascii=False)}"
+
+
+# an experiment writes the same few values for each of its runs
+@functools.lru_cache(maxsize=4096)
+def _reads_as(text: str) -> tuple[Any, ...]:
+    """How OmegaConf reads an override's text, as a tuple of one; empty if it is not YAML at all."""
     from omegaconf import OmegaConf
 
-    text = value if isinstance(value, str) else _flow(value)
     try:
-        same = OmegaConf.to_container(OmegaConf.from_dotlist([f"x={text}"])) == {"x": value}
+        return (OmegaConf.to_container(OmegaConf.from_dotlist([f"x={text}"]))["x"],)  # type: ignore[call-overload,index]
     except Exception:
-        same = False  # not YAML at all; quoting makes it a text
-    return f"{key}={text if same else json.dumps(value, ensure_ascii=False)}"
+        return ()
 
 
 def _flow(value: Any) -> str:
