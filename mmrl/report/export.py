@@ -117,8 +117,7 @@ def start_of(settings: Mapping[str, Any], run_dir: Path) -> Start:
         kind = setting(settings, "model", "kind")
         return Start(f"a new policy of kind {code(portable(kind))}" if kind else "", earlier=tuple(earlier))
     hub_id = hub_id_of(path)
-    packaged = folder is None and own_folder(path) is not None
-    head = PACKAGED[path].head if packaged else head_of(hub_id or str(folder or path))
+    head = PACKAGED[path].head if own_folder(path) else head_of(hub_id or str(folder or path))
     base = hub_id or (head.get("base_model") if isinstance(head.get("base_model"), str) else "")
     named = plain(head["model_name"]) if isinstance(head.get("model_name"), str) else code(portable(path))
     shown = f"[{plain(hub_id)}](https://huggingface.co/{hub_id})" if hub_id else named

@@ -86,7 +86,7 @@ def build_people(path: str | Path, *, count: int = 600, split: str = "train", se
         name, pronouns = people[person]
         columns = {"name": name, "age": AGES[age], "city": cities[city]}
         question = QUESTION.format(sentence=forms[form].format(**columns, **pronouns))
-        shown = forms[form].format(name="…", age="…", city="…", **SHE)
+        shown = forms[form].format(name="…", age="…", city="…", **SHE).rstrip(".")
         rows.append({"question": question, **columns, "form": shown})
     write_atomically(Path(path), "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
     return Path(path)
