@@ -263,8 +263,10 @@ def demo(args: argparse.Namespace) -> int:
 def init(args: argparse.Namespace) -> int:
     """Write a short commented configuration for your own model and data."""
     file = args.file or Path(f"{args.name}.yaml")
-    write_starter(args.name, file, args.model, args.data, force=args.force)
-    say(f"written: {file}\ncheck it with: mmrl train {file} --dry-run")
+    device = args.device or ("cuda" if load_target("torch:cuda").is_available() else "cpu")
+    for line in write_starter(args.name, file, args.model, args.data, args.reward, device, force=args.force):
+        say(line)
+    say(f"check it with: mmrl train {file} --dry-run")
     return 0
 
 
@@ -455,6 +457,9 @@ def _add_init_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", type=output_file, nargs="?", help="default: the kind and .yaml")
     parser.add_argument("--model", metavar="M", help="folder or hub id; of robots the kind of policy")
     parser.add_argument("--data", metavar="D", help="file, folder or hub id; of agents the environment, module:Class")
+    reward = "your own, FILE.py:function; default: a built-in one that fits the rows, else a function to fill in"
+    parser.add_argument("--reward", metavar="R", help=reward)
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="what the run is for; default: this machine's")
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
 
 
