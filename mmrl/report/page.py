@@ -15,6 +15,7 @@ from typing import Any
 from mmrl.config import as_override, escaped
 from mmrl.errors import UserError
 from mmrl.files import read_yaml, write_atomically
+from mmrl.hub.packaged import described
 from mmrl.report.curves import constants, curves
 from mmrl.report.folder import RunFolder, estimate, plain, read_run
 from mmrl.report.gallery import before_after, clouds_of, image_grid, sample_gallery, videos_of
@@ -90,6 +91,7 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
         (name, next((str(at) for place in places if (at := setting(settings, *place))), ""))
         for name, places in SOURCES.items()
     ]
+    rows = [(name, described(text) if name == "model" else text) for name, text in rows]
     splits = ", ".join(run.splits)
     rows.append(("held out", splits))
     steps = result.get("steps") or (run.metrics[-1]["step"] if run.metrics else None)

@@ -222,15 +222,15 @@ def headline_name(run: RunFolder) -> str:
     return names[0].partition("/")[0] if names else SHARES[0].partition("/")[0]
 
 
-def part_tables(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """The headline's first protocol over all tasks and by the values of each data column, and other scores.
+def part_tables(runs: Sequence[RunFolder], metric: str = "") -> list[dict[str, Any]]:
+    """A metric, by default the headline's first, over all tasks and by the values of each data column; other scores.
 
     A split whose tasks neither differ in a column nor have other scores has no table.
     """
     tables = []
     for split in runs[-1].splits:
         points = [point for point in evaluation_points(runs, split) if point.outcomes]
-        protocols = measured([point.record for point in points], SHARES)
+        protocols = measured([point.record for point in points], (metric,) if metric else SHARES)
         groups = _part_groups(points, protocols[0]) if protocols else []
         if groups:
             columns = [{"label": point.label, "step": point.record["step"]} for point in points]
@@ -238,10 +238,10 @@ def part_tables(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     return tables
 
 
-def part_lines(folders: Sequence[Path]) -> list[str]:
-    """Accuracy or success by data column, as in the report."""
+def part_lines(folders: Sequence[Path], metric: str = "") -> list[str]:
+    """Accuracy or success by data column, as in the report; by default its first protocol."""
     lines = []
-    for table in part_tables([read_run(folder) for folder in folders]):
+    for table in part_tables([read_run(folder) for folder in folders], metric):
         rows = [("", "tasks", *(column["label"] for column in table["columns"]), "change, 95 % interval")]
         for group in table["groups"]:
             rows += [(group["heading"],)] if group["heading"] else []

@@ -55,7 +55,8 @@ class FrozenModelConfig(BuiltPath):
     """A model that is only read, and how it is held in memory."""
 
     path: str = MISSING
-    """Model folder, folder of a run (its best checkpoint), or a hub id such as Qwen/Qwen2.5-VL-3B-Instruct."""
+    """Model folder, folder of a run (its best checkpoint), hub id such as Qwen/Qwen2.5-VL-3B-Instruct, or smollm2, the
+    packaged model of `mmrl setup smollm2`; a folder of that name comes first."""
     dtype: str = choice("float32", DTYPES)
     """Precision of weights and activations: float32 or bfloat16; log-probabilities are float32 either way."""
     attention: str = rare(choice("sdpa", ATTENTION))

@@ -22,6 +22,7 @@ from mmrl.errors import UserError
 from mmrl.files import expanded, follow_umask, read_json_object
 from mmrl.hub.building import base_entries, base_path, check_finite, first_line, may_be_hub_id, sort_header
 from mmrl.hub.compat import quiet_transformers
+from mmrl.hub.packaged import PACKAGED, resolve_packaged
 from mmrl.rewards.reward_loading import load_function
 from mmrl.vlm.families.family import family_of
 from mmrl.vlm.model.model_config import CriticSettings, FrozenModelConfig, LoraSettings, ModelConfig
@@ -33,7 +34,8 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def resolve_model(path: str) -> tuple[str, Path | None]:
-    """Find the base model and the adapter of a path."""
+    """Find the base model and the adapter of a path; a packaged model is found by its name."""
+    path = resolve_packaged(path)
     folder = expanded(path).absolute()  # adapters record it as the place of their base model
     if (folder / "config.json").is_file():
         return str(folder), None
@@ -49,7 +51,10 @@ def resolve_model(path: str) -> tuple[str, Path | None]:
     if folder.is_dir():
         raise UserError(f"{folder} is not a model folder: it has no config.json; it holds {_listing(folder)}")
     if not may_be_hub_id(path):
-        raise UserError(f"there is no model folder {path}; give a folder with config.json or a hub id (owner/name)")
+        raise UserError(
+            f"there is no model folder {path}; give a folder with config.json, a hub id (owner/name) or the name of a "
+            f"packaged model ({', '.join(PACKAGED)})"
+        )
     return path, None
 
 

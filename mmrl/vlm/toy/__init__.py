@@ -1,4 +1,8 @@
 """Digit questions, clips, tiny models and the demos; nothing of the library imports it."""
 
-DEMOS = {"vlm": ("mmrl.vlm.toy.demo", "runs/demo"), "video": ("mmrl.vlm.toy.video_demo", "runs/video-demo")}
+DEMOS = {
+    "vlm": ("mmrl.vlm.toy.demo", "runs/demo"),
+    "text": ("mmrl.vlm.toy.text_demo", "runs/text-demo"),
+    "video": ("mmrl.vlm.toy.video_demo", "runs/video-demo"),
+}
 """Module and run folder of each demo of `mmrl demo`."""
