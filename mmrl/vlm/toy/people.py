@@ -15,6 +15,7 @@ import numpy as np
 
 from mmrl.files import write_atomically
 from mmrl.rewards.answers import Chat, completion_text
+from mmrl.vlm.toy.countdown import shuffled
 
 WOMEN = (
     "Anna Carla Emma Grace Ivy Karen Mona Olga Rosa Tina Vera Xenia Zoe Alice Chloe Elena Gina Irene Kate Maria Nina "
@@ -63,7 +64,8 @@ def build_people(path: str | Path, *, count: int = 600, split: str = "train", se
     """Write sentences about people, all different.
 
     Args:
-        path: JSONL file to write; columns question, name, age, city and form (the sentence without name, age and city).
+        path: JSONL file to write; columns question, name, age, city, form (the sentence without name, age and city) and
+            completion (the object).
         count: number of rows.
         split: "train" or "test", whose names, cities and sentence forms are disjoint.
         seed: random seed.
@@ -87,7 +89,7 @@ def build_people(path: str | Path, *, count: int = 600, split: str = "train", se
         columns = {"name": name, "age": AGES[age], "city": cities[city]}
         question = QUESTION.format(sentence=forms[form].format(**columns, **pronouns))
         shown = forms[form].format(name="…", age="…", city="…", **SHE).rstrip(".")
-        rows.append({"question": question, **columns, "form": shown})
+        rows.append({"question": question, **columns, "form": shown, "completion": json.dumps(columns)})
     write_atomically(Path(path), "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
     return Path(path)
 
@@ -127,6 +129,11 @@ def person_json(
         same = [str(found[key]) == str(value) for key, value in zip(KEYS, right, strict=True)]
         scores.append((1 + sum(same)) / (1 + len(KEYS)))
     return scores
+
+
+def shuffled_person(prompts: Sequence[Chat], completions: Sequence[Chat], **columns: Any) -> list[float]:
+    """The rewards of `person_json`, shuffled among the responses of the same batch."""
+    return shuffled(person_json(prompts, completions, **columns), completions)
 
 
 def _parsed(text: str) -> dict[str, Any]:
