@@ -227,6 +227,9 @@ class ExperimentConfig:
     """Minutes of one core for a run of an arm, from a pilot; null if not known."""
     jobs: int = bounded(2, at_least=1)
     """Runs at a time, one thread each."""
+    keep_checkpoints: bool = True
+    """Whether finished runs of the sweep and of the comparison keep their checkpoints, which for a model of 135 million
+    parameters take 1.6 GB each; those of the preparations stay."""
     timeout_s: float = bounded(7200.0, above=0)
     """Seconds after which a run is stopped and counted as failed."""
     figure: FigureConfig = field(default_factory=FigureConfig)

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -307,7 +308,7 @@ class _Session:
         """Make the shared runs, one after another."""
         for plan in plan_preparations(self.experiment, self.folder):
             # the arms build on the preparation, so nothing goes on without it
-            for label, reason in self.run([plan]).items():
+            for label, reason in self.run([plan], keep=True).items():
                 raise RunError(f"preparation {label} failed: {reason}; log: {self._log(plan)}")
 
     def sweep(self) -> None:
@@ -333,7 +334,7 @@ class _Session:
         runs = {by_seed[seed].label: by_seed[seed] for seed in self.experiment.seeds for by_seed in plans.values()}
         self.run(list(runs.values()))
 
-    def run(self, plans: Sequence[RunPlan]) -> dict[str, str]:
+    def run(self, plans: Sequence[RunPlan], keep: bool = False) -> dict[str, str]:
         """Start the unfinished runs and write comparison.json after each end."""
         # finished with the same settings; others run again or continue
         waiting = {plan.label: plan for plan in plans if not run_status.is_finished(plan)}
@@ -354,6 +355,8 @@ class _Session:
             reason = self._check_result(waiting[label], result)
             if reason is not None:
                 failed[label] = reason
+            elif not keep and not self.experiment.keep_checkpoints:
+                shutil.rmtree(waiting[label].run_dir / "checkpoints", ignore_errors=True)
             outcome = reason or f"done in {result.seconds:.0f} s"
             self.announce(f"[{ended}/{len(queue)}] {label}: {outcome}")
             # after each end, so that a comparison that is stopped has what was finished

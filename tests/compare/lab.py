@@ -23,6 +23,8 @@ if trouble == "config":
 if trouble == "crash" and not os.environ.get("MENDED"):
     print("loss is NaN")
     sys.exit(1)
+if settings.get("saves"):
+    (run_dir / "checkpoints/step-000010").mkdir(parents=True)
 if trouble == "hang":
     time.sleep(60)
 rate = float(settings.get("trainer.learning_rate", 0.01))

@@ -93,6 +93,20 @@ def test_an_interrupted_run_without_checkpoint_starts_again(lab):
     assert (lab.output / "runs/papo/seed-2/result.json").exists()
 
 
+def test_finished_runs_can_leave_their_checkpoints(lab):
+    options = {"sweep": {"values": [0.01], "seeds": [9]}, "overrides": {"saves": 1}, "seeds": [1]}
+    prepare = [{"config": "base.yaml", "run_dir": "start", "overrides": {"saves": 1}}]
+    lab.run(**options, prepare=prepare, keep_checkpoints=False)
+    assert [path.parts[-3] for path in lab.output.rglob("step-*")] == ["start"]
+    # an experiment that has run is not repeated for them
+    lab.run(**options, prepare=prepare, keep_checkpoints=False)
+    assert lab.starts("runs/papo/seed-1") == ["fresh"]
+    lab.run(**{**options, "seeds": [2]})
+    assert "runs/papo/seed-2/checkpoints/step-000010" in {
+        str(path.relative_to(lab.output)) for path in lab.output.rglob("step-*")
+    }
+
+
 def test_a_failed_run_is_counted_and_its_pair_is_listed(lab, monkeypatch):
     arms = {"papo": {"overrides": {"gain": 0.05, "trouble2": "crash"}}, "grpo": {}}
     result = lab.run(arms=arms)

@@ -38,9 +38,8 @@ def test_every_rule_has_a_case_and_none_is_earned_by_saying_nothing():
     empty = ["", "a b", "one line here today\nand another line here"]
     rules, values = [["lowercase", "no_comma"]] * 3, [[None, None]] * 3
     assert follows_rules(empty, empty, rules=rules, values=values) == [0.0, 0.0, 0.0]
-    assert follows_rules([""], ["One line here, and today."], rules=[["at_most", "no_comma"]], values=[[9, None]]) == [
-        0.5
-    ]
+    half = {"rules": [["at_most", "no_comma"]], "values": [[9, None]]}
+    assert follows_rules([""], ["One line here, and today."], **half) == [0.5]
 
 
 def test_topics_words_and_pairs_of_rules_are_held_out(tmp_path):
@@ -49,7 +48,7 @@ def test_topics_words_and_pairs_of_rules_are_held_out(tmp_path):
     )
     assert not {row["pair"] for row in train} & {row["pair"] for row in test}
     said = [" ".join(row["question"] for row in rows) for rows in (train, test)]
-    for values in (TOPICS, [f'"{word}"' for word in WORDS]):
+    for values in (TOPICS.split(", "), [f'"{word}"' for word in WORDS.split()]):
         uses = [{value for value in values if value in text} for text in said]
         assert uses[0] | uses[1] == set(values)
         assert not uses[0] & uses[1]
@@ -85,7 +84,7 @@ def test_rows_are_answered_by_a_model(tmp_path):
     kept = rows_of(build_answered(tmp_path / "kept.jsonl", count=64, samples=16, accepts=accepts, **options))
     assert 0 < len(kept) <= 32
     assert {row["least"] for row in kept} == {0}
+    one = tmp_path / "one.jsonl"
+    one.write_text(json.dumps(rows[1]) + "\n")
     with pytest.raises(ValueError, match="accepts none of the 16 answers"):
-        one = tmp_path / "one.jsonl"
-        one.write_text(json.dumps(rows[1]) + "\n")
         build_answered(tmp_path / "none.jsonl", count=16, samples=16, accepts=accepts, **options | {"rows": str(one)})

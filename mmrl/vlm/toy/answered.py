@@ -1,4 +1,4 @@
-"""Rows whose completion is a model's own answer: what a teacher says, or the answers of the start that a reward accepts."""
+"""Rows whose completion is a model's own answer: a teacher's, or those of the start that a reward accepts."""
 
 from __future__ import annotations
 

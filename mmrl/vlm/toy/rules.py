@@ -21,11 +21,11 @@ TOPICS = (
     "the sea, a cat, winter, coffee, trains, the moon, a garden, music, bread, mountains, a bicycle, rain, a library, "
     "football, an old house, the forest, cooking, a birthday, spiders, the desert, painting, a river, school, sleep, "
     "a market, the stars, dancing, a bridge, tea, horses, a storm, chess"
-).split(", ")
+)
 WORDS = (
     "green quiet yesterday never window seven golden always bright slowly strange water empty north together gentle "
     "sudden paper silver morning"
-).split()
+)
 HELD_OUT = 4
 """One topic, one word and one pair of rules in so many are held out."""
 
@@ -73,7 +73,7 @@ def build_rules(path: str | Path, *, count: int = 600, split: str = "train", see
     """
     if split not in ("train", "test"):
         raise ValueError(f"split is {split!r}; must be train or test")
-    topics, words, pairs = (_part(values, split) for values in (TOPICS, WORDS, PAIRS))
+    topics, words, pairs = (_part(values, split) for values in (TOPICS.split(", "), WORDS.split(), PAIRS))
     rng = random.Random(f"{split} {seed}")
     rows = []
     for _ in range(count):
