@@ -44,18 +44,23 @@ def test_every_rule_has_a_case_and_none_is_earned_by_saying_nothing():
 
 def test_topics_words_and_pairs_of_rules_are_held_out(tmp_path):
     train, test = (
-        rows_of(build_rules(tmp_path / f"{split}.jsonl", count=800, split=split, seed=1)) for split in ("train", "test")
+        rows_of(build_rules(tmp_path / f"{split}.jsonl", count=800, rules=2, split=split, seed=1))
+        for split in ("train", "test")
     )
-    assert not {row["pair"] for row in train} & {row["pair"] for row in test}
+    assert not {row["kind"] for row in train} & {row["kind"] for row in test}
     said = [" ".join(row["question"] for row in rows) for rows in (train, test)]
     for values in (TOPICS.split(", "), [f'"{word}"' for word in WORDS.split()]):
         uses = [{value for value in values if value in text} for text in said]
         assert uses[0] | uses[1] == set(values)
         assert not uses[0] & uses[1]
     assert {name for row in test for name in row["rules"]} == set(RULES)
-    assert rows_of(build_rules(tmp_path / "again.jsonl", count=800, split="test", seed=1)) == test
+    assert rows_of(build_rules(tmp_path / "again.jsonl", count=800, rules=2, split="test", seed=1)) == test
     with pytest.raises(ValueError, match="must be train or test"):
         build_rules(tmp_path / "a.jsonl", split="all")
+    with pytest.raises(ValueError, match="must be 1 or 2"):
+        build_rules(tmp_path / "a.jsonl", rules=3)
+    alone = rows_of(build_rules(tmp_path / "one.jsonl", count=200, seed=1))
+    assert {row["kind"] for row in alone} == set(RULES)
 
 
 def long_enough(prompts, completions, *, least, **_):

@@ -131,6 +131,11 @@ def person_json(
     return scores
 
 
+def person_exact(prompts: Sequence[Chat], completions: Sequence[Chat], **columns: Any) -> list[float]:
+    """Give 1 to an object that `person_json` gives 1, else 0."""
+    return [float(score == 1.0) for score in person_json(prompts, completions, **columns)]
+
+
 def shuffled_person(prompts: Sequence[Chat], completions: Sequence[Chat], **columns: Any) -> list[float]:
     """The rewards of `person_json`, shuffled among the responses of the same batch."""
     return shuffled(person_json(prompts, completions, **columns), completions)

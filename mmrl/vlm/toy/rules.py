@@ -55,13 +55,14 @@ def _is_quoted(text: str) -> bool:
     return len(text) > 2 and text[0] == text[-1] == '"' and '"' not in text[1:-1]
 
 
-def build_rules(path: str | Path, *, count: int = 600, split: str = "train", seed: int = 0) -> Path:
-    """Write requests for a sentence about a topic with two rules each.
+def build_rules(path: str | Path, *, count: int = 600, rules: int = 1, split: str = "train", seed: int = 0) -> Path:
+    """Write requests for a sentence about a topic.
 
     Args:
-        path: JSONL file to write; columns question, rules (names), values (of each rule) and first and second, the
-            names of both rules.
+        path: JSONL file to write; columns question, rules (their names), values (of each rule) and kind (the names in
+            one text).
         count: number of rows.
+        rules: 1 or 2 for each row.
         split: "train" or "test", whose topics, words and pairs of rules are disjoint.
         seed: random seed.
 
@@ -69,19 +70,22 @@ def build_rules(path: str | Path, *, count: int = 600, split: str = "train", see
         The file.
 
     Raises:
-        ValueError: unknown split.
+        ValueError: unknown split or number of rules.
     """
     if split not in ("train", "test"):
         raise ValueError(f"split is {split!r}; must be train or test")
+    if rules not in (1, 2):
+        raise ValueError(f"rules is {rules}; must be 1 or 2")
     topics, words, pairs = (_part(values, split) for values in (TOPICS.split(", "), WORDS.split(), PAIRS))
+    kinds: Sequence[Sequence[str]] = pairs if rules == 2 else [(name,) for name in RULES]
     rng = random.Random(f"{split} {seed}")
     rows = []
     for _ in range(count):
-        names = rng.sample(rng.choice(pairs), 2)
+        names = rng.sample(rng.choice(kinds), rules)
         values = [rng.choice(RULES[name][2] or words) for name in names]
         told = ", and ".join(RULES[name][0].format(value) for name, value in zip(names, values, strict=True))
         question = f"Write one sentence about {rng.choice(topics)}: {told}. Answer with the sentence only."
-        rows.append({"question": question, "rules": names, "values": values, "pair": " + ".join(sorted(names))})
+        rows.append({"question": question, "rules": names, "values": values, "kind": " + ".join(sorted(names))})
     write_atomically(Path(path), "".join(f"{json.dumps(row)}\n" for row in rows))
     return Path(path)
 
