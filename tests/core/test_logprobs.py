@@ -215,7 +215,7 @@ def test_autocast_is_as_far_from_float32_as_bfloat16_allows():
         cast = linear_logprobs(hidden, weight, targets, bias=bias)
     h, w, b = (x.detach().double() for x in (hidden, weight, bias))
     unit = torch.finfo(torch.bfloat16).eps / 2
-    # both factors, the product and its sum with the bias are rounded; a log-sum-exp moves by as much as its largest term
+    # both factors, the product and its sum with the bias are rounded, and a log-sum-exp moves by as much as a logit
     logit = 4.1 * unit * (h.abs() @ w.abs().t() + b.abs())
     limit = logit.gather(1, targets[:, None])[:, 0] + logit.amax(1)
     assert (plain.logp - cast.logp).abs().le(limit).all()
