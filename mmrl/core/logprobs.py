@@ -14,6 +14,9 @@ from mmrl.core.payload import numbers
 
 CHUNK_ELEMENTS = 2**24  # 64 MiB of float32 for one [rows, V] buffer
 
+BLOCK_ELEMENTS = 2**22
+"""Elements of a weight's gradient that are computed at once, where they are added to others."""
+
 
 @dataclass(frozen=True)
 class LogProbs:
@@ -215,8 +218,9 @@ class _LinearLogProbs(torch.autograd.Function):
                     entropies[part],
                     grad_logp[part],
                     grad_entropy[part] if entropy else None,
-                    # the logits were divided by the temperature, so their gradient is too
-                ).div_(temperature)
+                )
+                # the logits were divided by the temperature, so their gradient is too
+                slope = slope if temperature == 1.0 else slope.div_(temperature)
                 if grad_bias is not None:
                     # before the cast below, so that the sum over rows is exact
                     grad_bias.add(slope.sum(0))
@@ -225,7 +229,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 if grad_hidden is not None:
                     grad_hidden[part] = slope @ operand
                 if grad_weight is not None:
-                    grad_weight.add(slope.t() @ hidden[part])
+                    grad_weight.add_product(slope, hidden[part])
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.total,
@@ -284,6 +288,14 @@ class _Sum:
     def add(self, part: Tensor) -> None:
         # the first part is the sum so far: zeros to add it to would be a second tensor of this size
         self._sum = part.to(_exact_dtype(self._like)) if self._sum is None else self._sum.add_(part)
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add left^T right, of (r, V) and (r, H), in blocks of V that need no second tensor of the size of the sum."""
+        if self._sum is None:
+            self.add(left.t() @ right)
+            return
+        for part in _chunks(len(self._sum), max(1, BLOCK_ELEMENTS // right.shape[1])):
+            self._sum[part].add_(left[:, part].t() @ right)
 
     @property
     def total(self) -> Tensor:

@@ -197,6 +197,19 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Results(TorchDispatchMode):
+    """Counts the products of some shape."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.count = tuple(shape), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.count += func is torch.ops.aten.mm.default and tuple(out.shape) == self.shape
+        return out
+
+
 def test_autocast_multiplies_in_its_precision_and_casts_the_weight_once():
     hidden, weight, bias, targets = inputs(torch.float32)
     with Products(weight.shape) as seen:
@@ -240,6 +253,17 @@ def test_logits_of_a_single_chunk_are_multiplied_once():
     for a, b, c in zip(plain, kept, again, strict=True):
         torch.testing.assert_close(a, b)
         assert torch.equal(b, c)
+
+
+def test_the_gradient_of_a_weight_needs_one_tensor_of_its_size(monkeypatch):
+    hidden, weight, _, targets = inputs(torch.float32)
+    whole = torch.autograd.grad(linear_logprobs(hidden, weight, targets, chunk_rows=2).logp.sum(), weight)[0]
+    monkeypatch.setattr("mmrl.core.logprobs.BLOCK_ELEMENTS", 3 * weight.shape[1])
+    out = linear_logprobs(hidden.detach(), weight, targets, chunk_rows=2).logp.sum()
+    with Results(weight.shape) as seen:
+        blocks = torch.autograd.grad(out, weight)[0]
+    assert seen.count == 1
+    torch.testing.assert_close(blocks, whole)
 
 
 def test_low_precision_states_with_float32_weights():
