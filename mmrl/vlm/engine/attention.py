@@ -263,7 +263,8 @@ def kernels_for(device: str, dtype: torch.dtype, width: int) -> Kernels | None:
         problem = f"failed: {failure}"
     if problem:
         what = f"joined attention on {device} for {dtype} and heads of width {width}"
-        LOGGER.warning("%s %s; dense masks are used instead", what, problem)
+        cost = "which hold every pair of a group's tokens, G T x (P + G T) numbers a head"
+        LOGGER.warning("%s %s; dense masks are used instead, %s", what, problem, cost)
         return None
     return kernels
 
