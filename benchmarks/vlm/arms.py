@@ -125,7 +125,7 @@ def step_arm(options: dict[str, Any]) -> dict[str, Any]:
     """
     recorder = Recorder(options["device"])
     with make_recipe(options) as recipe, tempfile.TemporaryDirectory() as folder:
-        accelerator = make_accelerator()
+        accelerator = make_accelerator(recipe.config.trainer.mixed_precision)
         recipe.policy.to(accelerator.device)
         trainer = Trainer(recipe, recipe.config, Path(folder), accelerator, None)
         trainer.log.watch = _Clock(accelerator.device, lambda: recorder.watch)
@@ -171,8 +171,9 @@ def make_recipe(options: dict[str, Any], *, papo: bool = False, old_logp: str = 
     """Build the recipe of an arm through the public configuration.
 
     Args:
-        options: model, data, shape, device; dtype, layout, shared_prefix, gradient_checkpointing, keep_prefill,
-            skip_zero_advantage_groups, tasks_per_step and reward where they differ from the suite's defaults.
+        options: model, data, shape, device; dtype, mixed_precision, layout, shared_prefix, gradient_checkpointing,
+            keep_prefill, skip_zero_advantage_groups, tasks_per_step and reward where they differ from the suite's
+            defaults.
         papo: PAPO in place of GRPO without KL.
         old_logp: value of trainer.old_logp.
     """
@@ -198,6 +199,7 @@ def make_recipe(options: dict[str, Any], *, papo: bool = False, old_logp: str = 
             samples_per_task=shape.group,
             skip_zero_advantage_groups=options.get("skip_zero_advantage_groups", True),
             learning_rate=1e-4 if dtype == "bfloat16" else 1e-6,
+            mixed_precision=options.get("mixed_precision", "none"),
             old_logp=old_logp,
         ),
     }

@@ -2,7 +2,8 @@
 
 The model is built from a configuration with random weights: 21.0 million of them (Qwen2.5-VL or Qwen3-VL, 6 layers of
 width 384, a tower of 3 blocks of width 256), or with `--device cuda` the sizes of Qwen2.5-VL-3B in bfloat16. Query and
-key weights are multiplied by `workload.ATTENTION_GAIN`. "16:1" and "288:48" are prompt to completion tokens.
+key weights are multiplied by `workload.ATTENTION_GAIN`. "16:1" and "288:48" are prompt to completion tokens. `--model`
+names a model folder instead; with a language model the comparisons without images run, and whole steps at two shapes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from benchmarks.vlm.long_video import compare_long_video
 from benchmarks.vlm.setup import CPU_SHAPES, Bench
 from benchmarks.vlm.trl_arm import check_installed
 from benchmarks.vlm.workload import ATTENTION_GAIN
+from mmrl.errors import UserError
 
 UPDATE_TARGETS = {
     "16:1": {"minimum": 5.5, "goal": 5.8},
@@ -31,6 +33,8 @@ STEP_TARGETS = {
 """Time and memory against TRL."""
 OTHER_TARGETS = ({"minimum": 3.0}, {"minimum": 2.0})
 """The same for other families than Qwen-VL."""
+IMAGES = ("video", "long-video", "papo", "equality", "turns")
+"""Comparisons that a language model cannot run."""
 
 
 def compare(options: BenchOptions) -> dict[str, dict[str, Any]]:
@@ -39,7 +43,17 @@ def compare(options: BenchOptions) -> dict[str, dict[str, Any]]:
     if options.against == "trl":
         check_installed()
     bench = Bench(options)
+    if bench.text:
+        names = _without_images(names, options)
     return {name: COMPARISONS[name](bench) for name in names}
+
+
+def _without_images(names: list[str], options: BenchOptions) -> list[str]:
+    """The comparisons that read text alone; raises UserError if another one was asked for."""
+    if options.only and (refused := [name for name in names if name in IMAGES]):
+        left = ", ".join(name for name in NAMES if name not in IMAGES)
+        raise UserError(f"--only {refused[0]} reads images, which --model {options.model} does not; there are: {left}")
+    return [name for name in names if name not in IMAGES]
 
 
 def _ratios(runs: dict[str, Any], name: str, baseline: str, ours: str, **limits: Any) -> dict[str, Any]:
@@ -109,20 +123,28 @@ def _step(bench: Bench) -> dict[str, Any]:
     trl = bench.options.against == "trl"
     for name, shape, model, is_qwen in bench.steps():
         make = functools.partial(bench.arm, shape=shape, model=model)
-        arms = [make(f"{name} mmrl", "arms:step_arm")]
+        ours, low = f"{name} mmrl", f"{name} mmrl bf16"
+        arms = [make(ours, "arms:step_arm")]
         if trl:
             fastest = make(f"{name} trl", "trl_arm:step_arm", gradient_checkpointing=False)
             usual = make(f"{name} trl defaults", "trl_arm:step_arm", gradient_checkpointing=True, blocks=1)
             arms = [fastest, usual, *arms]
+        if bench.text and bench.options.device == "cpu":
+            arms.append(make(low, "arms:step_arm", mixed_precision="bf16"))
         runs |= run_arms("step", arms, bench.options)
-        for arm in arms[2:] if trl else ():
+        if low in runs:
+            ratios |= _ratios(runs, f"{name} float32 over bf16 autocast", ours, low)
+        for arm in arms[2:3] if trl else ():
             targets = STEP_TARGETS.get(name, ({}, {})) if is_qwen else OTHER_TARGETS
+            if bench.text:
+                targets = ({"bound": shape.bound}, {})
             ratios |= _against_trl(bench, name, arm.name, runs, *targets)
     notes = [
         "one prompt with its group, no KL term, one update with AdamW and clipping at norm 1, trained vision tower",
         "each arm samples its own tokens: the work is equal in shape, not token for token",
         "trl: GRPOTrainer with sdpa attention, without checkpointing of activations (its default) and logging",
         "trl defaults: the same with checkpointing of activations",
+        "memory is the peak above the loaded weights",
     ]
     if bench.options.device == "cpu":
         notes.append("on a CPU trl projects every position to the vocabulary, about 9 % of its forward operations")
@@ -134,8 +156,9 @@ def _against_trl(
 ) -> dict[str, Any]:
     theirs, label = f"{name} trl", ours.replace(" mmrl", "")
     predicted: dict[str, Any] = {"goal": 6.0} if bench.options.device == "cuda" else {}
+    limits = time if bench.text else bench.targets(time) or predicted
     return {
-        **_ratios(runs, label, theirs, ours, **(bench.targets(time) or predicted)),
+        **_ratios(runs, label, theirs, ours, **limits),
         f"{label} memory": ratio(runs, theirs, ours, "peak_mb", **bench.targets(memory)),
         f"{label} generation": ratio(runs, theirs, ours, stage="generate"),
         f"{label} update": ratio(runs, theirs, ours, stage="update"),

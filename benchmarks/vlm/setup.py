@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ CPU_SHAPES = {
     "4:1 video": Shape((8, 8), 384, 96, frames=8),
 }
 CUDA_SHAPE = ("1200:512", Shape((25, 40), 1200, 512))
+TEXT_SHAPES = {"62:24": Shape((0, 0), 62, 24), "288:48": Shape((0, 0), 288, 48)}
+"""Whole steps of a language model that `--model` names."""
 QUICK_SHAPE = ("40:4", Shape((2, 2), 40, 4, 4))
 TEXT_ONLY = {"qwen3": (0, 0)}
 """Grid of the images of families that see none."""
@@ -35,17 +38,23 @@ class Bench:
         self.options = options
         self.full = options.device == "cpu" and not options.quick
         self.model = options.model or self.build(options.family)
+        self.text = options.model is not None and _reads_text_alone(options.model)
+        """Whether `--model` is a language model, whose prompts have no image."""
 
     def shapes(self, *names: str) -> dict[str, Shape]:
         """The shapes of a comparison: those named, or the one of a GPU or of a quick run."""
-        if self.full:
-            return {name: CPU_SHAPES[name] for name in names}
-        return dict([QUICK_SHAPE if self.options.quick else CUDA_SHAPE])
+        found = {name: CPU_SHAPES[name] for name in names} if self.full else {}
+        found = found or dict([QUICK_SHAPE if self.options.quick else CUDA_SHAPE])
+        grid = {"grid": (0, 0)} if self.text else {}
+        return {name: dataclasses.replace(shape, **grid) for name, shape in found.items()}
 
     def steps(self) -> Iterator[tuple[str, Shape, Path, bool]]:
         """Name, shape and model of the whole steps that are measured, and whether the model is a Qwen-VL."""
         options = self.options
-        if options.family not in GENERIC:
+        if self.text:
+            shapes = TEXT_SHAPES if self.full else self.shapes()
+            yield from ((name, shape, self.model, False) for name, shape in shapes.items())
+        elif options.family not in GENERIC:
             yield from ((name, shape, self.model, True) for name, shape in self.shapes("288:48", "607:32").items())
         if options.device == "cpu" and options.model is None and options.family in (BenchOptions.family, *GENERIC):
             ((name, shape),) = self.shapes("288:48").items()
@@ -85,6 +94,11 @@ class Bench:
         """A model of a family; the size is that of the device unless one is named."""
         size = size or ("3b" if self.options.device == "cuda" else "21m")
         return build_model(self.options.folder, family, "quick" if self.options.quick else size, self.options.device)
+
+
+def _reads_text_alone(model: Path) -> bool:
+    """Whether the configuration of a model folder names no part for images."""
+    return "vision_config" not in json.loads((model / "config.json").read_text(encoding="utf-8"))
 
 
 def _check(options: BenchOptions) -> None:

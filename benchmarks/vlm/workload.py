@@ -101,6 +101,11 @@ class Shape:
         return max(self.frames // 2, 1)
 
     @property
+    def bound(self) -> float:
+        """How many times fewer tokens pass the layers if the prompt passes once for its group."""
+        return self.group * (self.prompt + self.completion) / (self.prompt + self.group * self.completion)
+
+    @property
     def image_tokens(self) -> int:
         """Tokens of the image or video."""
         return self.grid[0] * self.grid[1] * self.images

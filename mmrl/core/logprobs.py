@@ -14,6 +14,9 @@ from mmrl.core.payload import numbers
 
 CHUNK_ELEMENTS = 2**24  # 64 MiB of float32 for one [rows, V] buffer
 
+BLOCK_ELEMENTS = 2**22
+"""Elements of a weight's gradient that are computed at once, where they are added to others."""
+
 
 @dataclass(frozen=True)
 class LogProbs:
@@ -39,8 +42,9 @@ def linear_logprobs(
     """Return log softmax((hidden weight^T + bias) / temperature) at the targets.
 
     Equal to the naive form in values and gradients, but neither pass holds more than `chunk_rows` rows of
-    logits: the backward pass recomputes them. The product is computed in the dtype of `hidden`, like the
-    model's output layer; everything after it, and the sums over chunks, is in float32.
+    logits: the backward pass recomputes them, unless a single chunk holds them all. The products are computed in
+    the dtype of `hidden`, or under autocast in autocast's, like the model's output layer; everything after them, and
+    the sums over chunks, is in float32.
 
     Args:
         hidden: (M, H), states before each decision; float32, float64, bfloat16 or float16.
@@ -68,6 +72,10 @@ def linear_logprobs(
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(f"bias must be (V,) = ({weight.shape[0]},); got {tuple(bias.shape)}.")
     banned = _check_banned(banned, targets, weight.shape[0])
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        # norms leave the last states of a model in the precision of their weights, which is float32 under autocast
+        hidden = hidden.to(torch.get_autocast_dtype(device))
     # bounded by elements, so that the buffers do not grow with the vocabulary
     rows = chunk_rows or max(1, CHUNK_ELEMENTS // weight.shape[0])
     logp, entropies = _LinearLogProbs.apply(hidden, weight, bias, targets, banned, temperature, entropy, rows)
@@ -152,7 +160,8 @@ class _LinearLogProbs(torch.autograd.Function):
     The forward pass keeps each row's log-sum-exp (and entropy) and drops the logits. The backward pass recomputes the
     logits of a chunk, turns them into d loss / d logits with the saved log-sum-exps, and adds the contribution of the
     chunk to the gradients of hidden, weight and bias. So neither pass ever holds more than `rows` rows of V logits, at
-    the cost of one more product with the weight.
+    the cost of one more product with the weight. Logits that fit in one chunk are kept: the backward pass would hold
+    as much.
     """
 
     @staticmethod
@@ -168,54 +177,63 @@ class _LinearLogProbs(torch.autograd.Function):
         rows: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.options = (temperature, entropy, rows)
-        outputs = [
-            _statistics(_logits(hidden[part], weight, bias, temperature), targets[part], banned, entropy)
-            for part in _chunks(len(hidden), rows)
-        ]
+        outputs, logits = [], None
+        with _no_autocast(hidden):
+            # cast once, not in every chunk
+            operand = weight.to(hidden.dtype)
+            for part in _chunks(len(hidden), rows):
+                # freed first, so that two chunks are never held together
+                logits = None
+                logits = _logits(hidden[part], operand, bias, temperature)
+                outputs.append(_statistics(logits, targets[part], banned, entropy))
         logp, logsumexp, entropies = _join(outputs, hidden)
+        # with entropies the backward pass would need a third buffer beside kept logits
+        keeps = any(ctx.needs_input_grad) and len(outputs) == 1 and not entropy
         # one number a row, from which the backward pass normalises the logits without a second reduction over V
-        ctx.save_for_backward(hidden, weight, bias, targets, banned, logsumexp, entropies)
+        kept = (logsumexp, entropies, logits if keeps else None)
+        ctx.save_for_backward(hidden, weight, None if operand is weight else operand, bias, targets, banned, *kept)
         return logp, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logp: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
-        hidden, weight, bias, targets, banned, logsumexp, entropies = ctx.saved_tensors
+        hidden, weight, cast, bias, targets, banned, logsumexp, entropies, kept = ctx.saved_tensors
         temperature, entropy, rows = ctx.options
+        operand, keeps = weight if cast is None else cast, kept is not None
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        exact = _exact_dtype(hidden)
         # empty: every row is in exactly one chunk and is written once
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         # all chunks add to these two, which would lose small ones in bfloat16
-        grad_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=exact) if wants_bias else None
+        grad_weight = _Sum(weight) if wants_weight else None
+        grad_bias = _Sum(bias) if wants_bias else None
         with _no_autocast(hidden):
-            # cast once, not in every chunk
-            operand = weight.to(hidden.dtype)
             for part in _chunks(len(hidden), rows):
+                ends = logsumexp[part, None]
+                # kept logits stay as they are, since a graph may be used twice
+                log_probability = kept - ends if keeps else _logits(hidden[part], operand, bias, temperature).sub_(ends)
                 slope = _logit_gradient(
-                    _logits(hidden[part], weight, bias, temperature),
+                    log_probability,
                     targets[part],
                     banned,
-                    logsumexp[part],
                     entropies[part],
                     grad_logp[part],
                     grad_entropy[part] if entropy else None,
-                    # the logits were divided by the temperature, so their gradient is too
-                ).div_(temperature)
+                )
+                # the logits were divided by the temperature, so their gradient is too
+                slope = slope if temperature == 1.0 else slope.div_(temperature)
                 if grad_bias is not None:
                     # before the cast below, so that the sum over rows is exact
-                    grad_bias += slope.sum(0)
+                    grad_bias.add(slope.sum(0))
                 # the two products run in the dtype of the forward product
                 slope = slope.to(hidden.dtype)
                 if grad_hidden is not None:
                     grad_hidden[part] = slope @ operand
                 if grad_weight is not None:
-                    grad_weight += slope.t() @ hidden[part]
+                    grad_weight.add_product(slope, hidden[part])
         return (
             grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None if grad_weight is None else grad_weight.total,
+            None if grad_bias is None else grad_bias.total,
             # targets, banned, temperature, entropy and rows have no gradient
             *(None,) * 5,
         )
@@ -250,10 +268,9 @@ class _LogitsLogProbs(torch.autograd.Function):
         gradient = torch.empty_like(logits)
         for part in _chunks(len(logits), rows):
             gradient[part] = _logit_gradient(
-                _scaled(logits[part], temperature),
+                _scaled(logits[part], temperature).sub_(logsumexp[part, None]),
                 targets[part],
                 banned,
-                logsumexp[part],
                 entropies[part],
                 grad_logp[part],
                 grad_entropy[part] if entropy else None,
@@ -261,16 +278,42 @@ class _LogitsLogProbs(torch.autograd.Function):
         return (gradient, *(None,) * 5)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    with _no_autocast(hidden):
-        logits = hidden @ weight.to(hidden.dtype).t()
-        if bias is not None:
-            logits += bias.to(hidden.dtype)
-        return _scaled(logits, temperature)
+class _Sum:
+    """Sum of parts of a gradient in float32 (float64 for float64); `total` is in the dtype of its tensor."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._sum: Tensor | None = None
+
+    def add(self, part: Tensor) -> None:
+        # the first part is the sum so far: zeros to add it to would be a second tensor of this size
+        self._sum = part.to(_exact_dtype(self._like)) if self._sum is None else self._sum.add_(part)
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add left^T right, of (r, V) and (r, H), in blocks of V that need no second tensor of the size of the sum."""
+        if self._sum is None:
+            self.add(left.t() @ right)
+            return
+        for part in _chunks(len(self._sum), max(1, BLOCK_ELEMENTS // right.shape[1])):
+            self._sum[part].add_(left[:, part].t() @ right)
+
+    @property
+    def total(self) -> Tensor:
+        return torch.zeros_like(self._like) if self._sum is None else self._sum.to(self._like.dtype)
+
+
+def _logits(hidden: Tensor, operand: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """Logits (r, V) in float32 (or float64) that may be overwritten."""
+    logits = hidden @ operand.t()
+    if bias is not None:
+        logits += bias.to(hidden.dtype)
+    # the product belongs to nobody else, so it needs no copy
+    exact = logits.to(_exact_dtype(logits))
+    return exact if temperature == 1.0 else exact.div_(temperature)
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """Return a new float32 (or float64) tensor that may be overwritten."""
+    """Given logits as a new float32 (or float64) tensor that may be overwritten."""
     # the division makes a copy, which is what lets the callers overwrite it
     return logits.to(_exact_dtype(logits)) / temperature
 
@@ -292,23 +335,21 @@ def _statistics(logits: Tensor, targets: Tensor, banned: Tensor | None, entropy:
 
 
 def _logit_gradient(
-    logits: Tensor,
+    log_probability: Tensor,
     targets: Tensor,
     banned: Tensor | None,
-    logsumexp: Tensor,
     entropies: Tensor,
     grad_logp: Tensor,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Return g (onehot - p) - e p (log p + H) for (r, V) logits, which are overwritten."""
-    log_probability = logits.sub_(logsumexp[:, None])
+    """Return g (onehot - p) - e p (log p + H) for (r, V) log-probabilities, which are overwritten."""
     if banned is not None:
-        # the recomputed logits do not have the ban yet
+        # recomputed logits do not have the ban yet
         log_probability.index_fill_(1, banned, float("-inf"))
-    probability = log_probability.exp()
     if grad_entropy is None:
-        slope = probability.mul_(-grad_logp[:, None])
+        slope = log_probability.exp_().mul_(-grad_logp[:, None])
     else:
+        probability = log_probability.exp()
         if banned is not None:
             log_probability.index_fill_(1, banned, 0.0)
         # in place, so that a chunk never needs more than two (r, V) buffers

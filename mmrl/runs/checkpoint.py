@@ -135,8 +135,9 @@ def _crc32(path: Path) -> str:
 class Checkpoints:
     """The checkpoint folder of one run.
 
-    Layout of `step-000100/`: `model/` (loads with from_pretrained), `reference/` when the run has its own copy,
-    `state.pt` (optimiser, counters, task position, every RNG, recipe state), `manifest.json` (sizes and checksums).
+    Layout of `step-000100/`: `model/` (loads with from_pretrained), `reference/` when the run compares with a policy
+    that is not the model in the folder `model.path` (of that one the state has a digest), `state.pt` (optimiser,
+    counters, task position, every RNG, recipe state), `manifest.json` (sizes and checksums).
     """
 
     def __init__(self, folder: Path, keep: int = 0) -> None:

@@ -15,7 +15,9 @@ from accelerate import Accelerator
 
 from mmrl.core.state import Stateful
 from mmrl.errors import RunError, UserError
+from mmrl.files import expanded
 from mmrl.runs.checkpoint import Checkpoints, link_or_copy
+from mmrl.runs.fingerprint import weights_digest
 from mmrl.runs.folder import remove_partial, set_aside
 from mmrl.runs.run_log import RunLog
 from mmrl.runs.statistics import HEADLINES
@@ -61,6 +63,8 @@ class RunSaver:
         """Step of the last checkpoint that was written or tried."""
         self._waits_since = time.monotonic()
         self._write_s = 0.0
+        self._start_digest: str | None = None
+        """Digest of the frozen reference where a resume loads its weights again from `model.path`."""
 
     def start(self) -> None:
         """Remove the remains of a run that was deleted or stopped before its first checkpoint."""
@@ -111,6 +115,7 @@ class RunSaver:
             "updater": updater,
             "tasks": self.tasks.state_dict(),
             "recipe": self.recipe.state_dict(),
+            "reference": self._digest_of_start(),
             "rng": rng,
             **self.log.state_dict(),
         }
@@ -196,7 +201,9 @@ class RunSaver:
                 LOGGER.error("checkpoint at step %d is the best so far but cannot be noted: %s", step, error)
 
     def _restore(self, state: dict[str, Any], folder: Path) -> int:
-        self.tasks.load_state_dict(state["tasks"])  # first: other data is refused before anything is changed
+        # first: other data, or another model at the start, is refused before anything is changed
+        self.tasks.load_state_dict(state["tasks"])
+        self._check_start(state.get("reference"), folder)
         with loading(self.recipe.policy):
             # from the checkpoint and not from model.path, which may have moved
             self.recipe.policy.load_weights(folder / "model")
@@ -232,11 +239,47 @@ class RunSaver:
         # -1: everything that the log holds
         self.log.truncate_after(-1)
 
+    @property
+    def _start_path(self) -> str:
+        """`model.path`, empty if the configuration has none."""
+        path = getattr(getattr(self.config, "model", None), "path", "")
+        return path if isinstance(path, str) else ""
+
+    @property
+    def _starts_from_folder(self) -> bool:
+        """Whether the frozen reference is a model in a folder, from which a resume makes it again."""
+        here = bool(self._start_path) and expanded(self._start_path).is_dir()
+        # an adapter is small, and the digest would be that of the whole model
+        return self.reference.kind == "frozen" and here and not getattr(self.recipe.policy, "has_adapter", False)
+
+    def _digest_of_start(self) -> str | None:
+        """Digest that stands for the weights of the reference in a checkpoint; None if it holds them, or has none."""
+        if self._start_digest is None and not self._has_reference and self._starts_from_folder:
+            assert self.reference.copy is not None
+            self._start_digest = weights_digest(self.reference.copy)
+        return self._start_digest
+
+    def _check_start(self, saved: str | None, folder: Path) -> None:
+        """Refuse a reference that is not that of the checkpoint; raises UserError."""
+        copied = self.reference.copy
+        if saved is None or copied is None:
+            return
+        with self.reference.whole():
+            found = weights_digest(copied)
+        if found != saved:
+            raise UserError(
+                f"the model in {self._start_path} is no longer the one that this run started from "
+                f"and compares with (digest {saved[:12]}, now {found[:12]}); put it back, or go on from {folder}/model "
+                "in a run with another output_dir"
+            )
+        self._start_digest = saved
+
     @contextlib.contextmanager
     def _reference_for_saving(self, *, keep: bool) -> Iterator[None]:
         """Gather the weights of the reference if this checkpoint writes it; every process calls it."""
         # a frozen reference is written once for all checkpoints of a run
-        written = self.reference.needs_saving and (self.reference.kind == "ema" or not self._has_reference)
+        known = self._start_digest is not None or self._has_reference
+        written = self.reference.needs_saving and (self.reference.kind == "ema" or not known)
         if not all_ranks(not (keep and written), self.accelerator):  # the first process knows what is on disk
             assert self.reference.copy is not None
             with self.reference.whole(), saving(self.reference.copy, keep=keep):
@@ -258,6 +301,8 @@ class RunSaver:
         # it changes with every step, so each checkpoint has a copy
         if self.reference.kind == "ema":
             self.reference.save(folder / "reference")
+            return
+        if self._start_digest is not None:
             return
         shared = self.run_dir / "reference"  # a frozen reference never changes: written once, linked afterwards
         if not self._has_reference:

@@ -35,8 +35,9 @@ class BaseTrainerConfig:
     epochs: int = bounded(1, at_least=1)
     """Passes over the rows of a step."""
     micro_batch: int = bounded(0, at_least=0)
-    """Rows in one forward and backward; memory only, the result does not depend on it; 0 = all rows at once. Objectives
-    that compare the rows of a group (reg_grpo) keep each group together."""
+    """Rows in one forward and backward; 0 = all rows at once. It bounds the memory of activations; weights, moments and
+    gradients stay, and from the second part on the gradients lie beside the activations. The result does not depend on
+    it. Objectives that compare the rows of a group (reg_grpo) keep each group together."""
     learning_rate: float = bounded(1e-6, above=0)
     """Peak learning rate of AdamW."""
     schedule: str = choice("constant", SCHEDULES)

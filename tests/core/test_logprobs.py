@@ -182,13 +182,88 @@ def test_tied_weights_add_their_gradients():
     torch.testing.assert_close(torch.autograd.grad(tied, weight)[0], torch.autograd.grad(expected, weight)[0])
 
 
-def test_autocast_does_not_lower_the_precision():
+class Products(TorchDispatchMode):
+    """Records the precision of every matrix product, and how often a tensor of some shape changes its precision."""
+
+    def __init__(self, shape=()):
+        super().__init__()
+        self.shape, self.dtypes, self.casts = tuple(shape), [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.dtypes.append(args[-1].dtype)
+        if func is torch.ops.aten._to_copy.default and tuple(args[0].shape) == self.shape:
+            self.casts += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Results(TorchDispatchMode):
+    """Counts the products of some shape."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.count = tuple(shape), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.count += func is torch.ops.aten.mm.default and tuple(out.shape) == self.shape
+        return out
+
+
+def test_autocast_multiplies_in_its_precision_and_casts_the_weight_once():
+    hidden, weight, bias, targets = inputs(torch.float32)
+    with Products(weight.shape) as seen:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = linear_logprobs(hidden, weight, targets, bias=bias, chunk_rows=2)
+        out.logp.sum().backward()
+    assert set(seen.dtypes) == {torch.bfloat16}
+    assert seen.casts == 2  # the weight, and the first part of its gradient
+    assert out.logp.dtype == hidden.grad.dtype == weight.grad.dtype == bias.grad.dtype == torch.float32
+
+
+def test_autocast_is_as_far_from_float32_as_bfloat16_allows():
     hidden, weight, bias, targets = inputs(torch.float32)
     plain = linear_logprobs(hidden, weight, targets, bias=bias)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cast = linear_logprobs(hidden, weight, targets, bias=bias)
-    assert torch.equal(plain.logp, cast.logp)
-    assert torch.equal(*(torch.autograd.grad(x.logp.sum(), weight)[0] for x in (plain, cast)))
+    h, w, b = (x.detach().double() for x in (hidden, weight, bias))
+    unit = torch.finfo(torch.bfloat16).eps / 2
+    # both factors, the product and its sum with the bias are rounded, and a log-sum-exp moves by as much as a logit
+    logit = 4.1 * unit * (h.abs() @ w.abs().t() + b.abs())
+    limit = logit.gather(1, targets[:, None])[:, 0] + logit.amax(1)
+    assert (plain.logp - cast.logp).abs().le(limit).all()
+    p = (h @ w.t() + b).softmax(1)
+    moved = p * torch.expm1(2 * logit.amax(1, keepdim=True))
+    slope = (torch.nn.functional.one_hot(targets, len(w)) - p).abs()
+    exact, found = (torch.autograd.grad(x.logp.sum(), (hidden, weight)) for x in (plain, cast))
+    error = moved + 2.1 * unit * (slope + moved)
+    for a, c, own in zip(exact, found, (error @ w.abs(), error.t() @ h.abs()), strict=True):
+        # a result is rounded too
+        assert (a - c).abs().le(own + 1.1 * unit * (a.abs() + own)).all()
+
+
+def test_logits_of_a_single_chunk_are_multiplied_once():
+    hidden, weight, _, targets = inputs(torch.float32)
+    plain = torch.autograd.grad(linear_logprobs(hidden, weight, targets, chunk_rows=2).logp.sum(), (hidden, weight))
+    with Products() as seen:
+        out = linear_logprobs(hidden, weight, targets).logp.sum()
+        kept = torch.autograd.grad(out, (hidden, weight), retain_graph=True)
+    assert len(seen.dtypes) == 3  # logits, and the gradients of states and weight
+    again = torch.autograd.grad(out, (hidden, weight))
+    for a, b, c in zip(plain, kept, again, strict=True):
+        torch.testing.assert_close(a, b)
+        assert torch.equal(b, c)
+
+
+def test_the_gradient_of_a_weight_needs_one_tensor_of_its_size(monkeypatch):
+    hidden, weight, _, targets = inputs(torch.float32)
+    whole = torch.autograd.grad(linear_logprobs(hidden, weight, targets, chunk_rows=2).logp.sum(), weight)[0]
+    monkeypatch.setattr("mmrl.core.logprobs.BLOCK_ELEMENTS", 3 * weight.shape[1])
+    out = linear_logprobs(hidden.detach(), weight, targets, chunk_rows=2).logp.sum()
+    with Results(weight.shape) as seen:
+        blocks = torch.autograd.grad(out, weight)[0]
+    assert seen.count == 1
+    torch.testing.assert_close(blocks, whole)
 
 
 def test_low_precision_states_with_float32_weights():

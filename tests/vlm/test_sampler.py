@@ -3,12 +3,13 @@ import copy
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmrl.errors import UserError
 from mmrl.vlm.engine import vlm_sampler as generation
 from mmrl.vlm.engine.prefix import KeepPrefill
 from mmrl.vlm.engine.vlm_policy import load_policy
-from mmrl.vlm.engine.vlm_sampler import PolicySampler, SamplerConfig, Samples, choose_tokens, sample
+from mmrl.vlm.engine.vlm_sampler import PolicySampler, SamplerConfig, Samples, _truncate, choose_tokens, sample
 from mmrl.vlm.model.model_config import ModelConfig
 from tests.rounding import assert_equal_up_to_rounding
 from tests.vlm.builders import draw, make_rollouts, make_task, ragged_tasks
@@ -292,6 +293,56 @@ def test_the_search_in_blocks_is_that_of_the_whole_distribution_function(size):
     token, mass = choose_tokens(logp, uniforms)
     assert torch.equal(token, expected.clamp(max=size - 1))
     torch.testing.assert_close(mass.double(), ends[:, -1], rtol=1e-6, atol=0)
+
+
+class Sorted(TorchDispatchMode):
+    """Counts the rows that are sorted whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "sort" in func.name() and "search" not in func.name():
+            self.rows += len(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def wide_rows(kind, entries=20_000, rows=6):
+    logits = 4 * torch.randn(rows, entries, generator=torch.Generator().manual_seed(1))
+    if kind == "flat":
+        logits = logits * 0
+    if kind == "nearly flat":
+        logits = logits * 1e-3
+    if kind == "ties":
+        logits = logits.round()
+    if kind == "mixed":
+        logits[::2] *= 0.01
+    return logits.log_softmax(-1)
+
+
+@pytest.mark.parametrize("kind", ["peaked", "flat", "nearly flat", "ties", "mixed"])
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.999999])
+def test_nucleus_of_a_wide_vocabulary_is_that_of_a_whole_sort(kind, top_p):
+    logp = wide_rows(kind)
+    probability = logp.exp()
+    ordered, index = probability.sort(-1, descending=True)
+    ends = ordered.cumsum(-1, dtype=torch.float64)
+    kept = ordered.where(ends - ordered < top_p * ends[:, -1:], 0.0)
+    expected = torch.zeros_like(probability).scatter(1, index, kept)
+    assert torch.equal(_truncate(probability, top_p, 0), expected)
+
+
+def test_only_rows_whose_nucleus_is_wide_are_sorted_whole():
+    uniform = torch.full((6,), 0.4)
+    for kind, count in (("peaked", 0), ("mixed", 3), ("flat", 6)):
+        with Sorted() as found:
+            choose_tokens(wide_rows(kind), uniform, top_p=0.9)
+        assert found.rows == count
+    with Sorted() as found:
+        choose_tokens(wide_rows("flat"), uniform)
+        choose_tokens(wide_rows("peaked"), uniform, top_p=0.9, top_k=50)
+    assert found.rows == 0
 
 
 @pytest.mark.parametrize("options", [{"top_k": 7}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.5}])

@@ -263,7 +263,8 @@ def kernels_for(device: str, dtype: torch.dtype, width: int) -> Kernels | None:
         problem = f"failed: {failure}"
     if problem:
         what = f"joined attention on {device} for {dtype} and heads of width {width}"
-        LOGGER.warning("%s %s; dense masks are used instead", what, problem)
+        cost = "which hold every pair of a group's tokens, G T x (P + G T) numbers a head"
+        LOGGER.warning("%s %s; dense masks are used instead, %s", what, problem, cost)
         return None
     return kernels
 
@@ -355,14 +356,15 @@ def _attend(
 def _workable(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Tensors in a common precision that the attention kernels handle safely.
 
-    Under autocast, rotated keys are float32 and values low precision. Low precision is avoided on the CPU: its backward
-    kernel needs instructions that some virtual machines announce and then refuse, which kills the process.
+    Under autocast, rotated keys are float32 and values low precision. Low precision is avoided on the CPU: its fused
+    kernels are slower than those of float32, and the backward one needs instructions that some virtual machines
+    announce and then refuse, which kills the process.
     """
-    device = tensors[0].device.type
+    device, dtype = tensors[0].device.type, tensors[0].dtype
     if torch.is_autocast_enabled(device):
-        tensors = tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
-    low = tensors[0].dtype in (torch.bfloat16, torch.float16)
-    dtype = torch.float32 if device == "cpu" and low else tensors[0].dtype
+        dtype = torch.get_autocast_dtype(device)
+    if device == "cpu" and dtype in (torch.bfloat16, torch.float16):
+        dtype = torch.float32
     return tuple(x.to(dtype) for x in tensors)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.vlm.engine.attention import register_attention
-from mmrl.vlm.engine.reader import multiply_patches
+from mmrl.vlm.engine.reader import COPIED, multiply_patches
 from mmrl.vlm.families.family import QwenVl, family_of
 from mmrl.vlm.model.model_config import ModelConfig
 from mmrl.vlm.model.network import add_adapter, freeze_parts
@@ -72,9 +72,9 @@ def prepare(network: Any, config: ModelConfig, adapter: Path | None) -> Any:
     if isinstance(family_of(network.config.model_type), QwenVl):
         multiply_patches(network.model.visual)
     if not config.shared_prefix:
-        LOGGER.info("prompts are computed once for each response: model.shared_prefix is false")
+        LOGGER.info("each prompt is computed samples_per_task times in place of once: model.shared_prefix is false")
     elif reason := _copying_reason(network, config):
-        LOGGER.info("prompts are kept in a cache that is copied for every response: %s", reason)
+        LOGGER.info(COPIED, reason)
     else:
         network.config.get_text_config()._attn_implementation = register_attention()
     if config.gradient_checkpointing:

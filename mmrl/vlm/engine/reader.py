@@ -115,6 +115,11 @@ def tower_state(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]
 
 
 LOGGER = logging.getLogger("mmrl")
+COPIED = (
+    "prompts are read once, but every response has a copy of the keys and values of its prompt, so that these take "
+    "samples_per_task times the memory: %s"
+)
+"""What it costs, and why, that responses do not attend to one prompt of their group."""
 KINDS = {"image": "pixel_values", "video": "pixel_values_videos"}
 """Kinds of media, and the argument without which a prompt has none of a kind."""
 
@@ -178,7 +183,7 @@ class ModelReader:
             problem = joining_problem(policy, self)
             self._joins = problem is None
             if problem is not None:
-                LOGGER.info("prompts are kept in a cache that is copied for every response: %s", problem)
+                LOGGER.info(COPIED, problem)
         return self._joins
 
     def trains_shared(self, policy: Any) -> bool:

@@ -80,14 +80,14 @@ class Head:
         return int(self._layer.weight.shape[0])
 
     def logits(self, states: Tensor) -> Tensor:
-        """Logits (M, V) of states (M, H)."""
-        with torch.autocast(device_type=states.device.type, enabled=False):
-            if not self.plain:
-                return own_logits(self._network, states)
-            weight, bias = self._layer.weight, self._layer.bias
-            return nn.functional.linear(
-                states, weight.to(states.dtype), None if bias is None else bias.to(states.dtype)
-            )
+        """Logits (M, V) of states (M, H), in their dtype or under autocast in autocast's."""
+        if not self.plain:
+            return own_logits(self._network, states)
+        weight, bias = self._layer.weight, self._layer.bias
+        if not torch.is_autocast_enabled(states.device.type):
+            weight, bias = weight.to(states.dtype), None if bias is None else bias.to(states.dtype)
+        # autocast casts a weight once for all tokens, and not at each
+        return nn.functional.linear(states, weight, bias)
 
     def logprobs(
         self, states: Tensor, targets: Tensor, *, temperature: float, banned: Tensor, entropy: bool

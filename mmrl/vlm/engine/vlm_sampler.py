@@ -137,10 +137,35 @@ def _invert(probability: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     return token[:, 0], ends[:, -1]
 
 
+NUCLEUS = 2048
+"""Most likely tokens among which `top_p` is reached, or else the whole vocabulary is sorted."""
+
+
 def _truncate(probability: Tensor, top_p: float, top_k: int) -> Tensor:
     """Keep the top_k most likely tokens, and of those the smallest set with mass top_p; zero the rest."""
-    count = min(top_k or probability.shape[1], probability.shape[1])
-    ordered, index = probability.topk(count) if top_k else probability.sort(-1, descending=True)
+    entries = probability.shape[1]
+    # a GPU sorts fast, and would have to wait for the rows that need it
+    if top_k or entries <= NUCLEUS or probability.device.type != "cpu":
+        return _sorted_nucleus(probability, top_p, min(top_k or entries, entries))
+    ordered = probability.topk(NUCLEUS).values
+    target = top_p * probability.sum(-1, keepdim=True, dtype=torch.float64)
+    missing = target - (ordered.cumsum(-1, dtype=torch.float64) - ordered)  # at each token, before it is added
+    kept = (missing > 0).sum(-1, keepdim=True)
+    last, following = (ordered.gather(1, place.clamp(0, NUCLEUS - 1)) for place in (kept - 1, kept))
+    # sums in another order may differ by this much, and of equal tokens at the end the sort decides which belong
+    rounding = 2 * entries * torch.finfo(torch.float64).eps * target
+    clear = (last > following)[:, 0] & (missing.abs() > rounding).all(-1)
+    found = probability.where(probability >= last, 0.0)
+    rest = torch.nonzero(~clear).flatten()
+    if len(rest):
+        found[rest] = _sorted_nucleus(probability[rest], top_p, entries)
+    return found
+
+
+def _sorted_nucleus(probability: Tensor, top_p: float, count: int) -> Tensor:
+    """The same from the `count` most likely tokens in order."""
+    whole = count == probability.shape[1]
+    ordered, index = probability.sort(-1, descending=True) if whole else probability.topk(count)
     if top_p < 1.0:
         ends = ordered.cumsum(-1, dtype=torch.float64)
         before = ends - ordered  # so that the token that crosses top_p still belongs to the set

@@ -1,9 +1,11 @@
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from mmrl.errors import UserError
 from mmrl.training.recipe import Reference, make_reference
 from mmrl.training.settings import CheckpointConfig, ReferenceConfig
 from tests.training.conftest import weights
@@ -86,6 +88,47 @@ def test_resume_with_a_shared_layer_is_bitwise(make_trainer, options):
     resumed.run()
     for first, second in zip(weights(whole), weights(resumed), strict=True):
         assert torch.equal(first, second)
+
+
+def from_folder(make_trainer, path, name, **options):
+    trainer = make_trainer(name, steps=5, reference=ReferenceConfig(kind="frozen"), **options)
+    trainer.config.model = SimpleNamespace(path=str(path))
+    return trainer
+
+
+def test_a_checkpoint_does_not_repeat_the_model_that_the_run_started_from(make_trainer, tmp_path):
+    whole = from_folder(make_trainer, tmp_path, "whole")
+    whole.run()
+    stopped = from_folder(make_trainer, tmp_path, "stopped")
+    stopped.train_step()
+    stopped.save()
+    folder = stopped.saver.checkpoints.latest()
+    assert not list(folder.parent.parent.rglob("reference"))
+    resumed = from_folder(make_trainer, tmp_path, "stopped")
+    resumed.resume()
+    assert torch.equal(resumed.reference.copy.table, stopped.reference.copy.table)
+    resumed.run()
+    for first, second in zip(weights(whole), weights(resumed), strict=True):
+        assert torch.equal(first, second)
+    assert not list(folder.parent.parent.rglob("reference"))
+
+
+def test_a_start_that_has_changed_is_refused_before_anything_else_changes(make_trainer, tmp_path):
+    stopped = from_folder(make_trainer, tmp_path, "stopped")
+    stopped.train_step()
+    stopped.save()
+    other = from_folder(make_trainer, tmp_path, "stopped", recipe=TowerRecipe)
+    before = weights(other)
+    with pytest.raises(UserError, match="no longer the one that this run started from and compares with"):
+        other.resume()
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(other), strict=True))
+
+
+def test_a_start_that_is_in_no_folder_is_written(make_trainer, tmp_path):
+    trainer = from_folder(make_trainer, tmp_path / "gone", "run")
+    trainer.train_step()
+    trainer.save()
+    assert (trainer.saver.checkpoints.latest() / "reference/weights.pt").is_file()
 
 
 def test_weights_that_a_copy_shares_have_to_be_frozen():

@@ -14,8 +14,8 @@ from benchmarks.report import table
 from benchmarks.vlm import equality
 from benchmarks.vlm.arms import make_recipe, make_rollouts, rows_apart, step_arm
 from benchmarks.vlm.comparisons import NAMES, compare
-from benchmarks.vlm.setup import QUICK_SHAPE
-from benchmarks.vlm.workload import GENERIC, build_model, questions_file, shape_of
+from benchmarks.vlm.setup import QUICK_SHAPE, Bench
+from benchmarks.vlm.workload import GENERIC, Shape, build_model, questions_file, shape_of
 from mmrl.errors import UserError
 from mmrl.training.recipe import Step
 
@@ -115,6 +115,24 @@ def test_switches_reach_the_configuration(options):
     with make_recipe(options) as recipe:
         config = recipe.config
         assert (config.sampler.keep_prefill, config.trainer.skip_zero_advantage_groups) == (True, True)
+
+
+def test_a_language_model_is_measured_without_images(folder):
+    model = build_model(folder, "qwen3", "quick")
+    options = BenchOptions(quick=True, folder=folder, model=model, only=["step"])
+    (step,) = compare(options).values()
+    assert not step["failed"]
+    assert set(step["arms"]) == {"40:4 mmrl", "40:4 mmrl bf16"}
+    assert "40:4 float32 over bf16 autocast time" in step["ratios"]
+    with pytest.raises(UserError, match="--only papo reads images"):
+        compare(dataclasses.replace(options, only=["papo"]))
+    whole = Bench(BenchOptions(folder=folder, model=model))
+    assert [name for name, *_ in whole.steps()] == ["62:24", "288:48"]
+    assert whole.shapes("4:1")["4:1"].grid == (0, 0)
+
+
+def test_the_bound_counts_tokens():
+    assert Shape((0, 0), 62, 24).bound == pytest.approx(8 * 86 / 254)
 
 
 @pytest.mark.slow
