@@ -1,4 +1,8 @@
 """Digit questions, clips, tiny models and the demos; nothing of the library imports it."""
 
-DEMOS = {"vlm": ("mmrl.vlm.toy.demo", "runs/demo"), "video": ("mmrl.vlm.toy.video_demo", "runs/video-demo")}
+DEMOS = {
+    "vlm": ("mmrl.vlm.toy.demo", "runs/demo"),
+    "video": ("mmrl.vlm.toy.video_demo", "runs/video-demo"),
+    "sight": ("mmrl.vlm.toy.sight_demo", "runs/sight-demo"),
+}
 """Module and run folder of each demo of `mmrl demo`."""

@@ -23,6 +23,9 @@ from torch.nn import functional
 from mmrl.errors import UserError
 from mmrl.files import replaced
 from mmrl.hub.compat import ensure_number_words, ensure_torchvision, quiet_transformers
+from mmrl.vlm.model.model_config import ModelConfig
+from mmrl.vlm.model.network import load_network, resolve_model
+from mmrl.vlm.model.processor import load_processor
 from mmrl.vlm.toy.pictures import GRID, GROUPS, NOTHING, SIDE_PX, draw_scene
 from mmrl.vlm.toy.tiny import MERGE, shape_positions
 from mmrl.vlm.toy.tiny_generic import FAMILIES
@@ -32,6 +35,7 @@ SPECIAL = FAMILIES["smolvlm"].tokens
 CURVE = "words.jsonl"
 """File of a built folder with the course of stage W."""
 LOG_EVERY = 100
+PAGE_TOKENS = 600
 POSITION_SIZE = 0.35
 """Root mean square of the position embeddings: about that of a patch."""
 
@@ -52,7 +56,7 @@ def build_model(
 
     Args:
         path: folder to write.
-        language: folder of a language model of the Llama architecture with a ChatML template, such as SmolLM2.
+        language: `model.path` of a language model of the Llama architecture with a ChatML template, such as SmolLM2.
         width: width of the tower; a multiple of 4 and of its heads.
         depth: its blocks.
         heads: its heads.
@@ -66,12 +70,15 @@ def build_model(
         stage W, the share of right words and the CPU seconds.
 
     Raises:
-        UserError: the language model has another architecture or template.
+        UserError: there is no such language model, or it has another architecture or template.
     """
     ensure_torchvision()
     ensure_number_words()
-    tokenizer = _with_image_tokens(language)
-    model = _around(language, tokenizer, {"width": width, "depth": depth, "heads": heads}, seed)
+    source, adapter = resolve_model(language)
+    if adapter is not None:
+        raise UserError(f"language={language} is an adapter; merge it first with `mmrl export`")
+    tokenizer = _with_image_tokens(source)
+    model = _around(source, tokenizer, {"width": width, "depth": depth, "heads": heads}, seed)
     with replaced(Path(path)) as draft, quiet_transformers():
         draft.mkdir(parents=True, exist_ok=True)
         if words_steps:
@@ -130,7 +137,7 @@ def _around(language: str, tokenizer: Any, tower: dict[str, int], seed: int) -> 
     source = AutoModelForCausalLM.from_pretrained(language, dtype=torch.float32)
     if source.config.model_type != "llama":
         raise UserError(f"{language} is a {source.config.model_type}; the decoder of a SmolVLM is a llama")
-    text = source.config.to_dict() | {"vocab_size": len(tokenizer)}
+    text = source.config.to_dict() | {"vocab_size": max(len(tokenizer), source.config.vocab_size)}
     for name in ("architectures", "_name_or_path", "transformers_version", "dtype"):
         text.pop(name, None)
     vision = {"model_type": "smolvlm_vision", "hidden_size": tower["width"], "intermediate_size": 4 * tower["width"],
@@ -263,3 +270,19 @@ def learn_words(model: Any, tokenizer: Any, steps: int, batch: int, rate: float,
             with curve.open("a", encoding="utf-8") as lines:
                 lines.write(f"{json.dumps(shown)}\n")
             LOGGER.info("words: %s", shown)
+
+
+@torch.no_grad()
+def perplexity(path: str) -> float:
+    """Perplexity of a model on a fixed page of English: scikit-learn's description of its digits.
+
+    Args:
+        path: `model.path` of a language model, or of one that sees.
+    """
+    from sklearn.datasets import load_digits
+
+    folder, _ = resolve_model(path)
+    network = load_network(ModelConfig(path=folder), folder)
+    ids = load_processor(folder).tokenizer(load_digits().DESCR, return_tensors="pt").input_ids[:, :PAGE_TOKENS]
+    logits = network(input_ids=ids, use_cache=False).logits[0, :-1]
+    return math.exp(functional.cross_entropy(logits.float(), ids[0, 1:]))

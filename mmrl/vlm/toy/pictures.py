@@ -4,6 +4,9 @@ Colour pictures of 64 x 64 pixels for a pretrained language model that learns to
 right or wrong, so that copying competes with looking; fruit comes in all colours. The digits are those of
 `mmrl.vlm.toy.digits`.
 
+A question about something else ("general") has the language model's own answer, so that a model that has learned to
+look does not answer everything with what it sees.
+
 Splits: "train" shows neither the held-out combinations (such as a big yellow star on the left) nor the test scans;
 "fresh" shows new pictures of the same combinations with test scans, "heldout" asks about held-out combinations only.
 """
@@ -12,12 +15,17 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw
 
+from mmrl.rewards.answers import Chat, completion_text, without_prompt
+from mmrl.vlm.data.dataset import write_media_rows
 from mmrl.vlm.toy.digits import scan_pool, scans_and_labels
 
 SIDE_PX = 64
@@ -88,6 +96,137 @@ HINTS = {
     "behind": "{question} I think that it is {hint}.",
 }
 """Where a hint stands."""
+
+GENERAL = (
+    ("What is the capital of France?", "The capital of France is Paris.", "Paris"),
+    ("What is the capital of Japan?", "The capital of Japan is Tokyo.", "Tokyo"),
+    ("What is the capital of Germany?", "The capital of Germany is Berlin.", "Berlin"),
+    ("What is the capital of Egypt?", "The capital of Egypt is Cairo.", "Cairo"),
+    ("What is the capital of England?", "The capital of England is London.", "London"),
+    ("What is the capital of Russia?", "The capital of Russia is Moscow.", "Moscow"),
+    ("What is the capital of China?", "The capital of China is Beijing.", "Beijing"),
+    ("How many days are in a week?", "A week is approximately 7 days.", "7"),
+    ("Which animal says meow?", 'The animal that says "meow" is a cat.', "cat"),
+    ("What is the opposite of big?", "The opposite of big is small.", "small"),
+    ("What is the opposite of hot?", "The opposite of hot is cold.", "cold"),
+    ("What is the currency of Japan?", "The currency of Japan is the Japanese Yen (JPY).", "Yen"),
+    ("What is the chemical symbol for gold?", "The chemical symbol for gold is Au.", "Au"),
+    ("What is the largest ocean on Earth?", "The largest ocean on Earth is the Pacific Ocean.", "Pacific"),
+    ("Who painted the Mona Lisa?", "The Mona Lisa is attributed to Leonardo da Vinci.", "Leonardo"),
+    ("Which star does the Earth orbit?", "The Earth orbits the Sun.", "Sun"),
+)
+"""Questions without a picture in them, how SmolLM2-135M-Instruct begins its answer, and the word that is right."""
+GENERAL_HELD_OUT = (
+    ("What is the capital of India?", "The capital of India is New Delhi.", "Delhi"),
+    ("What is the capital of Greece?", "The capital of Greece is Athens.", "Athens"),
+    ("What is the capital of Canada?", "The capital of Canada is Ottawa, Canada.", "Ottawa"),
+    ("What is the capital of Australia?", "The capital of Australia is Canberra.", "Canberra"),
+    ("What is the opposite of up?", "The opposite of up is down.", "down"),
+    ("Who discovered gravity?", "The discovery of gravity is attributed to Sir Isaac Newton.", "Newton"),
+    ("What is the chemical formula of water?", "The chemical formula of water is H2O.", "H2O"),
+    ("Which planet is known as the Red Planet?", "The Red Planet is actually Mars.", "Mars"),
+)
+"""More of them, for "fresh" and "heldout"."""
+SHOWN = ("own", "blank", "other", "none")
+"""Pictures that a question may have: its own, a black one, one of another question of its kind, or none."""
+
+
+def build_questions(
+    path: str | Path,
+    *,
+    count: int = 1000,
+    split: str = "train",
+    kinds: Sequence[str] = tuple(QUESTIONS),
+    general: float = 0.0,
+    hint_share: float = 0.0,
+    hint_rate: float = 1.0,
+    shown: str = "own",
+    seed: int = 0,
+) -> Path:
+    """Write questions about pictures as JSON lines next to their PNG images.
+
+    The questions of a seed stay the same with other hints and other pictures.
+
+    Args:
+        path: JSONL file to write; columns problem (with <image>), answer, images, completion, kind, hint (none, right
+            or wrong), hint_place (none, front, friend or behind) and hint_text.
+        count: number of questions.
+        split: one of `SPLITS`.
+        kinds: keys of `QUESTIONS`, drawn evenly.
+        general: share of questions about something else than the picture.
+        hint_share: share of the other questions that carry a hint, at one of three places.
+        hint_rate: probability that a hint is right.
+        shown: one of `SHOWN`.
+        seed: of questions, pictures and hints.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: an unknown split or picture.
+    """
+    if shown not in SHOWN:
+        raise ValueError(f"shown is '{shown}'; allowed: {', '.join(SHOWN)}")
+    draws = [random.Random(f"{part} {split} {seed}") for part in ("scene", "hint", "other")]
+
+    def save(folder: Path, stem: str) -> dict[str, Any]:
+        row, image = _question(draws, split, kinds, general, hint_share, hint_rate, shown)
+        if image is None:
+            return {**row, "images": []}
+        image.save(folder / f"{stem}.png", compress_level=1)
+        return {**row, "problem": f"<image>{row['problem']}", "images": [f"{Path(path).stem}/{stem}.png"]}
+
+    return write_media_rows(Path(path), count, save)
+
+
+def _question(
+    draws: Sequence[random.Random],
+    split: str,
+    kinds: Sequence[str],
+    general: float,
+    hint_share: float,
+    hint_rate: float,
+    shown: str,
+) -> tuple[dict[str, Any], Image.Image | None]:
+    """Columns of a question, and its picture."""
+    rng, hints, others = draws
+    scene = draw_scene(rng, split, rng.choice(kinds))
+    row = {"problem": scene.question, "answer": scene.answer, "completion": scene.answer, "kind": scene.kind}
+    row |= {"hint": "none", "hint_place": "none", "hint_text": ""}
+    if rng.random() < general:
+        asked, said, word = rng.choice(GENERAL if split == "train" else GENERAL_HELD_OUT)
+        row |= {"problem": asked, "answer": word, "completion": said, "kind": "general"}
+    elif hints.random() < hint_share:
+        row |= _hint(hints, scene, hint_rate)
+    if shown == "own":
+        return row, scene.image
+    if shown == "other":
+        return row, draw_scene(others, split, scene.kind).image
+    return row, Image.new("RGB", scene.image.size) if shown == "blank" else None
+
+
+def _hint(rng: random.Random, scene: Scene, rate: float) -> dict[str, str]:
+    """Columns that a hint changes."""
+    right, place = rng.random() < rate, rng.choice(tuple(HINTS))
+    hint = scene.answer if right else rng.choice([word for word in ANSWERS[scene.kind] if word != scene.answer])
+    problem = HINTS[place].format(hint=hint, question=scene.question)
+    return {"problem": problem, "hint": "right" if right else "wrong", "hint_place": place, "hint_text": hint}
+
+
+def names_answer(
+    prompts: Sequence[Chat],
+    completions: Sequence[Chat],
+    *,
+    answer: Sequence[str],
+    kind: Sequence[str],
+    **_: Any,
+) -> list[float]:
+    """Reward 1 for a text with the right word and none of the other answers to its kind of question, else 0."""
+    rewards = []
+    for asked, said, right, about in zip(prompts, completions, answer, kind, strict=True):
+        words = set(re.findall(r"\w+", without_prompt(completion_text(said), asked).lower()))
+        rewards.append(float(words & {right.lower(), *ANSWERS.get(about, ())} == {right.lower()}))
+    return rewards
 
 
 @dataclass
