@@ -26,6 +26,7 @@ from PIL import Image, ImageDraw
 
 from mmrl.rewards.answers import Chat, completion_text, without_prompt
 from mmrl.vlm.data.dataset import write_media_rows
+from mmrl.vlm.toy.countdown import shuffled
 from mmrl.vlm.toy.digits import scan_pool, scans_and_labels
 
 SIDE_PX = 64
@@ -106,16 +107,13 @@ GENERAL = (
     ("What is the capital of Russia?", "The capital of Russia is Moscow.", "Moscow"),
     ("What is the capital of China?", "The capital of China is Beijing.", "Beijing"),
     ("How many days are in a week?", "A week is approximately 7 days.", "7"),
-    ("Which animal says meow?", 'The animal that says "meow" is a cat.', "cat"),
     ("What is the opposite of big?", "The opposite of big is small.", "small"),
     ("What is the opposite of hot?", "The opposite of hot is cold.", "cold"),
-    ("What is the currency of Japan?", "The currency of Japan is the Japanese Yen (JPY).", "Yen"),
     ("What is the chemical symbol for gold?", "The chemical symbol for gold is Au.", "Au"),
-    ("What is the largest ocean on Earth?", "The largest ocean on Earth is the Pacific Ocean.", "Pacific"),
-    ("Who painted the Mona Lisa?", "The Mona Lisa is attributed to Leonardo da Vinci.", "Leonardo"),
     ("Which star does the Earth orbit?", "The Earth orbits the Sun.", "Sun"),
 )
-"""Questions without a picture in them, how SmolLM2-135M-Instruct begins its answer, and the word that is right."""
+"""Questions that need no picture, how SmolLM2-135M-Instruct begins its answer, and the word that is right; short, since
+the longest row decides what a step costs."""
 GENERAL_HELD_OUT = (
     ("What is the capital of India?", "The capital of India is New Delhi.", "Delhi"),
     ("What is the capital of Greece?", "The capital of Greece is Athens.", "Athens"),
@@ -229,6 +227,11 @@ def names_answer(
     return rewards
 
 
+def shuffled_names_answer(prompts: Sequence[Chat], completions: Sequence[Chat], **columns: Any) -> list[float]:
+    """The rewards of `names_answer`, shuffled among the responses of the same batch: the control without a signal."""
+    return shuffled(names_answer(prompts, completions, **columns), completions)
+
+
 @dataclass
 class Scene:
     """A picture and a question about it."""
@@ -277,7 +280,7 @@ class _Canvas:
             top, left = divmod(place, GRID)
             width = min(x + radius, cell * (left + 1)) - max(x - radius, cell * left)
             height = min(y + radius, cell * (top + 1)) - max(y - radius, cell * top)
-            if min(width, height) > 0 and width * height > min(cell**2, 4 * radius**2) / 3:
+            if min(width, height) > 0 and width * height >= min(cell**2, 4 * radius**2) / 4:
                 for group, word in vars(what).items():
                     if word:
                         self.cells[group][place] = GROUPS[group].index(word)
