@@ -23,6 +23,7 @@ from torch.nn import functional
 from mmrl.errors import UserError
 from mmrl.files import replaced
 from mmrl.hub.compat import ensure_number_words, ensure_torchvision, quiet_transformers
+from mmrl.training.processes import avoid_refused_instructions
 from mmrl.vlm.model.model_config import ModelConfig
 from mmrl.vlm.model.network import load_network, resolve_model
 from mmrl.vlm.model.processor import load_processor
@@ -214,7 +215,7 @@ class WordReader(nn.Module):
             cells: (N, groups, 16) int64, index of the word that each cell shows in a group, NOTHING without one.
         """
         scores = (tokens @ self.words.T).split([len(words) for words in GROUPS.values()], -1)
-        losses, right = [], {}
+        losses, right = list[Tensor](), dict[str, float]()
         for number, (group, products) in enumerate(zip(GROUPS, scores, strict=True)):
             words = products.shape[-1]
             wanted = torch.where(cells[:, number] == NOTHING, words, cells[:, number]).flatten()
@@ -245,6 +246,7 @@ def look(model: Any, pixels: Tensor) -> Tensor:
 
 def learn_words(model: Any, tokenizer: Any, steps: int, batch: int, rate: float, seed: int, curve: Path) -> None:
     """Stage W: train tower and connector without the decoder."""
+    avoid_refused_instructions()
     seeing = [*model.base_model.vision_model.parameters(), *model.base_model.connector.parameters()]
     reader, rng = WordReader(model.get_input_embeddings().weight, tokenizer), random.Random(seed)
     groups: list[dict[str, Any]] = [{"params": seeing}, {"params": list(reader.parameters()), "lr": 3 * rate}]
