@@ -1,6 +1,7 @@
 """A SmolVLM around a language model: text alone stays its own, the tower learns words, the decoder stays frozen."""
 
 import math
+import random
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,9 @@ from mmrl.training.run import finish_run, last_model
 from mmrl.vlm.data.dataset import DataConfig, load_tasks
 from mmrl.vlm.engine.vlm_policy import load_policy
 from mmrl.vlm.model.model_config import ModelConfig
-from mmrl.vlm.toy import sight_demo
-from mmrl.vlm.toy.from_language import CURVE, build_model, perplexity
-from mmrl.vlm.toy.pictures import GENERAL, GROUPS, QUESTIONS, build_questions
+from mmrl.vlm.toy import from_language, sight_demo
+from mmrl.vlm.toy.from_language import CURVE, WordReader, build_model, draw_batch, perplexity
+from mmrl.vlm.toy.pictures import GENERAL, GROUPS, NOTHING, QUESTIONS, build_questions
 from mmrl.vlm.toy.tiny_generic import build_tiny_generic
 
 CONFIG = Path(__file__).parents[2] / "configs/vlm/pictures_sft.yaml"
@@ -40,7 +41,9 @@ def language(tmp_path_factory):
 def sees(language, tmp_path_factory):
     """A model that has learned words for a few steps."""
     folder = tmp_path_factory.mktemp("sees") / "model"
-    return build_model(folder, language=str(language), words_steps=60, words_batch=16, words_rate=3e-3, **SMALL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(from_language, "LOG_EVERY", 30)
+        return build_model(folder, language=str(language), words_steps=60, words_batch=16, words_rate=3e-3, **SMALL)
 
 
 @torch.no_grad()
@@ -83,9 +86,20 @@ def test_the_default_system_message_stands_before_text_alone(language, tmp_path)
 
 def test_the_tower_learns_the_decoders_words(sees):
     rows = read_jsonl(sees / CURVE)
-    assert [row["step"] for row in rows] == [60]
-    assert rows[0]["colour"] > 0.4  # of seven
+    assert [row["step"] for row in rows] == [30, 60]
+    assert rows[1]["fresh_loss"] < 0.85 * rows[0]["fresh_loss"]
     assert {*GROUPS} <= rows[0].keys()
+
+
+def test_tokens_that_are_the_words_are_read_as_these_words(sees):
+    model = AutoModelForImageTextToText.from_pretrained(sees)
+    reader = WordReader(model.get_input_embeddings().weight, AutoProcessor.from_pretrained(sees).tokenizer)
+    _, cells = draw_batch(random.Random(0), 64)
+    starts = [sum(map(len, [*GROUPS.values()][:number])) for number in range(len(GROUPS))]
+    for number, group in enumerate(GROUPS):
+        shown = cells[:, number] != NOTHING
+        tokens = reader.words[starts[number] + cells[:, number].clamp(min=0)] * shown[..., None]
+        assert reader(tokens, cells)[1][group] == 1.0
 
 
 def run_sft(sees, folder, *overrides):
@@ -124,7 +138,7 @@ def test_the_demo_prints_accuracy_by_kind_and_perplexity(language, tmp_path, mon
     monkeypatch.setattr(sight_demo, "CONFIG", config)
     lines = sight_demo.run(tmp_path / "demo")
     text = "\n".join(lines)
-    for expected in (*sight_demo.SPLITS, "digit", "never looks", "perplexity on a page of English"):
+    for expected in ("fresh", "heldout", "digit", "never looks", "something else", "perplexity on a page"):
         assert expected in text
     assert Path(lines[-1].removeprefix("report: ")).is_file()
 

@@ -8,6 +8,7 @@ from mmrl.files import read_yaml
 from mmrl.report.page import write_report
 from mmrl.report.report_tables import part_lines
 from mmrl.runs.records import read_jsonl
+from mmrl.runs.tracking import read_evaluations
 from mmrl.training.run import finish_run, last_model
 from mmrl.vlm.toy.demo import fit_blind
 from mmrl.vlm.toy.from_language import perplexity
@@ -43,10 +44,12 @@ def run(output_dir: Path, seed: int = 0) -> list[str]:
         perplexity(read_yaml(CONFIG)["model"]["build_options"]["language"]),
         perplexity(str(last_model(sft))),
     )
+    last = {found["split"]: found["accuracy/greedy"] for found in read_evaluations(sft)}
     report = write_report(sft)
     return [
         *part_lines([sft]),
         f"a strategy that never looks: {100 * blind:.1f} % on fresh",
+        f"questions about something else: {100 * last['general']:.1f} % right, {100 * last['text']:.1f} % without picture",
         f"perplexity on a page of English: {before:.2f} of the language model, {after:.2f} of the trained model",
         f"report: {report}",
     ]
