@@ -66,7 +66,7 @@ def _answers(wanted: list[dict[str, Any]], model: str, samples: int, longest: in
     found: list[list[str]] = []
     for start in range(0, len(wanted), max(1, BATCH // samples)):
         chats = [[{"role": "user", "content": row["question"]}] for row in wanted[start : start + BATCH // samples]]
-        inputs = tokenizer.apply_chat_template(
+        inputs: Any = tokenizer.apply_chat_template(
             chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
         )
         output = network.generate(**inputs, max_new_tokens=longest, num_return_sequences=samples, **sampling)

@@ -95,7 +95,7 @@ def _with_image_tokens(language: str) -> Any:
 
     tokenizer = AutoTokenizer.from_pretrained(language, extra_special_tokens=SPECIAL)
     own, turn = tokenizer.chat_template, [{"role": "user", "content": "Hi"}]
-    system = tokenizer.apply_chat_template(turn, tokenize=False).partition("<|im_start|>user")[0]
+    system = str(tokenizer.apply_chat_template(turn, tokenize=False)).partition("<|im_start|>user")[0]
     chats = [
         turn,
         [*turn, {"role": "assistant", "content": "Hello"}],

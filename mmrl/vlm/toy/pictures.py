@@ -325,7 +325,7 @@ def _draw_one(rng: random.Random, held: bool, answers: Mapping[str, str], things
     """An object whose combination is held out or not; `answers` fixes some of its words."""
     while True:
         drawn = {"colour": rng.choice(tuple(COLOURS)), "thing": rng.choice(things)}
-        drawn |= {"size": rng.choice(SIZES), "side": rng.choice(SIDES)} | answers
+        drawn |= {"size": rng.choice(SIZES), "side": rng.choice(SIDES), **answers}
         if _is_held_out(*drawn.values()) == held:
             return _Object(**drawn)
 
