@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from mmrl.errors import UserError
 from mmrl.fields import rare
-from mmrl.recipes import metric_tables
+from mmrl.recipes import EVALUATIONS, all_recipes, metric_tables
 from mmrl.runs.metrics import DIVERSITY, METRICS, STAGES, STAGES_BETWEEN, label, measured
 from mmrl.runs.records import JsonLines, read_steps
 from mmrl.runs.statistics import HEADLINES, SHARES
@@ -429,9 +429,11 @@ def build_tracker(
 def metric_definitions(recipe: str = "") -> dict[str, str]:
     """Sentences of metrics by name: shared ones, those of a recipe's package and of packages that it builds on.
 
-    Without a recipe of the table, the sentences of all packages.
+    Without a recipe of the table, the sentences of all packages, and of shared names those that fit every package.
     """
-    return {name: sentence for table in (METRICS, *metric_tables(recipe)) for name, sentence in table.items()}
+    known = recipe in all_recipes() or recipe in EVALUATIONS
+    tables = (METRICS, *metric_tables(recipe), *(() if known else (METRICS,)))
+    return {name: sentence for table in tables for name, sentence in table.items()}
 
 
 def describe_metric(name: str, definitions: Mapping[str, str] | None = None) -> str | None:
