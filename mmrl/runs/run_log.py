@@ -211,10 +211,10 @@ def batch_metrics(batches: Sequence[Rollouts], compared: Sequence[str]) -> dict[
     scored = torch.isfinite(reward)
     metrics |= {
         "reward/mean": float(reward[scored].mean()) if bool(scored.any()) else float("nan"),
-        # one value has no sample deviation
-        "reward/std": float(reward[scored].std()) if int(scored.sum()) > 1 else 0.0,
         "reward/errors": float((~scored).sum()),
     }
+    if int(scored.sum()) > 1:  # one value has no sample deviation
+        metrics["reward/std"] = float(reward[scored].std())
     # only where groups have several rows, since single ones never differ
     if any(len(batch.group.unique()) < len(batch.group) for batch in batches):
         flat = torch.cat([~groups_that_differ(batch, compared) for batch in batches]).float()
