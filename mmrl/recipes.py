@@ -44,6 +44,11 @@ def contrib_recipes() -> dict[str, RecipeEntry]:
     return {entry.name: entry for module in modules for entry in module.RECIPES}
 
 
+def shown_name(recipe: str, objective: str) -> str:
+    """Name of a run's method for people: `vlm` trains language models too, so only its objective is named."""
+    return objective if recipe == "vlm" and objective else recipe
+
+
 def all_recipes() -> dict[str, RecipeEntry]:
     """The recipes of the library, then those of contrib."""
     return RECIPES | contrib_recipes()

@@ -30,7 +30,7 @@ from mmrl.compare.compare_commands import (
 from mmrl.entries import import_later, load_target
 from mmrl.errors import RunError, UserError, require_packages
 from mmrl.files import output_file, output_folder
-from mmrl.recipes import world_table
+from mmrl.recipes import shown_name, world_table
 
 DEMOS: dict[str, tuple[str, str]] = world_table("DEMOS")
 LISTED = {
@@ -117,7 +117,9 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
 
     args.run_dir = Path(config.output_dir)  # where a crash leaves its traceback
     if is_first_process():
-        say(f"{args.config}: recipe {entry.name}, {config.trainer.steps} steps, into {config.output_dir}")
+        objective = getattr(getattr(config, "objective", None), "preset", "")
+        name = shown_name(entry.name, objective)
+        say(f"{args.config}: {name}, {config.trainer.steps} steps, into {config.output_dir}")
     run_dir = train(entry, config, resume=args.resume, from_last_good=args.from_last_good)
     if is_first_process():
         say(f"run folder: {run_dir}\nreport: {run_dir / 'report.html'}")

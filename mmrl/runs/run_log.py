@@ -24,6 +24,7 @@ from mmrl.files import write_atomically
 from mmrl.runs.folder import forget_after
 from mmrl.runs.metrics import STAGES_BETWEEN
 from mmrl.runs.records import (
+    KEPT,
     WARNINGS_FILE,
     JsonLines,
     Outcome,
@@ -336,7 +337,7 @@ class RunWarnings:
         self.said[kind] = message
         # the first process writes; the others keep count, so that states are equal
         if self.folder is not None:
-            LOGGER.warning("step %d: %s", step, message)
+            LOGGER.warning("step %d: %s", step, message, extra={KEPT: True})
             lines = JsonLines(self.folder / WARNINGS_FILE)
             lines.append({"step": step, "kind": kind, "message": message})
             lines.close()

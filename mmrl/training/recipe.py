@@ -231,6 +231,11 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         return with_terms(output, [term(policy, minibatch, scores, denominators, step) for term in self.terms])
 
     @property
+    def model_kind(self) -> str:
+        """Kind of the trained model for people, such as "language model"; empty where the recipe's name says it."""
+        return str(getattr(self.policy, "model_kind", ""))
+
+    @property
     def additions(self) -> list[LossTerm | RolloutStage]:
         """All loss terms and rollout stages."""
         return [*self.terms, *self.stages]

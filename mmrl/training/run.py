@@ -25,7 +25,7 @@ from mmrl.runs.export import chosen_checkpoint
 from mmrl.runs.fingerprint import weights_digest
 from mmrl.runs.folder import FINISHED, RunLock, has_begun
 from mmrl.runs.ledger import protocol_of, write_ledger
-from mmrl.runs.records import finite_or_none
+from mmrl.runs.records import LoggedWarnings, finite_or_none
 from mmrl.trust import remember
 
 if TYPE_CHECKING:
@@ -81,6 +81,8 @@ def train(entry: Any, config: Any, *, resume: bool = False, from_last_good: bool
         watch = None if joined is None else stack.enter_context(watched(joined))
         # one process looks, and all of them raise what it finds
         changed = in_first_process(joined, claim)
+        # from here on: data and models warn, too
+        logged = stack.enter_context(LoggedWarnings())
         accelerator = joined or _start(config, trains=True)
         # refused before models are loaded, which takes minutes
         _check_processes(config, accelerator)
@@ -88,13 +90,14 @@ def train(entry: Any, config: Any, *, resume: bool = False, from_last_good: bool
         recipe = _build(entry, config, accelerator)
         # environments and reward workers end, however the run ends
         stack.callback(recipe.close)
-        LOGGER.info("%s", ", ".join(f"{name} {value}" for name, value in machine(accelerator).items()))
+        about = [f"{name} {value}" for name, value in machine(accelerator).items()]
+        LOGGER.info("%s", ", ".join([*filter(None, [recipe.model_kind]), *about]))
         if found := describe(accelerator, run_dir):
             LOGGER.info("%s", found)
         if accelerator.is_main_process and changed:
             LOGGER.warning("resuming with other settings than before: %s", _listed(changed))
         try:
-            _train(entry, recipe, config, accelerator, watch, resume=resume, from_last_good=from_last_good)
+            _train(entry, recipe, config, accelerator, watch, logged, resume=resume, from_last_good=from_last_good)
         except OSError as error:
             saved = any((run_dir / "checkpoints").glob("step-*"))
             hint = (
@@ -111,8 +114,12 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
     # before the model is loaded: a read-only folder would only fail at the end
     output_folder(config.output_dir, "output_dir")
     folder = None if run_dir is None else chosen_checkpoint(run_dir)
-    with open_evaluation(entry, config, folder) as (recipe, accelerator, position), ExitStack() as stack:
+    with ExitStack() as stack:
+        logged = stack.enter_context(LoggedWarnings())
+        recipe, accelerator, position = stack.enter_context(open_evaluation(entry, config, folder))
         step = position.number
+        if run_dir is None and accelerator.is_main_process:
+            logged.write_to(Path(config.output_dir))
         about = evaluation_of(recipe, config, folder, accelerator, position) if accelerator.is_main_process else {}
         rollers = open_rollers(recipe, config, accelerator, Path(config.output_dir), entry)
         stack.callback(rollers.close)
@@ -300,6 +307,7 @@ def _train(
     config: Any,
     accelerator: Accelerator,
     watch: Watch | None,
+    logged: LoggedWarnings,
     *,
     resume: bool,
     **options: Any,
@@ -327,6 +335,7 @@ def _train(
             trainer.resume(**options)
         if main:  # only now: a resume that is refused leaves the configuration as it was
             _save_config(run_dir, config)
+            logged.write_to(run_dir, lambda: trainer.step, keep=resume)
         # the others wait until the configuration is written
         accelerator.wait_for_everyone()
         trainer.run()
