@@ -100,8 +100,7 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
     if args.dry_run:
         from mmrl.training.run import dry_run
 
-        memory_gb = 80.0 if args.gpu_memory is None else args.gpu_memory
-        for line in dry_run(entry, config, memory_gb, args.processes or 1):
+        for line in dry_run(entry, config, args.gpu_memory, args.processes or 1):
             say(line)
         return 0
     if (args.processes or 1) > 1:
@@ -364,7 +363,8 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check the data, show the memory that the run needs on each of --processes GPUs, and leave",
     )
-    parser.add_argument("--gpu-memory", metavar="GB", type=float, help="with --dry-run: of each GPU; default: 80")
+    text = "with --dry-run: of each GPU; default: this machine"
+    parser.add_argument("--gpu-memory", metavar="GB", type=float, help=text)
 
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:

@@ -28,8 +28,9 @@ from mmrl.report.report_tables import (
     part_tables,
     score_tables,
 )
+from mmrl.runs.ledger import ANSWERS
 from mmrl.runs.metrics import DIVERSITY, label, measured
-from mmrl.runs.records import WARNINGS_FILE, read_warnings
+from mmrl.runs.records import WARNINGS_FILE, iterate_jsonl, read_warnings
 
 Cell = Mapping[str, str]
 GENERIC = ("vlm", "masked", "agent", "robot_grpo", "preference")
@@ -104,6 +105,8 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
     machine = [result.get("host"), result.get("device"), f"{processes:g} processes" if processes > 1 else None]
     rows.append(("machine", ", ".join(filter(None, machine))))
     rows.append(("versions", ", ".join(f"{name} {version}" for name, version in result.get("versions", {}).items())))
+    if answers := sum(1 for _ in iterate_jsonl(run.folder / ANSWERS)):
+        rows.append(("answers", f"{answers:,} with their prompts and scores in {ANSWERS}, of mmrl evaluate"))
     if settings and run.metrics:
         folder = as_override("output_dir", escaped(f"{run.folder}-again"))
         again = shlex.join(["mmrl", "train", str(run.folder / "config.yaml"), folder])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import logging
@@ -24,7 +25,7 @@ from mmrl.runs.dry_run import DataRead, NotReadError, data_only
 from mmrl.runs.export import chosen_checkpoint
 from mmrl.runs.fingerprint import weights_digest
 from mmrl.runs.folder import FINISHED, RunLock, has_begun
-from mmrl.runs.ledger import protocol_of, write_ledger
+from mmrl.runs.ledger import protocol_of, write_answers, write_ledger
 from mmrl.runs.records import LoggedWarnings, finite_or_none
 from mmrl.trust import remember
 
@@ -136,6 +137,8 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
             # the split is a column, since all splits are in one file
             rows = [{"split": split, **row} for split, found in results.items() for row in found.entries]
             LOGGER.info("ledger: %s", write_ledger(Path(config.output_dir), rows, about))
+            if answers := write_answers(Path(config.output_dir), rows, step):
+                LOGGER.info("answers: %s", answers)
         # a run's folder has a report already
         if run_dir is None and accelerator.is_main_process:
             _report_evaluation(Path(config.output_dir), results)
@@ -143,28 +146,34 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
         return {f"{split}/{name}": value for split, found in results.items() for name, value in found.metrics.items()}
 
 
-def dry_run(entry: Any, config: Any, memory_gb: float, processes: int = 1) -> Iterator[str]:
+def dry_run(entry: Any, config: Any, gpu_memory_gb: float | None = None, processes: int = 1) -> Iterator[str]:
     """Lines of `mmrl train --dry-run`: the run's data, read by its own code, and its memory.
 
     Args:
         entry: the recipe's row of `mmrl.recipes.RECIPES`.
         config: its filled configuration.
-        memory_gb: memory of each GPU.
-        processes: number of GPUs.
+        gpu_memory_gb: memory of each GPU; None plans for this machine.
+        processes: number of processes, each on a GPU.
 
     Raises:
         UserError: what the run would refuse, after the plan, which may not depend on it.
     """
-    from mmrl.training.plan import described
+    from mmrl.training.plan import certain, described, machine_of
 
+    machine = machine_of(gpu_memory_gb, processes)
     refused: UserError | None = None
+    recipe = None
     try:
-        yield from read_data(entry, config)
+        lines, recipe = _read(entry, config)
+        yield from lines
     except UserError as error:
         # kept until the plan is shown, which may need no data
         refused = error
     try:
-        yield from described(config, plan_of(entry), memory_gb, processes)
+        footprint = plan_of(entry)
+        # what was read, or without it what is certain
+        footprint = functools.partial(footprint, recipe=recipe) if recipe else functools.partial(certain, footprint)
+        yield from described(config, footprint, machine, processes)
     except UserError as error:
         refused = refused or error
     if refused is not None:
@@ -172,10 +181,16 @@ def dry_run(entry: Any, config: Any, memory_gb: float, processes: int = 1) -> It
 
 
 def read_data(entry: Any, config: Any) -> list[str]:
+    """Lines on a run's data; see `_read`."""
+    return _read(entry, config)[0]
+
+
+def _read(entry: Any, config: Any) -> tuple[list[str], Any]:
     """Read and check a run's data with the run's own code, up to where it would load its model.
 
     Returns:
-        Lines on the data; sets that the run itself builds or downloads are named and not read.
+        Lines on the data, and the recipe without its model; sets that the run itself builds or downloads are named and
+        not read, and without training data there is no recipe.
 
     Raises:
         UserError: what the run would raise.
@@ -197,10 +212,10 @@ def read_data(entry: Any, config: Any) -> list[str]:
             left.append(f"{f'eval_data.{name}' if name else 'data'}: {missing.path}: {missing.reason}")
             # without training data there is no recipe; held-out sets are read by themselves
             if name is None:
-                return [*left, *_read_alone(entry, held_out)]
+                return [*left, *_read_alone(entry, held_out)], None
             del held_out[name]
     preview = preview_of(entry)
-    return [*(_counts(config, recipe) if preview is None else preview(config, recipe)), *left]
+    return [*(_counts(config, recipe) if preview is None else preview(config, recipe)), *left], recipe
 
 
 def _counts(config: Any, recipe: Any) -> list[str]:
