@@ -138,10 +138,13 @@ def planned(facts: Facts, trainer: Any, *, passes: bool) -> Plan:
         networks = nn.ModuleList([facts.network, *facts.frozen])
         outlined = any(weight.is_meta for weight in networks.parameters())
         with imagined(networks) if outlined else contextlib.nullcontext():
-            parts.append(Part("activations", activations(facts.network, facts.learn, facts.passes), "update"))
+            # casts of weights are kept until the update ends, as in a run
+            with autocast(trainer):
+                parts.append(Part("activations", activations(facts.network, facts.learn, facts.passes), "update"))
             if facts.keep is not None:
                 kept = history(facts.network, facts.keep)
-                parts.append(Part("history of the prompts, for the update", kept, "sampling"))
+                # until the end of the update, whose last pass goes back through it
+                parts.append(Part("history of the prompts, for the update", kept))
             if facts.act is not None:
                 parts.append(Part(facts.acting, forward(networks, facts.act), "sampling"))
     complete = passes and not facts.unknown
@@ -304,7 +307,7 @@ def described(config: Any, footprint: Callable[[Any], Plan], machine: Machine, p
     about = f", computed for {', '.join(plan.assumed)}" if plan.assumed else ""
     lines = [f"{machine.name}{about}", *shown(plan, machine)]
     fits = plan.fits(machine.memory_gb, machine.gpus)
-    return lines if fits else lines + remedies(config, plan_of, machine.memory_gb, machine.gpus)
+    return lines if fits or plan.unknown else lines + remedies(config, plan_of, machine.memory_gb, machine.gpus)
 
 
 def check_state(config: Any, footprint: Callable[..., Plan], memory_gb: float, gpus: int) -> None:
@@ -333,7 +336,7 @@ def shown(plan: Plan, machine: Machine) -> list[str]:
     ]
     peak, fits = plan.peak(gpus) / GB, plan.fits(memory_gb, gpus)
     if plan.unknown:
-        short = "" if fits else f", which does not fit into {memory_gb:.4g} GB"
+        short = "" if fits else f"; what is certain alone does not fit into {memory_gb:.4g} GB"
         return [*lines, f"  no estimate of the peak, which also depends on {' and '.join(plan.unknown)}{short}"]
     verdict = "fits into" if fits else "does not fit into"
     return [*lines, f"  {'peak':<{width}}  {peak:8.2f} GB  {verdict} {memory_gb:.4g} GB"]

@@ -86,8 +86,6 @@ def read_lengths(config: Any, recipe: Any, network: Any) -> Lengths:
     tasks = recipe.train_tasks[:: max(1, len(recipe.train_tasks) // MOST_READ)]
     if any(task.images or task.videos for task in tasks):
         raise NoPlan("images or videos in the passes of the vision tower")
-    if vision_parameters(network) and any(weight.requires_grad for weight in vision_parameters(network)):
-        raise NoPlan("the vision tower, which is trained")
     base, adapter = resolve_model(model_folder(str(config.model.path)))
     if not expanded(base).is_dir():
         raise NoPlan(f"lengths of the prompts: the tokenizer of {base} is not on this machine")
@@ -127,6 +125,9 @@ def _facts(config: Any, network: Any, trained: Any, lengths: Lengths, unknown: s
     sizes = batch_sizes(trainer, size)
     shares = model.shared_prefix and model.attention == "sdpa"
     prompts = -(-sizes.chunk // size) if shares else sizes.chunk
+    keeps = shares and _keeps_history(config) and answer > 1
+    # outside the calls, whose tensors have no numbers
+    chunk_tokens, step_tokens = (lengths.of_step(count) for count in (prompts, trainer.tasks_per_step))
     network.set_attn_implementation("sdpa")
 
     def states(tokens: int) -> Tensor:
@@ -143,14 +144,15 @@ def _facts(config: Any, network: Any, trained: Any, lengths: Lengths, unknown: s
 
     def learn() -> Tensor:
         with autocast(trainer):
-            # the last token of an answer is not read
-            last = states(lengths.of_step(prompts) + sizes.chunk * (answer - 1))[-sizes.chunk * answer :]
+            # the last token of an answer is not read; kept prompts are not read again
+            found = states((0 if keeps else chunk_tokens) + sizes.chunk * (answer - 1))
+            last = torch.cat([found, found[: sizes.chunk]]) if keeps else found[-sizes.chunk * answer :]
             head = network.get_output_embeddings().weight
             return linear_logprobs(last, head, torch.zeros(len(last), dtype=torch.int64)).logp.sum()
 
     def read() -> Tensor:
         with autocast(trainer):
-            return states(lengths.of_step(trainer.tasks_per_step))
+            return states(step_tokens)
 
     assumed = [
         f"prompts of {' to '.join(dict.fromkeys(str(int(end)) for end in lengths.prompts.aminmax()))} tokens",
@@ -166,7 +168,7 @@ def _facts(config: Any, network: Any, trained: Any, lengths: Lengths, unknown: s
         unknown=(unknown,) if unknown else (),
         tried_on_cpu=model.dtype == "float32" and trainer.mixed_precision != "fp16",
         passes=sizes.passes,
-        keep=read if shares and _keeps_history(config) else None,
+        keep=read if keeps else None,
         copies=reference_copies(config),
         held=_held(config, network),
         inputs=[] if sampler is None else _caches(config, network, size, lengths, answer),

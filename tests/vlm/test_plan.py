@@ -9,8 +9,9 @@ import torch
 from mmrl.cli import main
 from mmrl.config import load_run
 from mmrl.errors import UserError
+from mmrl.recipes import find_recipe
 from mmrl.training import run
-from mmrl.training.plan import Allocations, Part, Plan
+from mmrl.training.plan import Allocations, Machine, Part, Plan, machine_of
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.vlm_plan import PUBLISHED, footprint, outlined
 from tests.contracts.domains import domain_of, tiny_vlm
@@ -81,7 +82,10 @@ def test_the_command_shows_the_parts_and_what_would_fit(file, tmp_path, capsys):
     assert main(["train", str(file), "--dry-run", "--gpu-memory", "0.003"]) == 0
     lines = capsys.readouterr().out.splitlines()
     title = next(line for line in lines if line.startswith("1 GPU, computed for"))
-    assert "prompts of 64 tokens, answers of 16, 8 rows in 2 prompts at once" in title
+    # of the data just read, not of model.max_prompt_tokens=64
+    tokens = int(title.partition("prompts of ")[2].split()[0])
+    assert 5 < tokens < 64
+    assert "answers of 16, 8 rows in 2 prompts at once" in title
     assert any(line.split()[:2] == ["moments", "of"] for line in lines)
     assert any("does not fit into 0.003 GB" in line for line in lines)
     changes = [line.split("=")[0].strip() for line in lines if "=" in line]
@@ -141,9 +145,10 @@ def test_a_model_may_be_the_run_of_the_stage_before(file, tmp_path, capsys, monk
     (stage / "config.yaml").touch()
     (step / "model").symlink_to(tiny_vlm())
     monkeypatch.setattr("mmrl.runs.export.chosen_checkpoint", lambda run: step)
-    assert main(["train", str(file), "--dry-run"]) == 0
+    words = ["train", str(file), "--dry-run", "--gpu-memory=80"]
+    assert main(words) == 0
     plan = capsys.readouterr().out.partition("1 GPU,")[2]
-    assert main(["train", str(file), "--dry-run", f"model.path={stage}"]) == 0
+    assert main([*words, f"model.path={stage}"]) == 0
     assert capsys.readouterr().out.partition("1 GPU,")[2] == plan
 
 
@@ -154,6 +159,47 @@ def test_a_dry_run_says_that_a_recipe_has_no_plan_and_refuses_memory_without_one
     assert "--dry-run" in capsys.readouterr().err
     assert main(["train", "configs/vlm/digits_grpo.yaml", "--dry-run", "--gpu-tflops", "989"]) == 2
     assert "trainer.steps" in capsys.readouterr().err
+
+
+def test_without_a_gpu_the_plan_is_of_this_machine_and_of_its_process(file, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("mmrl.training.plan.machine_bytes", lambda: 12_000_000_000)
+    assert main(["train", str(file), "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("this machine's CPU, computed for prompts of") for line in lines)
+    libraries = next(line.split() for line in lines if "libraries, data and tokenizer" in line)
+    assert 0.1 < float(libraries[-2]) < 12
+    assert lines[-1].endswith("fits into 12 GB")
+
+
+def test_a_gpu_of_this_machine_is_planned_for(monkeypatch):
+    gpu = SimpleNamespace(total_memory=140_000_000_000, name="H200")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    assert machine_of(None, 2) == Machine("2 GPUs such as this H200", 140.0, 2)
+    assert machine_of(24.0, 1) == Machine("1 GPU", 24.0, 1)
+
+
+UNKNOWN = {
+    "images": ({}, "images or videos in the passes of the vision tower"),
+    "papo": ({"recipe": "papo"}, "the recipe 'papo' adds"),
+    "agent": ({"recipe": "agent"}, "the recipe 'agent' adds"),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_no_peak_is_named_where_something_is_unknown(case, tmp_path):
+    changes, why = UNKNOWN[case]
+    name = changes.get("recipe", "vlm")
+    config = domain_of(name).make_config(name, tmp_path)
+    config.recipe = name
+    lines = [*run.dry_run(find_recipe(name), config, 80.0)]
+    (said,) = [line for line in lines if "no estimate of the peak" in line]
+    assert why in said
+    assert any("moments of AdamW" in line for line in lines)
+    assert not any(line.startswith("  peak") for line in lines)
+    # what is certain can still be too much
+    assert "what is certain alone does not fit into 1e-06 GB" in "\n".join(run.dry_run(find_recipe(name), config, 1e-6))
 
 
 @pytest.mark.slow
