@@ -1,6 +1,10 @@
 """Memory plans against runs, published sizes and the command."""
 
 import dataclasses
+import os
+import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +20,7 @@ from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.vlm_plan import PUBLISHED, footprint, outlined
 from tests.contracts.domains import domain_of, tiny_vlm
 from tests.contracts.options import with_changes
-from tests.peaks import check_plan, measured_peaks
+from tests.peaks import WITHIN, check_plan, measured_peaks
 
 BILLIONS = {
     "Qwen/Qwen2.5-VL-3B-Instruct": 3.75,
@@ -230,3 +234,40 @@ def test_a_plan_is_the_measured_peak_of_a_run(name, tmp_path):
     prompts, answers = VlmPayload.of(rollouts).prompts, rollouts.num_decisions
     config = dataclasses.replace(config, sampler=dataclasses.replace(config.sampler, max_new_tokens=answers))
     check_plan(footprint(config, prompt_tokens=round(sum(map(len, prompts)) / len(prompts))), peaks)
+
+
+PROCESSES = {
+    "full": [],
+    "bf16": ["trainer.mixed_precision=bf16"],
+    "lora": ["model.lora.enabled=true", "trainer.mixed_precision=bf16"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of a process")
+@pytest.mark.parametrize("name", PROCESSES)
+def test_a_plan_on_a_cpu_is_the_memory_of_the_process(name, tmp_path):
+    """The largest resident memory of a process that takes two steps with a language model of 60 million weights."""
+    from mmrl.vlm.toy.signs import build_model
+
+    sizes = {"hidden": 640, "intermediate": 1920, "layers": 10, "heads": 10, "kv_heads": 5, "max_positions": 256}
+    model = build_model(tmp_path / "model", **sizes)
+    (tmp_path / "user.py").write_text(
+        "def differs(completions, **columns):\n    return [sum(map(ord, str(text))) % 97 / 97 for text in completions]\n"
+    )
+    words = [
+        *("configs/text/signs_grpo.yaml", f"model.path={model}", f"output_dir={tmp_path}/run", "eval_data={}"),
+        *(f"data.path={tmp_path}/data.jsonl", "data.build_options={count: 64, steps: [3], seed: 3}"),
+        f"rewards=[{{name: differs, function: '{tmp_path}/user.py:differs'}}]",
+        *("trainer.steps=2", "trainer.tasks_per_step=4", "trainer.threads=1", "evaluation.by=null"),
+        *("evaluation.every=0", "evaluation.at_start=false", "evaluation.at_end=false", *PROCESSES[name]),
+    ]
+    command = [sys.executable, "-m", "mmrl.cli", "train", *words]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said = child.stdout.read()
+    _, status, usage = os.wait4(child.pid, 0)
+    assert status == 0, said
+    plan = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, check=True).stdout
+    peak = re.search(r"peak +([0-9.]+) GB", plan)
+    assert peak, plan
+    assert float(peak[1]) * 1e9 == pytest.approx(usage.ru_maxrss * 1024, rel=WITHIN), plan
