@@ -40,6 +40,7 @@ def footprint(config: Any, *, passes: bool = True, recipe: Any = None) -> Plan:
     """Plan a run, assuming that all prompts have the model's maximum length.
 
     Without passes, the plan only contains what is kept between them: weights, gradients, moments, averages and copies.
+    Nothing depends on the data that `recipe` has read: encoders pad texts to one length.
     """
     if not isinstance(getattr(config, "model", None), PipelineConfig):
         raise NoPlan(f"there is no plan for the recipe '{config.recipe}'; its model is no diffusion model")

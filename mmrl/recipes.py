@@ -110,7 +110,7 @@ def metric_tables(recipe: str) -> list[dict[str, str]]:
     while own is not None:
         found.insert(0, getattr(own, "METRICS", {}))
         base = getattr(own, "EXTENDS", None) or getattr(own, "BUILDS_ON", None)
-        own = base and importlib.import_module(f"{base}.entries")
+        own = importlib.import_module(f"{base}.entries") if base else None
     return found
 
 

@@ -41,7 +41,8 @@ def footprint(config: Any, *, passes: bool = True, recipe: Any = None) -> Plan:
     """Plan a run whose episodes all last for the longest time allowed.
 
     Without passes, the plan covers only what is held between them: weights, gradients, moments, averages and copies; a
-    small policy has no such plan.
+    small policy has no such plan. With a `recipe`, whose simulator a large policy is not asked to fit, what is assumed
+    of a large policy's episodes counts as unknown.
     """
     model, trainer = getattr(config, "model", None), config.trainer
     if isinstance(config, Flow3dConfig | Flow3dAwmConfig):

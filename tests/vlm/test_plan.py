@@ -253,7 +253,7 @@ def test_a_plan_on_a_cpu_is_the_memory_of_the_process(name, tmp_path):
     sizes = {"hidden": 640, "intermediate": 1920, "layers": 10, "heads": 10, "kv_heads": 5, "max_positions": 256}
     model = build_model(tmp_path / "model", **sizes)
     (tmp_path / "user.py").write_text(
-        "def differs(completions, **columns):\n    return [sum(map(ord, str(text))) % 97 / 97 for text in completions]\n"
+        "def differs(completions, **columns):\n    return [sum(map(ord, str(t))) % 97 / 97 for t in completions]\n"
     )
     words = [
         *("configs/text/signs_grpo.yaml", f"model.path={model}", f"output_dir={tmp_path}/run", "eval_data={}"),
