@@ -36,10 +36,11 @@ PUBLISHED: dict[str, dict[str, Any]] = read_json_object(Path(__file__).with_name
 """Released pipelines by hub id: class, network, autoencoder, and text encoder parameters in billions."""
 
 
-def footprint(config: Any, *, passes: bool = True) -> Plan:
+def footprint(config: Any, *, passes: bool = True, recipe: Any = None) -> Plan:
     """Plan a run, assuming that all prompts have the model's maximum length.
 
     Without passes, the plan only contains what is kept between them: weights, gradients, moments, averages and copies.
+    Nothing depends on the data that `recipe` has read: encoders pad texts to one length.
     """
     if not isinstance(getattr(config, "model", None), PipelineConfig):
         raise NoPlan(f"there is no plan for the recipe '{config.recipe}'; its model is no diffusion model")

@@ -18,7 +18,8 @@ PACKAGES = ("mmrl.vlm", "mmrl.masked", "mmrl.agents", "mmrl.gui", "diffusion", "
 """Packages with recipes, in the order of lists; each builds on earlier ones alone."""
 CONTRIB = ("mmrl.contrib.language", "mmrl.contrib.agents", "diffusion.contrib", "robotics.contrib")
 """Packages with recipes that the library does not promise everything for. Their `entries` are read when the library
-has no recipe of a name; EXTENDS there names the package whose plan, preview, reader and metrics they share."""
+has no recipe of a name; EXTENDS there names the package whose plan, preview, reader and metrics they share. BUILDS_ON
+of a package names the one whose metrics its recipes have too."""
 WORLDS = ("toy", "scenes")
 """Folders of the packages with what is made up to show things. Only their own tables name their modules."""
 
@@ -41,6 +42,11 @@ def contrib_recipes() -> dict[str, RecipeEntry]:
     """The recipes of contrib by name."""
     modules = [importlib.import_module(f"{package}.entries") for package in CONTRIB]
     return {entry.name: entry for module in modules for entry in module.RECIPES}
+
+
+def shown_name(recipe: str, objective: str) -> str:
+    """Name of a run's method for people: `vlm` trains language models too, so only its objective is named."""
+    return objective if recipe == "vlm" and objective else recipe
 
 
 def all_recipes() -> dict[str, RecipeEntry]:
@@ -92,15 +98,20 @@ def world_table(name: str) -> dict[str, Any]:
 
 
 def metric_tables(recipe: str) -> list[dict[str, str]]:
-    """The METRICS of the packages up to that of a recipe, which comes last; of all packages for an unknown recipe."""
+    """The METRICS of the packages that a recipe's builds on, and of its own, which comes last.
+
+    Of all packages for an unknown recipe.
+    """
     entry = RECIPES.get(recipe) or EVALUATIONS.get(recipe) or contrib_recipes().get(recipe)
     if entry is None:
         return package_tables("METRICS", (*PACKAGES, *CONTRIB))
+    found: list[dict[str, str]] = []
     own = _entries_of(entry)
-    base = getattr(own, "EXTENDS", own.__name__.removesuffix(".entries") if own else "")
-    place = PACKAGES.index(base) + 1 if base else None
-    added = [own.METRICS] if hasattr(own, "EXTENDS") and hasattr(own, "METRICS") else []
-    return package_tables("METRICS")[:place] + added
+    while own is not None:
+        found.insert(0, getattr(own, "METRICS", {}))
+        base = getattr(own, "EXTENDS", None) or getattr(own, "BUILDS_ON", None)
+        own = importlib.import_module(f"{base}.entries") if base else None
+    return found
 
 
 def plan_of(entry: RecipeEntry) -> Any:

@@ -61,7 +61,11 @@ EVALUATIONS = (
 )
 PLAN = "robotics.robot_plan:footprint"
 """Function for `mmrl train --dry-run`."""
+BUILDS_ON = "diffusion"
+"""Package whose metrics the recipes have too."""
+
 METRICS = {
+    "policy/entropy": "Mean entropy of the policy at the actions, or flows, of the update's groups, in nats.",
     "loss/distillation": "Exact divergence from the teacher, weight included.",
     "distil/divergence": "Mean exact divergence from the teacher, in nats per decision.",
     "distil/kl_sampled": "Mean logp - logp_teacher on the policy's own samples: its KL to the teacher, in nats.",

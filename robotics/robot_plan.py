@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,11 +37,12 @@ PROMPT = 32
 """Tokens of an instruction in its prompt, the image aside."""
 
 
-def footprint(config: Any, *, passes: bool = True) -> Plan:
+def footprint(config: Any, *, passes: bool = True, recipe: Any = None) -> Plan:
     """Plan a run whose episodes all last for the longest time allowed.
 
     Without passes, the plan covers only what is held between them: weights, gradients, moments, averages and copies; a
-    small policy has no such plan.
+    small policy has no such plan. With a `recipe`, whose simulator a large policy is not asked to fit, what is assumed
+    of a large policy's episodes counts as unknown.
     """
     model, trainer = getattr(config, "model", None), config.trainer
     if isinstance(config, Flow3dConfig | Flow3dAwmConfig):
@@ -58,7 +60,11 @@ def footprint(config: Any, *, passes: bool = True) -> Plan:
         ensure_torchvision()
         with torch.device("meta"):
             policy = LARGE[kind](config, folder)
-        return planned(_facts(config, policy), trainer, passes=passes)
+        facts = _facts(config, policy)
+        if recipe is not None:  # the sizes of these policies are constants here, not those of the run's simulator
+            unknown = ("steps of an episode", "lengths of the instructions", "actions of the simulator")
+            facts = dataclasses.replace(facts, unknown=unknown)
+        return planned(facts, trainer, passes=passes)
     if not passes:
         return Plan((), ())
     with _Small(config) as policy:

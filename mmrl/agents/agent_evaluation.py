@@ -128,7 +128,7 @@ class AgentMeasure(EpisodeMeasure[AgentTask]):
         return row["state"]  # type: ignore[no-any-return]
 
     def columns(self, row: Row) -> Row:
-        """Task, seed, return, turns, ending and a digest of the answers."""
+        """Task, seed, return, turns, ending, and the answers with their digest."""
         return {
             "task": row["name"],
             "seed": self.seed_of(row["id"], row["repeat"]),
@@ -136,6 +136,8 @@ class AgentMeasure(EpisodeMeasure[AgentTask]):
             "length": row["turns"],
             "ending": row["reason"] or row["ending"],
             "output": short_digest(row["sample"].response.encode()),
+            "prompt": row["sample"].prompt,
+            "text": row["sample"].response,
         }
 
     def finish(self, rows: Sequence[Row], saved: object) -> None:

@@ -55,6 +55,8 @@ SCORES = (
 PLAN = "mmrl.vlm.vlm_plan:footprint"
 READER = "mmrl.agents.environments.agent_tasks:list_tasks"
 """Functions for `mmrl train --dry-run`."""
+BUILDS_ON = "mmrl.vlm"
+"""Package whose metrics the recipes have too."""
 
 METRICS = {
     "time/environment": "Seconds that episodes waited for their environments.",

@@ -30,7 +30,7 @@ from mmrl.compare.compare_commands import (
 from mmrl.entries import import_later, load_target
 from mmrl.errors import RunError, UserError, require_packages
 from mmrl.files import output_file, output_folder
-from mmrl.recipes import world_table
+from mmrl.recipes import shown_name, world_table
 
 DEMOS: dict[str, tuple[str, str]] = world_table("DEMOS")
 LISTED = {
@@ -100,8 +100,7 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
     if args.dry_run:
         from mmrl.training.run import dry_run
 
-        memory_gb = 80.0 if args.gpu_memory is None else args.gpu_memory
-        for line in dry_run(entry, config, memory_gb, args.processes or 1):
+        for line in dry_run(entry, config, args.gpu_memory, args.processes or 1):
             say(line)
         return 0
     if (args.processes or 1) > 1:
@@ -117,7 +116,9 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
 
     args.run_dir = Path(config.output_dir)  # where a crash leaves its traceback
     if is_first_process():
-        say(f"{args.config}: recipe {entry.name}, {config.trainer.steps} steps, into {config.output_dir}")
+        objective = getattr(getattr(config, "objective", None), "preset", "")
+        name = shown_name(entry.name, objective)
+        say(f"{args.config}: {name}, {config.trainer.steps} steps, into {config.output_dir}")
     run_dir = train(entry, config, resume=args.resume, from_last_good=args.from_last_good)
     if is_first_process():
         say(f"run folder: {run_dir}\nreport: {run_dir / 'report.html'}")
@@ -371,7 +372,8 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check the data, show the memory that the run needs on each of --processes GPUs, and leave",
     )
-    parser.add_argument("--gpu-memory", metavar="GB", type=float, help="with --dry-run: of each GPU; default: 80")
+    text = "with --dry-run: of each GPU; default: this machine"
+    parser.add_argument("--gpu-memory", metavar="GB", type=float, help=text)
 
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:

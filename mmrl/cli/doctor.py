@@ -36,6 +36,7 @@ from mmrl.runs.checkpoint import Checkpoints
 from mmrl.runs.folder import FINISHED, has_begun, owner_of, resume_command
 from mmrl.runs.records import read_jsonl
 from mmrl.runs.tracking import read_evaluations, read_metrics
+from mmrl.workers.memory import machine_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -237,8 +238,7 @@ def check_processor() -> list[Finding]:
     findings = [Finding("cpu", "cores", "ok", f"{usable} usable of {os.cpu_count()}, {platform.machine()}")]
     if "torch" in sys.modules:
         findings.append(_check_threads(sys.modules["torch"].get_num_threads(), usable))
-    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if (total := machine_bytes()) is not None:
         findings.append(Finding("cpu", "memory", "ok", f"{total / GB:.1f} GB"))
     return findings
 

@@ -31,6 +31,8 @@ EVALUATIONS = (
 PLAN = "mmrl.vlm.vlm_plan:footprint"
 READER = "mmrl.vlm.data.dataset:load_tasks"
 """Functions for `mmrl train --dry-run`."""
+BUILDS_ON = "mmrl.agents"
+"""Package whose metrics the recipes have too."""
 
 METRICS = {
     "aepo/no_signal/<kind>": "Fraction of groups with one kind of instruction whose answers all get the same reward.",

@@ -26,6 +26,8 @@ PLAN = "mmrl.masked.masked_plan:footprint"
 PREVIEW = "mmrl.vlm.data.preview:preview"
 READER = "mmrl.vlm.data.dataset:load_tasks"
 """Functions for `mmrl train --dry-run`."""
+BUILDS_ON = "mmrl.vlm"
+"""Package whose metrics the recipes have too."""
 
 METRICS = {
     "inpainting/rescued": "Share of the step's groups that all samples missed and inpainting has a right sample for.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from mmrl.vlm.model.network import build_model_if_missing
 from mmrl.vlm.vlm_plan import PROMPT, outlined, reference_copies
 
 
-def footprint(config: Any, prompt_tokens: int | None = None, *, passes: bool = True) -> Plan:
-    """Plan memory for prompts of the maximum length that the configuration allows.
+def footprint(config: Any, prompt_tokens: int | None = None, *, passes: bool = True, recipe: Any = None) -> Plan:
+    """Plan memory for prompts of the maximum length that the configuration allows; of those read, nothing is known.
 
     Without passes, the plan covers only what is held between them: weights, gradients, moments and copies.
     """
@@ -27,7 +28,10 @@ def footprint(config: Any, prompt_tokens: int | None = None, *, passes: bool = T
     with torch.device("meta"):
         network = outlined(config.model)
         trained = prepare(network, config.model, None)
-    return planned(_facts(config, network, trained, prompt_tokens), config.trainer, passes=passes)
+    facts = _facts(config, network, trained, prompt_tokens)
+    if recipe is not None:
+        facts = dataclasses.replace(facts, unknown=("lengths of the prompts",))
+    return planned(facts, config.trainer, passes=passes)
 
 
 def _facts(config: Any, network: Any, trained: Any, prompt_tokens: int | None) -> Facts:

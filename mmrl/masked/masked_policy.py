@@ -90,6 +90,8 @@ def with_masks(rollouts: Rollouts, draws: int, groups: int, streams: Streams, pu
 class MaskedPolicy(VlmPolicy):
     """A masked-diffusion language model as an actor."""
 
+    model_kind = "masked-diffusion language model"
+
     def __init__(
         self, model: nn.Module, processor: Any, config: ModelConfig, value_head: nn.Module | None = None
     ) -> None:

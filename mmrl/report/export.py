@@ -22,14 +22,17 @@ from mmrl.files import expanded, follow_umask
 from mmrl.hub.cards import CARD, card_text, code, fenced, head_of, hub_id_of, plain, portable, table, without_paths
 from mmrl.hub.compat import quiet_transformers
 from mmrl.hub.packaged import PACKAGED, own_folder
+from mmrl.recipes import shown_name
 from mmrl.report.folder import RunFolder, estimate, read_run
-from mmrl.report.page import GENERIC, SOURCES, facts, method, outcome, setting, settings_of
+from mmrl.report.page import GENERIC, SOURCES, facts, method, outcome, setting
 from mmrl.report.report_tables import JUDGED, headline, headline_name, part_tables, score_tables
 from mmrl.runs.export import ABOUT_FILE, Exported, chosen_checkpoint, is_run
 from mmrl.runs.metrics import measured
 from mmrl.runs.records import read_warnings
 from mmrl.runs.statistics import SHARES
 
+KINDS = {"text-generation": "language model", "image-text-to-text": "vision-language model"}
+"""Kind of a model by the hub's name of what it does."""
 MOST_PARTS = 24
 """Maximum number of task groups in the table of results; the report lists all."""
 LARGEST_SETTINGS = 12_000
@@ -58,7 +61,7 @@ def model_card(entry: Any, config: Any, run_dir: Path, step: int, exported: Expo
     from huggingface_hub import ModelCardData
 
     run = at_step(read_run(run_dir), step)
-    settings = settings_of(run)
+    settings = run.settings
     start = start_of(settings, run_dir)
     title = repository.rpartition("/")[2] or run_dir.resolve().name
     data = hub_id_of(str(setting(settings, "data", "path") or ""))
@@ -70,13 +73,13 @@ def model_card(entry: Any, config: Any, run_dir: Path, step: int, exported: Expo
         pipeline_tag=exported.task or None,
         license=start.licence or None,
         datasets=data or None,
-        tags=list(dict.fromkeys(["mmrl", entry.name, *filter(None, [run.result.get("objective")])])),
+        tags=list(dict.fromkeys(filter(None, ["mmrl", shown_name(entry.name, run.objective), run.objective]))),
         eval_results=results,
     )
     lines = [
         f"# {plain(title)}",
         "",
-        plain(" ".join(outcome([run])) or f"Trained with {method(run)}; there is no held-out evaluation of this step."),
+        plain(_summary(entry, run, exported)),
         "",
         *_use(exported, config, repository),
         *_results(run, exported),
@@ -85,6 +88,15 @@ def model_card(entry: Any, config: Any, run_dir: Path, step: int, exported: Expo
         *_citation(entry, run),
     ]
     return card_text(head, lines)
+
+
+def _summary(entry: Any, run: RunFolder, exported: Exported) -> str:
+    """What was trained and how, and the change that training made."""
+    kind = KINDS.get(exported.task, "model").capitalize()
+    name = method(run) or shown_name(entry.name, run.objective)
+    measured_here = run.evaluations and outcome([run])
+    unmeasured = "There is no held-out evaluation of this step."
+    return f"{kind} trained with {name}. {' '.join(measured_here) if measured_here else unmeasured}"
 
 
 def at_step(run: RunFolder, step: int) -> RunFolder:
@@ -107,9 +119,9 @@ def start_of(settings: Mapping[str, Any], run_dir: Path) -> Start:
         found = read_run(before)
         steps = re.search(r"step-0*(\d+)", str(folder))
         at = f" at step {steps[1]}" if steps else ""
-        recipe = settings_of(found).get("recipe", found.result.get("recipe", ""))
+        recipe = found.recipe
         earlier.insert(0, f"{code(recipe)} in {code(before.resolve().name)}{at}")
-        settings, run_dir = settings_of(found), before
+        settings, run_dir = found.settings, before
     build = setting(settings, "model", "build")
     if build:
         return Start(f"a model that {code(portable(build))} builds", earlier=tuple(earlier))
@@ -197,11 +209,13 @@ def _training(entry: Any, config: Any, run: RunFolder, step: int, start: Start, 
     device = result.get("device", "")
     processes = result.get("processes", 1)
     summary = "" if entry.name in GENERIC else f": {plain(entry.summary)}"
+    name = shown_name(entry.name, run.objective)
     rows = {
-        "method": f"{plain(method(run))}, recipe {code(entry.name)}{summary}",
+        "method": plain(method(run)) + (f", recipe {code(name)}{summary}" if name == entry.name else ""),
+        "kind of model": KINDS.get(exported.task, ""),
         "began with": start.text,
         "earlier runs": "; ".join(start.earlier),
-        "data": _data(settings_of(run), result),
+        "data": _data(run.settings, result),
         "held out": plain(known.get("held out", "")),
         "rewards": "; ".join(_rewards(config)),
         "seed": str(getattr(config, "seed", "")),
@@ -293,7 +307,7 @@ def _citation(entry: Any, run: RunFolder) -> list[str]:
     """BibTeX of the papers of the recipe and of the objective."""
     from mmrl.core.catalogue import all_objectives, all_preferences
 
-    row = {**all_objectives(), **all_preferences()}.get(run.result.get("objective", ""))
+    row = {**all_objectives(), **all_preferences()}.get(run.objective)
     cited = getattr(row, "citation", "")
     if entry.name not in GENERIC or "arXiv" not in cited:  # a general recipe cites what its objectives may use
         cited = f"{entry.citation}; {cited}"

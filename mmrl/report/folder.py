@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.files import LARGEST_YAML, read_json_object, read_text
+from mmrl.files import LARGEST_YAML, read_json_object, read_text, read_yaml
+from mmrl.recipes import shown_name
 from mmrl.runs.records import Outcome, read_outcomes
 from mmrl.runs.tracking import describe_metric, metric_definitions, read_evaluations, read_metrics
 
@@ -19,7 +20,7 @@ EVALUATED = "evaluate"
 COUNTED = ("step", "tag", "split", "cost/")
 """Keys of an evaluation that are not measurements."""
 RESULT_TYPES: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("status", "recipe", "objective", "objective_formula", "host", "device"), str),
+    **dict.fromkeys(("status", "recipe", "objective", "objective_formula", "model_kind", "host", "device"), str),
     **dict.fromkeys(
         ("steps", "optimiser_steps", "optimiser_steps_without_gradient", "samples", "tokens", "seconds", "processes"),
         (int, float),
@@ -46,12 +47,34 @@ class RunFolder:
     @property
     def title(self) -> str:
         """Name, recipe and objective."""
-        parts = [self.name, self.result.get("recipe"), self.result.get("objective")]
+        parts = [self.name, shown_name(self.recipe, self.objective), self.objective]
         return " · ".join(dict.fromkeys(str(part) for part in parts if part))
 
     def describe(self, metric: str) -> str:
         """Sentence that defines a metric of the run; empty without one."""
-        return describe_metric(metric, metric_definitions(self.result.get("recipe", ""))) or ""
+        return describe_metric(metric, metric_definitions(self.recipe)) or ""
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The resolved configuration; empty if it cannot be read."""
+        try:
+            found = read_yaml(self.folder / "config.yaml", errors="replace")
+        except (OSError, UserError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def recipe(self) -> str:
+        """The recipe's name, also of a run that has not finished; empty if unknown."""
+        found = self.result.get("recipe") or self.settings.get("recipe")
+        return found if isinstance(found, str) else ""
+
+    @property
+    def objective(self) -> str:
+        """The objective's name, also of a run that has not finished; empty if unknown."""
+        block = self.settings.get("objective")
+        found = self.result.get("objective") or (block.get("preset") if isinstance(block, dict) else None)
+        return found if isinstance(found, str) else ""
 
     def text(self, name: str) -> str:
         """Content of one of its files; empty if it is missing or too large to be shown."""
@@ -146,7 +169,10 @@ def _ends(run: RunFolder, split: str, several: bool) -> list[EvaluationPoint]:
     records = run.of_split(split)
     if not records:
         return []
-    ends = [("before", records[0]), ("after", records[-1])] if len(records) > 1 else [("at", records[0])]
+    ends = [("before", records[0]), ("after", records[-1])]
+    if len(records) == 1:
+        # without its tag, as of earlier releases: by its step
+        ends = [("after" if records[0]["step"] else "before", records[0])]
     training = run.name if several else "training"
     if run.only_evaluated:
         return [EvaluationPoint("evaluated", split, records[-1], run.folder)]

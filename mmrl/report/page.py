@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.config import as_override, escaped
-from mmrl.errors import UserError
-from mmrl.files import read_yaml, write_atomically
+from mmrl.files import write_atomically
 from mmrl.hub.packaged import described
 from mmrl.report.curves import constants, curves
 from mmrl.report.folder import RunFolder, estimate, plain, read_run
@@ -30,12 +29,15 @@ from mmrl.report.report_tables import (
     part_tables,
     score_tables,
 )
+from mmrl.runs.ledger import ANSWERS
 from mmrl.runs.metrics import DIVERSITY, label, measured
-from mmrl.runs.records import read_warnings
+from mmrl.runs.records import WARNINGS_FILE, iterate_jsonl, read_warnings
 
 Cell = Mapping[str, str]
 GENERIC = ("vlm", "masked", "agent", "robot_grpo", "preference")
 """Recipes that run many objectives, whose names say more."""
+MOST_WARNINGS = 12
+"""Warnings that the page shows."""
 MOST_NAMED = 4
 """Changes that a sentence names."""
 SOURCES = {
@@ -63,6 +65,7 @@ def outcome(runs: Sequence[RunFolder]) -> list[str]:
         ends = [_scores_ends(table) for table in score_tables(runs)]
     several = len(ends) > 1
     sentences = [_sentence(run, split if several else "", name, cells) for split, name, cells in ends]
+    sentences.append(_unmeasured(run))
     if better := _named(_other_protocols(runs, "good")[::-1]):
         also = " as well" if any(" raised " in sentence for sentence in sentences) else ""
         sentences.append(f"Better{also}: {better}.")
@@ -86,12 +89,14 @@ def short_outcome(runs: Sequence[RunFolder]) -> str:
 
 def facts(run: RunFolder) -> list[tuple[str, str]]:
     """Model, data, steps, time, date, machine, versions and command, as far as the run folder contains them."""
-    settings, result = settings_of(run), run.result
+    settings, result = run.settings, run.result
     rows = [
         (name, next((str(at) for place in places if (at := setting(settings, *place))), ""))
         for name, places in SOURCES.items()
     ]
     rows = [(name, described(text) if name == "model" else text) for name, text in rows]
+    if kind := result.get("model_kind"):
+        rows.insert(1, ("kind of model", kind))
     splits = ", ".join(run.splits)
     rows.append(("held out", splits))
     steps = result.get("steps") or (run.metrics[-1]["step"] if run.metrics else None)
@@ -102,20 +107,13 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
     machine = [result.get("host"), result.get("device"), f"{processes:g} processes" if processes > 1 else None]
     rows.append(("machine", ", ".join(filter(None, machine))))
     rows.append(("versions", ", ".join(f"{name} {version}" for name, version in result.get("versions", {}).items())))
+    if answers := sum(1 for _ in iterate_jsonl(run.folder / ANSWERS)):
+        rows.append(("answers", f"{answers:,} with their prompts and scores in {ANSWERS}, of mmrl evaluate"))
     if settings and run.metrics:
         folder = as_override("output_dir", escaped(f"{run.folder}-again"))
         again = shlex.join(["mmrl", "train", str(run.folder / "config.yaml"), folder])
         rows.append(("to repeat", again))
     return [(name, text) for name, text in rows if text]
-
-
-def settings_of(run: RunFolder) -> dict[str, Any]:
-    """The resolved configuration of a run; empty if it cannot be read."""
-    try:
-        found = read_yaml(run.folder / "config.yaml", errors="replace")
-    except (OSError, UserError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def setting(settings: Mapping[str, Any], *place: str) -> Any:
@@ -141,8 +139,11 @@ def _sentence(run: RunFolder, split: str, name: str, ends: Sequence[Cell | None]
     before = ends[0] if len(ends) > 1 else None
     where = f"held-out {name} on {split}" if split else f"held-out {name}"
     if before is None or "change" not in last:
-        return f"{where[0].upper()}{where[1:]}: {last['value']} {_spread(last['interval'])}".strip() + "."
-    who = method(run) if run.result else f"So far {method(run)}"
+        # a single value of a run that trained: the untrained model's, or the trained one's
+        when = "" if run.only_evaluated else " after training" if run.evaluations[-1]["step"] else " before training"
+        return f"{where[0].upper()}{where[1:]}{when}: {last['value']} {_spread(last['interval'])}".strip() + "."
+    who = method(run) or "training"
+    who = f"{who[0].upper()}{who[1:]}" if run.result else f"So far {who}"
     verb = {"good": "raised", "bad": "lowered"}.get(last["tone"])
     unit = " points" if last["value"].endswith(" %") else ""
     change = f"({last['change']}{unit}{_change(last['change_interval'])})"
@@ -152,12 +153,25 @@ def _sentence(run: RunFolder, split: str, name: str, ends: Sequence[Cell | None]
     return f"{who} {verb} {where} {moved} {change}."
 
 
+def _unmeasured(run: RunFolder) -> str:
+    """That training went on after the last evaluation, or that there is none; empty otherwise."""
+    if run.only_evaluated or not run.metrics:
+        return ""
+    last, measured_at = run.metrics[-1]["step"], run.evaluations[-1]["step"] if run.evaluations else None
+    if measured_at is None:
+        return f"No evaluation on held-out tasks followed the {last:,} steps of training."
+    if measured_at < last:
+        since = f"the one at step {measured_at:,}" if measured_at else "the one before training"
+        return f"No evaluation followed {since}; training went on to step {last:,}."
+    return ""
+
+
 def method(run: RunFolder) -> str:
-    """The recipe's name, or its objective's where the recipe is a general one."""
-    recipe, objective = run.result.get("recipe", ""), run.result.get("objective", "")
+    """The recipe's name, or its objective's where the recipe is a general one; empty if neither is known."""
+    recipe, objective = run.recipe, run.objective
     name = objective if objective and (recipe in GENERIC or not recipe) else recipe
     if not name:
-        return "training"
+        return ""
     citation = str(run.result.get("objective_formula", "")).partition("\n")[0].partition(":")[2]
     spelled = re.search(rf"\b{re.escape(name).replace('_', '[-_ ]')}\b", citation, re.IGNORECASE)
     if spelled:  # as the paper writes it
@@ -276,14 +290,19 @@ def _subtitle(run: RunFolder) -> str:
 
 
 def _notices(run: RunFolder) -> list[str]:
+    warnings = [f"Warning: {message.rstrip('.')}." for message in read_warnings(run.folder)]
+    if len(warnings) > MOST_WARNINGS:
+        more = f"{len(warnings) - MOST_WARNINGS} further warnings are in {WARNINGS_FILE}."
+        warnings = [*warnings[:MOST_WARNINGS], more]
     if run.only_evaluated:
-        return ["Nothing was trained here: these are evaluations of the model that the configuration names."]
+        only = "Nothing was trained here: these are evaluations of the model that the configuration names."
+        return [only, *warnings]
     notices = []
     if not run.result:
         notices.append("There is no result.json: the run has not finished, the numbers are those so far.")
     if not run.metrics:
         notices.append("There is no step in metrics.jsonl yet.")
-    notices += [f"Warning: {message}." for message in read_warnings(run.folder)]
+    notices += warnings
     failures = run.folder / "failures"
     saved = len(list(failures.glob("*.pt"))) if failures.is_dir() else 0
     if saved:

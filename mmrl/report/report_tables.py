@@ -48,7 +48,7 @@ FAMILIES = {
 ABBREVIATIONS = {"kl": "KL", "lr": "learning rate", "std": "standard deviation", "logp": "log-probability"}
 UNITS = {
     "nats": r".*\bnats\b",
-    "decisions": r".*\b(length|in decisions|decisions \(tokens, steps\) in a response)\b",
+    "decisions": r".*\b(length|in decisions|decisions in a response)\b",
     "decisions a second": r".*over its seconds",
     "steps": r"Mean control steps",
 }
@@ -72,11 +72,11 @@ def unit_of(sentence: str) -> str:
 
 
 Row = tuple[str, str, str]
-DECISIONS = "tokens, denoising steps or actions"
+DECISIONS = "choices of the policy that have a log-probability of their own"
 ENDS = ("first", "last")
 LOSSES = (
     ("samples no reward could score", "reward/errors", False, "left out of the update"),
-    ("rows skipped", "data/skipped", True, "bad rows, unreadable images, prompts too long"),
+    ("rows skipped", "data/skipped", True, "rows that could not be used"),
     (
         "optimiser steps skipped",
         "optim/skipped",

@@ -29,6 +29,7 @@ MOVED = (
     "tensorboard",
     "report.html",
     "result.json",
+    "warnings.jsonl",
     "evaluations.jsonl",
     "metrics.jsonl",
 )

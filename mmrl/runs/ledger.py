@@ -31,6 +31,11 @@ from mmrl.runs.statistics import with_interval
 from mmrl.trust import remember
 
 PROTOCOL = "protocol.json"
+ANSWERS = "answers.jsonl"
+ANSWER_COLUMNS = (
+    *("split", "step", "state", "decoding", "repeat", "answer"),
+    *("prompt", "text", "success", "return", "ending", "scores"),
+)
 KEY = ("split", "measure", "index", "repeat", "decoding", "answer")
 """Columns that name a row: the measure among those of the split, task, repeat of the task, answer to it."""
 SETTING = ("suite", "version", "chosen", "horizon", "replan")
@@ -128,6 +133,16 @@ def write_ledger(folder: Path, rows: Sequence[Row], about: Row) -> Path:
     write_atomically(folder / PROTOCOL, text)
     remember(about.get("config"), text)
     return folder / LEDGER
+
+
+def write_answers(folder: Path, rows: Sequence[Row], step: int) -> Path | None:
+    """Write what a model wrote in an evaluation, with its prompts; earlier answers are replaced. None without texts."""
+    written = [row for row in rows if row.get("text") is not None]
+    if not written:
+        return None
+    lines = [finite_or_none({name: {"step": step, **row}.get(name) for name in ANSWER_COLUMNS}) for row in written]
+    write_atomically(folder / ANSWERS, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    return folder / ANSWERS
 
 
 def read_ledger(path: Path) -> Ledger:

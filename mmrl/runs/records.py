@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from mmrl.errors import UserError
 from mmrl.files import LONGEST_LINE, open_image_file, parse_json, read_file, read_lines, replaced, write_atomically
@@ -34,6 +34,8 @@ _STORED_TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(IMAGE_FIELDS, (list,)),
 }
 WARNINGS_FILE = "warnings.jsonl"
+KEPT = "kept"
+"""Attribute of log records that `warnings.jsonl` has already."""
 LEDGER = "ledger.jsonl"
 STEP_NAME = re.compile(r"step-(\d+)")
 FILM_FRAMES = 32
@@ -387,8 +389,58 @@ def load_record(folder: Path, row: dict[str, Any], images: dict[str, Image | Non
 
 
 def read_warnings(run_dir: Path) -> list[str]:
-    """Warnings of a run in their order."""
-    return [str(row["message"]) for row in read_jsonl(Path(run_dir) / WARNINGS_FILE) if "message" in row]
+    """Warnings of a run in their order, those of one kind once, with their number."""
+    kinds: dict[str, list[str]] = {}
+    for row in read_jsonl(Path(run_dir) / WARNINGS_FILE):
+        if "message" in row:
+            kinds.setdefault(str(row.get("form", row["message"])), []).append(str(row["message"]))
+    more = ((found[0], len(found) - 1) for found in kinds.values())
+    return [f"{first} (and {count} more like it)" if count else first for first, count in more]
+
+
+class LoggedWarnings(logging.Handler):
+    """Keeps the warnings that are logged while a run lasts, for its report; those of `RunWarnings` are kept already."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._early: list[dict[str, Any]] = []
+        self._folder: Path | None = None
+        self._step: Callable[[], int] = lambda: 0
+
+    def __enter__(self) -> Self:
+        logging.getLogger("mmrl").addHandler(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        logging.getLogger("mmrl").removeHandler(self)
+
+    def write_to(self, folder: Path, step: Callable[[], int] = lambda: 0, *, keep: bool = False) -> None:
+        """Write the warnings so far, and later ones when they are logged, with the step of the time.
+
+        `keep` adds to the warnings that the folder holds; else these are of something that came before, and go.
+        """
+        self._folder, self._step = folder, step
+        if not keep:
+            (folder / WARNINGS_FILE).unlink(missing_ok=True)
+        for row in self._early:
+            self._write(row)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a warning."""
+        if getattr(record, KEPT, False):
+            return
+        try:
+            # `form`: the message before values are filled in, by which those of one kind are counted together
+            row = {"step": self._step(), "kind": "logged", "message": record.getMessage(), "form": str(record.msg)}
+            self._early.append(row) if self._folder is None else self._write(row)
+        except Exception:  # such as a full disk, which must not end the run
+            self.handleError(record)
+
+    def _write(self, row: dict[str, Any]) -> None:
+        assert self._folder is not None
+        lines = JsonLines(self._folder / WARNINGS_FILE)
+        lines.append(row)
+        lines.close()
 
 
 def sample_steps(run_dir: Path, split: str) -> list[int]:

@@ -24,6 +24,7 @@ from mmrl.files import write_atomically
 from mmrl.runs.folder import forget_after
 from mmrl.runs.metrics import STAGES_BETWEEN
 from mmrl.runs.records import (
+    KEPT,
     WARNINGS_FILE,
     JsonLines,
     Outcome,
@@ -211,10 +212,10 @@ def batch_metrics(batches: Sequence[Rollouts], compared: Sequence[str]) -> dict[
     scored = torch.isfinite(reward)
     metrics |= {
         "reward/mean": float(reward[scored].mean()) if bool(scored.any()) else float("nan"),
-        # one value has no sample deviation
-        "reward/std": float(reward[scored].std()) if int(scored.sum()) > 1 else 0.0,
         "reward/errors": float((~scored).sum()),
     }
+    if int(scored.sum()) > 1:  # one value has no sample deviation
+        metrics["reward/std"] = float(reward[scored].std())
     # only where groups have several rows, since single ones never differ
     if any(len(batch.group.unique()) < len(batch.group) for batch in batches):
         flat = torch.cat([~groups_that_differ(batch, compared) for batch in batches]).float()
@@ -336,7 +337,7 @@ class RunWarnings:
         self.said[kind] = message
         # the first process writes; the others keep count, so that states are equal
         if self.folder is not None:
-            LOGGER.warning("step %d: %s", step, message)
+            LOGGER.warning("step %d: %s", step, message, extra={KEPT: True})
             lines = JsonLines(self.folder / WARNINGS_FILE)
             lines.append({"step": step, "kind": kind, "message": message})
             lines.close()

@@ -9,7 +9,8 @@ import math
 import re
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from difflib import get_close_matches
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from mmrl.errors import UserError
 from mmrl.fields import rare
-from mmrl.recipes import metric_tables
+from mmrl.recipes import EVALUATIONS, all_recipes, metric_tables
 from mmrl.runs.metrics import DIVERSITY, METRICS, STAGES, STAGES_BETWEEN, label, measured
 from mmrl.runs.records import JsonLines, read_steps
 from mmrl.runs.statistics import HEADLINES, SHARES
@@ -104,21 +105,23 @@ class ConsoleSink:
         self._lines = 0
         self._began: tuple[int, float] | None = None
         self._shown_s = -math.inf
-        self._bar: Progress | None = None
+        self.bar: Progress | None = None
+        """The bar; None without a terminal."""
         if self._console.is_terminal and not quiet:
-            self._bar = _progress_bar(self._console)
-            self._task = self._bar.add_task("steps", total=total_steps)
-            self._bar.start()
+            self.bar = _progress_bar(self._console)
+            self._task = self.bar.add_task("steps", total=total_steps)
+            self.bar.start()
+        _CONSOLES.append(self)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Move the bar and show those of `COLUMNS` that the run has, and the seconds of each stage."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step)
+        if self.bar is not None:
+            self.bar.update(self._task, completed=step)
         now = time.monotonic()
         # from the first step logged, so that a resumed run's estimate leaves out the steps before it
         self._began = self._began or (step, now)
         # a log file gets a line every 10 s, even if steps are faster
-        due = step % self._every == 0 and (self._bar is not None or now - self._shown_s >= QUIET_S)
+        due = step % self._every == 0 and (self.bar is not None or now - self._shown_s >= QUIET_S)
         if due or step == self._total_steps or self._lines == 0:
             self._shown_s = now
             # a column stays once a step had it, so that lines keep their order
@@ -127,7 +130,7 @@ class ConsoleSink:
                 self._columns = columns
                 self._console.print(_header(columns, self._total_steps), style="bold", markup=False)
             self._lines += 1
-            left = "" if self._bar is not None else _left(self._began, (step, now), self._total_steps)
+            left = "" if self.bar is not None else _left(self._began, (step, now), self._total_steps)
             self._console.print(_step_line(columns, step, self._total_steps, metrics) + left, markup=False)
 
     def evaluation(self, step: int, tag: str, split: str, metrics: Mapping[str, float]) -> None:
@@ -146,13 +149,15 @@ class ConsoleSink:
 
     def truncate_after(self, step: int) -> None:
         """Start the bar at the step that the run resumes from."""
-        if self._bar is not None:
-            self._bar.reset(self._task, completed=step)
+        if self.bar is not None:
+            self.bar.reset(self._task, completed=step)
 
     def close(self) -> None:
         """Take the bar off the screen."""
-        if self._bar is not None:
-            self._bar.stop()
+        if self in _CONSOLES:
+            _CONSOLES.remove(self)
+        if self.bar is not None:
+            self.bar.stop()
 
 
 class TensorBoardSink:
@@ -248,10 +253,45 @@ def _parts(names: Collection[str]) -> Iterator[tuple[str, str, dict[str, str]]]:
         yield metric, column, parts
 
 
+_CONSOLES: list[ConsoleSink] = []
+"""Consoles of the runs of this process, the latest last."""
+
+
+@contextmanager
+def progress(unit: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on the terminal, under that of the run if there is one; nothing where the run shows no bar.
+
+    Yields:
+        A function that moves it by a number of units.
+    """
+    from rich.console import Console
+
+    console = Console()
+    if not (_CONSOLES[-1].bar is not None if _CONSOLES else console.is_terminal):
+        yield lambda count: None
+        return
+    # two live displays on one terminal would draw over each other
+    running = _CONSOLES[-1].bar if _CONSOLES else None
+    with nullcontext(running) if running is not None else _progress_bar(console) as bar:
+        task = bar.add_task(unit, total=total)
+        try:
+            yield lambda count: bar.advance(task, count)
+        finally:
+            bar.remove_task(task)
+
+
 def _progress_bar(console: Any) -> Progress:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     return Progress(
+        TextColumn("{task.description}"),
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
         "elapsed",
@@ -429,9 +469,11 @@ def build_tracker(
 def metric_definitions(recipe: str = "") -> dict[str, str]:
     """Sentences of metrics by name: shared ones, those of a recipe's package and of packages that it builds on.
 
-    Without a recipe of the table, the sentences of all packages.
+    Without a recipe of the table, the sentences of all packages, and of shared names those that fit every package.
     """
-    return {name: sentence for table in (METRICS, *metric_tables(recipe)) for name, sentence in table.items()}
+    known = recipe in all_recipes() or recipe in EVALUATIONS
+    tables = (METRICS, *metric_tables(recipe), *(() if known else (METRICS,)))
+    return {name: sentence for table in tables for name, sentence in table.items()}
 
 
 def describe_metric(name: str, definitions: Mapping[str, str] | None = None) -> str | None:

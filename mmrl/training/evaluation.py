@@ -22,6 +22,7 @@ from accelerate import Accelerator
 from mmrl.runs.records import Outcome, ResumableRows, SampleRecord, load_record, mean_outcomes, store_record
 from mmrl.runs.run_log import metric_label
 from mmrl.runs.statistics import with_interval
+from mmrl.runs.tracking import progress
 from mmrl.training.processes import merge_lists, shard, stream_seed
 
 MOST_VALUES = 8
@@ -107,8 +108,8 @@ class Measure(ABC, Generic[TaskT]):
     """Trials of each task."""
     unit: str = "tasks"
     """Name of the trials in messages."""
-    shows_progress: bool = False
-    """Whether several batches show a progress bar."""
+    shows_progress: bool = True
+    """Whether several batches show a progress bar on a terminal."""
 
     @property
     @abstractmethod
@@ -399,7 +400,8 @@ def _run_mine(
     """Run batches; with the rows that are kept, the samples of those that the report shows are kept."""
     log = None if saved is None else saved.appender(accelerator.process_index, accelerator.num_processes)
     found: list[Row] = []
-    for rows in _with_progress(run(left), left, measure):
+    shown_here = measure.shows_progress and accelerator.is_main_process
+    for rows in _with_progress(run(left), left, measure.unit) if shown_here else run(left):
         # before rows are written: what only this process needs is taken out of them
         measure.take(rows)
         found += rows
@@ -425,32 +427,12 @@ def _cut(trials: Sequence[Trial[TaskT]], size: int) -> Iterator[Batch]:
     return ((start, trials[start : start + size]) for start in range(0, len(trials), size))
 
 
-def _with_progress(
-    found: Iterator[Sequence[Row]], batches: Sequence[Batch], measure: Measure[TaskT]
-) -> Iterator[Sequence[Row]]:
+def _with_progress(found: Iterator[Sequence[Row]], batches: Sequence[Batch], unit: str) -> Iterator[Sequence[Row]]:
     """The rows of batches as they come."""
-    if not measure.shows_progress or len(batches) <= 1:
+    if len(batches) <= 1:
         yield from found
         return
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, transient=True) as progress:
-        bar = progress.add_task(measure.unit, total=sum(len(batch) for _, batch in batches))
+    with progress(f"evaluation, {unit}", sum(len(batch) for _, batch in batches)) as advance:
         for (_, batch), rows in zip(batches, found, strict=True):
-            progress.advance(bar, len(batch))
+            advance(len(batch))
             yield rows

@@ -1,8 +1,9 @@
-"""Memory that a run needs on each GPU, before it starts: `mmrl train CONFIG --dry-run`.
+"""Memory that a run needs on this machine or on each GPU, before it starts: `mmrl train CONFIG --dry-run`.
 
 Tensors can have shapes and no numbers, so a model of any size can be run forward and backward to see what it keeps. A
 domain gives the facts of a run, `Facts`: its network, a pass over the rows of an update and a call that samples.
-`planned` runs them and adds up what they hold.
+`planned` runs them and adds up what they hold. What follows from no fact is not estimated: a plan then has what is
+certain, such as weights and moments, and says what it lacks.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 from unittest import mock
 
@@ -23,9 +27,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mmrl.errors import NoPlan, UserError
+from mmrl.workers.memory import machine_bytes
 
 LOGGER = logging.getLogger("mmrl")
 GB = 1e9
+BUFFERS = 0.04
+"""Resident memory of a run on a CPU besides tensors and libraries, as a share of the tensors: buffers of matrix
+products and gaps of the allocator."""
 HEADROOM = 0.92
 """Share of a GPU's memory that tensors can have; CUDA, its libraries and gaps between blocks take the rest."""
 
@@ -53,6 +61,10 @@ class Plan:
 
     parts: tuple[Part, ...]
     assumed: tuple[str, ...]
+    unknown: tuple[str, ...] = ()
+    """What the memory also depends on and nothing at hand tells; the parts are then those that are certain."""
+    tried_on_cpu: bool = False
+    """See `Facts`."""
 
     def held(self, phase: str, gpus: int = 1) -> float:
         """Bytes of the parts of a phase on each of some GPUs."""
@@ -96,6 +108,10 @@ class Facts:
     """Makes the input of a forward pass of the update and returns its loss, a scalar."""
     assumed: tuple[str, ...]
     """What the calls are made for."""
+    unknown: tuple[str, ...] = ()
+    """What the calls depend on and nothing at hand tells; they are then not made."""
+    tried_on_cpu: bool = False
+    """Whether the memory of processes that run such models on a CPU has been compared with plans."""
     passes: int = 1
     """Forward and backward passes of an optimiser step; the second one meets the gradients of the first."""
     act: Callable[[], Any] | None = None
@@ -117,18 +133,28 @@ class Facts:
 def planned(facts: Facts, trainer: Any, *, passes: bool) -> Plan:
     """Run the calls of a step and add up what they hold; without passes, only what is held between them."""
     parts = [*state_parts(facts.network, trainer, copies=facts.copies), *facts.held]
-    if passes:
+    if passes and not facts.unknown:
         parts += facts.inputs
         networks = nn.ModuleList([facts.network, *facts.frozen])
         outlined = any(weight.is_meta for weight in networks.parameters())
         with imagined(networks) if outlined else contextlib.nullcontext():
-            parts.append(Part("activations", activations(facts.network, facts.learn, facts.passes), "update"))
+            # casts of weights are kept until the update ends, as in a run
+            with autocast(trainer):
+                parts.append(Part("activations", activations(facts.network, facts.learn, facts.passes), "update"))
             if facts.keep is not None:
                 kept = history(facts.network, facts.keep)
-                parts.append(Part("history of the prompts, for the update", kept, "sampling"))
+                # until the end of the update, whose last pass goes back through it
+                parts.append(Part("history of the prompts, for the update", kept))
             if facts.act is not None:
                 parts.append(Part(facts.acting, forward(networks, facts.act), "sampling"))
-    return Plan(tuple(part for part in parts if part.bytes), facts.assumed if passes else ())
+    complete = passes and not facts.unknown
+    found = tuple(part for part in parts if part.bytes)
+    return Plan(found, facts.assumed if complete else (), facts.unknown, facts.tried_on_cpu)
+
+
+def certain(footprint: Callable[..., Plan], config: Any) -> Plan:
+    """What is held between passes, of a run whose data have not been read."""
+    return dataclasses.replace(footprint(config, passes=False), unknown=("data that have not been read",))
 
 
 def state_parts(network: nn.Module, trainer: Any, *, copies: int = 0) -> list[Part]:
@@ -224,23 +250,64 @@ def _besides(network: nn.Module) -> Allocations:
     return allocations
 
 
-def described(config: Any, footprint: Callable[[Any], Plan], memory_gb: float, gpus: int) -> list[str]:
-    """The plan of a run as lines of text, with changes that make it fit if it does not.
+@dataclass(frozen=True)
+class Machine:
+    """Where a run will be."""
+
+    name: str
+    memory_gb: float
+    """Of each GPU, or of the machine within the limits of its container."""
+    gpus: int = 1
+    """1 for a run on the CPU."""
+    is_cpu: bool = False
+
+
+def machine_of(gpu_memory_gb: float | None, processes: int) -> Machine:
+    """The machine of a run: GPUs of the memory that is given, else this one's GPU, else its CPU.
 
     Raises:
         UserError: the memory is not above 0.
     """
-    if not memory_gb > 0:
-        raise UserError(f"--gpu-memory is {memory_gb:g}; must be above 0")
+    if gpu_memory_gb is not None and not gpu_memory_gb > 0:
+        raise UserError(f"--gpu-memory is {gpu_memory_gb:g}; must be above 0")
+    several = f"{processes} GPU{'s' if processes > 1 else ''}"
+    if gpu_memory_gb is not None:
+        return Machine(several, gpu_memory_gb, processes)
+    if torch.cuda.is_available():
+        found = torch.cuda.get_device_properties(0)
+        return Machine(f"{several} such as this {found.name}", found.total_memory / GB, processes)
+    return Machine("this machine's CPU", (machine_bytes() or math.inf) / GB, 1, is_cpu=True)
+
+
+def on_machine(plan: Plan, machine: Machine) -> Plan:
+    """A plan with what a process on a CPU holds besides tensors, as far as that has been measured."""
+    if not machine.is_cpu or plan.unknown:
+        return plan
+    if not plan.tried_on_cpu:
+        return dataclasses.replace(plan, unknown=("libraries and buffers of a process on a CPU", "activations"))
+    # the libraries are those of this process, which has read the data and outlined the model as the run does
+    libraries = Part("libraries, data and tokenizer", resident_bytes())
+    largest = max(plan.held("sampling"), plan.held("update"))
+    buffers = Part("buffers of the libraries, gaps between tensors", BUFFERS * (plan.held("always") + largest))
+    return dataclasses.replace(plan, parts=(*plan.parts, libraries, buffers))
+
+
+def described(config: Any, footprint: Callable[[Any], Plan], machine: Machine, processes: int = 1) -> list[str]:
+    """The plan of a run as lines of text, with changes that make it fit if it does not."""
+    if machine.is_cpu and processes > 1:
+        return ["memory: no estimate for several processes on a CPU; --gpu-memory GB plans for GPUs"]
+
+    def plan_of(config: Any) -> Plan:
+        return on_machine(footprint(config), machine)
+
     try:
-        plan = footprint(config)
+        plan = plan_of(config)
     except NoPlan as error:
         return [f"memory: {error}"]
-    lines = [
-        f"{gpus} GPU{'s' if gpus > 1 else ''}, computed for {', '.join(plan.assumed)}",
-        *shown(plan, memory_gb, gpus),
-    ]
-    return lines if plan.fits(memory_gb, gpus) else lines + remedies(config, footprint, memory_gb, gpus)
+    about = f", computed for {', '.join(plan.assumed)}" if plan.assumed else ""
+    lines = [f"{machine.name}{about}", *shown(plan, machine)]
+    fits = plan.fits(machine.memory_gb, machine.gpus)
+    return lines if fits or plan.unknown else lines + remedies(config, plan_of, machine.memory_gb, machine.gpus)
 
 
 def check_state(config: Any, footprint: Callable[..., Plan], memory_gb: float, gpus: int) -> None:
@@ -253,21 +320,34 @@ def check_state(config: Any, footprint: Callable[..., Plan], memory_gb: float, g
         return
     # without headroom: only a run that cannot fit at all is refused
     if plan.peak(gpus) > memory_gb * GB:
-        lines = [*shown(plan, memory_gb, gpus), *remedies(config, footprint, memory_gb, gpus)]
+        state = dataclasses.replace(plan, unknown=("activations",))
+        lines = [*shown(state, Machine("", memory_gb, gpus)), *remedies(config, footprint, memory_gb, gpus)]
         raise UserError("\n".join(["the run is larger than the GPU, even without activations:", *lines]))
 
 
-def shown(plan: Plan, memory_gb: float, gpus: int) -> list[str]:
-    """The parts as lines of text, and whether they fit."""
-    width = max(len(part.name) for part in plan.parts)
+def shown(plan: Plan, machine: Machine) -> list[str]:
+    """The parts as lines of text, and whether they fit; without a peak where something is unknown."""
+    memory_gb, gpus = machine.memory_gb, machine.gpus
+    width = max([len(part.name) for part in plan.parts], default=0)
     lines = [
         f"  {part.name:<{width}}  {part.on(gpus) / GB:8.2f} GB"
         + ("" if part.during == "always" else f"  {part.during}")
         for part in plan.parts
     ]
-    peak = plan.peak(gpus) / GB
-    verdict = "fits into" if plan.fits(memory_gb, gpus) else "does not fit into"
-    return [*lines, f"  {'peak':<{width}}  {peak:8.2f} GB  {verdict} {memory_gb:g} GB"]
+    peak, fits = plan.peak(gpus) / GB, plan.fits(memory_gb, gpus)
+    if plan.unknown:
+        short = "" if fits else f"; what is certain alone does not fit into {memory_gb:.4g} GB"
+        return [*lines, f"  no estimate of the peak, which also depends on {' and '.join(plan.unknown)}{short}"]
+    verdict = "fits into" if fits else "does not fit into"
+    return [*lines, f"  {'peak':<{width}}  {peak:8.2f} GB  {verdict} {memory_gb:.4g} GB"]
+
+
+def resident_bytes() -> float:
+    """Memory of this process now."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError) as error:
+        raise NoPlan("no estimate on the CPU of this system, where the memory of a process cannot be read") from error
 
 
 def remedies(config: Any, footprint: Callable[[Any], Plan], memory_gb: float, gpus: int) -> list[str]:

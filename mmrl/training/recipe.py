@@ -208,6 +208,9 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         minibatch = old_in_update(self, minibatch, scores.logp)
         # annealed coefficients follow the step, so they need no state in checkpoints
         output = self.objective.at(step.number / step.total).loss(scores, minibatch, denominators)
+        if KEEPS_OLD not in minibatch.extras and is_old(self):
+            # the distance of the policy to itself: what the update moves is not measured
+            output.metrics.pop("policy/kl_old", None)
         return self.plus_terms(output, policy, minibatch, scores, denominators, step)
 
     def micro_batches(self, minibatch: Rollouts, rows: int, *, whole_groups: bool) -> Iterator[Rollouts]:
@@ -226,6 +229,11 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     ) -> LossOutput:
         """Add the loss terms, which use the policy's `scores`, to the loss of a micro-batch."""
         return with_terms(output, [term(policy, minibatch, scores, denominators, step) for term in self.terms])
+
+    @property
+    def model_kind(self) -> str:
+        """Kind of the trained model for people, such as "language model"; empty where the recipe's name says it."""
+        return str(getattr(self.policy, "model_kind", ""))
 
     @property
     def additions(self) -> list[LossTerm | RolloutStage]:
@@ -554,13 +562,18 @@ def scores_before_update(recipe: Recipe[Any, Any], provided: frozenset[str] = fr
     return bool(asks) or (recomputed and "logp_old" not in provided)
 
 
+def is_old(recipe: Recipe[Any, Any]) -> bool:
+    """Whether the policy in the loss is the old policy: a step has one optimiser step, and scores before it itself."""
+    return not recipe.keeps_sampled_logp and single_update(recipe.config.trainer)
+
+
 def old_in_update(recipe: Recipe[Any, Any], minibatch: Rollouts, logp: Tensor) -> Rollouts:
     """Use the log-probabilities (B, T) of the update, detached, as old ones if a step has a single optimiser step.
 
     `logp_old` is one of three: the sampler's (`Recipe.keeps_sampled_logp`); a pass before the update, if several
     optimiser steps follow (`update.update_constants`); or these.
     """
-    if recipe.keeps_sampled_logp or not single_update(recipe.config.trainer):
+    if not is_old(recipe):
         return minibatch
     # at the first and only update new = old: the ratio is 1 in value and has the gradient of logp
     old = logp.detach()

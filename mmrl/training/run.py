@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import logging
@@ -24,8 +25,8 @@ from mmrl.runs.dry_run import DataRead, NotReadError, data_only
 from mmrl.runs.export import chosen_checkpoint
 from mmrl.runs.fingerprint import weights_digest
 from mmrl.runs.folder import FINISHED, RunLock, has_begun
-from mmrl.runs.ledger import protocol_of, write_ledger
-from mmrl.runs.records import finite_or_none
+from mmrl.runs.ledger import protocol_of, write_answers, write_ledger
+from mmrl.runs.records import LoggedWarnings, finite_or_none
 from mmrl.trust import remember
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ def train(entry: Any, config: Any, *, resume: bool = False, from_last_good: bool
         watch = None if joined is None else stack.enter_context(watched(joined))
         # one process looks, and all of them raise what it finds
         changed = in_first_process(joined, claim)
+        # from here on: data and models warn, too
+        logged = stack.enter_context(LoggedWarnings())
         accelerator = joined or _start(config, trains=True)
         # refused before models are loaded, which takes minutes
         _check_processes(config, accelerator)
@@ -88,13 +91,14 @@ def train(entry: Any, config: Any, *, resume: bool = False, from_last_good: bool
         recipe = _build(entry, config, accelerator)
         # environments and reward workers end, however the run ends
         stack.callback(recipe.close)
-        LOGGER.info("%s", ", ".join(f"{name} {value}" for name, value in machine(accelerator).items()))
+        about = [f"{name} {value}" for name, value in machine(accelerator).items()]
+        LOGGER.info("%s", ", ".join([*filter(None, [recipe.model_kind]), *about]))
         if found := describe(accelerator, run_dir):
             LOGGER.info("%s", found)
         if accelerator.is_main_process and changed:
             LOGGER.warning("resuming with other settings than before: %s", _listed(changed))
         try:
-            _train(entry, recipe, config, accelerator, watch, resume=resume, from_last_good=from_last_good)
+            _train(entry, recipe, config, accelerator, watch, logged, resume=resume, from_last_good=from_last_good)
         except OSError as error:
             saved = any((run_dir / "checkpoints").glob("step-*"))
             hint = (
@@ -111,8 +115,12 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
     # before the model is loaded: a read-only folder would only fail at the end
     output_folder(config.output_dir, "output_dir")
     folder = None if run_dir is None else chosen_checkpoint(run_dir)
-    with open_evaluation(entry, config, folder) as (recipe, accelerator, position), ExitStack() as stack:
+    with ExitStack() as stack:
+        logged = stack.enter_context(LoggedWarnings())
+        recipe, accelerator, position = stack.enter_context(open_evaluation(entry, config, folder))
         step = position.number
+        if run_dir is None and accelerator.is_main_process:
+            logged.write_to(Path(config.output_dir))
         about = evaluation_of(recipe, config, folder, accelerator, position) if accelerator.is_main_process else {}
         rollers = open_rollers(recipe, config, accelerator, Path(config.output_dir), entry)
         stack.callback(rollers.close)
@@ -129,6 +137,8 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
             # the split is a column, since all splits are in one file
             rows = [{"split": split, **row} for split, found in results.items() for row in found.entries]
             LOGGER.info("ledger: %s", write_ledger(Path(config.output_dir), rows, about))
+            if answers := write_answers(Path(config.output_dir), rows, step):
+                LOGGER.info("answers: %s", answers)
         # a run's folder has a report already
         if run_dir is None and accelerator.is_main_process:
             _report_evaluation(Path(config.output_dir), results)
@@ -136,28 +146,34 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
         return {f"{split}/{name}": value for split, found in results.items() for name, value in found.metrics.items()}
 
 
-def dry_run(entry: Any, config: Any, memory_gb: float, processes: int = 1) -> Iterator[str]:
+def dry_run(entry: Any, config: Any, gpu_memory_gb: float | None = None, processes: int = 1) -> Iterator[str]:
     """Lines of `mmrl train --dry-run`: the run's data, read by its own code, and its memory.
 
     Args:
         entry: the recipe's row of `mmrl.recipes.RECIPES`.
         config: its filled configuration.
-        memory_gb: memory of each GPU.
-        processes: number of GPUs.
+        gpu_memory_gb: memory of each GPU; None plans for this machine.
+        processes: number of processes, each on a GPU.
 
     Raises:
         UserError: what the run would refuse, after the plan, which may not depend on it.
     """
-    from mmrl.training.plan import described
+    from mmrl.training.plan import certain, described, machine_of
 
+    machine = machine_of(gpu_memory_gb, processes)
     refused: UserError | None = None
+    recipe = None
     try:
-        yield from read_data(entry, config)
+        lines, recipe = _read(entry, config)
+        yield from lines
     except UserError as error:
         # kept until the plan is shown, which may need no data
         refused = error
     try:
-        yield from described(config, plan_of(entry), memory_gb, processes)
+        footprint = plan_of(entry)
+        # what was read, or without it what is certain
+        footprint = functools.partial(footprint, recipe=recipe) if recipe else functools.partial(certain, footprint)
+        yield from described(config, footprint, machine, processes)
     except UserError as error:
         refused = refused or error
     if refused is not None:
@@ -165,10 +181,16 @@ def dry_run(entry: Any, config: Any, memory_gb: float, processes: int = 1) -> It
 
 
 def read_data(entry: Any, config: Any) -> list[str]:
+    """Lines on a run's data; see `_read`."""
+    return _read(entry, config)[0]
+
+
+def _read(entry: Any, config: Any) -> tuple[list[str], Any]:
     """Read and check a run's data with the run's own code, up to where it would load its model.
 
     Returns:
-        Lines on the data; sets that the run itself builds or downloads are named and not read.
+        Lines on the data, and the recipe without its model; sets that the run itself builds or downloads are named and
+        not read, and without training data there is no recipe.
 
     Raises:
         UserError: what the run would raise.
@@ -190,10 +212,10 @@ def read_data(entry: Any, config: Any) -> list[str]:
             left.append(f"{f'eval_data.{name}' if name else 'data'}: {missing.path}: {missing.reason}")
             # without training data there is no recipe; held-out sets are read by themselves
             if name is None:
-                return [*left, *_read_alone(entry, held_out)]
+                return [*left, *_read_alone(entry, held_out)], None
             del held_out[name]
     preview = preview_of(entry)
-    return [*(_counts(config, recipe) if preview is None else preview(config, recipe)), *left]
+    return [*(_counts(config, recipe) if preview is None else preview(config, recipe)), *left], recipe
 
 
 def _counts(config: Any, recipe: Any) -> list[str]:
@@ -300,6 +322,7 @@ def _train(
     config: Any,
     accelerator: Accelerator,
     watch: Watch | None,
+    logged: LoggedWarnings,
     *,
     resume: bool,
     **options: Any,
@@ -327,6 +350,7 @@ def _train(
             trainer.resume(**options)
         if main:  # only now: a resume that is refused leaves the configuration as it was
             _save_config(run_dir, config)
+            logged.write_to(run_dir, lambda: trainer.step, keep=resume)
         # the others wait until the configuration is written
         accelerator.wait_for_everyone()
         trainer.run()

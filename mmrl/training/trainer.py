@@ -575,6 +575,7 @@ class Trainer:
             **outcome(self.recipe, self.updater, self.log, self.step),
             "recipe": self.config.recipe,
             "objective": self.recipe.own_loss or self.recipe.objective.name,
+            "model_kind": self.recipe.model_kind,
             "objective_formula": self.recipe.describe(),
             "steps": self.step,
             "optimiser_steps": self.updater.optimiser_step,

@@ -82,6 +82,10 @@ READER = "mmrl.vlm.data.dataset:load_tasks"
 """Functions for `mmrl train --dry-run`."""
 
 METRICS = {
+    "loss/nll": "Mean negative log-likelihood of the target tokens, in nats.",
+    "data/skipped": "Rows skipped since the run began: bad row, unreadable image, prompt too long.",
+    "skipped": "Questions that the evaluation could not ask: unreadable image, prompt too long.",
+    "unscored": "Answers of the evaluation that a reward function failed on.",
     "time/answer": "Seconds of the rollout in which questions were answered from the picked frames.",
     "time/encode": "Seconds of the rollout spent reading images and turning prompts into model inputs.",
     "time/prefill": "Seconds of the rollout spent running prompts through the model.",

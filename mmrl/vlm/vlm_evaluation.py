@@ -144,6 +144,8 @@ class AnswerMeasure(Measure[VlmTask]):
                 "length": row[f"{mode}/length"][number],
                 "ending": row[f"{mode}/endings"][number],
                 "output": row[f"{mode}/outputs"][number],
+                "prompt": row["prompt"],
+                "text": row[f"{mode}/texts"][number],
                 "scores": {
                     name: values[number]
                     for name, values in row["scores"].items()
@@ -241,6 +243,7 @@ class AnswerMeasure(Measure[VlmTask]):
             row[f"{mode}/length"] = lengths[first:stop]
             row[f"{mode}/cut"] = all(finish == "length" for finish in drawn.finish[first:stop])
             row[f"{mode}/rewards"], row[f"{mode}/endings"] = list(result.total[first:stop]), drawn.finish[first:stop]
+            row[f"{mode}/texts"] = list(drawn.texts[first:stop])
             row[f"{mode}/outputs"] = [short_digest(text.encode()) for text in drawn.texts[first:stop]]
             # a failure stays only if every mode failed: one scored answer is enough for the split
             row["failure"] = failure and row.get("failure", failure)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +15,51 @@ from torch import Tensor
 
 from mmrl.core.logprobs import linear_logprobs
 from mmrl.errors import NoPlan, UserError
-from mmrl.files import read_json_object
+from mmrl.files import expanded, read_json_object
 from mmrl.hub.compat import ensure_torchvision
 from mmrl.runs.export import model_folder
 from mmrl.training.plan import Facts, Part, Plan, autocast, batch_sizes, planned
 from mmrl.training.recipe import single_update
+from mmrl.vlm.data.prompt import PromptLayout, encode_prompt
+from mmrl.vlm.data.task import TaskError, VlmTask
 from mmrl.vlm.engine.capabilities import check_architecture
-from mmrl.vlm.engine.model_loading import prepare
+from mmrl.vlm.engine.model_loading import prepare, template_variables
+from mmrl.vlm.families.family import family_of
 from mmrl.vlm.model.model_config import FrozenModelConfig, ModelConfig
 from mmrl.vlm.model.network import auto_class, build_model_if_missing, resolve_model, vision_parameters
+from mmrl.vlm.model.processor import load_processor
 
 PROMPT = 1024
-"""Assumed prompt length in tokens if `model.max_prompt_tokens` is empty."""
+"""Assumed prompt length in tokens if `model.max_prompt_tokens` is empty and no data have been read."""
+COVERED = ("vlm", "sft")
+"""Recipes whose passes are the planned ones; others add passes and rows of their own."""
+MOST_READ = 512
+"""Prompts that are tokenised, evenly spread over the data."""
+STEPS = 200
+"""Steps that are drawn from their lengths; the longest one is planned."""
 
 
-def footprint(config: Any, prompt_tokens: int | None = None, *, passes: bool = True) -> Plan:
-    """Plan a run in which all prompts and answers have the maximum configured length.
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of a run's texts as its own tokenizer has them."""
 
-    Without passes, the plan covers only what is held between them: weights, gradients, moments and copies.
+    prompts: Tensor
+    """Of the prompts that were read, int64 (N,)."""
+    answers: int | None = None
+    """The longest answer, where answers are given."""
+
+    def of_step(self, count: int) -> int:
+        """Tokens of so many prompts in the longest of the steps that are drawn."""
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randint(len(self.prompts), (STEPS, count), generator=generator)
+        return int(self.prompts[drawn].sum(1).max())
+
+
+def footprint(config: Any, prompt_tokens: int | None = None, *, passes: bool = True, recipe: Any = None) -> Plan:
+    """Plan a run by the texts that its recipe has read; its samples have the maximum configured length.
+
+    Without a recipe, all prompts have `prompt_tokens`, else the maximum configured length. Without passes, the plan
+    covers only what is held between them: weights, gradients, moments and copies.
     """
     if not isinstance(getattr(config, "model", None), ModelConfig):
         raise NoPlan(f"there is no plan for the recipe '{config.recipe}'; its model is no language model")
@@ -39,18 +70,64 @@ def footprint(config: Any, prompt_tokens: int | None = None, *, passes: bool = T
     with torch.device("meta"):
         network = outlined(config.model)
         trained = prepare(network, config.model, None)
-    return planned(_facts(config, network, trained, prompt_tokens), config.trainer, passes=passes)
+    lengths, unknown = Lengths(torch.tensor([prompt_tokens or config.model.max_prompt_tokens or PROMPT])), ""
+    if recipe is not None:
+        try:
+            lengths = read_lengths(config, recipe, network)
+        except NoPlan as error:
+            unknown = str(error)
+    return planned(_facts(config, network, trained, lengths, unknown), config.trainer, passes=passes)
 
 
-def _facts(config: Any, network: Any, trained: Any, prompt_tokens: int | None) -> Facts:
+def read_lengths(config: Any, recipe: Any, network: Any) -> Lengths:
+    """Tokens of the training data that a recipe has read; raises NoPlan with what is not known without running it."""
+    if config.recipe not in COVERED:
+        raise NoPlan(f"passes and rows that the recipe '{config.recipe}' adds")
+    tasks = recipe.train_tasks[:: max(1, len(recipe.train_tasks) // MOST_READ)]
+    if any(task.images or task.videos for task in tasks):
+        raise NoPlan("images or videos in the passes of the vision tower")
+    base, adapter = resolve_model(model_folder(str(config.model.path)))
+    if not expanded(base).is_dir():
+        raise NoPlan(f"lengths of the prompts: the tokenizer of {base} is not on this machine")
+    processor = load_processor(str(adapter or base))
+    prompts = list(_prompt_lengths(config.model, network, processor, tasks))
+    if not prompts:
+        raise NoPlan("prompts, none of which can be encoded")
+    key = getattr(config, "target_key", None)
+    texts = [] if key is None else [str(task.columns[key]) for task in tasks]
+    # with the token that ends an answer
+    given = [1 + len(ids) for ids in processor.tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
+    return Lengths(torch.tensor(prompts), max(given, default=None))
+
+
+def _prompt_lengths(model: ModelConfig, network: Any, processor: Any, tasks: Sequence[VlmTask]) -> Iterator[int]:
+    """Tokens of each prompt that can be encoded."""
+    family, config = family_of(network.config.model_type), network.config
+    patch_size, merge_size, _ = family.sizes(config)
+    layout = PromptLayout(
+        patch_size=patch_size,
+        max_tokens=model.max_prompt_tokens or sys.maxsize,
+        limit_source="model.max_prompt_tokens",
+        merge_size=merge_size,
+        tables=family.token_tables(network),
+        template=template_variables(processor, model, family.thinking_switch),
+    )
+    for task in tasks:
+        with contextlib.suppress(TaskError):  # the run skips it, too
+            yield len(encode_prompt(task, processor, layout))
+
+
+def _facts(config: Any, network: Any, trained: Any, lengths: Lengths, unknown: str = "") -> Facts:
     model, trainer, sampler = config.model, config.trainer, getattr(config, "sampler", None)
-    prompt = prompt_tokens or model.max_prompt_tokens or PROMPT
-    given = getattr(config, "max_side_tokens", None) or prompt
+    given = lengths.answers or getattr(config, "max_side_tokens", None) or int(lengths.prompts.max())
     answer = given if sampler is None else sampler.max_new_tokens
     size = getattr(trainer, "samples_per_task", 2 if hasattr(config, "objective") else 1)  # both sides of a pair
     sizes = batch_sizes(trainer, size)
     shares = model.shared_prefix and model.attention == "sdpa"
     prompts = -(-sizes.chunk // size) if shares else sizes.chunk
+    keeps = shares and _keeps_history(config) and answer > 1
+    # outside the calls, whose tensors have no numbers
+    chunk_tokens, step_tokens = (lengths.of_step(count) for count in (prompts, trainer.tasks_per_step))
     network.set_attn_implementation("sdpa")
 
     def states(tokens: int) -> Tensor:
@@ -67,17 +144,18 @@ def _facts(config: Any, network: Any, trained: Any, prompt_tokens: int | None) -
 
     def learn() -> Tensor:
         with autocast(trainer):
-            # the last token of an answer is not read
-            last = states(prompts * prompt + sizes.chunk * (answer - 1))[-sizes.chunk * answer :]
+            # the last token of an answer is not read; kept prompts are not read again
+            found = states((0 if keeps else chunk_tokens) + sizes.chunk * (answer - 1))
+            last = torch.cat([found, found[: sizes.chunk]]) if keeps else found[-sizes.chunk * answer :]
             head = network.get_output_embeddings().weight
             return linear_logprobs(last, head, torch.zeros(len(last), dtype=torch.int64)).logp.sum()
 
     def read() -> Tensor:
         with autocast(trainer):
-            return states(trainer.tasks_per_step * prompt)
+            return states(step_tokens)
 
     assumed = [
-        f"prompts of {prompt} tokens",
+        f"prompts of {' to '.join(dict.fromkeys(str(int(end)) for end in lengths.prompts.aminmax()))} tokens",
         f"answers of {answer}",
         f"{sizes.chunk} rows in {prompts} prompts at once",
     ]
@@ -87,11 +165,13 @@ def _facts(config: Any, network: Any, trained: Any, prompt_tokens: int | None) -
         network=trained,
         learn=learn,
         assumed=tuple(assumed),
+        unknown=(unknown,) if unknown else (),
+        tried_on_cpu=model.dtype == "float32" and trainer.mixed_precision != "fp16",
         passes=sizes.passes,
-        keep=read if shares and _keeps_history(config) else None,
+        keep=read if keeps else None,
         copies=reference_copies(config),
         held=_held(config, network),
-        inputs=[] if sampler is None else _caches(config, network, size, prompt, answer),
+        inputs=[] if sampler is None else _caches(config, network, size, lengths, answer),
     )
 
 
@@ -162,7 +242,7 @@ def _cast(network: Any, trainer: Any) -> int:
     return 2 if trainer.mixed_precision != "none" and own == 4 else 0
 
 
-def _caches(config: Any, network: Any, size: int, prompt: int, answer: int) -> list[Part]:
+def _caches(config: Any, network: Any, size: int, lengths: Lengths, answer: int) -> list[Part]:
     """Keys and values of prompts and answers while sampling, in the precision of the decoder's layers."""
     rows = min(config.sampler.batch_rows, config.trainer.tasks_per_step * size)
     text = network.config.get_text_config()
@@ -170,7 +250,7 @@ def _caches(config: Any, network: Any, size: int, prompt: int, answer: int) -> l
     token = 2 * text.num_hidden_layers * text.num_key_value_heads * width
     token *= _cast(network, config.trainer) or next(network.get_decoder().parameters()).element_size()
     return [
-        Part("keys and values of prompts", math.ceil(rows / size) * prompt * token, "sampling"),
+        Part("keys and values of prompts", lengths.of_step(math.ceil(rows / size)) * token, "sampling"),
         Part("keys and values of answers", rows * answer * token, "sampling"),
     ]
 

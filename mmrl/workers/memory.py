@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 DEVICES = Path("/dev")
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+CGROUP_OF_PROCESS = Path("/proc/self/cgroup")
+CGROUP_LIMITS = {"": "/sys/fs/cgroup{group}/memory.max", "memory": "/sys/fs/cgroup/memory{group}/memory.limit_in_bytes"}
+"""Files of limits by controller: of version 2, which names none, and of version 1."""
+
+
+def _limit_files() -> Iterator[Path]:
+    """Files of the limits around this process: those of its own control group and of all groups above it."""
+    try:
+        lines = CGROUP_OF_PROCESS.read_text().splitlines()
+    except OSError:
+        lines = []
+    # a container often sees its own group as the root
+    groups = [("", "/"), ("memory", "/"), *((line.split(":")[1], line.split(":", 2)[2]) for line in lines)]
+    for controllers, group in groups:
+        for place in (PurePosixPath(group), *PurePosixPath(group).parents):
+            for name in set(controllers.split(",")) & CGROUP_LIMITS.keys():
+                yield Path(CGROUP_LIMITS[name].format(group="" if str(place) == "/" else place))
 
 
 def machine_bytes() -> int | None:
@@ -16,9 +33,9 @@ def machine_bytes() -> int | None:
         found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (AttributeError, ValueError, OSError):
         return None
-    for file in CGROUP_LIMITS:
+    for file in _limit_files():
         try:
-            found.append(int(Path(file).read_text()))
+            found.append(int(file.read_text()))
         except (OSError, ValueError):  # no such controller, or "max"
             continue
     return min(found)

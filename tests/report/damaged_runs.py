@@ -96,7 +96,7 @@ def read(folder):
     from mmrl.cli.watch.folders import WatchedFolders, lines
     from mmrl.report.folder import evaluation_points, read_run
     from mmrl.report.gallery import evaluation_columns, sample_gallery, videos_of
-    from mmrl.report.page import facts, settings_of
+    from mmrl.report.page import facts
     from mmrl.runs.folder import owner_of
     from mmrl.runs.records import read_warnings
 
@@ -105,7 +105,7 @@ def read(folder):
     yield lambda: list(lines(watched))
     yield lambda: [(run.samples(1), run.settings(), run.notes()) for run in watched.runs.values()]
     yield lambda: [facts(run) for run in [read_run(folder)]]
-    yield lambda: settings_of(read_run(folder))
+    yield lambda: read_run(folder).settings
     yield lambda: [point.outcomes for point in evaluation_points([read_run(folder)], "all")]
     yield lambda: (sample_gallery(folder), videos_of(folder), evaluation_columns([("run", folder)]))
     yield lambda: read_warnings(folder)

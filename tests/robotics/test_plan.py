@@ -29,6 +29,10 @@ trainer: {{tasks_per_step: 2, samples_per_task: 2, micro_batch: 2}}
 def test_the_command_shows_a_policy_and_refuses_others(tmp_path, capsys):
     file = configuration(tmp_path)
     assert main(["train", str(file), "--dry-run"]) == 0
+    said = capsys.readouterr().out  # not measured on a CPU: no peak
+    assert "no estimate of the peak, which also depends on libraries and buffers of a process on a CPU" in said
+    assert " peak  " not in said
+    assert main(["train", str(file), "--dry-run", "--gpu-memory", "80"]) == 0
     lines = capsys.readouterr().out.splitlines()
     title = next(line for line in lines if line.startswith("1 GPU, computed for"))
     assert "4 episodes of 16 steps, 2 observations each, 2 episodes at once" in title

@@ -16,3 +16,10 @@ def test_groups_of_one_have_no_spread_to_report():
     metrics = batch_metrics([grouped], ("reward",))
     assert metrics["reward/zero_variance_groups"] == 0.5
     assert metrics["reward/std_within_groups"] == 0.25
+
+
+def test_a_single_reward_has_no_deviation():
+    one = random_rollouts(groups=1, samples=1)
+    assert "reward/std" not in batch_metrics([one], ("reward",))
+    two = random_rollouts(groups=1, samples=2).replace(reward=torch.tensor([0.0, 1.0]))
+    assert "reward/std" in batch_metrics([two], ("reward",))

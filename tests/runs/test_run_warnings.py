@@ -1,12 +1,14 @@
 """One-time warnings of a run: constant rewards, equal groups, an SRPO reward without agreement."""
 
+import json
+import logging
 import math
 
 import pytest
 import torch
 
 from mmrl.core.rollouts import Rollouts
-from mmrl.runs.records import read_warnings
+from mmrl.runs.records import LoggedWarnings, read_warnings
 from mmrl.runs.run_log import PATIENCE, RunWarnings
 
 
@@ -147,3 +149,28 @@ def test_a_term_that_is_only_logged_may_be_constant(tmp_path):
     assert run(tmp_path / "a", batches)[1][-1] == {"warnings/constant_lines": PATIENCE}
     quiet = RunWarnings(tmp_path / "b", only_logged=["lines"])
     assert run(tmp_path / "b", batches, warnings=quiet)[1][-1] == {}
+
+
+def test_what_is_logged_during_a_run_is_kept_and_counted_once(tmp_path):
+    """Warnings before the folder is the run's own, later ones with their step, and those of one form together."""
+    logger = logging.getLogger("mmrl")
+    (tmp_path / "warnings.jsonl").write_text('{"step": 1, "kind": "logged", "message": "of a run before"}\n')
+    with LoggedWarnings() as logged:
+        logger.warning("prompt %d is long", 3)
+        logger.info("not a warning")
+        logged.write_to(tmp_path, lambda: 7)
+        logger.warning("prompt %d is long", 4)
+        logger.error("disk full")
+        run(tmp_path, [batch([0.0, 0.0, 1.0, 1.0])] * PATIENCE)
+    logger.warning("after the run")
+    found = read_warnings(tmp_path)
+    assert found[:2] == ["prompt 3 is long (and 1 more like it)", "disk full"]
+    assert len(found) == 3
+    assert "equal rewards" in found[2]
+    steps = [json.loads(line)["step"] for line in (tmp_path / "warnings.jsonl").read_text().splitlines()]
+    assert steps == [0, 7, 7, PATIENCE]
+    with LoggedWarnings() as logged:
+        logged.write_to(tmp_path, keep=True)
+        logger.warning("of the resumed run")
+    assert read_warnings(tmp_path)[-1] == "of the resumed run"
+    assert len(read_warnings(tmp_path)) == 4

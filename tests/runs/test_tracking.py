@@ -129,7 +129,7 @@ def test_patterns_match_one_name_part():
 def test_ends_of_intervals_and_parts_of_the_data_follow_any_metric():
     assert describe_metric("success/greedy/low") == "Lower end of the 95 % interval of success/greedy."
     found = describe_metric("n/hint=wrong")
-    assert found == "Tasks that the evaluation answered, where hint=wrong."
+    assert found == "Tasks that the evaluation has a result for, where hint=wrong."
     assert describe_metric("accuracy/greedy/hint=a=b/high").startswith("Upper end")
     assert describe_metric("nothing/low") is None
     assert describe_metric("accuracy/greedy/hint") is None
@@ -168,6 +168,35 @@ def test_every_metric_has_one_sentence():
         assert re.fullmatch(r"[A-Z0-9k].*\.", sentence), name
         assert ". " not in sentence, name
         assert not sentence.startswith("The same"), name  # it stands alone under a chart
+
+
+FOREIGN = {
+    "mmrl": "denois latent velocit robot gripper",
+    "diffusion": "token answer question episode robot gripper simulator",
+    "robotics": "denois latent prompt question answer token",
+}
+"""Words of other domains by the package of a recipe."""
+NAMED_FOR_A_DOMAIN = ("accuracy", "terms", "success", "episode", "sim", "tokens", "memory", "response", "rollers")
+"""Families of shared metrics whose names say what they are about."""
+
+
+@pytest.mark.parametrize("recipe", ["", "my_module:Recipe:Config", *all_recipes(), *EVALUATIONS])
+def test_the_sentences_of_shared_metrics_have_no_word_of_another_domain(recipe):
+    known = (all_recipes() | EVALUATIONS).get(recipe)
+    words = FOREIGN[known.target.partition(".")[0]] if known else " ".join(FOREIGN.values())
+    table = metric_definitions(recipe)
+    shared = [name for name in METRICS if not name.startswith(NAMED_FOR_A_DOMAIN)]
+    assert {"policy/entropy", "loss/nll", "n", "skipped", "data/skipped"} <= {*shared}
+    found = {name: table[name] for name in shared if re.search(rf"\b({'|'.join(words.split())})", table[name])}
+    assert not found
+
+
+@pytest.mark.parametrize("recipe", [*all_recipes(), *EVALUATIONS])
+def test_a_recipe_has_no_metrics_of_packages_that_its_own_does_not_build_on(recipe):
+    room = (all_recipes() | EVALUATIONS)[recipe].target.partition(".")[0]
+    others = {"mmrl": ("diversity/latent", "flow/ade_cm"), "diffusion": ("papo/gamma", "flow/ade_cm")}
+    found = metric_definitions(recipe)
+    assert not [name for name in others.get(room, ("papo/gamma", "episode/calls")) if name in found]
 
 
 def test_every_metric_that_the_code_names_is_defined():

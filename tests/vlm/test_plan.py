@@ -1,6 +1,10 @@
 """Memory plans against runs, published sizes and the command."""
 
 import dataclasses
+import os
+import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,13 +13,14 @@ import torch
 from mmrl.cli import main
 from mmrl.config import load_run
 from mmrl.errors import UserError
+from mmrl.recipes import find_recipe
 from mmrl.training import run
-from mmrl.training.plan import Allocations, Part, Plan
+from mmrl.training.plan import Allocations, Machine, Part, Plan, machine_of
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.vlm_plan import PUBLISHED, footprint, outlined
 from tests.contracts.domains import domain_of, tiny_vlm
 from tests.contracts.options import with_changes
-from tests.peaks import check_plan, measured_peaks
+from tests.peaks import WITHIN, check_plan, measured_peaks
 
 BILLIONS = {
     "Qwen/Qwen2.5-VL-3B-Instruct": 3.75,
@@ -81,7 +86,10 @@ def test_the_command_shows_the_parts_and_what_would_fit(file, tmp_path, capsys):
     assert main(["train", str(file), "--dry-run", "--gpu-memory", "0.003"]) == 0
     lines = capsys.readouterr().out.splitlines()
     title = next(line for line in lines if line.startswith("1 GPU, computed for"))
-    assert "prompts of 64 tokens, answers of 16, 8 rows in 2 prompts at once" in title
+    # of the data just read, not of model.max_prompt_tokens=64
+    tokens = int(title.partition("prompts of ")[2].split()[0])
+    assert 5 < tokens < 64
+    assert "answers of 16, 8 rows in 2 prompts at once" in title
     assert any(line.split()[:2] == ["moments", "of"] for line in lines)
     assert any("does not fit into 0.003 GB" in line for line in lines)
     changes = [line.split("=")[0].strip() for line in lines if "=" in line]
@@ -141,9 +149,10 @@ def test_a_model_may_be_the_run_of_the_stage_before(file, tmp_path, capsys, monk
     (stage / "config.yaml").touch()
     (step / "model").symlink_to(tiny_vlm())
     monkeypatch.setattr("mmrl.runs.export.chosen_checkpoint", lambda run: step)
-    assert main(["train", str(file), "--dry-run"]) == 0
+    words = ["train", str(file), "--dry-run", "--gpu-memory=80"]
+    assert main(words) == 0
     plan = capsys.readouterr().out.partition("1 GPU,")[2]
-    assert main(["train", str(file), "--dry-run", f"model.path={stage}"]) == 0
+    assert main([*words, f"model.path={stage}"]) == 0
     assert capsys.readouterr().out.partition("1 GPU,")[2] == plan
 
 
@@ -154,6 +163,47 @@ def test_a_dry_run_says_that_a_recipe_has_no_plan_and_refuses_memory_without_one
     assert "--dry-run" in capsys.readouterr().err
     assert main(["train", "configs/vlm/digits_grpo.yaml", "--dry-run", "--gpu-tflops", "989"]) == 2
     assert "trainer.steps" in capsys.readouterr().err
+
+
+def test_without_a_gpu_the_plan_is_of_this_machine_and_of_its_process(file, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("mmrl.training.plan.machine_bytes", lambda: 12_000_000_000)
+    assert main(["train", str(file), "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("this machine's CPU, computed for prompts of") for line in lines)
+    libraries = next(line.split() for line in lines if "libraries, data and tokenizer" in line)
+    assert 0.1 < float(libraries[-2]) < 12
+    assert lines[-1].endswith("fits into 12 GB")
+
+
+def test_a_gpu_of_this_machine_is_planned_for(monkeypatch):
+    gpu = SimpleNamespace(total_memory=140_000_000_000, name="H200")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    assert machine_of(None, 2) == Machine("2 GPUs such as this H200", 140.0, 2)
+    assert machine_of(24.0, 1) == Machine("1 GPU", 24.0, 1)
+
+
+UNKNOWN = {
+    "images": ({}, "images or videos in the passes of the vision tower"),
+    "papo": ({"recipe": "papo"}, "the recipe 'papo' adds"),
+    "agent": ({"recipe": "agent"}, "the recipe 'agent' adds"),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_no_peak_is_named_where_something_is_unknown(case, tmp_path):
+    changes, why = UNKNOWN[case]
+    name = changes.get("recipe", "vlm")
+    config = domain_of(name).make_config(name, tmp_path)
+    config.recipe = name
+    lines = [*run.dry_run(find_recipe(name), config, 80.0)]
+    (said,) = [line for line in lines if "no estimate of the peak" in line]
+    assert why in said
+    assert any("moments of AdamW" in line for line in lines)
+    assert not any(line.startswith("  peak") for line in lines)
+    # what is certain can still be too much
+    assert "what is certain alone does not fit into 1e-06 GB" in "\n".join(run.dry_run(find_recipe(name), config, 1e-6))
 
 
 @pytest.mark.slow
@@ -184,3 +234,40 @@ def test_a_plan_is_the_measured_peak_of_a_run(name, tmp_path):
     prompts, answers = VlmPayload.of(rollouts).prompts, rollouts.num_decisions
     config = dataclasses.replace(config, sampler=dataclasses.replace(config.sampler, max_new_tokens=answers))
     check_plan(footprint(config, prompt_tokens=round(sum(map(len, prompts)) / len(prompts))), peaks)
+
+
+PROCESSES = {
+    "full": [],
+    "bf16": ["trainer.mixed_precision=bf16"],
+    "lora": ["model.lora.enabled=true", "trainer.mixed_precision=bf16"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of a process")
+@pytest.mark.parametrize("name", PROCESSES)
+def test_a_plan_on_a_cpu_is_the_memory_of_the_process(name, tmp_path):
+    """The largest resident memory of a process that takes two steps with a language model of 60 million weights."""
+    from mmrl.vlm.toy.signs import build_model
+
+    sizes = {"hidden": 640, "intermediate": 1920, "layers": 10, "heads": 10, "kv_heads": 5, "max_positions": 256}
+    model = build_model(tmp_path / "model", **sizes)
+    (tmp_path / "user.py").write_text(
+        "def differs(completions, **columns):\n    return [sum(map(ord, str(t))) % 97 / 97 for t in completions]\n"
+    )
+    words = [
+        *("configs/text/signs_grpo.yaml", f"model.path={model}", f"output_dir={tmp_path}/run", "eval_data={}"),
+        *(f"data.path={tmp_path}/data.jsonl", "data.build_options={count: 64, steps: [3], seed: 3}"),
+        f"rewards=[{{name: differs, function: '{tmp_path}/user.py:differs'}}]",
+        *("trainer.steps=2", "trainer.tasks_per_step=4", "trainer.threads=1", "evaluation.by=null"),
+        *("evaluation.every=0", "evaluation.at_start=false", "evaluation.at_end=false", *PROCESSES[name]),
+    ]
+    command = [sys.executable, "-m", "mmrl.cli", "train", *words]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said = child.stdout.read()
+    _, status, usage = os.wait4(child.pid, 0)
+    assert status == 0, said
+    plan = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, check=True).stdout
+    peak = re.search(r"peak +([0-9.]+) GB", plan)
+    assert peak, plan
+    assert float(peak[1]) * 1e9 == pytest.approx(usage.ru_maxrss * 1024, rel=WITHIN), plan

@@ -321,7 +321,8 @@ class DigirlRecipe(AgentRecipe):
         counts = torch.tensor(data.counts)
         of_chosen = steps[chosen.repeat_interleave(counts)]
         self.noted["digirl/kept_episodes"] = float(chosen.float().mean())
-        self.noted["digirl/kept_steps"] = float(of_chosen.float().mean()) if len(of_chosen) else 0.0
+        if len(of_chosen):
+            self.noted["digirl/kept_steps"] = float(of_chosen.float().mean())
         return chosen, steps
 
     def _batch(self, data: LabelledEpisodes, chosen: Tensor, steps: Tensor, step: Step) -> Rollouts:

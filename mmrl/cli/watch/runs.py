@@ -22,7 +22,7 @@ from mmrl.files import LONGEST_LINE, is_file, last_line, open_file, read_json_ob
 from mmrl.report.gallery import readable
 from mmrl.runs.folder import DONE, LOCK_FILE, NOTHING_LEARNED
 from mmrl.runs.metrics import STAGES, STAGES_BETWEEN, label, measured
-from mmrl.runs.records import STEP_NAME, iterate_jsonl, parsed_line
+from mmrl.runs.records import STEP_NAME, iterate_jsonl, parsed_line, read_warnings
 from mmrl.runs.statistics import HEADLINES, SHARES
 
 CHUNK = 2**22
@@ -225,7 +225,7 @@ class WatchedRun:
 
     def notes(self) -> list[str]:
         """Warnings, counts of what failed, and the reasons of failed environments."""
-        notes = [readable(str(row["message"])) for row in _rows(self.folder / "warnings.jsonl") if "message" in row]
+        notes = [readable(text) for text in read_warnings(self.folder)]
         notes += [f"{tail.path.name}: {tail.damaged} lines cannot be read" for tail in self._tails if tail.damaged]
         for name in self.metrics.names():
             if name.startswith(SUMMED) and (total := float(_sum(self.metrics, name))) > 0:

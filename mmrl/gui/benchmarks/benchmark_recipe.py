@@ -495,7 +495,6 @@ class GroundingMeasure(Measure[GroundingTask]):
     """Everything that the numbers depend on; written with them."""
 
     unit = "screens"
-    shows_progress = True
 
     @property
     def batch_size(self) -> int:

@@ -336,6 +336,11 @@ class VlmPolicy(nn.Module):
         """Whether the processor turns images or videos into tokens; that of a language model does not."""
         return any(getattr(self.processor, kind, None) is not None for kind in ("image_token", "video_token"))
 
+    @property
+    def model_kind(self) -> str:
+        """The model for people: a vision-language model, or a language model."""
+        return "vision-language model" if self.reads_media else "language model"
+
     def check_reads_media(self, what: str) -> None:
         """Refuse a language model where images or videos are used; raises UserError."""
         if not self.reads_media:

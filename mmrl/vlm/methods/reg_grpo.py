@@ -125,7 +125,8 @@ class Augmentation(RolloutStage):
         noise = [task.noise_sigma for task in changed if task.noise_sigma]
         recent, drawn = self.tracker.recent, Counter(self._drawn)
         self._drawn.clear()
-        return {
+        found: dict[str, float | Metric] = {} if not recent else {"augment/window_mean": sum(recent) / len(recent)}
+        return found | {
             "augment/hinted": Metric(float(len(hints)), len(tasks)),
             "augment/noised": Metric(float(len(noise)), len(tasks)),
             "augment/hint_fraction_mean": Metric(sum(hints), float(len(hints))),
@@ -133,7 +134,6 @@ class Augmentation(RolloutStage):
             "augment/traces": float(drawn["traces"]),
             "augment/probes": float(drawn["probes"]),
             "augment/traces_unused": float(drawn["unused"]),
-            "augment/window_mean": sum(recent) / len(recent) if recent else 0.0,
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,16 +1,20 @@
 """The evaluation driver: batches, order, several protocols, rows on disk, intervals."""
 
+import io
 import json
 import math
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from rich.live import Live
 
 from mmrl.runs.records import ResumableRows, SampleRecord, read_jsonl
 from mmrl.runs.statistics import cluster_bootstrap_interval, wilson_interval, with_interval
+from mmrl.runs.tracking import ConsoleSink
 from mmrl.training.evaluation import Measure, evaluate_tasks, unscored
 from mmrl.training.processes import make_accelerator
 
@@ -65,6 +69,31 @@ def test_the_first_protocol_gives_the_count_and_the_samples():
     assert found.metrics == {"n": 2.0, "one/sum": 5, "tasks": 2, "two/sum": 10}
     assert [record.prompt for record in found.records] == ["one", "one"]
     assert second.batches == [(0, [(0, 0), (0, 1), (1, 0)]), (3, [(1, 1)])]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("training", [None, "bar", "quiet"])
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_evaluations_show_a_bar_on_a_terminal_alone(training, stream, monkeypatch):
+    """Under that of the run, as two live displays on one terminal are refused or draw over each other."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    out = stream()
+    monkeypatch.setattr("sys.stdout", out)
+    console = None if training is None else ConsoleSink(4, quiet=training == "quiet", stream=out)
+    live = mock.patch("rich.live.Live.start", autospec=True, side_effect=Live.start)
+    with live as started:
+        found = evaluate(Squares())
+    if console is not None:
+        console.close()
+    assert found.metrics["n"] == 4
+    shown = stream is Terminal and training != "quiet"
+    assert ("evaluation, tasks" in out.getvalue()) == shown
+    assert started.call_count == (shown and training is None)
 
 
 def test_without_tasks_nothing_is_run():

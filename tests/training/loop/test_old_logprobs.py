@@ -47,6 +47,8 @@ def test_passes_and_ratio_of_each_source(make_trainer, options, passes, ratio):
     assert trainer.recipe.passes == passes
     if ratio is not None:
         assert metrics["policy/ratio_mean"] == pytest.approx(ratio, rel=1e-4)
+    # where the update's own scores are the old ones, their distance is no measurement
+    assert ("policy/kl_old" in metrics) == bool(options)
     assert not any(name.startswith("policy/mismatch") for name in metrics)
 
 
