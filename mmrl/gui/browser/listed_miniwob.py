@@ -50,9 +50,11 @@ ADD = """([width, height]) => {
   document.body.append(frame);
   return document.querySelectorAll('iframe').length - 1;
 }"""
-BEGIN = """async ([index, html, seed, read]) => {
+KNOWN = "name => name in (window.sources ??= {})"
+KEEP = "([name, html]) => { window.sources[name] = html; }"
+BEGIN = """async ([index, name, seed, read]) => {
   const frame = document.querySelectorAll('iframe')[index];
-  await new Promise(done => { frame.onload = done; frame.srcdoc = html; });
+  await new Promise(done => { frame.onload = done; frame.srcdoc = window.sources[name]; });
   const page = frame.contentWindow, core = page.core;
   page.Math.seedrandom(seed);
   core.setDataMode('train');
@@ -205,7 +207,7 @@ class ListedMiniWob:
             raise UserError(f"a task has the entries {', '.join(TASK_FIELDS)}, not {unknown[0]!r}")
         self._name = str(task.get("name") or Random(f"task/{seed}").choice(self._tasks))
         self._steps, self._seen = 0, set()
-        self._call(BEGIN, _whole_page(self._name), str(task.get("seed", seed)), _read())
+        self._call(BEGIN, self._name, str(task.get("seed", seed)), _read())
         if not self._report["ready"]:
             raise BrowserFailure(f"the page {self._name} did not get ready within 5 seconds")
         self._instruction = str(self._report["instruction"])
@@ -262,6 +264,8 @@ class ListedMiniWob:
     def _call(self, script: str, *arguments: Any) -> None:
         """Call a script in the frame of this environment, and read its report."""
         page, index = self._frame(renew=script == BEGIN)
+        if script == BEGIN and not page.evaluate(KNOWN, self._name):  # half a megabyte, sent once
+            page.evaluate(KEEP, [self._name, _whole_page(self._name)])
         self._report = json.loads(page.evaluate(script, [index, *arguments]))
         page.take_events()  # pictures are not loaded
 
