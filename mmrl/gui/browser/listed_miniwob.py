@@ -18,7 +18,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -84,10 +83,11 @@ LINES = """() => {
   };
   const press = element => {
     const types = ['mouseover', 'mousemove', 'mousedown', 'mouseup'];
-    for (const type of types) element.dispatchEvent(new MouseEvent(type, { bubbles: true, cancelable: true, view: window }));
+    const mouse = type => new MouseEvent(type, { bubbles: true, cancelable: true, view: window });
+    for (const type of types) element.dispatchEvent(mouse(type));
     if (element.focus) element.focus();
     if (element.click) element.click();
-    else element.dispatchEvent(new MouseEvent('click', { bubbles: true, cancelable: true, view: window }));
+    else element.dispatchEvent(mouse('click'));
   };
   const enter = (element, text) => {
     element.focus();
@@ -225,7 +225,9 @@ class ListedMiniWob:
         self._list()
         ended, raw = bool(self._report["done"]), float(self._report["reward"])
         success = ended and raw >= FULL_REWARD
-        facts = {**self._facts(), SUCCESS: success, "raw_reward": raw} | ({} if known else {ACTION_ERROR: "unknown_line"})
+        facts = {**self._facts(), SUCCESS: success, "raw_reward": raw} | (
+            {} if known else {ACTION_ERROR: "unknown_line"}
+        )
         text = self._listing() if known else f"There is no line {action.name[:20]!r}.\n{self._listing()}"
         return Observation(text), float(success), ended, not ended and self._steps >= self._max_steps, facts
 
@@ -259,7 +261,9 @@ class ListedMiniWob:
         del self._lines[MOST_LINES:]
 
     def _listing(self) -> str:
-        return "\n".join(f"{number} {line.shown(self._instruction)}" for number, line in enumerate(self._lines, start=1))
+        return "\n".join(
+            f"{number} {line.shown(self._instruction)}" for number, line in enumerate(self._lines, start=1)
+        )
 
     def _call(self, script: str, *arguments: Any) -> None:
         """Call a script in the frame of this environment, and read its report."""

@@ -41,7 +41,7 @@ PAGES = {
     "click-color": ("#area .color", "(e, n, said) => said.includes(` ${e.dataset.color} `)"),
     "click-dialog-2": (
         ".ui-dialog button",
-        '(e, n, said) => said.includes(`"${e.title === "Close" || e.textContent.trim() === "Close" ? "x" : e.textContent.trim()}"`)',
+        '(e, n, said) => said.includes(`"${e.textContent.trim().replace("Close", "x")}"`)',
     ),
     "click-widget": ("#area [data-type]", '(e, n, said) => said.includes(`"${e.dataset.type}"`)'),
     "focus-text-2": ("#area input", "(e, n, said) => said.includes(` ${n + 1}`)"),
@@ -60,8 +60,8 @@ def pointing_samples(
         seed: of the series; series of different seeds share no screen.
         pages: names in `PAGES`.
         check: click each box, and leave out what the page does not reward.
-        most_answers: add worked answers, as the column `answers`: the right point and, one to this many in all, those of
-            other candidates; 0 = none.
+        most_answers: add worked answers, as the column `answers`: the right point and those of other candidates, one to
+            this many in all; 0 = none.
 
     Raises:
         UserError: an unknown page.

@@ -90,7 +90,10 @@ class MetaWorldRow:
 
     def reset(self, task: str, layout: int, split: str, seed: int) -> None:
         """Place object and goal by the seed."""
-        self._env, self._expert = self._scenes[task] = self._scenes.pop(task, None) or self._load(task)
+        if task not in self._scenes and len(self._scenes) == SCENES:
+            self._drop(next(iter(self._scenes)))
+        scene = self._scenes.pop(task, None) or self._load(task)
+        self._env, self._expert = self._scenes[task] = scene
         self._env.seed(seed)
         self._observation, _ = self._env.reset()
 
@@ -149,12 +152,10 @@ class MetaWorldRow:
         env.close()
 
     def _load(self, task: str) -> tuple[Any, Any]:
-        """Build a task's scene and its expert; the scene that was not used for longest makes room."""
+        """Build a task's scene and its expert."""
         from metaworld.env_dict import ALL_V3_ENVIRONMENTS
         from metaworld.policies import ENV_POLICY_MAP
 
-        if len(self._scenes) == SCENES:
-            self._drop(next(iter(self._scenes)))
         height, width = self.image_size
         kind = ALL_V3_ENVIRONMENTS[task + "-v3"]
         env = kind(render_mode="rgb_array", camera_name=self._camera, width=width, height=height)
